@@ -15,9 +15,9 @@ from benchmarks.pages import PAGES
 from outbox.broker import embedded
 from outbox.broker.database.connection import BrokerDatabase
 from outbox.broker.database.executor import Executor
-from outbox.broker.operations import health, summary
-from outbox.broker.operations.overview import overview
-from outbox.broker.operations.verdict import survey
+from outbox.broker.operations import rules, summary
+from outbox.broker.operations.rules import survey
+from outbox.broker.operations.summary import overview
 from outbox.broker.schema.install import install
 from outbox.contrib.prometheus.collector import BrokerCollector, ScrapeState
 
@@ -134,7 +134,12 @@ def measure(url: str) -> list[str]:
                 assert metric.name
 
         counting = timed(lambda: summary.refresh(run), REPEATS // 4)
-        columns = [counting, timed(status, REPEATS), timed(lambda: health.probe(run), REPEATS), timed(scrape, REPEATS)]
+        columns = [
+            counting,
+            timed(status, REPEATS),
+            timed(lambda: rules.probe(run), REPEATS),
+            timed(scrape, REPEATS),
+        ]
         connection.execute("DELETE FROM outbox.summary")
         return [*columns, timed(status, REPEATS // 4)]
 

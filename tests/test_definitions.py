@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from outbox.broker.operations.thresholds import Thresholds
+from outbox.broker.operations.conditions import Thresholds
 from outbox.contrib.django.settings.conf import (
     ENVIRONMENT,
     DeclaredForward,

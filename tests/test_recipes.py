@@ -13,6 +13,7 @@ from typing import Any
 import psycopg
 import pytest
 
+from outbox.broker.operations.conditions import CATALOGUE
 from outbox.contrib.django.engine.broker import _ENGINES
 from outbox.contrib.django.settings.conf import SINKS, EngineName
 from outbox.contrib.django.subscribers.registry import _OPTIONS, subscriber
@@ -128,6 +129,21 @@ def test_the_check_itself_finds_a_column_that_is_forgotten() -> None:
     assert columns(statement + "ON CONFLICT (message_id) DO NOTHING") == [{"key", "tag"}]
     with pytest.raises(AssertionError):
         columns(statement)
+
+
+# -- a condition -----------------------------------------------------------------------------------
+
+
+def test_every_condition_has_a_rule_and_every_rule_a_condition() -> None:
+    sources = {
+        path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in (ROOT / "outbox").rglob("*.py")
+    }
+    catalogue = sources.pop("outbox/broker/operations/conditions.py")
+    assert all(f'"{name}": ConditionKind(' in catalogue for name in CATALOGUE)
+    rest = "\n".join(sources.values())
+    assert [name for name in CATALOGUE if f'"{name}"' not in rest] == []
+    yielded = re.findall(r'\bcondition\(\s*"(\w+)"', rest)
+    assert len(yielded) > 20 and set(yielded) - set(CATALOGUE) == set()
 
 
 # -- an operator action ----------------------------------------------------------------------------

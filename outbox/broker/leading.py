@@ -22,7 +22,7 @@ from outbox.broker.database.executor import Executor
 from outbox.broker.database.notify import Announcements, Channel, listen, unlisten
 from outbox.broker.log.failing import FailureNote, ProcessPart
 from outbox.broker.maintenance.service import maintenance
-from outbox.broker.operations.summary_service import summaries
+from outbox.broker.operations.summary import summaries
 from outbox.broker.sequencer.leader import DEFAULT_TERM_SECONDS, LeaderLease
 from outbox.broker.sequencer.sequencer import Sequencer, TickCounts
 from outbox.errors import OutboxError

@@ -20,7 +20,7 @@ from outbox.broker.fastpath.one_way import one_way
 from outbox.broker.log import commit_log, recall, topics
 from outbox.broker.log.failing import FailureNote, ProcessPart
 from outbox.broker.log.topics import TopicCatalog
-from outbox.broker.operations import switches
+from outbox.broker.operations import changes
 from outbox.broker.schema.install import check_schema
 from outbox.broker.schema.refusals import refused
 from outbox.broker.transaction import checks, decisions, fencing, half_scan, parking, turns
@@ -204,7 +204,7 @@ class PostgresBroker:
     def reject_transactional(self, rejecting: bool, *, timeout_seconds: float = 3.0) -> bool:
         return self._attempt(
             timeout_seconds,
-            lambda run: switches.reject_transactional(run, rejecting),
+            lambda run: changes.reject_transactional(run, rejecting),
             what="the switch of transactional messages",
         )
 

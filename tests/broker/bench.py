@@ -19,7 +19,7 @@ from outbox.broker.consumer.runtime import ConsumerRuntime
 from outbox.broker.database.connection import BrokerDatabase
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.notify import Channel, notify
-from outbox.broker.operations.queue_status import list_queues
+from outbox.broker.operations.progress import list_queues
 from outbox.broker.postgres import PostgresBroker
 from outbox.broker.process import run_broker
 from outbox.broker.sequencer.sequencer import Sequencer

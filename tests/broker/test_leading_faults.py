@@ -13,7 +13,7 @@ from outbox.broker.database.connection import BrokerConnection
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.notify import Channel, notify
 from outbox.broker.leading import LeaderSettings, LeadingConsumer
-from outbox.broker.operations import summary_service
+from outbox.broker.operations import summary
 from outbox.broker.sequencer.sequencer import Sequencer, TickCounts
 from outbox.message import Delivery
 from outbox.retry import RetryPolicy
@@ -148,7 +148,7 @@ def test_it_rests_longer_and_longer(bench: ConsumptionBench, caplog: pytest.LogC
 def test_who_stands_in_waits_for_no_background_pass(bench: ConsumptionBench, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may have to lead again at once."""
     counted_to_the_end = threading.Event()
-    monkeypatch.setattr(summary_service, "run_once", lambda _: float(counted_to_the_end.wait(60)))
+    monkeypatch.setattr(summary, "run_once", lambda _: float(counted_to_the_end.wait(60)))
     bench.declare("orders")
     with process(bench.database, STANDING_IN):
         eventually(lambda: leader(bench) is not None)

@@ -13,7 +13,7 @@ from outbox.broker.database.connection import BrokerDatabase
 from outbox.broker.database.executor import Executor
 from outbox.broker.log.commit_log import append_decided
 from outbox.broker.log.topics import TopicCatalog
-from outbox.broker.operations.status import broker_status
+from outbox.broker.operations.audit import count_messages
 from outbox.broker.postgres import PostgresBroker
 from outbox.broker.sequencer.sequencer import Sequencer
 from outbox.broker.transaction import checks, parking
@@ -199,9 +199,7 @@ class PostgresBench:
         return [(row[0], row[1]) for row in rows]
 
     def totals_differ(self) -> list[str]:
-        status = broker_status(Executor(self._connection, "outbox"))
-        topics = [text for topic in status.topics for text in topic.totals.differences()]
-        return [*topics, *(text for group in status.groups for text in group.differences())]
+        return count_messages(Executor(self._connection, "outbox")).differences()
 
     def close(self) -> None:
         self._connection.close()

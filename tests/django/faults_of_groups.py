@@ -14,7 +14,7 @@ from outbox.broker.consumer.running_calls import LastCalls
 from outbox.broker.groups.quarantine import RunningCall
 from outbox.broker.maintenance import retention
 from outbox.broker.maintenance.retention import RetentionSettings
-from outbox.broker.operations import summary, switches
+from outbox.broker.operations import changes, summary
 from outbox.broker.supervisor import ChildDeath
 from outbox.contrib.django import publish, run_prune, subscriber
 from outbox.contrib.django.database.aliases import broker_database
@@ -83,7 +83,7 @@ def stopped_queue(world: World) -> None:
 def group_paused(world: World) -> None:
     """An operator pauses a group and does not resume it."""
     world.subscribe()
-    switches.pause(world.run, "effects")
+    changes.pause(world.run, "effects")
     world.publish()
 
 

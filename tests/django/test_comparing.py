@@ -12,7 +12,7 @@ from django.db import connections, transaction
 
 from outbox import Delivery
 from outbox.broker.database.executor import Executor
-from outbox.broker.operations.reset import reset
+from outbox.broker.operations.changes import reset
 from outbox.contrib.django import publish, subscriber
 from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.ledger import ledger

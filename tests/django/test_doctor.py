@@ -19,8 +19,8 @@ from django.db import connections
 from outbox import Delivery
 from outbox.broker.database.connection import BrokerDatabase
 from outbox.broker.database.executor import Executor
-from outbox.broker.operations.conditions import Severity
-from outbox.broker.operations.diagnosis import Diagnosis, diagnose
+from outbox.broker.operations.conditions import Condition, Severity
+from outbox.broker.operations.diagnosis import diagnose
 from outbox.contrib.django import publish, subscriber
 from outbox.contrib.django.database.aliases import alias_conninfo
 from outbox.contrib.django.operations.doctor import examine
@@ -40,13 +40,13 @@ def world(databases: None, outbox_settings: Callable[..., None]) -> Iterator[Wor
         yield world
 
 
-def found() -> dict[str, Diagnosis]:
+def found() -> dict[str, Condition]:
     """What is not well, by subject."""
-    return {one.subject: one for one in examine() if one.severity}
+    return {one.name: one for one in examine() if one.severity}
 
 
 def test_every_look_is_told(world: World) -> None:
-    assert {one.subject for one in examine() if not one.severity} >= {
+    assert {one.name for one in examine() if not one.severity} >= {
         "PostgreSQL version", "fsync", "full_page_writes", "synchronous_commit", "isolation", "autovacuum",
         "connections", "pooler", "clock", "timeouts of roles", "grants", "sessions", "groups without a consumer",
         "retention of topics", "retention of the inbox", "check horizon", "ledger of 'default'",
@@ -60,8 +60,8 @@ def test_the_command(world: World) -> None:
         call_command("outbox_doctor", "--json", stdout=out)
     assert ended.value.code == 1
     first = json.loads(out.getvalue())[0]
-    assert (first["subject"], first["severity"]) == ("topics without a group", "warning")
-    assert "orders" in first["text"] and first["remedy"]
+    assert (first["name"], first["severity"]) == ("topics without a group", "warning")
+    assert "orders" in first["meaning"] and first["next_step"]
     out = StringIO()
     with pytest.raises(SystemExit):
         call_command("outbox_doctor", stdout=out, no_color=True)
@@ -71,8 +71,8 @@ def test_the_command(world: World) -> None:
 def test_declarations(world: World) -> None:
     world.subscribe()
     names = found()
-    assert names["groups without a consumer"].text == "effects"
-    assert "orders" not in names["topics without a group"].text.split(", ")
+    assert names["groups without a consumer"].meaning == "effects"
+    assert "orders" not in names["topics without a group"].meaning.split(", ")
 
 
 def test_retention(world: World, outbox_settings: Callable[..., None]) -> None:
@@ -81,14 +81,14 @@ def test_retention(world: World, outbox_settings: Callable[..., None]) -> None:
 
     world.sql("UPDATE outbox.topic SET retention_seconds = 60 WHERE name = 'payments'")
     names = found()
-    assert "payments" in names["retention of topics"].text and "payments" in names["check horizon"].text
+    assert "payments" in names["retention of topics"].meaning and "payments" in names["check horizon"].meaning
     assert names["retention of the inbox"].severity is Severity.WARNING
     day = 24 * 3600
     for kept, said in ((29 * day, "are not pruned"), (31 * day, "outlives the log")):
         outbox_settings(INBOX_RETENTION_SECONDS=kept)
-        [compared] = [one for one in examine() if one.subject == "retention of the inbox"]
+        [compared] = [one for one in examine() if one.name == "retention of the inbox"]
         assert compared.severity is Severity.OK
-        assert said in compared.text and f"{30 * day} s" in compared.text
+        assert said in compared.meaning and f"{30 * day} s" in compared.meaning
 
 
 def test_ledgers(world: World, settings: Any) -> None:
@@ -101,7 +101,7 @@ def test_ledgers(world: World, settings: Any) -> None:
             [identity] = cursor.fetchone()
         with connections["other"].cursor() as cursor:
             cursor.execute("UPDATE outbox_ledger_identity SET ledger_id = %s", [identity])
-        assert "identity of 'default'" in found()["ledger of 'other'"].text
+        assert "identity of 'default'" in found()["ledger of 'other'"].meaning
         with connections["other"].cursor() as cursor:
             cursor.execute("DELETE FROM outbox_ledger_identity")
         assert found()["ledger of 'other'"].severity is Severity.CRITICAL
@@ -124,19 +124,27 @@ def test_server_and_role(world: World) -> None:
     world.sql("SET synchronous_commit = off")
     world.sql(f'SET ROLE "{name}"')
     try:
-        bad = {
-            one.subject: one for one in diagnose(world.run, BrokerDatabase(alias_conninfo("broker"))) if one.severity
-        }
+        bad = {one.name: one for one in diagnose(world.run, BrokerDatabase(alias_conninfo("broker"))) if one.severity}
     finally:
         world.sql("RESET ROLE")
-    assert "DELETE, INSERT, UPDATE on commit_log" in bad["grants"].text
-    assert "statement_timeout=5s" in bad["timeouts of roles"].text
+    assert "DELETE, INSERT, UPDATE on commit_log" in bad["grants"].meaning
+    assert "statement_timeout=5s" in bad["timeouts of roles"].meaning
     assert {"isolation", "synchronous_commit", "sessions"} <= set(bad)
+
+
+def test_conditions_that_hold_are_named(world: World) -> None:
+    assert "crash_loop" not in found()
+    world.sql(
+        "INSERT INTO outbox.incident (kind, subject, detail) SELECT 'process_died', 'c1 on here', 'died'"
+        " FROM generate_series(1, 3)"
+    )
+    crashing = found()["crash_loop"]
+    assert "c1 on here" in crashing.text and crashing.next_step
 
 
 def test_a_broker_that_is_away(world: World) -> None:
     point_alias("broker", NOWHERE)
-    assert found()["broker"].severity is Severity.CRITICAL
+    assert found()["unreachable"].severity is Severity.CRITICAL
 
 
 def listed(*arguments: str) -> Any:
@@ -196,5 +204,5 @@ def test_a_pooler_in_between(world: World) -> None:
         ):
             database = BrokerDatabase(through, listen_conninfo=listen)
             with database.connect() as connection:
-                looked = {one.subject: one for one in diagnose(Executor(connection, "outbox"), database)}
+                looked = {one.name: one for one in diagnose(Executor(connection, "outbox"), database)}
             assert looked["pooler"].severity is severity

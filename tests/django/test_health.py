@@ -22,13 +22,13 @@ from django.db.backends.signals import connection_created
 from django.test import Client
 
 from outbox.broker.database.executor import Executor
-from outbox.broker.operations import health as broker_health
+from outbox.broker.operations import rules
 from outbox.broker.sequencer.leader import LeaderLease
 from outbox.broker.sequencer.sequencer import Sequencer
 from outbox.contrib.django import publish
 from outbox.contrib.django.database.aliases import broker_database
 from outbox.contrib.django.engine.broker import flush
-from outbox.contrib.django.operations import exposition
+from outbox.contrib.django.operations import telemetry
 from outbox.contrib.django.operations.watching import look, probe
 from outbox.contrib.django.worker import probes
 from outbox.contrib.django.worker.roles import prepare_health_files
@@ -64,10 +64,11 @@ def test_the_probe_by_command(led: None) -> None:
     flush(within_seconds=5)
     with closing(broker_database().connect()) as connection:
         connection.execute("UPDATE outbox.op_log SET decided_at = decided_at - interval '30 seconds'")
-        assert health() == (1, "decided messages have waited 30 s for the sequencer")
+        code, text = health()
+        assert code == 1 and "Decided or due messages wait" in text and "30 s" in text
         connection.execute("UPDATE outbox.leader_lease SET expires_at = now() - interval '1 minute'")
     code, text = health("--json")
-    assert code == 1 and "no process sequences" in json.loads(text)["problems"][0]
+    assert code == 1 and "No process sequences" in json.loads(text)["problems"][0]
     point_alias("broker", NOWHERE)
     code, text = health()
     assert code == 1 and "cannot be reached" in text
@@ -75,7 +76,7 @@ def test_the_probe_by_command(led: None) -> None:
 
 def test_the_probe_costs_two_look_ups(led: None) -> None:
     with closing(broker_database().connect()) as connection, wire(connection) as sent:
-        assert broker_health.probe(Executor(connection, "outbox")).is_healthy
+        assert rules.probe(Executor(connection, "outbox")).is_healthy
     assert sent.round_trips == 2
 
 
@@ -137,13 +138,13 @@ def beat(monkeypatch: pytest.MonkeyPatch, left: dict[str, dict[str, str]], name:
 
 
 def test_signs_of_life(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert probes.live().problems == ("no worker has started here",)
+    assert probes.live().problems == ["no worker has started here"]
     left = prepare_health_files(["broker", "consumer-1"])
     assert probes.live().is_healthy
-    assert probes.ready().problems == (
+    assert probes.ready().problems == [
         "broker.heartbeat waits for the broker",
         "consumer-1.heartbeat waits for the broker",
-    )
+    ]
     for name in left:
         beat(monkeypatch, left, name, ready=True)
     assert probes.ready().is_healthy and health("--ready") == (0, "healthy")
@@ -208,7 +209,7 @@ def test_the_port(directory: Path, monkeypatch: pytest.MonkeyPatch, led: None) -
 
 
 def test_the_port_leaves_no_connection_open(directory: Path, monkeypatch: pytest.MonkeyPatch, led: None) -> None:
-    monkeypatch.setattr(exposition, "_collector", None)  # It keeps what it read a moment ago.
+    monkeypatch.setattr(telemetry, "_collector", None)  # It keeps what it read a moment ago.
     opened = []
 
     def note(connection: BaseDatabaseWrapper, **_: object) -> None:

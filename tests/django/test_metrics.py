@@ -22,7 +22,7 @@ from outbox.broker.operations import audit
 from outbox.broker.operations.conditions import CATALOGUE
 from outbox.broker.operations.summary import GroupProgress, Summary
 from outbox.contrib.django import publish, subscriber
-from outbox.contrib.django.operations.exposition import state
+from outbox.contrib.django.operations.telemetry import state
 from outbox.contrib.django.operations.watching import audit_when_due
 from outbox.contrib.django.publishing.checkback import run_check_back
 from outbox.contrib.django.worker import probes

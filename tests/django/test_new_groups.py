@@ -12,7 +12,7 @@ from django.core.checks import CheckMessage
 
 from outbox import Delivery
 from outbox.contrib.django import publish, subscriber
-from outbox.contrib.django.operations.database_checks import check_databases
+from outbox.contrib.django.operations.checks import check_databases
 from outbox.contrib.django.subscribers import registry
 from outbox.contrib.django.worker.forwarding import forwarding
 from outbox.contrib.django.worker.workers import consumer_runtime

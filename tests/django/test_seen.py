@@ -18,7 +18,7 @@ from django.test import Client
 
 from outbox.broker.operations.conditions import CATALOGUE, Severity
 from outbox.contrib.django.models import OperatorAction
-from outbox.contrib.django.operations import exposition
+from outbox.contrib.django.operations import telemetry
 from outbox.contrib.django.operations.watching import look, probe
 from outbox.contrib.prometheus.rules import ALERTS, alert_name
 from tests.django import faults, faults_of_groups
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.usefixtures("databases", "no_subscribers")
 def world(databases: None, outbox_settings: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     """A healthy broker."""
     # Else a scrape would show what another test saw five seconds ago.
-    monkeypatch.setattr(exposition, "_collector", None)
+    monkeypatch.setattr(telemetry, "_collector", None)
     outbox_settings(METRICS_TOKEN="s3cret")
     with new_world(outbox_settings) as world:
         yield world
@@ -109,7 +109,7 @@ def test_a_fault_is_named_with_evidence_and_exit_code(world: World, name: str, t
     assert (shown[name]["severity"], shown[name]["next_step"]) == (found[name]["severity"], CATALOGUE[name].next_step)
     page = words(operator.get("/outbox/").content.decode())
     assert f" {name} " in page and words(CATALOGUE[name].next_step) in page
-    scraped = samples(exposition.render().decode())
+    scraped = samples(telemetry.render().decode())
     series = f'outbox_condition{{name="{name}"}}'
     assert scraped[series] == Severity[found[name]["severity"].upper()]
     assert row(name, found[name]["severity"]) in PAGE.read_text().splitlines(), "docs/operations.md has the row"

@@ -8,7 +8,7 @@ from uuid import UUID
 
 import pytest
 
-from outbox.broker.operations.verdict import survey
+from outbox.broker.operations.rules import survey
 from outbox.contrib.sinks.formats import format_named
 from outbox.contrib.sinks.forwarder import Forwarder, RawCodecs, subscription
 from outbox.contrib.sinks.sink import EarlierNotAcknowledged, Outgoing, Rejected

@@ -16,6 +16,7 @@ from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
 from outbox.broker.fastpath import arrays
 from outbox.broker.groups.leases import QueueKey
+from outbox.broker.groups.offsets import newest_offset
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +153,8 @@ def groups(run: Executor, group_ids: Sequence[int]) -> dict[int, GroupState]:
 
 # A queue is shared out once the group has consumed all queues of older generations of its topic (column `generation`).
 # Consumed queues of older generations are left out, so one generation at a time is shared out.
-_SHARED: Final = """
+_SHARED: Final = (
+    """
 WITH wanted AS (
     SELECT s.group_id, s.topic_id, t.name FROM {schema}.subscription s JOIN {schema}.topic t USING (topic_id)
     WHERE s.group_id = ANY(%(group_ids)s::integer[])
@@ -163,12 +165,9 @@ WITH wanted AS (
            q.closed_at IS NOT NULL AND coalesce(position.next_offset, 0) >= q.closed_at AS consumed
     FROM wanted w
     JOIN {schema}.queue q USING (topic_id)
-    LEFT JOIN LATERAL (
-        SELECT o.next_offset FROM {schema}.consumer_offset o
-        WHERE o.group_id = w.group_id AND o.queue_id = q.queue_id AND q.closed_at IS NOT NULL
-        ORDER BY o.epoch DESC, o.ordinal DESC
-        LIMIT 1
-    ) AS position ON true
+    LEFT JOIN LATERAL """
+    + newest_offset("w.group_id", "q.queue_id", only="q.closed_at IS NOT NULL")
+    + """ AS position ON true
 ), turn AS (
     SELECT group_id, topic_id, min(generation) AS generation FROM candidate WHERE NOT consumed GROUP BY 1, 2
 )
@@ -181,6 +180,7 @@ LEFT JOIN {schema}.topic retried ON c.name IS NULL AND retried.topic_id = c.numb
 WHERE NOT c.consumed
 ORDER BY c.group_id, c.topic_id, c.number
 """
+)
 
 
 _NAMES = Statement("""

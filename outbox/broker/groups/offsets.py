@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import LiteralString
 from uuid import UUID
 
 from outbox.broker.database.executor import Executor
@@ -46,18 +47,31 @@ class OffsetRow:
     position: Position
 
 
-_LOAD = Statement("""
+def newest_offset(group_id: LiteralString, queue_id: LiteralString, *, only: LiteralString = "") -> LiteralString:
+    """Return the SQL of a group's stored row that counts on a queue, for LATERAL; both ids are SQL expressions.
+
+    `only`: a condition without which the row is not needed, and is not read.
+    """
+    return (
+        "(SELECT stored.* FROM {schema}.consumer_offset stored WHERE stored.group_id = "
+        + group_id
+        + " AND stored.queue_id = "
+        + queue_id
+        + (" AND " + only if only else "")
+        + " ORDER BY stored.epoch DESC, stored.ordinal DESC LIMIT 1)"
+    )
+
+
+_LOAD = Statement(
+    """
 SELECT wanted.queue_id, coalesce(newest.next_offset, 0), coalesce(newest.start_offset, 0),
        coalesce(newest.handled, 0), coalesce(newest.filtered, 0), coalesce(newest.skipped, 0),
        coalesce(newest.sent_back, 0), coalesce(newest.dead, 0), coalesce(newest.expired, 0), coalesce(newest.moved, 0)
 FROM unnest(%(queue_ids)s::integer[]) AS wanted (queue_id)
-LEFT JOIN LATERAL (
-    SELECT * FROM {schema}.consumer_offset stored
-    WHERE stored.group_id = %(group_id)s AND stored.queue_id = wanted.queue_id
-    ORDER BY stored.epoch DESC, stored.ordinal DESC
-    LIMIT 1
-) AS newest ON true
-""")
+LEFT JOIN LATERAL """
+    + newest_offset("%(group_id)s", "wanted.queue_id")
+    + " AS newest ON true"
+)
 
 
 def load(run: Executor, group_id: int, queue_ids: Sequence[int]) -> dict[int, Position]:

@@ -9,6 +9,7 @@ from typing import Final
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
 from outbox.broker.fastpath.arrays import bigints, integers
+from outbox.broker.groups.offsets import newest_offset
 from outbox.broker.log import incidents
 from outbox.broker.log.incidents import Incident, IncidentKind
 
@@ -18,7 +19,8 @@ from outbox.broker.log.incidents import Incident, IncidentKind
 # read the queue; without a group nothing is consumed yet. Broadcast groups store no positions and hold nothing back.
 # The statement reads in the order of the queue up to the first entry that stays, so a queue without cleared entries
 # costs one entry.
-_LIMITS: Final = Statement("""
+_LIMITS: Final = Statement(
+    """
 WITH place AS (
     SELECT queue.queue_id, queue.floor, topic.topic_id, topic.retry_of, topic.retention_seconds, topic.deleted_at,
            now() - make_interval(secs => topic.retention_seconds) AS kept_since,
@@ -32,10 +34,9 @@ WITH place AS (
     SELECT queue_id, retry_of FROM place WHERE retry_of IS NOT NULL
 ), consumed AS (
     SELECT reader.queue_id, min(coalesce(newest.next_offset, 0)) AS position
-    FROM reader LEFT JOIN LATERAL (
-        SELECT next_offset FROM {schema}.consumer_offset
-        WHERE consumer_offset.group_id = reader.group_id AND consumer_offset.queue_id = reader.queue_id
-        ORDER BY epoch DESC, ordinal DESC LIMIT 1) newest ON true
+    FROM reader LEFT JOIN LATERAL """
+    + newest_offset("reader.group_id", "reader.queue_id")
+    + """ newest ON true
     GROUP BY reader.queue_id
 ), bounded AS (
     SELECT place.queue_id, place.floor, consumed.position AS consumed, place.retry_of IS NOT NULL AS is_retry,
@@ -70,37 +71,56 @@ WITH place AS (
     FROM place LEFT JOIN consumed USING (queue_id)
 )
 SELECT queue_id, floor, "limit", consumed, is_retry FROM bounded WHERE "limit" > floor ORDER BY queue_id
-""")
+"""
+)
 
 # The groups that have not consumed a queue up to an offset.
-_BEHIND: Final = Statement("""
+_BEHIND: Final = Statement(
+    """
 SELECT topic.name AS topic, queue.number, ARRAY(
     SELECT consumer_group.name
     FROM {schema}.consumer_group
-    LEFT JOIN LATERAL (SELECT next_offset FROM {schema}.consumer_offset stored
-                       WHERE stored.group_id = consumer_group.group_id AND stored.queue_id = queue.queue_id
-                       ORDER BY epoch DESC, ordinal DESC LIMIT 1) AS newest ON true
+    LEFT JOIN LATERAL """
+    + newest_offset("consumer_group.group_id", "queue.queue_id")
+    + """ AS newest ON true
     WHERE NOT broadcast AND coalesce(newest.next_offset, 0) < %(limit)s
-      AND (group_id = topic.retry_of
+      AND (consumer_group.group_id = topic.retry_of
            OR EXISTS (SELECT FROM {schema}.subscription known
                       WHERE known.group_id = consumer_group.group_id AND known.topic_id = topic.topic_id))
     ORDER BY consumer_group.name) AS groups
 FROM {schema}.queue JOIN {schema}.topic USING (topic_id) WHERE queue_id = %(queue_id)s
-""")
+"""
+)
+
+# The messages in `free`, and the rows that belong to their transactions.
+_REMOVAL: Final = """
+, messages AS (
+    DELETE FROM {schema}.commit_log USING free WHERE commit_log.log_id = free.log_id
+), checks AS (
+    DELETE FROM {schema}.check_history USING free WHERE check_history.transaction_id = free.transaction_id
+), pending AS (
+    DELETE FROM {schema}.pending_check USING free WHERE pending_check.transaction_id = free.transaction_id
+), decisions AS (
+    DELETE FROM {schema}.op_log op
+    WHERE op.transaction_id IN (SELECT transaction_id FROM free)
+      AND NOT EXISTS (SELECT FROM unnest(op.log_ids) AS one (log_id) JOIN {schema}.commit_log log USING (log_id)
+                      WHERE one.log_id NOT IN (SELECT log_id FROM free))
+)
+"""
 
 # Messages kept although their entries are cleared: dead, to be retried, or waiting in a retry queue. Their entries stay
 # below the floor as proof of queueing, and are removed later with the messages. Given `candidate`: waiting and dead
 # messages are read once and grouped with the candidates. A join, planned with old statistics, would compare each pair;
 # so would the deletions of errors and letters without IS TRUE.
-_FREE: Final = """
+_FREE: Final = (
+    """
 , waiting AS (
     SELECT entry.log_id
     FROM {schema}.topic retry JOIN {schema}.queue USING (topic_id)
     CROSS JOIN LATERAL (
-        SELECT greatest(queue.floor, coalesce((
-            SELECT next_offset FROM {schema}.consumer_offset newest
-            WHERE newest.group_id = retry.retry_of AND newest.queue_id = queue.queue_id
-            ORDER BY epoch DESC, ordinal DESC LIMIT 1), 0)) AS first) AS position
+        SELECT greatest(queue.floor, coalesce((SELECT next_offset FROM """
+    + newest_offset("retry.retry_of", "queue.queue_id")
+    + """ AS newest), 0)) AS first) AS position
     CROSS JOIN LATERAL (SELECT log_id FROM {schema}.consume_queue
                         WHERE consume_queue.queue_id = queue.queue_id AND queue_offset >= position.first
                         OFFSET 0) AS entry
@@ -122,28 +142,21 @@ _FREE: Final = """
 ), entries AS (
     DELETE FROM {schema}.consume_queue USING free
     WHERE consume_queue.queue_id = free.queue_id AND consume_queue.queue_offset = free.queue_offset
-), messages AS (
-    DELETE FROM {schema}.commit_log USING free WHERE commit_log.log_id = free.log_id
 ), errors AS (
     DELETE FROM {schema}.failure WHERE (log_id IN (SELECT log_id FROM free)) IS TRUE
 ), letters AS (
     DELETE FROM {schema}.dead_letter WHERE (log_id IN (SELECT log_id FROM free)) IS TRUE
 ), recalled AS (
     DELETE FROM {schema}.recalled_retry USING free WHERE recalled_retry.log_id = free.log_id
-), checks AS (
-    DELETE FROM {schema}.check_history USING free WHERE check_history.transaction_id = free.transaction_id
-), pending AS (
-    DELETE FROM {schema}.pending_check USING free WHERE pending_check.transaction_id = free.transaction_id
-), decisions AS (
-    DELETE FROM {schema}.op_log op
-    WHERE op.transaction_id IN (SELECT transaction_id FROM free)
-      AND NOT EXISTS (SELECT FROM unnest(op.log_ids) AS one (log_id) JOIN {schema}.commit_log log USING (log_id)
-                      WHERE one.log_id NOT IN (SELECT log_id FROM free))
-), totals AS (
+)"""
+    + _REMOVAL
+    + """
+, totals AS (
     INSERT INTO {schema}.pruned (topic_id, sent, committed, queued)
     SELECT topic_id, count(*), count(*), count(*) FROM free GROUP BY topic_id
 )
 """
+)
 
 # Clear some queues up to their limits, at most `batch` entries together.
 _CLEAR: Final = Statement(
@@ -196,7 +209,8 @@ SELECT count(*) FROM entries
 
 # Messages that were never queued: rolled back, or recalled before they were due. A rollback stays until the sequencer
 # has read it, because reading it unblocks the key of an old message.
-_CLEAR_UNQUEUED: Final = Statement("""
+_CLEAR_UNQUEUED: Final = Statement(
+    """
 WITH ended AS (
     (SELECT transaction_id, log_ids, 'R' AS what FROM {schema}.op_log
      WHERE decision = 'R' AND decided_at < now()
@@ -210,27 +224,20 @@ WITH ended AS (
     FROM ended CROSS JOIN LATERAL unnest(log_ids) AS one (log_id) JOIN {schema}.commit_log log USING (log_id)
     JOIN {schema}.topic USING (topic_id)
     WHERE log.stored_at < now() - make_interval(secs => topic.retention_seconds)
-), messages AS (
-    DELETE FROM {schema}.commit_log USING free WHERE commit_log.log_id = free.log_id
 ), recalls AS (
     DELETE FROM {schema}.recalled USING free WHERE recalled.log_id = free.log_id
-), checks AS (
-    DELETE FROM {schema}.check_history USING free WHERE check_history.transaction_id = free.transaction_id
-), pending AS (
-    DELETE FROM {schema}.pending_check USING free WHERE pending_check.transaction_id = free.transaction_id
-), decisions AS (
-    DELETE FROM {schema}.op_log op
-    WHERE op.transaction_id IN (SELECT transaction_id FROM free)
-      AND NOT EXISTS (SELECT FROM unnest(op.log_ids) AS one (log_id) JOIN {schema}.commit_log log USING (log_id)
-                      WHERE one.log_id NOT IN (SELECT log_id FROM free))
-), totals AS (
+)"""
+    + _REMOVAL
+    + """
+, totals AS (
     INSERT INTO {schema}.pruned (topic_id, sent, committed, rolled_back, recalled)
     SELECT topic_id, count(*), count(*) FILTER (WHERE what = 'T'), count(*) FILTER (WHERE what = 'R'),
            count(*) FILTER (WHERE what = 'T')
     FROM free GROUP BY topic_id
 )
 SELECT count(*) FROM free
-""")
+"""
+)
 
 _MERGE_TOTALS: Final = Statement("""
 WITH parts AS (

@@ -1,16 +1,217 @@
-"""The audit of conservation: count every message, each term from its own rows, and keep the result."""
+"""The audit of conservation: count every message, each term from rows of its own, and keep the result.
+
+`sent = committed + rolled back + undecided + parked`, `committed = unsequenced + held + scheduled + recalled + queued`,
+and per group `queued = handled + skipped + filtered + lag + retrying + dead + discarded + expired + recalled` (running
+handlers are part of the lag; a retry can be recalled). A broken equation means that a message is lost or doubled.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
+from outbox.broker.database.connection import Connection
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
-from outbox.broker.operations.status import BrokerStatus, broker_status
+from outbox.broker.groups.offsets import newest_offset
+
+_TOPICS: Final = Statement("SELECT topic_id, name FROM {schema}.topic WHERE retry_of IS NULL ORDER BY name")
+_SNAPSHOT: Final = Statement("SELECT snapshot::text FROM {schema}.tick ORDER BY tick_id DESC LIMIT 1")
+
+# One row per topic and term. `sent` counts log rows. `committed` and `rolled back` count what decisions list.
+# `unsequenced` counts decisions that the last tick could not see. The other terms count rows of the table of that name.
+_TERMS: Final = Statement("""
+WITH decided AS MATERIALIZED (
+    SELECT log.topic_id, op.decision,
+           NOT pg_visible_in_snapshot(op.xid, %(snapshot)s::pg_snapshot) AS unread
+    FROM {schema}.op_log op CROSS JOIN LATERAL unnest(op.log_ids) AS one (log_id)
+    JOIN {schema}.commit_log log USING (log_id)
+), open AS MATERIALIZED (
+    SELECT log.topic_id, pending.parked_at IS NOT NULL AS parked
+    FROM {schema}.commit_log log LEFT JOIN {schema}.pending_check pending USING (transaction_id)
+    WHERE half AND NOT EXISTS (SELECT FROM {schema}.op_log op WHERE op.transaction_id = log.transaction_id)
+)
+SELECT topic_id, 'sent', count(*) FROM {schema}.commit_log GROUP BY topic_id
+UNION ALL SELECT topic_id, 'committed', count(*) FROM decided WHERE decision = 'C' GROUP BY topic_id
+UNION ALL SELECT topic_id, 'rolled_back', count(*) FROM decided WHERE decision = 'R' GROUP BY topic_id
+UNION ALL SELECT topic_id, 'unsequenced', count(*) FROM decided WHERE decision = 'C' AND unread GROUP BY topic_id
+UNION ALL SELECT topic_id, 'undecided', count(*) FROM open WHERE NOT parked GROUP BY topic_id
+UNION ALL SELECT topic_id, 'parked', count(*) FROM open WHERE parked GROUP BY topic_id
+UNION ALL SELECT topic_id, 'held', count(*) FROM {schema}.held GROUP BY topic_id
+UNION ALL
+SELECT topic_id, 'scheduled', count(*)
+FROM {schema}.scheduled JOIN {schema}.commit_log USING (log_id) WHERE queue_id IS NULL GROUP BY topic_id
+UNION ALL
+SELECT topic_id, 'recalled', count(*) FROM {schema}.recalled JOIN {schema}.commit_log USING (log_id) GROUP BY topic_id
+UNION ALL
+SELECT topic_id, 'queued', count(*)
+FROM {schema}.consume_queue JOIN {schema}.queue USING (queue_id) JOIN {schema}.topic USING (topic_id)
+WHERE retry_of IS NULL GROUP BY topic_id
+UNION ALL
+SELECT topic_id, term, sum(pruned)
+FROM {schema}.pruned CROSS JOIN LATERAL (VALUES ('sent', sent), ('committed', committed),
+    ('rolled_back', rolled_back), ('recalled', recalled), ('queued', queued)) AS terms (term, pruned)
+GROUP BY topic_id, term
+""")
+
+# Per group and topic. `queued` comes from the heads that ticks carry and from the group's start. `lag` counts entries.
+# The retry queue's part of a topic is what came from there, so retries are counted by the message's topic. `missed`:
+# messages removed by retention before a group's position; the group counts them when its consumers return.
+_GROUPS: Final = Statement(
+    """
+WITH heads AS MATERIALIZED (
+    SELECT DISTINCT ON (queue_id) queue_id, head
+    FROM {schema}.tick CROSS JOIN LATERAL unnest(queue_ids, heads) AS moved (queue_id, head)
+    WHERE tick_id >= (SELECT max(tick_id) FROM {schema}.tick WHERE is_full)
+    ORDER BY queue_id, tick_id DESC
+), place AS (
+    SELECT group_id, topic_id, false AS is_retry FROM {schema}.subscription
+    UNION ALL
+    SELECT retry_of, topic_id, true FROM {schema}.topic WHERE retry_of IS NOT NULL
+), counted AS (
+    SELECT place.group_id, place.is_retry, coalesce(heads.head, 0) AS head, newest.*,
+           greatest(0, queue.floor - newest.next_offset) AS missed,
+           (SELECT count(*) FROM {schema}.consume_queue entry
+            WHERE entry.queue_id = queue.queue_id
+              AND entry.queue_offset >= greatest(newest.next_offset, queue.floor)) AS waiting,
+           (SELECT count(*) FROM {schema}.scheduled WHERE scheduled.queue_id = queue.queue_id) AS scheduled
+    FROM place JOIN {schema}.queue USING (topic_id)
+    LEFT JOIN heads USING (queue_id)
+    CROSS JOIN LATERAL (
+        SELECT start_offset, next_offset, handled, filtered, skipped, expired, moved
+        FROM """
+    + newest_offset("place.group_id", "queue.queue_id")
+    + """ AS stored
+        UNION ALL
+        SELECT 0, 0, 0, 0, 0, 0, 0
+        WHERE NOT EXISTS (SELECT FROM {schema}.consumer_offset stored
+                          WHERE stored.group_id = place.group_id AND stored.queue_id = queue.queue_id)) AS newest
+)
+SELECT consumer_group.name, consumer_group.broadcast,
+       coalesce(sum(head - start_offset - moved) FILTER (WHERE NOT is_retry), 0)::bigint AS queued,
+       coalesce(sum(handled), 0)::bigint AS handled, coalesce(sum(skipped), 0)::bigint AS skipped,
+       coalesce(sum(filtered), 0)::bigint AS filtered,
+       coalesce(sum(waiting) FILTER (WHERE NOT is_retry), 0)::bigint AS lag,
+       coalesce(sum(scheduled + waiting) FILTER (WHERE is_retry), 0)::bigint AS retrying,
+       (SELECT count(*) FROM {schema}.dead_letter
+        WHERE dead_letter.group_id = consumer_group.group_id AND replayed_at IS NULL) AS dead,
+       coalesce((SELECT sum(discarded) FROM {schema}.subscription
+                 WHERE subscription.group_id = consumer_group.group_id), 0)::bigint AS discarded,
+       coalesce(sum(expired + missed), 0)::bigint AS expired, coalesce(sum(missed), 0)::bigint AS missed,
+       (SELECT coalesce(sum(recalled), 0)::bigint FROM {schema}.subscription
+        WHERE subscription.group_id = consumer_group.group_id) AS recalled
+FROM {schema}.consumer_group LEFT JOIN counted USING (group_id)
+GROUP BY consumer_group.group_id ORDER BY consumer_group.name
+"""
+)
+
+
+@dataclass(slots=True)
+class TopicTotals:
+    """Messages of a topic since its creation, by state; messages that retention removed are included."""
+
+    sent: int = 0
+    committed: int = 0
+    rolled_back: int = 0
+    undecided: int = 0
+    parked: int = 0
+    unsequenced: int = 0
+    held: int = 0
+    scheduled: int = 0
+    recalled: int = 0
+    queued: int = 0
+
+    def differences(self) -> list[str]:
+        """Return the equations that do not hold, in words."""
+        decided = self.committed + self.rolled_back + self.undecided + self.parked
+        placed = self.unsequenced + self.held + self.scheduled + self.recalled + self.queued
+        found = []
+        if self.sent != decided:
+            found.append(f"{self.sent} sent, but {decided} committed, rolled back, undecided or parked")
+        if self.committed != placed:
+            found.append(f"{self.committed} committed, but {placed} unsequenced, held, scheduled, recalled or queued")
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class GroupTotals:
+    """Messages of a consumer group since its start. `lag`: queued and unfinished ones, without the `retrying` ones.
+
+    `discarded`: dead letters that an operator discarded. `expired`: messages that retention removed before the group
+    had consumed them; `missed` are those of them that its consumers, which have not run since, will count.
+    """
+
+    name: str
+    broadcast: bool
+    queued: int
+    handled: int
+    skipped: int
+    filtered: int
+    lag: int
+    retrying: int
+    dead: int
+    discarded: int
+    expired: int
+    missed: int
+    recalled: int = 0
+
+    def differences(self) -> list[str]:
+        """Return the equation that does not hold, in words. A broadcast group has no stored positions to count."""
+        if self.broadcast:
+            return []
+        ended = self.handled + self.skipped + self.filtered + self.dead + self.discarded + self.expired + self.recalled
+        found = ended + self.lag + self.retrying
+        if self.queued == found:
+            return []
+        return [
+            f"{self.queued} queued, but {found} handled, skipped, filtered, lagging, retrying, dead, discarded, "
+            f"expired or recalled"
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class MessageCounts:
+    """All messages of a broker in one snapshot: per topic and per group, by name."""
+
+    topics: dict[str, TopicTotals]
+    groups: dict[str, GroupTotals]
+
+    def differences(self) -> list[str]:
+        """Return the equations that do not hold, with their topic or group."""
+        found = [f"topic {name!r}: {text}" for name, topic in self.topics.items() for text in topic.differences()]
+        return found + [
+            f"group {name!r}: {text}" for name, group in self.groups.items() for text in group.differences()
+        ]
+
+
+def count_messages(run: Executor) -> MessageCounts:
+    """Count every retained message: all terms from one snapshot.
+
+    The connection must be in autocommit and outside a transaction.
+    """
+    with _one_snapshot(run.connection):
+        [snapshot] = run.one(_SNAPSHOT)
+        totals: dict[int, TopicTotals] = {}
+        for topic_id, term, count in run.rows(_TERMS, {"snapshot": snapshot}):
+            topic = totals.setdefault(topic_id, TopicTotals())
+            setattr(topic, term, getattr(topic, term) + int(count))
+        topics = {name: totals.get(topic_id, TopicTotals()) for topic_id, name in run.rows(_TOPICS)}
+        return MessageCounts(topics, {group.name: group for group in run.objects(GroupTotals, _GROUPS)})
+
+
+@contextmanager
+def _one_snapshot(connection: Connection) -> Iterator[None]:
+    connection.execute("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
+    try:
+        yield
+    finally:
+        connection.rollback()
+
 
 _KEPT: Final = 100
 
@@ -47,29 +248,23 @@ def run_once(run: Executor) -> Audit:
     it, but it holds one snapshot meanwhile.
     """
     started = time.monotonic()
-    status = broker_status(run)
+    counted = count_messages(run)
     took = time.monotonic() - started
-    differences = found_differences(status)
+    differences = counted.differences()
     facts = {
-        "topics": {topic.name: dataclasses.asdict(topic.totals) for topic in status.topics},
+        "topics": {name: dataclasses.asdict(topic) for name, topic in counted.topics.items()},
         "groups": {
-            group.name: {
+            name: {
                 field.name: value
                 for field in dataclasses.fields(group)
                 if type(value := getattr(group, field.name)) is int
             }
-            for group in status.groups
+            for name, group in counted.groups.items()
         },
     }
     [at] = run.one(_STORE, {"took": took, "differences": differences, "facts": json.dumps(facts)})
     run.execute(_TRIM, {"kept": _KEPT})
     return Audit(at, 0.0, took, differences, facts)
-
-
-def found_differences(status: BrokerStatus) -> list[str]:
-    """Return the equations that do not hold, with their topic or group."""
-    found = [f"topic {topic.name!r}: {text}" for topic in status.topics for text in topic.totals.differences()]
-    return found + [f"group {group.name!r}: {text}" for group in status.groups for text in group.differences()]
 
 
 def last(run: Executor) -> Audit | None:

@@ -16,6 +16,7 @@ from uuid import UUID
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
 from outbox.broker.fastpath import arrays
+from outbox.broker.groups.offsets import newest_offset
 
 # The most ids that a comparison names.
 NAMED: Final = 20
@@ -259,18 +260,20 @@ class Passed:
     moved: int
 
 
-_PASSED = Statement("""
+_PASSED = Statement(
+    """
 SELECT queue.queue_id, known.group_id, known.generation, queue.floor, newest.next_offset, newest.moved
 FROM {schema}.consumer_group known
 JOIN {schema}.subscription USING (group_id)
 JOIN {schema}.topic USING (topic_id)
 JOIN {schema}.queue USING (topic_id)
-CROSS JOIN LATERAL (SELECT next_offset, moved FROM {schema}.consumer_offset stored
-                    WHERE stored.group_id = known.group_id AND stored.queue_id = queue.queue_id
-                    ORDER BY epoch DESC, ordinal DESC LIMIT 1) AS newest
+CROSS JOIN LATERAL """
+    + newest_offset("known.group_id", "queue.queue_id")
+    + """ AS newest
 WHERE known.name = %(group)s AND topic.name = %(topic)s
 ORDER BY queue.queue_id
-""")
+"""
+)
 
 
 def passed(run: Executor, group: str, topic: str) -> list[Passed]:

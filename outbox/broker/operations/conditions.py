@@ -1,11 +1,15 @@
-"""Conditions: the problems an operator should see. Command, exit code, metric, alert and page all render them."""
+"""Conditions: what outbox says about its state. Status, probe, doctor, checks, metrics, alerts and page render them.
+
+The rules (`rules.py`) yield the conditions of the catalogue below. The doctor, `manage.py check` and the probe of a
+worker add conditions of the same form that only they can find; these state their meaning and next step themselves.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import enum
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 # A condition lists at most this many facts; `count` has the total.
@@ -19,6 +23,7 @@ class Severity(enum.IntEnum):
     """The severity of a condition; also the exit code of the status command and the value of the metric."""
 
     OK = 0
+    """Examined by the doctor, and well."""
     WARNING = 1
     """An operator should look at it; every promise is still kept in time."""
     CRITICAL = 2
@@ -35,31 +40,35 @@ class ConditionKind:
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """A condition that holds. `evidence` names at most twenty of `count` groups, queues, messages or sessions."""
+    """A condition that holds. `evidence` names at most twenty of `count` groups, queues, messages or sessions.
+
+    `meaning`: one to three sentences for the operator. `next_step`: what the operator does next. If they are not
+    given, they are those of the catalogue.
+    """
 
     name: str
     severity: Severity
-    evidence: Sequence[Fact]
-    count: int
+    evidence: Sequence[Fact] = ()
+    count: int = 0
+    meaning: str = ""
+    next_step: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.meaning:
+            kind = CATALOGUE[self.name]
+            object.__setattr__(self, "meaning", kind.meaning)
+            object.__setattr__(self, "next_step", kind.next_step)
 
     @property
-    def meaning(self) -> str:
-        """One to three sentences for the operator."""
-        return CATALOGUE[self.name].meaning
-
-    @property
-    def next_step(self) -> str:
-        """What the operator does next."""
-        return CATALOGUE[self.name].next_step
+    def text(self) -> str:
+        """The meaning and the first three facts, in one line."""
+        facts = "; ".join(as_facts(fact) for fact in self.evidence[:3] if fact)
+        more = f"; {self.count} in all" if facts and self.count > 3 else ""
+        return f"{self.meaning} ({facts}{more})" if facts else self.meaning
 
     def as_json(self) -> dict[str, Any]:
         """Plain values."""
-        return {
-            **dataclasses.asdict(self),
-            "severity": self.severity.name.lower(),
-            "meaning": self.meaning,
-            "next_step": self.next_step,
-        }
+        return {**dataclasses.asdict(self), "severity": self.severity.name.lower()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +85,16 @@ class ConditionReport:
     def severity(self) -> Severity:
         """The worst severity of all conditions."""
         return max((condition.severity for condition in self.conditions), default=Severity.OK)
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether no condition holds, and all are known."""
+        return self.is_complete and not self.severity
+
+    @property
+    def problems(self) -> list[str]:
+        """The conditions in words, for a probe."""
+        return [one.text for one in self.conditions if one.severity]
 
     def as_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -95,9 +114,35 @@ def condition(name: str, judged: Iterable[Judged]) -> list[Condition]:
     return [Condition(name, bad[0][0], [fact for _, fact in bad[:EVIDENCE]], len(bad))]
 
 
+def of_text(name: str, severity: Severity, meaning: str, next_step: str = "") -> Condition:
+    """A condition that is not in the catalogue, in words of its own; one that is well needs no next step."""
+    return Condition(name, severity, meaning=meaning, next_step=next_step)
+
+
 def worst_first(conditions: Iterable[Condition], *, is_complete: bool = True) -> ConditionReport:
     """The report of these conditions."""
     return ConditionReport(sorted(conditions, key=lambda one: (-one.severity, one.name)), is_complete)
+
+
+def duration(seconds: float | None) -> str:
+    """Return a readable time span; empty for None."""
+    if seconds is None:
+        return ""
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def as_facts(fact: Fact) -> str:
+    """Return one fact of the evidence in one line, with readable time spans."""
+    return ", ".join(f"{name.removesuffix('_seconds')} {_readable(name, value)}" for name, value in fact.items())
+
+
+def _readable(name: str, value: object) -> object:
+    if name.endswith("seconds") and isinstance(value, (int, float)):
+        return duration(value)
+    return "-" if value in (None, "") else value
 
 
 CATALOGUE: Final[Mapping[str, ConditionKind]] = {
@@ -305,3 +350,73 @@ CATALOGUE: Final[Mapping[str, ConditionKind]] = {
         "When the reason is gone, run `outbox_reject off`.",
     ),
 }
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Values from which on a condition is a warning, and from which on it is critical.
+
+_DAY: Final = 24 * 3600.0
+_GIBIBYTE: Final = 2.0**30
+
+
+@dataclass(frozen=True, slots=True)
+class Threshold:
+    """A warning from `warning` on, critical from `critical` on; None: never."""
+
+    warning: float | None
+    critical: float | None
+
+    def judge(self, value: float | None) -> Severity | None:
+        """Return the severity of a value; None when it is within the limits, or unknown."""
+        if value is None:
+            return None
+        if self.critical is not None and value >= self.critical:
+            return Severity.CRITICAL
+        if self.warning is not None and value >= self.warning:
+            return Severity.WARNING
+        return None
+
+
+def _limits(warning: float, critical: float | None, unit: str, meaning: str) -> Threshold:
+    """A field with its default, unit and meaning; the table of the thresholds in docs/operations.md is made of them."""
+    made: Any = field(default=Threshold(warning, critical), metadata={"unit": unit, "meaning": meaning})
+    return made  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Thresholds:
+    """All limits. Names have the units."""
+
+    no_sequencer_seconds: Threshold = _limits(0, 15, "seconds", "since the last process led")
+    no_worker_seconds: Threshold = _limits(
+        10, 30, "seconds", "since the last consumer of a group left or its lease expired; a restart takes less"
+    )
+    tick_late_seconds: Threshold = _limits(10, 60, "seconds", "age of a decided or due message that is in no queue")
+    pass_late_periods: Threshold = _limits(3, 10, "periods", "delay of check-back or pruning, in their periods")
+    unanswered_seconds: Threshold = _limits(120, 900, "seconds", "age of a check that is due")
+    parked_messages: Threshold = _limits(1, 100, "messages", "parked messages")
+    lag_seconds: Threshold = _limits(60, 600, "seconds", "age of the oldest waiting message, per group and topic")
+    lag_messages: Threshold = _limits(10_000, 1_000_000, "messages", "waiting messages, per group and topic")
+    dead_letters: Threshold = _limits(1, 1000, "messages", "dead letters of a group")
+    retry_share: Threshold = _limits(
+        0.5,
+        0.9,
+        "share",
+        "of the messages that a group finished in the last minute: those sent back for another attempt",
+    )
+    retry_messages: Threshold = _limits(100, 100, "messages", "sent back in a minute; below it, the share is ignored")
+    retention_behind_seconds: Threshold = _limits(
+        3600, _DAY, "seconds", "past the retention time: the oldest row of the log, a ledger or an inbox"
+    )
+    transaction_seconds: Threshold = _limits(300, 3600, "seconds", "age of a transaction that holds back vacuum")
+    lock_seconds: Threshold = _limits(5, 60, "seconds", "wait of a session of the broker for a lock")
+    space_bytes: Threshold = _limits(50 * _GIBIBYTE, None, "bytes", "size of the broker's tables")
+    xid_age: Threshold = _limits(1e9, 1.8e9, "transactions", "age of the oldest row, towards the wrap-around at 2^31")
+    sequence_share: Threshold = _limits(0.5, 0.9, "share", "used part of an identity column's numbers")
+    replica_lag_bytes: Threshold = _limits(
+        _GIBIBYTE / 4,
+        4 * _GIBIBYTE,
+        "bytes",
+        "WAL that a replica has not replayed, or that is kept for a disconnected replica",
+    )
+    window_seconds: Threshold = _limits(_DAY, _DAY, "seconds", "how long an event (an incident, a death) is shown")

@@ -12,10 +12,12 @@ from typing import Any, Final
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
 from outbox.broker.fastpath.arrays import integers
+from outbox.broker.groups.offsets import newest_offset
 from outbox.broker.groups.registration import group_id_of
 from outbox.broker.log.topics import TopicCatalog
-from outbox.broker.operations.queue_status import list_queues
+from outbox.broker.operations.progress import list_queues
 from outbox.errors import UsageError
+from outbox.message import Message
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +54,12 @@ _SUBSCRIBED = Statement("""
 SELECT t.topic_id, t.name FROM {schema}.subscription s JOIN {schema}.topic t USING (topic_id)
 WHERE s.group_id = %(group_id)s ORDER BY t.name
 """)
-_RETRYING = Statement("""
+_RETRYING = Statement(
+    """
 WITH retry_queue AS (
-    SELECT queue_id, coalesce((SELECT next_offset FROM {schema}.consumer_offset stored
-                               WHERE stored.group_id = %(group_id)s AND stored.queue_id = queue.queue_id
-                               ORDER BY epoch DESC, ordinal DESC LIMIT 1), 0) AS next_offset
+    SELECT queue_id, coalesce((SELECT next_offset FROM """
+    + newest_offset("%(group_id)s", "queue.queue_id")
+    + """ AS newest), 0) AS next_offset
     FROM {schema}.queue JOIN {schema}.topic USING (topic_id) WHERE retry_of = %(group_id)s
 ), waiting AS (
     SELECT log_id FROM {schema}.scheduled JOIN retry_queue USING (queue_id)
@@ -65,7 +68,8 @@ WITH retry_queue AS (
     WHERE entry.queue_offset >= retry_queue.next_offset
 )
 SELECT count(*) FROM waiting JOIN {schema}.commit_log USING (log_id) WHERE topic_id = %(topic_id)s
-""")
+"""
+)
 _DEAD = Statement("""
 SELECT count(*) FROM {schema}.dead_letter JOIN {schema}.commit_log USING (log_id)
 WHERE group_id = %(group_id)s AND replayed_at IS NULL AND topic_id = %(topic_id)s
@@ -219,3 +223,52 @@ def _retry_queues_of(run: Executor, group: str, values: dict[str, Any], *, whole
                 f"separated: delete the whole group, or its other subscriptions too."
             )
     return found
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# For tests of applications with a real broker: see what it would deliver, and start with empty tables.
+
+_VISIBLE = Statement("""
+SELECT topic.name AS topic, log.message_id, log.body, log.key, log.tag, coalesce(log.headers, '{{}}') AS headers,
+       log.content_type, log.shard, log.deliver_at, log.born_at
+FROM {schema}.consume_queue entry
+JOIN {schema}.queue USING (queue_id)
+JOIN {schema}.topic USING (topic_id)
+JOIN {schema}.commit_log log USING (log_id)
+WHERE topic.name = %(topic)s
+ORDER BY queue.generation, queue.number, entry.queue_offset
+""")
+
+_EMPTY = Statement("""
+TRUNCATE {schema}.topic, {schema}.queue, {schema}.commit_log, {schema}.op_log, {schema}.consume_queue,
+         {schema}.held, {schema}.scheduled, {schema}.recalled, {schema}.pending_check, {schema}.check_history,
+         {schema}.consumer_group, {schema}.subscription, {schema}.consumer, {schema}.queue_lease,
+         {schema}.leader_lease, {schema}.consumer_offset, {schema}.finished_ahead, {schema}.failure,
+         {schema}.dead_letter, {schema}.pruned, {schema}.incident, {schema}.producer_group, {schema}.recalled_retry,
+         {schema}.producer_epoch, {schema}.fenced_half, {schema}.suspect, {schema}.suspect_vanished, {schema}.outage,
+         {schema}.periodic_pass, {schema}.pruned_table, {schema}.summary, {schema}.audit, {schema}.life,
+         {schema}.life_sign, {schema}.comparison, {schema}.missing_transaction
+RESTART IDENTITY
+""")
+
+# The tables of the version numbers and of the broker's identity stay unchanged. Of these two, the newest row counts.
+_REWIND_TICKS = Statement("""
+WITH newest AS (DELETE FROM {schema}.tick RETURNING tick_id, snapshot, incarnation)
+INSERT INTO {schema}.tick (tick_id, snapshot, incarnation, appended, queue_ids, heads, is_full)
+SELECT tick_id + 1, snapshot, incarnation, 0, '{{}}', '{{}}', true FROM newest ORDER BY tick_id DESC LIMIT 1
+""")
+
+
+def visible(run: Executor, topic: str) -> list[Message]:
+    """Return the messages that consumers of a topic can see: queue by queue, in queue order."""
+    return run.objects(Message, _VISIBLE, {"topic": topic})
+
+
+def empty(run: Executor) -> None:
+    """Remove all messages, topics, groups and positions, as if the tables had just been installed.
+
+    No process may use them meanwhile: a consumer or leader would continue from positions that no longer exist.
+    """
+    with run.connection.transaction():
+        run.execute(_EMPTY)
+        run.execute(_REWIND_TICKS)

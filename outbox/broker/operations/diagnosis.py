@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Final
 
 import psycopg
@@ -13,23 +12,11 @@ import psycopg
 from outbox.broker.database.connection import BrokerDatabase
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
-from outbox.broker.operations.conditions import Severity
-from outbox.broker.operations.thresholds import Thresholds
-from outbox.broker.operations.verdict import survey
+from outbox.broker.operations.conditions import Condition, Severity, of_text
 from outbox.errors import BrokerUnavailable
 
 LEAST_VERSION: Final = 150000
 CLOCK_SECONDS: Final = 2.0
-
-
-@dataclass(frozen=True, slots=True)
-class Diagnosis:
-    """One checked item, its severity, and the remedy; without a remedy if it is well."""
-
-    subject: str
-    severity: Severity
-    text: str
-    remedy: str = ""
 
 
 _SETTINGS: Final = Statement("""
@@ -92,7 +79,7 @@ ORDER BY name
 """)
 
 
-def diagnose(run: Executor, database: BrokerDatabase) -> Iterator[Diagnosis]:
+def diagnose(run: Executor, database: BrokerDatabase) -> Iterator[Condition]:
     """Run all checks. The connection is in autocommit, to `database`, with the tables installed."""
     yield from _server(run)
     yield _pooler(run, database)
@@ -104,19 +91,7 @@ def diagnose(run: Executor, database: BrokerDatabase) -> Iterator[Diagnosis]:
     yield from _declared(run)
 
 
-def holding(run: Executor, limits: Thresholds) -> Iterator[Diagnosis]:
-    """Return the conditions that hold now, as `outbox_status` shows them.
-
-    Call it last: afterwards the session waits for a lock for a second at most.
-    """
-    for one in survey(run, limits).verdict.conditions:
-        facts = [", ".join(f"{name} {value}" for name, value in fact.items()) for fact in one.evidence[:3] if fact]
-        more = f"; {one.count} in all" if one.count > len(facts) > 0 else ""
-        text = one.meaning + (f" ({'; '.join(facts)}{more})" if facts else "")
-        yield Diagnosis(f"condition {one.name}", one.severity, text, one.next_step)
-
-
-def _server(run: Executor) -> Iterator[Diagnosis]:
+def _server(run: Executor) -> Iterator[Condition]:
     found: dict[str, str] = dict(run.rows(_SETTINGS))
     version = int(found["server_version_num"])
     yield _judged(
@@ -141,32 +116,32 @@ def _server(run: Executor) -> Iterator[Diagnosis]:
     yield _judged("connections", used < 0.8 * most, f"{used} of {most} in use", remedy, Severity.WARNING)
 
 
-def _pooler(run: Executor, database: BrokerDatabase) -> Diagnosis:
+def _pooler(run: Executor, database: BrokerDatabase) -> Condition:
     """Whether a pooler is in between: it reports an invented process id to its clients."""
     if database.listen_conninfo:
         return _listen_url(database)
     told = run.connection.info.backend_pid
     [pid, _] = run.one(_PID)
     if told == pid:
-        return Diagnosis("pooler", Severity.OK, "none in between")
+        return of_text("pooler", Severity.OK, "none in between")
     remedy = "Give OUTBOX['LISTEN_URL'] a direct URL, so that workers need not poll, or '' if polling is wanted."
     text = "a pooler is in between, so workers poll"
     return _judged("pooler", database.listen_conninfo is not None, text, remedy, Severity.WARNING)
 
 
-def _listen_url(database: BrokerDatabase) -> Diagnosis:
+def _listen_url(database: BrokerDatabase) -> Condition:
     try:
         with contextlib.closing(database.open(name="outbox-doctor", direct=True)) as connection:
             leads_straight = connection.is_direct
     except BrokerUnavailable as error:
         remedy = "Correct OUTBOX['LISTEN_URL']: workers need it to sequence and to consume."
-        return Diagnosis("pooler", Severity.CRITICAL, f"LISTEN_URL leads nowhere: {error}", remedy)
+        return of_text("pooler", Severity.CRITICAL, f"LISTEN_URL leads nowhere: {error}", remedy)
     text = "LISTEN_URL leads straight to the server" if leads_straight else "LISTEN_URL leads through a pooler"
     remedy = "Let OUTBOX['LISTEN_URL'] name the server itself: through a pooler workers poll."
     return _judged("pooler", leads_straight, text, remedy, Severity.WARNING)
 
 
-def _clock(run: Executor) -> Diagnosis:
+def _clock(run: Executor) -> Condition:
     before = time.time()
     [_, there] = run.one(_PID)
     skew = there - (before + time.time()) / 2
@@ -174,17 +149,17 @@ def _clock(run: Executor) -> Diagnosis:
     return _judged("clock", abs(skew) < CLOCK_SECONDS, f"{skew:+.3f} s from here", remedy, Severity.WARNING)
 
 
-def _timeouts(run: Executor) -> Iterator[Diagnosis]:
+def _timeouts(run: Executor) -> Iterator[Condition]:
     found = [f"{setting} ({role}, {database})" for role, database, setting in run.rows(_TIMEOUTS)]
     remedy = "They hold for sends and handlers, not for the broker itself. Make sure that handlers fit into them."
     yield _judged("timeouts of roles", not found, ", ".join(found) or "none", remedy, Severity.WARNING)
 
 
-def _grants(run: Executor, subject: str = "grants") -> Diagnosis:
+def _grants(run: Executor, subject: str = "grants") -> Condition:
     """Check the grants of this connection's role."""
     missing = run.rows(_GRANTS)
     if not missing:
-        return Diagnosis(subject, Severity.OK, "complete")
+        return of_text(subject, Severity.OK, "complete")
     role, schema = run.one(_ROLE, {"schema": run.schema})
     # The default privileges cover the tables of later versions.
     remedy = "; ".join(
@@ -199,7 +174,7 @@ def _grants(run: Executor, subject: str = "grants") -> Diagnosis:
             (f"ALTER DEFAULT PRIVILEGES IN SCHEMA {schema}", f"ON {later}"),
         )
     )
-    return Diagnosis(
+    return of_text(
         subject,
         Severity.CRITICAL if any(is_needed for _, _, is_needed in missing) else Severity.WARNING,
         f"missing for {role}: " + "; ".join(f"{privileges} on {name}" for name, privileges, _ in missing),
@@ -207,7 +182,7 @@ def _grants(run: Executor, subject: str = "grants") -> Diagnosis:
     )
 
 
-def _direct_grants(database: BrokerDatabase) -> Iterator[Diagnosis]:
+def _direct_grants(database: BrokerDatabase) -> Iterator[Condition]:
     """Check the role of the direct connection, which may be another one: ticks and retention run on it."""
     if not database.listen_conninfo:
         return
@@ -217,16 +192,16 @@ def _direct_grants(database: BrokerDatabase) -> Iterator[Diagnosis]:
             yield _grants(Executor(connection, database.schema), subject)
     except (BrokerUnavailable, psycopg.Error) as error:
         remedy = "Correct OUTBOX['LISTEN_URL'], or let its role connect: without it nothing is sequenced."
-        yield Diagnosis(subject, Severity.CRITICAL, str(error).strip(), remedy)
+        yield of_text(subject, Severity.CRITICAL, str(error).strip(), remedy)
 
 
-def _sees_sessions(run: Executor) -> Diagnosis:
+def _sees_sessions(run: Executor) -> Condition:
     [sees] = run.one(_SEES_SESSIONS)
     remedy = "GRANT pg_read_all_stats to it: the status cannot name sessions of other roles that hold locks."
     return _judged("sessions", sees, "visible" if sees else "of other roles are hidden", remedy, Severity.WARNING)
 
 
-def _declared(run: Executor) -> Iterator[Diagnosis]:
+def _declared(run: Executor) -> Iterator[Condition]:
     lonely = [name for (name,) in run.rows(_TOPICS)]
     remedy = "No group reads them: a subscriber is missing or misspells the topic, or the topic can be deleted."
     yield _judged("topics without a group", not lonely, ", ".join(lonely) or "none", remedy, Severity.WARNING)
@@ -235,5 +210,5 @@ def _declared(run: Executor) -> Iterator[Diagnosis]:
     yield _judged("groups without a consumer", not idle, ", ".join(idle) or "none", remedy, Severity.WARNING)
 
 
-def _judged(subject: str, well: bool, text: str, remedy: str, bad: Severity = Severity.CRITICAL) -> Diagnosis:
-    return Diagnosis(subject, Severity.OK, text) if well else Diagnosis(subject, bad, text, remedy)
+def _judged(name: str, well: bool, text: str, remedy: str, bad: Severity = Severity.CRITICAL) -> Condition:
+    return of_text(name, Severity.OK, text) if well else of_text(name, bad, text, remedy)

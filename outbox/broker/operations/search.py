@@ -1,14 +1,18 @@
-"""Find messages by business key, topic and time."""
+"""Find stored messages by key, topic and time; browse a topic, undecided messages included; read a body and headers."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import base64
+import json
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from datetime import datetime
-from typing import Final
+from typing import Any, Final
 from uuid import UUID
 
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
+from outbox.utils.safe_text import MASK, masked_value
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,3 +68,109 @@ def find_messages(
     values = {"key": key, "topic": topic, "since": since, "until": until, "before": before, "limit": limit}
     # Not prepared: the plan must see the length of the time.
     return run.objects(FoundMessage, _FOUND, values, prepare=False)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Browse the stored messages of a topic page by page, for operators; undecided ones too, on request.
+#
+# Consumers cannot do this: undecided or rolled-back messages never reach a queue.
+
+
+@dataclass(frozen=True, slots=True)
+class StoredMessage:
+    """A stored message. `state`: committed, rolled back, recalled, parked or undecided; only the first is delivered."""
+
+    log_id: int
+    message_id: UUID
+    transaction_id: UUID
+    key: str
+    tag: str
+    headers: dict[str, str]
+    content_type: str
+    body: bytes
+    stored_at: datetime
+    deliver_at: datetime | None
+    state: str
+
+    def text(self) -> str:
+        """Return the body for display: the text if it is UTF-8, else base64 after `base64:`."""
+        try:
+            return self.body.decode()
+        except UnicodeDecodeError:
+            return "base64:" + base64.b64encode(self.body).decode()
+
+    def without(self, names: Collection[str]) -> StoredMessage:
+        """Return the message with *** for the fields of these names.
+
+        A body that is not JSON is left out, because fields cannot be found in it.
+        """
+        try:
+            body = json.dumps(masked_value(json.loads(self.body), names), ensure_ascii=False)
+        except (ValueError, RecursionError):
+            body = MASK
+        return replace(self, body=body.encode(), headers=masked_value(self.headers, names))
+
+    def as_json(self) -> dict[str, Any]:
+        """Return plain values except for ids and times."""
+        return {name: getattr(self, name) for name in self.__slots__ if name != "body"} | {"body": self.text()}
+
+
+# There is no index by topic either (see search): the time limits the rows to read, and the newest come first.
+_BROWSE: Final = Statement(f"""
+SELECT log.log_id, log.message_id, log.transaction_id, log.key, log.tag, coalesce(log.headers, '{{{{}}}}') AS headers,
+       log.content_type, log.body, log.stored_at, log.deliver_at, {STATE} AS state
+FROM {{schema}}.commit_log log JOIN {{schema}}.topic USING (topic_id)
+LEFT JOIN {{schema}}.op_log op USING (transaction_id)
+LEFT JOIN {{schema}}.pending_check pending USING (transaction_id)
+LEFT JOIN {{schema}}.recalled ON recalled.log_id = log.log_id
+WHERE topic.name = %(topic)s AND log.stored_at >= coalesce(%(since)s::timestamptz, now() - interval '1 day')
+  AND (%(after)s::bigint IS NULL OR log.log_id < %(after)s)
+  AND (%(uncommitted)s OR (op.decision = 'C' AND recalled.log_id IS NULL))
+ORDER BY log.log_id DESC LIMIT %(limit)s
+""")
+
+
+def browse(
+    run: Executor,
+    topic: str,
+    *,
+    uncommitted: bool = False,
+    since: datetime | None = None,
+    after: int | None = None,
+    limit: int = 100,
+) -> list[StoredMessage]:
+    """Return a page of the stored messages of a topic, the newest first.
+
+    `since` limits them by time; None means the last day. It returns committed messages. `uncommitted` adds undecided,
+    rolled back and recalled ones, each with its state. The next page is `after` the last log id of this one. It reads
+    the messages of all topics in that time.
+    """
+    values = {"topic": topic, "uncommitted": uncommitted, "since": since, "after": after, "limit": limit}
+    return run.objects(StoredMessage, _BROWSE, values, prepare=False)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A message's body and headers. A separate statement, because only some operators may see them.
+
+_CONTENT: Final = Statement("""
+SELECT topic.name AS topic, content_type, octet_length(body) AS size, body, headers
+FROM {schema}.commit_log JOIN {schema}.topic USING (topic_id)
+WHERE message_id = %(id)s
+""")
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """A stored message's content; `size` in bytes."""
+
+    topic: str
+    content_type: str
+    size: int
+    body: bytes
+    headers: dict[str, Any] | None
+
+
+def content_of(run: Executor, message_id: UUID) -> Content | None:
+    """Return the content; None when the broker does not have the message (any more)."""
+    found = run.objects(Content, _CONTENT, {"id": message_id})
+    return found[0] if found else None

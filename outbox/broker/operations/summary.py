@@ -1,87 +1,33 @@
 """The summary: numbers that take long to count, counted in the background and read as one row.
 
-The leading broker process refreshes it (`summary_service`). Readers get its age with it. If no process has refreshed it
-lately, because none leads, the reader counts at once instead. Times are seconds since 1970 by the database's clock.
+The leading process refreshes it (`summaries`), at a pace that depends on the duration of counting. Readers get its age
+with it. If no process has refreshed it lately, because none leads, the reader counts at once instead. `overview` adds
+the leader and the live consumers. Times are seconds since 1970 by the database's clock.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from typing import Any, Final, TypeVar
 
+import psycopg
 from psycopg.pq import TransactionStatus
 
-from outbox.broker.database.connection import Connection
+from outbox.broker.database import timeouts
+from outbox.broker.database.connection import BrokerDatabase, Connection
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
 from outbox.broker.database.timeouts import lock_limited
-
-# Per group and topic (or the group's retry queue). Newest positions are read once from end to end: a look-up for each
-# of the 32,000 pairs of 200 topics and 20 groups takes several times as long. Heads are looked up, one per queue.
-# `oldest_at`: the time since which the first unfinished message could be consumed.
-_GROUPS: Final = """
-WITH newest AS MATERIALIZED (
-    SELECT DISTINCT ON (group_id, queue_id) *
-    FROM {schema}.consumer_offset
-    ORDER BY group_id DESC, queue_id DESC, epoch DESC, ordinal DESC
-), head AS MATERIALIZED (
-    SELECT queue_id, queue.topic_id, queue.number,
-           greatest(queue.floor, coalesce(
-               (SELECT queue_offset + 1 FROM {schema}.consume_queue entry WHERE entry.queue_id = queue.queue_id
-                ORDER BY queue_offset DESC LIMIT 1), 0)) AS head
-    FROM {schema}.queue
-), place AS (
-    SELECT group_id, topic_id, mode, false AS is_retry FROM {schema}.subscription
-    UNION ALL
-    SELECT retry_of, topic_id, 'concurrent', true FROM {schema}.topic WHERE retry_of IS NOT NULL
-), pair AS MATERIALIZED (
-    SELECT place.group_id, place.topic_id, place.mode, place.is_retry, head.queue_id, head.head,
-           coalesce(newest.next_offset, 0) AS next_offset, newest.start_offset, newest.moved, newest.handled,
-           newest.filtered, newest.skipped, newest.sent_back, newest.dead, newest.expired, lease.stopped
-    FROM place JOIN {schema}.consumer_group USING (group_id) JOIN head USING (topic_id)
-    LEFT JOIN newest USING (group_id, queue_id)
-    LEFT JOIN {schema}.queue_lease lease USING (group_id, queue_id)
-    WHERE NOT broadcast
-), waiting AS MATERIALIZED (
-    SELECT pair.group_id, pair.queue_id,
-           -- After a send-back it could be consumed again only later. If it fails in place, it waits since it was
-           -- queued.
-           greatest(log.stored_at, log.deliver_at, op.decided_at, CASE WHEN is_retry THEN failed.newest END)
-               AS oldest_at,
-           NOT is_retry AND mode <> 'concurrent' AND failed.newest IS NOT NULL AS blocked
-    FROM pair
-    CROSS JOIN LATERAL (SELECT log_id FROM {schema}.consume_queue entry
-                        WHERE entry.queue_id = pair.queue_id AND queue_offset >= next_offset
-                        ORDER BY queue_offset LIMIT 1) AS first
-    -- OFFSET 0: one look-up by key each, regardless of the statistics of fast-growing tables.
-    CROSS JOIN LATERAL (SELECT half, transaction_id, stored_at, deliver_at FROM {schema}.commit_log
-                        WHERE log_id = first.log_id OFFSET 0) AS log
-    LEFT JOIN LATERAL (SELECT decided_at FROM {schema}.op_log WHERE transaction_id = log.transaction_id OFFSET 0) AS op
-      ON log.half
-    LEFT JOIN LATERAL (SELECT max(failed_at) AS newest FROM {schema}.failure
-                       WHERE failure.group_id = pair.group_id AND failure.log_id = first.log_id) AS failed
-      ON mode <> 'concurrent' OR is_retry
-    WHERE head > next_offset
-)
-SELECT consumer_group.name AS group, topic.name AS topic, pair.is_retry, consumer_group.paused,
-       count(*) AS queues, sum(greatest(0, head - next_offset))::bigint AS lag,
-       extract(epoch FROM min(oldest_at))::double precision AS oldest_at,
-       sum(coalesce(head - start_offset - moved, head))::bigint AS queued,
-       coalesce(sum(handled), 0)::bigint AS handled, coalesce(sum(filtered), 0)::bigint AS filtered,
-       coalesce(sum(skipped), 0)::bigint AS skipped, coalesce(sum(sent_back), 0)::bigint AS sent_back,
-       coalesce(sum(dead), 0)::bigint AS dead, coalesce(sum(expired), 0)::bigint AS expired,
-       count(*) FILTER (WHERE blocked) AS blocked, count(stopped) AS stopped
-FROM pair
-JOIN {schema}.consumer_group USING (group_id)
-JOIN {schema}.topic USING (topic_id)
-LEFT JOIN waiting USING (group_id, queue_id)
-GROUP BY consumer_group.group_id, topic.topic_id, pair.is_retry
-ORDER BY consumer_group.name, pair.is_retry, topic.name
-"""
+from outbox.broker.log.failing import FailureNote, ProcessPart
+from outbox.broker.operations.progress import EVERY, GROUPS, QueueProgress, list_blocked
+from outbox.errors import BrokerUnavailable
+from outbox.utils.periodic import BackgroundLoop
 
 # Per group the data with separate rows: unsettled dead letters, and retries that wait for their time.
 _RESTS: Final = """
@@ -111,27 +57,23 @@ GROUP BY producer_group ORDER BY producer_group
 
 # Per topic; `behind_since`: the time at which the oldest message that every group has consumed passed its retention
 # time.
-_TOPICS: Final = """
-WITH newest AS MATERIALIZED (
-    SELECT DISTINCT ON (group_id, queue_id) group_id, queue_id, next_offset
-    FROM {schema}.consumer_offset
-    ORDER BY group_id DESC, queue_id DESC, epoch DESC, ordinal DESC
-), reader AS (
+_TOPICS: Final = (
+    """
+WITH """
+    + EVERY
+    + """, reader AS (
     SELECT group_id, topic_id FROM {schema}.subscription JOIN {schema}.consumer_group USING (group_id)
     WHERE NOT broadcast
 ), consumed AS MATERIALIZED (
     SELECT queue_id, min(coalesce(newest.next_offset, 0)) AS position
     FROM reader JOIN {schema}.queue USING (topic_id) LEFT JOIN newest USING (group_id, queue_id) GROUP BY queue_id
 ), of_queue AS (
-    SELECT queue.topic_id,
-           greatest(queue.floor, coalesce(
-               (SELECT queue_offset + 1 FROM {schema}.consume_queue entry WHERE entry.queue_id = queue.queue_id
-                ORDER BY queue_offset DESC LIMIT 1), 0)) AS head,
+    SELECT queue.topic_id, ends.head,
            (SELECT log.stored_at
             FROM {schema}.consume_queue entry JOIN {schema}.commit_log log USING (log_id)
             WHERE entry.queue_id = queue.queue_id AND entry.queue_offset = queue.floor
               AND queue.floor < consumed.position) AS oldest_consumed
-    FROM {schema}.queue LEFT JOIN consumed USING (queue_id)
+    FROM {schema}.queue JOIN ends USING (queue_id) LEFT JOIN consumed USING (queue_id)
 ), undecided AS (
     SELECT topic_id, count(*) FILTER (WHERE parked_at IS NULL) AS undecided, count(parked_at) AS parked
     FROM {schema}.pending_check pending JOIN {schema}.commit_log USING (log_id)
@@ -147,6 +89,7 @@ FROM of_queue JOIN {schema}.topic USING (topic_id) LEFT JOIN undecided USING (to
 WHERE topic.retry_of IS NULL
 GROUP BY topic.topic_id ORDER BY topic.name
 """
+)
 
 # All of the above, the time, and the number of drawn log ids in one statement: separate ones would cost round trips
 # every few seconds, even when nothing happens.
@@ -154,28 +97,10 @@ _COUNT: Final = Statement(f"""
 SELECT extract(epoch FROM clock_timestamp())::double precision,
        (SELECT CASE WHEN has_sequence_privilege(ids, 'SELECT, USAGE') THEN coalesce(pg_sequence_last_value(ids), 0) END
         FROM CAST(pg_get_serial_sequence('{{schema}}.commit_log', 'log_id') AS regclass) AS ids),
-       (SELECT coalesce(jsonb_agg(to_jsonb(counted)), '[]') FROM ({_GROUPS}) AS counted),
+       (SELECT coalesce(jsonb_agg(to_jsonb(counted)), '[]') FROM ({GROUPS}) AS counted),
        (SELECT coalesce(jsonb_agg(to_jsonb(counted)), '[]') FROM ({_RESTS}) AS counted),
        (SELECT coalesce(jsonb_agg(to_jsonb(counted)), '[]') FROM ({_PRODUCERS}) AS counted),
        (SELECT coalesce(jsonb_agg(to_jsonb(counted)), '[]') FROM ({_TOPICS}) AS counted)
-""")
-
-# The blocked queues by name: an ordered group's next message has failed.
-_BLOCKED: Final = Statement("""
-SELECT consumer_group.name AS group, topic.name AS topic, queue.number AS queue, log.message_id::text AS message,
-       log.key, failed.error, extract(epoch FROM failed.since)::double precision AS since
-FROM {schema}.subscription JOIN {schema}.consumer_group USING (group_id)
-JOIN {schema}.topic USING (topic_id) JOIN {schema}.queue USING (topic_id)
-CROSS JOIN LATERAL (SELECT next_offset FROM {schema}.consumer_offset stored
-                    WHERE stored.group_id = subscription.group_id AND stored.queue_id = queue.queue_id
-                    ORDER BY epoch DESC, ordinal DESC LIMIT 1) AS newest
-JOIN {schema}.consume_queue entry ON entry.queue_id = queue.queue_id AND entry.queue_offset = newest.next_offset
-JOIN {schema}.commit_log log USING (log_id)
-CROSS JOIN LATERAL (SELECT min(failed_at) AS since, (array_agg(error ORDER BY attempt DESC))[1] AS error
-                    FROM {schema}.failure
-                    WHERE failure.group_id = subscription.group_id AND failure.log_id = log.log_id) AS failed
-WHERE mode <> 'concurrent' AND NOT broadcast AND failed.since IS NOT NULL
-ORDER BY failed.since LIMIT %(limit)s
 """)
 
 # Enough summaries are kept for the rates of the last quarter of an hour.
@@ -322,6 +247,10 @@ class Summary:
         """The age of the counts."""
         return max(0.0, self.now - self.at)
 
+    def seconds_since(self, at: float | None) -> float | None:
+        """The time from then to the counting: messages consumed since the counting must not grow older."""
+        return None if at is None else max(0.0, self.at - at)
+
 
 @dataclass(frozen=True, slots=True)
 class Growth:
@@ -381,7 +310,7 @@ def count(run: Executor) -> Summary:
         )
         blocked: list[BlockedQueue] = []
         if any(group.blocked for group in groups):
-            blocked = run.objects(BlockedQueue, _BLOCKED, {"limit": _BLOCKED_NAMED})
+            blocked = [_blocked(queue) for queue in list_blocked(run, limit=_BLOCKED_NAMED)]
     return Summary(
         at=now,
         now=now,
@@ -392,6 +321,19 @@ def count(run: Executor) -> Summary:
         topics=topics,
         blocked=blocked,
         drawn=drawn,
+    )
+
+
+def _blocked(queue: QueueProgress) -> BlockedQueue:
+    assert queue.blocked_since is not None
+    return BlockedQueue(
+        group=queue.group,
+        topic=queue.topic,
+        queue=queue.number,
+        message=str(queue.blocked_by),
+        key=queue.blocked_key or "",
+        error=queue.blocked_error or "",
+        since=queue.blocked_since.timestamp(),
     )
 
 
@@ -479,8 +421,8 @@ def _totals(summary: Summary) -> dict[str, Any]:
         known = found.setdefault(one.group, [0, 0, 0, 0, 0.0])
         for place, number in enumerate((one.handled, one.sent_back, one.dead, 0 if one.is_retry else one.lag)):
             known[place] += number
-        if one.oldest_at is not None and not one.is_retry:
-            known[4] = max(known[4], summary.at - one.oldest_at)
+        if not one.is_retry:
+            known[4] = max(known[4], summary.seconds_since(one.oldest_at) or 0.0)
     return {"stored": summary.drawn, "queued": sum(topic.queued for topic in summary.topics), "groups": found}
 
 
@@ -494,3 +436,128 @@ def _unpacked(row_type: type[_Row], packed: Mapping[str, Any]) -> list[_Row]:
     columns: list[str] = packed["columns"]
     places = [columns.index(field.name) for field in fields(row_type)]  # type: ignore[arg-type]
     return [row_type(*[row[place] for place in places]) for row in packed["rows"]]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# An overview of the broker: the leader, and the summary's numbers per topic and group.
+
+_BROKER: Final = Statement("""
+SELECT broker_id::text, incarnation, (SELECT max(change) FROM {schema}.schema_version),
+       (SELECT owner::text FROM {schema}.leader_lease WHERE role = 'sequencer' AND expires_at > clock_timestamp()),
+       tick_id, extract(epoch FROM clock_timestamp() - at)::double precision
+FROM {schema}.broker, (SELECT tick_id, at FROM {schema}.tick ORDER BY tick_id DESC LIMIT 1) AS tick
+""")
+
+_CONSUMERS: Final = Statement("""
+SELECT name, count(*) FROM {schema}.consumer JOIN {schema}.consumer_group USING (group_id)
+WHERE expires_at > clock_timestamp() GROUP BY name ORDER BY name
+""")
+
+
+@dataclass(frozen=True, slots=True)
+class GroupOverview:
+    """One consumer group over all its topics; `retrying`: messages that wait for another attempt, queued or not."""
+
+    name: str
+    topics: int
+    consumers: int
+    paused: bool
+    broadcast: bool
+    lag: int
+    oldest_seconds: float | None
+    handled: int
+    retrying: int
+    dead: int
+    blocked: int
+    stopped: int
+
+
+@dataclass(frozen=True, slots=True)
+class Overview:
+    """The whole overview; `counted_seconds_ago`: the age of the numbers of topics and groups."""
+
+    broker_id: str
+    incarnation: int
+    schema_version: int
+    leader: str | None
+    last_tick: int
+    last_tick_seconds_ago: float
+    counted_seconds_ago: float
+    topics: Sequence[TopicProgress]
+    groups: Sequence[GroupOverview]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return plain values."""
+        return dataclasses.asdict(self)
+
+
+def has_leader(run: Executor) -> bool:
+    """Whether a process sequences."""
+    return run.one(_BROKER)[3] is not None
+
+
+def live_consumers(run: Executor) -> dict[str, int]:
+    """Return the number of live consumer processes by group; groups without one are left out."""
+    return dict(run.rows(_CONSUMERS))
+
+
+def overview(run: Executor, summary: Summary) -> Overview:
+    """Read the overview: two small statements beside the summary."""
+    broker_id, incarnation, change, leader, tick, tick_seconds = run.one(_BROKER)
+    consumers = live_consumers(run)
+    places: dict[str, list[GroupProgress]] = {}
+    for place in summary.groups:
+        places.setdefault(place.group, []).append(place)
+    groups = []
+    for rest in summary.rests:
+        of_group = places.get(rest.group, [])
+        topics = [place for place in of_group if not place.is_retry]
+        oldest = min((place.oldest_at for place in topics if place.oldest_at is not None), default=None)
+        groups.append(
+            GroupOverview(
+                name=rest.group,
+                topics=len(topics),
+                consumers=consumers.get(rest.group, 0),
+                paused=rest.paused,
+                broadcast=rest.broadcast,
+                lag=sum(place.lag for place in topics),
+                oldest_seconds=summary.seconds_since(oldest),
+                handled=sum(place.handled for place in of_group),
+                retrying=rest.retrying + sum(place.lag for place in of_group if place.is_retry),
+                dead=rest.dead,
+                blocked=sum(place.blocked for place in of_group),
+                stopped=sum(place.stopped for place in of_group),
+            )
+        )
+    return Overview(
+        broker_id, incarnation, change, leader, tick, tick_seconds, summary.age_seconds, summary.topics, groups
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Refresh the summary while this process leads, at a pace that depends on the duration of counting.
+
+
+def run_once(database: BrokerDatabase) -> float:
+    """Refresh once on a separate connection; returns how long counting took, in seconds.
+
+    Raises psycopg.Error or BrokerUnavailable.
+    """
+    with contextlib.closing(database.open(name="outbox-summary", direct=True)) as connection:
+        if timeouts.lasts(connection):
+            timeouts.lift_for_session(connection)
+        else:
+            timeouts.lift_where_direct(connection)
+        return refresh(Executor(connection, database.schema)).took_seconds
+
+
+def summaries(database: BrokerDatabase, *, every_seconds: float) -> BackgroundLoop:
+    """Refresh at once and then every `every_seconds`, or more rarely if counting takes long, in the background."""
+    note = FailureNote(database, ProcessPart.SUMMARY)
+
+    def run(stopping: Callable[[], bool]) -> float:
+        with note.watching():
+            return max(every_seconds, run_once(database) / SHARE)
+
+    expected = (psycopg.Error, BrokerUnavailable)
+    return BackgroundLoop("summary", run, every_seconds=every_seconds, first_seconds=0.0, expected=expected)

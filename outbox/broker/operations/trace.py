@@ -3,14 +3,174 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import enum
+import json
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 from uuid import UUID
 
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
-from outbox.broker.operations.trace_states import EntryFacts, EntryState, state_of
+from outbox.broker.groups.offsets import newest_offset
+from outbox.filters.filter import parse_filter
+
+
+class EntryState(enum.StrEnum):
+    """A group's state on a queue entry."""
+
+    NO_GROUP = "no group"
+    """No group has subscribed to the topic."""
+    WAITING = "waiting"
+    """The group has not finished it."""
+    EXPIRED = "expired"
+    """Retention removed it before the group had consumed it."""
+    BEFORE_START = "before its start"
+    """The group began after it."""
+    FILTERED = "filtered"
+    """The group's present filter excludes it."""
+    SENT_BACK = "sent back"
+    """It failed and was put into the group's retry queue."""
+    DEAD = "dead"
+    """It failed and became a dead letter."""
+    HANDLED = "handled"
+    """A handler has finished it."""
+    PASSED = "handled or skipped"
+    """The group skipped some of this queue; which entries is not stored.
+
+    Either the inbox knew the messages, or a reset passed over them.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class EntryFacts:
+    """An entry as one group sees it, oldest first among those of its message. Positions are the group's."""
+
+    log_id: int
+    topic: str
+    queue_id: int
+    queue: int
+    offset: int
+    attempt: int
+    queued_at: str | None
+    group: str | None
+    is_retry: bool
+    floor: int
+    next_offset: int
+    start_offset: int
+    passed_over: int
+    filter: str
+    tag: str
+    headers: str | None
+
+    @property
+    def place(self) -> tuple[int, str | None]:
+        """The message and the group."""
+        return self.log_id, self.group
+
+    @property
+    def is_filtered(self) -> bool:
+        """Whether the group's filter excludes it. Retries are not filtered again."""
+        headers = json.loads(self.headers) if self.headers else {}
+        return not self.is_retry and not parse_filter(self.filter).evaluate(self.tag, headers)
+
+
+def state_of(
+    entry: EntryFacts,
+    later: Sequence[EntryFacts],
+    retrying: Collection[tuple[int, str | None]],
+    dead: Collection[tuple[int, str | None]],
+) -> EntryState:
+    """Return the state of an entry. `later`: further entries of its message for the group.
+
+    A replayed dead letter starts again. `retrying` and `dead` hold (log id, group) of messages that wait for another
+    attempt, and of dead letters not replayed.
+    """
+    if entry.group is None:
+        return EntryState.NO_GROUP
+    # A group finishes messages ahead of its stored offset, so data about this entry comes first.
+    if not later and entry.place in dead:
+        return EntryState.DEAD
+    if not later and entry.place in retrying:
+        return EntryState.SENT_BACK
+    if entry.offset >= entry.next_offset:
+        return EntryState.EXPIRED if entry.offset < entry.floor else EntryState.WAITING
+    if entry.offset < entry.start_offset:
+        return EntryState.BEFORE_START
+    if later:
+        return EntryState.DEAD if later[0].attempt == 0 else EntryState.SENT_BACK
+    if entry.is_filtered:
+        return EntryState.FILTERED
+    return EntryState.PASSED if entry.passed_over else EntryState.HANDLED
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Find out which of some messages a consumer group can still receive.
+
+
+class Whereabouts(enum.StrEnum):
+    """A message's place for one consumer group."""
+
+    WAITING = "waiting"
+    """It is undecided, not queued yet, scheduled, held, queued before the group's offset, or waits for a retry."""
+    DEAD = "dead"
+    """It is a dead letter that no operator has settled."""
+    DISCARDED = "discarded"
+    """An operator has discarded the dead letter."""
+    PASSED = "passed"
+    """The group's offset has passed it: it was handled, skipped, or filtered."""
+    GONE = "gone"
+    """The broker does not have it: it expired, its database was restored, or its transaction was rolled back."""
+
+
+# A decided message without an entry is not sequenced yet, or retention has removed the entry before the message.
+_UNSEQUENCED_SECONDS: Final = 3600
+
+_WHEREABOUTS: Final = Statement(
+    """
+WITH asked AS MATERIALIZED (
+    SELECT log.message_id, log.log_id, log.half AND op.decision IS NULL AS undecided,
+           op.decision IS NOT DISTINCT FROM 'R' AS rolled_back, log.stored_at, log.deliver_at
+    FROM {schema}.commit_log log LEFT JOIN {schema}.op_log op USING (transaction_id)
+    WHERE log.message_id = ANY (%(ids)s::uuid[])
+), consumer AS MATERIALIZED (
+    SELECT group_id FROM {schema}.consumer_group WHERE name = %(group)s
+), entry AS MATERIALIZED (
+    SELECT entry.log_id, bool_or(entry.queue_offset >= coalesce(newest.next_offset, 0)) AS ahead
+    FROM {schema}.consume_queue entry
+    JOIN {schema}.queue USING (queue_id)
+    JOIN {schema}.topic ON topic.topic_id = queue.topic_id
+    CROSS JOIN consumer
+    LEFT JOIN LATERAL """
+    + newest_offset("consumer.group_id", "queue.queue_id")
+    + """ AS newest ON true
+    WHERE entry.log_id = ANY (SELECT log_id FROM asked)
+      AND (topic.retry_of IS NULL OR topic.retry_of = consumer.group_id)
+    GROUP BY entry.log_id
+)
+SELECT asked.message_id, CASE
+    WHEN asked.rolled_back THEN 'gone'
+    WHEN asked.undecided OR entry.ahead
+         OR EXISTS (SELECT FROM {schema}.scheduled WHERE scheduled.log_id = asked.log_id)
+         OR EXISTS (SELECT FROM {schema}.held WHERE held.log_id = asked.log_id) THEN 'waiting'
+    WHEN dead.discarded_at IS NOT NULL THEN 'discarded'
+    WHEN dead.log_id IS NOT NULL AND dead.replayed_at IS NULL THEN 'dead'
+    WHEN entry.log_id IS NOT NULL THEN 'passed'
+    WHEN greatest(asked.stored_at, asked.deliver_at) > now() - make_interval(secs => %(unsequenced)s) THEN 'waiting'
+    ELSE 'gone' END
+FROM asked
+LEFT JOIN entry USING (log_id)
+LEFT JOIN {schema}.dead_letter dead ON dead.log_id = asked.log_id AND dead.group_id = (SELECT group_id FROM consumer)
+"""
+)
+
+
+def whereabouts(run: Executor, group: str, message_ids: Sequence[UUID]) -> dict[UUID, Whereabouts]:
+    """Return the place of each of these messages for the group, in one statement."""
+    parameters = {"ids": list(message_ids), "group": group, "unsequenced": _UNSEQUENCED_SECONDS}
+    found = {message_id: Whereabouts(where) for message_id, where in run.rows(_WHEREABOUTS, parameters)}
+    return {message_id: found.get(message_id, Whereabouts.GONE) for message_id in message_ids}
+
 
 # By message id or transaction id: the first message's id is the transaction's.
 _MESSAGES: Final = Statement("""
@@ -49,7 +209,8 @@ WHERE transaction_id = %(id)s::uuid ORDER BY checked_at
 """)
 
 # A first delivery concerns every group of the topic, a retry queue only its own.
-_ENTRIES: Final = Statement("""
+_ENTRIES: Final = Statement(
+    """
 SELECT entry.log_id, topic.name || coalesce('/' || retried.name, '') AS topic, queue.queue_id, queue.number AS queue,
        entry.queue_offset AS offset, entry.attempt, entry.queued_at::text, consumer_group.name AS group,
        topic.retry_of IS NOT NULL AS is_retry, queue.floor, coalesce(newest.next_offset, 0) AS next_offset,
@@ -62,13 +223,14 @@ JOIN {schema}.topic ON topic.topic_id = queue.topic_id
 LEFT JOIN {schema}.topic retried ON topic.retry_of IS NOT NULL AND retried.topic_id = queue.number
 LEFT JOIN {schema}.subscription ON subscription.topic_id = topic.topic_id
 LEFT JOIN {schema}.consumer_group ON consumer_group.group_id = coalesce(topic.retry_of, subscription.group_id)
-LEFT JOIN LATERAL (SELECT next_offset, start_offset, skipped, moved FROM {schema}.consumer_offset stored
-                   WHERE stored.group_id = consumer_group.group_id AND stored.queue_id = queue.queue_id
-                   ORDER BY epoch DESC, ordinal DESC LIMIT 1) AS newest ON true
+LEFT JOIN LATERAL """
+    + newest_offset("consumer_group.group_id", "queue.queue_id")
+    + """ AS newest ON true
 WHERE entry.log_id = ANY (%(log_ids)s)
 ORDER BY entry.log_id, topic.retry_of NULLS FIRST, entry.queued_at NULLS FIRST, entry.attempt, queue.queue_id,
          entry.queue_offset, consumer_group.name
-""")
+"""
+)
 
 _FAILURES: Final = Statement("""
 SELECT log_id, consumer_group.name AS group, attempt, failed_at::text, error

@@ -21,19 +21,19 @@ class OutboxConfig(AppConfig):
         from outbox.contrib.django.database import in_tests
         from outbox.contrib.django.database.transactions import watch_connection
         from outbox.contrib.django.engine.broker import let_go_of_test_databases
-        from outbox.contrib.django.operations import application_rules, checks, metrics, tracing
+        from outbox.contrib.django.operations import checks, telemetry, watching
         from outbox.contrib.django.operations.installation import after_migrate
         from outbox.contrib.django.subscribers.registry import add_discovery
         from outbox.contrib.django.worker.periodic import add_pass
 
         in_tests.remember_configured_names()
-        application_rules.add_rule(saga.CONDITION, saga.rule)
+        watching.add_rule(saga.CONDITION, saga.rule)
         add_pass("sagas", saga.PASS_INTERVAL_SECONDS, saga.mend)
         add_discovery(_discover_celery_tasks)
         checks.register_all()
         connection_created.connect(let_go_of_test_databases, dispatch_uid="outbox.let_go_of_test_databases")
-        metrics.record_if_wanted()
-        tracing.trace_if_wanted()
+        telemetry.record_if_wanted()
+        telemetry.trace_if_wanted()
         connection_created.connect(watch_connection, dispatch_uid="outbox.watch_connection")
         post_migrate.connect(after_migrate, sender=self, dispatch_uid="outbox.after_migrate")
 

@@ -35,7 +35,7 @@ from django.utils import timezone
 from outbox import Delivery, names
 from outbox.broker.database.executor import Executor
 from outbox.broker.operations.conditions import Condition, Severity, condition
-from outbox.broker.operations.whereabouts import Whereabouts, whereabouts
+from outbox.broker.operations.trace import Whereabouts, whereabouts
 from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.models import SagaProgress, SagaState
 from outbox.contrib.django.publishing.publish import publish

@@ -30,7 +30,7 @@ from django.test.utils import override_settings
 
 from outbox.broker.database.executor import Executor
 from outbox.broker.log.topics import declare_topics
-from outbox.broker.operations import for_tests
+from outbox.broker.operations import deletion
 from outbox.broker.schema.install import install
 from outbox.contrib.django.database.aliases import broker_connection, broker_database
 from outbox.contrib.django.database.in_tests import running_tests
@@ -141,7 +141,7 @@ class BrokerOutbox(OutboxForTests):
         with broker_database(settings).connect(name="outbox-tests", direct=True) as connection:
             install(connection, settings.schema)
             run = Executor(connection, settings.schema)
-            for_tests.empty(run)
+            deletion.empty(run)
             declare_topics(run, [declared.topic for declared in settings.topics.values()])
         # Rebuild the broker of this process: the topics it knows are deleted.
         reset_broker()
@@ -149,7 +149,7 @@ class BrokerOutbox(OutboxForTests):
     def messages(self, topic: str) -> list[Message]:
         settle()
         with broker_connection() as (connection, schema):
-            return for_tests.visible(Executor(connection, schema), topic)
+            return deletion.visible(Executor(connection, schema), topic)
 
     def _drain_once(self) -> int:
         if not subscriptions(groups=self._groups):

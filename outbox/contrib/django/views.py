@@ -13,7 +13,7 @@ from outbox.broker.operations.conditions import Severity
 from outbox.contrib.django.console.asking import SECONDS
 from outbox.contrib.django.console.rendering import SEE, may
 from outbox.contrib.django.database import deadline
-from outbox.contrib.django.operations import exposition
+from outbox.contrib.django.operations import telemetry
 from outbox.contrib.django.operations.watching import look, probe
 
 _REFUSED: Final = (
@@ -58,12 +58,12 @@ def metrics(request: HttpRequest) -> HttpResponse:
     if not _may_see(request):
         return HttpResponse(f"{_REFUSED}\n", status=403, content_type="text/plain; charset=utf-8")
     with deadline.within(SECONDS):
-        return HttpResponse(exposition.render(), content_type=exposition.CONTENT_TYPE)
+        return HttpResponse(telemetry.render(), content_type=telemetry.CONTENT_TYPE)
 
 
 def _may_see(request: HttpRequest) -> bool:
     # Check the token first: a scraper has no account, and must get an answer while accounts cannot be read.
-    if exposition.is_authorized(request.headers.get("Authorization", "")):
+    if telemetry.is_authorized(request.headers.get("Authorization", "")):
         return True
     try:
         return may(request, SEE)

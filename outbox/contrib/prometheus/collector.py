@@ -13,8 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from outbox.broker.operations.audit import Audit
 from outbox.broker.operations.conditions import CATALOGUE, ConditionReport
-from outbox.broker.operations.overview import Overview
-from outbox.broker.operations.summary import GroupProgress, Summary
+from outbox.broker.operations.summary import GroupProgress, Overview, Summary
 from outbox.contrib.prometheus.recorder import OTHERS
 
 # At most this many pairs of group and topic, by name, have their own series. The others have one series per group.
@@ -131,7 +130,7 @@ def _pairs(summary: Summary) -> Iterator[Metric]:
 
 def _lag_seconds(summary: Summary, of: Sequence[GroupProgress]) -> float | None:
     """0.0 if no message waits; None if messages wait and the time of the oldest is unknown."""
-    known = [summary.at - one.oldest_at for one in of if one.oldest_at is not None]
+    known = [age for one in of if (age := summary.seconds_since(one.oldest_at)) is not None]
     return max(known) if known else None if any(one.lag for one in of) else 0.0
 
 
@@ -152,7 +151,7 @@ def _producers(summary: Summary) -> Iterator[Metric]:
     rows = summary.producers
     yield _family("outbox_undecided_transactions", "Undecided.", label, [([r.group], r.undecided) for r in rows])
     yield _family("outbox_parked_transactions", "Past check-back.", label, [([r.group], r.parked) for r in rows])
-    ages = [([r.group], summary.at - r.oldest_at) for r in rows if r.oldest_at is not None]
+    ages = [([r.group], age) for r in rows if (age := summary.seconds_since(r.oldest_at)) is not None]
     yield _family("outbox_undecided_age_seconds", "Of the oldest undecided one.", label, ages)
 
 

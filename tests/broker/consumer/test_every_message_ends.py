@@ -27,7 +27,7 @@ from outbox.broker.database.executor import Executor
 from outbox.broker.log import commit_log
 from outbox.broker.log.topics import TopicCatalog
 from outbox.broker.operations import dead_letters
-from outbox.broker.operations.status import broker_status
+from outbox.broker.operations.audit import count_messages
 from outbox.broker.postgres import PostgresBroker
 from outbox.broker.supervisor import ChildSpec, Supervisor
 from outbox.checkback import CheckBack
@@ -164,10 +164,10 @@ class Storm:
     def is_over(self) -> bool:
         """Whether every message has ended."""
         self.check_back.run_once()
-        status = broker_status(self.bench.run)
-        topics = [topic.totals for topic in status.topics]
+        counted = count_messages(self.bench.run)
+        topics, groups = counted.topics.values(), counted.groups.values()
         on_the_way = sum(t.undecided + t.parked + t.unsequenced + t.held + t.scheduled for t in topics)
-        return on_the_way + sum(group.lag + group.retrying for group in status.groups) == 0
+        return on_the_way + sum(group.lag + group.retrying for group in groups) == 0
 
     def check(self) -> None:
         rows = self.bench.rows("SELECT topic, key, n, message_id, fate FROM business")
@@ -179,9 +179,7 @@ class Storm:
         assert letters == Counter(guilty - self.recalled), "the guilty are dead letters, and nobody else"
         steps = [row for row in self.bench.effects() if committed[row[3]][0] == "steps"]
         assert_each_once_in_order(steps, sum(topic == "steps" for topic, _ in committed.values()))
-        status = broker_status(self.bench.run)
-        broken = [text for topic in status.topics for text in topic.totals.differences()]
-        assert [*broken, *(text for group in status.groups for text in group.differences())] == []
+        assert count_messages(self.bench.run).differences() == []
         assert {fate for _, fate in committed.values()} == {*INNOCENT, *GUILTY}
         assert self.recalled and self.rolled_back
 

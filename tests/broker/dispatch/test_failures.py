@@ -13,7 +13,7 @@ import pytest
 
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.notify import Channel, notify
-from outbox.broker.operations import dead_letters, queue_status, switches
+from outbox.broker.operations import changes, dead_letters, progress
 from outbox.errors import PartialFailure, PermanentError, RetryLater
 from outbox.message import Delivery, Message
 from outbox.retry import RetryPolicy
@@ -156,15 +156,15 @@ def test_stop_keeps_the_message_and_is_visible_until_resumed(orders: Consumption
     orders.publish([Message(topic="single", body=encode({"n": n})) for n in range(5)])
     with orders.running((subscription, handle)):
 
-        def stopped() -> list[queue_status.QueueStatus]:
-            return [queue for queue in queue_status.list_queues(orders.run, "g") if queue.stopped]
+        def stopped() -> list[progress.QueueProgress]:
+            return [queue for queue in progress.list_queues(orders.run, "g") if queue.stopped]
 
         (queue,) = eventually(stopped)
         assert queue.stopped is not None and "the ledger is closed" in queue.stopped
         eventually(lambda: [(queue.next_offset, queue.lag) for queue in stopped()] == [(2, 3)])
         assert seen == [0, 1]
         healthy.set()
-        assert switches.resume(orders.run, "g") == 1
+        assert changes.resume(orders.run, "g") == 1
         eventually(lambda: seen == [0, 1, 2, 3, 4])
     assert not stopped()
 

@@ -12,7 +12,7 @@ import pytest
 from outbox.broker.consumer.owned_queue import OwnedQueue
 from outbox.broker.consumer.work import KeyOrderedLane
 from outbox.broker.database.executor import Executor
-from outbox.broker.operations import dead_letters, queue_status
+from outbox.broker.operations import dead_letters, progress
 from outbox.errors import PermanentError, RetryLater
 from outbox.message import Delivery, Message
 from outbox.retry import RetryPolicy
@@ -152,7 +152,7 @@ def test_failing_message_holds_up_its_queue_in_orderly_mode(steps: ConsumptionBe
 
     steps.publish([Message(topic="single", key=f"k{n}", body=b"{}") for n in range(4)])
     with steps.running((subscribe(topic="single"), handle)):
-        (queue,) = eventually(lambda: [q for q in queue_status.list_queues(steps.run, "g") if q.blocked_by is not None])
+        (queue,) = eventually(lambda: [q for q in progress.list_queues(steps.run, "g") if q.blocked_by is not None])
         # A blocked queue is named: queue, message, error, since when.
         assert (queue.topic, queue.number, queue.lag) == ("single", 0, 3)
         assert queue.blocked_error is not None and queue.blocked_error.startswith("ValueError: still down")

@@ -11,7 +11,7 @@ import pytest
 
 from outbox.broker.database.executor import Executor
 from outbox.broker.groups import registration
-from outbox.broker.operations import queue_status, reset, switches
+from outbox.broker.operations import changes, progress
 from outbox.errors import InvalidFilter, InvalidSubscription, UnknownGroup, UnknownTopic, UsageError
 from outbox.message import Message
 from outbox.subscription import Mode, Start, Subscription
@@ -151,7 +151,7 @@ def test_pause_and_resume(orders: ConsumptionBench) -> None:
     with orders.sequencing(), orders.running((subscribe(), seen)):
         orders.broker.send(messages(0, 5))
         eventually(lambda: len(seen.ns) == 5)
-        switches.pause(orders.run, "g")
+        changes.pause(orders.run, "g")
         eventually(lambda: orders.rows("SELECT paused FROM outbox.consumer_group") == [(True,)])
         settled = threading.Event()
         # Pausing is seen within a look of the coordinator; then nothing starts any more.
@@ -160,15 +160,15 @@ def test_pause_and_resume(orders: ConsumptionBench) -> None:
         eventually(lambda: orders.lag("g") == 5)
         settled.wait(0.3)
         assert len(seen.ns) == 5
-        switches.resume(orders.run, "g")
+        changes.resume(orders.run, "g")
         eventually(lambda: len(seen.ns) == 10)
 
 
 def test_unknown_group_is_named(orders: ConsumptionBench) -> None:
     operations: list[Callable[[], object]] = [
-        lambda: switches.pause(orders.run, "nobody"),
-        lambda: switches.resume(orders.run, "nobody"),
-        lambda: reset.reset(orders.run, "nobody", "orders", Start.EARLIEST),
+        lambda: changes.pause(orders.run, "nobody"),
+        lambda: changes.resume(orders.run, "nobody"),
+        lambda: changes.reset(orders.run, "nobody", "orders", Start.EARLIEST),
     ]
     for operation in operations:
         with pytest.raises(UnknownGroup, match="'nobody'"):
@@ -184,7 +184,7 @@ def test_offset_reset_by_time_offset_and_end(orders: ConsumptionBench) -> None:
     orders.publish(messages(10, 20, topic="single"))
 
     def after_reset(target: Start | datetime | int) -> list[int]:
-        reset.reset(orders.run, "g", "single", target)
+        changes.reset(orders.run, "g", "single", target)
         runtime.run_once()
         return seen.take()
 
@@ -194,11 +194,11 @@ def test_offset_reset_by_time_offset_and_end(orders: ConsumptionBench) -> None:
     assert after_reset(between) == list(range(10, 20))
     assert after_reset(17) == [17, 18, 19]
     assert after_reset(9_999) == []
-    reset.reset(orders.run, "g", "single", 0)
+    changes.reset(orders.run, "g", "single", 0)
     assert after_reset(Start.LATEST) == []
     orders.assert_conserved("g")
     with pytest.raises(UsageError, match="does not consume"):
-        reset.reset(orders.run, "g", "orders", 0)
+        changes.reset(orders.run, "g", "orders", 0)
 
 
 def test_reset_dry_run_says_what_would_move(orders: ConsumptionBench) -> None:
@@ -206,11 +206,11 @@ def test_reset_dry_run_says_what_would_move(orders: ConsumptionBench) -> None:
     runtime = orders.runtime((subscribe(), seen))
     orders.publish(messages(0, 40))
     runtime.run_once()
-    before = queue_status.list_queues(orders.run, "g")
-    planned = reset.reset(orders.run, "g", "orders", Start.EARLIEST, dry_run=True)
-    assert queue_status.list_queues(orders.run, "g") == before
+    before = progress.list_queues(orders.run, "g")
+    planned = changes.reset(orders.run, "g", "orders", Start.EARLIEST, dry_run=True)
+    assert progress.list_queues(orders.run, "g") == before
     assert sum(move.from_offset - move.to_offset for move in planned) == 40
-    done = reset.reset(orders.run, "g", "orders", Start.EARLIEST)
+    done = changes.reset(orders.run, "g", "orders", Start.EARLIEST)
     assert done == planned
     assert orders.lag("g") == 40
 
@@ -220,7 +220,7 @@ def test_reset_while_it_runs_fences_the_owner(orders: ConsumptionBench) -> None:
     with orders.running((subscribe(), seen)):
         orders.publish(messages(0, 30))
         eventually(lambda: len(seen.ns) == 30 and orders.lag("g") == 0)
-        reset.reset(orders.run, "g", "orders", Start.EARLIEST)
+        changes.reset(orders.run, "g", "orders", Start.EARLIEST)
         eventually(lambda: len(seen.ns) == 60)
         eventually(lambda: orders.lag("g") == 0)
     orders.assert_conserved("g")
@@ -232,10 +232,10 @@ def test_reprocess_raises_the_generation_of_the_inbox(orders: ConsumptionBench) 
     runtime = orders.runtime((subscribe(), seen), invoker=invoker)
     orders.publish(messages(0, 5))
     runtime.run_once()
-    reset.reset(orders.run, "g", "orders", Start.EARLIEST)
+    changes.reset(orders.run, "g", "orders", Start.EARLIEST)
     assert runtime.run_once().skipped == 5
     assert seen.take() == list(range(5))
-    reset.reset(orders.run, "g", "orders", Start.EARLIEST, reprocess=True)
+    changes.reset(orders.run, "g", "orders", Start.EARLIEST, reprocess=True)
     assert runtime.run_once().handled == 5
     assert seen.take() == list(range(5))
     invoker.close()

@@ -14,8 +14,8 @@ from outbox.broker.consumer.owned_queue import OwnedQueue
 from outbox.broker.consumer.worker_pool import WorkerPool
 from outbox.broker.database.executor import Executor
 from outbox.broker.groups import offsets, registration
-from outbox.broker.operations import switches
-from outbox.broker.operations.reset import reset
+from outbox.broker.operations import changes
+from outbox.broker.operations.changes import reset
 from outbox.errors import UsageError
 from outbox.message import Delivery
 from outbox.subscription import Mode, OnError, Start, Subscription
@@ -121,7 +121,7 @@ def test_resuming_a_stopped_queue_waits_for_what_still_runs_of_it(one_queue: Con
     with one_queue.running((subscription, handle)):
         one_queue.publish(keyed("orders", 3, 1))
         eventually(lambda: one_queue.rows(stopped) == [(1,)])
-        assert switches.resume(one_queue.run, "g") == 1
+        assert changes.resume(one_queue.run, "g") == 1
         one_queue.publish(keyed("orders", 1, 1, start=3))
         gate.set()
         eventually(lambda: one_queue.lag("g") == 0)

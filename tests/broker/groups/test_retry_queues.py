@@ -9,7 +9,7 @@ from outbox.broker.database.executor import Executor
 from outbox.broker.groups import rebalance, registration
 from outbox.broker.groups.members import Member, QueueState
 from outbox.broker.log.topics import TopicCatalog
-from outbox.broker.operations.status import broker_status
+from outbox.broker.operations.audit import count_messages
 from outbox.message import Message
 from outbox.subscription import Subscription
 from tests.broker.bench import AT_ONCE, ConsumptionBench, keyed
@@ -17,7 +17,7 @@ from tests.support import eventually
 
 
 def _differences(bench: ConsumptionBench) -> list[str]:
-    return [text for group in broker_status(bench.run).groups for text in group.differences()]
+    return count_messages(bench.run).differences()
 
 
 def _topic_id(bench: ConsumptionBench, topic: str) -> int:

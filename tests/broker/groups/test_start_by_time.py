@@ -6,7 +6,7 @@ from datetime import datetime, timedelta
 
 from outbox.broker.log.consume_queue import starting_offsets
 from outbox.broker.log.topics import TopicCatalog
-from outbox.broker.operations.reset import reset
+from outbox.broker.operations.changes import reset
 from outbox.message import Message
 from outbox.subscription import Start, Subscription
 from tests.broker.bench import ConsumptionBench

@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 
 import pytest
 
-from outbox.broker.operations.reset import reset
+from outbox.broker.operations.changes import reset
 from outbox.message import Delivery, Message
 from outbox.subscription import Start, Subscription
 from outbox.topic import MessageType

@@ -10,9 +10,10 @@ import pytest
 
 from outbox.broker.database.connection import BrokerConnection, BrokerDatabase
 from outbox.broker.database.executor import Executor
+from outbox.broker.log import incidents
 from outbox.broker.maintenance import retention
 from outbox.broker.maintenance.retention import RetentionSettings
-from outbox.broker.operations.status import BrokerStatus, broker_status
+from outbox.broker.operations.audit import MessageCounts, count_messages
 from outbox.broker.operations.trace import trace
 from outbox.broker.postgres import PostgresBroker
 from outbox.broker.transaction import checks
@@ -118,10 +119,10 @@ def _clean(connection: BrokerConnection, **settings: float) -> retention.Retenti
     return last
 
 
-def _balanced(connection: BrokerConnection) -> BrokerStatus:
-    status = broker_status(Executor(connection, "outbox"))
-    assert [one for one in status.problems if "no process" not in one and "are parked" not in one] == []
-    return status
+def _balanced(connection: BrokerConnection) -> MessageCounts:
+    counted = count_messages(Executor(connection, "outbox"))
+    assert counted.differences() == []
+    return counted
 
 
 def test_retention_removes_what_is_old_and_consumed_and_totals_stay(
@@ -143,8 +144,8 @@ def test_retention_removes_what_is_old_and_consumed_and_totals_stay(
     assert (_count(connection, "commit_log"), _count(connection, "op_log")) == (2, 0), "the undecided half stays"
     assert _count(connection, "consume_queue") == 0
     after = _balanced(connection)
-    assert [topic.totals for topic in after.topics] == [topic.totals for topic in before.topics]
-    assert [group.queued for group in after.groups] == [20] == [group.handled for group in after.groups]
+    assert after.topics == before.topics
+    assert [(group.queued, group.handled) for group in after.groups.values()] == [(20, 20)]
     # Offsets go on where they were.
     broker.send([message() for _ in range(8)])
     drain(new_sequencer(database), connection)
@@ -164,7 +165,7 @@ def test_retention_keeps_what_a_group_has_not_consumed_up_to_the_hard_cap(
     _age(connection, 40)
     _clean(connection)
     assert _count(connection, "consume_queue") == 0
-    assert "expired" in {one["kind"] for one in broker_status(Executor(connection, "outbox")).incidents}
+    assert "expired" in {one.kind for one in incidents.recent(Executor(connection, "outbox"))}
 
 
 def test_the_hard_cap_counts_from_when_a_message_could_be_consumed(
@@ -287,12 +288,11 @@ def test_conservation_counts_every_state_from_its_own_rows(
     drain(new_sequencer(database), connection)
     broker.recall([delayed[0].message_id])
     broker.send([message(), message()])
-    status = _balanced(connection)
-    orders, ordered = (next(one.totals for one in status.topics if one.name == name) for name in ("orders", "ordered"))
+    counted = _balanced(connection)
+    orders, ordered = (counted.topics[name] for name in ("orders", "ordered"))
     assert (orders.sent, orders.committed, orders.rolled_back, orders.undecided, orders.parked) == (9, 6, 1, 1, 1)
     assert (orders.unsequenced, orders.scheduled, orders.recalled, orders.queued) == (2, 2, 1, 1)
     assert (ordered.undecided, ordered.committed, ordered.held) == (1, 1, 1)
-    assert json.loads(json.dumps(status.as_json()))["topics"]
     broker.close()
 
 
@@ -315,7 +315,7 @@ def test_control_the_audit_notices(
     _consume(connection)
     _balanced(connection)
     connection.execute(damage.encode())
-    problems = [one for one in broker_status(Executor(connection, "outbox")).problems if "no process" not in one]
+    problems = count_messages(Executor(connection, "outbox")).differences()
     assert re.search(complaint, " ".join(problems))
 
 

@@ -9,7 +9,7 @@ from outbox.broker.database.executor import Executor
 from outbox.broker.log.topics import TopicCatalog
 from outbox.broker.maintenance import retention
 from outbox.broker.maintenance.retention import RetentionCounts, RetentionSettings
-from outbox.broker.operations.status import GroupStatus, broker_status
+from outbox.broker.operations.audit import GroupTotals, count_messages
 from outbox.errors import PermanentError
 from outbox.message import Delivery, Message
 from outbox.subscription import Subscription
@@ -47,13 +47,11 @@ def consume(bench: ConsumptionBench, group: str = "g", topic: str = "orders", *,
     return handled
 
 
-def group_of(bench: ConsumptionBench, name: str = "g") -> GroupStatus:
+def group_of(bench: ConsumptionBench, name: str = "g") -> GroupTotals:
     """A group's numbers, which must add up."""
-    status = broker_status(bench.run)
-    assert [text for topic in status.topics for text in topic.totals.differences()] == []
-    (found,) = (group for group in status.groups if group.name == name)
-    assert found.differences() == []
-    return found
+    counted = count_messages(bench.run)
+    assert counted.differences() == []
+    return counted.groups[name]
 
 
 def age(bench: ConsumptionBench, days: float) -> None:

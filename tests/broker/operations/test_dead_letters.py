@@ -6,8 +6,8 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
+from outbox.broker.operations.changes import reset
 from outbox.broker.operations.dead_letters import LetterSelection, discard, list_dead_letters, replay
-from outbox.broker.operations.reset import reset
 from outbox.broker.operations.trace import trace
 from outbox.subscription import Start
 from tests.broker.bench import ConsumptionBench

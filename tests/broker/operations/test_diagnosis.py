@@ -14,9 +14,8 @@ from outbox.broker.consumer.runtime import ConsumerRuntime
 from outbox.broker.database.connection import BrokerConnection, BrokerDatabase
 from outbox.broker.database.executor import Executor
 from outbox.broker.leading import LeaderSettings
-from outbox.broker.operations.conditions import Severity
-from outbox.broker.operations.diagnosis import Diagnosis, diagnose, holding
-from outbox.broker.operations.thresholds import Thresholds
+from outbox.broker.operations.conditions import Condition, Severity
+from outbox.broker.operations.diagnosis import diagnose
 from outbox.broker.postgres import PostgresBroker
 from outbox.subscription import Subscription
 from tests.broker.support import message, new_sequencer, process
@@ -40,10 +39,10 @@ def limited(database: BrokerDatabase, connection: BrokerConnection) -> Iterator[
     connection.execute(sql.SQL("DROP ROLE {}").format(role))
 
 
-def examined(database: BrokerDatabase) -> dict[str, Diagnosis]:
+def examined(database: BrokerDatabase) -> dict[str, Condition]:
     """What the doctor finds, by subject."""
     with contextlib.closing(database.open()) as opened:
-        return {one.subject: one for one in diagnose(Executor(opened, database.schema), database)}
+        return {one.name: one for one in diagnose(Executor(opened, database.schema), database)}
 
 
 def test_rights_on_views_functions_and_sequences_are_looked_at(
@@ -56,16 +55,16 @@ def test_rights_on_views_functions_and_sequences_are_looked_at(
     found = examined(limited)["grants"]
     assert found.severity is Severity.CRITICAL
     for named in ("SELECT on queue_head", "SELECT on message_v1", "EXECUTE on tick_v18", "EXECUTE on end_one_v15"):
-        assert named in found.text
-    assert "SELECT on commit_log_log_id_seq" in found.text
-    assert "EXECUTE on publish" not in found.text, "for who publishes from SQL only"
+        assert named in found.meaning
+    assert "SELECT on commit_log_log_id_seq" in found.meaning
+    assert "EXECUTE on publish" not in found.meaning, "for who publishes from SQL only"
 
 
 def test_the_remedy_is_enough_for_a_whole_worker(
     limited: BrokerDatabase, connection: BrokerConnection, caplog: pytest.LogCaptureFixture
 ) -> None:
     """What it prints is executed as it stands; afterwards it finds nothing, and no part of a worker is refused."""
-    remedy = examined(limited)["grants"].remedy
+    remedy = examined(limited)["grants"].next_step
     connection.execute(remedy.removeprefix("Execute as the owner of the tables: ").encode())
     assert examined(limited)["grants"].severity is Severity.OK
     handled: list[object] = []
@@ -85,7 +84,7 @@ def test_the_remedy_is_enough_for_a_whole_worker(
 def test_timeouts_of_sessions_that_idle_are_named(limited: BrokerDatabase, connection: BrokerConnection) -> None:
     role = sql.Identifier(str(conninfo_to_dict(limited.conninfo)["user"]))
     connection.execute(sql.SQL("ALTER ROLE {} SET idle_session_timeout = '1min'").format(role))
-    assert "idle_session_timeout=1min" in examined(limited)["timeouts of roles"].text
+    assert "idle_session_timeout=1min" in examined(limited)["timeouts of roles"].meaning
 
 
 def test_the_role_of_the_direct_connection_is_examined_too(
@@ -94,17 +93,6 @@ def test_the_role_of_the_direct_connection_is_examined_too(
     """Ticks run on the direct connection, whose role may be another one."""
     found = examined(BrokerDatabase(database.conninfo, listen_conninfo=limited.conninfo))
     assert found["grants"].severity is Severity.OK
-    assert "EXECUTE on tick_v18" in found["grants of LISTEN_URL"].text
+    assert "EXECUTE on tick_v18" in found["grants of LISTEN_URL"].meaning
     away = BrokerDatabase(database.conninfo, listen_conninfo="host=localhost port=1 dbname=nowhere")
-    assert "cannot be reached" in examined(away)["grants of LISTEN_URL"].text
-
-
-def test_conditions_that_hold_are_findings(database: BrokerDatabase, connection: BrokerConnection) -> None:
-    run = Executor(connection, "outbox")
-    assert "condition crash_loop" not in {one.subject for one in holding(run, Thresholds())}
-    connection.execute(
-        "INSERT INTO outbox.incident (kind, subject, detail) SELECT 'process_died', 'c1 on here', 'died'"
-        " FROM generate_series(1, 3)"
-    )
-    found = {one.subject: one for one in holding(run, Thresholds())}["condition crash_loop"]
-    assert "c1 on here" in found.text and found.remedy
+    assert "cannot be reached" in examined(away)["grants of LISTEN_URL"].meaning

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from outbox.broker.operations.queue_status import list_queues
-from outbox.broker.operations.status import broker_status
+from outbox.broker.log import incidents
+from outbox.broker.operations import summary
+from outbox.broker.operations.audit import count_messages
+from outbox.broker.operations.progress import list_queues
 from outbox.broker.operations.trace import trace
 from tests.broker.bench import ConsumptionBench
 from tests.broker.operations.support import age, clean, consume, group_of, publish
@@ -23,14 +25,13 @@ def test_a_sleeping_group_has_expired_messages_not_lost_ones(bench: ConsumptionB
 
     group = group_of(bench, "sleeper")
     assert (group.queued, group.handled, group.lag, group.expired, group.missed) == (5, 1, 1, 3, 3)
-    status = broker_status(bench.run)
-    (problem,) = (text for text in status.problems if "no process" not in text)
-    assert "'sleeper': 3 messages have expired" in problem and "outbox_group delete sleeper" in problem
-    (incident,) = (one for one in status.incidents if one["kind"] == "expired")
-    assert incident["subject"] == "orders"
-    assert "3 messages of queue 0" in incident["detail"] and "'sleeper' had not" in incident["detail"]
+    (incident,) = (one for one in incidents.recent(bench.run) if one.kind == "expired")
+    assert incident.subject == "orders"
+    assert "3 messages of queue 0" in incident.detail and "'sleeper' had not" in incident.detail
     (queue,) = (one for one in list_queues(bench.run, "sleeper") if one.topic == "orders")
     assert (queue.lag, queue.expired) == (1, 3)
+    (counted,) = (one for one in summary.count(bench.run).groups if (one.group, one.topic) == ("sleeper", "orders"))
+    assert (counted.lag, counted.expired) == (1, 3)
     # Another group's dead letter is kept: the sleeper has lost it all the same.
     found = trace(bench.run, kept.message_id)
     assert found is not None
@@ -39,4 +40,4 @@ def test_a_sleeping_group_has_expired_messages_not_lost_ones(bench: ConsumptionB
     assert consume(bench, "sleeper") == ["c"]
     group = group_of(bench, "sleeper")
     assert (group.handled, group.lag, group.expired, group.missed) == (2, 0, 3, 0)
-    assert [text for text in broker_status(bench.run).problems if "no process" not in text] == []
+    assert count_messages(bench.run).differences() == []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import psycopg
 
 from outbox.broker.database.executor import Executor
-from outbox.broker.operations import for_tests
+from outbox.broker.operations import deletion
 
 # They say of themselves what a message does not change; ticks go on counting.
 KEPT = {"broker", "schema_version", "resync", "half_scan", "tick"}
@@ -15,7 +15,7 @@ def test_no_table_is_forgotten(broker_url: str) -> None:
     with psycopg.connect(broker_url, autocommit=True) as connection:
         files = _files(connection)
         assert files.keys() >= KEPT | {"commit_log", "consumer_offset"}
-        for_tests.empty(Executor(connection, "outbox"))
+        deletion.empty(Executor(connection, "outbox"))
         # TRUNCATE gives a table a new file.
         assert {name for name, file in _files(connection).items() if file == files[name]} == KEPT
 

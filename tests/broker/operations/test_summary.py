@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import psycopg
@@ -9,12 +11,14 @@ import pytest
 from psycopg.types.json import Jsonb
 
 from outbox import Delivery
+from outbox.broker import operations
 from outbox.broker.database.executor import Executor
 from outbox.broker.leading import LeaderSettings
 from outbox.broker.operations import summary
-from outbox.broker.operations.queue_status import list_queues
-from outbox.broker.operations.summary_service import run_once
-from outbox.broker.operations.verdict import survey
+from outbox.broker.operations.audit import count_messages
+from outbox.broker.operations.progress import list_queues
+from outbox.broker.operations.rules import survey
+from outbox.broker.operations.summary import run_once
 from outbox.errors import PermanentError
 from outbox.subscription import Mode, Subscription
 from tests.broker.bench import AT_ONCE, ConsumptionBench, keyed
@@ -40,22 +44,61 @@ def consumed(bench: ConsumptionBench) -> None:
     bench.publish(keyed("payments", 5, 5))
 
 
-def test_it_says_what_counting_queue_by_queue_says(bench: ConsumptionBench) -> None:
+def test_it_says_what_the_queues_and_the_audit_say(bench: ConsumptionBench) -> None:
+    """One definition of progress, read in three ways: for all groups, for one group, and entry by entry."""
     consumed(bench)
+    fail_first(bench)
     counted = summary.count(bench.run)
     queues = list_queues(bench.run)
     for one in counted.groups:
         of_place = [queue for queue in queues if (queue.group, queue.topic) == (one.group, one.topic)]
-        assert of_place
-        assert one.queues == len(of_place)
-        assert one.lag == sum(queue.lag for queue in of_place)
-        for name in ("handled", "filtered", "skipped", "sent_back", "dead", "expired"):
+        assert of_place == [queue for queue in list_queues(bench.run, one.group, one.topic) if queue.topic == one.topic]
+        assert (one.queues, {one.paused}) == (len(of_place), {queue.paused for queue in of_place})
+        for name in ("lag", "queued", "handled", "filtered", "skipped", "sent_back", "dead", "expired"):
             assert getattr(one, name) == sum(getattr(queue, name) for queue in of_place), name
+        assert one.blocked == sum(queue.blocked_by is not None for queue in of_place)
+        assert one.stopped == sum(queue.stopped is not None for queue in of_place)
+        oldest = min((queue.oldest_at.timestamp() for queue in of_place if queue.oldest_at is not None), default=None)
+        assert one.oldest_at == (oldest if oldest is None else pytest.approx(oldest, abs=1e-4))
+    for group in count_messages(bench.run).groups.values():
+        of_group = [one for one in counted.groups if one.group == group.name]
+        first = [one for one in of_group if not one.is_retry]
+        assert (group.lag, group.queued) == (sum(one.lag for one in first), sum(one.queued for one in first))
+        for name in ("handled", "filtered", "skipped", "expired"):
+            assert getattr(group, name) == sum(getattr(one, name) for one in of_group), name
     lags = {(one.group, one.topic): one.lag for one in counted.groups if one.lag}
-    assert lags == {("points", "orders"): 7, ("cart", "payments"): 5}
+    assert lags == {("points", "orders"): 7, ("cart", "payments"): 5, ("strict", "parcels"): 3}
+    assert [(one.group, one.topic, one.error.split("\n")[0]) for one in counted.blocked] == [
+        ("strict", "parcels", "ValueError: not yet")
+    ]
     [rest] = [rest for rest in counted.rests if rest.group == "points"]
     assert rest.dead == 8
-    assert {one.topic: one.queued for one in counted.topics} == {"orders": 47, "payments": 45}
+    assert {one.topic: one.queued for one in counted.topics} == {"orders": 47, "payments": 45, "parcels": 3}
+
+
+def test_the_row_that_counts_is_found_in_two_places_only() -> None:
+    """A third statement that finds it in its own way may disagree with them."""
+    broker = Path(operations.__file__).parent.parent
+    found = {
+        path.name: path.read_text(encoding="utf-8")
+        for path in broker.rglob("*.py")
+        if re.search(r"epoch DESC, (\w+\.)?ordinal DESC", path.read_text(encoding="utf-8"))
+    }
+    assert set(found) == {"offsets.py", "progress.py"}
+
+
+def fail_first(bench: ConsumptionBench) -> None:
+    """An ordered group whose first message fails, with two others behind it."""
+    bench.declare("parcels", queues=1)
+    bench.publish(keyed("parcels", 3, 1))
+
+    def fail(_: Delivery) -> None:
+        raise ValueError("not yet")
+
+    with bench.running((Subscription(topic="parcels", group="strict", mode=Mode.ORDERLY), fail)):
+        eventually(
+            lambda: bench.rows("SELECT 1 FROM outbox.failure WHERE NOT error LIKE '%%these%%'"), what="a failure"
+        )
 
 
 def test_the_oldest_is_the_first_that_is_not_finished(bench: ConsumptionBench) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from outbox.broker.operations.reset import reset
+from outbox.broker.operations.changes import reset
 from outbox.broker.operations.trace import trace
 from outbox.message import Message
 from outbox.subscription import Start

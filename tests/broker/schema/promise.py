@@ -7,7 +7,7 @@ import re
 import psycopg
 
 from outbox.broker.database.executor import Executor
-from outbox.broker.operations.status import broker_status
+from outbox.broker.operations.audit import count_messages
 from tests.broker.schema.version_0_1 import Processes
 from tests.broker.support import assert_gapless
 from tests.support import eventually
@@ -72,7 +72,7 @@ def assert_promise_kept(connection: psycopg.Connection[tuple[int]]) -> None:
         connection,
         "SELECT count(*) - count(DISTINCT (log_id, attempt)) FROM outbox.consume_queue WHERE attempt > 0",
     )
-    problems = broker_status(Executor(connection, "outbox")).problems
+    problems = count_messages(Executor(connection, "outbox")).differences()
     unequal = [re.search(r"(\d+) queued, but (\d+) handled", problem) for problem in problems]
     excess = [int(found[2]) - int(found[1]) for found in unequal if found]
     assert excess == [sent_back_again] * bool(sent_back_again) and len(excess) == len(problems), problems

@@ -20,7 +20,9 @@ from outbox.broker.database.connection import BrokerConnection, BrokerDatabase
 from outbox.broker.database.executor import Executor
 from outbox.broker.log import commit_log
 from outbox.broker.log.topics import TopicCatalog
-from outbox.broker.operations.status import broker_status
+from outbox.broker.operations.audit import count_messages
+from outbox.broker.operations.conditions import Fact
+from outbox.broker.operations.rules import survey
 from outbox.broker.postgres import PostgresBroker
 from outbox.message import Message
 from tests.broker.sequencer.writers import Pass, judge
@@ -119,7 +121,13 @@ def test_what_commits_after_a_resynchronisation_is_delivered_once(
     assert sorted(queued_ids(connection)) == sorted(one.message_id for one in [*others, late])
     assert _incarnation(connection) == 2, "once"
     assert_gapless(connection)
-    assert [text for text in broker_status(Executor(connection, "outbox")).problems if "sequences" not in text] == []
+    assert count_messages(Executor(connection, "outbox")).differences() == []
+
+
+def open_since_resync(connection: BrokerConnection) -> list[Fact]:
+    """The evidence of the condition of that name."""
+    conditions = survey(Executor(connection, "outbox")).verdict.conditions
+    return [fact for one in conditions if one.name == "open_since_resync" for fact in one.evidence]
 
 
 def test_the_status_names_what_is_open_since_before(
@@ -130,11 +138,11 @@ def test_the_status_names_what_is_open_since_before(
         _open(database, LATE["read committed, publishes before"], late[0]) as finish_session,
         _open(database, LATE["prepared before"], late[1]) as finish_prepared,
     ):
-        assert broker_status(Executor(connection, "outbox")).open_since_resync == []
+        assert open_since_resync(connection) == []
         connection.execute(FAILOVER.encode())
         drain(new_sequencer(database), connection)
         with _open(database, LATE["read committed, publishes before"], late[2]):
-            found = {one.who: one for one in broker_status(Executor(connection, "outbox")).open_since_resync}
+            found = {fact["session"]: fact for fact in open_since_resync(connection)}
             row = connection.execute(
                 "SELECT 'session ' || min(pid) FROM pg_stat_activity WHERE application_name = 'batch-job'"
                 " AND datname = current_database() AND xact_start < (SELECT max(at) FROM outbox.resync)"
@@ -143,12 +151,11 @@ def test_the_status_names_what_is_open_since_before(
             prepared = f"prepared transaction 'late-{late[1].message_id}'"
             assert set(found) == {row[0], prepared}, "and not the one that began later"
         session = found[row[0]]
-        assert (session.application, session.state) == ("batch-job", "idle in transaction")
-        assert session.age_seconds is not None and found[prepared].age_seconds is not None
-        assert any(prepared in text for text in broker_status(Executor(connection, "outbox")).problems)
+        assert (session["application"], session["state"]) == ("batch-job", "idle in transaction")
+        assert session["age_seconds"] is not None and found[prepared]["age_seconds"] is not None
         finish_session()
         finish_prepared()
-    assert broker_status(Executor(connection, "outbox")).open_since_resync == []
+    assert open_since_resync(connection) == []
 
 
 @pytest.mark.parametrize("isolation", ["read committed", "repeatable read"])

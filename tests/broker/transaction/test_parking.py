@@ -11,11 +11,10 @@ from outbox.broker.database.connection import BrokerConnection, BrokerDatabase
 from outbox.broker.database.executor import Executor
 from outbox.broker.log import incidents
 from outbox.broker.maintenance import service
-from outbox.broker.operations.conditions import Fact
+from outbox.broker.operations.conditions import Fact, Thresholds
+from outbox.broker.operations.rules import survey
 from outbox.broker.operations.summary import read as read_summary
-from outbox.broker.operations.thresholds import Thresholds
 from outbox.broker.operations.trace import trace
-from outbox.broker.operations.verdict import survey
 from outbox.broker.postgres import PostgresBroker
 from outbox.broker.transaction import checks, parking, turns
 from outbox.transaction import Answer, Check, CheckSettings, Decision, EndStatus, HalfTransaction, ParkReason

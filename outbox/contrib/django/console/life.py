@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Final
 
-from outbox.broker.operations.trace import Trace, TracedEntry, TracedMessage
-from outbox.broker.operations.trace_states import EntryState
+from outbox.broker.operations.trace import EntryState, Trace, TracedEntry, TracedMessage
 
 _DECIDERS: Final = {"P": "the producer", "K": "check-back", "O": "an operator"}
 _DECISIONS: Final = {"C": "Committed", "R": "Rolled back"}

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from outbox.broker.operations.content import Content
+from outbox.broker.operations.search import Content
 from outbox.utils.safe_text import inert, masked_names, masked_value
 
 SHOWN: Final = 64 * 1024

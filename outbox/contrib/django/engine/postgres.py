@@ -12,7 +12,7 @@ from django.core.checks import CheckMessage, Error, Warning
 from django.db import connections
 
 from outbox.broker.database.executor import Executor
-from outbox.broker.operations.status import BrokerStatus, GroupStatus, TopicStatus, broker_status
+from outbox.broker.operations.audit import GroupTotals, MessageCounts, TopicTotals, count_messages
 from outbox.broker.postgres import PostgresBroker
 from outbox.broker.schema.refusals import naming
 from outbox.contrib.django.database.aliases import alias_conninfo, broker_database, database_of
@@ -26,7 +26,7 @@ from outbox.ports import AnyHandler, Consumers, LeftoverWork
 from outbox.refusals import Refusals
 from outbox.subscription import Subscription
 
-# Fields of TopicTotals and GroupStatus: running workers finish the first, an operator must settle the second.
+# Fields of TopicTotals and GroupTotals: running workers finish the first, an operator must settle the second.
 _MOVING_OF_TOPIC: Final = ("undecided", "unsequenced", "held", "scheduled")
 _STUCK_OF_TOPIC: Final = ("parked",)
 _MOVING_OF_GROUP: Final = ("lag", "retrying")
@@ -93,36 +93,36 @@ class PostgresEngine(Engine):
 
     def left(self, brokers: Sequence[str] = ()) -> LeftoverWork:
         with broker_database(self.settings).connect(name="outbox-left") as connection:
-            status = broker_status(Executor(connection, self.settings.schema))
+            counted = count_messages(Executor(connection, self.settings.schema))
         found = LeftoverWork()
         topics = {*self.settings.topics, *(item.subscription.topic for item in subscribers())}
         groups = {item.subscription.group for item in subscribers()}
-        for topic in status.topics:
-            if topic.name in topics:
-                found.waiting.extend(_of_topic(topic, _MOVING_OF_TOPIC))
-                found.staying.extend(_of_topic(topic, _STUCK_OF_TOPIC))
-        for group in status.groups:
+        for name, topic in counted.topics.items():
+            if name in topics:
+                found.waiting.extend(_of_topic(name, topic, _MOVING_OF_TOPIC))
+                found.staying.extend(_of_topic(name, topic, _STUCK_OF_TOPIC))
+        for group in counted.groups.values():
             if group.name in groups:
                 found.waiting.extend(_of_group(group, _MOVING_OF_GROUP))
                 found.staying.extend(_of_group(group, _STUCK_OF_GROUP))
         return found
 
 
-def undelivered(status: BrokerStatus) -> Iterator[str]:
+def undelivered(counted: MessageCounts) -> Iterator[str]:
     """The unfinished messages, in words."""
-    for topic in status.topics:
-        yield from _of_topic(topic, _MOVING_OF_TOPIC + _STUCK_OF_TOPIC)
-    for group in status.groups:
+    for name, topic in counted.topics.items():
+        yield from _of_topic(name, topic, _MOVING_OF_TOPIC + _STUCK_OF_TOPIC)
+    for group in counted.groups.values():
         yield from _of_group(group, _MOVING_OF_GROUP + _STUCK_OF_GROUP)
 
 
-def _of_topic(topic: TopicStatus, fields: Sequence[str]) -> Iterator[str]:
+def _of_topic(topic: str, totals: TopicTotals, fields: Sequence[str]) -> Iterator[str]:
     for name in fields:
-        if number := getattr(topic.totals, name):
-            yield f"topic {topic.name!r} has {number} messages {_WORDS.get(name, name)}"
+        if number := getattr(totals, name):
+            yield f"topic {topic!r} has {number} messages {_WORDS.get(name, name)}"
 
 
-def _of_group(group: GroupStatus, fields: Sequence[str]) -> Iterator[str]:
+def _of_group(group: GroupTotals, fields: Sequence[str]) -> Iterator[str]:
     for name in fields:
         if (number := getattr(group, name)) and not group.broadcast:
             yield f"group {group.name!r} has {number} messages {_WORDS.get(name, name)}"

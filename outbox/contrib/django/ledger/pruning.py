@@ -15,7 +15,7 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.utils import DatabaseError
 
 from outbox.broker.database.executor import Executor
-from outbox.broker.operations import pruning as progress
+from outbox.broker.operations import presence
 from outbox.broker.operations.presence import deliverable, unknown_transactions
 from outbox.broker.schema.install import check_schema
 from outbox.broker.schema.refusals import naming
@@ -126,11 +126,11 @@ def prune_ledgers(*, older_than: datetime, max_seconds: float | None = None) -> 
 
         def prune(alias: str, ends: float) -> _Part:
             part = _prune_ledger(alias, run, below, ends)
-            _report(run, settings, alias, progress.LEDGER, LEDGER_KEEP_SECONDS, part)
+            _report(run, settings, alias, presence.LEDGER, LEDGER_KEEP_SECONDS, part)
             return part
 
         parts = _of_each(prune, max_seconds)
-        progress.forget_other_aliases(run, settings.producer_group, ledger_aliases())
+        presence.forget_other_aliases(run, settings.producer_group, ledger_aliases())
         return _counts(ledger=parts)
 
 
@@ -147,7 +147,7 @@ def _broker(settings: OutboxSettings) -> Iterator[Executor]:
 def _report(run: Executor, settings: OutboxSettings, alias: str, table: str, keep_seconds: float, part: _Part) -> None:
     if part.pruned_to is not None:
         group = settings.producer_group
-        progress.report(run, group, alias, table, keep_seconds=keep_seconds, pruned_to=part.pruned_to)
+        presence.report_pruned(run, group, alias, table, keep_seconds=keep_seconds, pruned_to=part.pruned_to)
 
 
 def _counts(*, ledger: Sequence[_Part] = (), inbox: Sequence[_Part] = ()) -> PruneCounts:
@@ -207,7 +207,7 @@ def _prune_ledger(alias: str, run: Executor | None, below: UUID, ends: float) ->
     Without a broker to ask (`run`), rows are removed by age: RocketMQ shows no decisions, but it keeps no message for
     as long as OUTBOX['INBOX_RETENTION_SECONDS'].
     """
-    with closing(open_connection(alias)) as connection, _sweeping(alias, progress.LEDGER) as sweep:
+    with closing(open_connection(alias)) as connection, _sweeping(alias, presence.LEDGER) as sweep:
         identity = ledger.identity(connection)
         if identity is None:
             return _Part()
@@ -267,7 +267,7 @@ def prune_inboxes(*, older_than: datetime, max_seconds: float | None = None) -> 
 
         def prune(alias: str, ends: float) -> _Part:
             part = _prune_inbox(alias, run, older_than, ends)
-            _report(run, settings, alias, progress.INBOX, settings.inbox_retention_seconds, part)
+            _report(run, settings, alias, presence.INBOX, settings.inbox_retention_seconds, part)
             return part
 
         return _counts(inbox=_of_each(prune, max_seconds))
@@ -279,7 +279,7 @@ def _prune_inbox(alias: str, run: Executor | None, older_than: datetime, ends: f
     if not router.allow_migrate_model(alias, InboxEntry):
         return _Part()
     removed = 0
-    with closing(open_connection(alias)) as connection, _sweeping(alias, progress.INBOX) as sweep:
+    with closing(open_connection(alias)) as connection, _sweeping(alias, presence.INBOX) as sweep:
         while True:
             batch = handled.oldest(connection, sweep.place, older_than=older_than, limit=_BATCH)
             if batch:

@@ -7,12 +7,13 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
 from typing import Any, Final
 
 from django.core.management.base import BaseCommand, CommandError, CommandParser
 
+from outbox.broker.operations.conditions import Condition, Severity, as_facts
 from outbox.contrib.django.engine.broker import reset_broker
 from outbox.errors import OutboxError
 from outbox.utils.safe_text import for_people, inert
@@ -73,6 +74,19 @@ class OutboxCommand(BaseCommand):
         if answer.strip() != "yes":
             raise CommandError("nothing was changed.")
 
+    def print_condition(self, condition: Condition) -> None:
+        """Print a condition with its evidence and its next step."""
+        styles = {Severity.WARNING: self.style.WARNING, Severity.CRITICAL: self.style.ERROR}
+        said = f"{condition.severity.name} {condition.name}: {first_line(condition.meaning)}"
+        self.say(said, styles.get(condition.severity))
+        for fact in condition.evidence:
+            if fact:
+                self.say(f"    {first_line(as_facts(fact))}")
+        if condition.count > len(condition.evidence):
+            self.say(f"    and {condition.count - len(condition.evidence)} more")
+        if condition.next_step:
+            self.say(f"    -> {condition.next_step}")
+
     def say(self, text: str, style: Callable[[str], str] | None = None) -> None:
         """Print one line, with control characters escaped. All text output goes through here."""
         self.stdout.write(inert(text), style)
@@ -124,27 +138,6 @@ def moment(text: str) -> datetime:
     if found.tzinfo is None:
         raise argparse.ArgumentTypeError(f"{text!r} has no time zone: write it like 2026-01-31T08:00:00+00:00")
     return found
-
-
-def duration(seconds: float | None) -> str:
-    """A readable time span; empty for None."""
-    if seconds is None:
-        return ""
-    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * length:
-            return f"{seconds / length:.0f} {unit}"
-    return f"{seconds:.0f} s"
-
-
-def as_facts(fact: Mapping[str, object]) -> str:
-    """The evidence of a condition in one line, with readable time spans."""
-    return ", ".join(f"{name.removesuffix('_seconds')} {_fact(name, value)}" for name, value in fact.items())
-
-
-def _fact(name: str, value: object) -> object:
-    if name.endswith("seconds") and isinstance(value, (int, float)):
-        return duration(value)
-    return "-" if value in (None, "") else value
 
 
 def _plain(value: object) -> object:

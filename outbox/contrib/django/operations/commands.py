@@ -12,10 +12,10 @@ from outbox.broker.database.connection import Connection
 from outbox.broker.database.executor import Executor
 from outbox.broker.log import recall
 from outbox.broker.log.topics import TopicCatalog, list_topics
-from outbox.broker.operations import dead_letters, switches
+from outbox.broker.operations import changes, dead_letters
 from outbox.broker.operations.dead_letters import LetterSelection
 from outbox.broker.operations.deletion import Loss
-from outbox.broker.operations.queue_status import QueueStatus, list_queues
+from outbox.broker.operations.progress import QueueProgress, list_queues
 from outbox.broker.transaction.checks import find_undecided
 from outbox.broker.transaction.half_scan import hint_checks, list_waiting
 from outbox.contrib.django.database.aliases import broker_connection
@@ -41,7 +41,7 @@ class GroupLag:
 
 def group_lags(connection: Connection, schema: str) -> list[GroupLag]:
     """Every group that stores positions."""
-    by_group: dict[str, list[QueueStatus]] = {}
+    by_group: dict[str, list[QueueProgress]] = {}
     for queue in list_queues(Executor(connection, schema)):
         by_group.setdefault(queue.group, []).append(queue)
     return [
@@ -144,8 +144,8 @@ def switch_group(group: str, *, paused: bool, dry_run: bool) -> int:
         run = Executor(connection, schema)
         with connection.transaction(force_rollback=True) if dry_run else nullcontext():
             if not paused:
-                return switches.resume(run, group)
-            switches.pause(run, group)
+                return changes.resume(run, group)
+            changes.pause(run, group)
             return 0
 
 
@@ -156,8 +156,8 @@ def switch_transactional(rejecting: bool | None, *, dry_run: bool) -> tuple[bool
     """
     with broker_connection() as (connection, schema), connection.transaction(force_rollback=dry_run):
         run = Executor(connection, schema)
-        changed = rejecting is not None and switches.reject_transactional(run, rejecting)
-        return switches.rejects_transactional(run), changed
+        changed = rejecting is not None and changes.reject_transactional(run, rejecting)
+        return changes.rejects_transactional(run), changed
 
 
 def decide(transaction_id: UUID, decision: Decision, *, force: bool = False) -> EndStatus:

@@ -11,23 +11,28 @@ from django.db.utils import DatabaseError
 from outbox.broker.database.executor import Executor
 from outbox.broker.log.topics import list_topics
 from outbox.broker.maintenance.retention import DEFAULT_HARD_CAP_SECONDS
-from outbox.broker.operations.conditions import Severity
-from outbox.broker.operations.diagnosis import Diagnosis, diagnose, holding
+from outbox.broker.operations.conditions import Condition, Severity, of_text
+from outbox.broker.operations.diagnosis import diagnose
+from outbox.broker.operations.rules import survey, unusable
 from outbox.contrib.django.database.aliases import broker_connection, broker_database
 from outbox.contrib.django.ledger import ledger
 from outbox.contrib.django.ledger.ledger_checker import ledger_aliases, open_connection
 from outbox.contrib.django.ledger.pruning import LEDGER_KEEP_SECONDS
 from outbox.contrib.django.operations import checks
-from outbox.contrib.django.operations.database_checks import check_databases
+from outbox.contrib.django.operations.checks import check_databases
+from outbox.contrib.django.operations.watching import with_application
 from outbox.contrib.django.settings.conf import OutboxSettings, get_settings
 from outbox.contrib.django.subscribers.registry import autodiscover, subscriptions
-from outbox.errors import OutboxError
+from outbox.errors import ConfigurationError, OutboxError
 from outbox.subscription import Subscription
 from outbox.topic import Topic
 
 
-def examine() -> list[Diagnosis]:
-    """All results of the examination, good and bad. A broker that does not answer is a result too."""
+def examine() -> list[Condition]:
+    """All results of the examination, good and bad, and the conditions that hold.
+
+    A broker that does not answer is a result too.
+    """
     found = list(_system_checks())
     try:
         settings = get_settings()
@@ -36,21 +41,24 @@ def examine() -> list[Diagnosis]:
             run = Executor(connection, schema)
             found += diagnose(run, broker_database(settings))
             found += _retention(settings, list_topics(run))
-            found += holding(run, settings.thresholds)
+            # Last: afterwards the session waits for a lock for a second at most.
+            found += with_application(survey(run, settings.thresholds).verdict, run).conditions
+    except ConfigurationError as error:
+        found.append(of_text("settings", Severity.CRITICAL, str(error), "Correct OUTBOX in the settings."))
     except OutboxError as error:
-        found.append(Diagnosis("broker", Severity.CRITICAL, str(error), "Return the text."))
+        found += unusable(error).conditions
     return found
 
 
-def _system_checks() -> Iterator[Diagnosis]:
+def _system_checks() -> Iterator[Condition]:
     """The messages of `manage.py check` about outbox, databases included."""
     aliases = {*ledger_aliases(), *_broker_alias()}
     messages = [*checks.check_settings(), *check_databases(databases=aliases)]
     for message in messages:
         bad = Severity.CRITICAL if message.level >= django_checks.ERROR else Severity.WARNING
-        yield Diagnosis(f"check {message.id}", bad, message.msg, message.hint or "Return the text.")
+        yield of_text(f"check {message.id}", bad, message.msg, message.hint or "The text says what to do.")
     if not messages:
-        yield Diagnosis("settings and aliases", Severity.OK, f"checked for {', '.join(sorted(aliases))}")
+        yield of_text("settings and aliases", Severity.OK, f"checked for {', '.join(sorted(aliases))}")
 
 
 def _broker_alias() -> list[str]:
@@ -60,7 +68,7 @@ def _broker_alias() -> list[str]:
         return []
 
 
-def _ledgers() -> Iterator[Diagnosis]:
+def _ledgers() -> Iterator[Condition]:
     """Check that every alias has a ledger of its own, with an identity."""
     owners: dict[object, str] = {}
     for alias in ledger_aliases():
@@ -69,21 +77,21 @@ def _ledgers() -> Iterator[Diagnosis]:
                 identity = ledger.identity(connection)
         except DatabaseError as error:
             remedy = f"Run `manage.py migrate --database={alias}`, or leave the alias out of DATABASES."
-            yield Diagnosis(f"ledger of {alias!r}", Severity.WARNING, str(error).strip(), remedy)
+            yield of_text(f"ledger of {alias!r}", Severity.WARNING, str(error).strip(), remedy)
             continue
         if identity is None:
             remedy = f"Run `manage.py migrate --database={alias}`: it gives the ledger an identity."
-            yield Diagnosis(f"ledger of {alias!r}", Severity.CRITICAL, "has no identity", remedy)
+            yield of_text(f"ledger of {alias!r}", Severity.CRITICAL, "has no identity", remedy)
         elif identity.ledger_id in owners:
             remedy = "If one database is a copy of the other, give it an identity of its own (docs/operations.md)."
             text = f"has the identity of {owners[identity.ledger_id]!r}: the same database, or a copy of it"
-            yield Diagnosis(f"ledger of {alias!r}", Severity.WARNING, text, remedy)
+            yield of_text(f"ledger of {alias!r}", Severity.WARNING, text, remedy)
         else:
             owners[identity.ledger_id] = alias
-            yield Diagnosis(f"ledger of {alias!r}", Severity.OK, f"is {identity.ledger_id}")
+            yield of_text(f"ledger of {alias!r}", Severity.OK, f"is {identity.ledger_id}")
 
 
-def _retention(settings: OutboxSettings, topics: list[Topic]) -> Iterator[Diagnosis]:
+def _retention(settings: OutboxSettings, topics: list[Topic]) -> Iterator[Condition]:
     """Check retentions: decisions must outlive the ledger rows whose removal they allow.
 
     The inbox must outlive possible redeliveries.
@@ -93,7 +101,7 @@ def _retention(settings: OutboxSettings, topics: list[Topic]) -> Iterator[Diagno
         f"Keep them for {2 * LEDGER_KEEP_SECONDS:.0f} s: ledger rows are removed once the broker shows their decision."
     )
     text = f"too short for the ledger: {', '.join(short)}" if short else "outlives the ledger's rows"
-    yield Diagnosis("retention of topics", *((Severity.WARNING, text, remedy) if short else (Severity.OK, text)))
+    yield of_text("retention of topics", *((Severity.WARNING, text, remedy) if short else (Severity.OK, text)))
     yield _inbox_retention(settings, topics)
     horizon = settings.check.max_age_seconds
     early = [topic.name for topic in topics if topic.retention_seconds < horizon]
@@ -103,10 +111,10 @@ def _retention(settings: OutboxSettings, topics: list[Topic]) -> Iterator[Diagno
         if early
         else "decisions outlive check-back"
     )
-    yield Diagnosis("check horizon", *((Severity.WARNING, text, remedy) if early else (Severity.OK, text)))
+    yield of_text("check horizon", *((Severity.WARNING, text, remedy) if early else (Severity.OK, text)))
 
 
-def _inbox_retention(settings: OutboxSettings, topics: list[Topic]) -> Diagnosis:
+def _inbox_retention(settings: OutboxSettings, topics: list[Topic]) -> Condition:
     """Check the inbox's retention. Rows of messages in the log stay; a restored broker may deliver the others again."""
     name, kept = "retention of the inbox", settings.inbox_retention_seconds
     longest = max((topic.retention_seconds for topic in topics), default=0)
@@ -118,14 +126,14 @@ def _inbox_retention(settings: OutboxSettings, topics: list[Topic]) -> Diagnosis
             f"Set OUTBOX['INBOX_RETENTION_SECONDS'] to at least {needed:.0f}: otherwise a message may take effect "
             "twice if a restored broker delivers it again, or if it is sent again with its id."
         )
-        return Diagnosis(name, Severity.WARNING, f"{kept:.0f} s, but messages are delivered for {needed:.0f} s", remedy)
+        return of_text(name, Severity.WARNING, f"{kept:.0f} s, but messages are delivered for {needed:.0f} s", remedy)
     if kept < cap:
         text = (
             f"outlives usual deliveries, which end after {needed:.0f} s; the log keeps what a group has not consumed "
             f"for {cap:.0f} s, and rows of messages in the log are not pruned"
         )
-        return Diagnosis(name, Severity.OK, text)
-    return Diagnosis(name, Severity.OK, f"outlives the log, which keeps what a group has not consumed for {cap:.0f} s")
+        return of_text(name, Severity.OK, text)
+    return of_text(name, Severity.OK, f"outlives the log, which keeps what a group has not consumed for {cap:.0f} s")
 
 
 def _retry_seconds(subscription: Subscription) -> float:

@@ -1,23 +1,30 @@
-"""Installs and removes the broker's schema, its topics, and the ledger's identity (`migrate`, `outbox_install`)."""
+"""Installs and removes the broker's schema, its topics, and the ledger's identity (`migrate`, `outbox_install`).
+
+Before a project leaves a broker: what it has not delivered there (`left_behind`).
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from datetime import UTC, datetime, timedelta
+from typing import Any, Final
+from uuid import UUID
 
 import psycopg
 from django.apps.registry import Apps
 from django.apps.registry import apps as global_apps
 from django.core.management import CommandError
-from django.db import router
+from django.db import connections, router
 
 from outbox.broker.database import timeouts
 from outbox.broker.database.connection import Connection
 from outbox.broker.database.executor import Executor
 from outbox.broker.log.topics import declare_topics
-from outbox.broker.operations.status import BrokerStatus, broker_status
+from outbox.broker.operations.audit import count_messages
+from outbox.broker.operations.presence import is_used_by, unknown_transactions
+from outbox.broker.operations.summary import has_leader, live_consumers
 from outbox.broker.schema.install import (
     DEFAULT_PATIENCE_SECONDS,
     SCHEMA_VERSION,
@@ -26,10 +33,13 @@ from outbox.broker.schema.install import (
     installed_version,
 )
 from outbox.broker.schema.uninstall import uninstall
-from outbox.contrib.django.database.aliases import broker_database
+from outbox.contrib.django.database.aliases import broker_database, database_at
 from outbox.contrib.django.engine.broker import reset_broker
 from outbox.contrib.django.engine.postgres import undelivered
+from outbox.contrib.django.ledger import ledger
+from outbox.contrib.django.ledger.pruning import first_id_at
 from outbox.contrib.django.settings.conf import OutboxSettings, get_settings
+from outbox.contrib.django.subscribers.registry import subscribers
 from outbox.errors import OutboxError, SchemaError, UsageError
 
 logger = logging.getLogger(__name__)
@@ -109,7 +119,7 @@ def remove_broker(
     """
     with _administering(settings) as connection:
         check_schema(connection, settings.schema)
-        left = list(_left_in(broker_status(Executor(connection, settings.schema))))
+        left = list(_left_in(Executor(connection, settings.schema)))
         if left and not force:
             raise UsageError(
                 f"the broker on {settings.broker!r} is not empty: {'; '.join(left)}. Nothing was dropped. Stop the "
@@ -121,14 +131,13 @@ def remove_broker(
     return left
 
 
-def _left_in(status: BrokerStatus) -> Iterator[str]:
+def _left_in(run: Executor) -> Iterator[str]:
     """What would be lost, or would fail, without the tables."""
-    if status.leader is not None:
+    if has_leader(run):
         yield "a broker process runs"
-    for group in status.groups:
-        if group.live_consumers:
-            yield f"group {group.name!r} has {group.live_consumers} consumers"
-    yield from undelivered(status)
+    for group, consumers in live_consumers(run).items():
+        yield f"group {group!r} has {consumers} consumers"
+    yield from undelivered(count_messages(run))
 
 
 @contextmanager
@@ -142,3 +151,39 @@ def _administering(settings: OutboxSettings) -> Iterator[Connection]:
                 f"the broker's tables in schema {settings.schema!r} on {settings.broker!r} were not changed: "
                 f"{str(error).strip()}. Run this as a role that may (their owner; CREATE on the database)."
             ) from error
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a project has left in a broker that it used before, and where none of its workers runs any more.
+
+_SAMPLE: Final = 100
+
+
+def left_behind(alias: str, settings: OutboxSettings) -> list[str]:
+    """The project's undelivered messages in a broker on `alias` other than OUTBOX['BROKER']; empty if there are none.
+
+    Raises BrokerUnavailable, or psycopg.Error if the tables cannot be read.
+    """
+    groups = sorted({item.subscription.group for item in subscribers()})
+    with database_at(alias, settings).connect(name="outbox-check") as connection:
+        if installed_version(connection, settings.schema) == 0:
+            return []
+        run = Executor(connection, settings.schema)
+        if not is_used_by(run, producer_group=settings.producer_group, consumer_groups=groups):
+            return []
+        return list(undelivered(count_messages(run)))
+
+
+def unknown_to_broker(alias: str, settings: OutboxSettings) -> int:
+    """How many of the oldest ledger rows on `alias` are of transactions that the broker has never seen.
+
+    Pruning removes a row only when the broker shows it as decided. So rows for another broker stay, and are the oldest.
+    Raises BrokerError, psycopg.Error, or django.db.Error.
+    """
+    below = first_id_at(datetime.now(UTC) - timedelta(minutes=1))
+    ids = ledger.ids_between(connections[alias], UUID(int=0), below, limit=_SAMPLE)
+    if not ids:
+        return 0
+    with broker_database(settings).connect(name="outbox-check") as connection:
+        check_schema(connection, settings.schema)
+        return len(unknown_transactions(Executor(connection, settings.schema), ids))

@@ -13,7 +13,7 @@ from django.db.utils import DatabaseError
 
 from outbox.broker.database.executor import Executor
 from outbox.broker.groups.registration import unknown_group
-from outbox.broker.operations import renaming
+from outbox.broker.operations import changes
 from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.ledger import renaming as rows
 from outbox.contrib.django.ledger.ledger_checker import ledger_aliases, open_connection
@@ -40,11 +40,11 @@ def rename_group(old: str, new: str, *, dry_run: bool = False) -> Renamed:
     """
     with broker_connection() as (connection, schema):
         run = Executor(connection, schema)
-        if renaming.is_renamed(run, old, new):
+        if changes.is_renamed(run, old, new):
             if not any(_on_each(lambda inbox: rows.has_copies(inbox, old, new)).values()):
                 raise unknown_group(old)
             return Renamed(False, {})
-        reserved = renaming.reserve(run, old, new, dry_run=dry_run)
+        reserved = changes.reserve(run, old, new, dry_run=dry_run)
     if dry_run:
         return Renamed(False, {})
     point("rename.reserved")
@@ -53,7 +53,7 @@ def rename_group(old: str, new: str, *, dry_run: bool = False) -> Renamed:
     point("rename.copied")
     # Copying may take long, so the earlier connection may be gone.
     with broker_connection() as (connection, schema):
-        renaming.rename(Executor(connection, schema), old, new, reserved)
+        changes.rename(Executor(connection, schema), old, new, reserved)
     point("rename.renamed")
     return Renamed(True, copied)
 

@@ -1,26 +1,59 @@
-"""Reads the broker's state for a project: the verdict with its evidence, the cheap probe, and the audit."""
+"""Reads the broker's state for a project: the conditions that hold, the cheap probe, and the audit.
+
+The application may add rules for its own tables, which the broker does not know (`add_rule`).
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from django.db.utils import DatabaseError
+
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.timeouts import lock_limited
-from outbox.broker.operations import audit, health
-from outbox.broker.operations.conditions import ConditionReport
-from outbox.broker.operations.health import Health
-from outbox.broker.operations.overview import Overview, overview
-from outbox.broker.operations.verdict import survey, unusable
+from outbox.broker.operations import audit, rules
+from outbox.broker.operations.conditions import Condition, ConditionReport, Severity, condition, worst_first
+from outbox.broker.operations.rules import survey, unusable
+from outbox.broker.operations.summary import Overview, overview
 from outbox.broker.schema.refusals import naming
 from outbox.contrib.django.database import deadline
 from outbox.contrib.django.database.aliases import broker_connection, broker_database, require_database
-from outbox.contrib.django.operations.application_rules import with_application
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.errors import BrokerUnavailable, OutboxError, SchemaError
+
+logger = logging.getLogger(__name__)
+
+Rule = Callable[[Executor], Sequence[Condition]]
+
+_rules: dict[str, Rule] = {}
+
+
+def add_rule(name: str, rule: Rule) -> None:
+    """Evaluate `rule` whenever the conditions are evaluated; registering it twice has no further effect.
+
+    `name`: the condition that it may return.
+    """
+    _rules[name] = rule
+
+
+def with_application(verdict: ConditionReport, run: Executor) -> ConditionReport:
+    """The verdict on the broker, and the conditions of the application's tables."""
+    return worst_first([*verdict.conditions, *_all(run)])
+
+
+def _all(run: Executor) -> Iterator[Condition]:
+    for name, rule in _rules.items():
+        try:
+            yield from rule(run)
+        except DatabaseError as error:
+            # A condition whose table could not be read is unknown, not false.
+            logger.warning("whether %r holds is unknown, its table could not be read: %s", name, error)
+            yield from condition(name, [(Severity.WARNING, {"unknown": str(error).strip()})])
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,15 +82,15 @@ def look() -> BrokerView:
         return BrokerView(unusable(error), None)
 
 
-def probe() -> Health:
-    """The cheap probe. An unreachable broker is not healthy. Raises ConfigurationError."""
+def probe() -> ConditionReport:
+    """The cheap probe. An unreachable broker is a condition too. Raises ConfigurationError."""
     settings = get_settings()
     require_database(settings)
     try:
         with asking() as run:
-            return health.probe(run, settings.thresholds)
+            return rules.probe(run, settings.thresholds)
     except OutboxError as error:
-        return Health((str(error).strip(),))
+        return unusable(error)
 
 
 def run_audit() -> dict[str, Any]:

@@ -24,7 +24,7 @@ from django.db import DEFAULT_DB_ALIAS, connections
 from django.utils import timezone
 from django.utils.module_loading import import_string
 
-from outbox.broker.operations.thresholds import Threshold, Thresholds
+from outbox.broker.operations.conditions import Threshold, Thresholds
 from outbox.contrib.django.settings.definition import (
     Rule,
     address,

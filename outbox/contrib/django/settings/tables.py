@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from outbox.broker.operations.thresholds import Threshold, Thresholds
+from outbox.broker.operations.conditions import Threshold, Thresholds
 from outbox.contrib.django.settings.conf import (
     ENVIRONMENT,
     DeclaredForward,

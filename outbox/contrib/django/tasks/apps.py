@@ -15,7 +15,7 @@ class OutboxTasksConfig(AppConfig):
 
     def ready(self) -> None:
         """Register the subscribers that run tasks, so that an error in TASKS is raised when a process starts."""
-        from outbox.contrib.django.operations.application_rules import add_rule
+        from outbox.contrib.django.operations.watching import add_rule
         from outbox.contrib.django.tasks import stranded
         from outbox.contrib.django.tasks.registration import register_backends
         from outbox.contrib.django.worker.periodic import add_pass

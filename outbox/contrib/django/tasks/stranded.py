@@ -20,7 +20,7 @@ from django.utils import timezone
 
 from outbox.broker.database.executor import Executor
 from outbox.broker.operations.conditions import Condition, Severity, condition
-from outbox.broker.operations.whereabouts import Whereabouts, whereabouts
+from outbox.broker.operations.trace import Whereabouts, whereabouts
 from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.django.tasks.api import task_backends

@@ -12,7 +12,7 @@ from django.utils import timezone
 from django.utils.html import format_html, format_html_join
 from django.utils.safestring import SafeString
 
-from outbox.contrib.django.management.output import duration
+from outbox.broker.operations.conditions import duration
 from outbox.utils.safe_text import for_people
 from outbox.utils.safe_text import inert as harmless
 

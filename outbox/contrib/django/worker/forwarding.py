@@ -11,7 +11,7 @@ from outbox.broker.consumer.runtime import ConsumerRuntime
 from outbox.contrib.django.database.aliases import broker_database
 from outbox.contrib.django.database.in_tests import refuse_processes_in_tests
 from outbox.contrib.django.engine.broker import engine_of
-from outbox.contrib.django.operations.new_groups import warn_of_new_groups
+from outbox.contrib.django.operations.checks import warn_of_new_groups
 from outbox.contrib.django.settings.conf import DEAD_LETTER, DeclaredForward, chosen, get_settings, imported
 from outbox.contrib.django.worker import probes
 from outbox.contrib.sinks.formats import format_named

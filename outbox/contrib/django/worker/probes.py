@@ -10,7 +10,7 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from ipaddress import ip_address
@@ -19,8 +19,8 @@ from typing import Any, Final
 
 from django.db import connections
 
-from outbox.broker.operations.health import Health
-from outbox.contrib.django.operations import exposition
+from outbox.broker.operations.conditions import Condition, ConditionReport, Severity, of_text, worst_first
+from outbox.contrib.django.operations import telemetry
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.django.worker.roles import SUFFIX, prepare_health_files
 from outbox.utils import heartbeat
@@ -41,18 +41,39 @@ def alone(name: str) -> Iterator[None]:
         yield
 
 
-def live() -> Health:
+def live() -> ConditionReport:
     """Whether every process that the worker started has a recent heartbeat."""
-    hearts = _hearts()
-    late = [heart for heart in hearts if not heart.is_alive(within_seconds=LIVE_SECONDS)]
-    problems = [f"{heart.name} has not written a heartbeat for {heart.age_seconds or 0:.0f} s" for heart in late]
-    return Health(tuple(problems or ([] if hearts else ["no worker has started here"])))
+    return worst_first(_not_live(_hearts()))
 
 
-def ready() -> Health:
+def ready() -> ConditionReport:
     """Whether all are live, and each can work."""
-    waiting = [f"{heart.name} waits for the broker" for heart in _hearts() if not heart.is_ready]
-    return Health((*live().problems, *waiting))
+    hearts = _hearts()
+    waiting = [
+        of_text(
+            "worker_not_ready",
+            Severity.WARNING,
+            f"{heart.name} waits for the broker",
+            "See `manage.py outbox_status`; the process goes on once the broker answers.",
+        )
+        for heart in hearts
+        if not heart.is_ready
+    ]
+    return worst_first([*_not_live(hearts), *waiting])
+
+
+def _not_live(hearts: Sequence[heartbeat.SignOfLife]) -> Iterator[Condition]:
+    if not hearts:
+        yield of_text(
+            "worker_missing",
+            Severity.CRITICAL,
+            "no worker has started here",
+            "Start it; HEALTH_DIRECTORY must be the worker's.",
+        )
+    for heart in hearts:
+        if not heart.is_alive(within_seconds=LIVE_SECONDS):
+            said = f"{heart.name} has not written a heartbeat for {heart.age_seconds or 0:.0f} s"
+            yield of_text("worker_late", Severity.CRITICAL, said, "Restart the worker.")
 
 
 def _hearts() -> list[heartbeat.SignOfLife]:
@@ -60,7 +81,7 @@ def _hearts() -> list[heartbeat.SignOfLife]:
     return [heartbeat.listen(path) for path in sorted(Path(folder).glob(f"*{SUFFIX}"))] if folder else []
 
 
-_PROBES: Final[Mapping[str, Callable[[], Health]]] = {"/live": live, "/ready": ready}
+_PROBES: Final[Mapping[str, Callable[[], ConditionReport]]] = {"/live": live, "/ready": ready}
 
 
 _REFUSAL: Final = (
@@ -71,7 +92,7 @@ _REFUSAL: Final = (
 
 def _figures() -> bytes:
     try:
-        return exposition.render()
+        return telemetry.render()
     finally:
         # Each request has a thread of its own, so close that thread's connections here.
         connections.close_all()
@@ -81,7 +102,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if self.path == "/metrics":
             if self._may_scrape():
-                self._answer(200, exposition.CONTENT_TYPE, _figures())
+                self._answer(200, telemetry.CONTENT_TYPE, _figures())
             else:
                 self._answer(403, "text/plain", _REFUSAL)
         elif (probe := _PROBES.get(self.path)) is not None:
@@ -95,7 +116,7 @@ class _Handler(BaseHTTPRequestHandler):
         """With OUTBOX['METRICS_TOKEN'] its bearer may read; without it, callers on this machine."""
         if get_settings().metrics_token is None:
             return ip_address(self.client_address[0]).is_loopback
-        return exposition.is_authorized(self.headers.get("Authorization", ""))
+        return telemetry.is_authorized(self.headers.get("Authorization", ""))
 
     def _answer(self, status: int, content_type: str, text: bytes) -> None:
         self.send_response(status)

@@ -15,7 +15,7 @@ from outbox.broker.leading import LeaderSettings
 from outbox.broker.process import run_broker
 from outbox.contrib.django.database.aliases import broker_database
 from outbox.contrib.django.engine.broker import get_engine
-from outbox.contrib.django.operations.new_groups import warn_of_new_groups
+from outbox.contrib.django.operations.checks import warn_of_new_groups
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.django.subscribers.inbox import pool_shortages, require_inboxes
 from outbox.contrib.django.subscribers.registry import find_subscriber

@@ -9,9 +9,9 @@ from typing import Any, Final
 from django.http import QueryDict
 
 from outbox.broker.database.executor import Executor
-from outbox.broker.operations import switches
+from outbox.broker.operations import changes
+from outbox.broker.operations.changes import QueueReset, reset
 from outbox.broker.operations.listings import group_now
-from outbox.broker.operations.reset import QueueReset, reset
 from outbox.contrib.django.console.actions.plan import ActionPlan, PageAction
 from outbox.contrib.django.console.asking import moment, number, reading, required
 from outbox.contrib.django.database.aliases import broker_connection
@@ -28,7 +28,7 @@ def _pause(given: QueryDict) -> ActionPlan:
 
     def do() -> Mapping[str, Any]:
         with broker_connection() as (connection, schema):
-            switches.pause(Executor(connection, schema), group)
+            changes.pause(Executor(connection, schema), group)
         return {"paused": _is_paused(group)}
 
     return ActionPlan(
@@ -46,7 +46,7 @@ def _resume(given: QueryDict) -> ActionPlan:
 
     def do() -> Mapping[str, Any]:
         with broker_connection() as (connection, schema):
-            released = switches.resume(Executor(connection, schema), group)
+            released = changes.resume(Executor(connection, schema), group)
         return {"paused": _is_paused(group), "released_queues": released}
 
     return ActionPlan(

@@ -8,7 +8,7 @@ from uuid import UUID
 
 from django.http import QueryDict
 
-from outbox.broker.operations.open_transactions import open_transaction
+from outbox.broker.operations.listings import open_transaction
 from outbox.broker.operations.trace import trace
 from outbox.contrib.django.console.actions.plan import ActionPlan, Option, PageAction
 from outbox.contrib.django.console.asking import reading, required, uuid

@@ -7,9 +7,9 @@ from typing import Final
 from django.http import HttpRequest, HttpResponse
 
 from outbox.broker.log.topics import list_topics
-from outbox.broker.operations import overview, summary
+from outbox.broker.operations import summary
 from outbox.broker.operations.listings import group_now, list_consumers
-from outbox.broker.operations.queue_status import list_queues
+from outbox.broker.operations.progress import list_queues
 from outbox.contrib.django.console.access import seeing
 from outbox.contrib.django.console.asking import number, reading, required, text
 from outbox.contrib.django.console.rendering import PER_PAGE, Page, Row, paged, render
@@ -22,7 +22,7 @@ _CONSUMERS: Final = 200
 def groups(request: HttpRequest) -> HttpResponse:
     """All groups, from the summary."""
     with reading() as run:
-        found = overview.overview(run, summary.read(run))
+        found = summary.overview(run, summary.read(run))
     page = _slice(request, [one for one in found.groups if (text(request.GET, "q") or "") in one.name])
     return render(request, "groups", {"title": "Groups", "page": page, "broker": found, "given": request.GET})
 

@@ -10,9 +10,8 @@ from django.http import HttpRequest, HttpResponse
 from django.shortcuts import redirect
 
 from outbox.broker.log.topics import list_topics
-from outbox.broker.operations.content import content_of
-from outbox.broker.operations.open_transactions import open_transaction
-from outbox.broker.operations.search import find_messages
+from outbox.broker.operations.listings import open_transaction
+from outbox.broker.operations.search import content_of, find_messages
 from outbox.broker.operations.trace import Trace, TracedMessage, trace
 from outbox.contrib.django.console import life
 from outbox.contrib.django.console.access import seeing

@@ -12,12 +12,11 @@ from django.http import HttpRequest, HttpResponse, JsonResponse
 from django.urls import reverse
 
 from outbox.broker.operations import summary
-from outbox.broker.operations.conditions import Condition, ConditionReport, Fact, Severity
+from outbox.broker.operations.conditions import Condition, ConditionReport, Fact, Severity, duration
 from outbox.broker.operations.summary import SummaryPoint
 from outbox.contrib.django.console.access import seeing
 from outbox.contrib.django.console.asking import as_uuid, reading, text
 from outbox.contrib.django.console.rendering import render
-from outbox.contrib.django.management.output import duration
 from outbox.contrib.django.operations.watching import look
 
 # The page for a condition: its URL name, its parameters, and the text of the link.

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from django.http import HttpRequest, HttpResponse
 
-from outbox.broker.operations.listings import list_waiting
-from outbox.broker.operations.open_transactions import list_open
+from outbox.broker.operations.listings import list_open, list_waiting
 from outbox.contrib.django.console.access import seeing
 from outbox.contrib.django.console.asking import place, reading, text, uuid
 from outbox.contrib.django.console.rendering import PER_PAGE, paged, render

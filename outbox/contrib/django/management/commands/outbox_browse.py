@@ -8,7 +8,7 @@ from django.core.management.base import CommandParser
 
 from outbox.broker.database.executor import Executor
 from outbox.broker.log.topics import TopicCatalog
-from outbox.broker.operations.browse import browse
+from outbox.broker.operations.search import browse
 from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.management.output import OutboxCommand, moment
 from outbox.contrib.django.settings.conf import get_settings

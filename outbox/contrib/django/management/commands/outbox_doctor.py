@@ -8,7 +8,7 @@ from typing import Any
 from django.core.management.base import CommandParser
 
 from outbox.broker.operations.conditions import Severity
-from outbox.contrib.django.management.output import OutboxCommand, first_line
+from outbox.contrib.django.management.output import OutboxCommand
 from outbox.contrib.django.operations.doctor import examine
 
 
@@ -23,17 +23,10 @@ class Command(OutboxCommand):
     def handle(self, *args: Any, **options: Any) -> None:
         found = sorted(examine(), key=lambda one: -one.severity)
         if options["json"]:
-            self.print_json([{**_plain(one), "severity": one.severity.name.lower()} for one in found])
+            self.print_json([one.as_json() for one in found])
         else:
             for one in found:
-                style = {Severity.OK: None, Severity.WARNING: self.style.WARNING}.get(one.severity, self.style.ERROR)
-                self.say(f"{one.severity.name} {one.subject}: {first_line(one.text)}", style)
-                if one.remedy:
-                    self.say(f"    -> {one.remedy}")
+                self.print_condition(one)
         worst = max((one.severity for one in found), default=Severity.OK)
         if worst:
             sys.exit(int(worst))
-
-
-def _plain(one: Any) -> dict[str, Any]:
-    return {"subject": one.subject, "text": one.text, "remedy": one.remedy}

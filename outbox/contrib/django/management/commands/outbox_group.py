@@ -13,9 +13,9 @@ from django.core.management.base import CommandParser
 
 from outbox.broker.database.executor import Executor
 from outbox.broker.groups.registration import group_id_of
+from outbox.broker.operations.changes import QueueReset, reset
 from outbox.broker.operations.deletion import delete_group
-from outbox.broker.operations.queue_status import list_queues
-from outbox.broker.operations.reset import QueueReset, reset
+from outbox.broker.operations.progress import list_queues
 from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.management.output import OutboxCommand, first_line, moment
 from outbox.contrib.django.operations.commands import describe_losses, group_lags, switch_group

@@ -8,9 +8,9 @@ from typing import Any
 
 from django.core.management.base import CommandParser
 
-from outbox.broker.operations.conditions import Condition, Severity
-from outbox.broker.operations.overview import Overview
-from outbox.contrib.django.management.output import OutboxCommand, as_facts, duration, first_line
+from outbox.broker.operations.conditions import duration
+from outbox.broker.operations.summary import Overview
+from outbox.contrib.django.management.output import OutboxCommand
 from outbox.contrib.django.operations.watching import BrokerView, look
 
 
@@ -43,7 +43,7 @@ class Command(OutboxCommand):
             self.print_json(found.as_json())
             return found
         for condition in found.verdict.conditions:
-            self._print_condition(condition)
+            self.print_condition(condition)
         if not found.verdict.is_complete:
             self.say("the broker did not answer: every other condition is unknown", self.style.ERROR)
         elif not found.verdict.conditions:
@@ -51,16 +51,6 @@ class Command(OutboxCommand):
         if found.overview is not None:
             self._print_overview(found.overview)
         return found
-
-    def _print_condition(self, condition: Condition) -> None:
-        style = self.style.ERROR if condition.severity is Severity.CRITICAL else self.style.WARNING
-        self.say(f"{condition.severity.name} {condition.name}: {condition.meaning}", style)
-        for fact in condition.evidence:
-            if fact:
-                self.say(f"    {first_line(as_facts(fact))}")
-        if condition.count > len(condition.evidence):
-            self.say(f"    and {condition.count - len(condition.evidence)} more")
-        self.say(f"    -> {condition.next_step}")
 
     def _print_overview(self, broker: Overview) -> None:
         self.say("")

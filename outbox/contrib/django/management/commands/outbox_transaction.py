@@ -8,7 +8,7 @@ from uuid import UUID
 from django.core.management.base import CommandError, CommandParser
 
 from outbox.broker.database.executor import Executor
-from outbox.broker.operations.open_transactions import OpenTransaction, describe, list_open
+from outbox.broker.operations.listings import OpenTransaction, describe, list_open
 from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.management.output import OutboxCommand, first_line
 from outbox.contrib.django.operations.commands import decide, rehearse

@@ -1,28 +1,75 @@
-"""A project's metrics for Prometheus: the figures of its processes, and those of the broker's tables."""
+"""Metrics and traces of a project: what its processes measure, the figures of the broker's tables, and spans.
+
+Metrics need `prometheus-client` (the extra `metrics`). The figures of a process go to prometheus_client's own registry,
+beside the application's metrics. With several processes set PROMETHEUS_MULTIPROC_DIR, as for every application of
+prometheus_client; a worker sets it for its own processes.
+"""
 
 from __future__ import annotations
 
 import hmac
+import importlib.util
 import os
 from typing import TYPE_CHECKING, Any, Final
 
 from django.db import connections
 from django.db.utils import DatabaseError
 
+from outbox import tracing
 from outbox.broker.database.statement import Statement
 from outbox.broker.database.timeouts import lock_limited
 from outbox.broker.operations import audit
-from outbox.broker.operations.overview import overview
-from outbox.broker.operations.verdict import survey, unusable
+from outbox.broker.operations.rules import survey, unusable
+from outbox.broker.operations.summary import overview
 from outbox.contrib.django.ledger.ledger_checker import ledger_aliases
-from outbox.contrib.django.operations import metrics
-from outbox.contrib.django.operations.application_rules import with_application
-from outbox.contrib.django.operations.watching import asking
+from outbox.contrib.django.operations.watching import asking, with_application
 from outbox.contrib.django.settings.conf import get_settings
-from outbox.errors import BrokerUnavailable, SchemaError
+from outbox.errors import BrokerUnavailable, ConfigurationError, SchemaError
+from outbox.utils import measures
 
 if TYPE_CHECKING:
     from outbox.contrib.prometheus.collector import BrokerCollector, ScrapeState
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a process measures.
+
+DIRECTORY_VARIABLE: Final = "PROMETHEUS_MULTIPROC_DIR"
+
+_recording = False
+
+
+def require() -> None:
+    """Raise ConfigurationError if prometheus-client is not installed."""
+    if importlib.util.find_spec("prometheus_client") is None:
+        raise ConfigurationError("metrics need prometheus-client: install outbox-transactional[metrics].")
+
+
+def record() -> None:
+    """Measure this process from now on. Raises ConfigurationError without prometheus-client."""
+    global _recording
+    if _recording:
+        return
+    require()
+    from prometheus_client import REGISTRY
+
+    from outbox.contrib.prometheus.recorder import PrometheusRecorder
+
+    _recording = True
+    measures.install(PrometheusRecorder(REGISTRY))
+
+
+def record_if_wanted() -> None:
+    """Call `record` if OUTBOX['METRICS'] is on. `manage.py check` reports settings that cannot be read."""
+    try:
+        wanted = get_settings().metrics
+    except ConfigurationError:
+        return
+    if wanted:
+        record()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A project's metrics for Prometheus: the figures of its processes, and those of the broker's tables.
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -49,7 +96,7 @@ def render() -> bytes:
 
     Raises ConfigurationError without prometheus-client.
     """
-    metrics.require()
+    require()
     from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
     from prometheus_client.multiprocess import MultiProcessCollector
 
@@ -59,7 +106,7 @@ def render() -> bytes:
     _collector = _collector or BrokerCollector(state)
     registry = CollectorRegistry()
     registry.register(_collector)
-    if metrics.DIRECTORY_VARIABLE in os.environ:
+    if DIRECTORY_VARIABLE in os.environ:
         MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
         return generate_latest(registry)
     return generate_latest(REGISTRY) + generate_latest(registry)
@@ -95,3 +142,27 @@ def _application_sizes() -> dict[str, Any]:
         except DatabaseError:
             continue
     return sizes
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Traces of this process's messages: OUTBOX['TRACING'].
+
+
+def trace_if_wanted() -> None:
+    """Trace messages if the settings say so. `manage.py check` reports settings that cannot be read.
+
+    Raises ConfigurationError without opentelemetry-api.
+    """
+    try:
+        wanted = get_settings().tracing
+    except ConfigurationError:
+        return
+    if not wanted or tracing.tracer is not None:
+        return
+    try:
+        from outbox.contrib.opentelemetry.tracer import OpenTelemetryTracer
+    except ModuleNotFoundError as error:
+        raise ConfigurationError(
+            f"OUTBOX['TRACING'] needs opentelemetry-api ({error}): install outbox-transactional[tracing]."
+        ) from error
+    tracing.install(OpenTelemetryTracer())

@@ -1,0 +1,302 @@
+"""Changes by an operator: pause, resume, reset and rename a consumer group; refuse transactional messages."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+
+from outbox import names
+from outbox.broker.database.executor import Executor
+from outbox.broker.database.notify import Channel, notify
+from outbox.broker.database.statement import Statement
+from outbox.broker.fastpath.arrays import integers
+from outbox.broker.groups import offsets
+from outbox.broker.groups.offsets import OffsetRow, Position
+from outbox.broker.groups.registration import group_id_of, unknown_group
+from outbox.broker.groups.send_back import forget_sent_away
+from outbox.broker.log.consume_queue import starting_offsets
+from outbox.broker.log.topics import TopicCatalog
+from outbox.broker.operations.deletion import delete_group, refuse_live
+from outbox.broker.operations.progress import list_queues
+from outbox.errors import UsageError
+from outbox.subscription import Start
+
+logger = logging.getLogger(__name__)
+
+_PAUSE = Statement("UPDATE {schema}.consumer_group SET paused = %(paused)s WHERE name = %(name)s RETURNING group_id")
+_RESUME_QUEUES = Statement("""
+UPDATE {schema}.queue_lease SET stopped = NULL WHERE group_id = %(group_id)s AND stopped IS NOT NULL
+""")
+_RAISE_GENERATION = Statement("""
+UPDATE {schema}.consumer_group SET generation = generation + 1 WHERE name = %(name)s RETURNING generation
+""")
+
+_REJECT = Statement("""
+UPDATE {schema}.broker SET reject_transactional = %(rejecting)s WHERE reject_transactional <> %(rejecting)s
+""")
+
+_REJECTS = Statement("SELECT reject_transactional FROM {schema}.broker")
+
+
+def rejects_transactional(run: Executor) -> bool:
+    """Whether the broker refuses new transactional messages."""
+    [rejecting] = run.one(_REJECTS)
+    return bool(rejecting)
+
+
+def reject_transactional(run: Executor, rejecting: bool) -> bool:
+    """Refuse new transactional messages on both paths, or accept them again; returns whether that was a change."""
+    changed = run.count(_REJECT, {"rejecting": rejecting}) > 0
+    if changed:
+        logger.warning("transactional messages are %s from now on", "refused" if rejecting else "accepted")
+    return changed
+
+
+def pause(run: Executor, group: str) -> None:
+    """Stop the group from starting handlers, within about a second; positions stay. Raises UnknownGroup."""
+    if run.row(_PAUSE, {"name": group, "paused": True}) is None:
+        raise unknown_group(group)
+    notify(run, Channel.SHARED)
+
+
+def resume(run: Executor, group: str) -> int:
+    """Undo `pause` and continue queues that on_error=STOP stopped; returns how many. Raises UnknownGroup."""
+    with run.connection.transaction():
+        row = run.row(_PAUSE, {"name": group, "paused": False})
+        if row is None:
+            raise unknown_group(group)
+        resumed = run.count(_RESUME_QUEUES, {"group_id": row[0]})
+    notify(run, Channel.SHARED)
+    return resumed
+
+
+def raise_generation(run: Executor, group: str) -> int:
+    """Start a new inbox generation and return it. Messages that the inbox knows are then processed again."""
+    row = run.row(_RAISE_GENERATION, {"name": group})
+    if row is None:
+        raise unknown_group(group)
+    return int(row[0])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Move a group's offsets: to the first message, the end, a time or a number.
+#
+# A reset fences the owner of a queue: it raises the lease's epoch and stores the new offset under it. The former owner
+# detects that its lease is lost, drops its fetched messages, and acquires the queue again at the new offset. Calls that
+# ran at that moment may take effect once more or, without an inbox, twice.
+
+
+@dataclass(frozen=True, slots=True)
+class QueueReset:
+    """The change that a reset made, or would make, to one queue."""
+
+    topic: str
+    generation: int
+    number: int
+    queue_id: int
+    from_offset: int
+    to_offset: int
+
+
+_FENCE = Statement("""
+INSERT INTO {schema}.queue_lease AS held (group_id, queue_id, owner, epoch, expires_at)
+SELECT %(group_id)s, given.queue_id, NULL, 1, clock_timestamp()
+FROM unnest(%(queue_ids)s::integer[]) AS given (queue_id)
+ORDER BY given.queue_id
+ON CONFLICT (group_id, queue_id) DO UPDATE
+SET owner = NULL, epoch = held.epoch + 1, expires_at = clock_timestamp(), stopped = NULL
+RETURNING queue_id, epoch
+""")
+
+
+def moved_to(position: Position, target: int) -> Position:
+    """Return the position after a reset: the counters continue, and `moved` keeps the equation true."""
+    start = min(position.start_offset, target)
+    counted = position.next_offset - position.start_offset - position.moved
+    return replace(position, next_offset=target, start_offset=start, moved=target - start - counted)
+
+
+def reset(
+    run: Executor,
+    group: str,
+    topic: str,
+    target: Start | datetime | int,
+    *,
+    number: int | None = None,
+    reprocess: bool = False,
+    dry_run: bool = False,
+) -> Sequence[QueueReset]:
+    """Move a group on a topic, or only on its queue `number`; returns the queues that move, with both offsets.
+
+    Start.LATEST is the end. A number is limited to the messages that the broker still has. Moving back delivers
+    messages again. The inbox skips them unless `reprocess` raises the group's generation. Counters continue; entries
+    that were passed over or rewound are counted as `moved`.
+
+    `dry_run` returns the result without a change. Raises UnknownGroup and UnknownTopic. Raises UsageError when the
+    group does not consume the topic or the topic has no such queue.
+    """
+    # Before the first lock: finding a time may read the topic once.
+    targets = _targets(run, topic, target)
+    with run.connection.transaction():
+        group_id = group_id_of(run, group)
+        moves = _plan(run, group, topic, targets, number)
+        if not dry_run and moves:
+            _move(run, group_id, {move.queue_id: move.to_offset for move in moves})
+        if reprocess and not dry_run:
+            raise_generation(run, group)
+    if not dry_run:
+        notify(run, Channel.SHARED)
+    return moves
+
+
+def _move(run: Executor, group_id: int, targets: dict[int, int]) -> None:
+    values = {"group_id": group_id, "queue_ids": integers(list(targets))}
+    epochs = dict(run.execute(_FENCE, values).fetchall())
+    # Read under the fence: it includes all that the former owner has stored until now, and nothing later counts.
+    positions = offsets.load(run, group_id, list(targets))
+    rows = [
+        OffsetRow((group_id, queue_id), epochs[queue_id], 0, moved_to(positions[queue_id], target))
+        for queue_id, target in targets.items()
+    ]
+    offsets.place(run, rows)
+    forget_sent_away(run, group_id, list(targets))
+
+
+def _targets(run: Executor, topic: str, target: Start | datetime | int) -> dict[int, int]:
+    """Return the target offsets by queue id; a number is not limited yet."""
+    topic_id = TopicCatalog(run.schema).get(run.connection, topic).topic_id
+    if isinstance(target, int):
+        floors = starting_offsets(run, topic_id, Start.EARLIEST)
+        return {queue_id: max(target, floor) for queue_id, floor in floors.items()}
+    return starting_offsets(run, topic_id, target)
+
+
+def _plan(run: Executor, group: str, topic: str, targets: Mapping[int, int], number: int | None) -> list[QueueReset]:
+    queues = [queue for queue in list_queues(run, group) if queue.topic == topic]
+    if not queues:
+        raise UsageError(f"group {group!r} does not consume topic {topic!r}, or is a broadcast group: nothing to move.")
+    if number is not None and number not in {queue.number for queue in queues}:
+        raise UsageError(f"topic {topic!r} has no queue {number}: its queues are 0 to {max(q.number for q in queues)}.")
+    moves = [
+        # A queue added since the targets were found is new to the group: its position stays.
+        QueueReset(q.topic, q.layout, q.number, q.queue_id, q.next_offset, min(targets[q.queue_id], q.head))
+        for q in queues
+        if q.queue_id in targets and number in (None, q.number)
+    ]
+    return [move for move in moves if move.to_offset != move.from_offset]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rename a consumer group. All broker rows of a group refer to its id, so only two names change.
+#
+# The inbox rows are in the databases of the application; they are copied between the two steps here. Until the second
+# step the old name is valid, and the new name belongs to a paused, empty group.
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    """A rename that has begun. A consumer of the group would raise an epoch, so `epochs` would differ then."""
+
+    epochs: str
+
+
+# Both at once, in one order.
+_LOCK = Statement("""
+SELECT name, group_id FROM {schema}.consumer_group WHERE name IN (%(old)s, %(new)s) ORDER BY group_id FOR NO KEY UPDATE
+""")
+# Its counters are stored with its offsets; a failed message leaves a row at once.
+_HAS_WORKED = Statement("""
+SELECT EXISTS (SELECT FROM {schema}.consumer_offset
+               WHERE group_id = %(group_id)s AND handled + skipped + sent_back + dead > 0)
+    OR EXISTS (SELECT FROM {schema}.failure WHERE group_id = %(group_id)s)
+    OR EXISTS (SELECT FROM {schema}.dead_letter WHERE group_id = %(group_id)s)
+""")
+_RESERVE = Statement("""
+INSERT INTO {schema}.consumer_group AS known (name, broadcast, paused)
+SELECT %(new)s, broadcast, true FROM {schema}.consumer_group WHERE name = %(old)s
+ON CONFLICT (name) DO UPDATE SET paused = true
+""")
+# As with a change of owner: rows that a former owner stores under an older epoch do not count.
+_FENCE_ALL = Statement("""
+UPDATE {schema}.queue_lease held SET owner = NULL, epoch = held.epoch + 1, expires_at = clock_timestamp()
+FROM (SELECT queue_id FROM {schema}.queue_lease WHERE group_id = %(group_id)s ORDER BY queue_id FOR UPDATE) AS its
+WHERE held.group_id = %(group_id)s AND held.queue_id = its.queue_id
+""")
+_EPOCHS = Statement("""
+SELECT coalesce(string_agg(queue_id || ':' || epoch, ' ' ORDER BY queue_id), '')
+FROM {schema}.queue_lease WHERE group_id = %(group_id)s
+""")
+_RENAME = Statement("UPDATE {schema}.consumer_group SET name = %(new)s WHERE group_id = %(group_id)s")
+_RENAME_RETRIES = Statement("""
+UPDATE {schema}.topic SET name = '%%RETRY%%' || %(new)s::text WHERE retry_of = %(group_id)s
+""")
+
+
+def is_renamed(run: Executor, old: str, new: str) -> bool:
+    """Whether the broker knows only the new name. Raises UnknownGroup when it knows neither."""
+    known = {name for name, _ in run.rows(_LOCK, {"old": old, "new": new})}
+    if not known:
+        raise unknown_group(old)
+    return old not in known
+
+
+def reserve(run: Executor, old: str, new: str, *, dry_run: bool = False) -> Reserved:
+    """The first step: take the queues from former owners, and reserve the new name for this group.
+
+    A consumer that starts under the new name from now on is paused. Call it again after an interruption. Raises
+    UnknownGroup. Raises UsageError if consumers of either group are alive, or a group of the new name has worked
+    already.
+    """
+    names.check_group(new)
+    if old == new:
+        raise UsageError(f"the group {old!r} has this name already: nothing was renamed.")
+    with run.connection.transaction(force_rollback=dry_run):
+        group_id, other_id = _locked(run, old, new)
+        if other_id is not None:
+            _refuse_worked(run, old, new, other_id)
+        run.execute(_RESERVE, {"old": old, "new": new})
+        run.execute(_FENCE_ALL, {"group_id": group_id})
+        return Reserved(str(run.one(_EPOCHS, {"group_id": group_id})[0]))
+
+
+def rename(run: Executor, old: str, new: str, reserved: Reserved) -> None:
+    """The second step: give the group its new name.
+
+    Raises the errors of `reserve`, and UsageError if the group was consumed meanwhile. It deletes the group of the new
+    name, which was paused from the first step on.
+    """
+    with run.connection.transaction():
+        group_id, other_id = _locked(run, old, new)
+        if run.one(_EPOCHS, {"group_id": group_id})[0] != reserved.epochs:
+            raise UsageError(
+                f"consumers of {old!r} ran meanwhile, so its inbox may have rows that were not copied. {old!r} "
+                f"still has its name: stop its workers and run this again."
+            )
+        if other_id is not None:
+            _refuse_worked(run, old, new, other_id)
+            delete_group(run, new)
+        run.execute(_RENAME, {"new": new, "group_id": group_id})
+        run.execute(_RENAME_RETRIES, {"new": new, "group_id": group_id})
+    notify(run, Channel.SHARED)
+
+
+def _locked(run: Executor, old: str, new: str) -> tuple[int, int | None]:
+    """Return the ids of both groups; no consumer of them is alive or starts until the transaction ends."""
+    ids = dict(run.rows(_LOCK, {"old": old, "new": new}))
+    if old not in ids:
+        raise unknown_group(old)
+    for group_id in ids.values():
+        refuse_live(run, group_id=group_id)
+    return ids[old], ids.get(new)
+
+
+def _refuse_worked(run: Executor, old: str, new: str, new_id: int) -> None:
+    [has_worked] = run.one(_HAS_WORKED, {"group_id": new_id})
+    if has_worked:
+        raise UsageError(
+            f"a group {new!r} is known and has handled messages, so {old!r} cannot take its name: choose another "
+            f"one. If {new!r} was started by mistake, `outbox_group delete {new}` removes it first; what both groups "
+            f"have handled has taken effect twice."
+        )
