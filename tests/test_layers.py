@@ -62,7 +62,9 @@ FLOORS = {
         ("engine",),
         ("publishing",),
         ("operations",),
-        ("worker", "repair"),
+        ("worker",),
+        ("actions",),
+        ("repair",),
     ),
 }
 MAY_IMPORT = {

@@ -1,7 +1,7 @@
 """Creates RocketMQ's topics and consumer groups over the administration port, which gRPC clients cannot.
 
 It speaks RocketMQ's remoting protocol in JSON: a frame of two lengths, a header and a body. An operator may use
-`mqadmin` instead; this module serves tests, the demonstration and `manage.py outbox_rocketmq`.
+`mqadmin` instead; this module serves tests, the demonstration and `manage.py outbox_install`.
 """
 
 from __future__ import annotations

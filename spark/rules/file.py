@@ -36,7 +36,7 @@ from .table import TomlTable, dotted
 from .toml_lines import Path as TomlPath
 from .toml_lines import line_of, lines_by_path
 
-DEFAULT_TRACE: Final = "python manage.py outbox_trace {message_id}"
+DEFAULT_TRACE: Final = "python manage.py outbox_message show {message_id}"
 _PASSWORD: Final = re.compile(r"password\s*=|://[^/@:]*:[^/@]+@", re.IGNORECASE)
 _LOCATIONS: Final = ("env", "service", "dsn", "path")
 # docs/decisions/044-messages-are-found-by-their-key.md

@@ -59,9 +59,9 @@ def _effects(no_subscribers: None) -> None:
 def test_check_answers_what_is_open() -> None:
     with rolled_back():
         publish("orders", {}, key="dropped")
-    assert call_json("outbox_check") == {"claimed": 1, "committed": 0, "rolled_back": 1, "unknown": 0}
+    assert call_json("outbox_transaction", "check") == {"claimed": 1, "committed": 0, "rolled_back": 1, "unknown": 0}
     assert decisions() == {"dropped": "R"}
-    assert "0 claimed" in call("outbox_check")
+    assert "0 claimed" in call("outbox_transaction", "check")
 
 
 @pytest.mark.usefixtures("_effects")
@@ -69,13 +69,13 @@ def test_trace_follows_a_message_to_its_group() -> None:
     with transaction.atomic():
         receipt = publish("orders", {}, key="traced")
     consume()
-    found = call_json("outbox_trace", str(receipt.message_id))
+    found = call_json("outbox_message", "show", str(receipt.message_id))
     assert found["messages"][0]["key"] == "traced"
     assert found["decision"]["decision"] == "C"
     assert [entry["group"] for entry in found["entries"]] == ["effects"]
-    assert "key traced" in call("outbox_trace", str(receipt.transaction_id))
+    assert "key traced" in call("outbox_message", "show", str(receipt.transaction_id))
     with pytest.raises(CommandError, match="has no message"):
-        call("outbox_trace", str(uuid4()))
+        call("outbox_message", "show", str(uuid4()))
 
 
 HOSTILE = "\x1b[2J\x1b]0;title\x07\x9b31m\u202e\nPROBLEM: forged\r"
@@ -89,7 +89,7 @@ def test_what_steers_a_terminal_is_inert_in_every_output(no_subscribers: None) -
     receipt = publish("orders", {}, key=HOSTILE)
     consume()
     for arguments in (
-        ["outbox_trace", str(receipt.message_id)],
+        ["outbox_message", "show", str(receipt.message_id)],
         ["outbox_dead_letter", "list"],
         ["outbox_group", "offsets", "effects"],
         ["outbox_status"],
@@ -98,8 +98,8 @@ def test_what_steers_a_terminal_is_inert_in_every_output(no_subscribers: None) -
             text = call(*arguments, *more) if arguments != ["outbox_status"] else failing_status(*more)
             assert text.replace("\n", "").isprintable(), (arguments, more)
             assert "\nPROBLEM: forged" not in text
-    assert r"\x1b[2J" in call("outbox_trace", str(receipt.message_id))
-    assert call_json("outbox_trace", str(receipt.message_id))["messages"][0]["key"] == HOSTILE
+    assert r"\x1b[2J" in call("outbox_message", "show", str(receipt.message_id))
+    assert call_json("outbox_message", "show", str(receipt.message_id))["messages"][0]["key"] == HOSTILE
     with pytest.raises(CommandError) as caught:
         call("outbox_group", "pause", HOSTILE)
     assert str(caught.value).replace("\n", "").isprintable()
@@ -191,7 +191,7 @@ def test_groups_are_listed_paused_and_moved() -> None:
         (["outbox_worker", "--until-drained", "--role", "broker"], "leave --role out"),
         (["outbox_worker", "--until-drained", "--drain"], "give one of them"),
         (["outbox_worker", "--rocketmq-broker", "h:1"], "needs --until-drained"),
-        (["outbox_trace", "not-an-id"], "invalid UUID"),
+        (["outbox_message", "show", "not-an-id"], "invalid UUID"),
         (["outbox_worker", "--role", "boss"], "invalid choice"),
     ],
 )
@@ -221,7 +221,12 @@ def test_without_a_broker_commands_say_so(
     outbox_settings: Callable[..., None], new_database: Callable[..., str]
 ) -> None:
     point_alias("broker", new_database())
-    for command in (["outbox_check"], ["outbox_audit"], ["outbox_topic", "list"], ["outbox_group", "list"]):
+    for command in (
+        ["outbox_transaction", "check"],
+        ["outbox_audit"],
+        ["outbox_topic", "list"],
+        ["outbox_group", "list"],
+    ):
         with pytest.raises(CommandError, match="migrate --database"):
             call(*command)
     connections["broker"].close()
@@ -253,20 +258,20 @@ def test_no_command_prints_a_masked_field(outbox_settings: Callable[..., None]) 
     for arguments in (
         ["outbox_dead_letter", "list"],
         ["outbox_dead_letter", "show", "effects", number],
-        ["outbox_trace", number],
-        ["outbox_browse", "orders"],
+        ["outbox_message", "show", number],
+        ["outbox_message", "list", "orders"],
     ):
         for form in ([], ["--json"]):
             said = call(*arguments, *form)
             assert _HIDDEN not in said, said
             assert "***" in said, said
-    assert "ada" in call("outbox_browse", "orders", "--json")
+    assert "ada" in call("outbox_message", "list", "orders", "--json")
 
 
 def test_a_closed_pipe_ends_a_command_without_a_traceback() -> None:
     for number in range(200):
         publish("orders", {"text": "x" * 2000}, key=str(number))
-    arguments = ["-m", "django", "outbox_browse", "orders", "--uncommitted", "--json", "--limit", "200"]
+    arguments = ["-m", "django", "outbox_message", "list", "orders", "--uncommitted", "--json", "--limit", "200"]
     # Unbuffered, Python drops the end of a long line that is written in part, and notices nothing.
     with process(arguments, variables={"PYTHONUNBUFFERED": ""}) as command:
         assert command.stdout is not None and command.stderr is not None

@@ -107,7 +107,7 @@ def test_a_reset_to_before_needs_no_confirmation(monkeypatch: pytest.MonkeyPatch
 def test_deciding_past_the_ledger_asks_first(monkeypatch: pytest.MonkeyPatch) -> None:
     with transaction.atomic():
         receipt = publish("orders", {}, key="running")
-        decide = ("outbox_decide", str(receipt.transaction_id), "rollback", "--force")
+        decide = ("outbox_transaction", "decide", str(receipt.transaction_id), "rollback", "--force")
         monkeypatch.setattr(sys, "stdin", StringIO("no\n"))
         with pytest.raises(CommandError, match="nothing was changed"):
             call(*decide)

@@ -52,14 +52,14 @@ def due() -> int:
 
 def test_a_decision_is_rehearsed_without_effect() -> None:
     [one] = undecided("kept")
-    rehearsed = call_json("outbox_decide", str(one), "commit", "--dry-run")
+    rehearsed = call_json("outbox_transaction", "decide", str(one), "commit", "--dry-run")
     assert (rehearsed["decision"], rehearsed["dry_run"]) == ("commit", True)
     assert "the ledger proves it" in rehearsed["outcome"]
     with pytest.raises(CommandError, match="not what the ledger proves"):
-        call("outbox_decide", str(one), "rollback", "--dry-run")
-    assert "nothing was decided" in call("outbox_decide", str(one), "rollback", "--dry-run", "--force")
+        call("outbox_transaction", "decide", str(one), "rollback", "--dry-run")
+    assert "nothing was decided" in call("outbox_transaction", "decide", str(one), "rollback", "--dry-run", "--force")
     assert decisions() == {"kept": None}
-    assert call_json("outbox_decide", str(one), "commit") == {
+    assert call_json("outbox_transaction", "decide", str(one), "commit") == {
         "transaction_id": str(one),
         "decision": "commit",
         "outcome": "applied",
@@ -67,48 +67,52 @@ def test_a_decision_is_rehearsed_without_effect() -> None:
     }
     assert decisions() == {"kept": "C"}
     with pytest.raises(CommandError, match="not an undecided transaction"):
-        call("outbox_decide", str(one), "commit", "--dry-run")
+        call("outbox_transaction", "decide", str(one), "commit", "--dry-run")
 
 
 def test_rehearsing_a_rollback_writes_no_tombstone() -> None:
     with rolled_back():
         receipt = publish("orders", {}, key="dropped")
     one = str(receipt.transaction_id)
-    assert "the ledger's barrier would decide it" in call("outbox_decide", one, "rollback", "--dry-run")
+    assert "the ledger's barrier would decide it" in call("outbox_transaction", "decide", one, "rollback", "--dry-run")
     with connections["default"].cursor() as cursor:
         cursor.execute("SELECT count(*) FROM outbox_ledger WHERE transaction_id = %s", [one])
         assert cursor.fetchone() == (0,)
     with pytest.raises(CommandError, match="not what the ledger proves"):
-        call("outbox_decide", one, "commit", "--dry-run")
-    assert "applied" in call("outbox_decide", one, "rollback")
+        call("outbox_transaction", "decide", one, "commit", "--dry-run")
+    assert "applied" in call("outbox_transaction", "decide", one, "rollback")
 
 
 def test_producers_are_asked_again_about_those_that_are_named_or_selected() -> None:
     one, other, third = undecided("a", "b", "c")
     assert due() == 0
-    assert call("outbox_ask", str(one), "--dry-run") == "1 transactions would be due for a check now.\n"
+    assert call("outbox_transaction", "ask", str(one), "--dry-run") == "1 transactions would be due for a check now.\n"
     assert due() == 0
-    assert call_json("outbox_ask", str(one)) == {"transaction_ids": [str(one)], "count": 1, "dry_run": False}
+    assert call_json("outbox_transaction", "ask", str(one)) == {
+        "transaction_ids": [str(one)],
+        "count": 1,
+        "dry_run": False,
+    }
     assert due() == 1
     with pytest.raises(CommandError, match="no check was requested"):
-        call("outbox_ask", str(other), str(uuid4()))
+        call("outbox_transaction", "ask", str(other), str(uuid4()))
     assert due() == 1
-    assert call_json("outbox_ask", "--group", "nobody")["count"] == 0
+    assert call_json("outbox_transaction", "ask", "--group", "nobody")["count"] == 0
     parked = call_json("outbox_transaction", "list", "--parked", "--group", "shop")
     assert [(one["transaction_id"], one["state"]) for one in parked] == [
         (str(one), "parked") for one in (one, other, third)
     ]
-    assert "there may be more" in call("outbox_ask", "--parked", "--limit", "2")
+    assert "there may be more" in call("outbox_transaction", "ask", "--parked", "--limit", "2")
     assert due() == 2
-    assert call_json("outbox_ask", "--all")["transaction_ids"] == [str(one), str(other), str(third)]
-    assert call_json("outbox_check")["committed"] == 3
+    assert call_json("outbox_transaction", "ask", "--all")["transaction_ids"] == [str(one), str(other), str(third)]
+    assert call_json("outbox_transaction", "check")["committed"] == 3
     assert decisions() == {"a": "C", "b": "C", "c": "C"}
 
 
 @pytest.mark.parametrize("arguments", [[], ["--all", "--parked"], [str(uuid4()), "--all"]])
 def test_who_is_to_be_asked_is_said_clearly(arguments: list[str]) -> None:
     with pytest.raises(CommandError, match="name transaction ids"):
-        call("outbox_ask", *arguments)
+        call("outbox_transaction", "ask", *arguments)
 
 
 @pytest.fixture
@@ -162,7 +166,7 @@ def test_one_dead_letter_is_shown_whole() -> None:
     assert "    and a second line\n" in text
     call("outbox_dead_letter", "discard", "effects", letter["message_id"], "--no-input")
     assert "discarded at: 2" in call("outbox_dead_letter", "show", "effects", letter["message_id"])
-    with pytest.raises(CommandError, match=r"has no dead letter .*outbox_trace"):
+    with pytest.raises(CommandError, match=r"has no dead letter .*outbox_message show"):
         call("outbox_dead_letter", "show", "effects", str(uuid4()))
 
 

@@ -350,7 +350,9 @@ def _problems(
     if broker.leader is None:
         problems.append("no process sequences: start a broker process (celery worker --outbox, or outbox_worker)")
     if broker.reject_transactional:
-        problems.append("an operator has switched transactional messages off: `outbox_reject off` accepts them again")
+        problems.append(
+            "an operator has switched transactional messages off: `outbox_transaction accept` accepts them again"
+        )
     return problems
 
 

@@ -10,7 +10,7 @@ from django.test import Client
 
 from outbox.broker.transaction import checks
 from outbox.contrib.django import fenced_producer, publish, run_check_back
-from outbox.contrib.django.console.audit import recorded
+from outbox.contrib.django.actions.audit import recorded
 from outbox.contrib.django.engine.broker import flusher
 from outbox.contrib.django.models import OperatorAction
 from outbox.errors import LeftoversUndecided, UsageError

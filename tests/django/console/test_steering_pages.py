@@ -78,7 +78,7 @@ def test_a_group_is_paused_resumed_and_moved(world: World, operator: Client) -> 
     assert "It gets 8 messages again" in shown(operator, "rewind", **{**moved, "to": "earliest"})
     one = done(operator, "rewind", **{**moved, "to": "offset", "offset": "0", "queue": "0"})
     assert one.after == {"orders/0": 0}
-    assert operator.post("/outbox/act/rewind/", {**moved, "to": "time"}).status_code == 400
+    assert operator.post("/outbox/act/reset/", {**moved, "to": "time"}).status_code == 400
     assert operator.post("/outbox/act/pause/", {"group": "nobody"}).status_code == 404
 
 

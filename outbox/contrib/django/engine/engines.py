@@ -65,17 +65,17 @@ def _refusals(engine: Engine, settings: OutboxSettings) -> Iterator[str]:
         yield from engine.subscription_refusals(item.subscription, topic, inbox=item.idempotent)
     if settings.forward:
         yield (
-            f"OUTBOX['FORWARD'] declares {', '.join(map(repr, settings.forward))}: outbox_forward reads the bundled "
-            f"broker only, because RocketMQ holds back a whole queue and not one key. Keep the topics on PostgreSQL, "
-            f"run outbox_forward with a BROKER that names its alias and declare FORWARD there only; or let a "
-            f"@subscriber send them."
+            f"OUTBOX['FORWARD'] declares {', '.join(map(repr, settings.forward))}: outbox_worker --role forward reads "
+            f"the bundled broker only, because RocketMQ holds back a whole queue and not one key. Keep the topics on "
+            f"PostgreSQL, run outbox_worker --role forward with a BROKER that names its alias and declare FORWARD "
+            f"there only; or let a @subscriber send them."
         )
     if settings.receive:
         yield (
-            f"OUTBOX['RECEIVE'] declares {', '.join(map(repr, settings.receive))}: outbox_receive stores in the "
-            "bundled broker only, because RocketMQ stores a repetition a second time. Keep the topics on "
-            "PostgreSQL, run outbox_receive with a BROKER that names its alias and declare RECEIVE there only; or "
-            "let the sender publish to RocketMQ."
+            f"OUTBOX['RECEIVE'] declares {', '.join(map(repr, settings.receive))}: outbox_worker --role receive stores "
+            f"in the bundled broker only, because RocketMQ stores a repetition a second time. Keep the topics on "
+            "PostgreSQL, run outbox_worker --role receive with a BROKER that names its alias and declare RECEIVE there "
+            "only; or let the sender publish to RocketMQ."
         )
     yield from collisions(settings.topics)
     yield from collisions({item.subscription.group for item in subscribers()})

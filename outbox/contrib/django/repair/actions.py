@@ -15,8 +15,9 @@ from django.db import DataError, ProgrammingError, connections, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
 
 from outbox.broker.operations.dead_letters import LetterSelection
+from outbox.contrib.django.actions.messages import replay_dead_letters
+from outbox.contrib.django.actions.transactions import decide
 from outbox.contrib.django.engine.broker import get_broker
-from outbox.contrib.django.operations.commands import decide, replay_dead_letters
 from outbox.contrib.django.publishing.locks import lock_keys
 from outbox.contrib.django.repair import evidence
 from outbox.contrib.django.repair.plan import RepairAction, RepairStep, RuleSource

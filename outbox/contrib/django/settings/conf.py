@@ -81,8 +81,8 @@ class OutboxSettings:
     conservation audit. `metrics` measures each process, for prometheus-client; a scraper that is not staff sends
     `metrics_token`. In `health_directory` a worker's processes write heartbeats and metrics. With `health_address`
     (HOST:PORT) one more process serves /live, /ready and /metrics. `tracing` traces messages, for OpenTelemetry.
-    `forward` declares what `outbox_forward` sends elsewhere, by consumer group; `receive` declares what
-    `outbox_receive` stores of foreign messages.
+    `forward` declares what `outbox_worker --role forward` sends elsewhere, by consumer group; `receive` declares what
+    `outbox_worker --role receive` stores of foreign messages.
 
     `masked_fields` names, by topic ('*': all), the fields of bodies and headers that neither the operations page nor a
     command shows.

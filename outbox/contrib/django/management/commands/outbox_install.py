@@ -1,42 +1,43 @@
-"""`manage.py outbox_install [--drop]`."""
+"""`manage.py outbox_install [--drop]`: the broker's tables; on RocketMQ, its topics and groups."""
 
 from __future__ import annotations
 
-import argparse
-import math
-from typing import Any
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Final
 
 from django.core.management.base import CommandError, CommandParser
 
-from outbox.broker.schema.install import DEFAULT_PATIENCE_SECONDS
-from outbox.contrib.django.management.output import OutboxCommand
-from outbox.contrib.django.operations.installation import install_broker, planned_installation, remove_broker
+from outbox.contrib.django.actions.broker import DROP
+from outbox.contrib.django.engine.broker import get_broker
+from outbox.contrib.django.engine.engines import require_engine
+from outbox.contrib.django.management.acting import ActionCommand
+from outbox.contrib.django.operations.installation import install_broker, planned_installation
 from outbox.contrib.django.settings.conf import OutboxSettings, get_settings
+from outbox.contrib.django.subscribers.registry import autodiscover, subscribers
+
+# RocketMQ's proxy caches for about 20 s that a topic was missing, or its former type.
+_SETTLE_SECONDS: Final = 30.0
+_PAUSE_SECONDS: Final = 0.5
 
 
-def _seconds(text: str) -> float:
-    seconds = float(text)
-    if not 0 <= seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds, at least 0")
-    return seconds
+class Command(ActionCommand):
+    """Parses, then calls one function. On RocketMQ it compares, and creates only with --create."""
 
-
-class Command(OutboxCommand):
-    """Parses, then calls one function."""
-
-    help = "Install or upgrade the broker's tables and declare OUTBOX['TOPICS'], as `migrate` does; or drop them."
+    help = (
+        "Install or upgrade the broker's tables and declare OUTBOX['TOPICS'], as `migrate` does; or drop them. On "
+        "RocketMQ: check the declared topics; with --create, create them and the consumer groups."
+    )
 
     def add_arguments(self, parser: CommandParser) -> None:
         parser.add_argument("--drop", action="store_true", help="remove the broker's tables with all messages")
-        parser.add_argument("--force", action="store_true", help="drop undelivered messages too")
         parser.add_argument(
-            "--patience",
-            type=_seconds,
-            default=DEFAULT_PATIENCE_SECONDS,
-            metavar="SECONDS",
-            help="how long each change is tried while transactions use its tables (default: %(default).0f)",
+            "--create",
+            metavar="HOST:PORT",
+            help="RocketMQ: the administration port of a broker (listenPort, 10911): create topics and groups there "
+            "first",
         )
-        self.add_dry_run(parser, "show what would be done, change nothing")
+        self.add_action(parser, DROP)
 
     def handle(self, *args: Any, **options: Any) -> None:
         settings = get_settings()
@@ -44,13 +45,20 @@ class Command(OutboxCommand):
             raise CommandError(
                 "OUTBOX['IN_MEMORY'] is on: the broker exists only inside this process, so there is nothing to install."
             )
-        if settings.is_rocketmq:
-            raise CommandError("the broker is RocketMQ: create its topics and groups with outbox_rocketmq.")
         if options["force"] and not options["drop"]:
             raise CommandError("--force needs --drop: an installation deletes nothing.")
-        if options["drop"]:
-            self._drop(settings, **{name: options[name] for name in ("force", "dry_run", "patience")})
-            return
+        if settings.is_rocketmq:
+            if options["drop"]:
+                raise CommandError("the broker is RocketMQ: delete its topics and groups with its own tools (mqadmin).")
+            _Topics(self.say, settings).check(create=options["create"])
+        elif options["create"]:
+            raise CommandError("OUTBOX['BROKER'] is not a RocketMQ address, so --create has no use: leave it out.")
+        elif options["drop"]:
+            self.act(DROP, options)
+        else:
+            self._install(settings, options)
+
+    def _install(self, settings: OutboxSettings, options: Mapping[str, Any]) -> None:
         if options["dry_run"]:
             before, after = planned_installation(settings)
         else:
@@ -61,10 +69,58 @@ class Command(OutboxCommand):
         topics = ", ".join(sorted(settings.topics)) or "none"
         self.say(f"the broker's {where} {change}; topics {would}declared: {topics}")
 
-    def _drop(self, settings: OutboxSettings, *, force: bool, dry_run: bool, patience: float) -> None:
-        left = remove_broker(settings, force=force, dry_run=dry_run, patience_seconds=patience, report=self.say)
-        would = "would be" if dry_run else "was"
-        self.say(f"the broker's schema {settings.schema!r} on {settings.broker!r} {would} dropped")
-        for what in left:
-            self.say(f"lost with it: {what}")
-        self.say("`migrate` installs it again: remove the app from INSTALLED_APPS, or name another broker")
+
+class _Topics:
+    """The declared topics and groups on RocketMQ."""
+
+    def __init__(self, say: Callable[[str], None], settings: OutboxSettings) -> None:
+        self._say, self._settings = say, settings
+
+    def check(self, *, create: str | None) -> None:
+        """Compare them, after creating them at the address `create`. Raises CommandError for what is missing."""
+        from outbox.rocketmq.broker import RocketMQBroker
+
+        settings = self._settings
+        autodiscover()
+        require_engine(settings)
+        if create:
+            self._create(create)
+        broker = get_broker()
+        assert isinstance(broker, RocketMQBroker)
+        if problems := _problems(broker.topic_problems, _SETTLE_SECONDS if create else 0.0):
+            raise CommandError("\n".join(problems))
+        self._say(f"RocketMQ has the declared topics: {', '.join(sorted(settings.topics)) or 'none'}")
+        self._refuse_given_up(settings.broker, settings.required_producer_group())
+
+    def _refuse_given_up(self, url: str, producer_group: str) -> None:
+        """Raise CommandError if RocketMQ gave up transactions that the ledger has not decided yet."""
+        from outbox.rocketmq.admin import brokers_of
+        from outbox.rocketmq.exhausted import waiting
+
+        if given_up := sum(waiting(broker, producer_group) for broker in brokers_of(url)):
+            raise CommandError(
+                f"RocketMQ gave up asking about {given_up} messages of producer group {producer_group!r}, and the "
+                "ledger has not decided them yet: start outbox_worker. If a worker runs, its log names the "
+                "transactions and the reason."
+            )
+
+    def _create(self, address: str) -> None:
+        from outbox.rocketmq.admin import parse_address
+
+        admin = parse_address(address)
+        topics = {name: declared.topic for name, declared in self._settings.topics.items()}
+        for topic in topics.values():
+            admin.create_topic(topic)
+        for item in subscribers():
+            if item.subscription.topic not in topics:
+                raise CommandError(f"{item.name} subscribes to {item.subscription.topic!r}: declare it in TOPICS.")
+            admin.create_group(item.subscription, topics[item.subscription.topic])
+        self._say(f"created or updated: {len(topics)} topics, {len(subscribers())} subscriptions")
+
+
+def _problems(look: Callable[[], Iterable[str]], seconds: float) -> list[str]:
+    """The problems that remain after checking again for this long."""
+    deadline = time.monotonic() + seconds
+    while (problems := list(look())) and time.monotonic() < deadline:
+        time.sleep(_PAUSE_SECONDS)
+    return problems
