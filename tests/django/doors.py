@@ -73,30 +73,24 @@ MORE: Final[dict[str, Callable[[], object]]] = {
 }
 # What only reads, and what finds by reading that there is nothing to change.
 READING: Final = (
-    "outbox_message list orders",
+    "outbox_audit settle --no-input",
     "outbox_dead_letter list",
     f"outbox_transaction decide {SOME} rollback --force",
     "outbox_doctor",
     "outbox_group list",
-    "outbox_transaction",
-    "reject",
+    "outbox_message list orders",
+    "outbox_message list --key k",
+    f"outbox_message show {SOME}",
     "outbox_status",
     "outbox_topic list",
-    f"outbox_message show {SOME}",
-    "outbox_message list --key k",
+    "outbox_transaction accept",
     "outbox_transaction list",
     f"outbox_transaction describe {SOME}",
     "check --database=broker",
 )
 CHANGING: Final = (
-    "outbox_transaction ask --all",
-    f"outbox_transaction ask {SOME}",
     "outbox_audit",
-    "outbox_transaction",
-    "check",
-    "outbox_transaction check --parked",
-    "outbox_audit",
-    "compare",
+    "outbox_audit compare",
     f"outbox_dead_letter show effects {SOME}",
     "outbox_dead_letter replay effects --all",
     "outbox_dead_letter discard effects --all --no-input",
@@ -107,17 +101,18 @@ CHANGING: Final = (
     "outbox_group delete effects --no-input",
     f"outbox_message recall {SOME}",
     "outbox_message recall --topic orders --key k",
-    "outbox_transaction reject",
     "outbox_topic create another",
     "outbox_topic alter orders --queue-count 3",
     "outbox_topic delete orders --no-input",
+    "outbox_transaction ask --all",
+    f"outbox_transaction ask {SOME}",
+    "outbox_transaction check",
+    "outbox_transaction check --parked",
+    "outbox_transaction reject",
     "outbox_worker --drain",
 )
 # Of processes, of results of a run of Spark, of a plan's file, of other brokers; and what mends the tables.
-OTHER_COMMANDS: Final = {
-    *("outbox_status", "--probe", "outbox_reconcile", "outbox_repair", "outbox_install"),
-    *("outbox_worker", "--role", "forward", "outbox_worker", "--role", "receive", "outbox_install"),
-}
+OTHER_COMMANDS: Final = {"outbox_reconcile", "outbox_repair", "outbox_install"}
 DOORS: Final = [*FUNCTIONS, *MORE, *READING, *CHANGING]
 
 

@@ -127,11 +127,11 @@ def test_a_command_does_not_repeat_a_password(settings: Any, where: str) -> None
 
 
 def test_topics() -> None:
-    assert "was created" in call("outbox_topic", "create", "new", "--queue-count", "3", "--type", "FIFO")
+    assert "Done." in call("outbox_topic", "create", "new", "--queue-count", "3", "--type", "FIFO")
     with pytest.raises(CommandError, match="alter new"):
         call("outbox_topic", "create", "new")
-    assert "was changed" in call("outbox_topic", "alter", "new", "--queue-count", "5", "--key-lock", "off")
-    assert "already has these properties" in call("outbox_topic", "alter", "new", "--queue-count", "5")
+    assert "Done." in call("outbox_topic", "alter", "new", "--queue-count", "5", "--key-lock", "off")
+    assert "There is nothing to do" in call("outbox_topic", "alter", "new", "--queue-count", "5")
     with pytest.raises(CommandError, match=r"'nwe' is not declared.*new"):
         call("outbox_topic", "alter", "nwe", "--queue-count", "5")
     with pytest.raises(CommandError, match="1 to 1024"):
@@ -150,9 +150,9 @@ def test_groups_are_listed_paused_and_moved() -> None:
     assert (listed["effects"]["lag"], listed["effects"]["stopped"]) == (0, 0)
     assert "effects" in call("outbox_group", "list")
 
-    moves = call_json("outbox_group", "reset", "effects", "orders", "--to-earliest", "--dry-run")
-    assert sum(move["from_offset"] - move["to_offset"] for move in moves) == 4
-    assert "nothing was moved" in call("outbox_group", "reset", "effects", "orders", "--to-offset", "0", "--dry-run")
+    planned = call_json("outbox_group", "reset", "effects", "orders", "--to-earliest", "--dry-run")
+    assert "It gets 4 messages again" in planned["effect"] and sum(planned["before"].values()) == 4
+    assert "Nothing was changed" in call("outbox_group", "reset", "effects", "orders", "--to-offset", "0", "--dry-run")
     call("outbox_group", "reset", "effects", "orders", "--to-time", "2020-01-01T00:00:00+00:00")
     assert sum(queue["lag"] for queue in call_json("outbox_group", "offsets", "effects")) == 4
     consume()
@@ -180,8 +180,8 @@ def test_groups_are_listed_paused_and_moved() -> None:
         (["outbox_group", "reset", "effects", "orders"], "--to-time"),
         (["outbox_group", "reset", "g", "orders", "--to-time", "yesterday"], "write it like"),
         (["outbox_group", "reset", "g", "orders", "--to-time", "2026-01-01T00:00:00"], "time zone"),
-        (["outbox_group", "reset", "g", "orders", "--to-offset", "-1"], "expected one argument|not an offset"),
-        (["outbox_group", "reset", "g", "orders", "--to-offset", "two"], "'two' is not an offset"),
+        (["outbox_group", "reset", "g", "orders", "--to-offset", "-1"], "expected one argument|not a whole number"),
+        (["outbox_group", "reset", "g", "orders", "--to-offset", "two"], "'two' is not a whole number"),
         (["outbox_group", "offsets", "nobody"], "'nobody' is not known"),
         (["outbox_dead_letter", "list", "nobody"], "'nobody' is not known"),
         (["outbox_dead_letter", "replay", "nobody", "--all", "--dry-run"], "'nobody' is not known"),
@@ -208,8 +208,8 @@ def test_dead_letters_are_listed_and_replayed() -> None:
     assert [item["letter"]["key"] for item in letters] == ["poison"]
     assert "cannot ever work" in letters[0]["letter"]["error"]
     assert "poison" in call("outbox_dead_letter", "list")
-    assert "1 dead letters would be" in call("outbox_dead_letter", "replay", "effects", "--all", "--dry-run")
-    assert "1 dead letters are" in call("outbox_dead_letter", "replay", "effects", str(poison.message_id))
+    assert "Deliver 1 dead letters again" in call("outbox_dead_letter", "replay", "effects", "--all", "--dry-run")
+    assert "after: settled: 1" in call("outbox_dead_letter", "replay", "effects", str(poison.message_id))
     assert call("outbox_dead_letter", "list") == "none\n"
     with pytest.raises(CommandError, match=r"0 of the 1 ids .* nothing was replayed"):
         call("outbox_dead_letter", "replay", "effects", str(poison.message_id))

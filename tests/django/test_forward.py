@@ -45,7 +45,7 @@ def test_once_sends_what_is_queued_under_its_name_there(
             place(str(number))
         sequence()
         call_command("outbox_worker", "--role", "forward", "--drain")
-        call_command("outbox_worker", "--role", "forward", "billing", "--once")
+        call_command("outbox_worker", "--role", "forward", "--group", "billing", "--drain")
     assert "5 messages forwarded, 0 attempts failed" in capsys.readouterr().out
     assert sorted(json.loads(request.body)["number"] for request in got) == ["1", "3", "5", "7", "9"]
     assert {request.headers["outbox-topic"] for request in got} == {"shop.orders"}
@@ -90,7 +90,7 @@ def test_a_declaration_that_cannot_be_right(forward: Any, says: str) -> None:
     ("forward", "arguments", "says"),
     [
         ({}, [], "declares nothing"),
-        ({"billing": WEBHOOK}, ["biling"], "it has billing"),
+        ({"billing": WEBHOOK}, ["--group", "biling"], "it has billing"),
         ({"billing": WEBHOOK}, [], "missing 1 required keyword-only argument: 'secrets'"),
         ({"billing": {**WEBHOOK, "sink": "outbox.nothing"}}, [], "cannot be imported"),
         ({"billing": {**WEBHOOK, "options": {"url": "https://x.test/", "secrets": ["s3cret"]}}}, [], "whsec_"),

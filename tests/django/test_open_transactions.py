@@ -103,7 +103,7 @@ def test_an_abandoned_one_is_aborted_for_good() -> None:
         dropped = publish("orders", 1, key="dropped")
     assert said("outbox_transaction", "abort", str(dropped.transaction_id), "--dry-run")["dry_run"]
     assert decisions() == {"dropped": None}
-    assert said("outbox_transaction", "abort", str(dropped.transaction_id))["outcome"] == "applied"
+    assert said("outbox_transaction", "abort", str(dropped.transaction_id))["after"]["status"] == "applied"
     assert decisions() == {"dropped": "R"}
     assert said("outbox_transaction", "list") == []
     with pytest.raises(CommandError, match="not an undecided transaction"):

@@ -85,8 +85,8 @@ def test_effects_happen_once_whoever_is_killed_and_whatever_is_repeated(
         passes = connection.execute("SELECT name FROM outbox.periodic_pass WHERE name LIKE 'receive:%'").fetchall()
     assert (rows, passes) == ([(60,)], [("receive:partner",)])
     for known in (1, 0):
-        call_command("outbox_worker", "--role", "receive", "partner", forget=True)
-        assert f"{known} receivers forgotten" in capsys.readouterr().out
+        call_command("outbox_worker", "--forget", "partner")
+        assert f"after: forgotten: {known}" in capsys.readouterr().out
 
 
 def waiting(url: str) -> int:
@@ -113,7 +113,7 @@ def test_once_receives_what_is_there_and_poison_ends_it(
     with pytest.raises(CommandError, match="has no message id"):
         call_command("outbox_worker", "--role", "receive", "--drain")
     outbox_settings(RECEIVE={"partner": {**receive["partner"], "poison_topic": "payments"}})
-    call_command("outbox_worker", "--role", "receive", "partner", "--once")
+    call_command("outbox_worker", "--role", "receive", "--receiver", "partner", "--drain")
     assert "0 messages stored, 1 put into the poison topic" in capsys.readouterr().out
 
 

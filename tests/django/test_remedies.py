@@ -102,9 +102,7 @@ def test_a_stuck_half_and_a_dead_letter_are_settled_as_printed(tmp_path: Path, b
             call_command(*command_in(finding["remedy"], name), stdout=StringIO())
     else:
         out = StringIO()
-        call_command(
-            "outbox_repair", str(tmp_path / "plan.jsonl"), "--apply", "--audit", str(tmp_path / "a"), stdout=out
-        )
+        call_command("outbox_repair", str(tmp_path / "plan.jsonl"), "--apply", stdout=out)
         assert out.getvalue().count(": done: ") == 2, out.getvalue()
     assert [item.decision for item in stored() if str(item.message_id) == half] == ["C"]
     for _ in range(3):

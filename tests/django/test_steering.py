@@ -199,16 +199,14 @@ def test_recall_in_tests_of_an_application(application: None) -> None:
 
 def test_the_recall_command(path: str) -> None:
     first, second, third, fourth = map(str, remind("7", "7", "8", "9"))
-    assert "2 of 2 messages would be recalled" in call("outbox_message", "recall", first, second, "--dry-run")
-    assert "2 of 2 messages would be recalled" in call(
-        *("outbox_message", "recall", "--topic", "reminders", "--key", "7", "--dry-run")
-    )
-    assert "1 of 1 messages are recalled" in call("outbox_message", "recall", first)
-    [outcome] = json.loads(call("outbox_message", "recall", "--topic", "reminders", "--key", "7", "--json"))
-    assert (outcome["message_id"], outcome["status"]) == (second, "recalled")
+    assert "Recall 2 messages" in call("outbox_message", "recall", first, second, "--dry-run")
+    assert "Recall 2 messages" in call(*("outbox_message", "recall", "--topic", "reminders", "--key", "7", "--dry-run"))
+    assert f"after: {first}: recalled" in call("outbox_message", "recall", first)
+    done = json.loads(call("outbox_message", "recall", "--topic", "reminders", "--key", "7", "--json"))
+    assert done["after"] == {second: "recalled", "messages": 1}
     assert scheduled() == ["8", "9"]
     unknown = str(uuid4())
-    with pytest.raises(CommandError, match=rf"not recalled: {unknown} \(unknown\)"):
+    with pytest.raises(CommandError, match=rf"not done: {unknown} \(unknown\)"):
         call("outbox_message", "recall", unknown, third)
     assert scheduled() == ["9"], "the others are"
     delivered = publish("reminders", {}, key="9").message_id
@@ -217,7 +215,7 @@ def test_the_recall_command(path: str) -> None:
         call("outbox_message", "recall", str(delivered))
     with pytest.raises(CommandError, match="'8' waits"):
         call("outbox_message", "recall", "--topic", "reminders", "--key", "8")
-    assert "1 of 1" in call("outbox_message", "recall", fourth)
+    assert "Done." in call("outbox_message", "recall", fourth)
 
 
 @pytest.mark.parametrize(
@@ -268,11 +266,10 @@ def test_transactional_messages_are_refused_and_the_transaction_rolls_back(path:
 
 @pytest.mark.usefixtures("switched_back")
 def test_the_reject_command(path: str) -> None:
-    assert call("outbox_transaction", "reject") == "transactional messages are accepted.\n"
-    assert call("outbox_transaction", "reject", "--dry-run") == "transactional messages would be refused; a change.\n"
-    assert call("outbox_transaction", "reject") == "transactional messages are refused from now on.\n"
-    assert call("outbox_transaction", "reject") == "transactional messages are refused as before.\n"
-    assert json.loads(call("outbox_transaction", "reject", "--json")) == {"rejecting": True, "changed": False}
+    assert "Nothing was changed" in call("outbox_transaction", "reject", "--dry-run")
+    assert "There is nothing to do" in call("outbox_transaction", "accept")
+    assert "after: rejecting: True" in call("outbox_transaction", "reject")
+    assert json.loads(call("outbox_transaction", "reject", "--json"))["outcome"] == "nothing"
     with pytest.raises(TransactionalMessagesRejected), transaction.atomic():
         publish("orders", {})
     out = StringIO()
@@ -280,7 +277,7 @@ def test_the_reject_command(path: str) -> None:
         call_command("outbox_status", stdout=out, no_color=True)
     assert "WARNING rejecting: " in out.getvalue()
     assert "`outbox_transaction accept`" in out.getvalue()
-    assert json.loads(call("outbox_transaction", "accept", "--json")) == {"rejecting": False, "changed": True}
+    assert json.loads(call("outbox_transaction", "accept", "--json"))["after"] == {"rejecting": False}
     with transaction.atomic():
         publish("orders", {}, key="kept")
     assert decisions() == {"kept": "C"}

@@ -36,7 +36,7 @@ def address(name: str) -> str:
 
 def test_every_action_has_its_address() -> None:
     assert len(NAMES) == len(urls.urlpatterns)
-    assert sorted(DONE) == sorted(f"act_{name}" for name in ACTIONS)
+    assert sorted(DONE) == sorted(f"act_{name}" for name, action in ACTIONS.items() if action.permission)
     assert len(DONE) >= 10 and len(SEEN) >= 15
 
 

@@ -33,15 +33,16 @@ def recorded(action: str, plan: ActionPlan, *, who: str, why: str) -> OperatorAc
     An OutboxError of the action is an outcome. Every other error is stored and raised. Raises Django's DatabaseError
     before the action if the entry cannot be stored.
     """
-    return _run(_entry(action, plan, who=who, why=why), plan, _stored)
+    return _run(_entry(action, plan, who=who, why=why), plan, _stored)[0]
 
 
-def recorded_command(action: str, plan: ActionPlan, *, why: str, who: str | None = None) -> OperatorAction:
-    """Like `recorded`, for a command. If the application's database takes no entry, the log does, as one line of JSON.
+def recorded_command(action: str, plan: ActionPlan, *, why: str) -> tuple[OperatorAction, OutboxError | None]:
+    """Like `recorded`, for a command; returns the error of a failed action, too.
 
-    Raises UsageError before the action if the table is missing.
+    If the application's database takes no entry, the log does, as one line of JSON. Raises UsageError before the action
+    if the table is missing.
     """
-    return _run(_entry(action, plan, who=who or operator(), why=why), plan, _stored_or_logged)
+    return _run(_entry(action, plan, who=operator(), why=why), plan, _stored_or_logged)
 
 
 def operator() -> str:
@@ -61,19 +62,22 @@ def _entry(action: str, plan: ActionPlan, *, who: str, why: str) -> OperatorActi
     )  # fmt: skip
 
 
-def _run(entry: OperatorAction, plan: ActionPlan, store: Callable[[OperatorAction], None]) -> OperatorAction:
+def _run(
+    entry: OperatorAction, plan: ActionPlan, store: Callable[[OperatorAction], None]
+) -> tuple[OperatorAction, OutboxError | None]:
     store(entry)
+    failure: OutboxError | None = None
     try:
-        after, outcome = plan.do(), OperatorAction.Outcome.DONE
+        _end(entry, OperatorAction.Outcome.DONE, plan.do())
     except OutboxError as error:
-        after, outcome = {"error": for_people(str(error))}, OperatorAction.Outcome.FAILED
+        failure = error
+        _end(entry, OperatorAction.Outcome.FAILED, {"error": for_people(str(error))})
     except Exception as error:
         _end(entry, OperatorAction.Outcome.FAILED, {"error": for_people(f"{type(error).__name__}: {error}")})
         store(entry)
         raise
-    _end(entry, outcome, after)
     store(entry)
-    return entry
+    return entry, failure
 
 
 def _end(entry: OperatorAction, outcome: OperatorAction.Outcome, after: Mapping[str, Any]) -> None:

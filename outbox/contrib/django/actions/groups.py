@@ -101,8 +101,8 @@ def _reset(values: Values) -> ActionPlan:
 
 
 def _target(values: Values) -> tuple[Start | datetime | int, str]:
-    given = [name for name in ("to_time", "to_offset", "to_earliest", "to_latest") if values[name] not in (None, False)]
-    if len(given) != 1:
+    flags = (values["to_earliest"], values["to_latest"])
+    if sum(flags) + sum(values[name] is not None for name in ("to_time", "to_offset")) != 1:
         raise UsageError("Give one target: the earliest, the latest, a time, or an offset.")
     if values["to_earliest"]:
         return Start.EARLIEST, "to the oldest message in the broker"

@@ -14,7 +14,6 @@ from outbox.contrib.django.actions.audit import recorded_command
 from outbox.contrib.django.actions.catalogue import of_command
 from outbox.contrib.django.actions.declaration import LEFT, ActionField, ActionPlan, DeclaredAction, FieldKind
 from outbox.contrib.django.management.output import OutboxCommand, moment, positive
-from outbox.contrib.django.models import OperatorAction
 
 
 def _number(text: str) -> int:
@@ -87,9 +86,9 @@ class ActionCommand(OutboxCommand):
         else:
             if plan.dangerous:
                 self.confirm(f"{plan.effect} {plan.caution}", options)
-            entry = recorded_command(action.name, plan, why=options["reason"])
-            if entry.outcome == OperatorAction.Outcome.FAILED:
-                raise CommandError(entry.after["error"])
+            entry, failure = recorded_command(action.name, plan, why=options["reason"])
+            if failure is not None:
+                raise failure
             self._report(action, plan, "done", entry.after, options)
             left = entry.after.get(LEFT)
         if left:
