@@ -98,7 +98,7 @@ def test_a_stuck_half_and_a_dead_letter_are_settled_as_printed(tmp_path: Path, b
     stuck, letter = found["3", "HALF_STUCK"], found["1", "DEAD"]
     assert (stuck["transaction_id"], letter["message_id"]) == (half, str(dead))
     if by == "hand":
-        for finding, name in ((stuck, "outbox_transaction", "decide"), (letter, "outbox_dead_letter replay")):
+        for finding, name in ((stuck, "outbox_transaction decide"), (letter, "outbox_dead_letter replay")):
             call_command(*command_in(finding["remedy"], name), stdout=StringIO())
     else:
         out = StringIO()

@@ -139,8 +139,8 @@ def test_what_was_cut_off_or_broken_stands_in_the_audit(world: World) -> None:
         assert OperatorAction.objects.get().outcome == "begun"
         raise ZeroDivisionError
 
+    broken = ActionPlan(subject="group g", effect="", before={"paused\0": "\0"}, do=crash)
     with pytest.raises(ZeroDivisionError):
-        broken = ActionPlan(subject="group g", effect="", before={"paused\0": "\0"}, do=crash)
         recorded("pause", broken, who="ada", why="try")
     refused = ActionPlan(subject="g\0", effect="", do=refuse)
     assert recorded("pause", refused, who="ada", why="try").outcome == "failed"

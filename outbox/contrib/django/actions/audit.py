@@ -93,7 +93,7 @@ def _stored_or_logged(entry: OperatorAction) -> None:
     try:
         _stored(entry)
     except (DatabaseError, InterfaceError) as error:
-        said = str(error).strip()
+        said = str(error).strip().partition("\n")[0]
         # SQLite reports a missing table as an OperationalError.
         if entry.ended_at is None and (isinstance(error, ProgrammingError) or "no such table" in said):
             raise UsageError(
