@@ -1,7 +1,7 @@
 """The audit of operator actions: an entry is stored before the action runs, and completed with its outcome.
 
 A command must work while the application's database is down, because the operator then needs the broker most. Its
-entry goes to the log instead (decision 190).
+entry goes to the log instead (decision 196).
 """
 
 from __future__ import annotations
