@@ -20,7 +20,7 @@ from outbox.broker.operations import comparisons
 from outbox.broker.operations.comparisons import ComparisonKind, DatabaseComparison
 from outbox.broker.operations.queue_status import list_queues
 from outbox.broker.transaction import checks
-from outbox.contrib.django import publish, run_check_back
+from outbox.contrib.django import publish
 from outbox.contrib.django.actions import audit
 from outbox.contrib.django.actions.catalogue import ACTIONS, of_command
 from outbox.contrib.django.actions.declaration import DeclaredAction, FieldKind
@@ -348,5 +348,15 @@ def test_an_action_that_needs_the_ledger_fails_while_it_is_away(outbox_settings:
         finally:
             point_alias("default", reachable)
         assert DECISIONS(world) == []
-        world.sql("UPDATE outbox.pending_check SET due_at = now()")
-        assert run_check_back().committed == 1
+
+
+def test_a_forced_decision_works_while_the_application_is_down(outbox_settings: Callable[..., None]) -> None:
+    with new_world(outbox_settings) as world:
+        given = {"id": str(undecided(world)), "decision": "commit", "force": "yes"}
+        reachable = alias_conninfo("default")
+        point_alias("default", NOWHERE)
+        try:
+            by_command(ACTIONS["decide"], given)
+        finally:
+            point_alias("default", reachable)
+        assert DECISIONS(world) == [("C", "O")]

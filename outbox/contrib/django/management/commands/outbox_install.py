@@ -47,6 +47,8 @@ class Command(ActionCommand):
             )
         if options["force"] and not options["drop"]:
             raise CommandError("--force needs --drop: an installation deletes nothing.")
+        if options["create"] and options["dry_run"]:
+            raise CommandError("--create and --dry-run exclude each other: without --create nothing is changed.")
         if settings.is_rocketmq:
             if options["drop"]:
                 raise CommandError("the broker is RocketMQ: delete its topics and groups with its own tools (mqadmin).")
@@ -62,7 +64,12 @@ class Command(ActionCommand):
         if options["dry_run"]:
             before, after = planned_installation(settings)
         else:
-            before, after = install_broker(settings, patience_seconds=options["patience"], report=self.say)
+            report = self.stderr.write if options["json"] else self.say
+            before, after = install_broker(settings, patience_seconds=options["patience"], report=report)
+        if options["json"]:
+            found = {"schema": settings.schema, "database": settings.broker, "topics": sorted(settings.topics)}
+            self.print_json({**found, "before": before, "after": after, "dry_run": options["dry_run"]})
+            return
         where = f"schema {settings.schema!r} on {settings.broker!r}"
         would = "would be " if options["dry_run"] else ""
         change = f"is at version {after}" if before == after else f"{would}brought from version {before} to {after}"
