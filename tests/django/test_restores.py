@@ -255,7 +255,7 @@ def _assert_messages_are_named(
     eventually(lambda: _effects() == _names(BEFORE, LOST, AFTER), within_seconds=60)
     assert _effects() == sorted(Order.objects.values_list("number", flat=True))
     code, answer = cell.command("outbox_audit", "settle", "--no-input")
-    assert (code, answer["settled"]) == (0, len(gone))
+    assert (code, answer["after"]["settled"]) == (0, len(gone))
     assert cell.conditions() == {}
 
 
@@ -285,5 +285,5 @@ def _assert_commits_and_effects_are_named(
     eventually(lambda: _effects() == _names(BEFORE, LOST, AFTER), within_seconds=60)
     eventually(lambda: "lost_effects" not in cell.conditions(), within_seconds=60)
     code, answer = cell.command("outbox_audit", "settle", "--no-input")
-    assert (code, answer["settled"]) == (0, len(gone))
+    assert (code, answer["after"]["settled"]) == (0, len(gone))
     assert cell.conditions() == {}
