@@ -61,7 +61,9 @@ FLOORS = {
         ("engine",),
         ("publishing",),
         ("operations",),
-        ("worker", "repair"),
+        ("worker",),
+        ("actions",),
+        ("repair",),
     ),
     "spark": (("common",), ("rules",), ("sources",), ("comparison",), ("stages",), ("output",)),
 }

@@ -149,17 +149,23 @@ def test_every_condition_has_a_rule_and_every_rule_a_condition() -> None:
 # -- an operator action ----------------------------------------------------------------------------
 
 
-def test_page_and_commands_call_the_same_functions() -> None:
+def test_every_action_has_its_case_and_its_button() -> None:
     django = ROOT / "outbox" / "contrib" / "django"
-    pages = "\n".join(path.read_text() for path in (django / "console" / "actions").glob("*.py"))
-    commands = "\n".join(path.read_text() for path in (django / "management" / "commands").glob("*.py"))
-    called = set(re.findall(r"(?<![.\w])operations\.(\w+)", pages))
-    offered = {
-        name for line in re.findall(r"operations\.commands import ([^\n]+)", commands) for name in line.split(", ")
-    }
-    assert len(called) >= 5
-    # It only reads: a command shows it as a part of its dry run.
-    assert sorted(called - offered) == ["ask_ledger"]
+    declared = {}
+    for path in sorted((django / "actions").glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "DeclaredAction":
+                given = {item.arg: ast.unparse(item.value) for item in node.keywords}
+                declared[ast.literal_eval(given["name"])] = given
+    assert len(declared) >= 15
+    cases = (ROOT / "tests" / "django" / "test_actions.py").read_text(encoding="utf-8")
+    assert sorted(re.findall(r'^@case\(\s*"(\w+)"', cases, re.MULTILINE)) == sorted(declared)
+    folder = django / "templates" / "outbox" / "console"
+    pages = "\n".join(path.read_text(encoding="utf-8") for path in folder.glob("*.html"))
+    buttons = set(re.findall(r"(?:% act |% action_form |outbox:act_)[\"\']?(\w+)", pages))
+    offered = {name for name, given in declared.items() if given.get("permission") != "None"}
+    # The page's button for it is `decide`, with the decision rollback.
+    assert buttons == offered - {"abort"}
 
 
 # -- a sink, an engine -----------------------------------------------------------------------------

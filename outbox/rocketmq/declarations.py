@@ -91,12 +91,12 @@ REFUSALS: Final = Refusals(
             "switch that refuses the transactional messages of all producers",
             "An operator sets rejectTransactionMessage on the server.",
         ),
-        "declare": Refusal("topics that a client changes", "Use `manage.py outbox_rocketmq --create`."),
+        "declare": Refusal("topics that a client changes", "Use `manage.py outbox_install --create`."),
         "run_once": Refusal(
             "report of what is due now",
             "Run outbox_worker, or outbox_worker --until-drained, which ends when nothing is left.",
         ),
-        "install": Refusal("tables in a database", "Create its topics and groups with outbox_rocketmq."),
+        "install": Refusal("tables in a database", "Create its topics and groups with outbox_install."),
     },
 )
 

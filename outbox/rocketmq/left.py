@@ -136,7 +136,7 @@ def _group(broker: Admin, group: str, topics: Iterable[str]) -> tuple[int, int]:
     if missing := sorted(topic for topic in topics if wire_name(topic) not in seen):
         raise BrokerError(
             f"RocketMQ has no offsets of group {group!r} on topic {missing[0]!r}: was it ever created there "
-            f"(manage.py outbox_rocketmq --create)?"
+            f"(manage.py outbox_install --create)?"
         )
     return end, lag
 

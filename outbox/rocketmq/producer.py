@@ -262,7 +262,7 @@ class AnsweringThread:
             logger.error(
                 "RocketMQ cannot ask this process about topics %s: RocketMQ's proxy at %s does not answer, or has "
                 "no such topic. RocketMQ counts checks that no process answers. The process tries again every %.0f "
-                "s; start the proxy, or create the topics with `manage.py outbox_rocketmq --create`.",
+                "s; start the proxy, or create the topics with `manage.py outbox_install --create`.",
                 ", ".join(self._unrouted),
                 self._producer.client_configuration.rpc_endpoints,
                 _LOOK_SECONDS,

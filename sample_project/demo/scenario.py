@@ -174,7 +174,7 @@ def _migrate(stage: Stage) -> None:
     stage.services.run("migrate", "sample_project.demo.tables", "default", *(["broker"] if stage.two_phase else []))
     if stage.rocketmq is not None:
         address = f"{stage.rocketmq.admin.host}:{stage.rocketmq.admin.port}"
-        stage.services.run("topics", "sample_project.manage", "outbox_rocketmq", f"--create={address}")
+        stage.services.run("topics", "sample_project.manage", "outbox_install", f"--create={address}")
 
 
 def _open_shop(stage: Stage) -> int:

@@ -40,7 +40,7 @@ REMEDIES: Final = {
     FindingClass.HALF_STUCK: Remedy(
         "A half message is parked or undecided for too long: no checker has told how its transaction ended.",
         "is the row there, and does a worker of the producer group run (`python manage.py outbox_status`)?",
-        "`python manage.py outbox_decide {transaction_id} commit`, if the row is there; else rollback.",
+        "`python manage.py outbox_transaction decide {transaction_id} commit`, if the row is there; else rollback.",
     ),
     FindingClass.LOST: Remedy(
         "A business row without any message: no subscriber will hear of it.",

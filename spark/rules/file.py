@@ -37,7 +37,7 @@ from .rule import (
 from .toml import Path as TomlPath
 from .toml import TomlTable, dotted, line_of, lines_by_path
 
-DEFAULT_TRACE: Final = "python manage.py outbox_trace {message_id}"
+DEFAULT_TRACE: Final = "python manage.py outbox_message show {message_id}"
 _PASSWORD: Final = re.compile(r"password\s*=|://[^/@:]*:[^/@]+@", re.IGNORECASE)
 _LOCATIONS: Final = ("env", "service", "dsn", "path")
 # docs/decisions/044-messages-are-found-by-their-key.md

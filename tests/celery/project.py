@@ -79,7 +79,7 @@ class Project:
 
     def is_healthy(self) -> bool:
         """Whether the worker that was started has begun to lead."""
-        return self._run("python manage.py outbox_health").returncode == 0
+        return self._run("python manage.py outbox_status --probe").returncode == 0
 
     def _run(self, script: str, **environment: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(

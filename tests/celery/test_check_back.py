@@ -146,7 +146,7 @@ def test_a_pass_of_two_drivers_is_done_once(shop: Project) -> None:
         settings.OUTBOX["CHECK_INTERVAL_SECONDS"] = 60.0
         app.finalize()
         first, second = passes()[0].run(), app.tasks["outbox.check_back"].run()
-        call_command("outbox_check")
+        call_command("outbox_transaction", "check")
         print("claimed" in first, second)
         """.replace("settings.OUTBOX", "from django.conf import settings; settings.OUTBOX")
     )
@@ -174,7 +174,7 @@ def test_check_and_status_name_absent_check_back(shop: Project) -> None:
     assert "(outbox.W030) producer group 'shop': 2 undecided transactions wait for check-back" in said
     assert " unanswered: Half messages are undecided, and no process of their producer group answers." in said
     assert "ended with" in said
-    shop.shell("python manage.py outbox_check")
+    shop.shell("python manage.py outbox_transaction check")
     said = shop.shell(look)
     assert "check-back" not in said
     assert shop.deciders() == {"K": 2}

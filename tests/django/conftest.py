@@ -74,7 +74,7 @@ def application(django_db_setup: None, django_db_blocker: Any) -> Iterator[None]
     with django_db_blocker.unblock():
         yield
         for alias in APPLICATION_ALIASES:
-            _delete(alias, "outbox_inbox", "shop_order", "shop_payment", "shop_effect")
+            _delete(alias, "outbox_inbox", "outbox_operator_action", "shop_order", "shop_payment", "shop_effect")
             _empty_ledger(alias)
         # A pass that was cut short would go on behind the rows of the next test.
         pruning._sweeps.clear()

@@ -73,48 +73,46 @@ MORE: Final[dict[str, Callable[[], object]]] = {
 }
 # What only reads, and what finds by reading that there is nothing to change.
 READING: Final = (
-    "outbox_browse orders",
+    "outbox_audit settle --no-input",
     "outbox_dead_letter list",
-    f"outbox_decide {SOME} rollback --force",
+    f"outbox_transaction decide {SOME} rollback --force",
     "outbox_doctor",
     "outbox_group list",
-    "outbox_reject",
+    "outbox_group resume effects",
+    "outbox_group pause effects",
+    "outbox_message list orders",
+    "outbox_message list --key k",
+    f"outbox_message show {SOME}",
     "outbox_status",
     "outbox_topic list",
-    f"outbox_trace {SOME}",
-    "outbox_trace --key k",
+    "outbox_transaction accept",
     "outbox_transaction list",
     f"outbox_transaction describe {SOME}",
     "check --database=broker",
 )
 CHANGING: Final = (
-    "outbox_ask --all",
-    f"outbox_ask {SOME}",
     "outbox_audit",
-    "outbox_check",
-    "outbox_check --parked",
-    "outbox_compare",
+    "outbox_audit compare",
     f"outbox_dead_letter show effects {SOME}",
     "outbox_dead_letter replay effects --all",
     "outbox_dead_letter discard effects --all --no-input",
     "outbox_group offsets effects",
-    "outbox_group pause effects",
-    "outbox_group resume effects",
     "outbox_group reset effects orders --to-latest --no-input",
     "outbox_group delete effects --no-input",
-    f"outbox_recall {SOME}",
-    "outbox_recall --topic orders --key k",
-    "outbox_reject on",
+    f"outbox_message recall {SOME}",
+    "outbox_message recall --topic orders --key k",
     "outbox_topic create another",
     "outbox_topic alter orders --queue-count 3",
     "outbox_topic delete orders --no-input",
+    "outbox_transaction ask --all",
+    f"outbox_transaction ask {SOME}",
+    "outbox_transaction check",
+    "outbox_transaction check --parked",
+    "outbox_transaction reject",
     "outbox_worker --drain",
 )
 # Of processes, of results of a run of Spark, of a plan's file, of other brokers; and what mends the tables.
-OTHER_COMMANDS: Final = {
-    *("outbox_health", "outbox_reconcile", "outbox_repair", "outbox_install"),
-    *("outbox_forward", "outbox_receive", "outbox_rocketmq"),
-}
+OTHER_COMMANDS: Final = {"outbox_reconcile", "outbox_repair", "outbox_install"}
 DOORS: Final = [*FUNCTIONS, *MORE, *READING, *CHANGING]
 
 

@@ -13,9 +13,9 @@ from outbox.broker.log.failing import FailureNote, ProcessPart
 from outbox.broker.operations import audit, summary
 from outbox.broker.transaction.turns import CHECK_BACK
 from outbox.contrib.django import publish
+from outbox.contrib.django.actions.transactions import switch_transactional
 from outbox.contrib.django.database.aliases import broker_database
 from outbox.contrib.django.engine.broker import flush, get_broker
-from outbox.contrib.django.operations.commands import switch_transactional
 from outbox.contrib.django.operations.comparing import run_compare
 from outbox.contrib.django.publishing.checkback import run_check_back
 from outbox.contrib.django.worker.periodic import passes
@@ -233,4 +233,4 @@ def lost_commits(world: World) -> None:
 @fault
 def rejecting(world: World) -> None:
     """An operator refuses transactional messages and does not end it."""
-    switch_transactional(True, dry_run=False)
+    switch_transactional(True)

@@ -11,6 +11,8 @@ from typing import Any
 
 from django.core.management import call_command
 
+from outbox.contrib.django.models import OperatorAction
+
 AT = datetime(2025, 6, 1, 12, tzinfo=UTC)
 ORDERS: dict[str, Any] = {
     "database": "default",
@@ -46,21 +48,17 @@ def finding(action: str, kind: str, key: str, **more: Any) -> dict[str, Any]:
 
 @dataclass
 class Repair:
-    """Plans and their audit in a folder."""
+    """Plans in a folder."""
 
     folder: Path
     source: dict[str, Any] = field(default_factory=lambda: dict(ORDERS))
     publisher: str = PUBLISHER
 
-    @property
-    def audit(self) -> Path:
-        return self.folder / "audit.jsonl"
-
     def command(self, *steps: dict[str, Any], apply: bool = True, more: tuple[str, ...] = ()) -> list[str]:
         head = {"plan": 2, "run": "a run", "judged_at": AT.isoformat(), "rules": {"orders": self.source}}
         path = self.folder / "plan.jsonl"
         path.write_text("".join(f"{json.dumps(line)}\n" for line in (head, *steps)))
-        options = ["--publisher", self.publisher, "--audit", str(self.audit), "--by", "ann", *more]
+        options = ["--publisher", self.publisher, "--reason", "a test", *more]
         return ["outbox_repair", str(path), *(["--apply"] if apply else []), *options]
 
     def run(self, *steps: dict[str, Any], apply: bool = True, more: tuple[str, ...] = ()) -> list[tuple[str, str]]:
@@ -79,5 +77,6 @@ class Repair:
     def outcomes(self, *steps: dict[str, Any], **options: Any) -> list[str]:
         return [outcome for outcome, _ in self.run(*steps, **options)]
 
-    def written(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in self.audit.read_text().splitlines()]
+    def recorded(self) -> list[OperatorAction]:
+        """The entries of the audit, in their order."""
+        return list(OperatorAction.objects.order_by("pk"))

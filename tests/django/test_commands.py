@@ -59,9 +59,9 @@ def _effects(no_subscribers: None) -> None:
 def test_check_answers_what_is_open() -> None:
     with rolled_back():
         publish("orders", {}, key="dropped")
-    assert call_json("outbox_check") == {"claimed": 1, "committed": 0, "rolled_back": 1, "unknown": 0}
+    assert call_json("outbox_transaction", "check") == {"claimed": 1, "committed": 0, "rolled_back": 1, "unknown": 0}
     assert decisions() == {"dropped": "R"}
-    assert "0 claimed" in call("outbox_check")
+    assert "0 claimed" in call("outbox_transaction", "check")
 
 
 @pytest.mark.usefixtures("_effects")
@@ -69,13 +69,13 @@ def test_trace_follows_a_message_to_its_group() -> None:
     with transaction.atomic():
         receipt = publish("orders", {}, key="traced")
     consume()
-    found = call_json("outbox_trace", str(receipt.message_id))
+    found = call_json("outbox_message", "show", str(receipt.message_id))
     assert found["messages"][0]["key"] == "traced"
     assert found["decision"]["decision"] == "C"
     assert [entry["group"] for entry in found["entries"]] == ["effects"]
-    assert "key traced" in call("outbox_trace", str(receipt.transaction_id))
+    assert "key traced" in call("outbox_message", "show", str(receipt.transaction_id))
     with pytest.raises(CommandError, match="has no message"):
-        call("outbox_trace", str(uuid4()))
+        call("outbox_message", "show", str(uuid4()))
 
 
 HOSTILE = "\x1b[2J\x1b]0;title\x07\x9b31m\u202e\nPROBLEM: forged\r"
@@ -89,7 +89,7 @@ def test_what_steers_a_terminal_is_inert_in_every_output(no_subscribers: None) -
     receipt = publish("orders", {}, key=HOSTILE)
     consume()
     for arguments in (
-        ["outbox_trace", str(receipt.message_id)],
+        ["outbox_message", "show", str(receipt.message_id)],
         ["outbox_dead_letter", "list"],
         ["outbox_group", "offsets", "effects"],
         ["outbox_status"],
@@ -98,8 +98,8 @@ def test_what_steers_a_terminal_is_inert_in_every_output(no_subscribers: None) -
             text = call(*arguments, *more) if arguments != ["outbox_status"] else failing_status(*more)
             assert text.replace("\n", "").isprintable(), (arguments, more)
             assert "\nPROBLEM: forged" not in text
-    assert r"\x1b[2J" in call("outbox_trace", str(receipt.message_id))
-    assert call_json("outbox_trace", str(receipt.message_id))["messages"][0]["key"] == HOSTILE
+    assert r"\x1b[2J" in call("outbox_message", "show", str(receipt.message_id))
+    assert call_json("outbox_message", "show", str(receipt.message_id))["messages"][0]["key"] == HOSTILE
     with pytest.raises(CommandError) as caught:
         call("outbox_group", "pause", HOSTILE)
     assert str(caught.value).replace("\n", "").isprintable()
@@ -127,11 +127,11 @@ def test_a_command_does_not_repeat_a_password(settings: Any, where: str) -> None
 
 
 def test_topics() -> None:
-    assert "was created" in call("outbox_topic", "create", "new", "--queue-count", "3", "--type", "FIFO")
+    assert "Done." in call("outbox_topic", "create", "new", "--queue-count", "3", "--type", "FIFO")
     with pytest.raises(CommandError, match="alter new"):
         call("outbox_topic", "create", "new")
-    assert "was changed" in call("outbox_topic", "alter", "new", "--queue-count", "5", "--key-lock", "off")
-    assert "already has these properties" in call("outbox_topic", "alter", "new", "--queue-count", "5")
+    assert "Done." in call("outbox_topic", "alter", "new", "--queue-count", "5", "--key-lock", "off")
+    assert "There is nothing to do" in call("outbox_topic", "alter", "new", "--queue-count", "5")
     with pytest.raises(CommandError, match=r"'nwe' is not declared.*new"):
         call("outbox_topic", "alter", "nwe", "--queue-count", "5")
     with pytest.raises(CommandError, match="1 to 1024"):
@@ -150,9 +150,9 @@ def test_groups_are_listed_paused_and_moved() -> None:
     assert (listed["effects"]["lag"], listed["effects"]["stopped"]) == (0, 0)
     assert "effects" in call("outbox_group", "list")
 
-    moves = call_json("outbox_group", "reset", "effects", "orders", "--to-earliest", "--dry-run")
-    assert sum(move["from_offset"] - move["to_offset"] for move in moves) == 4
-    assert "nothing was moved" in call("outbox_group", "reset", "effects", "orders", "--to-offset", "0", "--dry-run")
+    planned = call_json("outbox_group", "reset", "effects", "orders", "--to-earliest", "--dry-run")
+    assert "It gets 4 messages again" in planned["effect"] and sum(planned["before"].values()) == 4
+    assert "Nothing was changed" in call("outbox_group", "reset", "effects", "orders", "--to-offset", "0", "--dry-run")
     call("outbox_group", "reset", "effects", "orders", "--to-time", "2020-01-01T00:00:00+00:00")
     assert sum(queue["lag"] for queue in call_json("outbox_group", "offsets", "effects")) == 4
     consume()
@@ -180,8 +180,8 @@ def test_groups_are_listed_paused_and_moved() -> None:
         (["outbox_group", "reset", "effects", "orders"], "--to-time"),
         (["outbox_group", "reset", "g", "orders", "--to-time", "yesterday"], "write it like"),
         (["outbox_group", "reset", "g", "orders", "--to-time", "2026-01-01T00:00:00"], "time zone"),
-        (["outbox_group", "reset", "g", "orders", "--to-offset", "-1"], "expected one argument|not an offset"),
-        (["outbox_group", "reset", "g", "orders", "--to-offset", "two"], "'two' is not an offset"),
+        (["outbox_group", "reset", "g", "orders", "--to-offset", "-1"], "expected one argument|not a whole number"),
+        (["outbox_group", "reset", "g", "orders", "--to-offset", "two"], "'two' is not a whole number"),
         (["outbox_group", "offsets", "nobody"], "'nobody' is not known"),
         (["outbox_dead_letter", "list", "nobody"], "'nobody' is not known"),
         (["outbox_dead_letter", "replay", "nobody", "--all", "--dry-run"], "'nobody' is not known"),
@@ -191,7 +191,7 @@ def test_groups_are_listed_paused_and_moved() -> None:
         (["outbox_worker", "--until-drained", "--role", "broker"], "leave --role out"),
         (["outbox_worker", "--until-drained", "--drain"], "give one of them"),
         (["outbox_worker", "--rocketmq-broker", "h:1"], "needs --until-drained"),
-        (["outbox_trace", "not-an-id"], "invalid UUID"),
+        (["outbox_message", "show", "not-an-id"], "invalid UUID"),
         (["outbox_worker", "--role", "boss"], "invalid choice"),
     ],
 )
@@ -208,8 +208,8 @@ def test_dead_letters_are_listed_and_replayed() -> None:
     assert [item["letter"]["key"] for item in letters] == ["poison"]
     assert "cannot ever work" in letters[0]["letter"]["error"]
     assert "poison" in call("outbox_dead_letter", "list")
-    assert "1 dead letters would be" in call("outbox_dead_letter", "replay", "effects", "--all", "--dry-run")
-    assert "1 dead letters are" in call("outbox_dead_letter", "replay", "effects", str(poison.message_id))
+    assert "Deliver 1 dead letters again" in call("outbox_dead_letter", "replay", "effects", "--all", "--dry-run")
+    assert "after: settled: 1" in call("outbox_dead_letter", "replay", "effects", str(poison.message_id))
     assert call("outbox_dead_letter", "list") == "none\n"
     with pytest.raises(CommandError, match=r"0 of the 1 ids .* nothing was replayed"):
         call("outbox_dead_letter", "replay", "effects", str(poison.message_id))
@@ -221,7 +221,12 @@ def test_without_a_broker_commands_say_so(
     outbox_settings: Callable[..., None], new_database: Callable[..., str]
 ) -> None:
     point_alias("broker", new_database())
-    for command in (["outbox_check"], ["outbox_audit"], ["outbox_topic", "list"], ["outbox_group", "list"]):
+    for command in (
+        ["outbox_transaction", "check"],
+        ["outbox_audit"],
+        ["outbox_topic", "list"],
+        ["outbox_group", "list"],
+    ):
         with pytest.raises(CommandError, match="migrate --database"):
             call(*command)
     connections["broker"].close()
@@ -253,20 +258,20 @@ def test_no_command_prints_a_masked_field(outbox_settings: Callable[..., None]) 
     for arguments in (
         ["outbox_dead_letter", "list"],
         ["outbox_dead_letter", "show", "effects", number],
-        ["outbox_trace", number],
-        ["outbox_browse", "orders"],
+        ["outbox_message", "show", number],
+        ["outbox_message", "list", "orders"],
     ):
         for form in ([], ["--json"]):
             said = call(*arguments, *form)
             assert _HIDDEN not in said, said
             assert "***" in said, said
-    assert "ada" in call("outbox_browse", "orders", "--json")
+    assert "ada" in call("outbox_message", "list", "orders", "--json")
 
 
 def test_a_closed_pipe_ends_a_command_without_a_traceback() -> None:
     for number in range(200):
         publish("orders", {"text": "x" * 2000}, key=str(number))
-    arguments = ["-m", "django", "outbox_browse", "orders", "--uncommitted", "--json", "--limit", "200"]
+    arguments = ["-m", "django", "outbox_message", "list", "orders", "--uncommitted", "--json", "--limit", "200"]
     # Unbuffered, Python drops the end of a long line that is written in part, and notices nothing.
     with process(arguments, variables={"PYTHONUNBUFFERED": ""}) as command:
         assert command.stdout is not None and command.stderr is not None

@@ -39,21 +39,18 @@ def _keys(*arguments: str) -> list[str]:
 
 def test_dead_letters_are_discarded_after_a_confirmation(monkeypatch: pytest.MonkeyPatch) -> None:
     discard = ("outbox_dead_letter", "discard", "effects", "--error", "poison 1")
-    assert call(*discard, "--dry-run") == "1 dead letters would be discarded.\n"
-    assert call_json(*discard, "--dry-run") == {"count": 1, "dry_run": True}
+    assert "Discard 1 dead letters of group effects whose error contains poison 1" in call(*discard, "--dry-run")
+    assert call_json(*discard, "--dry-run")["before"]["selected"] == 1
     for answer, complaint in (("", "pass --no-input"), ("no\n", "nothing was changed")):
         monkeypatch.setattr(sys, "stdin", StringIO(answer))
         with pytest.raises(CommandError, match=complaint):
             call(*discard)
     assert _keys("effects") == ["poison 1", "poison 2"]
     monkeypatch.setattr(sys, "stdin", StringIO("yes\n"))
-    assert "1 dead letters are discarded." in call(*discard)
+    assert "after: settled: 1" in call(*discard)
     assert _keys("effects", "--error-type", "PermanentError") == ["poison 2"]
-    assert _keys("effects", "--replayed") == ["poison 1", "poison 2"]
-    assert call_json("outbox_dead_letter", "discard", "effects", "--all", "--no-input") == {
-        "count": 1,
-        "dry_run": False,
-    }
+    assert _keys("effects", "--settled") == ["poison 1", "poison 2"]
+    assert call_json("outbox_dead_letter", "discard", "effects", "--all", "--no-input")["after"] == {"settled": 1}
     assert _keys("effects") == []
     with pytest.raises(SystemExit):
         call("outbox_status")  # nobody sequences
@@ -75,8 +72,8 @@ def _offsets() -> list[int]:
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        (["--to-latest"], r"^2 messages will not be handled by group effects on topic orders\. This cannot be undone"),
-        (["--to-earliest", "--reprocess"], "group effects on topic orders will handle again what its inbox shows"),
+        (["--to-latest"], r"^Move group effects on topic orders .* it never gets 2 messages"),
+        (["--to-earliest", "--reprocess"], "and handles again the messages that its inbox has"),
     ],
 )
 def test_a_reset_that_skips_or_repeats_asks_first(
@@ -101,13 +98,16 @@ def test_a_reset_that_skips_or_repeats_asks_first(
 
 def test_a_reset_to_before_needs_no_confirmation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", StringIO(""))
-    assert "from" in call("outbox_group", "reset", "effects", "orders", "--to-earliest")
+    assert "Done." in call("outbox_group", "reset", "effects", "orders", "--to-earliest")
 
 
 def test_deciding_past_the_ledger_asks_first(monkeypatch: pytest.MonkeyPatch) -> None:
     with transaction.atomic():
         receipt = publish("orders", {}, key="running")
-        decide = ("outbox_decide", str(receipt.transaction_id), "rollback", "--force")
+        decide = ["outbox_transaction", "decide", str(receipt.transaction_id), "rollback", "--force"]
+        with pytest.raises(CommandError, match="may still run"):
+            call(*decide)
+        decide.append("--running")
         monkeypatch.setattr(sys, "stdin", StringIO("no\n"))
         with pytest.raises(CommandError, match="nothing was changed"):
             call(*decide)
@@ -120,22 +120,24 @@ def test_deciding_past_the_ledger_asks_first(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_group_is_deleted(monkeypatch: pytest.MonkeyPatch) -> None:
     planned = call_json("outbox_group", "delete", "effects", "--dry-run")
     loss = {"group": "effects", "topic": "orders", "lag": 0, "retrying": 0, "dead": 2}
-    assert planned == {"deleted": False, "losses": [loss]}
+    assert planned["before"] == {"losses": [loss]}
     monkeypatch.setattr(sys, "stdin", StringIO(""))
     with pytest.raises(CommandError, match="0 messages not consumed, 0 that are retried, 2 dead letters"):
         call("outbox_group", "delete", "effects")
     with pytest.raises(CommandError, match="no subscription to 'payments'; it has: orders"):
         call("outbox_group", "delete", "effects", "--topic", "payments", "--no-input")
-    assert "effects was deleted" in call("outbox_group", "delete", "effects", "--no-input")
+    assert "Done." in call("outbox_group", "delete", "effects", "--no-input")
     assert json.loads(call("outbox_group", "list", "--json")) == []
     with pytest.raises(CommandError, match="'effects' is not known"):
         call("outbox_group", "delete", "effects", "--no-input")
 
 
 def test_a_topic_is_deleted_and_takes_no_more_messages() -> None:
-    assert "nothing was deleted" in call("outbox_topic", "delete", "orders", "--dry-run")
+    assert "Nothing was changed" in call("outbox_topic", "delete", "orders", "--dry-run")
     deleted = call_json("outbox_topic", "delete", "orders", "--no-input")
-    assert deleted["loss"]["groups"] == [{"group": "effects", "topic": "orders", "lag": 0, "retrying": 0, "dead": 2}]
+    assert deleted["after"]["lost"]["groups"] == [
+        {"group": "effects", "topic": "orders", "lag": 0, "retrying": 0, "dead": 2}
+    ]
     with pytest.raises(UnknownTopic):
         publish("orders", {}, key="too late")
     with pytest.raises(CommandError, match="'orders' is not declared"):

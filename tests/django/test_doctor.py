@@ -174,19 +174,19 @@ def test_messages_of_a_key(world: World) -> None:
     with rolled_back():
         publish("orders", {}, key="4711")
     publish("orders", {}, key="other")
-    every = listed("outbox_trace", "--key", "4711")
+    every = listed("outbox_message", "list", "--key", "4711")
     assert [one["topic"] for one in every] == ["orders", "orders", "payments", "orders"]
     assert [one["state"] for one in every][1:] == ["committed"] * 3
     page = listed(
-        "outbox_trace", "--key", "4711", "--topic", "orders", "--limit", "1", "--after", str(every[0]["log_id"])
+        *("outbox_message", "list", "orders", "--key", "4711", "--limit", "1", "--after", str(every[0]["log_id"]))
     )
     assert [one["log_id"] for one in page] == [every[1]["log_id"]]
     later = (datetime.now(UTC) + timedelta(hours=1)).isoformat()
-    assert listed("outbox_trace", "--key", "4711", "--since", later) == []
+    assert listed("outbox_message", "list", "--key", "4711", "--since", later) == []
     with pytest.raises(CommandError, match="pass --key"):
-        call_command("outbox_trace")
+        call_command("outbox_message", "list")
     with pytest.raises(CommandError, match="time zone"):
-        call_command("outbox_trace", "--key", "4711", "--since", "2026-01-01")
+        call_command("outbox_message", "list", "--key", "4711", "--since", "2026-01-01")
 
 
 @pytest.mark.skipif(pooler.PROGRAM is None, reason="PgBouncer is not installed")

@@ -96,11 +96,15 @@ def test_a_group_that_mixes_orders_is_an_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("command", "changed"), [("outbox_forward", {"FORWARD": FORWARD}), ("outbox_receive", {"RECEIVE": RECEIVE})]
+    ("command", "changed"),
+    [
+        ("outbox_worker --role forward", {"FORWARD": FORWARD}),
+        ("outbox_worker --role receive", {"RECEIVE": RECEIVE}),
+    ],
 )
 def test_what_check_refuses_does_not_start(
     outbox_settings: Callable[..., None], command: str, changed: Mapping[str, Any]
 ) -> None:
     outbox_settings(**GOOD, **changed)
     with pytest.raises(CommandError, match=f"run {command} with a BROKER"):
-        call_command(command, once=True)
+        call_command(*command.split(), "--drain")

@@ -1,4 +1,4 @@
-"""OUTBOX['FORWARD'] and `outbox_forward`."""
+"""OUTBOX['FORWARD'] and `outbox_worker --role forward`."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def test_once_sends_what_is_queued_under_its_name_there(
         for number in range(10):
             place(str(number))
         sequence()
-        call_command("outbox_forward", "--once")
-        call_command("outbox_forward", "billing", "--once")
+        call_command("outbox_worker", "--role", "forward", "--drain")
+        call_command("outbox_worker", "--role", "forward", "--group", "billing", "--drain")
     assert "5 messages forwarded, 0 attempts failed" in capsys.readouterr().out
     assert sorted(json.loads(request.body)["number"] for request in got) == ["1", "3", "5", "7", "9"]
     assert {request.headers["outbox-topic"] for request in got} == {"shop.orders"}
@@ -57,7 +57,7 @@ def test_the_command_forwards_until_it_is_told_to_stop() -> None:
     with serving(keeping(got)) as port:
         forward = {"FORWARD": {"billing": webhook(port)}}
         with process(["-m", "outbox.contrib.django.worker.child", "broker"]):
-            with process(["-m", "django", "outbox_forward"], outbox=forward) as forwarding:
+            with process(["-m", "django", "outbox_worker", "--role", "forward"], outbox=forward) as forwarding:
                 place("1")
                 eventually(lambda: len(got) == 1, within_seconds=60, what="it is forwarded")
                 forwarding.send_signal(signal.SIGTERM)
@@ -90,7 +90,7 @@ def test_a_declaration_that_cannot_be_right(forward: Any, says: str) -> None:
     ("forward", "arguments", "says"),
     [
         ({}, [], "declares nothing"),
-        ({"billing": WEBHOOK}, ["biling"], "it has billing"),
+        ({"billing": WEBHOOK}, ["--group", "biling"], "it has billing"),
         ({"billing": WEBHOOK}, [], "missing 1 required keyword-only argument: 'secrets'"),
         ({"billing": {**WEBHOOK, "sink": "outbox.nothing"}}, [], "cannot be imported"),
         ({"billing": {**WEBHOOK, "options": {"url": "https://x.test/", "secrets": ["s3cret"]}}}, [], "whsec_"),
@@ -101,5 +101,5 @@ def test_what_the_command_refuses(
 ) -> None:
     outbox_settings(FORWARD=forward)
     with pytest.raises(CommandError, match=says) as failure:
-        call_command("outbox_forward", "--once", *arguments)
+        call_command("outbox_worker", "--role", "forward", "--drain", *arguments)
     assert "s3cret" not in str(failure.value)

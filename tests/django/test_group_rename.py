@@ -157,7 +157,7 @@ def test_what_is_refused(names: tuple[str, str]) -> None:
     call_command("outbox_group", "delete", new, "--no-input", stdout=StringIO())
     assert "nothing was changed" in rename(old, new, "--dry-run").lower()
     assert on_broker(f"SELECT 1 FROM outbox.consumer_group WHERE name = '{new}'") == []
-    assert json.loads(rename(old, new, "--json"))["renamed"] is True
+    assert json.loads(rename(old, new, "--json"))["after"]["renamed"] is True
 
 
 @pytest.mark.usefixtures("databases")

@@ -52,7 +52,8 @@ def led(databases: None) -> None:
 def health(*arguments: str) -> tuple[int, str]:
     out = StringIO()
     try:
-        call_command("outbox_health", *arguments, stdout=out, no_color=True)
+        asked = () if {"--live", "--ready"} & set(arguments) else ("--probe",)
+        call_command("outbox_status", *asked, *arguments, stdout=out, no_color=True)
     except SystemExit as ended:
         return int(str(ended.code)), out.getvalue().strip()
     return 0, out.getvalue().strip()

@@ -103,7 +103,7 @@ def test_an_abandoned_one_is_aborted_for_good() -> None:
         dropped = publish("orders", 1, key="dropped")
     assert said("outbox_transaction", "abort", str(dropped.transaction_id), "--dry-run")["dry_run"]
     assert decisions() == {"dropped": None}
-    assert said("outbox_transaction", "abort", str(dropped.transaction_id))["outcome"] == "applied"
+    assert said("outbox_transaction", "abort", str(dropped.transaction_id))["after"]["status"] == "applied"
     assert decisions() == {"dropped": "R"}
     assert said("outbox_transaction", "list") == []
     with pytest.raises(CommandError, match="not an undecided transaction"):
@@ -127,23 +127,23 @@ def test_browsing_shows_what_is_committed_and_with_uncommitted_the_rest(path: st
     with rolled_back():
         publish("orders", {"n": 2}, key="lost")
     publish("payments", {"n": 3}, key="elsewhere")
-    assert [(one["key"], one["state"], one["body"]) for one in said("outbox_browse", "orders")] == [
+    assert [(one["key"], one["state"], one["body"]) for one in said("outbox_message", "list", "orders")] == [
         ("sent", "committed", '{"n":1}')
     ]
     expected = {"sent": "committed", "lost": "undecided"} if path == "two_phase" else {"sent": "committed"}
-    assert {one["key"]: one["state"] for one in said("outbox_browse", "orders", "--uncommitted")} == expected
+    assert {one["key"]: one["state"] for one in said("outbox_message", "list", "orders", "--uncommitted")} == expected
 
 
 def test_browsing_goes_page_by_page_and_moves_nothing() -> None:
     for number in range(5):
         publish("orders", number, key=number)
-    first = said("outbox_browse", "orders", "--limit", "2")
-    rest = said("outbox_browse", "orders", "--after", str(first[-1]["log_id"]))
+    first = said("outbox_message", "list", "orders", "--limit", "2")
+    rest = said("outbox_message", "list", "orders", "--after", str(first[-1]["log_id"]))
     assert [one["key"] for one in first + rest] == list("43210")
-    assert f"--after {first[-1]['log_id']}" in text("outbox_browse", "orders", "--limit", "2")
-    assert said("outbox_browse", "orders", "--since", "2999-01-01T00:00:00+00:00") == []
+    assert f"--after {first[-1]['log_id']}" in text("outbox_message", "list", "orders", "--limit", "2")
+    assert said("outbox_message", "list", "orders", "--since", "2999-01-01T00:00:00+00:00") == []
     with pytest.raises(CommandError, match="nowhere"):
-        call_command("outbox_browse", "nowhere")
+        call_command("outbox_message", "list", "nowhere")
 
 
 def grown_old(seconds: float) -> None:

@@ -196,16 +196,16 @@ def test_an_operators_decision_has_to_agree_with_the_ledger() -> None:
     finally:
         faults.arm("")
     with pytest.raises(CommandError, match=r"COMMIT.*--force"):
-        call_command("outbox_decide", str(dropped.transaction_id), "commit")
+        call_command("outbox_transaction", "decide", str(dropped.transaction_id), "commit")
     with pytest.raises(CommandError, match=r"ROLLBACK.*COMMIT.*--force"):
-        call_command("outbox_decide", str(kept.transaction_id), "rollback")
+        call_command("outbox_transaction", "decide", str(kept.transaction_id), "rollback")
     assert decisions() == {"dropped": None, "kept": None}
-    call_command("outbox_decide", str(kept.transaction_id), "commit", verbosity=0)
-    call_command("outbox_decide", str(dropped.transaction_id), "rollback", verbosity=0)
+    call_command("outbox_transaction", "decide", str(kept.transaction_id), "commit", verbosity=0)
+    call_command("outbox_transaction", "decide", str(dropped.transaction_id), "rollback", verbosity=0)
     assert decisions() == {"dropped": "R", "kept": "C"}
     assert {item.decided_by for item in stored()} == {"O"}
     with pytest.raises(CommandError, match="not an undecided transaction"):
-        call_command("outbox_decide", str(kept.transaction_id), "rollback", "--force", "--no-input")
+        call_command("outbox_transaction", "decide", str(kept.transaction_id), "rollback", "--force", "--no-input")
 
 
 def test_force_goes_past_the_ledger() -> None:
@@ -216,7 +216,10 @@ def test_force_goes_past_the_ledger() -> None:
         assert found is not None
         assert (found.message.key, found.producer_group) == ("running", get_settings().producer_group)
         with pytest.raises(CommandError, match="still running"):
-            call_command("outbox_decide", str(receipt.transaction_id), "rollback")
-        call_command("outbox_decide", str(receipt.transaction_id), "rollback", "--force", "--no-input", verbosity=0)
+            call_command("outbox_transaction", "decide", str(receipt.transaction_id), "rollback")
+        decide = ("outbox_transaction", "decide", str(receipt.transaction_id), "rollback", "--force", "--no-input")
+        with pytest.raises(CommandError, match="may still run"):
+            call_command(*decide)
+        call_command(*decide, "--running", verbosity=0)
     assert get_broker() is not None
     assert decisions() == {"running": "R"}

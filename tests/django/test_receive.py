@@ -1,4 +1,4 @@
-"""From a queue of RabbitMQ to effects: `outbox_receive`, the log, a subscriber with the inbox; killed at each step."""
+"""From a queue of RabbitMQ to effects: the role receive, the log, a subscriber with the inbox; killed at each step."""
 
 from __future__ import annotations
 
@@ -61,10 +61,16 @@ def test_effects_happen_once_whoever_is_killed_and_whatever_is_repeated(
     given = {"RECEIVE": receive}
     send(rabbitmq_server.url, *((f"id-{number}", {"number": number}) for number in [*numbers, *numbers[::7]]))
     with child("broker"), child("consumer", faults="consumer.after_inbox_commit=kill@7") as consumer:
-        with process(["-m", "django", "outbox_receive"], outbox=given, faults="receive.after_send=kill@2") as first:
+        with process(
+            ["-m", "django", "outbox_worker", "--role", "receive"], outbox=given, faults="receive.after_send=kill@2"
+        ) as first:
             assert first.wait(60) == -signal.SIGKILL, "after it was stored, before it was acknowledged"
         assert consumer.wait(60) == -signal.SIGKILL, "after the effect, before its offset"
-        with child("consumer"), child("check"), process(["-m", "django", "outbox_receive"], outbox=given) as second:
+        with (
+            child("consumer"),
+            child("check"),
+            process(["-m", "django", "outbox_worker", "--role", "receive"], outbox=given) as second,
+        ):
             send(rabbitmq_server.url, *((f"id-{number}", {"number": number}) for number in numbers[::5]))
             eventually(
                 lambda: Effect.objects.count() >= 120, within_seconds=120, what=lambda: str(Effect.objects.count())
@@ -79,8 +85,8 @@ def test_effects_happen_once_whoever_is_killed_and_whatever_is_repeated(
         passes = connection.execute("SELECT name FROM outbox.periodic_pass WHERE name LIKE 'receive:%'").fetchall()
     assert (rows, passes) == ([(60,)], [("receive:partner",)])
     for known in (1, 0):
-        call_command("outbox_receive", "partner", forget=True)
-        assert f"{known} receivers forgotten" in capsys.readouterr().out
+        call_command("outbox_worker", "--forget", "partner")
+        assert f"after: forgotten: {known}" in capsys.readouterr().out
 
 
 def waiting(url: str) -> int:
@@ -101,13 +107,13 @@ def test_once_receives_what_is_there_and_poison_ends_it(
 ) -> None:
     outbox_settings(RECEIVE=receive)
     send(rabbitmq_server.url, ("a", {"number": "1"}), ("a", {"number": "1"}))
-    call_command("outbox_receive", "--once")
+    call_command("outbox_worker", "--role", "receive", "--drain")
     assert "2 messages stored, 0 put into the poison topic" in capsys.readouterr().out
     send(rabbitmq_server.url, ("", {"number": "2"}))
     with pytest.raises(CommandError, match="has no message id"):
-        call_command("outbox_receive", "--once")
+        call_command("outbox_worker", "--role", "receive", "--drain")
     outbox_settings(RECEIVE={"partner": {**receive["partner"], "poison_topic": "payments"}})
-    call_command("outbox_receive", "partner", "--once")
+    call_command("outbox_worker", "--role", "receive", "--receiver", "partner", "--drain")
     assert "0 messages stored, 1 put into the poison topic" in capsys.readouterr().out
 
 
@@ -125,7 +131,7 @@ def test_one_id_of_two_sources_is_two_messages_of_the_queue(
             event = {"ce-id": "1", "ce-source": f"/{name}"}
             send(rabbitmq_server.url, ("1", {"number": name}), headers=event)
             send(rabbitmq_server.url, ("2", {"number": name}), app_id=name)
-    call_command("outbox_receive", "--once")
+    call_command("outbox_worker", "--role", "receive", "--drain")
     assert "8 messages stored, 0 put into the poison topic" in capsys.readouterr().out
     with broker_connection() as (connection, _):
         rows = connection.execute("SELECT headers FROM outbox.commit_log WHERE headers ? 'received-id'").fetchall()

@@ -98,13 +98,11 @@ def test_a_stuck_half_and_a_dead_letter_are_settled_as_printed(tmp_path: Path, b
     stuck, letter = found["3", "HALF_STUCK"], found["1", "DEAD"]
     assert (stuck["transaction_id"], letter["message_id"]) == (half, str(dead))
     if by == "hand":
-        for finding, name in ((stuck, "outbox_decide"), (letter, "outbox_dead_letter replay")):
+        for finding, name in ((stuck, "outbox_transaction decide"), (letter, "outbox_dead_letter replay")):
             call_command(*command_in(finding["remedy"], name), stdout=StringIO())
     else:
         out = StringIO()
-        call_command(
-            "outbox_repair", str(tmp_path / "plan.jsonl"), "--apply", "--audit", str(tmp_path / "a"), stdout=out
-        )
+        call_command("outbox_repair", str(tmp_path / "plan.jsonl"), "--apply", stdout=out)
         assert out.getvalue().count(": done: ") == 2, out.getvalue()
     assert [item.decision for item in stored() if str(item.message_id) == half] == ["C"]
     for _ in range(3):

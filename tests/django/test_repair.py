@@ -56,18 +56,17 @@ def test_a_lost_row_is_published_once_under_its_derived_id(repair: Repair) -> No
     Order.objects.create(number="7")
     assert repair.run(lost("7"), apply=False)[0][0] == "would be done"
     assert stored() == [], "without --apply nothing is done"
-    assert not repair.audit.exists()
+    assert repair.recorded() == []
     assert repair.outcomes(lost("7")) == ["done"]
     assert repair.run(lost("7"))[0] == ("settled", f"published already, as {derived_id('orders', '7', AT)}")
     assert [(item.message_id, item.key, item.decision) for item in stored()] == [
         (derived_id("orders", "7", AT), "7", "C")
     ]
-    intent, outcome, again = repair.written()
-    assert [intent["event"], outcome["event"], again["outcome"]] == ["intent", "outcome", "settled"]
-    assert {line["by"] for line in repair.written()} == {"ann"}
-    assert intent["before"] == {"rows": 1, "messages": {}}
-    assert outcome["after"] == {str(derived_id("orders", "7", AT)): "committed"}
-    assert repair.audit.stat().st_mode & 0o777 == 0o600
+    [entry] = repair.recorded()
+    assert (entry.action, entry.outcome, entry.why) == ("repair", "done", "a test")
+    assert entry.subject == "LOST orders, key 7" and entry.who.endswith("(command)")
+    assert (entry.before["rows"], entry.before["messages"], entry.before["step"]) == (1, {}, "LOST 7")
+    assert entry.after["outcome"] == "done" and entry.after[str(derived_id("orders", "7", AT))] == "committed"
 
 
 def test_the_derived_id_says_when_the_row_was_made() -> None:
@@ -320,4 +319,4 @@ def test_killed_at_any_step_and_run_again_has_one_effect(repair: Repair, point: 
     Effect.objects.get_or_create(number="mended")
     handle_all()
     assert [effect.number for effect in Effect.objects.exclude(number="mended")] == ["7"]
-    assert {line["event"] for line in repair.written()} == {"intent", "outcome"}
+    assert repair.recorded()[0].outcome == ("done" if point == "repair.after_outcome" else "begun")

@@ -120,7 +120,7 @@ class Cell:
 
     def conditions(self) -> dict[str, dict[str, Any]]:
         """What the status says of restores, after a comparison."""
-        self.command("outbox_compare")
+        self.command("outbox_audit", "compare")
         _, found = self.command("outbox_status")
         return {one["name"]: one for one in found["conditions"] if one["name"].startswith("lost_")}
 
@@ -254,8 +254,8 @@ def _assert_messages_are_named(
         assert outcomes == ["done"] * len(LOST)
     eventually(lambda: _effects() == _names(BEFORE, LOST, AFTER), within_seconds=60)
     assert _effects() == sorted(Order.objects.values_list("number", flat=True))
-    code, answer = cell.command("outbox_compare", "--settle", "--no-input")
-    assert (code, answer["settled"]) == (0, len(gone))
+    code, answer = cell.command("outbox_audit", "settle", "--no-input")
+    assert (code, answer["after"]["settled"]) == (0, len(gone))
     assert cell.conditions() == {}
 
 
@@ -284,6 +284,6 @@ def _assert_commits_and_effects_are_named(
     # The broker still has these messages; that their orders are gone, the condition says.
     eventually(lambda: _effects() == _names(BEFORE, LOST, AFTER), within_seconds=60)
     eventually(lambda: "lost_effects" not in cell.conditions(), within_seconds=60)
-    code, answer = cell.command("outbox_compare", "--settle", "--no-input")
-    assert (code, answer["settled"]) == (0, len(gone))
+    code, answer = cell.command("outbox_audit", "settle", "--no-input")
+    assert (code, answer["after"]["settled"]) == (0, len(gone))
     assert cell.conditions() == {}

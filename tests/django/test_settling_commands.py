@@ -52,63 +52,65 @@ def due() -> int:
 
 def test_a_decision_is_rehearsed_without_effect() -> None:
     [one] = undecided("kept")
-    rehearsed = call_json("outbox_decide", str(one), "commit", "--dry-run")
-    assert (rehearsed["decision"], rehearsed["dry_run"]) == ("commit", True)
-    assert "the ledger proves it" in rehearsed["outcome"]
+    rehearsed = call_json("outbox_transaction", "decide", str(one), "commit", "--dry-run")
+    assert (rehearsed["action"], rehearsed["outcome"], rehearsed["dry_run"]) == ("decide", "planned", True)
+    assert "The ledger says now: COMMIT" in rehearsed["caution"]
     with pytest.raises(CommandError, match="not what the ledger proves"):
-        call("outbox_decide", str(one), "rollback", "--dry-run")
-    assert "nothing was decided" in call("outbox_decide", str(one), "rollback", "--dry-run", "--force")
+        call("outbox_transaction", "decide", str(one), "rollback", "--dry-run")
+    assert "Nothing was changed" in call("outbox_transaction", "decide", str(one), "rollback", "--dry-run", "--force")
     assert decisions() == {"kept": None}
-    assert call_json("outbox_decide", str(one), "commit") == {
-        "transaction_id": str(one),
-        "decision": "commit",
-        "outcome": "applied",
-        "dry_run": False,
-    }
+    done = call_json("outbox_transaction", "decide", str(one), "commit")
+    assert (done["outcome"], done["after"]["status"], done["after"]["decision"]) == ("done", "applied", "C")
     assert decisions() == {"kept": "C"}
     with pytest.raises(CommandError, match="not an undecided transaction"):
-        call("outbox_decide", str(one), "commit", "--dry-run")
+        call("outbox_transaction", "decide", str(one), "commit", "--dry-run")
 
 
 def test_rehearsing_a_rollback_writes_no_tombstone() -> None:
     with rolled_back():
         receipt = publish("orders", {}, key="dropped")
     one = str(receipt.transaction_id)
-    assert "the ledger's barrier would decide it" in call("outbox_decide", one, "rollback", "--dry-run")
+    assert "Its barrier decides when the action runs" in call(
+        "outbox_transaction", "decide", one, "rollback", "--dry-run"
+    )
     with connections["default"].cursor() as cursor:
         cursor.execute("SELECT count(*) FROM outbox_ledger WHERE transaction_id = %s", [one])
         assert cursor.fetchone() == (0,)
     with pytest.raises(CommandError, match="not what the ledger proves"):
-        call("outbox_decide", one, "commit", "--dry-run")
-    assert "applied" in call("outbox_decide", one, "rollback")
+        call("outbox_transaction", "decide", one, "commit", "--dry-run")
+    assert "applied" in call("outbox_transaction", "decide", one, "rollback")
 
 
 def test_producers_are_asked_again_about_those_that_are_named_or_selected() -> None:
     one, other, third = undecided("a", "b", "c")
     assert due() == 0
-    assert call("outbox_ask", str(one), "--dry-run") == "1 transactions would be due for a check now.\n"
+    assert "The checks of 1 transactions" in call("outbox_transaction", "ask", str(one), "--dry-run")
     assert due() == 0
-    assert call_json("outbox_ask", str(one)) == {"transaction_ids": [str(one)], "count": 1, "dry_run": False}
+    assert call_json("outbox_transaction", "ask", str(one))["after"]["transaction_ids"] == [str(one)]
     assert due() == 1
     with pytest.raises(CommandError, match="no check was requested"):
-        call("outbox_ask", str(other), str(uuid4()))
+        call("outbox_transaction", "ask", str(other), str(uuid4()))
     assert due() == 1
-    assert call_json("outbox_ask", "--group", "nobody")["count"] == 0
+    assert call_json("outbox_transaction", "ask", "--group", "nobody")["outcome"] == "nothing"
     parked = call_json("outbox_transaction", "list", "--parked", "--group", "shop")
     assert [(one["transaction_id"], one["state"]) for one in parked] == [
         (str(one), "parked") for one in (one, other, third)
     ]
-    assert "there may be more" in call("outbox_ask", "--parked", "--limit", "2")
+    assert "At most 2 are asked about at once" in call("outbox_transaction", "ask", "--parked", "--limit", "2")
     assert due() == 2
-    assert call_json("outbox_ask", "--all")["transaction_ids"] == [str(one), str(other), str(third)]
-    assert call_json("outbox_check")["committed"] == 3
+    assert call_json("outbox_transaction", "ask", "--all")["after"]["transaction_ids"] == [
+        str(one),
+        str(other),
+        str(third),
+    ]
+    assert call_json("outbox_transaction", "check")["committed"] == 3
     assert decisions() == {"a": "C", "b": "C", "c": "C"}
 
 
 @pytest.mark.parametrize("arguments", [[], ["--all", "--parked"], [str(uuid4()), "--all"]])
 def test_who_is_to_be_asked_is_said_clearly(arguments: list[str]) -> None:
     with pytest.raises(CommandError, match="name transaction ids"):
-        call("outbox_ask", *arguments)
+        call("outbox_transaction", "ask", *arguments)
 
 
 @pytest.fixture
@@ -162,24 +164,23 @@ def test_one_dead_letter_is_shown_whole() -> None:
     assert "    and a second line\n" in text
     call("outbox_dead_letter", "discard", "effects", letter["message_id"], "--no-input")
     assert "discarded at: 2" in call("outbox_dead_letter", "show", "effects", letter["message_id"])
-    with pytest.raises(CommandError, match=r"has no dead letter .*outbox_trace"):
+    with pytest.raises(CommandError, match=r"has no dead letter .*outbox_message show"):
         call("outbox_dead_letter", "show", "effects", str(uuid4()))
 
 
 @pytest.mark.usefixtures("_three_dead_of_two_groups")
 def test_groups_and_topics_are_changed_first_without_effect() -> None:
     for action, paused in (("pause", True), ("resume", False)):
-        said = {"group": "effects", "paused": paused, "released_queues": 0}
-        assert call_json("outbox_group", action, "effects", "--dry-run") == {**said, "dry_run": True}
+        assert call_json("outbox_group", action, "effects", "--dry-run")["dry_run"]
         assert _paused("effects") is not paused
-        assert call_json("outbox_group", action, "effects") == {**said, "dry_run": False}
+        assert call_json("outbox_group", action, "effects")["after"]["paused"] is paused
         assert _paused("effects") is paused
-    assert "would be created" in call("outbox_topic", "create", "tried", "--dry-run")
+    assert "Create topic tried" in call("outbox_topic", "create", "tried", "--dry-run")
     with pytest.raises(CommandError, match="'tried' is not declared"):
         call("outbox_topic", "alter", "tried", "--queue-count", "2")
-    assert call_json("outbox_topic", "create", "tried")["outcome"] == "topic tried was created."
-    assert "would be changed" in call("outbox_topic", "alter", "tried", "--queue-count", "16", "--dry-run")
-    assert "was changed" in call("outbox_topic", "alter", "tried", "--queue-count", "16")
+    assert call_json("outbox_topic", "create", "tried")["after"]["name"] == "tried"
+    assert "Change topic tried" in call("outbox_topic", "alter", "tried", "--queue-count", "16", "--dry-run")
+    assert "Done." in call("outbox_topic", "alter", "tried", "--queue-count", "16")
 
 
 def _paused(group: str) -> bool:
@@ -190,12 +191,11 @@ def _paused(group: str) -> bool:
 
 # -- the same words everywhere ----------------------------------------------------------------------
 
-ANSWERS = ["ask", "audit", "check", "dead_letter", "decide", "doctor", "group", "health", "recall", "reject", "status"]
-ANSWERS += ["topic", "trace", "transaction"]
-LOOKS = ["audit", "check", "doctor", "health", "status", "trace"]
+ANSWERS = ["audit", "dead_letter", "doctor", "group", "message", "status", "topic", "transaction"]
+LOOKS = ["audit compare", "doctor", "status", "transaction check"]
 LOOKS += ["dead_letter list", "dead_letter show", "group list", "group offsets", "topic list"]
-LOOKS += ["transaction list", "transaction describe"]
-PAGED = ["dead_letter list", "trace", "transaction list"]
+LOOKS += ["message list", "message show", "transaction list", "transaction describe"]
+PAGED = ["dead_letter list", "message list", "transaction list"]
 
 
 def parsers() -> Iterator[tuple[str, ArgumentParser]]:
@@ -212,5 +212,6 @@ def parsers() -> Iterator[tuple[str, ArgumentParser]]:
 def test_commands_have_the_same_options(name: str, parser: ArgumentParser) -> None:
     options = set(parser._option_string_actions)
     assert "--json" in options
-    assert ("--dry-run" in options) is (name not in LOOKS)
+    for option in ("--dry-run", "--no-input", "--reason"):
+        assert (option in options) is (name not in LOOKS)
     assert ({"--limit", "--after"} <= options) is (name in PAGED)

@@ -199,25 +199,23 @@ def test_recall_in_tests_of_an_application(application: None) -> None:
 
 def test_the_recall_command(path: str) -> None:
     first, second, third, fourth = map(str, remind("7", "7", "8", "9"))
-    assert "2 of 2 messages would be recalled" in call("outbox_recall", first, second, "--dry-run")
-    assert "2 of 2 messages would be recalled" in call(
-        *("outbox_recall", "--topic", "reminders", "--key", "7", "--dry-run")
-    )
-    assert "1 of 1 messages are recalled" in call("outbox_recall", first)
-    [outcome] = json.loads(call("outbox_recall", "--topic", "reminders", "--key", "7", "--json"))
-    assert (outcome["message_id"], outcome["status"]) == (second, "recalled")
+    assert "Recall 2 messages" in call("outbox_message", "recall", first, second, "--dry-run")
+    assert "Recall 2 messages" in call(*("outbox_message", "recall", "--topic", "reminders", "--key", "7", "--dry-run"))
+    assert f"after: {first}: recalled" in call("outbox_message", "recall", first)
+    done = json.loads(call("outbox_message", "recall", "--topic", "reminders", "--key", "7", "--json"))
+    assert done["after"] == {second: "recalled", "messages": 1}
     assert scheduled() == ["8", "9"]
     unknown = str(uuid4())
-    with pytest.raises(CommandError, match=rf"not recalled: {unknown} \(unknown\)"):
-        call("outbox_recall", unknown, third)
+    with pytest.raises(CommandError, match=rf"not done: {unknown} \(unknown\)"):
+        call("outbox_message", "recall", unknown, third)
     assert scheduled() == ["9"], "the others are"
     delivered = publish("reminders", {}, key="9").message_id
     assert scheduled() == ["9"]
-    with pytest.raises(CommandError, match=rf"{delivered} \(delivered\)\. `outbox_trace"):
-        call("outbox_recall", str(delivered))
+    with pytest.raises(CommandError, match=rf"{delivered} \(delivered\)\. `outbox_message show"):
+        call("outbox_message", "recall", str(delivered))
     with pytest.raises(CommandError, match="'8' waits"):
-        call("outbox_recall", "--topic", "reminders", "--key", "8")
-    assert "1 of 1" in call("outbox_recall", fourth)
+        call("outbox_message", "recall", "--topic", "reminders", "--key", "8")
+    assert "Done." in call("outbox_message", "recall", fourth)
 
 
 @pytest.mark.parametrize(
@@ -233,7 +231,7 @@ def test_the_recall_command(path: str) -> None:
 )
 def test_bad_input_of_the_recall_command_is_explained(arguments: list[str], complaint: str) -> None:
     with pytest.raises(CommandError, match=complaint):
-        call("outbox_recall", *arguments)
+        call("outbox_message", "recall", *arguments)
 
 
 # -- the switch -------------------------------------------------------------------------------------
@@ -256,7 +254,7 @@ def test_transactional_messages_are_refused_and_the_transaction_rolls_back(path:
         publish("orders", {}, key="refused")
 
     for _ in range(2):
-        with pytest.raises(TransactionalMessagesRejected, match="outbox_reject off"):
+        with pytest.raises(TransactionalMessagesRejected, match="outbox_transaction accept"):
             order()
     assert not Order.objects.exists()
     publish("orders", {}, key="plain")
@@ -268,19 +266,18 @@ def test_transactional_messages_are_refused_and_the_transaction_rolls_back(path:
 
 @pytest.mark.usefixtures("switched_back")
 def test_the_reject_command(path: str) -> None:
-    assert call("outbox_reject") == "transactional messages are accepted.\n"
-    assert call("outbox_reject", "on", "--dry-run") == "transactional messages would be refused; a change.\n"
-    assert call("outbox_reject", "on") == "transactional messages are refused from now on.\n"
-    assert call("outbox_reject", "on") == "transactional messages are refused as before.\n"
-    assert json.loads(call("outbox_reject", "--json")) == {"rejecting": True, "changed": False}
+    assert "Nothing was changed" in call("outbox_transaction", "reject", "--dry-run")
+    assert "There is nothing to do" in call("outbox_transaction", "accept")
+    assert "after: rejecting: True" in call("outbox_transaction", "reject")
+    assert json.loads(call("outbox_transaction", "reject", "--json"))["outcome"] == "nothing"
     with pytest.raises(TransactionalMessagesRejected), transaction.atomic():
         publish("orders", {})
     out = StringIO()
     with pytest.raises(SystemExit):
         call_command("outbox_status", stdout=out, no_color=True)
     assert "WARNING rejecting: " in out.getvalue()
-    assert "`outbox_reject off`" in out.getvalue()
-    assert json.loads(call("outbox_reject", "off", "--json")) == {"rejecting": False, "changed": True}
+    assert "`outbox_transaction accept`" in out.getvalue()
+    assert json.loads(call("outbox_transaction", "accept", "--json"))["after"] == {"rejecting": False}
     with transaction.atomic():
         publish("orders", {}, key="kept")
     assert decisions() == {"kept": "C"}
@@ -300,8 +297,8 @@ def test_an_operator_has_parked_transactions_asked_again() -> None:
         connection.execute(
             "UPDATE outbox.pending_check SET parked_at = now(), park_reason = 'checks', due_at = now() + '1 hour'"
         )
-    assert json.loads(call("outbox_check", "--json"))["claimed"] == 0, "its turn is in an hour"
-    trace = json.loads(call("outbox_trace", str(one.message_id), "--json"))
+    assert json.loads(call("outbox_transaction", "check", "--json"))["claimed"] == 0, "its turn is in an hour"
+    trace = json.loads(call("outbox_message", "show", str(one.message_id), "--json"))
     assert trace["pending"]["park_reason"] == "checks"
-    assert json.loads(call("outbox_check", "--parked", "--json"))["committed"] == 1
+    assert json.loads(call("outbox_transaction", "check", "--parked", "--json"))["committed"] == 1
     assert decisions() == {"parked": "C"}

@@ -68,4 +68,4 @@ def test_the_admin_shows_the_findings(reconcile: Reconciler, world: World, new_d
     assert "1 reconciliation finding" in done.stdout, "the second time replaced the first"
     assert hostile not in done.stdout
     assert html.escape(hostile) in done.stdout
-    assert "python manage.py outbox_trace " in done.stdout
+    assert "python manage.py outbox_message show " in done.stdout

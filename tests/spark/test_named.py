@@ -46,10 +46,10 @@ def test_a_stuck_half_and_a_dead_letter_are_named_beside_committed_messages_of_t
     rows = {(row["key"], row["class"]): row for row in reconcile.rows(reconcile.run())}
     half, letter, damaged = rows["1", "HALF_STUCK"], rows["2", "DEAD"], rows["2", "UNREADABLE"]
     assert (half["transaction_id"], half["message_id"]) == (str(stuck), str(stuck))
-    assert f"`python manage.py outbox_decide {stuck} commit`" in half["remedy"]
+    assert f"`python manage.py outbox_transaction decide {stuck} commit`" in half["remedy"]
     assert (letter["message_id"], letter["log_id"], letter["body"]) == (str(dead), given_up, "not JSON")
     assert f"`python manage.py outbox_dead_letter replay points {dead}`" in letter["remedy"]
-    assert damaged["message_id"] == str(dead) and f"outbox_trace {dead}`" in damaged["remedy"]
+    assert damaged["message_id"] == str(dead) and f"outbox_message show {dead}`" in damaged["remedy"]
     assert first not in {row["log_id"] for row in rows.values()}
 
 

@@ -117,7 +117,9 @@ class Tags(HTMLParser):
 def page(found: list[dict[str, Any]], **counts: int) -> tuple[str, Tags]:
     times = [("MISMATCH", 1_748_779_200.0, 1)] if found else []
     volume = {"<rule>": [(datetime(2025, 6, 1, 11, tzinfo=UTC), 10)]}
-    text = report.render(result(**counts), found, times, volume, trend(*HOSTILE), "manage.py outbox_trace {message_id}")
+    text = report.render(
+        result(**counts), found, times, volume, trend(*HOSTILE), "manage.py outbox_message show {message_id}"
+    )
     parsed = Tags()
     parsed.feed(text)
     return text, parsed

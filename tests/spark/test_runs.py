@@ -147,7 +147,7 @@ def say_what_they_rest_on(by_class: dict[tuple[str, str], dict[str, Any]]) -> No
         {"consumer_group": "points", "attempt": 16, "failed_at": at, "error": "ValueError: boom"}
     ]
     assert dead["remedy"].endswith(f"`python manage.py outbox_dead_letter replay points {dead['message_id']}`.")
-    assert f"outbox_decide {stuck['transaction_id']} commit" in stuck["remedy"]
+    assert f"outbox_transaction decide {stuck['transaction_id']} commit" in stuck["remedy"]
 
 
 def without_times(row: dict[str, Any]) -> dict[str, Any]:

@@ -192,8 +192,8 @@ def _check_not_rejecting(run: Executor, messages: Sequence[Message]) -> None:
     if rejects:
         raise TransactionalMessagesRejected(
             f"the broker refuses transactional messages (its operator switched them off): message "
-            f"{messages[0].message_id} for topic {messages[0].topic!r} was not stored. Try again once `outbox_reject "
-            f"off` has switched them on."
+            f"{messages[0].message_id} for topic {messages[0].topic!r} was not stored. Try again once "
+            f"`outbox_transaction accept` has switched them on."
         )
 
 

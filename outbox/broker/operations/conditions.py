@@ -181,22 +181,22 @@ CATALOGUE: Final[Mapping[str, ConditionKind]] = {
     ),
     "receiver_late": ConditionKind(
         "A receiver of OUTBOX['RECEIVE'] has had no answer from its source for several periods. No messages come in.",
-        "Start `outbox_receive`, or restore the server that its log names. If the receiver is gone for good, run "
-        "`outbox_receive --forget NAME`.",
+        "Start `outbox_worker --role receive`, or restore the server that its log names. If the receiver is gone for "
+        "good, run `outbox_worker --forget NAME`.",
     ),
     "unanswered": ConditionKind(
         "Half messages are undecided, and no process of their producer group answers.",
         "Start the producer service with check-back. If the producer group is gone for good, decide them with "
-        "`outbox_decide`.",
+        "`outbox_transaction decide`.",
     ),
     "parked": ConditionKind(
         "Transactions are still undecided past the limits of check-back. On FIFO topics they block their keys.",
-        "`outbox_trace ID` shows every answer. `outbox_decide ID commit` or `outbox_decide ID rollback` asks the "
-        "ledger, then decides.",
+        "`outbox_message show ID` shows every answer. `outbox_transaction decide ID commit` or `outbox_transaction "
+        "decide ID rollback` asks the ledger, then decides.",
     ),
     "contradicted": ConditionKind(
         "A process reported the opposite outcome of a decided transaction. The first decision stands.",
-        "Compare the business row with `outbox_trace ID`. Check whether two services share one producer group.",
+        "Compare the business row with `outbox_message show ID`. Check whether two services share one producer group.",
     ),
     "refused": ConditionKind(
         "A process reported the end of a transaction that is unknown or belongs to another producer group.",
@@ -205,12 +205,12 @@ CATALOGUE: Final[Mapping[str, ConditionKind]] = {
     "wrong_ledger": ConditionKind(
         "Check-back cannot use the ledger that a half message names. The ledger was emptied, was pruned past the "
         "message, or belongs to another service.",
-        "Point the alias to the right database. If that ledger is gone, decide the transactions with `outbox_decide "
-        "--force`.",
+        "Point the alias to the right database. If that ledger is gone, decide the transactions with "
+        "`outbox_transaction decide --force`.",
     ),
     "checker_disagrees": ConditionKind(
         "A look-up function given as check= contradicts the ledger. The ledger decided.",
-        "Fix the look-up function. Compare the business row with `outbox_trace ID`.",
+        "Fix the look-up function. Compare the business row with `outbox_message show ID`.",
     ),
     "no_worker": ConditionKind(
         "No consumer runs for a group that subscribes to these topics.",
@@ -242,8 +242,8 @@ CATALOGUE: Final[Mapping[str, ConditionKind]] = {
     "suspects": ConditionKind(
         "A process died while it handled these messages. Consumers now handle each of them alone. After the third "
         "death the message becomes a dead letter.",
-        "`outbox_trace ID` shows the message. Fix the handler before the message becomes a dead letter, or replay it "
-        "afterwards.",
+        "`outbox_message show ID` shows the message. Fix the handler before the message becomes a dead letter, or "
+        "replay it afterwards.",
     ),
     "hung_handlers": ConditionKind(
         "Handlers run past their timeout and do not return.",
@@ -325,20 +325,20 @@ CATALOGUE: Final[Mapping[str, ConditionKind]] = {
     ),
     "not_conserved": ConditionKind(
         "The last audit found lost or duplicated messages: an equation does not hold.",
-        "Run `outbox_audit` again to confirm it. Use `outbox_trace` for the newest messages and `outbox_reconcile` "
-        "for all.",
+        "Run `outbox_audit` again to confirm it. Use `outbox_message show` for the newest messages and "
+        "`outbox_reconcile` for all.",
     ),
     "lost_messages": ConditionKind(
         "The broker does not know transactions that the application has committed. A restore or a failover lost their "
         "messages.",
         "Reconcile that time span: `outbox-reconcile plan` and `outbox_repair` publish the messages again from the "
-        "business rows. Then run `outbox_compare --settle`.",
+        "business rows. Then run `outbox_audit settle`.",
     ),
     "lost_commits": ConditionKind(
         "The broker delivered messages of transactions that the application's database does not hold. That database "
         "was restored.",
         "If there is a newer copy, restore it. Otherwise `outbox_reconcile` names the messages without a row. Then "
-        "run `outbox_compare --settle`.",
+        "run `outbox_audit settle`.",
     ),
     "lost_effects": ConditionKind(
         "Groups have passed messages whose effects are missing. The database of their handlers was restored.",
@@ -347,7 +347,7 @@ CATALOGUE: Final[Mapping[str, ConditionKind]] = {
     ),
     "rejecting": ConditionKind(
         "An operator has set the broker to refuse new transactional messages.",
-        "When the reason is gone, run `outbox_reject off`.",
+        "When the reason is gone, run `outbox_transaction accept`.",
     ),
 }
 

@@ -70,7 +70,7 @@ class FindingAdmin(ReadOnly, _Findings):
     @admin.display(description="trace by")
     def trace(self, finding: Finding) -> str:
         """The command that shows the message's history."""
-        return f"python manage.py outbox_trace {finding.message_id}" if finding.message_id else ""
+        return f"python manage.py outbox_message show {finding.message_id}" if finding.message_id else ""
 
     @admin.display(description="operations page")
     def operations_page(self, finding: Finding) -> str:

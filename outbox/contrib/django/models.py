@@ -157,7 +157,7 @@ class Finding(models.Model):
 
 
 class OperatorAction(models.Model):
-    """An action on the operations page: recorded before it runs, and completed with its outcome.
+    """An operator's action, by a command or on the operations page: stored before it runs, completed afterwards.
 
     An entry that stays `begun` was interrupted: the broker may have done it or not.
     """

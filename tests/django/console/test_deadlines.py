@@ -82,7 +82,7 @@ def test_a_plan_says_that_a_lock_is_in_the_way(dead: World, operator: Client) ->
 
 
 def test_a_plan_does_not_wait_for_the_ledger(world: World, operator: Client) -> None:
-    given = {"transaction": str(lost_end(world)), "decision": "commit"}
+    given = {"id": str(lost_end(world)), "decision": "commit"}
     with held(world, "LOCK TABLE outbox_ledger", alias="default"):
         shown = operator.post("/outbox/act/decide/", given)
     assert shown.status_code == 200 and b"lock timeout" in shown.content, "the ledger could not be read"
@@ -127,6 +127,6 @@ def test_the_page_has_five_seconds() -> None:
 
 
 def test_a_decision_is_made_after_the_lock_is_gone(world: World, operator: Client) -> None:
-    given = {"transaction": str(lost_end(world)), "decision": "commit", "confirmed": "yes", "why": "paid"}
+    given = {"id": str(lost_end(world)), "decision": "commit", "confirmed": "yes", "why": "paid"}
     assert operator.post("/outbox/act/decide/", given).status_code == 302
     assert decision(world) == [("C", "O")]

@@ -10,7 +10,8 @@ from django.test import Client
 
 from outbox.broker.transaction import checks
 from outbox.contrib.django import fenced_producer, publish, run_check_back
-from outbox.contrib.django.console.audit import recorded
+from outbox.contrib.django.actions.audit import recorded
+from outbox.contrib.django.actions.declaration import ActionPlan
 from outbox.contrib.django.engine.broker import flush
 from outbox.contrib.django.models import OperatorAction
 from outbox.errors import LeftoversUndecided, UsageError
@@ -66,7 +67,7 @@ def test_an_open_transaction_of_a_fenced_producer_is_listed_before_anybody_asked
 
 
 def test_an_action_is_shown_first_then_done_with_a_reason_and_kept(world: World, operator: Client) -> None:
-    given = {"transaction": str(lost_end(world)), "decision": "commit", "back": "/outbox/undecided/"}
+    given = {"id": str(lost_end(world)), "decision": "commit", "back": "/outbox/undecided/"}
     shown = operator.post("/outbox/act/decide/", given).content.decode()
     assert "Its messages are delivered to every group" in shown and "COMMIT" in shown
     assert 'href="/outbox/undecided/"' in shown
@@ -78,15 +79,15 @@ def test_an_action_is_shown_first_then_done_with_a_reason_and_kept(world: World,
     assert done["Location"] == f"/outbox/audit/{entry.pk}/"
     assert decision(world) == [("C", "O")]
     assert (entry.action, entry.outcome, entry.why) == ("decide", "done", "the order is paid")
-    assert entry.subject == f"transaction {given['transaction']}" and entry.ended_at is not None
+    assert entry.subject == f"transaction {given['id']}" and entry.ended_at is not None
     assert entry.before["decision"] is None and entry.after["decision"] == "C"
-    page = operator.get(f"/outbox/messages/{given['transaction']}/").content.decode()
+    page = operator.get(f"/outbox/messages/{given['id']}/").content.decode()
     assert "decided by an operator" in page and "the order is paid" in page
     assert "the order is paid" in operator.get("/outbox/audit/").content.decode()
 
 
 def test_the_ledger_has_the_last_word_unless_it_is_forced(world: World, operator: Client) -> None:
-    given = {"transaction": str(lost_end(world)), "decision": "rollback", "confirmed": "yes", "why": "a guess"}
+    given = {"id": str(lost_end(world)), "decision": "rollback", "confirmed": "yes", "why": "a guess"}
     operator.post("/outbox/act/decide/", given)
     entry = OperatorAction.objects.get()
     assert entry.outcome == "failed" and "not what the ledger proves" in entry.after["error"]
@@ -100,12 +101,12 @@ def test_asking_again_makes_the_check_due(world: World, operator: Client) -> Non
     transaction_id = lost_end(world)
     world.sql("UPDATE outbox.pending_check SET due_at = now() + interval '1 hour'")
     assert run_check_back().committed == 0
-    given = {"transaction": str(transaction_id), "confirmed": "yes", "why": "the database is back"}
+    given = {"ids": str(transaction_id), "confirmed": "yes", "why": "the database is back"}
     operator.post("/outbox/act/ask/", given)
     assert run_check_back().committed == 1
     assert decision(world) == [("C", "K")]
     again = operator.post("/outbox/act/ask/", given)
-    assert again.status_code == 400 and b"is already decided" in again.content
+    assert again.status_code == 400 and b"no undecided transactions" in again.content
 
 
 def test_a_message_shows_its_whole_life(world: World, operator: Client) -> None:
@@ -138,9 +139,11 @@ def test_what_was_cut_off_or_broken_stands_in_the_audit(world: World) -> None:
         assert OperatorAction.objects.get().outcome == "begun"
         raise ZeroDivisionError
 
+    broken = ActionPlan(subject="group g", effect="", before={"paused\0": "\0"}, do=crash)
     with pytest.raises(ZeroDivisionError):
-        recorded("ada", "try", "pause", subject="group g", effect="", before={"paused\0": "\0"}, do=crash)
-    assert recorded("ada", "try", "pause", subject="g\0", effect="", before={}, do=refuse).outcome == "failed"
+        recorded("pause", broken, who="ada", why="try")
+    refused = ActionPlan(subject="g\0", effect="", do=refuse)
+    assert recorded("pause", refused, who="ada", why="try").outcome == "failed"
     assert [entry.outcome for entry in OperatorAction.objects.all()] == ["failed", "failed"]
 
 
@@ -148,7 +151,7 @@ def test_a_transaction_that_may_still_run_cannot_be_decided(world: World, operat
     with transaction.atomic():
         Order.objects.create(number="order-9")
         transaction_id = publish("orders", {}, key="order-9").transaction_id
-        given = {"transaction": str(transaction_id), "decision": "rollback"}
+        given = {"id": str(transaction_id), "decision": "rollback"}
         forced = {**given, "confirmed": "yes", "why": "a guess", "force": "yes"}
         pages = ("/outbox/undecided/", f"/outbox/messages/{transaction_id}/")
         for reason in ("no check has looked for it yet", "its immunity", "it still ran when check-back asked last"):

@@ -37,12 +37,12 @@ def letters(world: World, count: int = 3) -> None:
 def test_chosen_dead_letters_are_replayed_or_discarded(world: World, operator: Client) -> None:
     letters(world)
     page = operator.get("/outbox/dead-letters/list/?group=mail").content.decode()
-    assert page.count('type="checkbox" name="message"') == 3
+    assert page.count('type="checkbox" name="ids"') == 3
     chosen = [str(one) for (one,) in world.sql("SELECT message_id FROM outbox.commit_log WHERE key IN ('k0', 'k1')")]
-    assert "Discard 2 dead letters of group mail" in shown(operator, "discard", group="mail", message=chosen)
+    assert "Discard 2 dead letters of group mail" in shown(operator, "discard", group="mail", ids=chosen)
     assert dead_keys(world.run, "mail") == ["k0", "k1", "k2"], "nothing before it is confirmed"
-    assert done(operator, "discard", group="mail", message=chosen[0]).after == {"settled": 1}
-    assert done(operator, "replay", group="mail", message=chosen[1]).after == {"settled": 1}
+    assert done(operator, "discard", group="mail", ids=chosen[0]).after == {"settled": 1}
+    assert done(operator, "replay", group="mail", ids=chosen[1]).after == {"settled": 1}
     assert dead_keys(world.run, "mail") == ["k2"]
     assert "There is nothing to do" in shown(operator, "replay", group="mail", error_type="KeyError")
     assert operator.post("/outbox/act/replay/", {"group": "mail"}).status_code == 400, "not all by mistake"
@@ -55,9 +55,9 @@ def test_a_delayed_message_is_taken_back(world: World, operator: Client) -> None
     sequence()
     page = operator.get("/outbox/waiting/").content.decode()
     assert "its delivery time" in page and str(receipt.message_id) in page
-    assert "Recall 1 messages" in shown(operator, "recall", message=str(receipt.message_id))
+    assert "Recall 1 messages" in shown(operator, "recall", ids=str(receipt.message_id))
     assert operator.get("/outbox/waiting/").content.decode().count('class="id"') == 1
-    entry = done(operator, "recall", message=str(receipt.message_id))
+    entry = done(operator, "recall", ids=str(receipt.message_id))
     assert entry.after == {str(receipt.message_id): "recalled", "messages": 1}
     assert "No messages are waiting" in operator.get("/outbox/waiting/").content.decode()
     assert "recalled" in operator.get(f"/outbox/messages/{receipt.message_id}/").content.decode()
@@ -71,14 +71,15 @@ def test_a_group_is_paused_resumed_and_moved(world: World, operator: Client) -> 
     assert done(operator, "pause", group="mail").after == {"paused": True}
     assert "There is nothing to do" in shown(operator, "pause", group="mail")
     assert done(operator, "resume", group="mail").after == {"paused": False, "released_queues": 0}
-    moved = {"group": "mail", "topic": "orders", "to": "latest"}
-    assert "it never gets 8 messages that it has not handled" in shown(operator, "rewind", **moved)
-    ends = done(operator, "rewind", **moved).after
+    moved = {"group": "mail", "topic": "orders"}
+    assert 'name="to_time"' in page and 'name="reprocess"' in page and "Reset …" in page, "the form of the declaration"
+    assert "it never gets 8 messages that it has not handled" in shown(operator, "reset", **moved, to_latest="yes")
+    ends = done(operator, "reset", **moved, to_latest="yes").after
     assert sum(ends.values()) == 8
-    assert "It gets 8 messages again" in shown(operator, "rewind", **{**moved, "to": "earliest"})
-    one = done(operator, "rewind", **{**moved, "to": "offset", "offset": "0", "queue": "0"})
+    assert "It gets 8 messages again" in shown(operator, "reset", **moved, to_earliest="yes")
+    one = done(operator, "reset", **moved, to_offset="0", queue="0")
     assert one.after == {"orders/0": 0}
-    assert operator.post("/outbox/act/rewind/", {**moved, "to": "time"}).status_code == 400
+    assert operator.post("/outbox/act/reset/", {**moved, "to_latest": "yes", "to_offset": "0"}).status_code == 400
     assert operator.post("/outbox/act/pause/", {"group": "nobody"}).status_code == 404
 
 

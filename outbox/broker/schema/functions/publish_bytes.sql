@@ -39,7 +39,7 @@ BEGIN
     SELECT reject_transactional INTO rejects FROM broker;
     IF rejects THEN
         RAISE EXCEPTION 'the broker refuses transactional messages (its operator switched them off)'
-            USING ERRCODE = 'object_not_in_prerequisite_state', HINT = '"outbox_reject off" switches them on.';
+            USING ERRCODE = 'object_not_in_prerequisite_state', HINT = '"outbox_transaction accept" switches them on.';
     END IF;
     IF 'FIFO' = ANY(target.message_types) AND target.key_lock THEN
         -- Before the position in the log is drawn, and held to the end of the transaction.

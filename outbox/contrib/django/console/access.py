@@ -19,7 +19,7 @@ from django.views.decorators.csrf import csrf_protect
 from django.views.decorators.http import require_POST, require_safe
 
 from outbox.contrib.django.console.asking import SECONDS, application
-from outbox.contrib.django.console.rendering import ACT, SEE, problem
+from outbox.contrib.django.console.rendering import SEE, problem
 from outbox.contrib.django.database import deadline
 from outbox.errors import OutboxError, UnknownGroup, UnknownTopic, UsageError
 
@@ -31,9 +31,9 @@ def seeing(view: View) -> View:
     return _guarded(require_safe, view, [SEE])
 
 
-def acting(view: View) -> View:
-    """Wrap a view that changes something: for staff who may also act; POST only, with the CSRF token."""
-    return _guarded(require_POST, view, [SEE, ACT])
+def acting(permission: str) -> Callable[[View], View]:
+    """Wrap a view that changes something: for staff who also have this permission; POST only, with the CSRF token."""
+    return lambda view: _guarded(require_POST, view, [SEE, permission])
 
 
 def _guarded(method: Callable[[View], View], view: View, permissions: list[str]) -> View:

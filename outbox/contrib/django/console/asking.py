@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime
-from typing import Final
+from typing import Any, Final
 from uuid import UUID
 
 from django.db import router
+from django.http import QueryDict
 from django.utils import timezone
 
 from outbox.broker.database.executor import Executor
 from outbox.broker.operations.dead_letters import PagePosition
 from outbox.broker.operations.listings import bounded
+from outbox.contrib.django.actions.declaration import ActionField, DeclaredAction, FieldKind, Values
 from outbox.contrib.django.database import deadline
 from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.models import OperatorAction
@@ -103,3 +105,39 @@ def place(given: Mapping[str, str]) -> PagePosition | None:
     """The start of a page in a list ordered by time: `after` and `after_id`. Raises UsageError."""
     at, row = moment(given, "after"), number(given, "after_id")
     return None if at is None or row is None else PagePosition(at, row)
+
+
+def count(given: Mapping[str, str], name: str) -> int | None:
+    """A parameter that is a whole number, at least 1. Raises UsageError."""
+    value = number(given, name)
+    if value == 0:
+        raise UsageError(f"{name}: '0' is not a whole number, at least 1.")
+    return value
+
+
+_READERS: Final[Mapping[FieldKind, Callable[[Mapping[str, str], str], Any]]] = {
+    FieldKind.TEXT: text,
+    FieldKind.ID: uuid,
+    FieldKind.NUMBER: number,
+    FieldKind.COUNT: count,
+    FieldKind.TIME: moment,
+    FieldKind.FLAG: lambda given, name: given.get(name) == "yes",
+}
+
+
+def values_of(action: DeclaredAction, given: QueryDict) -> Values:
+    """The values of an action's fields, from a form. Raises UsageError."""
+    return {field.name: _value(field, given) for field in action.fields}
+
+
+def _value(field: ActionField, given: QueryDict) -> Any:
+    if not field.on_page:
+        return field.default if field.kind is not FieldKind.FLAG else False
+    read = _READERS[field.kind]
+    if field.many:
+        found = [read({field.name: value}, field.name) for value in given.getlist(field.name)]
+        return [value for value in found if value is not None]
+    value = required(given, field.name) and read(given, field.name) if field.required else read(given, field.name)
+    if field.choices and value not in (None, *field.choices):
+        raise UsageError(f"{field.name}: {value!r} is none of {', '.join(field.choices)}.")
+    return field.default if value is None else value

@@ -36,7 +36,7 @@ REMEDIES: Final[Mapping[str, Remedy]] = {
     "UNDELIVERED": Remedy(
         "A consumer group shows no effect within its limit.",
         "See on the group's page whether it runs, waits or is stopped; if it passed the message without an effect, "
-        "rewind it and process again.",
+        "reset it and process again.",
     ),
     "DUPLICATE": Remedy(
         "More messages than rows, more rows than keys, or more effects than messages.",

@@ -11,8 +11,9 @@ from django.db import Error as DatabaseError
 from django.http import HttpRequest, HttpResponse
 from django.template import loader
 
+from outbox.contrib.django.actions.declaration import ACT
+
 SEE: Final = "outbox.view_operations"
-ACT: Final = "outbox.act"
 BODIES: Final = "outbox.view_bodies"
 
 PER_PAGE: Final = 50

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from django.urls import path
 
-from outbox.contrib.django.console.actions.catalogue import ACTIONS
+from outbox.contrib.django.actions.catalogue import ACTIONS
 from outbox.contrib.django.console.views import dead_letters, groups, messages, overview, records, waiting
 from outbox.contrib.django.console.views.acting import view_of
 
@@ -25,5 +25,9 @@ urlpatterns = [
     path("incidents/", records.incidents, name="incidents"),
     path("audit/", records.audit, name="audit"),
     path("audit/<int:number>/", records.audit_entry, name="audit_entry"),
-    *(path(f"act/{name.replace('_', '-')}/", view_of(action), name=f"act_{name}") for name, action in ACTIONS.items()),
+    *(
+        path(f"act/{name.replace('_', '-')}/", view_of(action), name=f"act_{name}")
+        for name, action in ACTIONS.items()
+        if action.permission is not None
+    ),
 ]

@@ -87,17 +87,17 @@ class RocketMQEngine(Engine):
             yield from self.refusals.of_subscription(item.subscription, topic, inbox=item.idempotent)
         if settings.forward:
             yield (
-                f"OUTBOX['FORWARD'] declares {', '.join(map(repr, settings.forward))}: outbox_forward reads the "
-                "bundled broker only, because RocketMQ holds back a whole queue and not one key. Keep the topics on "
-                "PostgreSQL, run outbox_forward with a BROKER that names its alias and declare FORWARD there only; or "
-                "let a @subscriber send them."
+                f"OUTBOX['FORWARD'] declares {', '.join(map(repr, settings.forward))}: outbox_worker --role forward "
+                f"reads the bundled broker only, because RocketMQ holds back a whole queue and not one key. Keep the "
+                f"topics on PostgreSQL, run outbox_worker --role forward with a BROKER that names its alias and "
+                f"declare FORWARD there only; or let a @subscriber send them."
             )
         if settings.receive:
             yield (
-                f"OUTBOX['RECEIVE'] declares {', '.join(map(repr, settings.receive))}: outbox_receive stores in the "
-                "bundled broker only, because RocketMQ stores a repetition a second time. Keep the topics on "
-                "PostgreSQL, run outbox_receive with a BROKER that names its alias and declare RECEIVE there only; or "
-                "let the sender publish to RocketMQ."
+                f"OUTBOX['RECEIVE'] declares {', '.join(map(repr, settings.receive))}: outbox_worker --role receive "
+                f"stores in the bundled broker only, because RocketMQ stores a repetition a second time. Keep the "
+                f"topics on PostgreSQL, run outbox_worker --role receive with a BROKER that names its alias and "
+                f"declare RECEIVE there only; or let the sender publish to RocketMQ."
             )
         yield from declarations.collisions(settings.topics)
         yield from declarations.collisions({item.subscription.group for item in subscribers()})

@@ -7,7 +7,7 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, Final
 
@@ -58,17 +58,17 @@ class OutboxCommand(BaseCommand):
             # Ends background threads and reports what they could not send.
             reset_broker()
 
-    def add_no_input(self, parser: CommandParser, dry_run: str = "say what would be lost, change nothing") -> None:
+    def add_no_input(self, parser: CommandParser, dry_run: str) -> None:
         """The options of an action that asks for a confirmation: --dry-run and --no-input."""
         self.add_dry_run(parser, dry_run)
         parser.add_argument("--no-input", action="store_true", help="do it without a confirmation")
 
-    def confirm(self, what: str, options: dict[str, Any]) -> None:
+    def confirm(self, what: str, options: Mapping[str, Any]) -> None:
         """Ask the operator to confirm `what`. Raises CommandError unless the answer is yes."""
         if options["no_input"]:
             return
         try:
-            answer = input(inert(f"{what} This cannot be undone. Type 'yes' to continue: "))
+            answer = input(inert(f"{what} Type 'yes' to continue: "))
         except EOFError:
             raise CommandError(f"{what} Standard input is closed, so nothing was changed: pass --no-input.") from None
         if answer.strip() != "yes":

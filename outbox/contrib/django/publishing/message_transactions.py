@@ -216,7 +216,7 @@ def fenced_producer(transactional_id: str, *, wait_seconds: float = 30.0) -> Fen
             if time.monotonic() + pause_seconds >= deadline:
                 raise LeftoversUndecided(
                     f"producer {transactional_id!r} of group {group!r}: {len(left)} transactions of older instances "
-                    f"are undecided after {wait_seconds:g} s, the first is {left[0]}. `manage.py outbox_trace "
+                    f"are undecided after {wait_seconds:g} s, the first is {left[0]}. `manage.py outbox_message show "
                     f"{left[0]}` shows the answers of its checks; a local transaction that is still running must end "
                     "first. The older instances are fenced; call this again."
                 )

@@ -8,15 +8,16 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
-from typing import Any, Final, Protocol
+from typing import Any, Final
 from uuid import UUID
 
 from django.db import DataError, ProgrammingError, connections, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
 
 from outbox.broker.operations.dead_letters import LetterSelection
+from outbox.contrib.django.actions.messages import replay_dead_letters
+from outbox.contrib.django.actions.transactions import decide
 from outbox.contrib.django.engine.broker import get_broker
-from outbox.contrib.django.operations.commands import decide, replay_dead_letters
 from outbox.contrib.django.publishing.publish import lock_keys
 from outbox.contrib.django.repair import evidence
 from outbox.contrib.django.repair.plan import RepairAction, RepairStep, RuleSource
@@ -58,13 +59,6 @@ class Result:
     after: Mapping[str, Any] = field(default_factory=dict)
 
 
-class Intent(Protocol):
-    """Called between verifying and doing, with the coming action and the evidence."""
-
-    def __call__(self, detail: str, before: Mapping[str, Any]) -> None:
-        """Record it."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PublishSources:
     """What publishing steps need: the rules' sources, the alias of each of their databases, publishers by rule."""
@@ -78,15 +72,15 @@ class Refusal(Exception):
     """The step cannot be done; the text says why."""
 
 
-def take(step: RepairStep, means: PublishSources, *, intend: Intent, dry_run: bool) -> Result:
+def take(step: RepairStep, means: PublishSources, *, dry_run: bool) -> Result:
     """Verify one step and, unless `dry_run`, do it. A refusal of the broker or a database is an outcome."""
     try:
         if step.action is RepairAction.PUBLISH:
-            return _publish(step, means, intend, dry_run)
+            return _publish(step, means, dry_run)
         if step.action is RepairAction.REPLAY:
-            return _replay(step, intend, dry_run)
+            return _replay(step, dry_run)
         if step.action is RepairAction.ASK:
-            return _ask(step, intend, dry_run)
+            return _ask(step, dry_run)
         return Result(StepOutcome.REPORTED, step.why or "")
     except Refusal as refusal:
         return Result(StepOutcome.REFUSED, str(refusal))
@@ -111,7 +105,7 @@ def derived_id(rule: str, key: str, row_at: datetime) -> UUID:
     return UUID(int=milliseconds << 80 | 0x7 << 76 | high << 64 | 0b10 << 62 | low)
 
 
-def _publish(step: RepairStep, means: PublishSources, intend: Intent, dry_run: bool) -> Result:
+def _publish(step: RepairStep, means: PublishSources, dry_run: bool) -> Result:
     assert step.row_at is not None
     source, publisher = means.sources[step.rule], means.publishers.get(step.rule)
     if publisher is None:
@@ -131,7 +125,6 @@ def _publish(step: RepairStep, means: PublishSources, intend: Intent, dry_run: b
         message = _built(publisher, row, step, source, message_id)
         if dry_run:
             return Result(StepOutcome.WOULD_BE_DONE, f"publish to {source.topic!r} as {message_id}", before)
-        intend(f"publish to {source.topic!r} as {message_id}", before)
         get_broker().send([message], committed=True)
         point("repair.after_effect")
         return Result(StepOutcome.DONE, f"published as {message_id}", before, {str(message_id): "committed"})
@@ -210,7 +203,7 @@ def _built(
 # -- DEAD: replayed ------------------------------------------------------------------------------------
 
 
-def _replay(step: RepairStep, intend: Intent, dry_run: bool) -> Result:
+def _replay(step: RepairStep, dry_run: bool) -> Result:
     assert step.message_id is not None
     dead_at = evidence.dead_since(step.group, step.message_id)
     if dead_at is None:
@@ -218,7 +211,6 @@ def _replay(step: RepairStep, intend: Intent, dry_run: bool) -> Result:
     what, before = f"deliver {step.message_id} to {step.group!r} again", {"dead_at": dead_at}
     if dry_run:
         return Result(StepOutcome.WOULD_BE_DONE, what, before)
-    intend(what, before)
     replay_dead_letters(step.group, LetterSelection(message_ids=[step.message_id]), limit=1, dry_run=False)
     point("repair.after_effect")
     return Result(StepOutcome.DONE, "it is delivered again", before, {"dead_at": None})
@@ -227,7 +219,7 @@ def _replay(step: RepairStep, intend: Intent, dry_run: bool) -> Result:
 # -- HALF_STUCK: asked again ---------------------------------------------------------------------------
 
 
-def _ask(step: RepairStep, intend: Intent, dry_run: bool) -> Result:
+def _ask(step: RepairStep, dry_run: bool) -> Result:
     assert step.transaction_id is not None
     # A transaction has the id of its first message.
     half = evidence.message(step.transaction_id)
@@ -237,7 +229,6 @@ def _ask(step: RepairStep, intend: Intent, dry_run: bool) -> Result:
     what, before = f"ask the ledger about {step.transaction_id}", {"state": half.state}
     if dry_run:
         return Result(StepOutcome.WOULD_BE_DONE, what, before)
-    intend(what, before)
     decision, answers = _asked(step.transaction_id)
     point("repair.after_effect")
     if decision is None:

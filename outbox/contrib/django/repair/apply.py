@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from outbox.contrib.django.actions.audit import recorded_command
+from outbox.contrib.django.actions.declaration import ActionPlan
 from outbox.contrib.django.repair.actions import PublishSources, Result, StepOutcome, take
-from outbox.contrib.django.repair.audit import RepairLog
 from outbox.contrib.django.repair.plan import RepairAction, RepairPlan, RepairStep
+from outbox.errors import UsageError
 from outbox.utils.faults import point
 
 
@@ -47,10 +48,11 @@ def apply(
     plan: RepairPlan,
     means: PublishSources,
     limits: ApplyLimits,
-    audit: RepairLog | None,
+    *,
+    reason: str | None,
     pace: RateLimiter | None = None,
 ) -> Iterator[tuple[RepairStep, Result]]:
-    """Yield each step with its result when it ends. Without `audit` steps are only verified.
+    """Yield each step with its result when it ends. Without a `reason` steps are only verified.
 
     Raises BrokerError or a database's error if one cannot be reached; the audit has all steps done until then.
     """
@@ -58,59 +60,39 @@ def apply(
     acted = 0
     for step in plan.steps:
         if step.action is RepairAction.REPORT:
-            yield step, take(step, means, intend=_nothing, dry_run=True)
+            yield step, take(step, means, dry_run=True)
             continue
         if acted >= limits.most:
             yield step, Result(StepOutcome.LEFT, f"--most {limits.most} was reached")
             continue
         pace.turn()
-        result = _taken(step, means, audit)
+        result = take(step, means, dry_run=True)
+        if reason is not None and result.outcome is StepOutcome.WOULD_BE_DONE:
+            result = _done(plan, step, means, result, reason)
         acted += result.outcome in (StepOutcome.DONE, StepOutcome.WOULD_BE_DONE)
         yield step, result
 
 
-def _taken(step: RepairStep, means: PublishSources, audit: RepairLog | None) -> Result:
-    if audit is None:
-        return take(step, means, intend=_nothing, dry_run=True)
+def _done(plan: RepairPlan, step: RepairStep, means: PublishSources, verified: Result, reason: str) -> Result:
+    """Do a verified step, with an entry in the audit of operator actions. The step verifies again under its locks."""
+    results: list[Result] = []
 
-    def intend(detail: str, before: Mapping[str, Any]) -> None:
-        audit.write(event="intent", **_named(step), detail=detail, before=dict(before))
+    def do() -> Mapping[str, Any]:
         point("repair.after_intent")
+        result = take(step, means, dry_run=False)
+        results.append(result)
+        if result.outcome is StepOutcome.REFUSED:
+            raise UsageError(result.detail)
+        return {"outcome": result.outcome.value, "detail": result.detail, **result.after}
 
-    with _failure_written(step, audit):
-        result = take(step, means, intend=intend, dry_run=False)
-    audit.write(
-        event="outcome",
-        **_named(step),
-        outcome=result.outcome.value,
-        detail=result.detail,
-        before=dict(result.before),
-        after=dict(result.after),
+    action = ActionPlan(
+        subject=f"{step.finding_class} {step.rule}, key {step.key}" + (f", group {step.group}" if step.group else ""),
+        effect=f"Repair: {verified.detail}.",
+        before={"plan": plan.digest, "step": step.step, **verified.before},
+        do=do,
     )
+    _, failure = recorded_command("repair", action, why=reason)
     point("repair.after_outcome")
-    return result
-
-
-@contextmanager
-def _failure_written(step: RepairStep, audit: RepairLog) -> Iterator[None]:
-    """Record an error that ends the run, too. Running the plan again shows whether the step had an effect."""
-    try:
-        yield
-    except Exception as error:
-        audit.write(event="error", **_named(step), detail=f"{type(error).__name__}: {error}")
-        raise
-
-
-def _named(step: RepairStep) -> dict[str, str]:
-    return {
-        "step": step.step,
-        "action": step.action.value,
-        "rule": step.rule,
-        "key": step.key,
-        "group": step.group,
-        "class": step.finding_class,
-    }
-
-
-def _nothing(detail: str, before: Mapping[str, Any]) -> None:
-    """Without an action there is no record."""
+    if failure is not None and not results:
+        raise failure
+    return results[0]

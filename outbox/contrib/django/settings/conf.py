@@ -192,15 +192,15 @@ class DeclaredForward:
     )
     threads: int | None = setting(None, whole(1, "calls"), shown="the sink's", meaning="how many calls run at a time")
     suspend_seconds: float = setting(
-        5.0, seconds(0), meaning="the wait until `outbox_forward` sends a refused message again"
+        5.0, seconds(0), meaning="the wait until `outbox_worker --role forward` sends a refused message again"
     )
     timeout_seconds: float = setting(120.0, seconds(1), meaning="a call that lasts longer counts as failed")
     start: Start | None = setting(
         None,
         member(Start),
         shown='`"earliest"`',
-        meaning="where a group that is new to a topic begins. Without it, checks and `outbox_forward` warn if other "
-        "groups have handled messages of the topic",
+        meaning="where a group that is new to a topic begins. Without it, checks and `outbox_worker --role forward` warn "
+        "if other groups have handled messages of the topic",
     )
 
 
@@ -329,14 +329,14 @@ class OutboxSettings:
         _by_group(DeclaredForward, "{group: {'topics': [...], 'sink': 'webhook', ...}}"),
         bundled_only=True,
         word="forward",
-        meaning="the messages that `outbox_forward` [sends elsewhere](forwarding.md), by consumer group",
+        meaning="the messages that `outbox_worker --role forward` [sends elsewhere](forwarding.md), by consumer group",
     )
     receive: Mapping[str, DeclaredReceive] = setting(
         {},
         _by_group(DeclaredReceive, "{name: {'source': 'kombu', 'topic': …}}"),
         bundled_only=True,
         word="receive",
-        meaning="the foreign messages that `outbox_receive` [stores here](forwarding.md#receiving)",
+        meaning="the foreign messages that `outbox_worker --role receive` [stores here](forwarding.md#receiving)",
     )
     in_memory: bool = setting(False, flag, word="in memory", meaning="`True`: a broker inside this process, for tests")
 

@@ -13,6 +13,7 @@ from django.utils.html import format_html, format_html_join
 from django.utils.safestring import SafeString
 
 from outbox.broker.operations.conditions import duration
+from outbox.contrib.django.actions.catalogue import ACTIONS
 from outbox.utils.safe_text import for_people
 from outbox.utils.safe_text import inert as harmless
 
@@ -101,3 +102,10 @@ def act(context: dict[str, Any], name: str, label: str, tone: str = "plain", **f
         "tone": tone,
         "fields": {key: value for key, value in fields.items() if value not in (None, "")},
     }
+
+
+@register.inclusion_tag("outbox/console/action_form.html", takes_context=True)
+def action_form(context: dict[str, Any], name: str, label: str, **given: object) -> dict[str, Any]:
+    """The form of an action: an input for each declared field but those given, and those asked with the reason."""
+    fields = [one for one in ACTIONS[name].fields if one.on_page and not one.with_confirmation]
+    return {**act(context, name, label), "given": given, "fields": [one for one in fields if one.name not in given]}

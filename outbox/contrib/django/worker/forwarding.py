@@ -1,4 +1,4 @@
-"""The groups of OUTBOX['FORWARD'], run by `outbox_forward`: each sends its messages to its sink."""
+"""The groups of OUTBOX['FORWARD'], run by `outbox_worker --role forward`: each sends its messages to its sink."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The entries of OUTBOX['RECEIVE'], run by `outbox_receive`: each stores foreign messages in a topic."""
+"""The entries of OUTBOX['RECEIVE'], run by `outbox_worker --role receive`: each stores foreign messages in a topic."""
 
 from __future__ import annotations
 

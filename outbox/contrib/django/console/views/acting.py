@@ -9,38 +9,41 @@ from django.db import transaction
 from django.http import HttpRequest, HttpResponse
 from django.shortcuts import redirect
 
+from outbox.contrib.django.actions.audit import recorded
+from outbox.contrib.django.actions.declaration import DeclaredAction
 from outbox.contrib.django.console.access import acting
-from outbox.contrib.django.console.actions.plan import PageAction
-from outbox.contrib.django.console.asking import ACTION_SECONDS
-from outbox.contrib.django.console.audit import recorded
+from outbox.contrib.django.console.asking import ACTION_SECONDS, values_of
 from outbox.contrib.django.console.rendering import render
 from outbox.contrib.django.database import deadline
 
 _NOT_PASSED_ON: Final = frozenset({"csrfmiddlewaretoken", "confirmed", "why"})
 
 
-def view_of(action: PageAction) -> Callable[..., HttpResponse]:
+def view_of(action: DeclaredAction) -> Callable[..., HttpResponse]:
     """The view of an action: it shows the plan, and runs it after a confirmation with a reason."""
+
+    assert action.permission is not None
 
     # The audit is committed even if the request fails.
     @transaction.non_atomic_requests
-    @acting
+    @acting(action.permission)
     def view(request: HttpRequest) -> HttpResponse:
         given = request.POST
-        plan = action.plan(given)
+        plan = action.plan(values_of(action, given))
         why = given.get("why", "").strip()
         is_confirmed = given.get("confirmed") == "yes"
         if not is_confirmed or not why or plan.nothing:
-            options = {option.name for option in plan.options}
+            options = [field for field in action.fields if field.with_confirmation]
             fields = [
                 (name, value)
                 for name, values in given.lists()
-                if name not in _NOT_PASSED_ON | options | set(plan.pinned)
+                if name not in _NOT_PASSED_ON | {field.name for field in options} | set(plan.pinned)
                 for value in values
             ]
             context = {
                 "title": action.title,
                 "plan": plan,
+                "options": options,
                 "fields": [*fields, *plan.pinned.items()],
                 "back": _local(given.get("back", "")),
                 "is_missing_why": is_confirmed and not why,
@@ -48,10 +51,7 @@ def view_of(action: PageAction) -> Callable[..., HttpResponse]:
             }
             return render(request, "confirm", context, status=422 if is_confirmed else 200)
         with deadline.within(ACTION_SECONDS):
-            entry = recorded(
-                request.user.get_username(), why, action.name,
-                subject=plan.subject, effect=plan.effect, before=plan.before, do=plan.do,
-            )  # fmt: skip
+            entry = recorded(action.name, plan, who=request.user.get_username(), why=why)
         return redirect("outbox:audit_entry", entry.pk)
 
     return view

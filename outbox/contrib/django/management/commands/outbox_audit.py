@@ -1,36 +1,70 @@
-"""`manage.py outbox_audit`: is every message accounted for?"""
+"""`manage.py outbox_audit [compare|settle]`: is every message accounted for?"""
 
 from __future__ import annotations
 
 import sys
+from dataclasses import asdict
 from typing import Any
 
 from django.core.management.base import CommandParser
 
-from outbox.contrib.django.management.output import OutboxCommand
+from outbox.broker.operations.comparisons import DatabaseComparison
+from outbox.contrib.django.management.acting import ActionCommand
+from outbox.contrib.django.operations.comparing import found, run_compare
 from outbox.contrib.django.operations.watching import run_audit
 
 
-class Command(OutboxCommand):
-    """Parses, then calls run_audit."""
+class Command(ActionCommand):
+    """Parses, then calls run_audit, or run_compare."""
 
     help = (
         "Count every message by state and compare. The result is stored for the status. Exits with 2 if an equation "
-        "fails."
+        "fails, or if `compare` finds that a restore has lost messages or effects."
     )
 
     def add_arguments(self, parser: CommandParser) -> None:
         self.add_json(parser)
+        subcommands = self.add_subcommands(parser, required=False)
+        self.add_json(subcommands.add_parser("compare", help="compare ledgers and inboxes with the broker"))
 
     def handle(self, *args: Any, **options: Any) -> None:
-        found = run_audit()
+        super().handle(*args, **{**options, "action": options["action"] or "count"})
+
+    def _count(self, options: dict[str, Any]) -> None:
+        counted = run_audit()
         if options["json"]:
-            self.print_json(found)
+            self.print_json(counted)
         else:
-            for text in found["differences"]:
+            for text in counted["differences"]:
                 self.say(text, self.style.ERROR)
-            counted = sum(topic["sent"] for topic in found["facts"]["topics"].values())
-            outcome = "not conserved" if found["differences"] else "every equation holds"
-            self.say(f"{counted} messages counted in {found['took_seconds']:.1f} s: {outcome}")
-        if found["differences"]:
+            sent = sum(topic["sent"] for topic in counted["facts"]["topics"].values())
+            outcome = "not conserved" if counted["differences"] else "every equation holds"
+            self.say(f"{sent} messages counted in {counted['took_seconds']:.1f} s: {outcome}")
+        if counted["differences"]:
             sys.exit(2)
+
+    def _compare(self, options: dict[str, Any]) -> None:
+        counts = run_compare()
+        left = [one for one in found() if not one.is_clean]
+        if options["json"]:
+            self.print_json({**asdict(counts), "found": [_as_json(one) for one in left]})
+        elif left:
+            self.print_rows(
+                ["kind", "group", "topic", "database", "missing", "first", "last", "some of them"],
+                (
+                    (
+                        *(one.kind.value, one.subject, one.topic, one.alias, one.missing),
+                        *(one.first_at or one.unproven_from, one.last_at or one.unproven_to),
+                        ", ".join(map(str, one.ids[:3])),
+                    )
+                    for one in left
+                ),
+            )
+        else:
+            self.say("ledgers and inboxes agree with the broker", self.style.SUCCESS)
+        if left:
+            sys.exit(2)
+
+
+def _as_json(one: DatabaseComparison) -> dict[str, Any]:
+    return {name: value for name, value in asdict(one).items() if name != "state"}

@@ -1,66 +1,104 @@
-"""`manage.py outbox_install [--drop]`."""
+"""`manage.py outbox_install [--drop]`: the broker's tables; on RocketMQ, its topics and groups."""
 
 from __future__ import annotations
 
-import argparse
-import math
-from typing import Any
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Final, cast
 
 from django.core.management.base import CommandError, CommandParser
 
-from outbox.broker.schema.install import DEFAULT_PATIENCE_SECONDS
-from outbox.contrib.django.engine.broker import engine_of
-from outbox.contrib.django.management.output import OutboxCommand
-from outbox.contrib.django.operations.installation import install_broker, planned_installation, remove_broker
-from outbox.contrib.django.settings.conf import OutboxSettings, get_settings
+from outbox.contrib.django.actions.broker import DROP
+from outbox.contrib.django.engine.broker import engine_of, get_engine
+from outbox.contrib.django.engine.rocketmq import RocketMQEngine
+from outbox.contrib.django.management.acting import ActionCommand
+from outbox.contrib.django.operations.installation import install_broker, planned_installation
+from outbox.contrib.django.settings.conf import EngineName, OutboxSettings, get_settings
+from outbox.contrib.django.subscribers.registry import autodiscover
+
+# RocketMQ's proxy caches for about 20 s that a topic was missing, or its former type.
+_SETTLE_SECONDS: Final = 30.0
+_PAUSE_SECONDS: Final = 0.5
 
 
-def _seconds(text: str) -> float:
-    seconds = float(text)
-    if not 0 <= seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds, at least 0")
-    return seconds
+class Command(ActionCommand):
+    """Parses, then calls one function. On RocketMQ it compares, and creates only with --create."""
 
-
-class Command(OutboxCommand):
-    """Parses, then calls one function."""
-
-    help = "Install or upgrade the broker's tables and declare OUTBOX['TOPICS'], as `migrate` does; or drop them."
+    help = (
+        "Install or upgrade the broker's tables and declare OUTBOX['TOPICS'], as `migrate` does; or drop them. On "
+        "RocketMQ: check the declared topics; with --create, create them and the consumer groups."
+    )
 
     def add_arguments(self, parser: CommandParser) -> None:
         parser.add_argument("--drop", action="store_true", help="remove the broker's tables with all messages")
-        parser.add_argument("--force", action="store_true", help="drop undelivered messages too")
         parser.add_argument(
-            "--patience",
-            type=_seconds,
-            default=DEFAULT_PATIENCE_SECONDS,
-            metavar="SECONDS",
-            help="how long each change is tried while transactions use its tables (default: %(default).0f)",
+            "--create",
+            metavar="HOST:PORT",
+            help="RocketMQ: the administration port of a broker (listenPort, 10911): create topics and groups there "
+            "first",
         )
-        self.add_dry_run(parser, "show what would be done, change nothing")
+        self.add_action(parser, DROP)
 
     def handle(self, *args: Any, **options: Any) -> None:
         settings = get_settings()
-        engine_of(settings).refusals.require("install", "outbox_install")
         if options["force"] and not options["drop"]:
             raise CommandError("--force needs --drop: an installation deletes nothing.")
-        if options["drop"]:
-            self._drop(settings, **{name: options[name] for name in ("force", "dry_run", "patience")})
+        if options["create"] and options["dry_run"]:
+            raise CommandError("--create and --dry-run exclude each other: without --create nothing is changed.")
+        if settings.engine is EngineName.ROCKETMQ:
+            if options["drop"]:
+                raise CommandError("the broker is RocketMQ: delete its topics and groups with its own tools (mqadmin).")
+            self._check_rocketmq(settings, create=options["create"])
             return
+        engine_of(settings).refusals.require("install", "outbox_install")
+        if options["create"]:
+            raise CommandError("OUTBOX['BROKER'] is not a RocketMQ address, so --create has no use: leave it out.")
+        if options["drop"]:
+            self.act(DROP, options)
+        else:
+            self._install(settings, options)
+
+    def _install(self, settings: OutboxSettings, options: Mapping[str, Any]) -> None:
         if options["dry_run"]:
             before, after = planned_installation(settings)
         else:
-            before, after = install_broker(settings, patience_seconds=options["patience"], report=self.say)
+            report = self.stderr.write if options["json"] else self.say
+            before, after = install_broker(settings, patience_seconds=options["patience"], report=report)
+        if options["json"]:
+            found = {"schema": settings.schema, "database": settings.broker, "topics": sorted(settings.topics)}
+            self.print_json({**found, "before": before, "after": after, "dry_run": options["dry_run"]})
+            return
         where = f"schema {settings.schema!r} on {settings.broker!r}"
         would = "would be " if options["dry_run"] else ""
         change = f"is at version {after}" if before == after else f"{would}brought from version {before} to {after}"
         topics = ", ".join(sorted(settings.topics)) or "none"
         self.say(f"the broker's {where} {change}; topics {would}declared: {topics}")
 
-    def _drop(self, settings: OutboxSettings, *, force: bool, dry_run: bool, patience: float) -> None:
-        left = remove_broker(settings, force=force, dry_run=dry_run, patience_seconds=patience, report=self.say)
-        would = "would be" if dry_run else "was"
-        self.say(f"the broker's schema {settings.schema!r} on {settings.broker!r} {would} dropped")
-        for what in left:
-            self.say(f"lost with it: {what}")
-        self.say("`migrate` installs it again: remove the app from INSTALLED_APPS, or name another broker")
+    def _check_rocketmq(self, settings: OutboxSettings, *, create: str | None) -> None:
+        """Compare the topics with the declared ones, after creating them and the groups at the address `create`.
+
+        Raises CommandError for what is missing, and for transactions that RocketMQ gave up and no worker has decided.
+        """
+        engine = cast(RocketMQEngine, get_engine())
+        autodiscover()
+        engine.require()
+        if create:
+            topics, subscriptions = engine.create(create)
+            self.say(f"created or updated: {topics} topics, {subscriptions} subscriptions")
+        if problems := _problems(engine.server_problems, _SETTLE_SECONDS if create else 0.0):
+            raise CommandError("\n".join(problems))
+        self.say(f"RocketMQ has the declared topics: {', '.join(sorted(settings.topics)) or 'none'}")
+        if given_up := engine.given_up():
+            raise CommandError(
+                f"RocketMQ gave up asking about {given_up} messages of producer group {settings.producer_group!r}, and "
+                "the ledger has not decided them yet: start outbox_worker. If a worker runs, its log names the "
+                "transactions and the reason."
+            )
+
+
+def _problems(look: Callable[[], Iterable[str]], seconds: float) -> list[str]:
+    """The problems that remain after checking again for this long."""
+    deadline = time.monotonic() + seconds
+    while (problems := list(look())) and time.monotonic() < deadline:
+        time.sleep(_PAUSE_SECONDS)
+    return problems

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import getpass
 import json
 from collections import Counter
 from dataclasses import asdict
@@ -14,7 +13,6 @@ from django.core.management.base import CommandError, CommandParser
 from django.db import Error, connections
 
 from outbox.contrib.django.management.output import OutboxCommand, first_line
-from outbox.contrib.django.repair import audit
 from outbox.contrib.django.repair.actions import Publisher, PublishSources, StepOutcome
 from outbox.contrib.django.repair.apply import ApplyLimits, apply
 from outbox.contrib.django.repair.plan import RepairAction, RepairPlan, read
@@ -38,8 +36,7 @@ class Command(OutboxCommand):
         """See BaseCommand."""
         parser.add_argument("plan", type=Path, help="the plan's file")
         parser.add_argument("--apply", action="store_true", help="do the steps; without it they are only verified")
-        parser.add_argument("--audit", type=Path, default=Path("outbox-repair.jsonl"), help="(default: %(default)s)")
-        parser.add_argument("--by", default="", help="the user name for the audit (default: the system user)")
+        parser.add_argument("--reason", default="", metavar="TEXT", help="why, for the audit")
         parser.add_argument("--most", type=_positive, default=100, help="do at most this many steps (default: 100)")
         parser.add_argument(
             "--per-second", type=_rate, default=10.0, help="at most this many steps per second (default: 10)"
@@ -80,22 +77,9 @@ class Command(OutboxCommand):
 
     def _applied(self, plan: RepairPlan, means: PublishSources, options: dict[str, Any]) -> Counter[str]:
         limits = ApplyLimits(options["most"], options["per_second"])
-        if not options["apply"]:
-            return self._steps(plan, means, limits, None, options)
-        by = options["by"] or getpass.getuser()
-        with audit.opened(options["audit"], by=by, plan=plan.digest) as log:
-            return self._steps(plan, means, limits, log, options)
-
-    def _steps(
-        self,
-        plan: RepairPlan,
-        means: PublishSources,
-        limits: ApplyLimits,
-        log: audit.RepairLog | None,
-        options: dict[str, Any],
-    ) -> Counter[str]:
+        reason = options["reason"] if options["apply"] else None
         outcomes: Counter[str] = Counter()
-        for step, result in apply(plan, means, limits, log):
+        for step, result in apply(plan, means, limits, reason=reason):
             outcomes[result.outcome.value] += 1
             if options["json"]:
                 self.say(json.dumps({"step": asdict(step), "result": asdict(result)}, default=str))

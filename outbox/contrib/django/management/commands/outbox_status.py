@@ -6,26 +6,42 @@ import sys
 import time
 from typing import Any
 
-from django.core.management.base import CommandParser
+from django.core.management.base import CommandError, CommandParser
 
 from outbox.broker.operations.conditions import duration
 from outbox.broker.operations.summary import Overview
 from outbox.contrib.django.management.output import OutboxCommand
-from outbox.contrib.django.operations.watching import BrokerView, look
+from outbox.contrib.django.operations.watching import BrokerView, look, probe
+from outbox.contrib.django.settings.conf import get_settings
+from outbox.contrib.django.worker.probes import live, ready
 
 
 class Command(OutboxCommand):
-    """Parses, then calls look."""
+    """Parses, then calls look, or one of the probes."""
 
-    help = "Show what needs attention, topics and groups. Exits with 0, 1 (warning) or 2 (critical)."
+    help = (
+        "Show what needs attention, topics and groups; exits with 0, 1 (warning) or 2 (critical). --probe, --live and "
+        "--ready are cheap probes that exit with 0 or 1."
+    )
 
     def add_arguments(self, parser: CommandParser) -> None:
         self.add_json(parser)
-        parser.add_argument(
+        probes = parser.add_mutually_exclusive_group()
+        probes.add_argument("--probe", action="store_true", help="only whether messages are delivered")
+        probes.add_argument(
+            "--live",
+            action="store_true",
+            help="every process of this machine's worker has a recent heartbeat; asks no database",
+        )
+        probes.add_argument("--ready", action="store_true", help="and every process can work")
+        probes.add_argument(
             "--watch", type=float, nargs="?", const=2.0, metavar="SECONDS", help="repeat until interrupted"
         )
 
     def handle(self, *args: Any, **options: Any) -> None:
+        if options["probe"] or options["live"] or options["ready"]:
+            self._probe(options)
+            return
         found = self._show(options["json"])
         while options["watch"]:
             try:
@@ -36,6 +52,17 @@ class Command(OutboxCommand):
                 break
         if found.verdict.severity:
             sys.exit(int(found.verdict.severity))
+
+    def _probe(self, options: dict[str, Any]) -> None:
+        if not options["probe"] and not get_settings().health_directory:
+            raise CommandError("OUTBOX['HEALTH_DIRECTORY'] is not set, so the worker writes no heartbeats: set it.")
+        found = probe() if options["probe"] else live() if options["live"] else ready()
+        if options["json"]:
+            self.print_json({"healthy": found.is_healthy, "problems": list(found.problems)})
+        else:
+            self.say("healthy" if found.is_healthy else "; ".join(found.problems))
+        if not found.is_healthy:
+            sys.exit(1)
 
     def _show(self, as_json: bool) -> BrokerView:
         found = look()

@@ -1,7 +1,8 @@
-"""`manage.py outbox_transaction list|describe|abort`."""
+"""`manage.py outbox_transaction list|describe|check|ask|decide|abort|reject|accept`."""
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 from uuid import UUID
 
@@ -10,36 +11,31 @@ from django.core.management.base import CommandError, CommandParser
 from outbox.broker.database.executor import Executor
 from outbox.broker.operations.listings import OpenTransaction, describe, list_open
 from outbox.contrib.django.database.aliases import broker_connection
-from outbox.contrib.django.management.output import OutboxCommand, first_line
-from outbox.contrib.django.operations.commands import decide, rehearse
-from outbox.transaction import Decision
+from outbox.contrib.django.management.acting import ActionCommand
+from outbox.contrib.django.management.output import first_line
+from outbox.contrib.django.publishing.checkback import run_check_back
 
 
-class Command(OutboxCommand):
+class Command(ActionCommand):
     """Parses, then calls one function."""
 
-    help = (
-        "List the open transactions of the broker, describe one, or abort it. outbox_ask ID has one checked now, "
-        "outbox_decide ID settles it."
-    )
+    help = "List and settle the open transactions of the broker, or refuse new ones."
 
     def add_arguments(self, parser: CommandParser) -> None:
-        actions = parser.add_subparsers(dest="action", required=True)
-        shown = actions.add_parser("list", help="oldest first, including new ones that are not checked yet")
+        subcommands = self.add_subcommands(parser)
+        shown = subcommands.add_parser("list", help="oldest first, including new ones that are not checked yet")
         shown.add_argument("--group", help="only of this producer group")
         shown.add_argument("--transactional-id", metavar="ID", help="only those of the fenced producer with this id")
         shown.add_argument("--parked", action="store_true", help="only parked ones")
         self.add_page(shown, "ID", "the page after this transaction", UUID)
-        described = actions.add_parser("describe", help="one with its messages and the answers of its checks")
-        ended = actions.add_parser("abort", help="roll back one that has not committed and is not running")
-        for one in (described, ended):
-            one.add_argument("id", type=UUID, help="transaction id")
-        self.add_dry_run(ended, "show what the ledger says, abort nothing")
-        for one in (shown, described, ended):
+        described = subcommands.add_parser("describe", help="one with its messages and the answers of its checks")
+        described.add_argument("id", type=UUID, help="transaction id")
+        check = subcommands.add_parser(
+            "check", help="run one pass of check-back, as a worker does: answer the due checks of this producer group"
+        )
+        check.add_argument("--parked", action="store_true", help="also the parked ones, before they are due")
+        for one in (shown, described, check):
             self.add_json(one)
-
-    def handle(self, *args: Any, **options: Any) -> None:
-        {"list": self._list, "describe": self._describe, "abort": self._abort}[options["action"]](options)
 
     def _list(self, options: dict[str, Any]) -> None:
         with broker_connection() as (connection, schema):
@@ -57,7 +53,7 @@ class Command(OutboxCommand):
             found = describe(Executor(connection, schema), options["id"])
         if found is None:
             raise CommandError(
-                f"{options['id']} is not an open transaction: `outbox_trace {options['id']}` shows its outcome."
+                f"{options['id']} is not an open transaction: `outbox_message show {options['id']}` shows its outcome."
             )
         if options["json"]:
             self.print_json(found)
@@ -73,15 +69,12 @@ class Command(OutboxCommand):
         for answer in found.answers:
             self.say(f"{answer.checked_at}: {answer.answer}, {answer.detail}")
 
-    def _abort(self, options: dict[str, Any]) -> None:
-        act = rehearse if options["dry_run"] else decide
-        outcome = str(act(options["id"], Decision.ROLLBACK))
+    def _check(self, options: dict[str, Any]) -> None:
+        counts = dataclasses.asdict(run_check_back(parked=options["parked"]))
         if options["json"]:
-            self.print_json({"transaction_id": options["id"], "outcome": outcome, "dry_run": options["dry_run"]})
-        elif options["dry_run"]:
-            self.say(f"ROLLBACK of {options['id']}: nothing was decided (--dry-run); {outcome}.")
+            self.print_json(counts)
         else:
-            self.say(f"ROLLBACK of {options['id']}: {outcome}.")
+            self.say(", ".join(f"{number} {name.replace('_', ' ')}" for name, number in counts.items()))
 
 
 def _row(one: OpenTransaction) -> tuple[object, ...]:

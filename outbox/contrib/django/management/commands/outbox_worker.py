@@ -1,37 +1,59 @@
-"""`manage.py outbox_worker`: the broker, the consumers and check-back without Celery."""
+"""`manage.py outbox_worker`: the broker, the consumers, check-back, forwarding and receiving, without Celery."""
 
 from __future__ import annotations
 
 import signal
 import sys
 import threading
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
 
 from django.core.management.base import CommandError, CommandParser
 
 from outbox.broker.process_log import write_log
-from outbox.broker.supervisor import stop_on_signals
-from outbox.contrib.django.management.output import OutboxCommand
+from outbox.broker.supervisor import HUNG_EXIT_CODE, end_within, stop_on_signals
+from outbox.contrib.django.actions.broker import FORGET
+from outbox.contrib.django.management.acting import ActionCommand
 from outbox.contrib.django.worker.drain import drain, run_until_drained
+from outbox.contrib.django.worker.forwarding import forward_once, run_forward
+from outbox.contrib.django.worker.receiving import receive_once, run_receive
 from outbox.contrib.django.worker.workers import ROLES
+from outbox.errors import HandlersHung
+
+_FORWARD, _RECEIVE = "forward", "receive"
+# `all` leaves these two out: they need credentials of other systems, and run where those are.
+_ROLES: Final[Mapping[str, Callable[[threading.Event, Sequence[str]], None]]] = {
+    **ROLES,
+    _FORWARD: lambda stop, names: run_forward(stop, groups=names),
+    _RECEIVE: lambda stop, names: run_receive(stop, names=names),
+}
+_HUNG_SECONDS: Final = 5.0
 
 
-class Command(OutboxCommand):
-    """Parses, then runs one role until SIGTERM or SIGINT, or everything once."""
+class Command(ActionCommand):
+    """Parses, then runs one role until SIGTERM or SIGINT, or what is due once."""
 
-    help = "Run the broker, the consumers and check-back until SIGTERM, then drain."
+    help = "Run the broker, the consumers and check-back until SIGTERM, then drain; or forward, or receive."
 
     def add_arguments(self, parser: CommandParser) -> None:
         parser.add_argument(
             "--role",
-            choices=sorted(ROLES),
+            choices=sorted(_ROLES),
             default="all",
-            help="all (default): supervise one process for broker and check, and the consumer processes",
+            help="all (default): supervise one process for broker and check, and the consumer processes; forward: send "
+            "messages as OUTBOX['FORWARD'] declares; receive: store foreign messages as OUTBOX['RECEIVE'] declares",
         )
-        parser.add_argument("--group", action="append", default=[], help="consumer: only this group (repeatable)")
         parser.add_argument(
-            "--drain", action="store_true", help="do all work that is due now in this process, then end"
+            "--group", action="append", default=[], help="consumer, forward: only this group (repeatable)"
+        )
+        parser.add_argument(
+            "--receiver", action="append", default=[], help="receive: only this entry of OUTBOX['RECEIVE'] (repeatable)"
+        )
+        parser.add_argument(
+            "--drain",
+            action="store_true",
+            help="do all work that is due now in this process, then end; receive: when no message has come for two "
+            "seconds",
         )
         parser.add_argument(
             "--until-drained",
@@ -45,26 +67,44 @@ class Command(OutboxCommand):
             metavar="HOST:PORT",
             help="--until-drained on RocketMQ: the administration port of a broker (listenPort, 10911); repeatable",
         )
+        self.add_action(parser, FORGET)
 
     def handle(self, *args: Any, **options: Any) -> None:
         _refuse(options)
-        if options["drain"]:
-            counts = drain()
-            self.say(f"{counts.queued} messages queued, {counts.handled} deliveries handled")
+        if options["forget"]:
+            self.act(FORGET, options)
             return
-        write_log("worker")
+        if options["drain"]:
+            self._drain(options)
+            return
+        role = options["role"]
+        write_log(role if role in (_FORWARD, _RECEIVE) else "worker")
         stop = threading.Event()
         before = stop_on_signals(stop)
         try:
             if options["until_drained"]:
                 self._until_drained(stop, options["rocketmq_broker"])
             else:
-                ROLES[options["role"]](stop, options["group"])
+                _ROLES[role](stop, options["receiver" if role == _RECEIVE else "group"])
+        except HandlersHung:
+            end_within(_HUNG_SECONDS, HUNG_EXIT_CODE)
+            raise
         except KeyboardInterrupt:
             sys.exit(128 + signal.SIGINT)
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+    def _drain(self, options: Mapping[str, Any]) -> None:
+        if options["role"] == _FORWARD:
+            sent = forward_once(groups=options["group"])
+            self.say(f"{sent.handled} messages forwarded, {sent.failed} attempts failed")
+        elif options["role"] == _RECEIVE:
+            received = receive_once(names=options["receiver"])
+            self.say(f"{received.stored} messages stored, {received.put_aside} put into the poison topic")
+        else:
+            counts = drain()
+            self.say(f"{counts.queued} messages queued, {counts.handled} deliveries handled")
 
     def _until_drained(self, stop: threading.Event, brokers: Sequence[str]) -> None:
         left = run_until_drained(stop, brokers)
@@ -75,17 +115,27 @@ class Command(OutboxCommand):
         self.say("nothing is left on the broker")
 
 
-def _refuse(options: dict[str, Any]) -> None:
+def _refuse(options: Mapping[str, Any]) -> None:
     """Raise CommandError for options that cannot be combined."""
-    everything = options["drain"] or options["until_drained"]
-    if options["group"] and (options["role"] != "consumer" or everything):
-        raise CommandError("--group needs --role consumer: only a consumer can be limited to groups.")
-    if everything and options["role"] != "all":
-        option = "--drain" if options["drain"] else "--until-drained"
+    role, drains = options["role"], options["drain"]
+    elsewhere = role in (_FORWARD, _RECEIVE)
+    if options["group"] and (role not in ("consumer", _FORWARD) or options["until_drained"]):
+        raise CommandError("--group needs --role consumer or forward: only these can be limited to groups.")
+    if options["group"] and drains and role != _FORWARD:
+        raise CommandError("--drain with --group needs --role forward.")
+    if options["receiver"] and role != _RECEIVE:
+        raise CommandError("--receiver needs --role receive.")
+    if (options["until_drained"] and role != "all") or (drains and role != "all" and not elsewhere):
+        option = "--drain" if drains else "--until-drained"
         raise CommandError(f"{option} does the work of every role: leave --role out.")
-    if options["drain"] and options["until_drained"]:
+    if drains and options["until_drained"]:
         raise CommandError(
             "--drain does the work that is due now, --until-drained also waits for later work: give one of them."
         )
     if options["rocketmq_broker"] and not options["until_drained"]:
         raise CommandError("--rocketmq-broker needs --until-drained.")
+    acting = options["dry_run"] or options["json"] or options["no_input"] or options["reason"]
+    if options["forget"] and (role != "all" or drains or options["until_drained"]):
+        raise CommandError("--forget runs no role: leave the other options out.")
+    if acting and not options["forget"]:
+        raise CommandError("--dry-run, --json, --no-input and --reason need --forget.")

@@ -1,0 +1,119 @@
+"""The audit of operator actions: an entry is stored before the action runs, and completed with its outcome.
+
+A command must work while the application's database is down, because the operator then needs the broker most. Its
+entry goes to the log instead (decision 197).
+"""
+
+from __future__ import annotations
+
+import getpass
+import json
+import logging
+import os
+import socket
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from django.core.serializers.json import DjangoJSONEncoder
+from django.db import DatabaseError, InterfaceError, ProgrammingError, router
+from django.utils import timezone
+
+from outbox.contrib.django.actions.declaration import ActionPlan
+from outbox.contrib.django.database import deadline
+from outbox.contrib.django.models import OperatorAction
+from outbox.errors import OutboxError, UsageError
+from outbox.utils.safe_text import for_people
+
+logger = logging.getLogger(__name__)
+
+
+def recorded(action: str, plan: ActionPlan, *, who: str, why: str) -> OperatorAction:
+    """Store the intention, run the action, store the outcome; returns the entry. For the page.
+
+    An OutboxError of the action is an outcome. Every other error is stored and raised. Raises Django's DatabaseError
+    before the action if the entry cannot be stored.
+    """
+    return _run(_entry(action, plan, who=who, why=why), plan, _stored)[0]
+
+
+def recorded_command(action: str, plan: ActionPlan, *, why: str) -> tuple[OperatorAction, OutboxError | None]:
+    """Like `recorded`, for a command; returns the error of a failed action, too.
+
+    If the application's database takes no entry, the log does, as one line of JSON. Raises UsageError before the action
+    if the table is missing.
+    """
+    return _run(_entry(action, plan, who=operator(), why=why), plan, _stored_or_logged)
+
+
+def operator() -> str:
+    """The operating system's user and host, marked as a command."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):
+        # The user has no entry in the system's list, as in many containers.
+        user = f"uid {os.getuid()}"
+    return f"{user}@{socket.gethostname()} (command)"
+
+
+def _entry(action: str, plan: ActionPlan, *, who: str, why: str) -> OperatorAction:
+    return OperatorAction(
+        at=timezone.now(), who=_storable(who)[:255], why=_storable(why), action=action,
+        subject=_storable(plan.subject), effect=_storable(plan.effect), before=_plain(plan.before),
+    )  # fmt: skip
+
+
+def _run(
+    entry: OperatorAction, plan: ActionPlan, store: Callable[[OperatorAction], None]
+) -> tuple[OperatorAction, OutboxError | None]:
+    store(entry)
+    failure: OutboxError | None = None
+    try:
+        _end(entry, OperatorAction.Outcome.DONE, plan.do())
+    except OutboxError as error:
+        failure = error
+        _end(entry, OperatorAction.Outcome.FAILED, {"error": for_people(str(error))})
+    except Exception as error:
+        _end(entry, OperatorAction.Outcome.FAILED, {"error": for_people(f"{type(error).__name__}: {error}")})
+        store(entry)
+        raise
+    store(entry)
+    return entry, failure
+
+
+def _end(entry: OperatorAction, outcome: OperatorAction.Outcome, after: Mapping[str, Any]) -> None:
+    entry.outcome, entry.after, entry.ended_at = outcome, _plain(after), timezone.now()
+
+
+def _stored(entry: OperatorAction) -> None:
+    with deadline.kept_by_application(router.db_for_write(OperatorAction)):
+        entry.save()
+
+
+def _stored_or_logged(entry: OperatorAction) -> None:
+    try:
+        _stored(entry)
+    except (DatabaseError, InterfaceError) as error:
+        said = str(error).strip().partition("\n")[0]
+        # SQLite reports a missing table as an OperationalError.
+        if entry.ended_at is None and (isinstance(error, ProgrammingError) or "no such table" in said):
+            raise UsageError(
+                f"{entry.action}: the audit of operator actions cannot be written, so nothing was done: {said}. If the "
+                "table outbox_operator_action is missing, run `manage.py migrate`."
+            ) from error
+        names = ("at", "who", "why", "action", "subject", "effect", "before", "after", "outcome", "ended_at")
+        line = _plain({name: getattr(entry, name) for name in names})
+        logger.warning(
+            "the application's database took no audit entry (%s), so the log keeps it: %s",
+            for_people(said), json.dumps(line),
+        )  # fmt: skip
+
+
+def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The value without what PostgreSQL's JSON cannot store."""
+    text = json.dumps(values, cls=DjangoJSONEncoder)
+    plain: dict[str, Any] = json.loads(text.replace("\\u0000", "\\ufffd"))
+    return plain
+
+
+def _storable(text: str) -> str:
+    return text.replace("\0", "\N{REPLACEMENT CHARACTER}")

@@ -1,0 +1,211 @@
+"""The broker: its topics, its tables, and what it remembers of comparisons and receivers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from typing import Any, Final
+
+from outbox.broker.database.executor import Executor
+from outbox.broker.log.topics import list_topics
+from outbox.broker.operations.deletion import delete_topic
+from outbox.broker.schema.install import DEFAULT_PATIENCE_SECONDS
+from outbox.contrib.django.actions.declaration import ActionField, ActionPlan, DeclaredAction, FieldKind, Values
+from outbox.contrib.django.actions.groups import describe_losses
+from outbox.contrib.django.database.aliases import broker_connection
+from outbox.contrib.django.engine.broker import get_broker
+from outbox.contrib.django.operations.comparing import found, settle
+from outbox.contrib.django.operations.installation import remove_broker
+from outbox.contrib.django.settings.conf import get_settings
+from outbox.contrib.django.worker.receiving import forget_receivers
+from outbox.errors import UnknownTopic, UsageError
+from outbox.topic import MessageType, Topic
+
+# -- topics ---------------------------------------------------------------------------------------------
+
+
+def _create(values: Values) -> ActionPlan:
+    name = values["name"]
+    if name in _topics():
+        raise UsageError(f"topic {name!r} exists already: `outbox_topic alter {name}` changes it.")
+    topic = Topic(name=name, **_properties(values))
+    return ActionPlan(
+        subject=f"topic {name}",
+        effect=f"Create topic {name}.",
+        do=lambda: _declare(topic),
+    )
+
+
+def _alter(values: Values) -> ActionPlan:
+    name, known = values["name"], _topics()
+    if name not in known:
+        raise UnknownTopic(f"topic {name!r} is not declared; use one of: {', '.join(sorted(known)) or 'none'}.")
+    changed = replace(known[name], **_properties(values))
+    return ActionPlan(
+        subject=f"topic {name}",
+        effect=f"Change topic {name}; properties that are not given stay.",
+        before=_shown(known[name]),
+        nothing=changed == known[name],
+        do=lambda: _declare(changed),
+    )
+
+
+def _delete(values: Values) -> ActionPlan:
+    name = values["name"]
+    with broker_connection() as (connection, schema):
+        loss = delete_topic(Executor(connection, schema), name, dry_run=True)
+
+    def do() -> Mapping[str, Any]:
+        with broker_connection() as (connection, schema):
+            return {"lost": asdict(delete_topic(Executor(connection, schema), name))}
+
+    return ActionPlan(
+        subject=f"topic {name}",
+        effect=f"Delete topic {name}, with {loss.undelivered} messages that are in no queue yet, and "
+        f"{describe_losses(loss.groups)}. Remove it from OUTBOX['TOPICS'], or the next `migrate` declares it again.",
+        caution="This cannot be undone.",
+        dangerous=True,
+        before={"losses": asdict(loss)},
+        do=do,
+    )
+
+
+def _topics() -> dict[str, Topic]:
+    with broker_connection() as (connection, schema):
+        return {topic.name: topic for topic in list_topics(Executor(connection, schema))}
+
+
+def _properties(values: Values) -> dict[str, Any]:
+    given = {name: values[name] for name in ("queue_count", "retention_seconds", "on_park")}
+    properties: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    if values["type"]:
+        properties["types"] = frozenset(map(MessageType, values["type"]))
+    if values["key_lock"]:
+        properties["key_lock"] = values["key_lock"] == "on"
+    return properties
+
+
+def _declare(topic: Topic) -> Mapping[str, Any]:
+    get_broker().declare([topic])
+    return _shown(topic)
+
+
+def _shown(topic: Topic) -> dict[str, Any]:
+    return {**asdict(topic), "types": sorted(topic.types)}
+
+
+# -- tables, comparisons, receivers ---------------------------------------------------------------------
+
+
+def _drop(values: Values) -> ActionPlan:
+    settings = get_settings()
+    given = {"force": values["force"], "patience_seconds": values["patience"]}
+    left = remove_broker(settings, **given, dry_run=True)
+
+    def do() -> Mapping[str, Any]:
+        return {"lost": remove_broker(settings, **given, dry_run=False)}
+
+    return ActionPlan(
+        subject=f"schema {settings.schema!r} on {settings.broker!r}",
+        effect=f"Drop the broker's schema {settings.schema!r} on {settings.broker!r} with all messages. `migrate` "
+        "installs it again: remove the app from INSTALLED_APPS, or name another broker.",
+        caution="This cannot be undone.",
+        before={"lost": left},
+        do=do,
+    )
+
+
+def _settle(values: Values) -> ActionPlan:
+    left = [one for one in found() if not one.is_clean]
+    missing = sum(one.missing for one in left)
+    return ActionPlan(
+        subject="comparisons of ledgers and inboxes with the broker",
+        effect=f"{missing} missing rows are counted as settled, so that they are no condition any more.",
+        caution="This cannot be undone.",
+        dangerous=True,
+        before={"missing": {f"{one.kind.value} {one.subject}": one.missing for one in left}},
+        nothing=not left,
+        do=lambda: {"settled": settle()},
+    )
+
+
+def _forget(values: Values) -> ActionPlan:
+    names = values["forget"]
+    return ActionPlan(
+        subject=f"receivers {', '.join(names)}",
+        effect=f"Delete the state of the receivers {', '.join(names)}: their absence is no condition any more.",
+        do=lambda: {"forgotten": forget_receivers(names)},
+    )
+
+
+_NAME = ActionField(name="name", required=True, positional=True, help="topic")
+_PROPERTIES = (
+    _NAME,
+    ActionField(name="type", many=True, choices=tuple(map(str, MessageType)), help="type of messages; repeatable"),
+    ActionField(name="queue_count", kind=FieldKind.NUMBER, help="how many consumers can share the topic"),
+    ActionField(name="retention_seconds", kind=FieldKind.NUMBER, help="how long consumed messages are kept"),
+    ActionField(
+        name="on_park", choices=("hold", "release"), help="FIFO: later messages behind a parked one: hold or release"
+    ),
+    ActionField(name="key_lock", choices=("on", "off"), help="FIFO: whether publish serialises its keys"),
+)
+
+TOPICS: Final = (
+    DeclaredAction(
+        name="create_topic",
+        title="Create a topic",
+        command="outbox_topic create",
+        fields=_PROPERTIES,
+        plan=_create,
+        permission=None,
+    ),
+    DeclaredAction(
+        name="alter_topic",
+        title="Change some properties of a topic, keep the others",
+        command="outbox_topic alter",
+        fields=_PROPERTIES,
+        plan=_alter,
+        permission=None,
+    ),
+    DeclaredAction(
+        name="delete_topic",
+        title="Delete a topic: refuse new messages, delete its subscriptions and messages",
+        command="outbox_topic delete",
+        fields=(_NAME,),
+        plan=_delete,
+        permission=None,
+    ),
+)
+DROP: Final = DeclaredAction(
+    name="drop_broker",
+    title="Remove the broker's tables with all messages",
+    command="outbox_install --drop",
+    fields=(
+        ActionField(name="force", kind=FieldKind.FLAG, help="with --drop: undelivered messages too"),
+        ActionField(
+            name="patience",
+            kind=FieldKind.SECONDS,
+            default=DEFAULT_PATIENCE_SECONDS,
+            help="how many seconds each change is tried while transactions use its tables (default: %(default).0f)",
+        ),
+    ),
+    plan=_drop,
+    permission=None,
+)
+SETTLE: Final = DeclaredAction(
+    name="settle",
+    title="Count the rows that comparisons miss as settled, so that they are no condition any more",
+    command="outbox_audit settle",
+    fields=(),
+    plan=_settle,
+    permission=None,
+)
+FORGET: Final = DeclaredAction(
+    name="forget",
+    title="Delete the state of entries of OUTBOX['RECEIVE'] that are no longer received",
+    command="outbox_worker --forget",
+    fields=(ActionField(name="forget", many=True, help="entries that are no longer received (repeatable)"),),
+    plan=_forget,
+    permission=None,
+)
+ACTIONS: Final = (*TOPICS, DROP, SETTLE, FORGET)

@@ -1,0 +1,18 @@
+"""All actions, by name. The name is part of the page's address, the button, and the audit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from outbox.contrib.django.actions import broker, groups, messages, transactions
+from outbox.contrib.django.actions.declaration import DeclaredAction
+
+ACTIONS: Final[Mapping[str, DeclaredAction]] = {
+    action.name: action for room in (transactions, messages, groups, broker) for action in room.ACTIONS
+}
+
+
+def of_command(command: str) -> tuple[DeclaredAction, ...]:
+    """The actions of a command, such as `outbox_group`."""
+    return tuple(action for action in ACTIONS.values() if action.command.split()[0] == command)

@@ -1,0 +1,223 @@
+"""Consumer groups: pause, resume, reset, rename and delete."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from datetime import datetime
+from typing import Any, Final
+
+from outbox.broker.database.executor import Executor
+from outbox.broker.operations import changes
+from outbox.broker.operations.changes import QueueReset, reset
+from outbox.broker.operations.deletion import Loss, delete_group
+from outbox.broker.operations.listings import group_now
+from outbox.contrib.django.actions.declaration import ActionField, ActionPlan, DeclaredAction, FieldKind, Values
+from outbox.contrib.django.database.aliases import broker_connection
+from outbox.contrib.django.operations.renaming import rename_group
+from outbox.errors import UsageError
+from outbox.subscription import Start
+
+# At most this many queues are named in the audit.
+_NOTED: Final = 200
+
+
+def describe_losses(losses: Sequence[Loss]) -> str:
+    """What a deletion removes, in words."""
+    lag, retrying, dead = (sum(getattr(one, name) for one in losses) for name in ("lag", "retrying", "dead"))
+    return f"{lag} messages not consumed, {retrying} that are retried, {dead} dead letters"
+
+
+def _pause(values: Values) -> ActionPlan:
+    group = values["group"]
+    paused = _is_paused(group)
+
+    def do() -> Mapping[str, Any]:
+        with broker_connection() as (connection, schema):
+            changes.pause(Executor(connection, schema), group)
+        return {"paused": _is_paused(group)}
+
+    return ActionPlan(
+        subject=f"group {group}",
+        effect=f"Group {group} starts no further handlers; running ones finish. Its messages wait, and its positions "
+        "stay.",
+        before={"paused": paused},
+        nothing=paused,
+        do=do,
+    )
+
+
+def _resume(values: Values) -> ActionPlan:
+    group = values["group"]
+
+    def do() -> Mapping[str, Any]:
+        with broker_connection() as (connection, schema):
+            released = changes.resume(Executor(connection, schema), group)
+        return {"paused": _is_paused(group), "released_queues": released}
+
+    return ActionPlan(
+        subject=f"group {group}",
+        effect=f"Group {group} continues at its positions, also on queues that an on_error policy stopped.",
+        before={"paused": _is_paused(group)},
+        do=do,
+    )
+
+
+def _is_paused(group: str) -> bool:
+    with broker_connection() as (connection, schema):
+        return group_now(Executor(connection, schema), group).paused
+
+
+# -- reset ----------------------------------------------------------------------------------------------
+
+
+def _reset(values: Values) -> ActionPlan:
+    group, topic, again = values["group"], values["topic"], values["reprocess"]
+    target, words = _target(values)
+
+    def moved(*, dry_run: bool) -> Sequence[QueueReset]:
+        with broker_connection() as (connection, schema):
+            run = Executor(connection, schema)
+            return reset(run, group, topic, target, number=values["queue"], reprocess=again, dry_run=dry_run)
+
+    planned = moved(dry_run=True)
+    back = sum(max(0, one.from_offset - one.to_offset) for one in planned)
+    over = sum(max(0, one.to_offset - one.from_offset) for one in planned)
+    inbox = (
+        "and handles again the messages that its inbox has"
+        if again
+        else "and its inbox skips the messages that it has handled"
+    )
+    return ActionPlan(
+        subject=f"group {group} on topic {topic}",
+        effect=f"Move group {group} on topic {topic} {words}: {len(planned)} queues move. It gets {back} messages "
+        f"again, {inbox}; it never gets {over} messages that it has not handled.",
+        caution="If the handler uses no inbox, calls that are running now may take effect a second time.",
+        dangerous=over > 0 or again,
+        before=_offsets(planned, "from_offset"),
+        nothing=not planned,
+        do=lambda: _offsets(moved(dry_run=False), "to_offset"),
+    )
+
+
+def _target(values: Values) -> tuple[Start | datetime | int, str]:
+    flags = (values["to_earliest"], values["to_latest"])
+    if sum(flags) + sum(values[name] is not None for name in ("to_time", "to_offset")) != 1:
+        raise UsageError("Give one target: the earliest, the latest, a time, or an offset.")
+    if values["to_earliest"]:
+        return Start.EARLIEST, "to the oldest message in the broker"
+    if values["to_latest"]:
+        return Start.LATEST, "behind the newest message"
+    if values["to_time"] is not None:
+        return values["to_time"], f"to the first message queued since {values['to_time'].isoformat()}"
+    return values["to_offset"], f"to offset {values['to_offset']}"
+
+
+def _offsets(moves: Sequence[QueueReset], name: str) -> Mapping[str, Any]:
+    shown = {f"{one.topic}/{one.number}": getattr(one, name) for one in moves[:_NOTED]}
+    return shown | ({"not_listed": len(moves) - _NOTED} if len(moves) > _NOTED else {})
+
+
+# -- rename, delete -------------------------------------------------------------------------------------
+
+
+def _rename(values: Values) -> ActionPlan:
+    old, new = values["group"], values["new_name"]
+    rename_group(old, new, dry_run=True)
+
+    def do() -> Mapping[str, Any]:
+        return asdict(rename_group(old, new))
+
+    return ActionPlan(
+        subject=f"group {old}",
+        effect=f"Rename group {old} to {new}, with its positions, retries, dead letters and inbox rows. Start its "
+        "workers with the new name.",
+        before={"name": old},
+        do=do,
+    )
+
+
+def _delete(values: Values) -> ActionPlan:
+    group, topic = values["group"], values["topic"]
+
+    def deleted(*, dry_run: bool) -> Sequence[Loss]:
+        with broker_connection() as (connection, schema):
+            return delete_group(Executor(connection, schema), group, topic=topic, dry_run=dry_run)
+
+    losses = deleted(dry_run=True)
+    what = f"group {group}" if topic is None else f"the subscription of group {group} to {topic}"
+    return ActionPlan(
+        subject=what,
+        effect=f"Delete {what}, with {describe_losses(losses)}.",
+        caution="This cannot be undone.",
+        dangerous=True,
+        before={"losses": [asdict(one) for one in losses]},
+        do=lambda: {"lost": [asdict(one) for one in deleted(dry_run=False)]},
+    )
+
+
+_GROUP = ActionField(name="group", required=True, positional=True, help="consumer group")
+_TARGET = "Where the group continues"
+
+ACTIONS: Final = (
+    DeclaredAction(name="pause", title="Pause a group", command="outbox_group pause", fields=(_GROUP,), plan=_pause),
+    DeclaredAction(
+        name="resume",
+        title="Resume a group, stopped queues too",
+        command="outbox_group resume",
+        fields=(_GROUP,),
+        plan=_resume,
+    ),
+    DeclaredAction(
+        name="reset",
+        title="Reset the offsets of a group on a topic",
+        command="outbox_group reset",
+        fields=(
+            _GROUP,
+            ActionField(name="topic", required=True, positional=True, help="topic"),
+            ActionField(name="to_time", kind=FieldKind.TIME, one_of=_TARGET, help="ISO 8601 with a time zone"),
+            ActionField(
+                name="to_offset",
+                kind=FieldKind.NUMBER,
+                one_of=_TARGET,
+                help="the number of the next message, in every queue",
+            ),
+            ActionField(name="to_latest", kind=FieldKind.FLAG, one_of=_TARGET, help="skip all messages"),
+            ActionField(
+                name="to_earliest",
+                kind=FieldKind.FLAG,
+                one_of=_TARGET,
+                help="from the oldest message the broker still has",
+            ),
+            ActionField(
+                name="queue",
+                kind=FieldKind.NUMBER,
+                label="Queue (empty: all)",
+                help="only the queue of this number",
+            ),
+            ActionField(
+                name="reprocess",
+                kind=FieldKind.FLAG,
+                label="Process again what the inbox has",
+                help="also handle messages that the inbox already has",
+            ),
+        ),
+        plan=_reset,
+    ),
+    DeclaredAction(
+        name="rename_group",
+        title="Rename a group whose consumers are stopped, with everything it has",
+        command="outbox_group rename",
+        fields=(_GROUP, ActionField(name="new_name", required=True, positional=True, help="the new name")),
+        plan=_rename,
+        permission=None,
+    ),
+    DeclaredAction(
+        name="delete_group",
+        title="Delete a group that no longer runs, or one of its topics",
+        command="outbox_group delete",
+        fields=(_GROUP, ActionField(name="topic", help="only its subscription to this topic")),
+        plan=_delete,
+        permission=None,
+    ),
+)

@@ -1,0 +1,244 @@
+"""Messages: recall of waiting ones, and settling dead letters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final
+from uuid import UUID
+
+from outbox.broker.database.executor import Executor
+from outbox.broker.database.statement import Statement
+from outbox.broker.log import recall
+from outbox.broker.log.topics import TopicCatalog
+from outbox.broker.operations import dead_letters
+from outbox.broker.operations.dead_letters import LetterSelection
+from outbox.contrib.django.actions.declaration import LEFT, ActionField, ActionPlan, DeclaredAction, FieldKind, Values
+from outbox.contrib.django.database.aliases import broker_connection
+from outbox.contrib.django.engine.broker import get_broker
+from outbox.errors import UsageError
+from outbox.recall import Recall
+
+LIMIT: Final = 10_000
+# At most this many messages are named in the audit.
+_NOTED: Final = 100
+
+_NOW = Statement("SELECT clock_timestamp()")
+
+_Settle = Callable[..., int]
+
+
+def replay_dead_letters(group: str, selection: LetterSelection, *, limit: int, dry_run: bool) -> int:
+    """Replay dead letters of a group; returns their number.
+
+    Raises UnknownGroup. Raises UsageError if one of the ids is not a dead letter of the group; then none is replayed.
+    """
+    count = _settle(dead_letters.replay, "replayed", group, selection, limit=limit, dry_run=dry_run)
+    if not dry_run:
+        get_broker().notify_decided()
+    return count
+
+
+def discard_dead_letters(group: str, selection: LetterSelection, *, limit: int, dry_run: bool) -> int:
+    """Discard dead letters of a group; returns their number. Raises as `replay_dead_letters`."""
+    return _settle(dead_letters.discard, "discarded", group, selection, limit=limit, dry_run=dry_run)
+
+
+def _settle(settle: _Settle, done: str, group: str, selection: LetterSelection, *, limit: int, dry_run: bool) -> int:
+    with broker_connection() as (connection, schema):
+        with connection.transaction(force_rollback=dry_run):
+            count = settle(Executor(connection, schema), group, selection, limit=limit)
+            ids = selection.message_ids
+            if ids is not None and count != len(set(ids)):
+                raise UsageError(
+                    f"{count} of the {len(set(ids))} ids are dead letters of group {group!r} that meet the rest of "
+                    f"the selection (or --limit is too low), so nothing was {done}: `outbox_dead_letter list "
+                    f"{group}` lists them."
+                )
+    return count
+
+
+# -- dead letters ---------------------------------------------------------------------------------------
+
+
+def _replay(values: Values) -> ActionPlan:
+    return _settling(
+        values,
+        replay_dead_letters,
+        "Deliver {count} dead letters again to group {group}{which}, each with a new series of attempts.",
+        "First correct the cause of the handler's failure, or the messages fail again.",
+        dangerous=False,
+    )
+
+
+def _discard(values: Values) -> ActionPlan:
+    return _settling(
+        values,
+        discard_dead_letters,
+        "Discard {count} dead letters of group {group}{which}: the group never handles them.",
+        "This cannot be undone.",
+        dangerous=True,
+    )
+
+
+def _settling(values: Values, settle: _Settle, effect: str, caution: str, *, dangerous: bool) -> ActionPlan:
+    group, limit = values["group"], values["limit"]
+    selection = _selection(values)
+    which = _described(selection)
+    if values["until"] is None:
+        # Dead letters that arrive after this plan are not included.
+        with broker_connection() as (connection, schema):
+            [now] = Executor(connection, schema).one(_NOW)
+        selection = replace(selection, until=now)
+    count = settle(group, selection, limit=limit, dry_run=True)
+    more = f" At most {limit:,} are settled at once: repeat this action for the rest." if count == limit else ""
+
+    def do() -> Mapping[str, Any]:
+        return {"settled": settle(group, selection, limit=limit, dry_run=False)}
+
+    assert selection.until is not None
+    return ActionPlan(
+        subject=f"dead letters of group {group}",
+        effect=effect.format(count=count, group=group, which=which) + more,
+        caution=caution,
+        dangerous=dangerous,
+        before={"selected": count, "selection": which.strip() or "all"},
+        pinned={"until": selection.until.isoformat()},
+        nothing=count == 0,
+        do=do,
+    )
+
+
+def _selection(values: Values) -> LetterSelection:
+    """The selection. Settling all of them needs `all`: a field that was left out by mistake must not mean all."""
+    parts = _parts(values)
+    narrowed = any(value is not None for name, value in parts.items() if name != "until")
+    if (values["all"] and narrowed) or not (values["all"] or narrowed or parts["until"]):
+        raise UsageError("name message ids, select by --error, --key …, or pass --all.")
+    return LetterSelection(**parts)
+
+
+def _parts(values: Values) -> dict[str, Any]:
+    names = ("error", "error_type", "topic", "key", "since", "until")
+    return {"message_ids": list(values["ids"]) or None, **{name: values[name] for name in names}}
+
+
+def _described(selection: LetterSelection) -> str:
+    if selection.message_ids is not None:
+        return f" ({_some(selection.message_ids)})"
+    given = {
+        "whose error is of type": selection.error_type,
+        "whose error contains": selection.error,
+        "of topic": selection.topic,
+        "with key": selection.key,
+        "dead since": selection.since,
+        "dead before": selection.until,
+    }
+    return "".join(f" {words} {value}" for words, value in given.items() if value is not None)
+
+
+def _some(ids: Sequence[UUID]) -> str:
+    return f"{', '.join(map(str, ids[:20]))}{' …' if len(ids) > 20 else ''}"
+
+
+# -- recall ---------------------------------------------------------------------------------------------
+
+
+def _recall(values: Values) -> ActionPlan:
+    ids, topic, key = list(dict.fromkeys(values["ids"])), values["topic"], values["key"]
+    by_key = topic is not None and key is not None
+    if (topic is None) != (key is None) or bool(ids) == by_key:
+        raise UsageError("name message ids, or give --topic and --key.")
+
+    def outcomes(*, dry_run: bool) -> list[Recall]:
+        with broker_connection() as (connection, schema), connection.transaction(force_rollback=dry_run):
+            run = Executor(connection, schema)
+            if not by_key:
+                return recall.recall(run, ids)
+            TopicCatalog(schema).get(connection, topic)
+            return recall.recall_key(run, topic, key)
+
+    planned = outcomes(dry_run=True)
+    if by_key and not planned:
+        raise UsageError(f"no message of topic {topic!r} with key {key!r} waits for its delivery time or a retry.")
+    count = sum(one.is_recalled for one in planned)
+    return ActionPlan(
+        subject=f"key {key} of topic {topic}" if by_key else f"messages {_some(ids)}",
+        effect=f"Recall {count} messages that wait for their delivery time or a retry: no group gets them (again).",
+        caution="This cannot be undone." + _not_recalled(planned),
+        before=_counted(planned),
+        nothing=count == 0,
+        do=lambda: _counted(outcomes(dry_run=False)),
+    )
+
+
+def _not_recalled(outcomes: Sequence[Recall]) -> str:
+    left = [f"{one.message_id} is {one.status}" for one in outcomes if not one.is_recalled]
+    return f" Not recalled: {'; '.join(left[:20])}." if left else ""
+
+
+def _counted(outcomes: Sequence[Recall]) -> Mapping[str, Any]:
+    shown = {str(one.message_id): str(one.status) for one in outcomes[:_NOTED]}
+    left = [f"{one.message_id} ({one.status})" for one in outcomes if not one.is_recalled]
+    return (
+        shown
+        | {"messages": len(outcomes)}
+        | ({"not_listed": len(outcomes) - _NOTED} if len(outcomes) > _NOTED else {})
+        | ({LEFT: left[:_NOTED]} if left else {})
+    )
+
+
+_GROUP = ActionField(name="group", required=True, positional=True, help="consumer group")
+_MESSAGES = ActionField(name="ids", kind=FieldKind.ID, positional=True, many=True, help="message ids")
+
+SELECTION: Final = (
+    ActionField(name="error", help="those whose last error contains this text"),
+    ActionField(name="error_type", help="those whose last error is of this type (its name, without modules)"),
+    ActionField(name="topic", help="those published to this topic"),
+    ActionField(name="key", help="those with this key"),
+    ActionField(
+        name="since", kind=FieldKind.TIME, help="dead-lettered at this time or later; ISO 8601 with a time zone"
+    ),
+    ActionField(name="until", kind=FieldKind.TIME, help="dead-lettered before this time"),
+)
+_SETTLING = (
+    _GROUP,
+    _MESSAGES,
+    *SELECTION,
+    ActionField(name="all", kind=FieldKind.FLAG, help="all dead letters of the group"),
+    ActionField(
+        name="limit",
+        kind=FieldKind.COUNT,
+        default=LIMIT,
+        on_page=False,
+        help="at most so many, oldest first (default: %(default)s)",
+    ),
+)
+
+ACTIONS: Final = (
+    DeclaredAction(
+        name="replay",
+        title="Deliver dead letters again",
+        command="outbox_dead_letter replay",
+        fields=_SETTLING,
+        plan=_replay,
+    ),
+    DeclaredAction(
+        name="discard",
+        title="Discard dead letters",
+        command="outbox_dead_letter discard",
+        fields=_SETTLING,
+        plan=_discard,
+    ),
+    DeclaredAction(
+        name="recall",
+        title="Recall messages that wait for their delivery time or a retry",
+        command="outbox_message recall",
+        fields=(
+            _MESSAGES,
+            ActionField(name="topic", help="with a key: all waiting messages of this topic and key"),
+            ActionField(name="key", help="with a topic"),
+        ),
+        plan=_recall,
+    ),
+)

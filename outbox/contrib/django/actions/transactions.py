@@ -1,0 +1,297 @@
+"""Undecided transactions: an operator's decision, another check, and the switch that refuses new ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final
+from uuid import UUID
+
+from outbox.broker.database.executor import Executor
+from outbox.broker.operations import changes
+from outbox.broker.operations.listings import open_transaction
+from outbox.broker.operations.trace import trace
+from outbox.broker.transaction.checks import find_undecided
+from outbox.broker.transaction.half_scan import hint_checks, list_waiting
+from outbox.contrib.django.actions.declaration import ActionField, ActionPlan, DeclaredAction, FieldKind, Values
+from outbox.contrib.django.database.aliases import broker_connection
+from outbox.contrib.django.engine.broker import get_broker
+from outbox.contrib.django.ledger.ledger_checker import LedgerChecker
+from outbox.contrib.django.settings.conf import get_settings
+from outbox.errors import UsageError
+from outbox.transaction import Answer, Check, DecidedBy, Decision, EndStatus, EndTransaction
+
+LIMIT: Final = 10_000
+
+_EFFECTS = {
+    Decision.COMMIT: "Its messages are delivered to every group that subscribes to them.",
+    Decision.ROLLBACK: (
+        "Its messages are never delivered. First a tombstone is written into the ledger, so that a late commit of "
+        "the local transaction fails."
+    ),
+}
+_FORCED = {
+    Decision.COMMIT: "The ledger is not asked: a wrong commit delivers a message about a write that never happened.",
+    Decision.ROLLBACK: "The ledger is not asked, and gets no tombstone: a wrong rollback loses a message.",
+}
+
+
+def decide(transaction_id: UUID, decision: Decision, *, force: bool = False) -> EndStatus:
+    """Apply an operator's decision about an undecided (mostly: parked) transaction.
+
+    The ledger is read first. For a rollback its barrier runs, so that a late commit fails. Raises UsageError if the
+    ledger does not agree, unless `force`; and if there is no such undecided transaction.
+    """
+    check = _undecided(transaction_id)
+    if not force:
+        answer = _asked(replace(check, may_write=decision is Decision.ROLLBACK))
+        if answer.decision is not decision:
+            raise UsageError(_not_proven(check, decision, answer))
+    end = EndTransaction(
+        transaction_id=transaction_id,
+        decision=decision,
+        producer_group=check.producer_group,
+        decided_by=DecidedBy.OPERATOR,
+    )
+    return get_broker().end([end])[0]
+
+
+def ask_again(
+    ids: Sequence[UUID] = (), *, group: str | None = None, parked: bool = False, limit: int = LIMIT, dry_run: bool
+) -> list[UUID]:
+    """Make undecided transactions due for a check now, wherever their producers run; returns them, oldest first.
+
+    They are those in `ids`, else up to `limit` of a producer group (None: of all), optionally only the `parked` ones.
+    Their group's next pass of check-back checks them. Raises UsageError if one of the ids is not undecided; then none
+    is due.
+    """
+    settings = get_settings().check
+    with broker_connection() as (connection, schema), connection.transaction(force_rollback=dry_run):
+        run = Executor(connection, schema)
+        wanted = sorted(set(ids)) or list_waiting(run, group, parked=parked, limit=limit)
+        if hint_checks(run, wanted, settings=settings) != len(wanted):
+            strangers = [one for one in wanted if find_undecided(run, one) is None]
+            raise UsageError(
+                f"no undecided transactions: {', '.join(map(str, strangers))}; no check was requested. "
+                "`outbox_transaction list` lists the undecided ones, `outbox_message show ID` shows the outcome of one."
+            )
+    return wanted
+
+
+def switch_transactional(rejecting: bool) -> bool:
+    """Refuse new transactional messages, or accept them again; returns whether that is a change."""
+    with broker_connection() as (connection, schema), connection.transaction():
+        return changes.reject_transactional(Executor(connection, schema), rejecting)
+
+
+# -- decide, abort --------------------------------------------------------------------------------------
+
+
+def _decide(values: Values) -> ActionPlan:
+    return _decision(values["id"], Decision[values["decision"].upper()], values["force"], values["running"])
+
+
+def _abort(values: Values) -> ActionPlan:
+    return _decision(values["id"], Decision.ROLLBACK, False, False)
+
+
+def _decision(transaction_id: UUID, decision: Decision, force: bool, running: bool) -> ActionPlan:
+    check = _undecided(transaction_id)
+    if force and not running:
+        _refuse_running(transaction_id)
+    answer = _asked(replace(check, may_write=False))
+    said = f"{answer.decision.name}: {answer.detail}" if answer.detail else answer.decision.name
+    # The barrier of a rollback writes, so a plan only announces it.
+    barrier = decision is Decision.ROLLBACK and answer.decision is Decision.UNKNOWN and not answer.alarm
+    refusal = "" if force or barrier or answer.decision is decision else _not_proven(check, decision, answer)
+
+    def do() -> Mapping[str, Any]:
+        status = decide(transaction_id, decision, force=force)
+        return {"status": str(status), "without_ledger": force, **_known(transaction_id)}
+
+    return ActionPlan(
+        subject=f"transaction {transaction_id}",
+        effect=f"{decision.name.capitalize()} transaction {transaction_id}. "
+        f"{_FORCED[decision] if force else _EFFECTS[decision]}",
+        caution=f"The first decision is final. The ledger says now: {said}"
+        + (". Its barrier decides when the action runs." if barrier and not force else ""),
+        dangerous=force,
+        before={"ledger": said, **_known(transaction_id)},
+        refusal=refusal,
+        do=do,
+    )
+
+
+def _undecided(transaction_id: UUID) -> Check:
+    with broker_connection() as (connection, schema):
+        check = find_undecided(Executor(connection, schema), transaction_id)
+    if check is None:
+        raise UsageError(
+            f"{transaction_id} is not an undecided transaction: `outbox_message show {transaction_id}` shows its "
+            "outcome."
+        )
+    return check
+
+
+def _asked(check: Check) -> Answer:
+    return next(iter(LedgerChecker().check_local_transactions([check])))
+
+
+def _not_proven(check: Check, decision: Decision, answer: Answer) -> str:
+    return (
+        f"{decision.name} of {check.transaction_id} is not what the ledger proves: {answer.detail}. If you know more "
+        "than the ledger, `outbox_transaction decide --force` does it: a wrong COMMIT delivers a message about an "
+        "event that never happened, a wrong ROLLBACK loses a message."
+    )
+
+
+def _refuse_running(transaction_id: UUID) -> None:
+    with broker_connection() as (connection, schema):
+        found = open_transaction(Executor(connection, schema), transaction_id)
+    if found is not None and found.may_run:
+        raise UsageError(
+            f"{transaction_id} was not decided: its local transaction may still run, because {found.may_run}. A "
+            "wrong decision would contradict it. Ask again (`outbox_transaction ask`): check-back asks its ledger as "
+            "soon as its immunity has ended, and decides it, or an operator may decide then. "
+            "`outbox_transaction decide --force --running` decides at once."
+        )
+
+
+def _known(transaction_id: UUID) -> Mapping[str, Any]:
+    with broker_connection() as (connection, schema):
+        found = trace(Executor(connection, schema), transaction_id)
+    if found is None:
+        raise UsageError(f"the broker has no transaction {transaction_id}, or has deleted it.")
+    pending = found.pending
+    return {
+        "decision": found.decision and found.decision.decision,
+        "checks": pending and pending.checks,
+        "due_at": pending and pending.due_at,
+        "parked_at": pending and pending.parked_at,
+        "last_answer": pending and pending.last_answer,
+    }
+
+
+# -- ask ------------------------------------------------------------------------------------------------
+
+
+def _ask(values: Values) -> ActionPlan:
+    ids, group, parked, limit = values["ids"], values["group"], values["parked"], values["limit"]
+    if sum((bool(ids), group is not None or parked, values["all"])) != 1:
+        raise UsageError("name transaction ids, or select by --group and --parked, or pass --all.")
+
+    def asked(*, dry_run: bool) -> Mapping[str, Any]:
+        found = ask_again(ids, group=group, parked=parked, limit=limit, dry_run=dry_run)
+        state = {"state": _known(ids[0])} if len(ids) == 1 else {}
+        return {"transactions": len(found), "transaction_ids": found, **state}
+
+    planned = asked(dry_run=True)
+    count = planned["transactions"]
+    which = (
+        ", ".join(map(str, ids))
+        if ids
+        else f"{'parked' if parked else 'undecided'} ones" + (f" of producer group {group}" if group else "")
+    )
+    more = (
+        f" At most {limit:,} are asked about at once: repeat this for the rest." if not ids and count == limit else ""
+    )
+    return ActionPlan(
+        subject=f"producer group {group}" if group else f"transactions: {which}",
+        effect=f"The checks of {count} transactions ({which}) are due now: the next check-back pass of their producer "
+        f"group asks about them. The message's page then shows the answer.{more}",
+        before=planned,
+        nothing=count == 0,
+        do=lambda: asked(dry_run=False),
+    )
+
+
+# -- reject, accept -------------------------------------------------------------------------------------
+
+
+def _reject(values: Values) -> ActionPlan:
+    return _switch(
+        True, "New transactional messages are refused: every transaction that publishes one fails and rolls back."
+    )
+
+
+def _accept(values: Values) -> ActionPlan:
+    return _switch(False, "New transactional messages are accepted again.")
+
+
+def _switch(rejecting: bool, effect: str) -> ActionPlan:
+    with broker_connection() as (connection, schema):
+        now = changes.rejects_transactional(Executor(connection, schema))
+
+    def do() -> Mapping[str, Any]:
+        switch_transactional(rejecting)
+        return {"rejecting": rejecting}
+
+    return ActionPlan(subject="the broker", effect=effect, before={"rejecting": now}, do=do, nothing=now is rejecting)
+
+
+_ID = ActionField(name="id", kind=FieldKind.ID, required=True, positional=True, help="transaction id")
+
+ACTIONS: Final = (
+    DeclaredAction(
+        name="decide",
+        title="Decide a transaction",
+        command="outbox_transaction decide",
+        fields=(
+            _ID,
+            ActionField(
+                name="decision", required=True, positional=True, choices=("commit", "rollback"),
+                help="the ledger must agree, or --force is given",
+            ),
+            ActionField(
+                name="force",
+                kind=FieldKind.FLAG,
+                label="Without asking the ledger",
+                help="Only if you know more than the ledger: a wrong commit delivers a message about an event that "
+                "never happened; a wrong rollback loses a message.",
+                with_confirmation=True,
+            ),
+            ActionField(
+                name="running", kind=FieldKind.FLAG, on_page=False,
+                help="with --force: even if its local transaction may still run",
+            ),
+        ),
+        plan=_decide,
+    ),
+    DeclaredAction(
+        name="abort",
+        title="Abort a transaction that has not committed and is not running",
+        command="outbox_transaction abort",
+        fields=(_ID,),
+        plan=_abort,
+    ),
+    DeclaredAction(
+        name="ask",
+        title="Ask about transactions again",
+        command="outbox_transaction ask",
+        fields=(
+            ActionField(name="ids", kind=FieldKind.ID, positional=True, many=True, help="transaction ids"),
+            ActionField(name="group", help="those of this producer group"),
+            ActionField(name="parked", kind=FieldKind.FLAG, help="only parked ones"),
+            ActionField(name="all", kind=FieldKind.FLAG, help="of every group, parked or not"),
+            ActionField(
+                name="limit", kind=FieldKind.COUNT, default=LIMIT, on_page=False,
+                help="at most so many, oldest first (default: %(default)s)",
+            ),
+        ),
+        plan=_ask,
+    ),
+    DeclaredAction(
+        name="reject",
+        title="Refuse new transactional messages",
+        command="outbox_transaction reject",
+        fields=(),
+        plan=_reject,
+    ),
+    DeclaredAction(
+        name="accept",
+        title="Accept transactional messages again",
+        command="outbox_transaction accept",
+        fields=(),
+        plan=_accept,
+    ),
+)  # fmt: skip

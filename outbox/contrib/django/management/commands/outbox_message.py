@@ -1,0 +1,98 @@
+"""`manage.py outbox_message list|show|recall`."""
+
+from __future__ import annotations
+
+from typing import Any
+from uuid import UUID
+
+from django.core.management.base import CommandError, CommandParser
+
+from outbox.broker.database.executor import Executor
+from outbox.broker.log.topics import TopicCatalog
+from outbox.broker.operations.search import browse, find_messages
+from outbox.broker.operations.trace import trace
+from outbox.contrib.django.database.aliases import broker_connection
+from outbox.contrib.django.management.acting import ActionCommand
+from outbox.contrib.django.management.output import moment
+from outbox.contrib.django.settings.conf import get_settings
+from outbox.utils.safe_text import masked_names
+
+# The part of a body in a line of the table; --json has all of it.
+_SHOWN_CHARACTERS = 60
+
+
+class Command(ActionCommand):
+    """Parses, then calls one function."""
+
+    help = "List the stored messages of a topic or key, show the path of one, or recall waiting ones."
+
+    def add_arguments(self, parser: CommandParser) -> None:
+        subcommands = self.add_subcommands(parser)
+        stored = subcommands.add_parser(
+            "list", help="of a topic, or with a key; newest first. Changes no offset and locks nothing"
+        )
+        stored.add_argument("topic", nargs="?")
+        stored.add_argument("--key", help="those with this business key, in any state")
+        stored.add_argument("--uncommitted", action="store_true", help="also undecided, rolled back and recalled ones")
+        stored.add_argument("--since", type=moment, help="stored since then (default: in the last day)")
+        self.add_page(stored, "LOG_ID", "the page after this message: earlier ones", int)
+        self.add_json(stored)
+        shown = subcommands.add_parser(
+            "show", help="where it is: stored, decided, queued, and the progress of each group"
+        )
+        shown.add_argument("id", type=UUID, help="message or transaction id")
+        self.add_json(shown)
+
+    def _list(self, options: dict[str, Any]) -> None:
+        if options["key"] is not None:
+            self._list_key(options)
+            return
+        if options["topic"] is None:
+            raise CommandError("name a topic, or pass --key.")
+        narrowed = {name: options[name] for name in ("uncommitted", "since", "after", "limit")}
+        with broker_connection() as (connection, schema):
+            TopicCatalog(schema).get(connection, options["topic"])
+            found = browse(Executor(connection, schema), options["topic"], **narrowed)
+        names = masked_names(get_settings().masked_fields, options["topic"])
+        found = [one.without(names) for one in found] if names else found
+        if options["json"]:
+            self.print_json([one.as_json() for one in found])
+            return
+        self.print_rows(
+            ["log id", "message", "key", "tag", "stored", "state", "body"],
+            (
+                (one.log_id, one.message_id, one.key, one.tag, one.stored_at, one.state, one.text()[:_SHOWN_CHARACTERS])
+                for one in found
+            ),
+        )
+        self.say_more(len(found), options["limit"], found[-1].log_id if found else None)
+
+    def _list_key(self, options: dict[str, Any]) -> None:
+        with broker_connection() as (connection, schema):
+            narrowed = {name: options[name] for name in ("topic", "since", "limit")}
+            # Newest first, so the next page is older.
+            found = find_messages(Executor(connection, schema), options["key"], before=options["after"], **narrowed)
+        if options["json"]:
+            self.print_json(found)
+            return
+        self.print_rows(
+            ["message", "topic", "tag", "stored", "state"],
+            ((one.message_id, one.topic, one.tag, one.stored_at, one.state) for one in found),
+        )
+        self.say_more(len(found), options["limit"], found and found[-1].log_id)
+
+    def _show(self, options: dict[str, Any]) -> None:
+        with broker_connection() as (connection, schema):
+            found = trace(Executor(connection, schema), options["id"])
+        if found is None:
+            raise CommandError(
+                f"the broker has no message or transaction {options['id']}: it never had it, or retention removed it."
+            )
+        if options["json"]:
+            self.print_json(found.as_json())
+            return
+        for section, value in found.as_json().items():
+            rows = value if isinstance(value, list) else [value] if value else []
+            for row in rows:
+                text = ", ".join(f"{name} {cell}" for name, cell in row.items() if cell not in (None, ""))
+                self.say(f"{section}: {text}")

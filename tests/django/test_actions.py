@@ -1,0 +1,362 @@
+"""Every declared action, by its command and by the page: the same effect, and the same entry in the audit."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from io import StringIO
+from typing import Any
+from uuid import UUID
+
+import pytest
+from django.core.management import call_command, load_command_class
+from django.core.management.base import CommandError
+from django.db import connections, transaction
+
+from outbox.broker.groups import lives
+from outbox.broker.log.topics import list_topics
+from outbox.broker.operations import comparisons
+from outbox.broker.operations.comparisons import ComparisonKind, DatabaseComparison
+from outbox.broker.operations.progress import list_queues
+from outbox.broker.transaction import checks
+from outbox.contrib.django import publish
+from outbox.contrib.django.actions import audit
+from outbox.contrib.django.actions.catalogue import ACTIONS, of_command
+from outbox.contrib.django.actions.declaration import DeclaredAction, FieldKind
+from outbox.contrib.django.actions.transactions import switch_transactional
+from outbox.contrib.django.database.aliases import alias_conninfo
+from outbox.contrib.django.engine.broker import reset_broker
+from outbox.contrib.django.models import OperatorAction
+from outbox.contrib.django.settings.conf import get_settings
+from tests.django.broker_world import NOWHERE, World, new_world
+from tests.django.conftest import BROKER_TEMPLATE, point_alias
+from tests.django.console.support import ALL, bury, client_of, make_user
+from tests.django.shop.models import Order
+from tests.django.state import rolled_back
+from tests.django.support import sequence
+
+pytestmark = pytest.mark.usefixtures("databases", "no_subscribers")
+
+Given = Mapping[str, str | list[str]]
+Case = tuple[Callable[[World], Given], Callable[[World], Any]]
+CASES: dict[str, Case] = {}
+
+
+def case(name: str, effect: Callable[[World], Any]) -> Callable[[Callable[[World], Given]], None]:
+    """How the state for an action is made, with the values to give; and the effect to compare."""
+
+    def register(arrange: Callable[[World], Given]) -> None:
+        CASES[name] = (arrange, effect)
+
+    return register
+
+
+def rows(statement: str) -> Callable[[World], Any]:
+    return lambda world: world.sql(statement)
+
+
+DECISIONS = rows("SELECT decision::text, decided_by::text FROM outbox.op_log")
+DUE = rows("SELECT due_at <= now() FROM outbox.pending_check")
+REJECTING = rows("SELECT reject_transactional FROM outbox.broker")
+LETTERS = rows("SELECT replayed_at IS NOT NULL, discarded_at IS NOT NULL FROM outbox.dead_letter ORDER BY log_id")
+GROUPS = rows("SELECT name, paused FROM outbox.consumer_group ORDER BY name")
+
+
+def topics(world: World) -> list[tuple[str, int]]:
+    return sorted((one.name, one.queue_count) for one in list_topics(world.run) if one.name in ("orders", "new"))
+
+
+def undecided(world: World) -> UUID:
+    """A committed transaction whose end nobody sent; its check is due in an hour."""
+    with transaction.atomic():
+        Order.objects.get_or_create(number="7")
+        receipt = publish("orders", {}, key="7")
+    flush(within_seconds=5)
+    world.sql("DELETE FROM outbox.op_log")
+    checks.scan(world.run, settings=get_settings().check)
+    world.sql("UPDATE outbox.pending_check SET immune_until = now(), due_at = now() + interval '1 hour'")
+    return receipt.transaction_id
+
+
+@case("decide", DECISIONS)
+def _decide(world: World) -> Given:
+    return {"id": str(undecided(world)), "decision": "commit"}
+
+
+@case("abort", DECISIONS)
+def _abort(world: World) -> Given:
+    with rolled_back():
+        receipt = publish("orders", {}, key="7")
+    flush(within_seconds=5)
+    return {"id": str(receipt.transaction_id)}
+
+
+@case("ask", DUE)
+def _ask(world: World) -> Given:
+    return {"ids": [str(undecided(world))]}
+
+
+@case("reject", REJECTING)
+def _reject(world: World) -> Given:
+    return {}
+
+
+@case("accept", REJECTING)
+def _accept(world: World) -> Given:
+    switch_transactional(True)
+    return {}
+
+
+def letters(world: World) -> list[str]:
+    world.subscribe("mail")
+    world.publish(2)
+    for number in range(2):
+        bury(world, "mail", f"k{number}", "TimeoutError: no answer")
+    return [str(one) for (one,) in world.sql("SELECT message_id FROM outbox.commit_log ORDER BY log_id")]
+
+
+@case("replay", LETTERS)
+def _replay(world: World) -> Given:
+    return {"group": "mail", "ids": letters(world)[:1]}
+
+
+@case("discard", LETTERS)
+def _discard(world: World) -> Given:
+    letters(world)
+    return {"group": "mail", "error_type": "TimeoutError"}
+
+
+@case("recall", rows("SELECT count(*) FROM outbox.scheduled"))
+def _recall(world: World) -> Given:
+    receipt = publish("reminders", {}, key="later", delay=3600)
+    sequence()
+    return {"ids": [str(receipt.message_id)]}
+
+
+@case("pause", GROUPS)
+def _pause(world: World) -> Given:
+    world.subscribe("mail")
+    return {"group": "mail"}
+
+
+@case("resume", GROUPS)
+def _resume(world: World) -> Given:
+    world.subscribe("mail")
+    world.sql("UPDATE outbox.consumer_group SET paused = true")
+    return {"group": "mail"}
+
+
+@case("reset", lambda world: sorted(queue.lag for queue in list_queues(world.run, "mail")))
+def _reset(world: World) -> Given:
+    world.subscribe("mail")
+    world.publish(4)
+    return {"group": "mail", "topic": "orders", "to_latest": "yes"}
+
+
+@case("rename_group", GROUPS)
+def _rename(world: World) -> Given:
+    world.subscribe("mail")
+    return {"group": "mail", "new_name": "post"}
+
+
+@case("delete_group", GROUPS)
+def _delete_group(world: World) -> Given:
+    world.subscribe("mail")
+    return {"group": "mail"}
+
+
+@case("create_topic", topics)
+def _create_topic(world: World) -> Given:
+    return {"name": "new", "queue_count": "3"}
+
+
+@case("alter_topic", topics)
+def _alter_topic(world: World) -> Given:
+    return {"name": "orders", "queue_count": "16"}
+
+
+@case("delete_topic", topics)
+def _delete_topic(world: World) -> Given:
+    return {"name": "orders"}
+
+
+@case("drop_broker", rows("SELECT to_regclass('outbox.commit_log') IS NULL"))
+def _drop(world: World) -> Given:
+    publish("orders", {}, key="lost")
+    return {"force": "yes"}
+
+
+@case("settle", rows("SELECT missing FROM outbox.comparison"))
+def _settle(world: World) -> Given:
+    life = lives.current(world.run)
+    producers = get_settings().required_producer_group()
+    comparisons.store(
+        world.run,
+        DatabaseComparison(
+            kind=ComparisonKind.LEDGER, subject=producers, alias="default", life_id=life, missing=3
+        ),
+    )  # fmt: skip
+    return {}
+
+
+@case("forget", rows("SELECT count(*) FROM outbox.periodic_pass"))
+def _forget(world: World) -> Given:
+    world.sql("INSERT INTO outbox.periodic_pass (producer_group, name, interval_seconds, began_at)"
+              " VALUES ('shop', 'receive:partner', 60, now())")  # fmt: skip
+    return {"forget": ["partner"]}
+
+
+# -- the two doors --------------------------------------------------------------------------------------
+
+
+def arguments(action: DeclaredAction, given: Given) -> list[str]:
+    """The command line."""
+    command, _, word = action.command.partition(" ")
+    line = [command] if word in {"", *(f"--{name}" for name in given)} else [command, word]
+    for field in action.fields:
+        value = given.get(field.name, [])
+        for one in value if isinstance(value, list) else [value]:
+            option = f"--{field.name.replace('_', '-')}"
+            line += [one] if field.positional else [option] if field.kind is FieldKind.FLAG else [option, one]
+    return [*line, "--no-input", "--reason", "a test"]
+
+
+def by_command(action: DeclaredAction, given: Given) -> None:
+    call_command(*arguments(action, given), stdout=StringIO())
+
+
+def by_page(action: DeclaredAction, given: Given) -> None:
+    address = f"/outbox/act/{action.name.replace('_', '-')}/"
+    client = client_of(make_user(*ALL))
+    shown = client.post(address, dict(given))
+    assert shown.status_code == 200, shown.content.decode()
+    answer = client.post(address, {**given, "confirmed": "yes", "why": "a test"})
+    assert answer.status_code == 302, answer.content.decode()
+
+
+def entry() -> dict[str, Any]:
+    """The only entry of the audit, without what differs between two worlds."""
+    found = OperatorAction.objects.get()
+    assert found.ended_at is not None and found.ended_at >= found.at
+    names = ("why", "action", "subject", "effect", "before", "after", "outcome")
+    text = json.dumps({name: getattr(found, name) for name in names})
+    text = re.sub(r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f-]{22}", "ID", text)
+    written: dict[str, Any] = json.loads(re.sub(r"\d{4}-\d\d-\d\d[T ][\d:.]+(\+[\d:]+|Z)", "TIME", text))
+    return written
+
+
+@pytest.mark.parametrize("name", ACTIONS)
+def test_an_action_does_and_records_the_same_by_command_and_by_page(
+    name: str, outbox_settings: Callable[..., None], new_database: Callable[..., str]
+) -> None:
+    action, (arrange, effect) = ACTIONS[name], CASES[name]
+    found = []
+    for door in (by_command, by_page) if action.permission else (by_command,):
+        point_alias("broker", new_database(template=BROKER_TEMPLATE))
+        reset_broker()
+        with new_world(outbox_settings) as world:
+            if name == "drop_broker":
+                world.sql("UPDATE outbox.leader_lease SET owner = NULL")
+            given = arrange(world)
+            before = effect(world)
+            if door is by_command:
+                call_command(*arguments(action, given), "--dry-run", stdout=StringIO())
+            assert effect(world) == before and not OperatorAction.objects.exists(), "a plan changes nothing"
+            door(action, given)
+            assert effect(world) != before
+            found.append((effect(world), entry()))
+        who = OperatorAction.objects.get().who
+        assert who.endswith("(command)") is (door is by_command)
+        OperatorAction.objects.all().delete()
+    assert found[0][1]["outcome"] == "done" and found[0][1]["why"] == "a test"
+    assert found[1:] in ([], found[:1])
+
+
+# Each of them is what a process does by itself, or stores what a run of Spark found.
+NOT_BY_OPERATORS = {"outbox_transaction check", "outbox_audit compare"}
+READS = {"outbox_group list", "outbox_group offsets", "outbox_topic list", "outbox_message list", "outbox_message show"}
+READS |= {"outbox_dead_letter list", "outbox_dead_letter show", "outbox_transaction list"}
+READS |= {"outbox_transaction describe"}
+
+
+@pytest.mark.parametrize("command", ["audit", "dead_letter", "group", "message", "topic", "transaction"])
+def test_every_subcommand_that_changes_something_is_a_declared_action(command: str) -> None:
+    name = f"outbox_{command}"
+    parser = load_command_class("outbox.contrib.django", name).create_parser("manage.py", name)
+    [subcommands] = [one.choices for one in parser._actions if one.dest == "action"]
+    assert subcommands is not None
+    every = {f"{name} {word}" for word in subcommands}
+    declared = {action.command for action in of_command(name)}
+    assert declared and every - declared == every & (READS | NOT_BY_OPERATORS)
+
+
+# -- failures, and an application's database that is away --------------------------------------------------
+
+
+def test_a_failed_action_is_recorded_by_both(outbox_settings: Callable[..., None]) -> None:
+    with new_world(outbox_settings) as world:
+        given = {"id": str(undecided(world)), "decision": "rollback"}
+        with pytest.raises(CommandError, match="not what the ledger proves"):
+            by_command(ACTIONS["decide"], given)
+        by_page(ACTIONS["decide"], given)
+        first, second = OperatorAction.objects.order_by("pk")
+        assert (first.outcome, second.outcome) == ("failed", "failed")
+        assert first.after == second.after and "not what the ledger proves" in first.after["error"]
+        assert DECISIONS(world) == []
+
+
+def test_without_the_table_nothing_is_done(outbox_settings: Callable[..., None]) -> None:
+    with new_world(outbox_settings) as world:
+        with connections["default"].cursor() as cursor:
+            cursor.execute("ALTER TABLE outbox_operator_action RENAME TO away")
+        try:
+            with pytest.raises(CommandError, match=r"nothing was done.*run `manage.py migrate`"):
+                call_command("outbox_transaction", "reject")
+        finally:
+            with connections["default"].cursor() as cursor:
+                cursor.execute("ALTER TABLE away RENAME TO outbox_operator_action")
+        assert REJECTING(world) == [(False,)]
+
+
+def test_while_the_application_is_down_the_log_keeps_the_entry(
+    outbox_settings: Callable[..., None], caplog: pytest.LogCaptureFixture
+) -> None:
+    reachable = alias_conninfo("default")
+    with new_world(outbox_settings) as world:
+        point_alias("default", NOWHERE)
+        try:
+            call_command("outbox_transaction", "reject", "--reason", "the disk is full", stdout=StringIO())
+        finally:
+            point_alias("default", reachable)
+        assert REJECTING(world) == [(True,)]
+    assert not OperatorAction.objects.exists()
+    said = [record.getMessage() for record in caplog.records if record.name == audit.__name__]
+    begun, done = (json.loads(text.partition("keeps it: ")[2]) for text in said)
+    assert (begun["outcome"], done["outcome"], done["after"]) == ("begun", "done", {"rejecting": True})
+    assert done["why"] == "the disk is full" and done["who"].endswith("(command)")
+
+
+def test_an_action_that_needs_the_ledger_fails_while_it_is_away(outbox_settings: Callable[..., None]) -> None:
+    with new_world(outbox_settings) as world:
+        given = {"id": str(undecided(world)), "decision": "commit"}
+        reachable = alias_conninfo("default")
+        point_alias("default", NOWHERE)
+        try:
+            with pytest.raises(CommandError, match="not what the ledger proves"):
+                by_command(ACTIONS["decide"], given)
+        finally:
+            point_alias("default", reachable)
+        assert DECISIONS(world) == []
+
+
+def test_a_forced_decision_works_while_the_application_is_down(outbox_settings: Callable[..., None]) -> None:
+    with new_world(outbox_settings) as world:
+        given = {"id": str(undecided(world)), "decision": "commit", "force": "yes"}
+        reachable = alias_conninfo("default")
+        point_alias("default", NOWHERE)
+        try:
+            by_command(ACTIONS["decide"], given)
+        finally:
+            point_alias("default", reachable)
+        assert DECISIONS(world) == [("C", "O")]
