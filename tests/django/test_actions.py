@@ -26,7 +26,7 @@ from outbox.contrib.django.actions.catalogue import ACTIONS, of_command
 from outbox.contrib.django.actions.declaration import DeclaredAction, FieldKind
 from outbox.contrib.django.actions.transactions import switch_transactional
 from outbox.contrib.django.database.aliases import alias_conninfo
-from outbox.contrib.django.engine.broker import reset_broker
+from outbox.contrib.django.engine.broker import flush, reset_broker
 from outbox.contrib.django.models import OperatorAction
 from outbox.contrib.django.settings.conf import get_settings
 from tests.django.broker_world import NOWHERE, World, new_world

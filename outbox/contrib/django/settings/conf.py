@@ -199,8 +199,8 @@ class DeclaredForward:
         None,
         member(Start),
         shown='`"earliest"`',
-        meaning="where a group that is new to a topic begins. Without it, checks and `outbox_worker --role forward` warn "
-        "if other groups have handled messages of the topic",
+        meaning="where a group that is new to a topic begins. Without it, checks and `outbox_worker --role forward` "
+        "warn if other groups have handled messages of the topic",
     )
 
 
