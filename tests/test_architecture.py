@@ -1,4 +1,4 @@
-"""docs/architecture.md and docs/internals/ name modules and what they define: all of it exists."""
+"""docs/architecture.md, docs/internals/ and docs/decisions/ name modules and what they define: all of it exists."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "architecture.md"
-PAGES = [PAGE, *sorted((ROOT / "docs" / "internals").glob("*.md"))]
+PAGES = [
+    PAGE,
+    *(path for folder in ("internals", "decisions") for path in sorted((ROOT / "docs" / folder).glob("*.md"))),
+]
 LINKING = [path for folder in ("", "docs", "docs/internals", "docs/decisions") for path in (ROOT / folder).glob("*.md")]
 # The tests that the pages name are looked for in test_states.py.
 NAMED = re.compile(r"`((?:outbox|spark|sample_project)/[^`\s]*\.py)(?:::([A-Za-z_.]+))?`")
