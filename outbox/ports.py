@@ -3,6 +3,8 @@
 `outbox.memory.broker.InMemoryBroker`, `outbox.broker.postgres.PostgresBroker` and
 `outbox.rocketmq.broker.RocketMQBroker` implement them. One contract suite runs over all of them. Each engine declares
 its differences (outbox/capabilities.py, docs/engines.md).
+
+See decision 001.
 """
 
 from __future__ import annotations

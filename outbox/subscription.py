@@ -1,4 +1,7 @@
-"""What a consumer group consumes from a topic, and what happens if its handler fails."""
+"""What a consumer group consumes from a topic, and what happens if its handler fails.
+
+See decision 003.
+"""
 
 from __future__ import annotations
 

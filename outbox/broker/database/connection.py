@@ -1,4 +1,7 @@
-"""The address of a broker's database, and connections to it that never wait past a deadline."""
+"""The address of a broker's database, and connections to it that never wait past a deadline.
+
+See decision 179.
+"""
 
 from __future__ import annotations
 

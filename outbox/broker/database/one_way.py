@@ -3,6 +3,8 @@
 The sending thread writes the request and continues. It reads the answer when it uses the connection again. libpq's
 pipeline carries any number of requests, so no request waits for the answer to an earlier one. No background thread is
 used: none has to be restarted after a fork, and none competes for the interpreter's lock.
+
+See decision 142.
 """
 
 from __future__ import annotations

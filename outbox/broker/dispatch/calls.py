@@ -1,4 +1,7 @@
-"""The running handler calls: started, finished, timed out, and given up while their threads still run."""
+"""The running handler calls: started, finished, timed out, and given up while their threads still run.
+
+See decision 068.
+"""
 
 from __future__ import annotations
 

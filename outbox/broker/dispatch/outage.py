@@ -7,6 +7,8 @@ call at a time tests whether the outage is over. The first success ends it.
 
 A few poison messages without other messages look the same. So an outage is assumed only as long as one message's own
 series of attempts would take. After that, attempts count again, so every message comes to an end.
+
+See decision 067.
 """
 
 from __future__ import annotations

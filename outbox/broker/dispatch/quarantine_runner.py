@@ -6,6 +6,8 @@
 
 In ordered modes its queue or key waits for the result. In concurrent mode only the message itself waits. A message that
 has hung but killed no process need not run alone: other calls run at the same time.
+
+See decision 066.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Conditions: the problems an operator should see. Command, exit code, metric, alert and page all render them."""
+"""Conditions: the problems an operator should see. Command, exit code, metric, alert and page all render them.
+
+See decision 091.
+"""
 
 from __future__ import annotations
 

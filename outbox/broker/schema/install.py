@@ -1,4 +1,7 @@
-"""Install and upgrade the broker's tables, and refuse to work with tables of an unsuitable version."""
+"""Install and upgrade the broker's tables, and refuse to work with tables of an unsuitable version.
+
+See decision 023.
+"""
 
 from __future__ import annotations
 

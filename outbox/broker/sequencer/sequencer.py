@@ -3,6 +3,8 @@
 It reads decisions by snapshot: an id cursor would lose transactions that commit late, and an xmin horizon would stall
 behind any open one. It appends their messages with gapless offsets, in one transaction with a tick that records how far
 it has read. Any number of sequencers may run: all but one collide on the tick's number and roll back completely.
+
+See decision 122.
 """
 
 from __future__ import annotations

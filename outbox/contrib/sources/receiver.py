@@ -2,6 +2,8 @@
 
 After a crash between the two steps the source delivers the message again. It then has the same id and is stored once.
 Once stored it is like any other message: subscribers handle it with the inbox, in order, with retries and dead letters.
+
+See decision 189.
 """
 
 from __future__ import annotations

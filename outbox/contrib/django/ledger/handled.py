@@ -1,4 +1,7 @@
-"""The statements that prune the inbox (table outbox_inbox); the caller passes the connection."""
+"""The statements that prune the inbox (table outbox_inbox); the caller passes the connection.
+
+See decision 175.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 """The statements of the ledger (tables outbox_ledger, outbox_ledger_identity); the caller passes the connection.
 
 The plain INSERTs are the barrier: of a local transaction's 'C' and a check-back's 'R' only one can exist.
+
+See decision 029.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Removes ledger rows of transactions that the broker shows as decided, and inbox rows past their retention."""
+"""Removes ledger rows of transactions that the broker shows as decided, and inbox rows past their retention.
+
+See decision 162.
+"""
 
 from __future__ import annotations
 

@@ -10,6 +10,8 @@ There are three comparisons, each of rows that commit or vanish together with wh
 
 Each comparison is incremental. It remembers the newest rows that both sides had; if one of them is gone, it compares
 everything.
+
+See decision 171 and decision 172.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """Finds consumer groups that are new to a topic whose messages other groups have handled.
 
 Such a group is either new, or a renamed one that would handle the messages again.
+
+See decision 178.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 Inside `atomic()`, in this order: the lock of a FIFO key, the ledger row, the half message (durable before the business
 work continues), the business work, COMMIT, the end message. If the application's connection leads to the broker's own
 database, that connection writes the message instead, as part of its transaction.
+
+See decision 076.
 """
 
 from __future__ import annotations

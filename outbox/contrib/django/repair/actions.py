@@ -1,4 +1,7 @@
-"""One step of a plan: verified again, then done. Doing it twice has the same effect as doing it once."""
+"""One step of a plan: verified again, then done. Doing it twice has the same effect as doing it once.
+
+See decision 050.
+"""
 
 from __future__ import annotations
 

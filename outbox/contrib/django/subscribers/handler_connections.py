@@ -1,6 +1,8 @@
 """The database connections of handler threads: kept, returned to a pool, or closed between messages.
 
 The threads belong to the runtime, which has no Django requests that would close them.
+
+See decision 075.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The rows of the inbox (table outbox_inbox), on the connection of the handlers, inside their transaction."""
+"""The rows of the inbox (table outbox_inbox), on the connection of the handlers, inside their transaction.
+
+See decision 114.
+"""
 
 from __future__ import annotations
 

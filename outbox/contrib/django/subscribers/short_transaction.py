@@ -6,6 +6,8 @@ Django finds the transaction ended, as it should be, runs the registered on_comm
 
 The single-message statements are prepared if the connection leads directly to its server, because planning them costs
 the server more than executing them.
+
+See decision 150.
 """
 
 from __future__ import annotations

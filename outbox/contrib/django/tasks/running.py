@@ -1,4 +1,7 @@
-"""Runs tasks: a subscriber's work for one message, within the transaction of its inbox row."""
+"""Runs tasks: a subscriber's work for one message, within the transaction of its inbox row.
+
+See decision 185.
+"""
 
 from __future__ import annotations
 
