@@ -334,7 +334,7 @@ def _wal(connection: BrokerConnection) -> int:
 
 
 def test_a_half_message_of_another_transaction_is_refused(broker: PostgresBroker) -> None:
-    """It would share that transaction's fate, whatever becomes of the second one."""
+    """The message would be decided with the first transaction, not with the second one."""
     first, second = message(), message()
     broker.send_half(half(first, second))
     broker.send_half(half(first, second))

@@ -105,7 +105,7 @@ def test_a_restore_begins_a_life_and_refuses_the_next_tick(
 
 
 def test_a_rewrite_of_the_tables_begins_no_life(database: BrokerDatabase) -> None:
-    """VACUUM FULL, CLUSTER and FREEZE keep what tells a life from its copy."""
+    """VACUUM FULL, CLUSTER and FREEZE keep the marks that distinguish a life from its copy."""
     with contextlib.closing(database.open()) as connection:
         life = lives.current(Executor(connection, "outbox"))
         connection.execute("VACUUM (FULL, FREEZE) outbox.life")

@@ -121,7 +121,7 @@ class Traffic:
         return message.message_id
 
     def _repeat(self, attempt: Callable[[], object]) -> None:
-        # Also when it stops: what was begun is brought to its end.
+        # Also when it stops: every begun transaction is finished.
         while True:
             try:
                 attempt()

@@ -112,7 +112,7 @@ def test_killed_while_sending_back_loses_and_doubles_nothing(orders: Consumption
         eventually(lambda: orders.lag("g") == 0)
     each_once(orders, 200)
     orders.assert_conserved("g")
-    # What the victim had sent away was not delivered, and counted, a second time where it was.
+    # Messages that the killed process had sent back were not delivered and counted again in their old place.
     assert [text for group in broker_status(orders.run).groups for text in group.differences()] == []
 
 

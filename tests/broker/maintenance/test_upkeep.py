@@ -67,7 +67,7 @@ def test_resynchronisation_after(
     broker.send_half(new)
     checks.scan(Executor(connection, "outbox"), settings=CheckSettings())
     pending = {row[0] for row in connection.execute("SELECT transaction_id FROM outbox.pending_check")}
-    assert new.transaction_id in pending, "the half scan goes on in the new incarnation"
+    assert new.transaction_id in pending, "the half scan continues in the new incarnation"
     assert broker.recall([later.message_id])[0].is_recalled
     assert_gapless(connection)
 
@@ -145,7 +145,7 @@ def test_retention_removes_what_is_old_and_consumed_and_totals_stay(
     after = _balanced(connection)
     assert [topic.totals for topic in after.topics] == [topic.totals for topic in before.topics]
     assert [group.queued for group in after.groups] == [20] == [group.handled for group in after.groups]
-    # Offsets go on where they were.
+    # Offsets continue where they were.
     broker.send([message() for _ in range(8)])
     drain(new_sequencer(database), connection)
     assert {entry.offset for entry in queued(connection)} >= {5, 6}

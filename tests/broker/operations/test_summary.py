@@ -1,4 +1,4 @@
-"""The summary says what counting says, is refreshed by who leads, and spares who looks the counting."""
+"""The summary equals a count. The leader refreshes it, so that a status need not count."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def consumed(bench: ConsumptionBench) -> None:
     bench.publish(keyed("payments", 5, 5))
 
 
-def test_it_says_what_counting_queue_by_queue_says(bench: ConsumptionBench) -> None:
+def test_it_equals_a_count_of_every_queue(bench: ConsumptionBench) -> None:
     consumed(bench)
     counted = summary.count(bench.run)
     queues = list_queues(bench.run)
@@ -107,7 +107,7 @@ def test_what_is_read_is_what_was_stored(bench: ConsumptionBench) -> None:
     assert not read.is_late and read.age_seconds < 60
 
 
-def test_an_old_one_is_counted_anew(bench: ConsumptionBench) -> None:
+def test_an_old_summary_is_counted_again(bench: ConsumptionBench) -> None:
     consumed(bench)
     summary.refresh(bench.run)
     bench.connection.execute("UPDATE outbox.summary SET at = at - interval '1 hour'")
@@ -127,7 +127,7 @@ def test_code_of_another_version_reads_the_columns_it_knows(bench: ConsumptionBe
     assert summary.read(bench.run).groups == list(stored.groups)
 
 
-def test_who_leads_refreshes_it(bench: ConsumptionBench) -> None:
+def test_the_leader_refreshes_it(bench: ConsumptionBench) -> None:
     consumed(bench)
     with process(bench.database, ProcessSettings(summary_seconds=0.05)):
         eventually(lambda: bench.rows("SELECT 1 FROM outbox.summary"), what="a first summary")
@@ -138,7 +138,7 @@ def test_who_leads_refreshes_it(bench: ConsumptionBench) -> None:
 
 
 def rows_read(connection: psycopg.Connection[Any]) -> dict[str, int]:
-    """By table, what this session has read since it began."""
+    """The number of rows that this session has read since it began, by table."""
     found = connection.execute(
         "SELECT relname::text, seq_tup_read + coalesce(idx_tup_fetch, 0) FROM pg_stat_xact_user_tables"
         " WHERE schemaname = 'outbox' AND relname = ANY (%s)",

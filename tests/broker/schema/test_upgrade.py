@@ -63,7 +63,7 @@ def test_upgrade_under_load(url: str, old: Path, tmp_path: Path) -> None:
         finish(processes, connection)
 
 
-def test_the_new_code_says_what_to_run_on_the_old_tables(url: str) -> None:
+def test_the_new_code_names_the_command_to_run_on_the_old_tables(url: str) -> None:
     with psycopg.connect(url, autocommit=True) as connection:
         with pytest.raises(SchemaError, match=r"this code needs .*manage\.py migrate --database"):
             check_schema(connection, "outbox")

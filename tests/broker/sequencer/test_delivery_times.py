@@ -1,4 +1,4 @@
-"""The sequencer and delivery times: what is delayed is queued when it is due, or recalled before."""
+"""The sequencer and delivery times: a delayed message is queued when it is due, or recalled before."""
 
 from __future__ import annotations
 

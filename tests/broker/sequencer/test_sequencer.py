@@ -1,4 +1,4 @@
-"""The sequencer, one leader at a time: what it appends, when it ticks, what it costs."""
+"""The sequencer, one leader at a time: the appended entries, the moments of ticks, the cost."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ def test_heads_survive_a_change_of_leader_and_the_pruning_of_queues(
 ) -> None:
     broker.send([message(key="k") for _ in range(5)])
     drain(new_sequencer(database), connection)
-    # Retention raises the floor with what it removes.
+    # Retention raises the floor when it removes entries.
     connection.execute(
         "UPDATE outbox.queue SET floor = head FROM outbox.queue_head WHERE queue_head.queue_id = queue.queue_id"
     )

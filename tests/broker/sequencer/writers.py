@@ -27,7 +27,7 @@ Pass = Callable[[psycopg.Connection[TupleRow]], bool]
 
 @dataclass
 class Verdict:
-    """What went wrong; all empty and False for a right sequencer."""
+    """The faults that were found; all empty and False for a right sequencer."""
 
     lost: set[UUID] = field(default_factory=set)
     doubled: set[UUID] = field(default_factory=set)
