@@ -26,7 +26,7 @@ from outbox.transaction import CheckSettings, Decision, EndTransaction, HalfTran
 from tests.broker.support import let_time_pass
 
 GROUP = "shop"
-# Due at once: the suite asks by calling, not by waiting.
+# Due at once: the suite calls check-back itself and never waits.
 CHECKS = CheckSettings(immunity_seconds=0, recheck_seconds=0, max_checks=3)
 
 
@@ -41,10 +41,10 @@ class Bench(Protocol):
         """Publish messages in one local transaction that commits or rolls back, and is reported."""
 
     def visible(self, topic: str) -> list[Message]:
-        """What consumers can see, after the broker did all it can do now."""
+        """The messages that consumers can see, after the broker did all it can do now."""
 
     def incidents(self) -> list[str]:
-        """What the broker reported as odd."""
+        """The incidents that the broker reported."""
 
     def parked(self) -> dict[uuid.UUID, str]:
         """Transactions past the check limits, after maintenance has looked; with the reason."""

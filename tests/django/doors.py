@@ -1,4 +1,4 @@
-"""Every public door of outbox.contrib.django that asks the broker: functions, and commands with their actions."""
+"""Every public entry point of outbox.contrib.django that uses the broker: functions, commands, actions."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ MORE: Final[dict[str, Callable[[], object]]] = {
     "run_check_back of parked ones": lambda: run_check_back(parked=True),
     "a consumer": lambda: consumer_runtime().run_once(),
 }
-# What only reads, and what finds by reading that there is nothing to change.
+# Calls that only read, and calls that find by reading that there is nothing to change.
 READING: Final = (
     "outbox_browse orders",
     "outbox_dead_letter list",
@@ -119,7 +119,7 @@ DOORS: Final = [*FUNCTIONS, *MORE, *READING, *CHANGING]
 
 
 def say(door: str) -> tuple[bool, str]:
-    """Whether it did what it should, and what it said. Other errors than those of outbox and of commands are raised."""
+    """Whether it worked, and its text. Other errors than those of outbox and of commands are raised."""
     try:
         if door in FUNCTIONS:
             return True, repr(FUNCTIONS[door]())

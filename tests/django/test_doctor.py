@@ -41,11 +41,11 @@ def world(databases: None, outbox_settings: Callable[..., None]) -> Iterator[Wor
 
 
 def found() -> dict[str, Diagnosis]:
-    """What is not well, by subject."""
+    """The findings, by subject."""
     return {one.subject: one for one in examine() if one.severity}
 
 
-def test_every_look_is_told(world: World) -> None:
+def test_every_examination_is_reported(world: World) -> None:
     assert {one.subject for one in examine() if not one.severity} >= {
         "PostgreSQL version", "fsync", "full_page_writes", "synchronous_commit", "isolation", "autovacuum",
         "connections", "pooler", "clock", "timeouts of roles", "grants", "sessions", "groups without a consumer",

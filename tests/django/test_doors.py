@@ -1,4 +1,4 @@
-"""A broker that is away, forbidden, damaged or stuck: through every door comes an error that says what to do."""
+"""A broker that is down, forbidden, damaged or stuck: every entry point raises an error that names the next step."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def altered(statement: str, **changes: str) -> tuple[dict[str, str], Fault]:
 
 @contextmanager
 def locked(url: str) -> Iterator[None]:
-    """Somebody alters tables and does not end, and nobody waits for long."""
+    """Another session alters tables and does not end; no call waits for long."""
     name = conninfo_to_dict(url)["dbname"]
     with psycopg.connect(url) as connection:
         connection.execute(f"ALTER DATABASE {name} SET lock_timeout = '20ms'".encode())
@@ -118,16 +118,16 @@ def fault(
 
 
 @pytest.mark.parametrize("door", doors.DOORS)
-def test_no_door_lets_an_error_of_the_driver_out(fault: str, door: str) -> None:
+def test_no_entry_point_raises_an_error_of_the_driver(fault: str, door: str) -> None:
     done, said = doors.say(door)
     if fault == "read-only" and door in doors.READING:
         return
-    # System checks warn of missing tables, and let `migrate` go on.
+    # System checks warn of missing tables, and let `migrate` continue.
     assert not done or door.startswith("check "), f"{door} should have failed: {said}"
     assert re.search(FAULTS[fault][1], said, re.DOTALL), said
 
 
-def test_these_are_all_doors() -> None:
+def test_these_are_all_entry_points() -> None:
     assert {*doors.FUNCTIONS, *doors.OTHERS} == set(package.__all__)
     folder = Path(package.__file__).parent / "management" / "commands"
     commands = {path.stem for path in folder.glob("outbox_*.py")}

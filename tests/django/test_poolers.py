@@ -115,7 +115,7 @@ def test_nothing_is_left_on_the_connections_of_the_pool(
     outbox_settings: Callable[..., None],
     effects: Callable[[], list[str]],
 ) -> None:
-    """Whatever is set for a session is met by the next client of the pool."""
+    """A setting of a session is seen by the next client of the pool."""
     outbox_settings(LISTEN_URL=listen)
     with behind(server_url, OLD, size=2) as pool:
         url = pooled(pool, "broker")
@@ -138,7 +138,7 @@ def test_nothing_is_left_on_the_connections_of_the_pool(
 
 
 def _sessions(*connections: psycopg.Connection[Any]) -> list[list[tuple[Any, ...]]]:
-    """What the session of each connection has, once each has begun a transaction."""
+    """The settings of each connection's session, once each has begun a transaction."""
     state = """
         SELECT 'setting', name, setting FROM pg_settings WHERE source = 'session' AND name <> 'application_name'
         UNION ALL SELECT 'prepared', name, statement FROM pg_prepared_statements
@@ -153,10 +153,10 @@ def _sessions(*connections: psycopg.Connection[Any]) -> list[list[tuple[Any, ...
 
 @pytest.mark.slow
 @pytest.mark.parametrize("version", EVERY_VERSION)
-def test_requests_that_nobody_waits_for(
+def test_requests_without_waiting(
     version: Version, databases: None, server_url: str, outbox_settings: Callable[..., None]
 ) -> None:
-    """Wake-ups and ends are pipelined, many on their way at once, from several threads beside each other."""
+    """Wake-ups and ends are pipelined, many on their way at once, from several threads at a time."""
     outbox_settings(LISTEN_URL="")
     numbers = iter(range(400))
     lock = threading.Lock()
@@ -196,7 +196,7 @@ def _said(*, rounds: int) -> list[tuple[str, bool]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("version", EVERY_VERSION)
-def test_every_door_does_what_it_does_without_one(
+def test_every_entry_point_works_as_without_one(
     version: Version,
     databases: None,
     server_url: str,

@@ -1,4 +1,4 @@
-"""Evidence against a message in quarantine, statement by statement: deaths alone, vanishing on two hosts; and its end."""
+"""Evidence against a message in quarantine, by statement: deaths alone, vanishing on two hosts; and its end."""
 
 from __future__ import annotations
 
