@@ -1,4 +1,4 @@
-"""What an engine can do, and the refusals for what a project asks beyond that.
+"""The capabilities of an engine, and the refusals of everything that it lacks.
 
 A refusal is raised where the project declares the topic or subscription. Nothing is dropped silently. Capabilities are
 what engines differ in, beyond the port's protocol. docs/engines.md compares the engines.
@@ -23,16 +23,16 @@ class Capability(enum.StrEnum):
     FIFO_DELAY = "delivery times on FIFO topics"
     PLAIN_BATCHES = "several messages outside of a transaction, all or none"
     IDEMPOTENT_SEND = "a message sent again is stored once"
-    FIRST_DECISION_STANDS = "a later decision is told apart from the first"
+    FIRST_DECISION_STANDS = "a later decision is distinguished from the first"
     UNCOUNTED_CHECKS = "answers that use up no check, parking and resuming"
     KEY_ORDER_ANYWHERE = "consumption in order of keys on topics that are not FIFO"
     START_POSITION = "a new group that starts at the latest message or at a time"
     STOP_ON_ERROR = "a queue that stops at a failing message"
     RUN_WITHOUT_INBOX = "handlers without the inbox"
     BROADCAST = "every consumer instance gets all messages"
-    RECALL = "taking back what waits"
+    RECALL = "recalling messages that wait"
     FENCING = "producers with a transactional id"
-    REJECT_TRANSACTIONAL = "refusing new transactional messages of everybody"
+    REJECT_TRANSACTIONAL = "refusing new transactional messages of all producers"
     REWIND = "consuming again from an earlier position"
     REPLAY = "delivering dead letters again"
     COUNTS = "counts that conservation is audited by"

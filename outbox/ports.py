@@ -1,4 +1,4 @@
-"""The ports: what the core needs from a broker, and what a broker needs from an application.
+"""The ports: the core's demands on a broker, and a broker's demands on an application.
 
 `outbox.memory.broker.InMemoryBroker`, `outbox.broker.postgres.PostgresBroker` and
 `outbox.rocketmq.broker.RocketMQBroker` implement them. One contract suite runs over all of them. Each engine declares
@@ -61,7 +61,7 @@ class Broker(Protocol):
         """The undecided half transactions of its older instances. The call also makes them due for a check at once."""
 
     def end(self, ends: Sequence[EndTransaction], *, timeout_seconds: float = 3.0) -> list[EndStatus]:
-        """Record decisions and return one status per decision, in order. A transaction's first decision stands."""
+        """Record decisions and return one status per decision, in order. A transaction's first decision is final."""
 
     def hint_checks(self, transaction_ids: Sequence[UUID]) -> None:
         """Ask for an early check of half transactions. It is one-way: a broker that cannot take it raises nothing."""
@@ -111,7 +111,7 @@ class Disposition(enum.StrEnum):
 
 
 class Invoker(Protocol):
-    """Calls a handler inside what it needs: the inbox, a transaction, and connection care."""
+    """Calls a handler inside its surroundings: the inbox, a transaction, and connection care."""
 
     def __call__(
         self, subscription: Subscription, handler: AnyHandler, deliveries: Sequence[Delivery], *, generation: int
@@ -139,7 +139,7 @@ def call_handler(
 
 @dataclass(frozen=True, slots=True)
 class LeftoverWork:
-    """What a broker has not finished when a project moves to another engine, as texts.
+    """The unfinished work of a broker when a project moves to another engine, as texts.
 
     Workers finish `waiting` by themselves; `staying` needs an operator.
 

@@ -131,7 +131,7 @@ def _background(database: BrokerDatabase, stop: threading.Event, settings: Proce
 
 
 def leaders_loops(database: BrokerDatabase, settings: ProcessSettings) -> list[BackgroundLoop]:
-    """Return the leader's loops beside ticks, not started yet."""
+    """Return the leader's background loops, not started yet."""
     return [
         maintenance(database, settings.check, every_seconds=settings.maintenance_seconds),
         summaries(database, every_seconds=settings.summary_seconds),

@@ -27,7 +27,7 @@ def check_topics(topics: Iterable[Topic]) -> dict[str, Topic]:
 
 
 def topic_problems(topic: Topic, accepted: frozenset[int] | None) -> Iterator[str]:
-    """What is wrong with a server's topic of these types; None: the server does not have the topic."""
+    """The fault of a server's topic of these types; None: the server does not have the topic."""
     if accepted is None:
         yield (
             f"RocketMQ has no topic {topic.name!r}: create it with message.type={message_type(topic)} and "

@@ -2,8 +2,8 @@
 
 Tests, benchmarks and the demonstration run it; production has a cluster. Maven fetches the programs (`mvn` and Java 11
 or newer are needed, nothing is installed). They listen on free ports of 127.0.0.1 and need about 800 MB of memory.
-`kill` is a crash (SIGKILL): the broker still has what it acknowledged after the next `start`, which keeps the ports.
-`python -m outbox.rocketmq.private_server FOLDER` runs one until Ctrl-C.
+`kill` is a crash (SIGKILL): the broker still has its acknowledged messages after the next `start`, which keeps the
+ports. `python -m outbox.rocketmq.private_server FOLDER` runs one until Ctrl-C.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _BROKER: Final[Mapping[str, object]] = {
 
 
 def programs_missing() -> str:
-    """What a private server lacks on this machine; '' if nothing."""
+    """The programs that a private server lacks on this machine; '' if none."""
     return " and ".join(name for name in ("java", "mvn") if shutil.which(name) is None)
 
 

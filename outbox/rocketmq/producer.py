@@ -1,4 +1,4 @@
-"""RocketMQ's producer with what the port needs: its open transactions, and the checks it has received.
+"""RocketMQ's producer with the state that the port needs: open transactions, and received checks.
 
 The library answers a check at once, on one thread and for one message. Here a check goes into a queue, and the port's
 `claim_checks` takes it from there. The answer returns by the way the check came.

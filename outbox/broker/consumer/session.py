@@ -128,7 +128,7 @@ class ConsumerSession:
         return self._ownership.is_outdated
 
     def bound(self) -> None:
-        """From now on, fetch only what the queues hold now."""
+        """From now on, fetch only the messages that are in the queues now."""
         self.dispatcher.bound(self._run_in_current_life())
 
     def loop(self, until: Callable[[], bool], *, patient: bool = True) -> None:

@@ -101,7 +101,7 @@ class QuarantineRunner:
         return True
 
     def _wait_seconds(self, run: Executor, work: HandlerCall) -> float:
-        """Ask before this process stops starting other calls in vain."""
+        """Ask first: otherwise this process would stop other calls for nothing."""
         group = work.subscribed.group
         try:
             return quarantine.ask(

@@ -52,7 +52,7 @@ class Condition:
 
     @property
     def next_step(self) -> str:
-        """What the operator does next."""
+        """The operator's next step."""
         return CATALOGUE[self.name].next_step
 
     def as_json(self) -> dict[str, Any]:

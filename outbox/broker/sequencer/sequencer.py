@@ -91,8 +91,8 @@ WHERE due.queue_id IS NULL
 # The last time at which one of the now parked transactions was parked.
 _NEWEST_PARKED: Final = Statement("SELECT max(parked_at) FROM {schema}.pending_check WHERE parked_at IS NOT NULL")
 
-# Of the transactions parked since then, and of these: the parked ones on topics that let later messages of the key
-# pass.
+# Among the transactions parked since then, and among these: those on topics where a parked message does not block
+# its key.
 _RELEASED_BY_PARKING: Final = Statement("""
 WITH pending AS (
     SELECT transaction_id, log_id FROM {schema}.pending_check

@@ -62,7 +62,7 @@ class StepRefused(Exception):
 
 
 class StepAnswer(Enum):
-    """What a step may return besides None (done)."""
+    """The values that a step may return besides None (done)."""
 
     WAIT = "wait"
 

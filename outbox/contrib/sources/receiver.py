@@ -135,7 +135,7 @@ class Receiver:
         try:
             self._broker.send([self._convert(one, self._name, self._topic)])
         except MessageTypeMismatch:
-            # The topic accepts no message from here, whatever its content.
+            # The topic accepts no message from here, with any content.
             raise
         except (InvalidMessage, InvalidName, ValueError) as error:
             if self._poison_topic is None:

@@ -217,7 +217,7 @@ def _text(sql: Any, connection: BaseDatabaseWrapper) -> str:
 def lost(connection: BaseDatabaseWrapper, name: str, reason: str) -> TransactionUsageError:
     """The error for a block of this package that cannot commit its work."""
     return TransactionUsageError(
-        f"{name} did not fail, but its transaction on {connection.alias!r} cannot commit what was done: {reason}. "
+        f"{name} did not fail, but its transaction on {connection.alias!r} cannot commit its work: {reason}. "
         f"Nothing is sent. Put a statement that may fail into an inner atomic(), let errors through, and leave COMMIT "
         f"and ROLLBACK to the block."
     )

@@ -71,7 +71,7 @@ class Flusher:
         broker = self._one_way()
         if broker is not None and not broker.flush(within_seconds=within_seconds):
             return False
-        # Include what a former engine still has.
+        # Include the ends that a former engine has not sent.
         return self._thread.flush(within_seconds=max(0.0, deadline - time.monotonic()))
 
 

@@ -116,7 +116,7 @@ def is_rolled_back(connection: BaseDatabaseWrapper, transaction_id: UUID, xid: s
     """Whether the local transaction of this row can certainly never commit it; ask on the database that wrote it.
 
     PostgreSQL reports how the transaction `xid` (from `insert_committed`) ended. SQLite has one file and one writer: a
-    row that its own connection does not see is gone. On other databases, and in every doubt: False.
+    row that its own connection does not see is gone. On other databases, and in case of doubt: False.
     """
     if connection.vendor == "sqlite":
         return not states(connection, [transaction_id])

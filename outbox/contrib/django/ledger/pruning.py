@@ -42,7 +42,7 @@ _SHORT_SWEEP_SECONDS: Final = 1.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PruneCounts:
-    """What one pruning pass removed. `more`: the time ran out before every table was examined to the end."""
+    """The rows that one pruning pass removed. `more`: the time ran out before every table was examined to the end."""
 
     ledger: int = 0
     inbox: int = 0
@@ -51,7 +51,7 @@ class PruneCounts:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What a pass did to one table. `pruned_to`: rows from before it were examined; None if none were."""
+    """The work of a pass on one table. `pruned_to`: rows from before it were examined; None if none were."""
 
     removed: int = 0
     more: bool = False

@@ -59,7 +59,7 @@ def group_lags(connection: Connection, schema: str) -> list[GroupLag]:
 
 
 def describe_losses(losses: Sequence[Loss]) -> str:
-    """What a deletion removes, in words."""
+    """The text for what a deletion removes."""
     lag, retrying, dead = (sum(getattr(one, name) for one in losses) for name in ("lag", "retrying", "dead"))
     return f"{lag} messages not consumed, {retrying} that are retried, {dead} dead letters"
 
@@ -188,13 +188,13 @@ def decide(transaction_id: UUID, decision: Decision, *, force: bool = False) -> 
 
 
 def ask_ledger(transaction_id: UUID) -> str:
-    """What the ledger says now about an undecided transaction, in words; read only. Raises UsageError."""
+    """The ledger's answer about an undecided transaction, as text; read only. Raises UsageError."""
     answer = _asked(replace(_undecided(transaction_id), may_write=False))
     return f"{answer.decision.name}: {answer.detail}" if answer.detail else answer.decision.name
 
 
 def rehearse(transaction_id: UUID, decision: Decision, *, force: bool = False) -> str:
-    """What `decide` would rely on; read only. Raises UsageError if `decide` would.
+    """The evidence on which `decide` would rely; read only. Raises UsageError if `decide` would.
 
     For a rollback the ledger's barrier decides in the end. It writes, so it is only announced here.
     """

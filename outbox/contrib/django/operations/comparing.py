@@ -61,7 +61,7 @@ _NIL: Final = UUID(int=0)
 
 @dataclass(frozen=True, slots=True)
 class CompareCounts:
-    """What is missing after this pass, in all databases of the project."""
+    """The transactions missing after this pass, in all databases of the project."""
 
     lost_messages: int = 0
     lost_commits: int = 0
@@ -158,7 +158,7 @@ def _has_tables(alias: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Context:
-    """What all comparisons of a pass share."""
+    """Shared data of all comparisons of a pass."""
 
     run: Executor
     life: Life

@@ -103,7 +103,7 @@ def remove_broker(
     patience_seconds: float = DEFAULT_PATIENCE_SECONDS,
     report: Callable[[str], None] = logger.warning,
 ) -> list[str]:
-    """Drop the broker's tables with all messages; returns what was in use or undelivered.
+    """Drop the broker's tables with all messages; returns the processes in use and the undelivered messages.
 
     Without `force` it raises UsageError if there is any. Raises SchemaError, BrokerUnavailable or ConfigurationError.
     """
@@ -122,7 +122,7 @@ def remove_broker(
 
 
 def _left_in(status: BrokerStatus) -> Iterator[str]:
-    """What would be lost, or would fail, without the tables."""
+    """Messages that would be lost, and processes that would fail, without the tables."""
     if status.leader is not None:
         yield "a broker process runs"
     for group in status.groups:

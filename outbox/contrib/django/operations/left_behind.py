@@ -1,4 +1,4 @@
-"""What a project has left in a broker that it used before, and where none of its workers runs any more."""
+"""Finds unfinished messages in a broker that the project used before, and where none of its workers runs any more."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def undelivered(status: BrokerStatus) -> Iterator[str]:
 
 
 def left_here(settings: OutboxSettings, brokers: Sequence[str] = (), *, timers: Timers | None = None) -> LeftoverWork:
-    """What OUTBOX['BROKER'] has not finished of the project's topics and groups, before a move to another broker.
+    """The unfinished work of OUTBOX['BROKER'] for the project's topics and groups, before a move to another broker.
 
     `brokers`: the administration ports (HOST:PORT) of every broker of RocketMQ, if BROKER does not name them. `timers`:
     those of the looks before. Raises BrokerError or UsageError.
@@ -85,7 +85,7 @@ def left_here(settings: OutboxSettings, brokers: Sequence[str] = (), *, timers: 
         admins = [parse_address(text) for text in brokers] or named
         if not admins:
             raise UsageError(
-                "RocketMQ's clients cannot count what is left: name the administration port of each of its brokers by "
+                "RocketMQ's clients cannot count the remaining messages: name each broker's administration port by "
                 "--rocketmq-broker HOST:10911, or in OUTBOX['BROKER'] by ?brokers=HOST:10911."
             )
         producer_group = settings.producer_group

@@ -1,6 +1,6 @@
 """Measures a process for Prometheus, if `prometheus-client` is installed (the extra `metrics`).
 
-The figures go to prometheus_client's own registry, beside the application's metrics. With several processes set
+The figures go to prometheus_client's own registry, with the application's metrics. With several processes set
 PROMETHEUS_MULTIPROC_DIR, as for every application of prometheus_client; a worker sets it for its own processes.
 """
 

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class NewGroup:
-    """What happens when a worker starts, and what to do if it is not intended."""
+    """The effect of starting a worker, and the next step if it is not intended."""
 
     group: str
     text: str

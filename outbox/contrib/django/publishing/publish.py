@@ -179,8 +179,8 @@ def publish_bound(
     """Like `publish_messages`.
 
     `checker` names the look-up that check-back runs (`transactional_message(check=…)`). `producer` is the instance that
-    must be the newest of its transactional id. If it raises, the caller must roll back the block. A half may have been
-    stored all the same; without its ledger row check-back rolls it back.
+    must be the newest of its transactional id. If it raises, the caller must roll back the block. The half may still
+    have been stored; without its ledger row check-back rolls it back.
     """
     with tracing.publishing(messages) as traced:
         return _publish(traced, using, _HalfTerms(checker, immunity_seconds, producer))
@@ -341,7 +341,7 @@ def _lock_keys(connection: BaseDatabaseWrapper, topics: Sequence[Topic | None], 
 def _topic(settings: OutboxSettings, name: str) -> Topic | None:
     """The topic as declared in the settings, else as the broker knows it.
 
-    None: the broker will report what is wrong.
+    None: the broker will report the fault.
     """
     declared = settings.topics.get(name)
     if declared is not None:

@@ -70,7 +70,9 @@ class Intent(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PublishSources:
-    """What publishing steps need: the rules' sources, the alias of each of their databases, publishers by rule."""
+    """The data that publishing steps need: the rules' sources, the alias of each of their databases, publishers by
+    rule.
+    """
 
     sources: Mapping[str, RuleSource]
     aliases: Mapping[str, str]

@@ -164,7 +164,7 @@ def chosen(where: str, declared: Mapping[str, Entry], names: Sequence[str], purp
 
 
 def path_or_one_of(where: str, value: Any, known: Mapping[str, str]) -> str:
-    """A dotted path, or that of a short name."""
+    """A dotted path, or a short name for one."""
     name = text(where, value)
     if "." not in name and name not in known:
         raise ConfigurationError(f"{where} = {name!r}: use one of {', '.join(known)}, or give a dotted path.")

@@ -1,4 +1,4 @@
-"""A worker that ends by itself: for a project that moves to another broker, beside the workers of the new one."""
+"""A worker that ends by itself, for a project that moves to another broker; the workers of the new one already run."""
 
 from __future__ import annotations
 

@@ -22,9 +22,10 @@ class Option:
 class ActionPlan:
     """The effect of an action. It is made again from the same parameters when the action is confirmed.
 
-    `subject`: the object of the action, as the audit names it. `effect`: the effect, in words. `caution`: what cannot
-    be undone, or what may go wrong. `before`: the present state. `do` runs the action and returns the state afterwards.
-    `pinned`: parameters of this plan, so that the confirmed plan is the shown one. `nothing`: there is nothing to do.
+    `subject`: the object of the action, as the audit names it. `effect`: the effect, in words. `caution`: an effect
+    that cannot be undone, or that may go wrong. `before`: the present state. `do` runs the action and returns the state
+    afterwards. `pinned`: parameters of this plan, so that the confirmed plan is the shown one. `nothing`: there is
+    nothing to do.
     """
 
     subject: str
