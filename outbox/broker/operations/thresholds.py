@@ -39,8 +39,9 @@ class Thresholds:
     topic. `retry_share`: of the messages that a group finished in the last minute, those sent back for another attempt
     (from `retry_messages` on). `retention_behind`: past the retention time, in the log, the ledgers and the inboxes.
     `transaction`: a session whose transaction holds back vacuum. `lock`: a session of the broker that waits. `space`:
-    the broker's tables. `xid_age`: towards the wrap-around at 2^31. `sequence_share`: of an identity column.
-    `replica_lag`: WAL that a replica has not replayed, or that is kept for a disconnected replica.
+    the broker's tables. `xid_age`: the age in transaction ids; they wrap around at 2^31. `sequence_share`: the used
+    share of an identity column. `replica_lag`: WAL that a replica has not replayed, or that is kept for a disconnected
+    replica.
     """
 
     no_sequencer_seconds: Threshold = Threshold(0, 15)

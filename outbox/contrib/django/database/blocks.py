@@ -4,9 +4,9 @@ Django assumes that a block is one transaction from BEGIN to COMMIT. Application
 by hand. The rest of the block then runs in another transaction (on SQLite, in none), and earlier writes may be gone, or
 already committed. A message must not be bound to such a block.
 
-The watch sees every statement that passes Django's cursors. Of statements on the driver's own connection it notices
-those that leave no transaction open. The remaining case (`ROLLBACK; BEGIN` on the driver's connection) is found by
-reading the ledger or inbox row again.
+The watch sees every statement that passes Django's cursors. It also notices a statement on the driver's own
+connection if no transaction is open afterwards. The remaining case (`ROLLBACK; BEGIN` on the driver's connection) is
+found by reading the ledger or inbox row again.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ class _Part:
 
 @dataclass(slots=True)
 class _Sweep:
-    """One sweep through a table, over as many passes as needed: it examines each row that stays once.
+    """One sweep through a table, over as many passes as needed: it examines once each row that stays.
 
     `place`: where it continues; None: at the beginning.
     """
@@ -75,7 +75,9 @@ _sweeps: dict[tuple[str, str], _Sweep] = {}
 
 @contextmanager
 def _sweeping(alias: str, table: str) -> Iterator[_Sweep]:
-    """The sweep of a table. After its end it continues with rows that come of age, until a new sweep may begin."""
+    """The sweep of a table. After its end it continues with rows that reach their retention time, until a new sweep may
+    begin.
+    """
     sweep = _sweeps.setdefault((alias, table), _Sweep())
     started = time.monotonic()
     if sweep.rests_until is not None and started >= sweep.rests_until:

@@ -385,7 +385,7 @@ class _InboxLook:
     context: _Context
     application: BaseDatabaseWrapper
     item: Subscriber
-    # The newest existing ones of each queue.
+    # The newest existing inbox rows of each queue.
     present: dict[int, list[UUID]] = field(default_factory=dict)
     missing: dict[UUID, datetime] = field(default_factory=dict)
     highest: int = -1

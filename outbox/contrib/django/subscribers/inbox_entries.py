@@ -162,7 +162,7 @@ class InboxEntries:
 def handled(
     connection: BaseDatabaseWrapper, group: str, generations: Sequence[int], message_ids: Sequence[UUID]
 ) -> set[UUID]:
-    """Those of the messages that the group's inbox has, in any of the generations."""
+    """The messages among these that the group's inbox has, in any generation."""
     found: set[UUID] = set()
     native = connection.features.has_native_uuid_field
     for start in range(0, len(message_ids), _LARGEST_LIST):

@@ -107,8 +107,8 @@ class ShortTransaction:
             statement, values["message_id"] = _ENTER_ONE, str(message_ids[0]).encode()
         else:
             statement, values["message_ids"] = _ENTER_ALL, _array(message_ids)
-        # The watch does not see this BEGIN. Tell it: from here on, a transaction without this beginning is not the
-        # block's.
+        # The watch does not see this BEGIN. Tell the watch of the block: a transaction that began in another way is
+        # not the block's.
         watch_of(self._connection).note_begun()
         with self._connection.wrap_database_errors:
             try:
