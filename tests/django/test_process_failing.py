@@ -19,7 +19,7 @@ from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.django.worker.periodic import passes
 from outbox.contrib.django.worker.workers import run_pass
 from outbox.errors import BrokerError
-from tests.django.doors import say
+from tests.django.entry_points import say
 from tests.django.processes import child
 from tests.django.state import incidents, rolled_back
 from tests.support import eventually

@@ -36,12 +36,12 @@ class Thresholds:
     `no_sequencer`: since the last process led. `no_worker`: since the last consumer of the group left or its lease
     expired; an ordinary restart takes less. `tick_late`: a decided or due message that is in no queue yet.
     `pass_late_periods`: check-back or pruning, in periods. `unanswered`: a check that is due. `lag`: per group and
-    topic. `retry_share`: of the messages that a group finished in the last minute, those sent back for another attempt
-    (from `retry_messages` on). `retention_behind`: past the retention time, in the log, the ledgers and the inboxes.
-    `transaction`: a session whose transaction holds back vacuum. `lock`: a session of the broker that waits. `space`:
-    the broker's tables. `xid_age`: the age in transaction ids; they wrap around at 2^31. `sequence_share`: the used
-    share of an identity column. `replica_lag`: WAL that a replica has not replayed, or that is kept for a disconnected
-    replica.
+    topic. `retry_share`: the share of messages sent back, among those that a group finished in the last minute
+    (from `retry_messages` on). `retention_behind`: the time that rows stay past their retention, in the log, the
+    ledgers and the inboxes. `transaction`: a session whose transaction holds back vacuum. `lock`: a session of the
+    broker that waits. `space`: the broker's tables. `xid_age`: the age in transaction ids; they wrap around at 2^31.
+    `sequence_share`: the used share of an identity column. `replica_lag`: WAL that a replica has not replayed, or that
+    is kept for a disconnected replica.
     """
 
     no_sequencer_seconds: Threshold = Threshold(0, 15)

@@ -16,7 +16,7 @@ from outbox.contrib.django.worker.receiving import forget_receivers, receive_onc
 
 
 class Command(OutboxCommand):
-    """Parses, then receives until SIGTERM or SIGINT, or until nothing comes."""
+    """Parses, then receives until SIGTERM or SIGINT, or until no message comes."""
 
     help = "Receive foreign messages and store them, as OUTBOX['RECEIVE'] declares, until SIGTERM."
 

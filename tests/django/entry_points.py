@@ -115,21 +115,21 @@ OTHER_COMMANDS: Final = {
     *("outbox_health", "outbox_reconcile", "outbox_repair", "outbox_install"),
     *("outbox_forward", "outbox_receive", "outbox_rocketmq"),
 }
-DOORS: Final = [*FUNCTIONS, *MORE, *READING, *CHANGING]
+ENTRY_POINTS: Final = [*FUNCTIONS, *MORE, *READING, *CHANGING]
 
 
-def say(door: str) -> tuple[bool, str]:
+def say(entry_point: str) -> tuple[bool, str]:
     """Whether it worked, and its text. Other errors than those of outbox and of commands are raised."""
     try:
-        if door in FUNCTIONS:
-            return True, repr(FUNCTIONS[door]())
-        if door in MORE:
-            return True, repr(MORE[door]())
+        if entry_point in FUNCTIONS:
+            return True, repr(FUNCTIONS[entry_point]())
+        if entry_point in MORE:
+            return True, repr(MORE[entry_point]())
     except OutboxError as error:
         return False, str(error)
     out, err = StringIO(), StringIO()
     try:
-        call_command(*door.split(), stdout=out, stderr=err)
+        call_command(*entry_point.split(), stdout=out, stderr=err)
     except CommandError as error:
         return False, str(error)
     except SystemExit as error:
