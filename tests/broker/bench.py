@@ -52,7 +52,7 @@ def encode(body: Any) -> bytes:
 
 
 def keyed(topic: str, count: int, keys: int, *, start: int = 0, tag: str = "") -> list[Message]:
-    """Messages whose body says which one of its key it is."""
+    """Messages whose body is its number among those of its key."""
     return [
         Message(topic=topic, key=f"k{i % keys}", tag=tag, body=encode({"n": i // keys}))
         for i in range(start, start + count)

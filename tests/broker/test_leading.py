@@ -120,7 +120,7 @@ def test_a_message_costs_two_round_trips_from_commit_to_handler(
             assert round_trips() <= 2 * 10 + 10, "a look that found nothing new may come after each"
 
 
-def test_the_broker_process_stands_in_and_gives_way(bench: ConsumptionBench) -> None:
+def test_the_broker_process_stands_in_and_releases_the_lease(bench: ConsumptionBench) -> None:
     bench.declare("orders")
     seen = Seen()
     subscription = Subscription(topic="orders", group="readers")

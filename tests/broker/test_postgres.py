@@ -285,7 +285,7 @@ def _alive(data: Path) -> bool:
     return True
 
 
-def test_identity_tells_databases_apart(database: BrokerDatabase, server_url: str) -> None:
+def test_identity_distinguishes_databases(database: BrokerDatabase, server_url: str) -> None:
     with database.connect() as one, database.connect() as same, BrokerDatabase(server_url).connect() as other:
         assert reached_server(one) == reached_server(same) != reached_server(other)
 

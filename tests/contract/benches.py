@@ -162,7 +162,7 @@ class PostgresBench:
 
     def let_time_pass(self, seconds: float) -> None:
         let_time_pass(self._connection, seconds)
-        # The leader of before knows what was due by its clock.
+        # The former leader has read the due messages by its clock.
         self._sequencer = Sequencer(self.database, uuid.uuid4())
 
     def subscribe(self, subscription: Subscription, handler: AnyHandler) -> None:

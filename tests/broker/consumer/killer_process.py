@@ -65,7 +65,7 @@ class Handler:
 def main() -> int:
     options = json.loads(sys.argv[1])
     logging.basicConfig(level=options.get("log", "ERROR"), format=f"{options['name']} %(message)s")
-    # So that a test that fails can show where it hangs.
+    # A test that fails can then show where it hangs.
     faulthandler.register(signal.SIGUSR1)
     stop = threading.Event()
     stop_on_signals(stop)

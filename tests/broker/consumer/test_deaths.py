@@ -31,7 +31,7 @@ def kill_at_work(bench: ConsumptionBench, supervisor: Supervisor) -> None:
 
 
 def kill_while_it_drains(bench: ConsumptionBench, supervisor: Supervisor) -> None:
-    """As an operator or the kernel does in a rolling restart: the handlers still run."""
+    """Kill it as an operator or the kernel does in a rolling restart, while handlers run."""
     pid = supervisor.pids()["c1"]
     os.kill(pid, signal.SIGTERM)
     eventually(lambda: len(bench.owners()) == 1, what="it has released the idle queue, so it drains")

@@ -216,7 +216,7 @@ def every_message_ends(
     with contextlib.closing(Storm(bench, atomic, seed, count // guilty)) as storm, supervised(bench) as supervisor:
         eventually(lambda: bench.members() == 2 * len(CONSUMERS), within_seconds=60, what="both groups are there")
         storm.rage(count, every, supervisor)
-        # So that the run need not wait for what was delayed by a minute.
+        # Then the run need not wait for a message that was delayed by a minute.
         eventually(lambda: storm.recall(storm.waiting), within_seconds=120, what="all that waits is recalled")
         eventually(storm.is_over, within_seconds=180, what="every message ends")
         storm.check()

@@ -64,7 +64,7 @@ def working(
     backoff: Backoff = SOON,
     **options: Any,
 ) -> Iterator[Workers]:
-    """So many consumer processes under a supervisor, and a broker process's loop."""
+    """This number of consumer processes under a supervisor, and the loop of a broker process."""
     record = functools.partial(deaths.record, bench.database)
     specs = []
     for number in range(1, count + 1):
@@ -258,7 +258,7 @@ def test_hanging_handlers_end_their_process_and_are_given_up(
 
 
 def test_a_runtime_whose_handlers_hang_releases_its_queues_and_raises(orders: ConsumptionBench) -> None:
-    """In a process of one's own, too, it neither keeps its leases nor drains for ever."""
+    """Also in another program it neither keeps its leases nor drains for ever."""
     release = threading.Event()
     orders.publish(messages(10))
     subscription = Subscription(group="g", topic="orders", threads=1, timeout_seconds=0.1, retry=AT_ONCE)

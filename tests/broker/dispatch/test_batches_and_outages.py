@@ -115,8 +115,8 @@ def test_an_outage_uses_up_no_attempts(orders: ConsumptionBench, mode: Mode, bat
         # It is tried again and again, one call at a time.
         before = len(world.calls)
         eventually(lambda: len(world.calls) > before + 5)
-        # Of the first two of three in a row attempts may have counted, more than one while nothing else was there to be
-        # tried; of the other 198 none.
+        # The first two of three failures in a row may have counted as attempts; more than one, while there was no other
+        # message to tried; of the other 198 none.
         assert orders.rows("SELECT count(DISTINCT log_id) <= 2 FROM outbox.failure") == [(True,)]
         world.back.set()
         eventually(lambda: len(world.handled) == 200)
@@ -126,7 +126,7 @@ def test_an_outage_uses_up_no_attempts(orders: ConsumptionBench, mode: Mode, bat
 
 
 def test_an_outage_is_recognised_after_few_calls_for_any_size_of_batch(orders: ConsumptionBench) -> None:
-    """Not only once a batch of 500 is halved to single messages: each call may cost a timeout."""
+    """And not first after a batch of 500 is halved to single messages: each call may cost a timeout."""
     world = World(away=True)
     orders.declare("single", queues=1)
     orders.publish([Message(topic="single", body=encode({"n": n})) for n in range(500)])

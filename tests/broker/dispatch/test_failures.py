@@ -328,7 +328,7 @@ def test_sent_back_message_wakes_the_sequencer(orders: ConsumptionBench) -> None
 def test_notes_of_messages_sent_back_are_read_once_while_another_session_holds_a_snapshot(
     bench: ConsumptionBench,
 ) -> None:
-    """The index keeps what was removed for as long; to read all of it would make each failure dearer than the last."""
+    """The index keeps what was removed for as long; reading all of it would make each failure slower than the last."""
     bench.declare("single", queues=1)
     passed = "SELECT max(next_offset) FROM outbox.consumer_offset"
     read = "SELECT idx_tup_read FROM pg_stat_user_indexes WHERE indexrelname = 'finished_ahead_pkey'"

@@ -28,7 +28,7 @@ def test_a_life_lasts_until_the_server_crashes(bench: ConsumptionBench) -> None:
 
 
 def test_positions_beyond_what_is_there_are_taken_back(bench: ConsumptionBench) -> None:
-    """As a consumer stores them that lived on; its lease does not count any more, but stays its own until its end."""
+    """As a consumer that survived stores them; its lease does not count any more, but it owns it until its end."""
     bench.declare("orders", queues=1)
     bench.publish(messages(0, 3))
     register(bench.run, subscribe())

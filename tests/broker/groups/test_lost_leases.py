@@ -171,7 +171,7 @@ def test_a_queue_whose_position_could_not_be_read_is_given_back_at_once(
 
     monkeypatch.setattr(offsets, "load", loading)
     seen: list[int] = []
-    # With a term of this length only giving back lets it come again in time.
+    # With a term of this length, it comes again in time only if the lease is released.
     with one_queue.running((ORDERLY, lambda delivery: seen.append(delivery.body["n"])), lease_seconds=60.0):
         one_queue.publish(keyed("orders", 1, 1))
         eventually(lambda: seen == [0])

@@ -163,7 +163,7 @@ def test_what_a_parent_saw_is_not_counted_as_vanishing_too(case: Case) -> None:
     assert case.row()[:2] == (1, 0)
 
 
-def test_a_trial_that_never_began_or_was_not_alone_proves_nothing(case: Case) -> None:
+def test_an_attempt_that_never_began_or_was_not_alone_proves_nothing(case: Case) -> None:
     case.accuse()
     instance = case.instance()
     assert case.tries(instance) == QuarantineAttempt()

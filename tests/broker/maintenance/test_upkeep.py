@@ -34,7 +34,7 @@ _CHANGES: dict[str, str] = {
 def test_resynchronisation_after(
     change: str, broker: PostgresBroker, database: BrokerDatabase, connection: BrokerConnection
 ) -> None:
-    """Nothing is lost or doubled, also what was decided but unread, scheduled or held when the ids started over."""
+    """No message is lost or doubled, also if it was decided but unread, scheduled or held when the ids started over."""
     open_half, blocker, behind = half(), half(message("ordered", key="k")), half(message("ordered", key="k"))
     before = [message() for _ in range(3)]
     later = message(deliver_at=datetime.now(UTC) + timedelta(hours=1))
@@ -45,7 +45,7 @@ def test_resynchronisation_after(
     drain(new_sequencer(database), connection)
     unread = [message() for _ in range(3)]
     broker.send(unread)
-    # Ids of before: as if the log had been written by a server that had counted further.
+    # Earlier ids: as if a server that had counted further had written the log.
     connection.execute("UPDATE outbox.commit_log SET xid = '800000000' WHERE half")
     connection.execute("UPDATE outbox.op_log SET xid = '800000001'")
     connection.execute(_CHANGES[change].encode())

@@ -84,7 +84,7 @@ def test_what_an_ordered_handler_keeps_failing_on_has_waited_since_it_came(bench
 
 
 def test_counting_does_not_wait_for_a_lock(bench: ConsumptionBench) -> None:
-    """It would be taken for work, and the next count put off for twenty times as long."""
+    """It would count as work, and the next count would come twenty times as long after it."""
     consumed(bench)
     with psycopg.connect(bench.database.conninfo) as holder:
         # So that this ends where it does wait.

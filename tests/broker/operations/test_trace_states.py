@@ -19,7 +19,7 @@ def _states(bench: ConsumptionBench, message: Message) -> dict[str | None, list[
     return states
 
 
-def test_filtered_handled_sent_back_and_dead_are_told_apart(bench: ConsumptionBench) -> None:
+def test_filtered_handled_sent_back_and_dead_are_distinguished(bench: ConsumptionBench) -> None:
     bench.declare("orders", queues=1)
     (alone,) = publish(bench, "x")
     assert _states(bench, alone) == {None: ["no group"]}

@@ -88,7 +88,7 @@ def test_changes_of_later_code_are_accepted(broker_url: str) -> None:
 
 
 def test_a_change_locks_the_tables_that_it_declares(new_database: Callable[..., str]) -> None:
-    """No table that was there before: a lock that stops readers or writers, and was not taken with all the others."""
+    """For no older table does it take a lock that stops readers or writers and was not taken with all the others."""
     found = {}
     with psycopg.connect(new_database(), autocommit=True) as connection:
         install_first_version(connection)

@@ -1,4 +1,4 @@
-"""Which ticks wait for the disk: those that a crash of the server would make differently."""
+"""A tick waits for the disk if a repetition after a crash of the server could differ from it."""
 
 from __future__ import annotations
 

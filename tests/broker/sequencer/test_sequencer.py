@@ -161,7 +161,7 @@ def test_one_transaction_larger_than_a_batch_is_taken_whole(
 def test_a_cut_ignores_ids_of_the_future(
     broker: PostgresBroker, database: BrokerDatabase, connection: BrokerConnection
 ) -> None:
-    """Decisions of before a restore may carry larger transaction ids; a cut there would pass over what comes next."""
+    """Decisions from before a restore may have larger transaction ids; a cut there would skip the next ones."""
     restored = broker.send([message()])
     sequencer = new_sequencer(database, batch=10)
     drain(sequencer, connection)

@@ -108,7 +108,7 @@ def _histories() -> Iterator[tuple[Sequence[tuple[int, str]], Sequence[bool]]]:
 
 
 def _run(reader: Reader, steps: Sequence[tuple[int, str]], ticks: Sequence[bool]) -> tuple[list[int], bool, World]:
-    """What was delivered, whether a committed transaction was ever left out of a tick, and the world."""
+    """The delivered rows, whether a tick ever missed a committed transaction, and the state of the model."""
     world, ids, delivered, late = World(), itertools.count(FIRST_ID), [], False
     xids: dict[int, int] = {}
     for (number, state), tick in zip(steps, ticks, strict=True):

@@ -93,7 +93,7 @@ def test_limits_lead_to_parking_and_a_late_end_still_decides(
 
 
 def test_an_answer_that_does_not_count_never_parks(at_once: PostgresBroker, connection: BrokerConnection) -> None:
-    """A committed order whose group was away for days, and whose ledger is out of reach when it comes back."""
+    """A committed order whose group was down for days, and whose ledger cannot be reached when the group comes back."""
     one = half()
     at_once.send_half(one)
     checks.scan(Executor(connection, "outbox"), settings=NOW)
@@ -201,7 +201,7 @@ def test_a_new_process_of_the_group_asks_about_parked_ones_but_many_do_not_ask_a
 ) -> None:
     one = parked_by_checks(at_once)
     for _ in range(3):
-        # So that the group was not away, and the answer of a moment ago is some minutes old.
+        # Then the group counts as present, and its last answer is some minutes old.
         let_time_pass(connection, 150)
         assert asked(at_once) == []
     assert asked(another) == [one.transaction_id]
