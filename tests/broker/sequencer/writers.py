@@ -120,7 +120,7 @@ def _append(connection: psycopg.Connection[TupleRow], catalog: TopicCatalog, rng
 
 
 def _hold_open(database: BrokerDatabase, work: Callable[[], object], committed: set[UUID]) -> tuple[set[UUID], bool]:
-    """Do the work while a transaction that has published is open; returns its ids, and whether it delayed the others."""
+    """Do the work while a transaction that has published is open; returns its ids, and whether others waited."""
     pause = threading.Event()
     with contextlib.closing(database.connect()) as held, contextlib.closing(database.connect()) as observer:
         held.execute("BEGIN")
