@@ -7,7 +7,7 @@ import platform
 import subprocess
 import sys
 
-# The web path first, then what is behind it, then what stands beside it.
+# The web path first, then the parts behind it, then comparisons.
 NAMES = (
     *("web_peers", "web", "slow_disk", "bulk", "modes", "inbox"),
     *("ticks", "growth", "held_open", "checkback", "retention", "pruning", "upgrade", "status", "metrics", "tracing"),

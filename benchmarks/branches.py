@@ -37,7 +37,7 @@ CREATE TABLE applied (order_id uuid NOT NULL)
 
 @dataclass(frozen=True)
 class Timings:
-    """What the process that takes the requests measured: its rate, seconds of each request, and of each lock."""
+    """The measurements of the process that takes the requests: rate, seconds of each request, and of each lock."""
 
     rate: float
     requests: list[float]
@@ -61,7 +61,7 @@ class Result:
 def main() -> None:
     print(f"\nbranches: {REQUESTS:,} orders by {THREADS} threads, {REPEATS} runs; each way is also killed once per run")
     rows = []
-    # What a killed coordinator leaves prepared stays until the end.
+    # Prepared transactions of a killed coordinator stay until the end.
     with server(max_prepared_transactions="1000", max_connections="400") as url:
         for count in BRANCHES:
             results = {way: [measure(url, way, count, run) for run in range(REPEATS)] for way in WAYS}

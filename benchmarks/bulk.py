@@ -64,7 +64,7 @@ def main() -> None:
 
 
 def raw_insert_then_delete(url: str) -> tuple[float, Usage]:
-    """The ceiling: nothing but the bodies, claimed by deleting."""
+    """The ceiling: only bodies, claimed by deleting."""
     with psycopg.connect(url, autocommit=True) as connection, measured(url) as usage:
         connection.execute("CREATE TABLE queue (id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY, body bytea)")
         started = time.perf_counter()
@@ -217,7 +217,7 @@ def drain_joined(workers: int) -> Callable[[str], tuple[float, Usage]]:
                 stack.enter_context(process("benchmarks.bulk_consumer", url, "--topic", PLAIN)) for _ in range(workers)
             ]
             wait_for(url, _SHARED.format(workers=workers), Topic(name=PLAIN).queue_count // workers)
-            # One that ends while it is stopped would end when it goes on.
+            # A process that is ended while it is stopped would end when it continues.
             stack.callback(_signal, consumers, signal.SIGCONT)
             _signal(consumers, signal.SIGSTOP)
             with process("outbox.broker", url):

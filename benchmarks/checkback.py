@@ -35,7 +35,7 @@ _FILL = """
 
 
 class Committed:
-    """Answers at once: what is measured is the broker's part."""
+    """Answers at once, so that only the broker's part is measured."""
 
     def check_local_transactions(self, checks: Sequence[Check]) -> Iterator[Answer]:
         for check in checks:

@@ -1,4 +1,4 @@
-"""Forwarding messages of many keys, and of one key, to each sink on this machine, beside one that only acknowledges.
+"""Forwarding messages of many keys, and of one key, to each local sink, compared with one that only acknowledges.
 
 RabbitMQ, Redis and Kafka are measured where their URL is given: FORWARD_AMQP, FORWARD_REDIS, FORWARD_KAFKA
 (servers; the cluster has to make topics by itself). `python -m benchmarks.forward private` starts those of them that
@@ -43,7 +43,7 @@ SECRET: Final = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"
 
 
 class Acknowledging:
-    """The ceiling: what the consumer group itself allows."""
+    """The ceiling: the rate of the consumer group itself."""
 
     binding = "http"
     batch = 500
@@ -159,7 +159,7 @@ def main() -> None:
 @contextlib.contextmanager
 def private_servers() -> Iterator[None]:
     """RabbitMQ, Redis and Kafka of the run's own, as the tests have them; without those that are not installed."""
-    # pytest's own "skipped" says that one is not.
+    # pytest's own "skipped" reports that one is not.
     from _pytest.outcomes import Skipped
 
     from tests.kafka_server import Kafka

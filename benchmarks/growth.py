@@ -1,4 +1,4 @@
-"""What a message costs as the log and the number of topics grow: the end-to-end bulk rate, and CPU singly and in bulk.
+"""The cost of a message as the log and the number of topics grow: the end-to-end bulk rate, and CPU singly and in bulk.
 
 Every topic has eight queues and a group, all groups in one consumer process. Rounds are interleaved, so that each row's
 ratio to the first is of one round. OUTBOX_BENCH_SIZES and OUTBOX_BENCH_TOPICS set the cases, OUTBOX_BENCH_MESSAGES the

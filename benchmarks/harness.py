@@ -1,4 +1,4 @@
-"""What all benchmarks share: a server, counters of commits and WAL, medians with their spread."""
+"""Shared helpers of all benchmarks: a server, counters of commits and WAL, medians with their spread."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def server(**settings: str) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Usage:
-    """What a database did in a stretch of time."""
+    """The activity of a database in a span of time."""
 
     seconds: float
     commits: int
@@ -91,7 +91,7 @@ class Spread:
 
 
 def child_arguments() -> list[str]:
-    """What a script was given that runs itself again with `--child KIND APPLICATION BROKER`; empty without."""
+    """The arguments of a script that runs itself again with `--child KIND APPLICATION BROKER`; empty without."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--child", nargs=3, metavar=("KIND", "APPLICATION", "BROKER"), default=[])
     given: list[str] = parser.parse_args().child
@@ -99,7 +99,7 @@ def child_arguments() -> list[str]:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The value below which `share` of the values lie."""
+    """The value that `share` of the values are below."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(len(ordered) * share))]
 

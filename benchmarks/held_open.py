@@ -1,8 +1,8 @@
-"""A transaction that somebody holds open: throughput of delayed and retried messages without it, and beside it.
+"""A transaction that is held open: throughput of delayed and retried messages with it and without it.
 
 Half of the messages are delayed by half a second; one in five fails once and is retried half a second later. The open
 transaction has a snapshot and an id, so nothing that is deleted meanwhile can be cleaned up.
-OUTBOX_BENCH_HELD_SECONDS says how long it is open; it is measured as long without.
+OUTBOX_BENCH_HELD_SECONDS is the time it is open; the time without it is the same.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What measuring costs a process: one publish call, and one call of a handler with 1 and with 500 messages."""
+"""The cost of metrics in a process: one publish call, and one call of a handler with 1 and with 500 messages."""
 
 from __future__ import annotations
 

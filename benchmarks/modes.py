@@ -1,4 +1,4 @@
-"""The three modes beside each other: draining a FIFO topic of a thousand keys with a no-op handler.
+"""The three modes compared: draining a FIFO topic of a thousand keys with a no-op handler.
 
 The cost of the FIFO hold is in the benchmark `bulk`: its last two rows differ in nothing else.
 """

@@ -51,7 +51,7 @@ def main(url: str) -> None:
 
 
 def _client(url: str) -> Client:
-    """Somebody who may see everything; accounts and audit are in a SQLite file in memory."""
+    """A user who may see everything; accounts and audit are in a SQLite file in memory."""
     from django.core.management import call_command
 
     settings.configure(

@@ -30,7 +30,7 @@ def read(pid: int) -> Process | None:
         arguments = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
     except (FileNotFoundError, ProcessLookupError):
         return None
-    # The name stands in parentheses and may contain anything.
+    # The name is in parentheses and may contain any character.
     fields = stat[stat.rindex(")") + 2 :].split()
     own, children = ((int(fields[n]) + int(fields[n + 1])) / _TICKS_PER_SECOND for n in (11, 13))
     return Process(pid, int(fields[1]), own, children, tuple(arguments))

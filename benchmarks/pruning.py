@@ -1,4 +1,4 @@
-"""Pruning of ledger and inbox beside publishing traffic: rows per second, WAL per row, and what the traffic loses.
+"""Pruning of ledger and inbox beside publishing traffic: rows per second, WAL per row, and the traffic's loss.
 
 Both tables hold rows that are past their retention, and in front of them rows of the same age that have to stay. The
 passes are those of a worker: bounded turns, one after the other. `OUTBOX_BENCH_ROWS` sets how many rows go.
@@ -45,7 +45,7 @@ _GROUP = "INSERT INTO outbox.consumer_group (name) VALUES ('bench')"
 
 @dataclass(frozen=True)
 class Result:
-    """Rows per second of both tables, WAL bytes per row, and messages per second without and beside pruning."""
+    """Rows per second of both tables, WAL bytes per row, and messages per second without pruning and during it."""
 
     ledger: float
     inbox: float
@@ -110,7 +110,7 @@ def child(path: str, application: str, broker: str) -> None:
     with Traffic() as traffic:
         time.sleep(TRAFFIC_SECONDS)
         alone = traffic.rate()
-        # WAL of the traffic is in it: a few hundred messages beside each thousand rows would be a lot.
+        # WAL of the traffic is in it: a few hundred messages per thousand rows would be many.
         with measured(application) as usage:
             ledger, inbox = pruned()
         beside = traffic.rate()

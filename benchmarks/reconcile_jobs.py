@@ -31,7 +31,7 @@ def whole_run(spark: Any, name: str, folder: Path) -> None:
 
 
 def plain_join(spark: Any, folder: Path) -> None:
-    """What one would write by hand for this table: full outer join, the same comparisons, count per outcome."""
+    """A program written by hand for this table: full outer join, the same comparisons, count per outcome."""
     orders = spark.read.parquet(str(folder / "orders_order")).where("paid_at IS NOT NULL")
     orders = orders.select(F.col("id").cast("string").alias("key"), "customer", "total", "paid_at")
     messages = spark.read.parquet(str(folder / "message_v1")).where("topic = 'order.paid' AND state = 'committed'")
@@ -86,7 +86,7 @@ def hot_key(spark: Any, folder: Path, rows: int) -> None:
 
 
 def floor(read: Callable[[str, str], object], folder: Path) -> None:
-    """Both tables as a run selects them, read side by side by nothing but `read`."""
+    """Both tables as a run selects them, read at the same time by `read` only."""
     rules = rules_file.load(folder / "postgres.toml")
     rule = rules.rules[0]
     sides = [(rules.databases[rule.database], contract.rows(rule))]

@@ -1,4 +1,4 @@
-"""How fast pairs are reconciled: whole runs beside a plain join and datacompy on the same data, and beside the floors.
+"""How fast pairs are reconciled: whole runs compared with a plain join, datacompy and the least possible times.
 
     python -m benchmarks.reconcile_run [ROWS] [--master local[2]] [--sources parquet,join] [--repeats 3]
 
@@ -78,7 +78,7 @@ class Peak(threading.Thread):
 
 @dataclass
 class Measured:
-    """What a job took, round by round; None where it failed."""
+    """The seconds of a job, round by round; None where it failed."""
 
     title: str
     command: list[str]

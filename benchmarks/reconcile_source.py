@@ -1,4 +1,4 @@
-"""How fast PostgreSQL is read into Spark: rows per second beside Spark's JDBC, ADBC alone and COPY TO /dev/null.
+"""How fast PostgreSQL is read into Spark: rows per second, against Spark's JDBC, ADBC alone and COPY TO /dev/null.
 
     python -m benchmarks.reconcile_source [ROWS]
 
@@ -103,7 +103,7 @@ def ours(source: PostgresSource, selection: TableSelection) -> None:
 
 
 def query_of(database: DatabaseRule, selection: TableSelection) -> str:
-    """What is selected, as one statement."""
+    """The selection as one statement."""
     schema = database.schema if selection.in_broker else None
     return sql.select(selection, sql.table_name(selection.table, schema), sql.conditions(selection, None))
 

@@ -1,4 +1,4 @@
-"""Retention: what a pass costs that has nothing to do, and what clearing costs behind a backlog of retries."""
+"""Retention: the cost of a pass without work, and of clearing behind a backlog of retries."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def compiler() -> str | None:
 
 @contextlib.contextmanager
 def slow_server(milliseconds: float) -> Iterator[SlowServer]:
-    """Start it; what it makes first, a new data directory, is made at full speed. Needs a C compiler."""
+    """Start it. Its new data directory is made at full speed. Needs a C compiler."""
     with tempfile.TemporaryDirectory(prefix="outbox-bench-", ignore_cleanup_errors=True) as temporary:
         folder = Path(temporary)
         library, counts = folder / "slow_disk.so", folder / "counts"

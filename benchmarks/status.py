@@ -1,4 +1,4 @@
-"""What it costs to look: status, probe, metrics and the summary behind them, as the log and the groups grow."""
+"""The cost of status, probe, metrics and the summary behind them, as the log and the groups grow."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def main() -> None:
 
 
 def pages_of(url: str) -> list[str]:
-    """What each page takes, from a process that has Django, with a summary that is fresh."""
+    """The time of each page, from a process that has Django, with a fresh summary."""
     with BrokerDatabase(url).connect() as connection:
         summary.refresh(Executor(connection, "outbox"))
     command = [sys.executable, "-m", "benchmarks.pages", url]

@@ -1,4 +1,4 @@
-"""What one tick costs in CPU, of the leader and its backend, while much else is stored, waits, or cannot be vacuumed.
+"""The CPU of one tick, of the leader and its backend, while many other rows are stored, wait, or cannot be vacuumed.
 
 Each case has a database of its own; rounds go over all of them, so that ratios to the first are of one machine at one
 time. A tick takes one message, published before it; `idle` ones take none. OUTBOX_BENCH_SIZES: log rows.
@@ -41,7 +41,7 @@ _FIFO = frozenset({MessageType.FIFO, MessageType.TRANSACTION})
 
 @dataclass
 class Case:
-    """A broker in some state; what a tick of it took, in milliseconds of CPU, per round."""
+    """A broker in some state, and the milliseconds of CPU of a tick, per round."""
 
     name: str
     database: BrokerDatabase

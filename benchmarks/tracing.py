@@ -1,4 +1,4 @@
-"""What following messages as traces costs a process: one publish call, and one call of a handler with 1 and with 500
+"""The cost of tracing in a process: one publish call, and one call of a handler with 1 and with 500
 messages. Off; with the API alone (no SDK set up); and with the SDK, spans ended into a processor that drops them."""
 
 from __future__ import annotations

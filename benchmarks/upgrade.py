@@ -1,6 +1,6 @@
-"""Upgrading the tables under load: how long publishing stalls, how long the upgrade takes, whose transactions it ends.
+"""Upgrading the tables under load: how long publishing stalls, how long the upgrade takes, which transactions it ends.
 
-The load uses the tables of version 1: publishers on the atomic path, some of which go on with their transaction after
+The load uses the tables of version 1: publishers on the atomic path, some of which continue their transaction after
 they have published; transactions that use the tables in opposite orders; a sequencer; readers of the queues.
 """
 

@@ -1,6 +1,6 @@
 """Web path: four threads of one process, each transaction writes a row by the ORM and publishes one message.
 
-A broker and a consumer process run beside them, and have handled what came before when the clock starts. First one
+A broker and a consumer process run beside them, and have handled earlier messages when the clock starts. First one
 thread runs stretches of blocks without and with publish in turn, each begun when all before it was handled; then all
 threads run.
 """

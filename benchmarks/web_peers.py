@@ -5,7 +5,7 @@ Rounds are interleaved: each runs every way once.
 
     python -m benchmarks.web_peers --install            make the peers' environments, under var/peers
     python -m benchmarks.web_peers [--way TEXT]         all ways, or those whose name contains a text
-    python -m benchmarks.web_peers --before CHECKOUT    this project alone, beside another version of it
+    python -m benchmarks.web_peers --before CHECKOUT    this project alone, compared with another version of it
 
 OUTBOX_BENCH_TRANSACTIONS, OUTBOX_BENCH_LATENCY_SECONDS and OUTBOX_BENCH_REPEATS make it longer or shorter.
 """
@@ -90,7 +90,7 @@ def measure(chosen: Sequence[Way]) -> dict[Way, Results]:
 
 
 def throughput(results: dict[Way, Results], *, versions: bool) -> None:
-    """Rates, each beside what it is compared with in the same round."""
+    """Rates, each with the rate it is compared with in the same round."""
     peer = "the version before" if versions else "django-reliable-outbox"
     table(
         "web job, end to end: from the first block's begin to the last handler's",
@@ -125,7 +125,7 @@ def _per_message(jobs: Sequence[Job], value: Callable[[Job], float]) -> Spread:
 
 
 def cpu(what: str, jobs: dict[Way, list[Job]]) -> None:
-    """Who uses how much. At a steady rate, where nothing waits to be done together, a message costs most."""
+    """The CPU by process. At a steady rate, where no work is done in batches, a message costs most."""
 
     def of(found: Sequence[Job], *roles: str) -> Spread:
         return _per_message(found, lambda job: sum(job.cpu[role] for role in roles) * 1e6)

@@ -34,7 +34,7 @@ class InvalidName(UsageError):
 
 
 class InvalidMessage(UsageError):
-    """The message cannot be sent as it is."""
+    """The message cannot be sent in this form."""
 
 
 class BodyTooLarge(InvalidMessage):
@@ -191,7 +191,7 @@ class ServiceUnavailable(HandlerError):
 
 
 class PartialFailure(HandlerError):
-    """Some messages of a batch failed; the effects of the others stand.
+    """Some messages of a batch failed; the effects of the others remain.
 
     `errors` maps the ids of the failed messages to their errors. The handler must have undone the effects of the failed
     messages itself, for example with a savepoint per message.

@@ -27,7 +27,7 @@ class Message:
     `message_id` is the idempotency key of a send: storing the same id twice stores one message. `key` orders messages
     on FIFO topics and names the business object elsewhere. `shard` chooses the queue (shard modulo queue count); None
     spreads messages evenly. `deliver_at` (aware) is the earliest time of delivery, by the broker's clock. `delay`
-    counts from the moment the broker stores the message, whatever the sender's clock says; the delivered message then
+    counts from the moment the broker stores the message, by the broker's clock; the delivered message then
     has `deliver_at`. Raises InvalidName, InvalidMessage or BodyTooLarge if it cannot be sent.
     """
 

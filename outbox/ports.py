@@ -63,7 +63,7 @@ class Broker(Protocol):
         """The undecided half transactions of its older instances. The call also makes them due for a check at once."""
 
     def end(self, ends: Sequence[EndTransaction], *, timeout_seconds: float = 3.0) -> list[EndStatus]:
-        """Record decisions and return one status per decision, in order. A transaction's first decision stands."""
+        """Record decisions and return one status per decision, in order. A transaction's first decision is final."""
 
     def hint_checks(self, transaction_ids: Sequence[UUID]) -> None:
         """Ask for an early check of half transactions. It is one-way: a broker that cannot take it raises nothing."""
@@ -176,7 +176,7 @@ class Disposition(enum.StrEnum):
 
 
 class Invoker(Protocol):
-    """Calls a handler inside what it needs: the inbox, a transaction, and connection care."""
+    """Calls a handler inside its surroundings: the inbox, a transaction, and connection care."""
 
     def __call__(
         self, subscription: Subscription, handler: AnyHandler, deliveries: Sequence[Delivery], *, generation: int
@@ -204,7 +204,7 @@ def call_handler(
 
 @dataclass(frozen=True, slots=True)
 class LeftoverWork:
-    """What a broker has not finished when a project moves to another engine, as texts.
+    """The unfinished work of a broker when a project moves to another engine, as texts.
 
     Workers finish `waiting` by themselves; `staying` needs an operator.
 

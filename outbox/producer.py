@@ -107,7 +107,8 @@ class TransactionProducer:
         try:
             self._broker.end([end], timeout_seconds=self._timeout_seconds)
         except BrokerError as error:
-            # The report is one-way by protocol: the local transaction stands, and check-back finds its outcome.
+            # The report is one-way by protocol: the local transaction stays committed, and check-back finds its
+            # outcome.
             logger.warning(
                 "the end of %s could not be reported, check-back will settle it: %s",
                 half.transaction_id,

@@ -1,4 +1,7 @@
-"""What a consumer group consumes from a topic, and what happens if its handler fails."""
+"""The subscription of a consumer group to a topic, and the reaction to a handler that fails.
+
+See decision 003.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ class Mode(enum.StrEnum):
 
 
 class OnError(enum.StrEnum):
-    """What to do with a message whose handler raised."""
+    """The reaction to a message whose handler raised."""
 
     RETRY = "retry"
     """Concurrent: to the retry queue after a delay. Ordered modes: suspend and try again in place."""

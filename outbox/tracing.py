@@ -1,6 +1,6 @@
 """Traces the work of a process through one tracer. Without a tracer nothing is done and nothing is imported.
 
-The trace context travels in message headers. It survives what the message survives: the half, check-back, retries, and
+The trace context travels in message headers. It survives with the message: the half, check-back, retries, and
 a replay days later.
 """
 
@@ -34,7 +34,7 @@ class Tracer(Protocol):
     def answered(self, check: Check, answer: Answer, status: EndStatus | None, *, asked_at_ns: int) -> None:
         """Check-back asked at `asked_at_ns` (a time.time_ns) and reported.
 
-        `status` is what the broker did with the answer, None if unknown.
+        `status` is the broker's reply to the answer, None if unknown.
         """
 
 

@@ -90,18 +90,18 @@ class ParkReason(enum.StrEnum):
 
 
 class EndStatus(enum.StrEnum):
-    """What the broker did with an end message."""
+    """The broker's reply to an end message."""
 
     APPLIED = "applied"
-    """This was the first decision for its transaction, and it stands."""
+    """This was the first decision for its transaction, and it is final."""
     REPEATED = "repeated"
-    """The same decision already stood; nothing changed."""
+    """The same decision was stored before; nothing changed."""
     CONTRADICTED = "contradicted"
-    """The opposite decision already stood and still stands; an incident is recorded."""
+    """The opposite decision was stored before and stays; an incident is recorded."""
     REFUSED = "refused"
     """There is no such half message, or it belongs to another producer group; an incident is recorded."""
     ACCEPTED = "accepted"
-    """The engine accepted it and reports no more. If a decision already stood, one of the two holds."""
+    """The engine accepted it and reports no more. If there was a decision, one of the two holds."""
     LEFT_TO_CHECK = "left to check"
     """The engine cannot take it now: check-back settles the transaction."""
 

@@ -55,7 +55,7 @@ _BROKER: Final[Mapping[str, object]] = {
 
 
 def programs_missing() -> str:
-    """What a private server lacks on this machine; '' if nothing."""
+    """The programs that a private server lacks on this machine; '' if none."""
     return " and ".join(name for name in ("java", "mvn") if shutil.which(name) is None)
 
 

@@ -27,7 +27,7 @@ SERVER_SETTINGS = {
 }
 _numbers = itertools.count(1)
 
-# What each keeps to one worker of `make test`: a demo, a wheel or a migrated sample costs more to make than the tests
+# Tests that stay on one worker of `make test`: a demo, a wheel or a migrated sample costs more to make than the tests
 # of it take.
 ONE_WORKER = ("tests/sample/", "tests/rocketmq/", "tests/test_packaging")
 # Spark takes half a minute of CPU until it is warm, and with one for all its tests they end last: two share them.
@@ -35,7 +35,7 @@ SPARK_WORKERS = 2
 
 
 def unit_of_work(nodeid: str, root: Path = Path()) -> str:
-    """What a worker takes at once: one test, or all that belong together."""
+    """The unit that a worker takes: one test, or all that belong together."""
     place = next((place for place in ONE_WORKER if nodeid.startswith(place)), None)
     return place or spark_units(root).get(nodeid.partition("::")[0], nodeid)
 
@@ -72,7 +72,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """What still runs after the last test fails the run."""
+    """A process that still runs after the last test fails the run."""
     if folder := session.config.stash.get(_folder, None):
         seconds = float(session.config.getini("leftover_seconds"))
         session.config.stash[_left] = left = leftovers.left_running(folder, within_seconds=seconds)

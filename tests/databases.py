@@ -1,8 +1,8 @@
 """Databases that tests take and give back: made from a template, and handed out again as the template was.
 
 Making and dropping a database costs more than most tests that use one. So one that a test gives back is kept if it
-can be proven to be as its template: under a new name, so that nobody who knew the old one can reach it; with the same
-rows in every system catalogue; and with its tables and sequences put back. What cannot be proven is dropped.
+can be proven to be as its template: under a new name, so that no holder of the old name can reach it; with the same
+rows in every system catalogue; and with its tables and sequences put back. A database without this proof is dropped.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _FIRST_OID: Final = 16384
 _RELATIONS: Final = """
 SELECT count(*), sum(hashtextextended((to_jsonb(pg_class) - %s::text[])::text, 0)) FROM pg_class WHERE oid >= %s
 """
-# What the server keeps about a database outside of it.
+# Rows about a database that the server keeps outside of it.
 _ABOUT: Final = """
 SELECT datdba, datacl, datconnlimit, datallowconn, dattablespace,
     ARRAY(SELECT setconfig FROM pg_db_role_setting WHERE setdatabase = pg_database.oid),
@@ -61,7 +61,7 @@ _PREPARED: Final = "SELECT gid FROM pg_prepared_xacts WHERE database = %s"
 
 @dataclass(frozen=True)
 class Data:
-    """What tables and sequences hold, by name."""
+    """The contents of tables and sequences, by name."""
 
     tables: Mapping[str, tuple[Any, ...]]
     "Sizes and the planner's figures."
@@ -93,7 +93,7 @@ class Template:
         return found + connection.execute(_ABOUT).fetchall()
 
     def reset(self, name: str) -> bool:
-        """Put the data of a database back that nobody is connected to; False if it is another database."""
+        """Restore the data of a database without connections; False if it is another database."""
         with _connect(self._server_url, name) as connection:
             if self.definitions_of(connection) != self.definitions:
                 return False
@@ -124,7 +124,7 @@ class Template:
         )
 
     def _changed(self, found: Data) -> set[str]:
-        """The tables that are not as in the template, and those that TRUNCATE requires beside them."""
+        """The tables that differ from the template, and those that TRUNCATE requires with them."""
         open_ = [
             name
             for name, figures in self.data.tables.items()
@@ -158,7 +158,7 @@ class Pool:
         return name
 
     def give_back(self, name: str, template: str) -> None:
-        """Whoever is connected to it is disconnected; it is handed out again if it can be put back, else dropped."""
+        """Its connections are closed; it is handed out again if it can be restored, else dropped."""
         renamed = self._take_away(name)
         if renamed and self._templates[template].reset(renamed):
             self._free[template].append(renamed)
@@ -171,7 +171,7 @@ class Pool:
         self._free.clear()
 
     def _take_away(self, name: str) -> str | None:
-        """Its new name; None if it is gone, or if somebody keeps it in use."""
+        """Its new name; None if it is gone, or if a session keeps it in use."""
         renamed = new_name()
         with psycopg.connect(self._server_url, autocommit=True) as connection:
             connection.execute(_END_SESSIONS, [name])
@@ -192,7 +192,7 @@ def new_name() -> str:
 
 
 def drop_databases(url: str, names: Iterable[str]) -> None:
-    """Drop those that are there, whoever is connected to them."""
+    """Drop the existing ones, with their connections."""
     with psycopg.connect(url, autocommit=True) as connection:
         for name in names:
             connection.execute(sql.SQL("DROP DATABASE IF EXISTS {} WITH (FORCE)").format(sql.Identifier(name)))
@@ -207,8 +207,8 @@ def _connect(server_url: str, name: str) -> Connection:
 def _catalogue_query(names: Iterable[str]) -> sql.Composed:
     """How many rows of each catalogue each transaction wrote.
 
-    A copy has its template's rows, and their transactions. Whoever changes one makes it a row of his own transaction,
-    and whoever removes one makes the number less.
+    A copy has its template's rows, and their transactions. A change makes a row one of the changing transaction,
+    and a delete makes the number less.
     """
     one = sql.SQL("SELECT {name}, xmin::text, count(*) FROM pg_catalog.{table} GROUP BY xmin")
     parts = [one.format(name=sql.Literal(name), table=sql.Identifier(name)) for name in names]

@@ -49,7 +49,7 @@ class Version:
 
     @property
     def settings(self) -> str:
-        """What is added to the file of settings."""
+        """The lines that are added to the file of settings."""
         number = self.prepared_statements
         return "" if number is None else f"max_prepared_statements = {number}\n"
 
@@ -87,7 +87,7 @@ class Pooler:
         given = conninfo_to_dict(url)
         run_as = Path(str(given["host"])).owner()
         let_in(url, run_as)
-        # It refuses to run as root, so it runs as the server does: whoever may enter the folder of the server's socket.
+        # It refuses to run as root, so it runs as the server's user, who may enter the folder of its socket.
         let_through(folder)
         settings = _SETTINGS.format(
             host=given["host"], port=given.get("port", 5432), user=given.get("user", "postgres"), folder=folder,
@@ -112,7 +112,7 @@ class Pooler:
             left.unlink(missing_ok=True)
 
     def log(self) -> str:
-        """What it has said."""
+        """Its log."""
         return (self._folder / "log").read_text()
 
     def _answers(self) -> bool:

@@ -77,7 +77,7 @@ def recreate(url: str, file: Path) -> None:
 def base_backup(url: str, target: Path) -> Path:
     """A physical copy of the whole server in a new data directory."""
     subprocess.run([_program("pg_basebackup"), "-D", str(target), "-X", "stream", "-c", "fast", "-d", url], check=True)
-    # The socket of the copied server lies in its data directory.
+    # The socket of the copied server is in its data directory.
     for lock in target.glob(".s.PGSQL.*"):
         lock.unlink()
     _own(target)

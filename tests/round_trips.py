@@ -12,7 +12,7 @@ from psycopg import Connection
 
 @contextlib.contextmanager
 def counted(connection: Connection) -> Iterator[Callable[[], int]]:
-    """How often the server has said that it is ready for more since the last call."""
+    """The number of ReadyForQuery messages of the server since the last call."""
     pgconn = connection.pgconn
     with tempfile.TemporaryFile() as trace:
         pgconn.trace(trace.fileno())

@@ -26,7 +26,7 @@ def scenarios(text: str) -> dict[str, list[str]]:
 
 
 def rows(page: str) -> dict[str, dict[str, str]]:
-    """Section -> its scenarios -> what the page says of them."""
+    """Section -> its scenarios -> their text on the page."""
     found: dict[str, dict[str, str]] = {}
     for line in page.splitlines():
         if line.startswith("## "):
@@ -67,7 +67,7 @@ def test_the_page_has_a_row_for_every_scenario() -> None:
     assert sum(map(len, scenarios(SCENARIOS).values())) >= 100
 
 
-def test_every_row_names_tests_that_are_there_or_says_later() -> None:
+def test_every_row_names_existing_tests_or_later() -> None:
     assert unanswered(PAGE) == []
 
 

@@ -1,4 +1,4 @@
-"""What a test may leave in its database, and that the next one does not find it."""
+"""A test may leave rows and objects in its database, and the next test does not find them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ INSERT INTO parent VALUES (1, 'seeded'), (2, E'tab\\t\\\\line\\n'), (3, NULL);
 INSERT INTO child (parent_id, note) VALUES (1, 'first'), (2, 'second');
 SELECT nextval('numbers');
 """
-# What is put back.
+# Changes that are restored.
 DATA = [
     "SELECT 1",
     "INSERT INTO plain VALUES (now(), 'x')",
@@ -49,7 +49,7 @@ DATA = [
     "LISTEN something; SELECT pg_advisory_lock(7)",
     "SET work_mem = '1MB'",
 ]
-# What makes it another database, which is dropped.
+# Changes that make it another database, which is dropped.
 DEFINITIONS = [
     "ALTER TABLE plain ADD COLUMN more int",
     "ALTER TABLE plain DROP COLUMN body",
@@ -124,7 +124,7 @@ def test_data_are_put_back(pool: Pool, template: str, server_url: str, statement
 
 
 @pytest.mark.parametrize("statements", DEFINITIONS)
-def test_what_is_defined_anew_is_seen(pool: Pool, template: str, server_url: str, statements: str) -> None:
+def test_a_redefined_object_is_found(pool: Pool, template: str, server_url: str, statements: str) -> None:
     copied = Template(server_url, template)
     name = pool.take(template)
     with psycopg.connect(embedded.database_url(server_url, name)) as connection:
@@ -168,7 +168,7 @@ def test_a_broker_that_was_used(server_url: str, pool: Pool, broker_template: st
     pool.give_back(after, broker_template)
 
 
-def test_who_is_still_connected_is_sent_away_for_good(server_url: str, pool: Pool, template: str) -> None:
+def test_open_connections_are_closed_and_cannot_return(server_url: str, pool: Pool, template: str) -> None:
     """With what he locked, wrote and listens to."""
     before = pool.take(template)
     oid, url = _oid(server_url, before), embedded.database_url(server_url, before)

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as 
 
 ROOT = Path(__file__).resolve().parent.parent
 NOBODY = 65534
-# The start of PostgreSQL's protocol: asks to be let in as its superuser and prints what the server says.
+# The start of PostgreSQL's protocol: asks to log in as its superuser and prints the server's answer.
 CONNECT = """
 parameters = b"user\\0postgres\\0database\\0postgres\\0\\0"
 link = socket.socket(socket.AF_UNIX)
@@ -34,7 +34,7 @@ print("in" if (kind, code) == (b"R", 0) else "refused")
 """
 
 
-# Python itself may lie where only root can read: what a program needs is imported before it becomes nobody.
+# Only root may be able to read Python's files: a program imports its modules before it becomes user nobody.
 BECOME_NOBODY = f"""
 import os, socket, struct, sys
 os.setgroups([]); os.setgid({NOBODY}); os.setuid({NOBODY})
@@ -42,7 +42,7 @@ os.setgroups([]); os.setgid({NOBODY}); os.setuid({NOBODY})
 
 
 def as_nobody(program: str, *arguments: object) -> str:
-    """What a Python program of another user prints; the last line of its error when it fails."""
+    """The output of a Python program of another user; the last line of its error when it fails."""
     done = subprocess.run(
         [sys.executable, "-I", "-c", BECOME_NOBODY + program, *map(str, arguments)],
         cwd="/",
@@ -70,7 +70,7 @@ def data(request: pytest.FixtureRequest) -> Iterator[Path]:
         yield Path(folder, "data") if request.param == "short" else Path(folder, "long" * 30, "data")
 
 
-def test_nobody_else_reaches_the_embedded_server(data: Path) -> None:
+def test_no_other_user_reaches_the_embedded_server(data: Path) -> None:
     with server(data) as folder:
         assert as_nobody(CONNECT, folder / ".s.PGSQL.5432").startswith("PermissionError")
         with psycopg.connect(embedded.start(data)) as connection:
@@ -78,7 +78,7 @@ def test_nobody_else_reaches_the_embedded_server(data: Path) -> None:
             assert connection.execute("SHOW unix_socket_permissions").fetchone() == ("0700",)
 
 
-def test_nobody_else_is_let_in_where_the_folders_are_open(data: Path) -> None:
+def test_no_other_user_is_admitted_where_the_folders_are_open(data: Path) -> None:
     with server(data) as folder:
         for path in (*folder.parents, folder):
             path.chmod(path.stat().st_mode | 0o755)
@@ -86,7 +86,7 @@ def test_nobody_else_is_let_in_where_the_folders_are_open(data: Path) -> None:
         assert as_nobody(CONNECT, folder / ".s.PGSQL.5432") == "refused"
 
 
-def test_nobody_else_reads_or_writes_the_servers_files(data: Path) -> None:
+def test_no_other_user_reads_or_writes_the_servers_files(data: Path) -> None:
     with server(data) as folder:
         for opened in (data / "pg_hba.conf", data / "log", folder / "planted"):
             for mode in ("r", "a"):
@@ -147,7 +147,7 @@ else:
 LAUNCHER = "from spark import session; print(session.bundled_java() / 'bin' / 'java', flush=True); input()"
 
 
-def test_nobody_else_puts_a_java_of_theirs_in_the_place_of_the_bundled_one() -> None:
+def test_no_other_user_can_replace_the_bundled_java() -> None:
     with tempfile.TemporaryDirectory(prefix="outbox-tmp-") as folder:
         Path(folder).chmod(0o1777)
         as_nobody(PLANT, folder)
@@ -173,7 +173,7 @@ def test_nobody_else_puts_a_java_of_theirs_in_the_place_of_the_bundled_one() -> 
 # -- findings -----------------------------------------------------------------------------------------
 
 
-def test_nobody_else_reads_findings() -> None:
+def test_no_other_user_reads_findings() -> None:
     with tempfile.TemporaryDirectory(prefix="outbox-out-") as folder:
         Path(folder).chmod(0o755)
         store = Store(str(Path(folder, "reconcile")))

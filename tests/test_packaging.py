@@ -34,7 +34,7 @@ def test_wheel_carries_all_it_needs(wheel: Path) -> None:
     assert top == {"outbox", "outbox_spark"}
 
 
-def test_wheel_says_whose_it_is_and_under_which_license(wheel: Path) -> None:
+def test_wheel_names_its_authors_and_its_license(wheel: Path) -> None:
     said = metadata(wheel)
     assert said["License-Expression"] == "Apache-2.0"
     assert said.get_all("License-File") == ["LICENSE"]
@@ -107,7 +107,7 @@ def test_reconciliation_command_is_installed(environments: Environments, tmp_pat
     assert "usage: outbox-reconcile" in result.stdout
 
 
-def test_core_imports_nothing_but_the_standard_library(tmp_path: Path) -> None:
+def test_core_imports_only_the_standard_library(tmp_path: Path) -> None:
     program = "import sys; sys.path.insert(0, sys.argv[1]); import outbox, outbox.memory, outbox.producer"
     result = run(sys.executable, "-I", "-S", "-c", program, str(ROOT), cwd=tmp_path)
     assert result.returncode == 0, result.stderr

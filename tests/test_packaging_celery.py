@@ -1,4 +1,4 @@
-"""docs/celery.md is true: typed as it stands in an empty folder, on the wheel, with a worker and a Redis."""
+"""docs/celery.md is true: typed unchanged in an empty folder, on the wheel, with a worker and a Redis."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.wheel import ROOT, Environments
 
 @pytest.fixture
 def project(tmp_path: Path, new_database: Callable[..., str]) -> Iterator[Project]:
-    """An empty folder, and what the page says there is: two databases and a Redis."""
+    """An empty folder, and the services of the page: two databases and a Redis."""
     folder = tmp_path / "project"
     folder.mkdir()
     with private_redis(tmp_path) as socket:
@@ -27,8 +27,8 @@ def project(tmp_path: Path, new_database: Callable[..., str]) -> Iterator[Projec
 
 @pytest.mark.timeout(300)
 @pytest.mark.soak
-def test_the_page_as_it_stands(environments: Environments, project: Project) -> None:
-    """What begins with a file's name is in the file; the commands are those of the page."""
+def test_the_page_unchanged(environments: Environments, project: Project) -> None:
+    """A code block that begins with a file's name is in that file; the commands are those of the page."""
     install, migrate, worker, calls = blocks("sh")
     pip, verb, *requirements = shlex.split(install)
     assert (pip, verb) == ("pip", "install")

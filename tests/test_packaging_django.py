@@ -1,4 +1,4 @@
-"""docs/django.md is true: it is typed as it stands, in an empty folder, and its cells name tests that are there."""
+"""docs/django.md is true: it is typed unchanged in an empty folder, and its cells name tests that exist."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def project() -> Iterator[Path]:
 
 @pytest.mark.timeout(300)
 @pytest.mark.slow
-def test_the_page_as_it_stands(environments: Environments, project: Path) -> None:
+def test_the_page_unchanged(environments: Environments, project: Path) -> None:
     output = ""
     installed: list[str] = []
     for before, language, text in BLOCKS.findall(PAGE):
@@ -53,7 +53,7 @@ def write(project: Path, before: str, text: str) -> None:
 
 
 def typed(programs: Path, project: Path, lines: str) -> str:
-    """What the lines print."""
+    """The output of the lines."""
     finished = run("sh", "-ec", lines, cwd=project, PATH=f"{programs}{os.pathsep}{os.environ['PATH']}")
     assert finished.returncode == 0, f"{lines}\n{finished.stdout}{finished.stderr}"
     return finished.stdout

@@ -72,7 +72,7 @@ def implementations(file: str, protocol: str, folder: str) -> list[str]:
 
 
 def attributes(node: ast.ClassDef) -> set[str]:
-    """What stands in the body of a class with a value or a type, and what its methods set."""
+    """The names that the body of a class gives a value or a type, and those that its methods set."""
     found = {target.id for item in node.body for target in _targets(item) if isinstance(target, ast.Name)}
     return found | {
         target.attr for item in ast.walk(node) for target in _targets(item) if isinstance(target, ast.Attribute)
@@ -203,7 +203,7 @@ def test_every_engine_can_be_chosen_by_the_settings() -> None:
 
 
 def test_every_option_of_a_subscription_can_be_given_to_subscriber() -> None:
-    # Two words for one filter; what surrounds the handler and is no part of the subscription.
+    # Two words for one filter; and options around the handler that are no part of the subscription.
     more = {"tag", "idempotent", "using", "options"}
     given = (set(inspect.signature(subscriber).parameters) | set(_OPTIONS)) - more
     assert given == {item.name for item in dataclasses.fields(Subscription)}

@@ -17,7 +17,7 @@ PAGE = (ROOT / "docs" / "internals" / "states.md").read_text(encoding="utf-8")
 SCHEMA = (ROOT / "outbox" / "broker" / "schema" / "current.sql").read_text(encoding="utf-8")
 SECTION = "States of a message"
 COLUMNS = ["state", "where", "ended by", "within", "test"]
-# What is only remembered about a message, and no state of it.
+# Tables that record something about a message and are no state of it.
 HISTORIES = {"failure", "check_history"}
 
 
@@ -40,7 +40,7 @@ def is_there(test: str) -> bool:
 
 
 def tables_about_messages(schema: str) -> set[str]:
-    """The tables with a column that says which message or transaction a row is about."""
+    """The tables with a column that names the message or transaction of a row."""
     found = re.findall(r"^CREATE TABLE (\w+) \((.*?)^\);", schema, re.MULTILINE | re.DOTALL)
     return {
         name for name, columns in found if re.search(r"^\s+(?:log_id|log_ids|transaction_id) ", columns, re.MULTILINE)
@@ -51,7 +51,7 @@ ROWS = table(PAGE)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row["state"])
-def test_every_state_says_what_ends_it_and_when_and_is_tested(row: dict[str, str]) -> None:
+def test_every_state_names_what_ends_it_and_when_and_is_tested(row: dict[str, str]) -> None:
     assert all(row.values())
     tests = named_tests(row["test"])
     assert tests and ", ".join(f"`{test}`" for test in tests) == row["test"]

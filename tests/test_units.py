@@ -36,7 +36,7 @@ def write(folder: Path, **files: str) -> None:
 
 
 def test_what_uses_spark_is_shared_by_two_workers(tmp_path: Path) -> None:
-    """All of a file and its session on one; what needs none goes to whoever is free."""
+    """All tests of a file and its session on one worker; tests without a session go to any free worker."""
     nine = "import pytest\n@pytest.mark.parametrize('n', range(9))\ndef test_one(n): pass\n"
     write(tmp_path, spark="# spark_session\n" + nine, free=nine)
     (tmp_path / "tests" / "spark" / "test_more.py").write_text("# reconcile: Reconciler\n" + nine)

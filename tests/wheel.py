@@ -1,4 +1,4 @@
-"""The built wheel, and environments as a new user has them: the wheel, what it asks for, nothing of this checkout."""
+"""The built wheel, and environments as a new user has them: the wheel, its requirements, nothing of this checkout."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def build(source: Path, target: Path) -> Path:
 
 
 def metadata(wheel: Path) -> email.message.Message:
-    """What the wheel says of itself."""
+    """The metadata of the wheel."""
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
         return email.parser.Parser().parsestr(archive.read(name).decode())

@@ -1,4 +1,4 @@
-"""What the peers without Django share: the order's table, and a connection per thread."""
+"""Shared code of the peers without Django: the order's table, and a connection per thread."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each message carries beside its number: some 280 bytes of JSON."""
+"""The body of each message besides its number: some 280 bytes of JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The peers' virtual environments, under var/peers: what is in each, and how it is made."""
+"""The peers' virtual environments, under var/peers: the packages of each, and how it is made."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _purelib() -> Path:
 
 
 def without_type_parameters(package: Path) -> None:
-    """Let it run on an older Python, all being compared on the same: what is taken away is for type checkers alone."""
+    """Let it run on the older Python of the comparison: the removed code is for type checkers only."""
     for path in package.rglob("*.py"):
         text = path.read_text(encoding="utf-8")
         changed = _TYPE_PARAMETERS.sub(r"\1", text)

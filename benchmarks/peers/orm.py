@@ -1,4 +1,4 @@
-"""What the Django peers share: the request's block and how the database is made."""
+"""Shared code of the Django peers: the request's block and how the database is made."""
 
 from __future__ import annotations
 

@@ -25,9 +25,9 @@ from benchmarks.peers.web import ENTRY, THREADS
 from outbox.broker import embedded
 
 WARM_UP = 200
-# What this process calls itself to the server.
+# The application name of this process at the server.
 MEASURING = "bench-measuring"
-# Who has handled the last message still marks it.
+# The process that has handled the last message still marks it.
 _SETTLE_SECONDS = 0.3
 _DEADLINE_SECONDS = 300
 ROLES = ("web", "its sessions", "broker", "consumer", "parent", "worker's sessions", "the rest")
@@ -35,7 +35,7 @@ ROLES = ("web", "its sessions", "broker", "consumer", "parent", "worker's sessio
 
 @dataclass(frozen=True)
 class Job:
-    """What one job gave: `commits`, `blocks` and `handled` by the number of the message.
+    """The results of one job: `commits`, `blocks` and `handled` by the number of the message.
 
     Times are nanoseconds since 1970, durations of blocks nanoseconds, CPU seconds by role.
     """
@@ -126,7 +126,7 @@ class Running:
         names = processes.sessions(connection)
         for process in processes.tree(processes.postmaster(connection)):
             used[_session_role(names.get(process.pid))] += process.seconds
-            # Of sessions that have ended, nobody knows whose they were.
+            # The owners of ended sessions are unknown.
             used["the rest"] += process.of_ended_children
         used["the rest"] += sum(_seconds(pid) for pid in self.others)
         return used
@@ -138,7 +138,7 @@ def _seconds(pid: int) -> float:
 
 
 def _role(process: processes.Process, *, alone: bool) -> str:
-    """Of one of the worker's processes. What only keeps others alive is the parent."""
+    """Of one of the worker's processes. A process that only supervises others is the parent."""
     if "broker" in process.arguments:
         return "broker"
     is_first = process.parent == os.getpid()
@@ -226,7 +226,7 @@ def _environment(way: Way, application: str, broker: str, folder: Path) -> dict[
 
 
 def _overlay(way: Way, folder: Path) -> list[str]:
-    """A folder with nothing but the other checkout's `outbox`: the benchmarks stay those of this one."""
+    """A folder with only the other checkout's `outbox`: the benchmarks stay those of this one."""
     if way.checkout is None:
         return []
     overlay = folder / "overlay"
@@ -251,7 +251,7 @@ def _redis(stack: contextlib.ExitStack, folder: Path) -> int:
 
 
 def _ended(process: subprocess.Popen[Any]) -> None:
-    """End it as its operator would; what does not end is killed."""
+    """End it as its operator would; processes that do not end are killed."""
     for pipe in (process.stdin, process.stdout):
         if pipe is not None:
             pipe.close()

@@ -70,7 +70,7 @@ def run(pool: ThreadPoolExecutor, blocks: Callable[..., Callable[[int], None]], 
 
 
 def paced(block: Callable[[int], None], first: int, count: int, per_second: float) -> list[tuple[int, int, int]]:
-    """What ENTRY holds of each block. Who falls behind catches up."""
+    """What ENTRY holds of each block. A thread that falls behind catches up."""
     entries = []
     started = time.perf_counter()
     for number in range(count):

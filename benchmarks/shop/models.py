@@ -8,7 +8,7 @@ from django.db import models
 
 
 class Order(models.Model):
-    """What a request writes."""
+    """The row that a request writes."""
 
     customer = models.CharField(max_length=100)
     total = models.DecimalField(max_digits=12, decimal_places=2)

@@ -259,7 +259,7 @@ class RocketMQBroker:
         REFUSALS.refuse("leftovers", "a fenced producer")
 
     def resume_checks(self, producer_group: str) -> int:
-        """Return 0: nothing is parked. What the server gave up is read from its system topic (`settle_exhausted`)."""
+        """Return 0: nothing is parked. Exhausted checks are read from its system topic (`settle_exhausted`)."""
         return 0
 
     def recall(self, message_ids: Sequence[UUID], *, timeout_seconds: float = 3.0) -> list[Recall]:
@@ -302,7 +302,7 @@ class RocketMQBroker:
             ) from None
 
     def topic_problems(self) -> Iterator[str]:
-        """What is wrong with the declared topics on the server, and what to do about each. Raises BrokerUnavailable."""
+        """The faults of the declared topics on the server, each with the next step. Raises BrokerUnavailable."""
         producer = self._started()
         for topic in self._topics.values():
             yield from topic_problems(topic, producer.accepted_types(topic.name))

@@ -152,7 +152,7 @@ def keep_known(started: Any) -> None:
     """Announce this client to the proxies again; call it every few seconds, because a proxy may have been restarted.
 
     The library announces itself only every five minutes. Until then a restarted proxy delivers no messages and sends no
-    checks, which the server counts all the same. The library asks for the route of a topic once, at its start, and
+    checks, and the server counts these checks. The library asks for the route of a topic once, at its start, and
     drops a failure. Without a route there is no proxy to announce to, so this asks for the route first.
     """
     deadline = time.monotonic() + _ROUTES_SECONDS

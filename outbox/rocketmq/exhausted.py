@@ -2,6 +2,8 @@
 
 After `transactionCheckMax` checks (15), or after `fileReservedTime` (72 h), the broker moves an undecided half message
 to the system topic TRANS_CHECK_MAX_TIME_TOPIC and stops asking. Each broker has one queue of it, for all services.
+
+See decision 188.
 """
 
 from __future__ import annotations

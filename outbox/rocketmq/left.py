@@ -1,4 +1,4 @@
-"""What a RocketMQ broker has not finished, read from its administration port before a project moves away.
+"""The unfinished work of a RocketMQ broker, read from its administration port before a project moves away.
 
 Undecided half messages, and messages held by a consumer or waiting for a retry, can be counted only for the whole
 broker, with those of other services: RocketMQ keeps both in queues of its own.
@@ -31,7 +31,7 @@ _HALVES: Final = "RMQ_SYS_TRANS_HALF_TOPIC"
 _CHECKER: Final = "CID_RMQ_SYS_TRANS"
 _REVIVE: Final = "rmq_sys_REVIVE_LOG_"
 _TIMERS: Final = "rmq_sys_wheel_timer"
-# A map with queues as keys, which RocketMQ writes as objects: not JSON.
+# RocketMQ writes a map whose keys are objects (queues), which is not JSON.
 _QUEUES: Final = re.compile(rb"(\{[^{}]*\}):(\{[^{}]*\})")
 
 
@@ -50,7 +50,7 @@ class Timers:
         """The number of waiting messages, by the names of their topics in RocketMQ. Raises BrokerError."""
         status, answer, body = broker.ask(_TIMER_PROGRESS, {})
         if status:
-            raise BrokerError(f"RocketMQ does not report what it delays: {answer.get('remark') or status}.")
+            raise BrokerError(f"RocketMQ does not report its delayed messages: {answer.get('remark') or status}.")
         # All messages due before this one are delivered.
         (reached,) = struct.unpack_from(">q", body)
         waiting = [one for one in self._waiting.get(broker, ()) if one[0] >= reached]
@@ -72,7 +72,7 @@ def left(
     producer_group: str = "",
     settles: bool = True,
 ) -> LeftoverWork:
-    """What is left of the (group, topic) subscriptions, the topics and the producer group. Raises BrokerError.
+    """The unfinished work of the (group, topic) subscriptions, the topics and the producer group. Raises BrokerError.
 
     `settles`: the project's workers decide the transactions that RocketMQ gave up.
     """

@@ -1,1 +1,1 @@
-"""What is for sale."""
+"""The products of the shop."""

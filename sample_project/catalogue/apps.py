@@ -6,6 +6,6 @@ from django.apps import AppConfig
 
 
 class CatalogueConfig(AppConfig):
-    """What is for sale."""
+    """The products of the shop."""
 
     name = "sample_project.catalogue"

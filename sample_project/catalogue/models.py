@@ -1,4 +1,4 @@
-"""What is for sale."""
+"""The products of the shop."""
 
 from __future__ import annotations
 

@@ -3,6 +3,8 @@
 One shuffle instead of a chain of joins. The narrow form has only fixed-width columns besides the key, so that Spark
 aggregates by hashing in place; compared fields travel as one 64-bit hash, or as numbers where there is a tolerance.
 Every function here is DataFrame -> DataFrame and knows no source.
+
+See decision 047 and decision 192.
 """
 
 from __future__ import annotations

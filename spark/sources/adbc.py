@@ -1,6 +1,8 @@
 """The Python Data Source: one SQL query per partition, read over ADBC as Arrow, inside an exported snapshot.
 
 Its code runs on executors: it needs only pyspark, pyarrow and the ADBC driver there.
+
+See decision 041.
 """
 
 from __future__ import annotations

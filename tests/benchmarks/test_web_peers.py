@@ -1,4 +1,4 @@
-"""The comparison of the web job, small: what is in it, and that its figures come from what ran."""
+"""The comparison of the web job, small: its rows, and that its figures come from the run."""
 
 from __future__ import annotations
 
@@ -86,8 +86,8 @@ def test_small() -> None:
 
 @pytest.mark.soak
 @pytest.mark.timeout(600)
-def test_beside_another_checkout(tmp_path: Path) -> None:
-    """The other one is a copy that says who imported it: a way's processes, and none of this version's."""
+def test_compared_with_another_checkout(tmp_path: Path) -> None:
+    """The other one is a copy that records its importers: the processes of one way, and none of this version."""
     shutil.copytree(environments.ROOT / "outbox", tmp_path / "outbox")
     used = tmp_path / "used"
     with (tmp_path / "outbox" / "__init__.py").open("a") as file:

@@ -35,7 +35,7 @@ AT_ONCE = RetryPolicy(delays_seconds=[0.0], max_attempts=3)
 NORMAL = frozenset({MessageType.NORMAL, MessageType.DELAY, MessageType.TRANSACTION})
 FIFO = frozenset({MessageType.FIFO, MessageType.TRANSACTION})
 
-# What handlers did, in the order it was committed per key, and the inbox that makes it happen once.
+# The effects of handlers, in the order of their commits per key, and the inbox that makes each happen once.
 TABLES = """
 CREATE TABLE IF NOT EXISTS effect (
     position bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY, instance text NOT NULL, queue text NOT NULL,
@@ -52,7 +52,7 @@ def encode(body: Any) -> bytes:
 
 
 def keyed(topic: str, count: int, keys: int, *, start: int = 0, tag: str = "") -> list[Message]:
-    """Messages whose body says which one of its key it is."""
+    """Messages whose body is its number among those of its key."""
     return [
         Message(topic=topic, key=f"k{i % keys}", tag=tag, body=encode({"n": i // keys}))
         for i in range(start, start + count)
@@ -60,7 +60,7 @@ def keyed(topic: str, count: int, keys: int, *, start: int = 0, tag: str = "") -
 
 
 class Seen:
-    """A handler that remembers."""
+    """A handler that records its messages."""
 
     def __init__(self) -> None:
         self.ns: list[int] = []

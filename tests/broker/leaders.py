@@ -1,4 +1,4 @@
-"""Who leads a broker that tests consume from: a consumer's process, or the broker's own."""
+"""The leader of a broker that tests consume from: a consumer process, or the broker process."""
 
 from __future__ import annotations
 

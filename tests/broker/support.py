@@ -1,4 +1,4 @@
-"""What the broker's tests share."""
+"""Shared helpers of the broker's tests."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def process(database: BrokerDatabase, settings: LeaderSettings | None = None) ->
 
 @dataclass
 class Wire:
-    """What libpq sent on a connection."""
+    """The messages that libpq sent on a connection."""
 
     lines: list[str] = field(default_factory=list)
 

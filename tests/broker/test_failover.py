@@ -83,7 +83,7 @@ def test_a_tick_is_seen_once_the_standby_has_it(server: Server, standby: str) ->
 
 
 def test_the_promoted_standby_loses_and_invents_nothing(server: Server, standby: str, new_database: object) -> None:
-    """Everybody knows both addresses, and the one that can be written to is the broker."""
+    """All processes have both addresses; the writable server is the broker."""
     hosts = [str(conninfo_to_dict(url)["host"]) for url in (server.database.conninfo, standby)]
     address = make_conninfo(
         server.database.conninfo, host=",".join(hosts), port="5432,5432", target_session_attrs="read-write"

@@ -1,4 +1,4 @@
-"""A consumer's process that also sequences, and the broker's process that stands in for it."""
+"""A consumer process that also sequences, and the broker process that stands in for it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.broker.support import assert_gapless, end, half, process
 from tests.round_trips import counted
 from tests.support import eventually
 
-# How long others wait for a leader that says nothing.
+# The time that others wait for a leader that does not renew its lease.
 TERM_SECONDS = 1.0
 
 
@@ -47,7 +47,9 @@ def sessions(monkeypatch: pytest.MonkeyPatch) -> list[ConsumerSession]:
     return found
 
 
-def test_the_lease_is_taken_from_who_stands_in(database: BrokerDatabase, connection: BrokerConnection) -> None:
+def test_the_lease_is_taken_from_a_process_that_stands_in(
+    database: BrokerDatabase, connection: BrokerConnection
+) -> None:
     first = LeaderLease("outbox", uuid.uuid4(), stands_in=True)
     second = LeaderLease("outbox", uuid.uuid4(), stands_in=True)
     leading = LeaderLease("outbox", uuid.uuid4())
@@ -56,7 +58,7 @@ def test_the_lease_is_taken_from_who_stands_in(database: BrokerDatabase, connect
     assert second.hold(connection) > 0, "they are alike"
     assert leading.hold(connection) == 0.0, "it does not stand in"
     assert another.hold(connection) > 0, "they are alike"
-    assert first.hold(connection) > 0, "it gives way at once: the tick of a leader that trusted its lease would collide"
+    assert first.hold(connection) > 0, "it gives up the lease at once: a tick under a lease that is lost would collide"
     leading.release(connection)
     assert first.hold(connection) == 0.0
 
@@ -117,7 +119,7 @@ def test_a_message_costs_two_round_trips_from_commit_to_handler(
             assert round_trips() <= 2 * 10 + 10, "a look that found nothing new may come after each"
 
 
-def test_the_broker_process_stands_in_and_gives_way(bench: ConsumptionBench) -> None:
+def test_the_broker_process_stands_in_and_releases_the_lease(bench: ConsumptionBench) -> None:
     bench.declare("orders")
     seen = Seen()
     subscription = Subscription(topic="orders", group="readers")
@@ -150,7 +152,7 @@ def test_sequencing_that_fails_ends_no_consuming(bench: ConsumptionBench, caplog
         eventually(lambda: len(seen.ns) == 2)
 
 
-def test_without_listen_it_leaves_leading_to_who_stands_in(bench: ConsumptionBench) -> None:
+def test_without_listen_it_leaves_leading_to_the_process_that_stands_in(bench: ConsumptionBench) -> None:
     bench.declare("orders")
     bench.database = BrokerDatabase(conninfo=bench.url, listen_conninfo="")
     seen = Seen()
@@ -163,7 +165,9 @@ def test_without_listen_it_leaves_leading_to_who_stands_in(bench: ConsumptionBen
         assert not led_by_consumer(bench)
 
 
-def test_of_a_dead_leader_nobody_waits_for_the_lease(database: BrokerDatabase, connection: BrokerConnection) -> None:
+def test_no_process_waits_for_the_lease_of_a_dead_leader(
+    database: BrokerDatabase, connection: BrokerConnection
+) -> None:
     owner = uuid.uuid4()
     assert LeaderLease("outbox", owner, term_seconds=600).hold(connection) == 0.0
     left = LastCalls(instance=owner, told_to_stop=False, calls=[])
@@ -199,7 +203,7 @@ def test_a_leading_consumer_killed_at_every_step(bench: ConsumptionBench, fault:
     bench.assert_conserved("g")
 
 
-def test_a_frozen_leading_consumer_is_stood_in_for_and_does_no_harm(bench: ConsumptionBench) -> None:
+def test_another_process_leads_for_a_frozen_leading_consumer_which_does_no_harm(bench: ConsumptionBench) -> None:
     bench.declare("orders", queues=6, types=FIFO)
     with process(bench.database, STANDING_IN):
         frozen = bench.spawn("frozen", mode="key_ordered", leads=True, term=TERM_SECONDS)

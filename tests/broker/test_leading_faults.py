@@ -1,4 +1,4 @@
-"""What goes wrong in a consumer's process that also sequences: others lead meanwhile, and consuming goes on."""
+"""Faults in a consumer process that also sequences: another process leads meanwhile, and consuming continues."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.support import eventually
 def test_what_is_decided_while_it_ticks_is_ticked_next(
     bench: ConsumptionBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also if nothing that the tick has queued is consumed here; nobody else would wake it."""
+    """Also if this process consumes no message of the tick; no other process would wake it."""
     monkeypatch.setattr(runtime, "_LISTENING_POLL_SECONDS", 3600.0)
     bench.declare("orders")
     bench.declare("elsewhere")
@@ -53,10 +53,10 @@ def test_what_is_decided_while_it_ticks_is_ticked_next(
         eventually(lambda: len(appended) >= 20)
 
 
-def test_who_cannot_consume_does_not_lead(
+def test_a_process_that_cannot_consume_does_not_lead(
     bench: ConsumptionBench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It would stop sequencing for everybody while it pauses between its attempts."""
+    """While it pauses between its attempts, no group of the broker would get messages."""
     bench.declare("orders")
     step = Dispatcher.step
 
@@ -145,7 +145,9 @@ def test_it_rests_longer_and_longer(bench: ConsumptionBench, caplog: pytest.LogC
         eventually(lambda: led_by_consumer(bench))
 
 
-def test_who_stands_in_waits_for_no_background_pass(bench: ConsumptionBench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_stands_in_waits_for_no_background_pass(
+    bench: ConsumptionBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It may have to lead again at once."""
     counted_to_the_end = threading.Event()
     monkeypatch.setattr(summary, "run_once", lambda _: float(counted_to_the_end.wait(60)))
@@ -159,7 +161,7 @@ def test_who_stands_in_waits_for_no_background_pass(bench: ConsumptionBench, mon
 
 
 def test_what_is_no_list_of_queues_names_none(bench: ConsumptionBench) -> None:
-    """Whoever may connect may notify."""
+    """Every role that may connect may notify."""
     bench.declare("orders")
     seen = Seen()
     with bench.running((Subscription(topic="orders", group="readers"), seen)) as thread:

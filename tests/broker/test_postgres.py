@@ -285,7 +285,7 @@ def _alive(data: Path) -> bool:
     return True
 
 
-def test_identity_tells_databases_apart(database: BrokerDatabase, server_url: str) -> None:
+def test_identity_distinguishes_databases(database: BrokerDatabase, server_url: str) -> None:
     with database.connect() as one, database.connect() as same, BrokerDatabase(server_url).connect() as other:
         assert reached_server(one) == reached_server(same) != reached_server(other)
 
@@ -334,7 +334,7 @@ def _wal(connection: BrokerConnection) -> int:
 
 
 def test_a_half_message_of_another_transaction_is_refused(broker: PostgresBroker) -> None:
-    """It would share that transaction's fate, whatever becomes of the second one."""
+    """The message would be decided with the first transaction, not with the second one."""
     first, second = message(), message()
     broker.send_half(half(first, second))
     broker.send_half(half(first, second))

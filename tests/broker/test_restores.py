@@ -90,7 +90,7 @@ def test_what_is_published_after_a_restore_is_handled(
 def test_a_restore_begins_a_life_and_refuses_the_next_tick(
     database: BrokerDatabase, restored: Restore, tmp_path: Path
 ) -> None:
-    """Also where nothing happened since the dump, so that the newest tick is that of before."""
+    """Also if nothing happened since the dump, so that the newest tick is the same as before."""
     broker, sequencer = PostgresBroker(database), new_sequencer(database)
     with contextlib.closing(database.open()) as ticking:
         _send(broker, range(3))
@@ -105,7 +105,7 @@ def test_a_restore_begins_a_life_and_refuses_the_next_tick(
 
 
 def test_a_rewrite_of_the_tables_begins_no_life(database: BrokerDatabase) -> None:
-    """VACUUM FULL, CLUSTER and FREEZE keep what tells a life from its copy."""
+    """VACUUM FULL, CLUSTER and FREEZE keep the marks that distinguish a life from its copy."""
     with contextlib.closing(database.open()) as connection:
         life = lives.current(Executor(connection, "outbox"))
         connection.execute("VACUUM (FULL, FREEZE) outbox.life")

@@ -1,6 +1,6 @@
 """The server crashes and comes back while consumers, the sequencer and handlers live on.
 
-`wal_writer_delay` at its longest: what did not wait for the disk is lost for sure, unless something else waited.
+`wal_writer_delay` at its longest: a commit that did not wait for the disk is certainly lost, unless another one waited.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Server:
             declare_topics(Executor(connection, "outbox"), TOPICS)
 
     def crash(self) -> None:
-        """End it at once: what is not on the disk is lost."""
+        """End it at once: writes that are not on the disk are lost."""
         os.kill(embedded.postmaster_pid(self.data), signal.SIGQUIT)
         eventually(lambda: not _answers(self.database.conninfo))
 
@@ -64,7 +64,7 @@ class Server:
         embedded.start(self.data, settings=SETTINGS)
 
     def kill_a_backend(self) -> None:
-        """The server throws its memory away and goes on, under the same postmaster."""
+        """The server discards its memory and continues, under the same postmaster."""
         with contextlib.closing(self.database.open()) as connection:
             os.kill(connection.info.backend_pid, signal.SIGKILL)
 

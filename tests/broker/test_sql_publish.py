@@ -1,4 +1,4 @@
-"""`SELECT outbox.publish(…)`: what a trigger or another language stores is what the atomic path stores, or refused."""
+"""`SELECT outbox.publish(…)`: a trigger or another language stores the same rows as the atomic path, or is refused."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ class Traffic:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Nothing is under way: nothing of it makes the disk wait for what comes next."""
+        """No transaction is under way that would make the next one wait for the disk."""
         with self._pauses["atomic"], self._pauses["half"]:
             yield
 
@@ -121,7 +121,7 @@ class Traffic:
         return message.message_id
 
     def _repeat(self, attempt: Callable[[], object]) -> None:
-        # Also when it stops: what was begun is brought to its end.
+        # Also when it stops: every begun transaction is finished.
         while True:
             try:
                 attempt()

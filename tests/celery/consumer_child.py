@@ -26,7 +26,7 @@ LEASE_SECONDS = float(os.environ.get("OUTBOX_TEST_LEASE_SECONDS", "2"))
 
 
 def main() -> int:
-    # So that a test that fails can show where it hangs.
+    # A test that fails can then show where it hangs.
     faulthandler.register(signal.SIGUSR1)
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())

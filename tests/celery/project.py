@@ -1,4 +1,4 @@
-"""The project of docs/celery.md, written to a folder as it stands there, and its processes."""
+"""The project of docs/celery.md, written to a folder unchanged, and its processes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def blocks(language: str) -> list[str]:
 
 
 def files_of_the_page() -> dict[str, str]:
-    """Path -> content: what begins with a comment that names a file."""
+    """Path -> content: the code blocks that begin with a comment that names a file."""
     found = {}
     for block in blocks("python"):
         first = block.partition("\n")[0]
@@ -64,7 +64,7 @@ class Project:
         self._programs, self._found = programs, {}
 
     def environment(self, **more: str) -> dict[str, str]:
-        """What its processes see."""
+        """The environment of its processes."""
         foreign = ("DJANGO_", "OUTBOX_", "CELERY", "PYTHON")
         return {
             **{name: value for name, value in os.environ.items() if not name.startswith(foreign)},
@@ -151,7 +151,7 @@ class Project:
             return connection.execute(query.encode()).fetchall()
 
     def mails(self) -> list[str]:
-        """What the tasks and subscribers have done."""
+        """The recorded calls of the tasks and subscribers."""
         return sorted(text for (text,) in self.rows("SELECT text FROM shop_mail"))
 
     def deciders(self) -> dict[str | None, int]:

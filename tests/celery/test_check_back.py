@@ -99,7 +99,7 @@ def test_passes_are_there_however_early_the_app_is_finalised(shop: Project, earl
 @pytest.mark.soak
 @pytest.mark.parametrize("shop", ["sqlalchemy"], indirect=True)
 def test_beat_alone_drives_check_back(shop: Project) -> None:
-    """No worker of this service has `--outbox`, and none was told of a queue."""
+    """No worker of this service has `--outbox`, and none has `-Q`."""
     lose_an_end(shop)
     _, log = shop.worker("--beat", f"--schedule={shop.folder / 'beat'}")
     eventually(lambda: shop.deciders() == {"K": 2}, within_seconds=60, what=log.read_text)
@@ -107,7 +107,7 @@ def test_beat_alone_drives_check_back(shop: Project) -> None:
 
 @pytest.mark.slow
 def test_entries_survive_the_database_scheduler(shop: Project) -> None:
-    """It keeps its own form of a schedule; what it loses must not be needed."""
+    """It keeps its own form of a schedule; the fields that it drops must not be needed."""
     pytest.importorskip("django_celery_beat", reason="django-celery-beat is not installed")
     shop.write("shop/settings.py", "INSTALLED_APPS += ['django_celery_beat']\n")
     said = shop.python(

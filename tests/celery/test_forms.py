@@ -59,7 +59,7 @@ REFUSED: Final = {
         "connection=",
     ),
 }
-# What does not join: it runs here, or belongs to an ordinary task.
+# Calls that do not join: they run here, or belong to an ordinary task.
 RUN_HERE: Final = {"apply": "invoice.apply(('1',))", "call": "invoice('1')"}
 ORDINARY: Final = {
     "an ordinary task": "ordinary.delay('1')",

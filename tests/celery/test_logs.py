@@ -1,4 +1,4 @@
-"""What the children say is where the worker's own log is, and each line tells when and by whom."""
+"""The children log where the worker logs, and each line has its time and its process."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_in_the_foreground_each_line_has_time_level_and_pid(shop: Project) -> No
 
 
 @pytest.mark.slow
-def test_a_worker_as_it_is_typed_says_what_outbox_starts_and_what_goes_wrong_there(shop: Project) -> None:
+def test_a_worker_with_default_options_logs_what_outbox_starts_and_its_errors(shop: Project) -> None:
     """Without --loglevel, Celery's worker logs nothing below WARNING."""
     shop.write("shop/subscribers.py", "import logging; logging.getLogger(__name__).warning('look out')\n")
     _, log = shop.start("celery", "-A", "shop", "worker", "--outbox", "--without-gossip", "--without-mingle")

@@ -27,7 +27,7 @@ on_sqlalchemy = pytest.mark.parametrize("shop", ["sqlalchemy"], indirect=True)
 
 
 def _all_ends_arrive(shop: Project, *options: str) -> None:
-    """Nobody asks back here: what the producer does not report stays undecided."""
+    """No process runs check-back here: a half whose end is missing stays undecided."""
     shop.write("shop/tasks.py", PAY)
     shop.python(SEND)
     worker, log = shop.worker("--outbox-roles=broker", *options)

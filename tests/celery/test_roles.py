@@ -31,14 +31,14 @@ def test_roles_choose_the_processes(shop: Project) -> None:
 
 
 @pytest.mark.parametrize("setting", ["'CONSUMER_PROCESSES': 2", "'BROKER_APART': True"])
-def test_the_broker_leads_by_itself_where_it_is_told_to_or_announces_to_several(shop: Project, setting: str) -> None:
+def test_the_broker_process_leads_with_broker_apart_or_several_consumers(shop: Project, setting: str) -> None:
     shop.write("shop/settings.py", f"OUTBOX |= {{{setting}}}\n")
     said = shop.python(SPECS)
     assert "consumer-1(consumer)" in said and "--shared-lead" not in said
 
 
 def test_without_subscribers_there_is_no_consumer(shop: Project) -> None:
-    """It would end, and be started again, for ever. Who asks for one is told."""
+    """It would end and be started again for ever; the command that asks for one gets an error."""
     (shop.folder / "shop" / "subscribers.py").unlink()
     shop.write("shop/settings.py", "del OUTBOX['CELERY_APP']\n")
     (shop.folder / "shop" / "tasks.py").write_text("")
@@ -80,7 +80,7 @@ print(*sorted({name.split(".")[2] for name in sys.modules if name.startswith("ou
 """
 
 
-def test_who_runs_no_role_loads_none_of_what_they_do(shop: Project) -> None:
+def test_a_worker_without_roles_loads_no_code_of_them(shop: Project) -> None:
     """A web process, a plain worker and what supervises start as fast as they can."""
     roles = {"consumer", "maintenance", "sequencer", "process"}
     assert (

@@ -1,4 +1,4 @@
-"""Transactional tasks: what is written down, and when not."""
+"""Transactional tasks: which calls are stored, and which are not."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_a_retry_is_not_rolled_back_with_its_block(shop: Project) -> None:
 
 
 def test_a_chord_that_would_be_polled_for_ever_is_refused(shop: Project) -> None:
-    """And takes its transaction along, whatever the caller does with the error."""
+    """The transaction is rolled back, also if the caller catches the error."""
     app = shop.folder / "shop" / "celery.py"
     text = app.read_text()
     assert "task_cls=" in text
@@ -179,7 +179,7 @@ def test_without_the_app_a_call_in_a_transaction_is_refused(shop: Project) -> No
     assert shop.rows("SELECT * FROM shop_order") == []
 
 
-def test_a_call_in_two_transactions_says_what_to_write(shop: Project) -> None:
+def test_the_error_of_a_call_in_two_transactions_names_the_next_step(shop: Project) -> None:
     said = shop.python(
         """
         from django.db import transaction

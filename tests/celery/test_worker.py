@@ -133,7 +133,7 @@ def test_check_back_runs_through_beat_alone(url: str, broker: PostgresBroker, st
     eventually(lambda: handled(url) == {half.transaction_id}, within_seconds=40, what=worker.log.read_text)
 
 
-def test_killed_children_are_restarted_and_go_on(
+def test_killed_children_are_restarted_and_continue(
     url: str, broker: PostgresBroker, start: Callable[..., Worker]
 ) -> None:
     worker = start("--outbox")
@@ -240,7 +240,7 @@ def test_without_the_option_a_worker_starts_no_children(start: Callable[..., Wor
 
 
 def inner_state(url: str, *workers: Worker) -> str:
-    """What the processes and the database are doing: for the message of a test that waits in vain."""
+    """What the processes and the database are doing: for the message of a test whose wait times out."""
     for worker in workers:
         if (pid := worker.children().get("tests.celery.consumer_child")) is not None:
             os.kill(pid, signal.SIGUSR1)

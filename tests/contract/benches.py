@@ -27,7 +27,7 @@ from outbox.transaction import CheckSettings, Decision, EndTransaction, HalfTran
 from tests.broker.support import let_time_pass
 
 GROUP = "shop"
-# Due at once: the suite asks by calling, not by waiting.
+# Due at once: the suite calls check-back itself and never waits.
 CHECKS = CheckSettings(immunity_seconds=0, recheck_seconds=0, max_checks=3)
 
 
@@ -42,10 +42,10 @@ class Bench(Protocol):
         """Publish messages in one local transaction that commits or rolls back, and is reported."""
 
     def visible(self, topic: str) -> list[Message]:
-        """What consumers can see, after the broker did all it can do now."""
+        """The messages that consumers can see, after the broker did all it can do now."""
 
     def incidents(self) -> list[str]:
-        """What the broker reported as odd."""
+        """The incidents that the broker reported."""
 
     def parked(self) -> dict[uuid.UUID, str]:
         """Transactions past the check limits, after maintenance has looked; with the reason."""
@@ -169,7 +169,7 @@ class PostgresBench:
 
     def let_time_pass(self, seconds: float) -> None:
         let_time_pass(self._connection, seconds)
-        # The leader of before knows what was due by its clock.
+        # The former leader has read the due messages by its clock.
         self._sequencer = Sequencer(self.database, uuid.uuid4())
 
     def subscribe(self, subscription: Subscription, handler: AnyHandler) -> None:

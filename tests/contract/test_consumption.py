@@ -1,4 +1,4 @@
-"""Consumption: what every broker must do alike, whichever path a message took."""
+"""Consumption: every broker must do this alike, for both paths of a message."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_every_group_handles_every_message_once(any_path: Bench) -> None:
     assert numbers(seen["logistics"]) == numbers(seen["points"]) == list(range(30))
 
 
-def test_delivery_says_what_was_published(any_path: Bench) -> None:
+def test_delivery_has_the_fields_of_the_published_message(any_path: Bench) -> None:
     received: list[Delivery] = []
     sent = Message(topic="orders", body=b'{"n":7}', key="7", tag="paid", headers={"region": "eu"})
     any_path.subscribe(Subscription(group="points", topic="orders"), received.append)
@@ -141,7 +141,7 @@ def test_hopeless_message_is_a_dead_letter_at_once(any_path: Bench, by: str) -> 
     assert len(any_path.dead_letters("points")) == 1
 
 
-def test_undecodable_body_is_a_dead_letter_and_blocks_nobody(any_path: Bench) -> None:
+def test_undecodable_body_is_a_dead_letter_and_blocks_no_other_message(any_path: Bench) -> None:
     received: list[Delivery] = []
     broken = Message(topic="orders", body=b"{", key="broken")
     any_path.subscribe(Subscription(group="points", topic="orders"), received.append)

@@ -48,12 +48,12 @@ class TestFencing:
         check_back(bench, checker)
         assert [(check.transaction_id, check.may_write) for check in checker.asked] == [(left.transaction_id, True)]
         assert bench.broker.leftovers(newer) == []
-        # The half of the instance itself is nobody's leftover.
+        # The half of the instance itself is not left over.
         bench.broker.send_half(replace(half(message(3)), producer=newer))
         assert bench.broker.leftovers(newer) == []
 
     def test_an_older_producers_half_is_decided_by_its_end_all_the_same(self, bench: Bench) -> None:
-        """Its local transaction had begun before: the local outcome stands."""
+        """Its local transaction had begun before: the local outcome is final."""
         older = bench.broker.take_over(GROUP, "import")
         sent = replace(half(message(1)), producer=older)
         bench.broker.send_half(sent)

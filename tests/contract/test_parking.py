@@ -23,7 +23,7 @@ def test_an_answer_that_does_not_count_never_parks(bench: Bench) -> None:
     assert bench.parked() == {}
 
 
-def test_past_the_age_limit_it_is_parked_and_the_reason_tells_whether_anybody_asks(bench: Bench) -> None:
+def test_past_the_age_limit_it_is_parked_and_the_reason_names_a_group_that_does_not_ask(bench: Bench) -> None:
     away, running = half(message(), group="away"), half(message())
     bench.broker.send_half(away)
     bench.broker.send_half(running)
@@ -35,7 +35,7 @@ def test_past_the_age_limit_it_is_parked_and_the_reason_tells_whether_anybody_as
     assert [check.checks for check in returned.asked] == [0]
     assert ids(bench.visible("orders")) == ids(away.messages)
     assert bench.broker.end([end(away, Decision.ROLLBACK, group="away")]) == [EndStatus.CONTRADICTED], (
-        "the first decision stands"
+        "the first decision is final"
     )
 
 

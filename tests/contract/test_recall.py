@@ -34,7 +34,7 @@ def recall(bench: Bench, *messages: Message | UUID) -> list[str]:
     return statuses(bench.broker.recall([one.message_id if isinstance(one, Message) else one for one in messages]))
 
 
-def test_a_message_is_recalled_before_its_time_and_nobody_gets_it(any_path: Bench) -> None:
+def test_a_message_is_recalled_before_its_time_and_no_group_gets_it(any_path: Bench) -> None:
     kept, dropped = later(), later()
     any_path.publish([kept], commit=True)
     any_path.publish([dropped], commit=True)

@@ -11,7 +11,7 @@ from tests.contract.benches import GROUP, Bench
 
 
 def test_a_group_starts_by_the_time_of_queueing(bench: Bench) -> None:
-    """What was decided later than the start is delivered, however early it was stored."""
+    """A message decided after the start is delivered, even if it was stored long before."""
     late = HalfTransaction(producer_group=GROUP, messages=[Message(topic="orders", body=b'{"n":2}')])
     bench.broker.send_half(late)
     bench.publish([Message(topic="orders", body=b'{"n":1}')], commit=True)

@@ -111,7 +111,7 @@ def test_same_decision_twice_gives_one_message(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("first", [Decision.COMMIT, Decision.ROLLBACK])
-def test_contradicting_decision_is_reported_and_the_first_stands(bench: Bench, first: Decision) -> None:
+def test_contradicting_decision_is_reported_and_the_first_is_final(bench: Bench, first: Decision) -> None:
     other = Decision.ROLLBACK if first is Decision.COMMIT else Decision.COMMIT
     one = half(message())
     bench.broker.send_half(one)
@@ -301,7 +301,7 @@ def test_fifo_and_transactional_hold_together(bench: Bench) -> None:
     assert of_key == [first.transaction_id, second.transaction_id]
 
 
-def test_fifo_goes_on_when_the_earlier_one_rolls_back(bench: Bench) -> None:
+def test_fifo_continues_when_the_earlier_one_rolls_back(bench: Bench) -> None:
     first, second = (half(message(n, topic="steps", key="a")) for n in range(2))
     bench.broker.send_half(first)
     bench.broker.send_half(second)

@@ -1,4 +1,4 @@
-"""What an engine cannot do is refused, with what works instead."""
+"""A feature that an engine lacks is refused, with the way that works."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The producer of test_bounce.py, as a process that may be killed: `python -m tests.django.bouncing COUNT SEED`.
 
-Started again, it goes on after the last order that it committed; which numbers are aborted depends on the number only.
+Started again, it continues after the last order that it committed; a number alone decides whether it is aborted.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A fresh broker that somebody leads, and what tests do to it."""
+"""A fresh broker with a leader, and the faults that tests cause in it."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class World:
         self.change_settings(THRESHOLDS=pairs)
 
     def subscribe(self, group: str = "effects", topic: str = "orders") -> None:
-        """A group that is known, and of which nobody runs."""
+        """A registered group without a running process."""
         register(self.run, Subscription(topic=topic, group=group))
 
     def publish(self, count: int = 1, topic: str = "orders") -> None:
@@ -78,7 +78,7 @@ class World:
             self.sql(f"UPDATE outbox.{table} SET {moved}")
 
     def half(self) -> None:
-        """A transaction that nobody decided and whose producer is gone."""
+        """An undecided transaction whose producer is gone."""
         with rolled_back():
             publish("orders", {}, key="half")
         flush(within_seconds=5)
@@ -88,7 +88,7 @@ class World:
 
 @contextlib.contextmanager
 def new_world(change_settings: Callable[..., None]) -> Iterator[World]:
-    """A broker that somebody leads, and nothing else."""
+    """A broker with a leader, and without any message."""
     with contextlib.ExitStack() as stack:
         connection = stack.enter_context(closing(broker_database().connect(name="test")))
         world = World(connection, stack, change_settings)

@@ -1,6 +1,6 @@
 """The Django settings of this folder's tests, configured once per process.
 
-The folders beside do not use Django, so there is no DJANGO_SETTINGS_MODULE: importing this module configures.
+The other folders do not use Django, so there is no DJANGO_SETTINGS_MODULE: importing this module configures.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ def application(django_db_setup: None, django_db_blocker: Any) -> Iterator[None]
         for alias in APPLICATION_ALIASES:
             _delete(alias, "outbox_inbox", "outbox_operator_action", "shop_order", "shop_payment", "shop_effect")
             _empty_ledger(alias)
-        # A pass that was cut short would go on behind the rows of the next test.
+        # A pass that was cut short would continue behind the rows of the next test.
         pruning._sweeps.clear()
         connections.close_all()
 
@@ -99,7 +99,7 @@ def databases(application: None, new_database: Callable[..., str], server_url: s
     point_alias("broker", embedded.database_url(server_url, _name("broker")))
 
 
-# As retention does when it removes entries: offsets go on.
+# As retention does when it removes entries: offsets continue.
 RAISE_FLOORS = """
 UPDATE outbox.queue SET floor = removed.upper
 FROM (SELECT queue_id, max(queue_offset) + 1 AS upper FROM outbox.consume_queue GROUP BY queue_id) removed

@@ -127,7 +127,7 @@ def wrong_ledger(world: World) -> None:
 
 @fault
 def checker_disagrees(world: World) -> None:
-    """A look-up says the opposite of the ledger."""
+    """A look-up answers the opposite of the ledger."""
     world.half()
     [check] = get_broker().claim_checks("shop")
     said = Answer(transaction_id=check.transaction_id, decision=Decision.ROLLBACK, detail="look-up: True", alarm=True)

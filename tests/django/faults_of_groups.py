@@ -115,7 +115,7 @@ def hung_handlers(world: World) -> None:
     world.publish()
     [(group_id, log_id)] = world.sql("SELECT group_id, log_id FROM outbox.consumer_group, outbox.commit_log")
     left = LastCalls(instance=uuid4(), told_to_stop=False, calls=[RunningCall(group_id, [log_id], alone=False)])
-    # What the supervisor does with such an end; broker/consumer/test_quarantine.py has processes that hang.
+    # The supervisor's reaction to such an end; broker/consumer/test_quarantine.py has processes that hang.
     deaths.record(broker_database(), ChildDeath(child="consumer-1", how="exit code 3", hung=True, left_behind=left))
 
 

@@ -1,4 +1,4 @@
-"""What people write inside a transaction or a handler that breaks it, as functions by name."""
+"""Application code that breaks its transaction or handler, as functions by name."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def driver(sql: str) -> None:
 
 
 def pipelined() -> None:
-    """The error comes when the pipeline is synchronised, which nobody has done yet."""
+    """The error comes when the pipeline is synchronised, which has not happened yet."""
     with contextlib.suppress(psycopg.Error), connections["default"].connection.pipeline():
         connections["default"].connection.execute("SELECT 1/0")
 

@@ -67,7 +67,7 @@ class InMemoryCommitted(OutboxTestMixin, TransactionTestCase):
 
 
 class OnTheBroker(OutboxBrokerTestMixin, TransactionTestCase):
-    """Every test begins with an empty broker, whatever the one before left."""
+    """Every test begins with an empty broker, with any rows left by the test before."""
 
     databases = {"default", "broker"}  # noqa: RUF012
 
@@ -94,11 +94,11 @@ class OnTheBroker(OutboxBrokerTestMixin, TransactionTestCase):
 
 
 class WithoutTheBrokersDatabase(OutboxBrokerTestMixin, TransactionTestCase):
-    """What is forgotten easily."""
+    """Mistakes that are easily made."""
 
     def setUp(self) -> None:
         with pytest.raises(ConfigurationError, match=r"'broker'.*databases"):
             super().setUp()
 
-    def test_is_told(self) -> None:
+    def test_an_error_names_the_fault(self) -> None:
         assert not hasattr(self, "outbox")

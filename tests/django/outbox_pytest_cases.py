@@ -43,7 +43,7 @@ def test_on_the_broker(outbox_broker: BrokerOutbox, number: str) -> None:
         publish("orders", {}, key="undone")
     assert [item.key for item in outbox_broker.messages("orders")] == [number]
     if number != "1":
-        # What the first leaves is not there for the others.
+        # Rows of the first test are not there for the others.
         assert outbox_broker.drain() == 2
         assert effects() == [number, f"step-{number}"]
 
@@ -56,6 +56,6 @@ def test_on_the_broker_with_a_mark(outbox_broker: BrokerOutbox) -> None:
 
 
 @pytest.mark.django_db(transaction=True)
-def test_a_mark_without_the_broker_is_told(request: pytest.FixtureRequest) -> None:
+def test_a_mark_without_the_broker_is_an_error(request: pytest.FixtureRequest) -> None:
     with pytest.raises(ConfigurationError, match=r"'broker'.*databases"):
         request.getfixturevalue("outbox_broker")

@@ -1,4 +1,4 @@
-"""Tests of an imaginary application, run by `manage.py test` in test_in_tests.py: what may reach which broker."""
+"""Tests of an imaginary application, run by `manage.py test` in test_in_tests.py: the broker that each may reach."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Plain(TransactionTestCase):
 
 
 class InMemory(OutboxTestMixin, TransactionTestCase):
-    """As the documentation says."""
+    """As in the documentation."""
 
     def test_publishing(self) -> None:
         place()

@@ -9,7 +9,7 @@ from tests.django import worker_settings
 from tests.django.worker_settings import *  # noqa: F403
 
 DATABASES = {
-    # Asked first wherever all ledgers are asked.
+    # The first one wherever all ledgers are read.
     "archive": database_from_url(os.environ["TEST_ARCHIVE_URL"]),
     **worker_settings.DATABASES,
     "replica": database_from_url(os.environ["TEST_DEFAULT_URL"], TEST={"MIRROR": "default"}),

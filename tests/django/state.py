@@ -21,7 +21,7 @@ from tests.django.urls import Refused
 
 @dataclass(frozen=True)
 class Stored:
-    """A message as it lies in the log: decision 'C', 'R' or None."""
+    """A message as it is in the log: decision 'C', 'R' or None."""
 
     message_id: UUID
     key: str

@@ -1,4 +1,4 @@
-"""What several of these tests do with the broker."""
+"""Shared helpers that use the broker."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("empty_log")
 
 
 async def place(request: HttpRequest, number: str) -> HttpResponse:
-    """Async Django has no transactions: each statement, and each message, stands alone."""
+    """Async Django has no transactions: each statement, and each message, is its own transaction."""
     await Order.objects.acreate(number=number)
     await apublish("orders", {}, key=number)
     return HttpResponse(status=201)
@@ -74,7 +74,7 @@ def test_it_joins_the_transaction_of_an_async_subscriber(path: str) -> None:
     assert [order.number for order in Order.objects.all()] == ["good"]
 
 
-def test_in_a_coroutine_publish_says_how_to_write_it(path: str) -> None:
+def test_in_a_coroutine_publish_names_the_async_function(path: str) -> None:
     async def handler() -> None:
         publish("orders", {})
 

@@ -1,4 +1,4 @@
-"""What a developer may get wrong in code is refused at once, with a text that names it, and nothing is half done."""
+"""Wrong arguments in code are refused at once, with a text that names them, and without a partial effect."""
 
 from __future__ import annotations
 

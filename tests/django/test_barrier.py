@@ -92,7 +92,7 @@ def test_a_transaction_still_running_is_unknown_and_uses_up_no_check(alias: str)
             Decision.UNKNOWN,
             False,
         )
-    # SQLite lets nobody write beside a writer; PostgreSQL answers everybody else meanwhile.
+    # SQLite allows one writer at a time; PostgreSQL answers all other sessions meanwhile.
     expected = Decision.ROLLBACK if alias == "default" else Decision.UNKNOWN
     assert {found[other.transaction_id].decision for other in others} == {expected}
     assert answers([running])[running.transaction_id].decision is Decision.COMMIT
@@ -130,7 +130,7 @@ def test_an_unreadable_ledger_is_no_wrong_ledger() -> None:
     assert "'other'" in answer.detail
 
 
-def test_each_ledger_answers_for_its_own() -> None:
+def test_each_ledger_answers_for_its_own_rows() -> None:
     checks = {name: check(uuid7(), alias=name) for name in ("default", "other", "lite")}
     ledger.insert_committed(connections["other"], checks["other"].transaction_id)
     found = answers(list(checks.values()))
@@ -232,7 +232,7 @@ def test_racing_checkers_and_late_commits_agree(alias: str, pool: ThreadPoolExec
     assert {outcome for outcome, _, _ in seen} <= {"C", "R"}
 
 
-def test_the_same_race_convicts_a_checker_without_tombstones(pool: ThreadPoolExecutor) -> None:
+def test_the_same_race_fails_with_a_checker_without_tombstones(pool: ThreadPoolExecutor) -> None:
     for _ in range(50):
         if contradictions(race("default", 20, pool, _check_naively)):
             return
@@ -247,7 +247,7 @@ def test_thousands_of_races_agree(alias: str, pool: ThreadPoolExecutor) -> None:
 
 
 def test_batches_of_checks_race_with_many_transactions(pool: ThreadPoolExecutor) -> None:
-    """Thousands of transactions against two checkers that ask about all of them, in opposite orders."""
+    """Thousands of transactions against two checkers that check all of them, in opposite orders."""
     ids = [uuid7() for _ in range(2000)]
     checks = [check(item) for item in ids]
     results: dict[UUID, str] = {}

@@ -34,7 +34,7 @@ def _killed(checks: Sequence[Check], step: str) -> bool:
 @pytest.mark.parametrize(("step", "left"), [("check.before_tombstone", None), ("check.after_tombstone", "R")])
 def test_killed_around_the_tombstone(step: str, left: str | None) -> None:
     checks = [check(uuid7()) for _ in range(3)]
-    # Once the tombstones are there, nobody comes by that step again.
+    # Once the tombstones exist, no process reaches that step again.
     for _ in range(3 if left is None else 1):
         assert _killed(checks, step)
         assert {row("default", one.transaction_id) for one in checks} == {left}

@@ -235,7 +235,7 @@ def test_without_a_broker_commands_say_so(
         call("outbox_status")
 
 
-def test_a_worker_without_subscribers_says_so() -> None:
+def test_a_worker_without_subscribers_reports_it() -> None:
     with pytest.raises(CommandError, match="no @subscriber"):
         call("outbox_worker", "--role", "consumer")
 

@@ -1,4 +1,4 @@
-"""The comparison of ledgers and inboxes with the broker: what it counts, and what it must not take for a loss."""
+"""The comparison of ledgers and inboxes with the broker: the losses it counts, and rows that are no loss."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_lost_messages_are_counted_until_they_are_known_again_or_settled() -> No
     assert run_compare() == CompareCounts(lost_messages=1)
 
 
-def test_a_pruned_ledger_says_for_which_span_it_cannot_tell() -> None:
+def test_a_pruned_ledger_names_the_span_that_is_unknown() -> None:
     lost = _publish("lost")
     later = datetime.now(UTC) + timedelta(seconds=5)
     try:

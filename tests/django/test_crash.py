@@ -76,7 +76,7 @@ def committed() -> Counter[str]:
 
 
 def differences() -> Counter[str]:
-    """What is committed and not delivered once, or delivered and not committed."""
+    """Orders that were committed and not delivered once, or delivered and not committed."""
     business, messages = committed(), delivered()
     return (business - messages) + (messages - business)
 
@@ -129,7 +129,7 @@ def test_killed_at_any_moment_many_times(path: str, driver: subprocess.Popen[str
     assert differences() == Counter()
 
 
-def test_the_same_harness_convicts_a_naive_publisher(driver: subprocess.Popen[str]) -> None:
+def test_the_same_harness_fails_with_a_naive_publisher(driver: subprocess.Popen[str]) -> None:
     for visit in range(1, 4):
         assert run(driver, f"naive-{visit}", "naive", f"producer.after_local_commit=kill@{visit}") == KILLED
     settle()

@@ -106,7 +106,7 @@ def settled() -> bool:
 
 
 def steps_by_key() -> dict[str, list[int]]:
-    """What was published with a tag, by key, as consumers see it."""
+    """The messages with a tag, by key, as consumers see them."""
     with broker_connection() as (connection, schema):
         connection.execute("SELECT set_config('search_path', %s, false)", [schema])
         rows = connection.execute(
@@ -147,7 +147,7 @@ class Scene:
                 stack.enter_context(worker(other))
 
     def kill(self, point: str, visit: int = 1) -> None:
-        """Half of the work waits for the victim, half arrives while it runs."""
+        """Half of the work waits for the process that is killed, half arrives while it runs."""
         self._work()
         with worker(self._name, f"{point}=kill@{visit}") as victim:
             self._work()
@@ -186,7 +186,7 @@ def test_a_worker_killed_many_times_at_a_step(point: str) -> None:
     with contextlib.ExitStack() as stack:
         scene = Scene(name, stack)
         for number in range(20):
-            # What takes all there is at once may come by no second time.
+            # A process that takes all messages at once may not reach the point a second time.
             takes_all = name == "check" or point.endswith(("_offset", "_send_back"))
             scene.kill(point, visit=1 if takes_all else number % 3 + 1)
             scene.settle()

@@ -95,7 +95,7 @@ def test_set_rollback_is_reported_too(path: str) -> None:
     assert decisions() == ({"quiet": "R"} if path == "two_phase" else {})
 
 
-def test_an_error_out_of_commit_is_judged_by_what_the_database_says_of_it(path: str) -> None:
+def test_after_an_error_out_of_commit_the_database_decides(path: str) -> None:
     @transactional_message("payments", key="twice", body={})
     def pay() -> None:
         Payment.objects.create(reference="twice")
@@ -106,7 +106,7 @@ def test_an_error_out_of_commit_is_judged_by_what_the_database_says_of_it(path: 
     assert decisions() == ({"twice": "R"} if path == "two_phase" else {})
 
 
-def test_the_database_is_asked_again_where_the_connection_was_cut() -> None:
+def test_the_database_is_read_again_after_the_connection_was_cut() -> None:
     @transactional_message("payments", key="cut", body={})
     def pay() -> None:
         Payment.objects.create(reference="cut")
@@ -231,7 +231,7 @@ def test_async_functions_side_by_side_in_one_loop() -> None:
     assert decisions() == {f"n{n}": "R" if n == 3 else "C" for n in range(6)}
 
 
-def test_a_check_runs_beside_the_ledger_and_a_disagreement_is_reported() -> None:
+def test_a_check_runs_with_the_ledger_and_a_disagreement_is_reported() -> None:
     @transactional_message("orders", key="checked", body={}, check=lambda message: message.key == "something else")
     def checked(*, commit: bool) -> None:
         Order.objects.create(number="checked")

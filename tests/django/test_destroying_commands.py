@@ -1,4 +1,4 @@
-"""Commands that destroy: counted and confirmed first, told what is lost, and refused while somebody is there."""
+"""Commands that destroy: they count, name the losses, ask for confirmation, and refuse while processes live."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ def test_dead_letters_are_discarded_after_a_confirmation(monkeypatch: pytest.Mon
     assert call_json("outbox_dead_letter", "discard", "effects", "--all", "--no-input")["after"] == {"settled": 1}
     assert _keys("effects") == []
     with pytest.raises(SystemExit):
-        call("outbox_status")  # nobody sequences
+        call("outbox_status")  # no leader ticks
     assert "handled" in call("outbox_group", "offsets", "effects")
 
 
 @pytest.mark.parametrize(
     "selection", [[], ["--all", "--error", "x"], ["--since", "yesterday"], ["--since", "2026-01-01T00:00:00"]]
 )
-def test_what_to_discard_is_said_clearly(selection: list[str]) -> None:
+def test_the_arguments_of_discard_are_checked(selection: list[str]) -> None:
     with pytest.raises(CommandError, match=r"--all|write it like|time zone"):
         call("outbox_dead_letter", "discard", "effects", "--no-input", *selection)
 

@@ -41,11 +41,11 @@ def world(databases: None, outbox_settings: Callable[..., None]) -> Iterator[Wor
 
 
 def found() -> dict[str, Condition]:
-    """What is not well, by subject."""
+    """The findings, by name."""
     return {one.name: one for one in examine() if one.severity}
 
 
-def test_every_look_is_told(world: World) -> None:
+def test_every_examination_is_reported(world: World) -> None:
     assert {one.name for one in examine() if not one.severity} >= {
         "PostgreSQL version", "fsync", "full_page_writes", "synchronous_commit", "isolation", "autovacuum",
         "connections", "pooler", "clock", "timeouts of roles", "grants", "sessions", "groups without a consumer",

@@ -1,4 +1,4 @@
-"""OUTBOX['BROKER'] = 'rocketmq://…': what a project may not declare there is said by `check`, without any server."""
+"""OUTBOX['BROKER'] = 'rocketmq://…': `check` names declarations that are not possible there, without any server."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def on_rocketmq(outbox_settings: Callable[..., None], no_subscribers: None) -> N
 
 
 def test_an_address_without_brokers_is_a_warning(outbox_settings: Callable[..., None]) -> None:
-    """What check-back gave up is in a topic that the proxy does not let clients read."""
+    """Exhausted checks are in a topic that the proxy does not let clients read."""
     outbox_settings(**{**GOOD, "BROKER": "rocketmq://127.0.0.1:1"})
     (problem,) = engine_of(get_settings()).check()
     assert problem.id == "outbox.W033" and "?brokers=BROKER:10911" in str(problem.hint)

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("empty_log")
 
 
 class Race:
-    """Two transactions on one key: `first` draws its log position first; who commits first is the test's choice."""
+    """Two transactions on one key: `first` draws its log position first; the test chooses which commits first."""
 
     def __init__(self, pool: ThreadPoolExecutor) -> None:
         self._pool = pool
@@ -56,7 +56,7 @@ def race(django_db_blocker: Any) -> Iterator[Race]:
 
 
 def queued() -> list[str]:
-    """Who published, in the order consumers will see it."""
+    """The publishers, in the order that consumers will see."""
     assert flush(within_seconds=10)
     with broker_connection() as (connection, _):
         sequencer = Sequencer(broker_database(), uuid.uuid4())

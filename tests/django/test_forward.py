@@ -52,7 +52,7 @@ def test_once_sends_what_is_queued_under_its_name_there(
 
 
 @pytest.mark.usefixtures("databases")
-def test_the_command_forwards_until_it_is_told_to_stop() -> None:
+def test_the_command_forwards_until_a_signal_stops_it() -> None:
     got: list[Request] = []
     with serving(keeping(got)) as port:
         forward = {"FORWARD": {"billing": webhook(port)}}

@@ -1,4 +1,4 @@
-"""A consumer group gets another name and keeps everything: positions, retries, dead letters, what its inbox knows."""
+"""A consumer group gets another name and keeps everything: positions, retries, dead letters, inbox rows."""
 
 from __future__ import annotations
 

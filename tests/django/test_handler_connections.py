@@ -59,7 +59,7 @@ def publish_to_both() -> None:
 
 
 def database(**options: Any) -> dict[str, Any]:
-    """What to change in the alias `default` of a process, whose sessions then have a name."""
+    """The changes to the alias `default` of a process, whose sessions then have a name."""
     given = connections["default"].settings_dict["OPTIONS"]
     return {"OPTIONS": {**given, "application_name": "handlers", **options}, "CONN_MAX_AGE": 0}
 
@@ -162,7 +162,7 @@ def test_a_pool_that_is_too_small_is_named_with_the_numbers() -> None:
 
 
 @pytest.mark.usefixtures("application", "no_subscribers")
-def test_a_consumer_says_so_when_it_starts(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_consumer_warns_when_it_starts(caplog: pytest.LogCaptureFixture) -> None:
     subscriber("orders", group="effects", threads=3, using="other")(lambda given: None)
     other: Any = connections["other"]
     other.close()

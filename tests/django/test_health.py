@@ -44,7 +44,7 @@ pytestmark = pytest.mark.usefixtures("databases", "no_subscribers")
 
 @pytest.fixture
 def led(databases: None) -> None:
-    """Somebody sequences."""
+    """A leader ticks."""
     with closing(broker_database().connect()) as connection:
         assert LeaderLease("outbox", uuid4(), term_seconds=600).hold(connection) == 0.0
 
@@ -169,7 +169,7 @@ def test_a_resynchronisation_is_not_taken_for_a_hung_loop(directory: Path, monke
     assert (directory / "broker.heartbeat").stat().st_mtime < time.time() + 600
 
 
-def test_who_may_not_look_is_told_what_to_grant(led: None) -> None:
+def test_a_role_without_the_right_gets_the_missing_grant(led: None) -> None:
     name = f"blind_{uuid4().hex}"
     entry = connections["broker"].settings_dict
     user, options = entry["USER"], entry["OPTIONS"]

@@ -1,4 +1,4 @@
-"""An application's own tests never reach the broker of its settings, whatever runs them."""
+"""An application's own tests never reach the broker of its settings, with any test runner."""
 
 from __future__ import annotations
 

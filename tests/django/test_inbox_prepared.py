@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("application", "no_subscribers", "new_conne
 
 @pytest.fixture
 def new_connection() -> Iterator[None]:
-    """What was prepared, or must not be, is a matter of the connection."""
+    """The prepared statements belong to the connection."""
     connections["default"].close()
     yield
     connections["default"].close()
@@ -92,7 +92,7 @@ def test_what_was_taken_back_between_messages_costs_no_attempt() -> None:
     assert prepared() == []
 
 
-def test_nothing_is_prepared_beside_psycopgs_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_prepared_if_psycopg_prepares_statements(monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes back everything that is prepared on a connection whenever a transaction is rolled back."""
     options = connections["default"].settings_dict["OPTIONS"]
     monkeypatch.setitem(options, "server_side_binding", True)

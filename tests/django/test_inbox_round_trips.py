@@ -27,7 +27,7 @@ def round_trips() -> Iterator[Callable[[], int]]:
         yield count
 
 
-def test_a_message_costs_two_round_trips_beside_its_handlers_own(round_trips: Callable[[], int]) -> None:
+def test_a_message_costs_two_round_trips_besides_its_handlers_own(round_trips: Callable[[], int]) -> None:
     """BEGIN and the inbox row; the handler's INSERT; the look at the row and COMMIT."""
     register()
     round_trips()
@@ -44,7 +44,7 @@ def test_a_repeated_message_costs_two(round_trips: Callable[[], int]) -> None:
     assert round_trips() == 2
 
 
-def test_a_batch_costs_two_beside_its_handlers_own(round_trips: Callable[[], int]) -> None:
+def test_a_batch_costs_two_besides_its_handlers_own(round_trips: Callable[[], int]) -> None:
     @subscriber("orders", group="effects", batch=50)
     def effect(deliveries: Sequence[Delivery]) -> None:
         Effect.objects.bulk_create(Effect(number=item.key) for item in deliveries)
@@ -55,7 +55,7 @@ def test_a_batch_costs_two_beside_its_handlers_own(round_trips: Callable[[], int
 
 
 def test_what_only_commit_refuses_has_failed_and_is_tried_again() -> None:
-    """A deferred constraint; the division stands for any error that the look at the row might be taken for."""
+    """A deferred constraint; the division looks like the error of the check of the row."""
     with connections["default"].cursor() as cursor:
         cursor.execute("CREATE TEMP TABLE late (number text UNIQUE DEFERRABLE INITIALLY DEFERRED)")
 

@@ -45,7 +45,7 @@ def tables(alias: str = "broker") -> set[str]:
     return {f"{schema}.{name}" for schema, name in rows if schema not in ("pg_catalog", "information_schema")}
 
 
-def test_it_installs_upgrades_and_says_so(new_database: Callable[..., str]) -> None:
+def test_it_installs_upgrades_and_reports_it(new_database: Callable[..., str]) -> None:
     point_alias("broker", new_database())
     said = call("--dry-run")
     assert f"would be brought from version 0 to {SCHEMA_VERSION}" in said
@@ -158,7 +158,7 @@ def test_a_broker_that_is_left_with_messages_is_named(outbox_settings: Callable[
     call("--drop", "--force")
 
 
-def test_what_is_left_is_told_apart_by_whether_workers_settle_it() -> None:
+def test_remaining_work_is_counted_by_whether_workers_settle_it() -> None:
     """A worker that ends when nothing waits must not wait for an operator."""
 
     @subscriber("orders", group="effects", retry=RetryPolicy(max_attempts=1))

@@ -216,7 +216,7 @@ def test_work_that_is_still_to_be_done_at_commit_is_refused(lazy: Callable[[str]
 @pytest.mark.usefixtures("no_subscribers")
 @pytest.mark.parametrize("lazy", LAZY)
 @pytest.mark.parametrize("idempotent", [True, False])
-def test_a_handler_that_leaves_its_work_to_somebody_fails(lazy: Callable[[str], Any], idempotent: bool) -> None:
+def test_a_handler_that_returns_unfinished_work_fails(lazy: Callable[[str], Any], idempotent: bool) -> None:
     @subscriber("orders", group="effects", idempotent=idempotent)
     def effect(given: Delivery) -> Any:
         return lazy(given.key)

@@ -1,4 +1,4 @@
-"""The ledger answers for the rows it vouches for, and for no others: emptied, deleted from, pruned."""
+"""The ledger answers for the transactions that it must still have, and for no others: emptied, deleted from, pruned."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def alias(request: pytest.FixtureRequest) -> str:
 
 @contextmanager
 def end_messages_lost() -> Iterator[None]:
-    """What is published inside reports nothing to the broker."""
+    """A publish call inside reports no end to the broker."""
     faults.arm("producer.before_end=raise")
     try:
         yield
@@ -64,7 +64,7 @@ def execute(alias: str, statement: str) -> None:
 
 
 def asked_again(transaction_id: UUID) -> Decision:
-    """What the project's checker says about an undecided half, parked or not."""
+    """The answer of the project's checker about an undecided half, parked or not."""
     with broker_connection() as (broker, schema):
         half = find_undecided(Executor(broker, schema), transaction_id)
     assert half is not None
@@ -119,7 +119,7 @@ def test_what_is_below_the_pruned_id_may_be_deleted_by_hand(alias: str) -> None:
 
 
 def test_a_ledger_that_changes_between_identity_and_tombstone_gets_no_tombstone(alias: str) -> None:
-    """The checker has found its ledger; then that is emptied, and the checker goes on."""
+    """The checker has found its ledger; then the ledger is emptied, and the checker continues."""
     paid = order_paid(alias, "paid")
     with broker_connection() as (broker, schema):
         half = find_undecided(Executor(broker, schema), paid)
@@ -186,7 +186,7 @@ def test_the_guard_can_be_migrated_away_and_back(alias: str) -> None:
 
 
 def parked_half(alias: str, key: str, *, committed: bool) -> UUID:
-    """An undecided half that nobody could answer for in time."""
+    """An undecided half without an answer in time."""
     if committed:
         transaction_id = order_paid(alias, key)
     else:

@@ -1,4 +1,4 @@
-"""Metrics: what processes measure, what the broker's tables say, and what is made of both."""
+"""Metrics: figures of processes, figures of the broker's tables, and the rules made of both."""
 
 from __future__ import annotations
 
@@ -186,13 +186,13 @@ def test_the_age_of_what_waits_is_absent_where_it_is_not_known(world: World) -> 
     assert found == {'outbox_lag_seconds{group="g",topic="empty"}': 0.0}
 
 
-def test_rules_and_dashboard_are_what_the_catalogue_says() -> None:
+def test_rules_and_dashboard_match_the_catalogue() -> None:
     remedy = "run `python -m outbox.contrib.prometheus.rules`"
     assert rules.ALERTS.read_text() == rules.alerts(), remedy
     assert rules.DASHBOARD.read_text() == rules.dashboard() + "\n", remedy
 
 
-def test_the_dashboard_asks_for_metrics_that_exist(world: World, registry: CollectorRegistry, tmp_path: Path) -> None:
+def test_the_dashboard_uses_metrics_that_exist(world: World, registry: CollectorRegistry, tmp_path: Path) -> None:
     @subscriber("orders", group="effects")
     def effect(delivery: Delivery) -> None: ...
 
@@ -217,7 +217,7 @@ def test_the_dashboard_asks_for_metrics_that_exist(world: World, registry: Colle
 
 
 @pytest.mark.skipif(promtool.PROGRAM is None, reason="promtool is not installed")
-def test_nobody_exporting_is_an_alert_too(tmp_path: Path) -> None:
+def test_no_exporting_process_is_an_alert_too(tmp_path: Path) -> None:
     promtool.check(rules.ALERTS)
     text = rules.ALERTS.read_text().split("alert: OutboxNotWatched")[1]
     [summary, description] = [json.loads(re.findall(rf"{name}: (.*)", text)[0]) for name in ("summary", "description")]
@@ -240,7 +240,7 @@ def test_nobody_exporting_is_an_alert_too(tmp_path: Path) -> None:
         ("stale _x9", None),
     ],
 )
-def test_an_alert_goes_on_while_its_condition_is_unknown(tmp_path: Path, values: str, severity: str | None) -> None:
+def test_an_alert_continues_while_its_condition_is_unknown(tmp_path: Path, values: str, severity: str | None) -> None:
     kind = CATALOGUE["lag"]
     expected = {
         "exp_labels": {"severity": severity, "name": "lag"},

@@ -1,4 +1,4 @@
-"""A group that is new to a topic which others have handled says where it begins, or is warned about."""
+"""A group that is new to a topic with handled messages declares its start, or `check` warns about it."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_another_name_is_warned_about_by_the_check_and_at_the_start(caplog: pyte
 
 @pytest.mark.usefixtures("_history")
 @pytest.mark.parametrize("start", ["earliest", "latest"])
-def test_a_group_that_says_where_it_begins_is_not(start: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_group_with_a_declared_start_is_not_warned_about(start: str, caplog: pytest.LogCaptureFixture) -> None:
     subscribe("dispatch", start=start)
     assert warned() == []
     with caplog.at_level(logging.WARNING):
@@ -77,7 +77,7 @@ def test_a_group_that_says_where_it_begins_is_not(start: str, caplog: pytest.Log
 
 
 @pytest.mark.usefixtures("_history")
-def test_a_group_beside_one_that_is_still_there_is_not_taken_for_it() -> None:
+def test_a_new_group_is_not_taken_for_one_that_still_exists() -> None:
     subscribe("shipping")
     subscribe("points")
     [found] = warned()
@@ -87,7 +87,7 @@ def test_a_group_beside_one_that_is_still_there_is_not_taken_for_it() -> None:
 
 
 @pytest.mark.usefixtures("_history")
-def test_a_group_that_forwards_says_it_in_its_setting(
+def test_a_forwarding_group_declares_its_start_in_its_setting(
     outbox_settings: Callable[..., None], caplog: pytest.LogCaptureFixture
 ) -> None:
     declared = {"topics": ["orders"], "sink": "webhook", "options": {"url": "https://127.0.0.1:9/", "secrets": SECRETS}}

@@ -1,4 +1,4 @@
-"""Open transactions in the broker: listed, described, aborted, browsed past; and they delay nobody else."""
+"""Open transactions in the broker: listed, described, aborted, browsed past; and they delay no other transaction."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def text(*arguments: str) -> str:
     return out.getvalue()
 
 
-def test_open_ones_are_listed_before_anybody_looked_for_them_and_after() -> None:
+def test_open_ones_are_listed_before_and_after_the_half_scan() -> None:
     with rolled_back(), message_transaction() as tx:
         for topic in ("orders", "steps", "orders"):
             tx.publish(topic, 1, key="a")
@@ -71,7 +71,7 @@ def test_open_ones_are_listed_before_anybody_looked_for_them_and_after() -> None
     assert said("outbox_transaction", "list") == []
 
 
-def test_those_of_a_fenced_producer_are_told_apart() -> None:
+def test_those_of_a_fenced_producer_are_marked() -> None:
     older = fenced_producer("nightly")
     with transaction.atomic():
         send(older, "slow")
@@ -147,7 +147,7 @@ def test_browsing_goes_page_by_page_and_moves_nothing() -> None:
 
 
 def grown_old(seconds: float) -> None:
-    """What is stored by now is so much older, and was looked for at its age."""
+    """Make all stored rows that much older, as if time had passed."""
     run_check_back()
     with psycopg.connect(alias_conninfo(get_settings().broker), autocommit=True) as broker:
         let_time_pass(broker, seconds)
@@ -172,7 +172,7 @@ AGES = pytest.mark.parametrize("age_seconds", [0, 70, 100 * 3600])
 
 
 @AGES
-def test_an_open_local_transaction_delays_nobody_else(age_seconds: float, seen: list[str]) -> None:
+def test_an_open_local_transaction_delays_no_other(age_seconds: float, seen: list[str]) -> None:
     others = [f"other-{number}" for number in range(20)]
 
     def publish_others() -> None:
@@ -193,7 +193,7 @@ def test_an_open_local_transaction_delays_nobody_else(age_seconds: float, seen: 
     assert sorted(seen) == sorted([*others, "open", "open"])
 
 
-def test_an_open_one_without_a_local_transaction_delays_nobody_else(path: str, seen: list[str]) -> None:
+def test_an_open_one_without_a_local_transaction_delays_no_other(path: str, seen: list[str]) -> None:
     with message_transaction() as tx:
         tx.publish("steps", 1, key="k")
         publish("steps", 2, key="k")
@@ -204,10 +204,10 @@ def test_an_open_one_without_a_local_transaction_delays_nobody_else(path: str, s
 
 
 @AGES
-def test_an_abandoned_half_delays_nobody_else(
+def test_an_abandoned_half_delays_no_other(
     age_seconds: float, seen: list[str], outbox_settings: Callable[..., None]
 ) -> None:
-    """Its process is gone, and nobody of its group answers: it stays open."""
+    """Its process is gone, and no process of its group answers: it stays open."""
     outbox_settings(PRODUCER_GROUP="gone")
     with rolled_back():
         left = publish("steps", 1, key="left")

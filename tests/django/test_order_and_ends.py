@@ -44,7 +44,7 @@ def pool(django_db_blocker: Any) -> Iterator[ThreadPoolExecutor]:
 
 
 class Publisher:
-    """Publishes in a thread of its own; it commits when told to."""
+    """Publishes in a thread of its own; it commits when the test allows it."""
 
     def __init__(self, pool: ThreadPoolExecutor, key: str, *, alias: str = "default", topic: str = "steps") -> None:
         self.published = threading.Event()
@@ -89,7 +89,7 @@ def test_on_other_databases_a_row_is_the_lock(pool: ThreadPoolExecutor) -> None:
     assert decisions() == {"a": "C"}
 
 
-def test_without_the_lock_nobody_waits(
+def test_without_the_lock_no_publisher_waits(
     path: str, pool: ThreadPoolExecutor, outbox_settings: Callable[..., None]
 ) -> None:
     topics = {**OUTBOX["TOPICS"], "steps": {"types": ["FIFO", "TRANSACTION"], "queue_count": 4, "key_lock": False}}
@@ -131,7 +131,7 @@ def test_a_half_that_times_out_rolls_back_and_is_settled_if_it_was_stored_all_th
         with pytest.raises(BrokerUnavailable, match="orders"):
             place("late")
         assert Order.objects.count() == 1
-    # The lock is gone: the abandoned INSERT goes on inside the server and stores the half.
+    # The lock is gone: the abandoned INSERT continues inside the server and stores the half.
     eventually(lambda: "late" in decisions(), within_seconds=10)
     eventually(lambda: run_check_back() and decisions()["late"] == "R", within_seconds=20)
 
@@ -142,13 +142,13 @@ def place(number: str) -> None:
     publish("orders", {}, key=number)
 
 
-def test_a_forced_path_to_where_no_broker_is_says_so(outbox_settings: Callable[..., None]) -> None:
+def test_a_forced_path_to_a_database_without_a_broker_is_an_error(outbox_settings: Callable[..., None]) -> None:
     outbox_settings(BROKER="default", PATH="atomic", SCHEMA="nowhere")
     with pytest.raises(SchemaError, match="nowhere"), transaction.atomic():
         publish("orders", {}, key="lost")
 
 
-def test_a_forced_path_to_where_another_database_is_says_so(outbox_settings: Callable[..., None]) -> None:
+def test_a_forced_path_to_another_database_is_an_error(outbox_settings: Callable[..., None]) -> None:
     outbox_settings(PATH="atomic")
     with pytest.raises(WrongDatabase, match="does not allow"), transaction.atomic():
         publish("orders", {}, key="lost")
@@ -164,7 +164,7 @@ def test_a_process_that_ends_flushes_first(django_db_setup: None) -> None:
     assert [(item.key, item.decision, item.decided_by) for item in stored()] == [("at-exit", "C", "P")]
 
 
-# -- who answers ----------------------------------------------------------------------------------------
+# -- the processes that answer ----------------------------------------------------------------------------------------
 
 
 def test_a_replica_does_not_answer() -> None:

@@ -1,4 +1,4 @@
-"""What people write inside a transaction or a handler, without any crash: rows, messages and effects still agree."""
+"""Ordinary mistakes inside a transaction or a handler, without a crash: rows, messages and effects still agree."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ def test_without_a_ledger_there_is_only_a_hint(outbox_settings: Callable[..., No
     assert pending() == 2
 
 
-def test_a_row_that_only_a_replica_was_asked_for_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_that_was_read_on_a_replica_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The statement asks where it is: a server in recovery says nothing."""
     assert "NOT pg_is_in_recovery()" in ledger._COMMITTED_POSTGRESQL
     with transaction.atomic():

@@ -134,7 +134,7 @@ def sent() -> dict[str, str]:
 
 
 def swallowed(expected: type[OutboxError], publishing: Callable[[], object], *, match: str | None = None) -> None:
-    """A block whose code goes on although its message could not be published."""
+    """A block whose code continues although its message could not be published."""
     with transaction.atomic():
         with transaction.atomic():
             Order.objects.create(number="without its message")
@@ -147,7 +147,7 @@ def swallowed(expected: type[OutboxError], publishing: Callable[[], object], *, 
 
 def test_a_physical_copy_of_the_brokers_server_is_another_server(twins: Twins) -> None:
     with psycopg.connect(twins.original) as one, psycopg.connect(twins.clone) as other:
-        assert reached_server(one) == reached_server(other), "the copy would be told apart by its name alone"
+        assert reached_server(one) == reached_server(other), "only its name would distinguish the copy"
     order("at home")
     with _pointed(default=twins.clone):
         order("on the copy")
@@ -199,7 +199,7 @@ def test_the_two_phase_path_once_chosen_stays(twins: Twins) -> None:
     assert sent() == {"on the copy": "two_phase", "at home": "two_phase"}
 
 
-def test_a_restart_of_the_server_is_proven_anew_without_an_error(twins: Twins) -> None:
+def test_after_a_restart_of_the_server_the_path_is_proven_again_without_an_error(twins: Twins) -> None:
     order("before")
     connections["default"].close()
     twins.restart()
@@ -208,7 +208,7 @@ def test_a_restart_of_the_server_is_proven_anew_without_an_error(twins: Twins) -
 
 
 def test_after_a_restart_the_proof_needs_the_broker_again(twins: Twins, outbox_settings: Callable[..., None]) -> None:
-    """With the alias of the broker: what is written after a restart counts only when it is proven."""
+    """With the alias of the broker: a message after a restart counts only once the path is proven again."""
     outbox_settings(BROKER="default")
     order("before")
     connections["default"].close()
@@ -222,7 +222,9 @@ def test_after_a_restart_the_proof_needs_the_broker_again(twins: Twins, outbox_s
     assert orders(twins.original) == ["after", "before"]
 
 
-def test_once_proven_a_publish_call_asks_nobody(twins: Twins, outbox_settings: Callable[..., None]) -> None:
+def test_once_proven_a_publish_call_sends_no_further_statement(
+    twins: Twins, outbox_settings: Callable[..., None]
+) -> None:
     outbox_settings(BROKER="default")
     order("first")
     connections["default"].close()
@@ -285,7 +287,7 @@ def test_a_broker_that_is_away_when_the_path_is_chosen(
     assert orders(twins.original) == []
 
 
-def test_a_connection_that_cannot_be_asked_gives_an_error_of_ours(twins: Twins) -> None:
+def test_a_connection_that_fails_gives_an_error_of_outbox(twins: Twins) -> None:
     with transaction.atomic():
         Order.objects.create(number="without its message")
         pid = connections["default"].connection.info.backend_pid

@@ -26,7 +26,7 @@ from outbox.contrib.django.operations.watching import look
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.message import Delivery
 from tests import pooler
-from tests.django import doors
+from tests.django import entry_points
 from tests.django.conftest import BROKER_TEMPLATE, point_alias
 from tests.django.console.support import ALL, client_of, make_user
 from tests.django.processes import process
@@ -101,7 +101,7 @@ def test_publish_sequence_and_consume(
             broker_access.reset_broker()
             place(f"n{number}")
             sequence()
-            assert doors.say("a consumer")[0]
+            assert entry_points.say("a consumer")[0]
             assert effects() == [f"n{one}" for one in range(number + 1)]
     assert {one.decision for one in stored()} == {"C"}
 
@@ -115,7 +115,7 @@ def test_nothing_is_left_on_the_connections_of_the_pool(
     outbox_settings: Callable[..., None],
     effects: Callable[[], list[str]],
 ) -> None:
-    """Whatever is set for a session is met by the next client of the pool."""
+    """A setting of a session is seen by the next client of the pool."""
     outbox_settings(LISTEN_URL=listen)
     with behind(server_url, OLD, size=2) as pool:
         url = pooled(pool, "broker")
@@ -125,8 +125,8 @@ def test_nothing_is_left_on_the_connections_of_the_pool(
             for number in range(3):
                 place(f"n{number}")
                 sequence()
-                for door in ("outbox_status", "outbox_doctor", "a consumer"):
-                    doors.say(door)
+                for entry_point in ("outbox_status", "outbox_doctor", "a consumer"):
+                    entry_points.say(entry_point)
                 # It leads for a moment, with the maintenance and the summary.
                 stop = threading.Event()
                 process = threading.Thread(target=run_broker, args=[broker_database(), stop])
@@ -138,7 +138,7 @@ def test_nothing_is_left_on_the_connections_of_the_pool(
 
 
 def _sessions(*connections: psycopg.Connection[Any]) -> list[list[tuple[Any, ...]]]:
-    """What the session of each connection has, once each has begun a transaction."""
+    """The settings of each connection's session, once each has begun a transaction."""
     state = """
         SELECT 'setting', name, setting FROM pg_settings WHERE source = 'session' AND name <> 'application_name'
         UNION ALL SELECT 'prepared', name, statement FROM pg_prepared_statements
@@ -153,10 +153,10 @@ def _sessions(*connections: psycopg.Connection[Any]) -> list[list[tuple[Any, ...
 
 @pytest.mark.slow
 @pytest.mark.parametrize("version", EVERY_VERSION)
-def test_requests_that_nobody_waits_for(
+def test_requests_without_waiting(
     version: Version, databases: None, server_url: str, outbox_settings: Callable[..., None]
 ) -> None:
-    """Wake-ups and ends are pipelined, many on their way at once, from several threads beside each other."""
+    """Wake-ups and ends are pipelined, many on their way at once, from several threads at a time."""
     outbox_settings(LISTEN_URL="")
     numbers = iter(range(400))
     lock = threading.Lock()
@@ -186,17 +186,17 @@ def test_requests_that_nobody_waits_for(
 def _said(*, rounds: int) -> list[tuple[str, bool]]:
     found: list[tuple[str, bool]] = []
     for _ in range(rounds):
-        for door in doors.DOORS:
-            done, said = doors.say(door)
-            assert "prepared statement" not in said, f"{door}: {said}"
-            found.append((door, done))
+        for entry_point in entry_points.ENTRY_POINTS:
+            done, said = entry_points.say(entry_point)
+            assert "prepared statement" not in said, f"{entry_point}: {said}"
+            found.append((entry_point, done))
         broker_access.reset_broker()
     return found
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("version", EVERY_VERSION)
-def test_every_door_does_what_it_does_without_one(
+def test_every_entry_point_works_as_without_one(
     version: Version,
     databases: None,
     server_url: str,
@@ -251,7 +251,7 @@ def test_worker_page_and_kills(
             work(range(16, 24))
             eventually(settled, within_seconds=60, what=_state)
             eventually(lambda: look().verdict.conditions == [], within_seconds=30, what=_state)
-            assert doors.say("outbox_status")[0]
+            assert entry_points.say("outbox_status")[0]
             client = client_of(make_user(*ALL))
             for page in PAGES:
                 assert client.get(f"/outbox/{page}").status_code == 200, page

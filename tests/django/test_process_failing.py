@@ -19,7 +19,7 @@ from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.django.worker.periodic import passes
 from outbox.contrib.django.worker.workers import run_pass
 from outbox.errors import BrokerError
-from tests.django.doors import say
+from tests.django.entry_points import say
 from tests.django.processes import child
 from tests.django.state import incidents, rolled_back
 from tests.support import eventually
@@ -48,7 +48,7 @@ def conditions() -> dict[str, Condition]:
 
 
 def failing() -> list[tuple[Any, Any]]:
-    """What fails, and the error."""
+    """The failing parts, and their errors."""
     found = conditions().get("process_failing")
     return [] if found is None else [(fact["failing"], fact["error"]) for fact in found.evidence]
 
@@ -62,7 +62,7 @@ def wait_until_named(part: str, error: str) -> Condition:
 
 
 def test_a_leader_whose_ticks_fail(databases: None) -> None:
-    """It holds the lease now and then: with and without it nothing says that a worker is missing."""
+    """It holds the lease at times: with and without it no condition says that a worker is missing."""
     sql("ALTER FUNCTION outbox.tick_v18 RENAME TO away")
     with child("broker", quiet=True) as process:
         named = wait_until_named("sequencing", "function outbox.tick_v18")

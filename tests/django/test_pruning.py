@@ -41,7 +41,7 @@ def test_only_what_the_broker_shows_decided_is_pruned_and_nothing_older_is_guess
         LedgerIdentity.objects.update(pruned_before=None)
 
 
-def test_rows_of_the_engine_before_are_kept_while_it_may_ask_and_hold_up_nobody(
+def test_rows_of_the_engine_before_are_kept_while_it_may_check_and_delay_no_others(
     outbox_settings: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are the oldest, of transactions that this broker has never seen."""
@@ -75,7 +75,7 @@ def test_pruning_stops_before_what_is_too_young_for_the_barrier(outbox_settings:
     assert row("default", young.transaction_id) is None
 
 
-def test_pruning_runs_the_barrier_for_what_a_check_will_still_ask_about() -> None:
+def test_pruning_runs_the_barrier_for_halves_that_are_still_to_be_checked() -> None:
     with rolled_back():
         dropped = publish("orders", {}, key="open")
     with transaction.atomic():

@@ -225,7 +225,7 @@ def test_each_thread_has_its_own_transaction(path: str) -> None:
     assert decisions().get("dropped") is None
 
 
-def test_a_half_that_fails_rolls_the_block_back_whatever_the_caller_does(path: str) -> None:
+def test_a_half_that_fails_rolls_the_block_back_also_if_the_caller_catches_it(path: str) -> None:
     with transaction.atomic():
         with transaction.atomic():
             Order.objects.create(number="inner")
@@ -263,7 +263,7 @@ def test_a_message_of_a_transaction_that_is_over_is_not_sent_again() -> None:
     with rolled_back():
         publish_messages([again])
     with transaction.atomic():
-        # Nobody has decided the first attempt: the second one is the same transaction.
+        # The first attempt is undecided: the second one is the same transaction.
         publish_messages([again])
     assert decisions() == {"again": "C"}
     other = message("orders", {}, key="other")

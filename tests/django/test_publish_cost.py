@@ -1,4 +1,4 @@
-"""What a web process pays for one message: statements, round trips and bytes of WAL, on both paths."""
+"""The cost of one message in a web process: statements, round trips and bytes of WAL, on both paths."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def round_trips(*libpq: Any) -> Iterator[list[int]]:
             found.append(sum("\tF\t" in line and ("\tQuery" in line or "\tSync" in line) for line in file))
 
 
-# Of a block with one write: on the application's connection, on the broker's, and those that nobody waits for.
+# Of a block with one write: on the application's connection, on the broker's, and those without waiting.
 # BEGIN, the write, the message, COMMIT; BEGIN, the write, the ledger row, COMMIT, the look whether it is there.
 COSTS = {"atomic": (4, 0, 1), "two_phase": (5, 1, 2)}
 # The look whether the message is there is the last statement before COMMIT, on either path.
@@ -70,7 +70,7 @@ def test_round_trips(path: str, publishes: Callable[[str], None], costs: dict[st
 
 @pytest.mark.parametrize("path", ["atomic"], indirect=True)
 @pytest.mark.parametrize(("threshold", "prepared"), [(None, 0), (5, 1)])
-def test_the_call_is_prepared_where_the_alias_says_so(path: str, threshold: int | None, prepared: int) -> None:
+def test_the_call_is_prepared_if_the_alias_allows_it(path: str, threshold: int | None, prepared: int) -> None:
     connections["default"].ensure_connection()
     session = connections["default"].connection
     before, session.prepare_threshold = session.prepare_threshold, threshold
@@ -100,7 +100,7 @@ def test_bytes_of_wal(path: str) -> None:
         order(f"order {number:03}")
         assert flush(within_seconds=30)
         written.append(_wal_position() - before)
-    # What others write at the same time, and an index page that splits, come on top of it.
+    # Writes of other sessions, and an index page that splits, come in addition.
     assert min(written) <= {"atomic": 1_100, "two_phase": 1_500}[path]
 
 

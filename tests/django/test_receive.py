@@ -53,7 +53,7 @@ def send(url: str, *messages: tuple[str, Any], **more: Any) -> None:
 
 @pytest.mark.timeout(400)
 @pytest.mark.usefixtures("databases")
-def test_effects_happen_once_whoever_is_killed_and_whatever_is_repeated(
+def test_effects_happen_once_with_any_process_killed_and_any_message_repeated(
     rabbitmq_server: RabbitMQ, receive: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     numbers = [f"n{n}" for n in range(60)]

@@ -1,4 +1,4 @@
-"""What `@subscriber` registers, and what it refuses."""
+"""The subscriptions that `@subscriber` registers, and the arguments that it refuses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.django.urls import Refused
 pytestmark = pytest.mark.usefixtures("application", "no_subscribers")
 
 
-def test_what_a_subscriber_says_becomes_its_subscription() -> None:
+def test_the_arguments_of_subscriber_become_its_subscription() -> None:
     @subscriber(
         "orders", group="g", tag=["paid", "refunded"], mode="orderly", on_error={Refused: "skip"}, start="latest"
     )

@@ -1,4 +1,4 @@
-"""The command that a finding prints does what it says, as it is printed: Spark's findings of what Django published."""
+"""The command that a finding prints works unchanged: Spark's findings about messages that Django published."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def command_in(remedy: str, name: str) -> list[str]:
 @pytest.mark.parametrize("by", ["hand", "plan"])
 @pytest.mark.parametrize("is_parked", [False, True])
 def test_a_stuck_half_and_a_dead_letter_are_settled_as_printed(tmp_path: Path, by: str, is_parked: bool) -> None:
-    """Beside them are committed messages of the same keys, older and newer ones."""
+    """There are also committed messages of the same keys, older and newer ones."""
     subscribe()
     Order.objects.create(number="1")
     dead = publish("orders", {}, key="1").message_id

@@ -1,4 +1,4 @@
-"""Applying a repair plan: verified on the primaries, done once, whatever kills it, and written down."""
+"""Applying a repair plan: verified on the primaries, done once through any kill, and audited."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_lost_row_is_published_once_under_its_derived_id(repair: Repair) -> No
     assert entry.after["outcome"] == "done" and entry.after[str(derived_id("orders", "7", AT))] == "committed"
 
 
-def test_the_derived_id_says_when_the_row_was_made() -> None:
+def test_the_derived_id_has_the_time_of_the_row() -> None:
     made = derived_id("orders", "7", AT)
     assert (made.version, made.variant) == (7, "specified in RFC 4122")
     assert made.int >> 80 == int(AT.timestamp() * 1000)
@@ -161,8 +161,8 @@ def test_a_row_on_which_a_group_has_acted_is_not_published_again(repair: Repair)
     assert [item.key for item in stored()] == ["9"]
 
 
-def test_it_waits_for_whoever_publishes_for_the_key(repair: Repair) -> None:
-    """The lock is taken before anything is read: what was being published is seen."""
+def test_it_waits_for_a_publisher_of_the_same_key(repair: Repair) -> None:
+    """The lock is taken before the first read, so a message that was being published is seen."""
     Order.objects.create(number="11")
     repair.source["topic"], repair.publisher = "steps", "orders=tests.django.repair_publisher.step"
     found: list[list[str]] = []
@@ -257,7 +257,7 @@ def test_a_dead_letter_is_replayed_once(repair: Repair) -> None:
 
 
 def undecided(key: str, *, commit: bool = True) -> dict[str, Any]:
-    """A half whose end got lost, and the step that asks for it."""
+    """A half whose end got lost, and the step that requests its check."""
     faults.arm("producer.before_end=raise")
     try:
         if commit:

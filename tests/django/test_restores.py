@@ -1,6 +1,6 @@
 """One of the two databases is restored to before the other: nothing is lost without a condition that names it.
 
-A dump or a base backup; to the same or to another server; workers that go on running, or stopped from the copy on; the
+A dump or a base backup; to the same or to another server; workers that continue, or stopped from the copy on; the
 broker's database or the application's; both paths. On the atomic path the two are one database.
 """
 
@@ -110,7 +110,7 @@ class Cell:
         restore(embedded.create_database(url, "shop", template="template0"), self.kept)
 
     def command(self, *arguments: str) -> tuple[int, Any]:
-        """What an operator types: its exit code, and its JSON."""
+        """Run an operator's command; returns its exit code and its JSON."""
         out, code = StringIO(), 0
         try:
             call_command(*arguments, "--json", stdout=out)
@@ -119,7 +119,7 @@ class Cell:
         return code, json.loads(out.getvalue())
 
     def conditions(self) -> dict[str, dict[str, Any]]:
-        """What the status says of restores, after a comparison."""
+        """The conditions about restores, after a comparison."""
         self.command("outbox_audit", "compare")
         _, found = self.command("outbox_status")
         return {one["name"]: one for one in found["conditions"] if one["name"].startswith("lost_")}
@@ -248,7 +248,7 @@ def _assert_messages_are_named(
     assert found["lost_messages"]["count"] == len(gone)
     if cell.workers == "stopped":
         assert _effects() == _names(BEFORE, AFTER)
-        # What `outbox-reconcile plan` prints for rows without a message.
+        # The output of `outbox-reconcile plan` for rows without a message.
         repair = Repair(tmp_path)
         outcomes = repair.outcomes(*(lost(name) for name in _names(LOST)))
         assert outcomes == ["done"] * len(LOST)
@@ -281,7 +281,7 @@ def _assert_commits_and_effects_are_named(
             cell.command(*arguments)
     else:
         assert "lost_effects" not in found
-    # The broker still has these messages; that their orders are gone, the condition says.
+    # The broker still has these messages; the condition names that their orders are gone.
     eventually(lambda: _effects() == _names(BEFORE, LOST, AFTER), within_seconds=60)
     eventually(lambda: "lost_effects" not in cell.conditions(), within_seconds=60)
     code, answer = cell.command("outbox_audit", "settle", "--no-input")

@@ -65,7 +65,7 @@ def hotel(databases: None, no_subscribers: None, outbox_settings: Callable[..., 
 
 
 def told() -> Counter[str]:
-    """What has been published to the hotel's other services, by topic."""
+    """The messages to the hotel's other services, by topic."""
     flush(within_seconds=10)
     with broker_connection() as (connection, schema):
         connection.execute("SELECT set_config('search_path', %s, false)", [schema])
@@ -240,7 +240,7 @@ def test_an_answer_of_code_that_has_locked_the_record_waits_for_nothing(hotel: S
     assert state_of(record)[0] == SagaState.RUNNING
 
 
-def test_a_saga_that_stands_still_is_named_and_goes_on(hotel: SimpleNamespace) -> None:
+def test_a_stalled_saga_is_named_and_continues(hotel: SimpleNamespace) -> None:
     """Of one whose step's message is lost, of one whose deadline's message is lost, and of one with a dead letter."""
     running, waiting = hotel.book(hotel.room, "ada"), hotel.book(Room.objects.create(number="102"), "bob")
     drain()
@@ -393,7 +393,7 @@ def killed_at_each_step(hotel: SimpleNamespace, points: Iterator[str]) -> None:
     with started("sequencer"), started("check"):
         kept = hotel.book(hotel.room, "ada")
         dropped = hotel.book(Room.objects.create(number="102"), "nobody")
-        for _ in range(2):  # reserve_room and ask_for_payment of both, in whatever order
+        for _ in range(2):  # reserve_room and ask_for_payment of both, in any order
             killed_at(next(points))
         until(SagaState.WAITING, kept, dropped)
         for record in (kept, dropped):

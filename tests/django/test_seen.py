@@ -62,7 +62,7 @@ def row(name: str, severity: str) -> str:
 
 
 def words(page: str) -> str:
-    """What somebody reads of it."""
+    """The text that an operator reads."""
     return " ".join(unescape(re.sub(r"<[^>]*>", " ", page)).replace("`", " ").split())
 
 
@@ -84,7 +84,7 @@ def test_every_condition_has_its_fault() -> None:
     assert sorted(FAULTS) == sorted(CATALOGUE)
 
 
-def test_the_page_says_what_every_condition_means() -> None:
+def test_the_page_explains_every_condition() -> None:
     lines = PAGE.read_text().splitlines()
     rows = [f"| `{name}` | {kind.meaning} | {kind.next_step} |" for name, kind in CATALOGUE.items()]
     assert [line for line in lines if line.startswith("| `") and line in rows] == rows
@@ -129,7 +129,7 @@ def holder(name: str) -> dict[str, Any]:
     return next(dict(fact) for fact in found.evidence if fact["application"] == name)
 
 
-def test_a_row_that_somebody_keeps_locked(world: World) -> None:
+def test_a_row_that_another_session_keeps_locked(world: World) -> None:
     world.limits(LOCK_SECONDS=(0, None))
     world.subscribe()
     session, waiting = world.session("a console"), world.session("outbox-coordinator")
@@ -144,7 +144,7 @@ def test_a_row_that_somebody_keeps_locked(world: World) -> None:
         blocked.result(20)
 
 
-def test_a_migration_that_waits_keeps_readers_out_and_who_holds_it_up_is_named(world: World) -> None:
+def test_a_migration_that_waits_blocks_readers_and_its_blocker_is_named(world: World) -> None:
     session, migration = world.session("a report"), world.session("a migration")
     session.execute("BEGIN")
     session.execute("SELECT FROM outbox.consumer_group")

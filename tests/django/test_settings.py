@@ -276,7 +276,7 @@ def test_the_router_has_an_opinion_about_the_brokers_database_only() -> None:
     with override_settings(OUTBOX={"BROKER": "default"}):
         assert router.allow_migrate("default", "shop") is None
     with override_settings(OUTBOX={"BORKER": "broker"}):
-        assert router.allow_migrate("broker", "shop") is None, "what is wrong is for the check to say"
+        assert router.allow_migrate("broker", "shop") is None, "the check names the fault"
 
 
 def test_a_flushed_ledger_is_another_ledger(empty_log: None) -> None:

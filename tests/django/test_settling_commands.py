@@ -1,4 +1,4 @@
-"""What an operator settles by command: undecided transactions and dead letters, page by page, first without effect."""
+"""Settling by command: undecided transactions and dead letters, page by page, first as a dry run."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_producers_are_asked_again_about_those_that_are_named_or_selected() -> N
 
 
 @pytest.mark.parametrize("arguments", [[], ["--all", "--parked"], [str(uuid4()), "--all"]])
-def test_who_is_to_be_asked_is_said_clearly(arguments: list[str]) -> None:
+def test_the_arguments_of_ask_are_checked(arguments: list[str]) -> None:
     with pytest.raises(CommandError, match="name transaction ids"):
         call("outbox_transaction", "ask", *arguments)
 
@@ -127,7 +127,7 @@ def _three_dead_of_two_groups(databases: None, no_subscribers: None) -> None:
 
 
 def pages(*arguments: str) -> list[Any]:
-    """Every page of a list, as the end of each says how to go on."""
+    """Every page of a list, by the command that the end of each page names."""
     found, more = [], list[str]()
     while page := call_json(*arguments, *more):
         found.append(page)

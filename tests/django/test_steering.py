@@ -1,4 +1,4 @@
-"""What an application and its operator ask beside publishing, on both paths: recall, the switch, immunity, checks."""
+"""Requests besides publishing, on both paths: recall, the switch, immunity, checks."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_immunity_is_given_per_message(path: str) -> None:
 
     decorated()
     expected = {"decorated": 7200, "single": HOUR, "many": 60, "ready": 0, "default": get_settings().immunity_seconds}
-    # Nobody is asked about a message of the atomic path.
+    # No check asks about a message of the atomic path.
     assert immunities() == (expected if path == "two_phase" else dict.fromkeys(expected))
 
 

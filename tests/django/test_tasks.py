@@ -1,4 +1,4 @@
-"""The backend for Django's tasks, in memory: what the API promises, as Django's own suite asks of its backends."""
+"""The backend for Django's tasks, in memory: the promises of the API, as in Django's own suite for backends."""
 
 from __future__ import annotations
 

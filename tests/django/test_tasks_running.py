@@ -75,7 +75,7 @@ def test_many_threads_run_each_task_once(databases: None) -> None:
 RETRIES = {**TASKS["default"], "OPTIONS": {"max_attempts": 2, "delays_seconds": [30]}}
 
 
-def test_postponed_and_retried_tasks_beside_more_urgent_ones_all_run(databases: None) -> None:
+def test_postponed_and_retried_tasks_all_run_among_more_urgent_ones(databases: None) -> None:
     """A handler that runs a more urgent entry must not lock its own, or that entry's message finds nothing to run."""
     with override_settings(TASKS={"default": RETRIES}):
         register_backends()
@@ -136,7 +136,7 @@ def test_a_worker_killed_around_commit_runs_the_task_once(databases: None, point
     assert work(faults=f"{point}=kill") == -signal.SIGKILL
 
     def finished() -> bool:
-        # The dead one's lease has to run out before its queues are anybody's.
+        # The lease of the dead process has to expire before another process may own its queues.
         assert work() == 0
         result.refresh()
         return bool(result.is_finished)

@@ -128,7 +128,7 @@ def test_the_path_can_change_between_two_publish_calls_of_one_transaction(tenant
     assert decisions() == {"first": "R"}
 
 
-def test_a_known_ledger_is_not_looked_up_again_and_a_look_up_that_fails_stops_nobody(
+def test_a_known_ledger_is_not_looked_up_again_and_a_failing_look_up_stops_no_other(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     order_paid("default", "first")

@@ -1,4 +1,4 @@
-"""Projects with USE_TZ = False: their naive times are in TIME_ZONE, and what prunes by time goes on."""
+"""Projects with USE_TZ = False: their naive times are in TIME_ZONE, and pruning by time works."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("empty_log", "no_subscribers")
 
 
 class Spans:
-    """What this process has traced."""
+    """The spans of this process."""
 
     def __init__(self) -> None:
         self.exporter = InMemorySpanExporter()
@@ -75,7 +75,7 @@ def consume() -> None:
 def test_request_publish_and_handlers_are_one_trace(path: str, spans: Spans) -> None:
     @subscriber("orders", group="effects")
     def effect(delivery: Delivery) -> None:
-        # Copied headers do not lead back: what is published here is below this call.
+        # Copied headers do not lead back: a message that is published here is below this call.
         publish("payments", {}, key=delivery.key, headers=delivery.headers)
 
     @subscriber("payments", group="points")
@@ -211,7 +211,7 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("value", HOSTILE, ids=range(len(HOSTILE)))
-def test_a_header_that_is_no_context_harms_nobody(value: str, spans: Spans) -> None:
+def test_a_header_that_is_no_context_does_no_harm(value: str, spans: Spans) -> None:
     seen = []
 
     @subscriber("orders", group="effects")
@@ -226,7 +226,7 @@ def test_a_header_that_is_no_context_harms_nobody(value: str, spans: Spans) -> N
     assert spans.one("process orders").parent is None
 
 
-def test_what_was_begun_elsewhere_goes_on(spans: Spans) -> None:
+def test_a_trace_of_another_service_continues(spans: Spans) -> None:
     publish("orders", {}, headers={"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"})
     with spans.web.start_as_current_span("POST /orders"):
         publish("payments", {}, headers={"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"})
@@ -313,7 +313,7 @@ def test_off_imports_nothing_and_writes_no_header() -> None:
     assert done.stdout == "2 {None} []\n"
 
 
-def test_without_the_package_the_setting_says_what_to_install() -> None:
+def test_without_the_package_the_setting_names_what_to_install() -> None:
     code = "import sys; sys.modules['opentelemetry'] = None; import django; django.setup()"
     done = subprocess.run(
         [sys.executable, "-c", code],

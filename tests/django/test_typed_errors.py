@@ -1,4 +1,4 @@
-"""What the application's database refuses reaches a caller of publish as an error that names message and remedy."""
+"""A refusal of the application's database is an error of publish that names the message and the next step."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def killed() -> Iterator[None]:
 
 @contextmanager
 def read_only() -> Iterator[None]:
-    """As on a replica, or where an operator has said so."""
+    """As on a replica, or where an operator has set it."""
     execute("SET LOCAL transaction_read_only = on")
     yield
 
@@ -90,7 +90,7 @@ FAULTS: dict[str, tuple[Callable[[], AbstractContextManager[None]], str]] = {
     "serialisation": (lambda: raised_by_a_trigger("40001"), "another transaction conflicted with it"),
     "other": (lambda: raised_by_a_trigger("22000"), "it refused the statement"),
 }
-# What is decorated opens a block of its own first, which is Django's statement to fail.
+# A decorated function opens a block of its own first; that statement of Django's fails.
 CASES = [(call, fault) for call in CALLS for fault in FAULTS if (call[:9], fault) != ("decorated", "killed")]
 
 

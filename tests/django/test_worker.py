@@ -134,7 +134,7 @@ def test_check_role_settles_what_a_lost_end_left_open() -> None:
         ({"SCHEMA": "not_installed"}, "migrate"),
     ],
 )
-def test_a_child_that_cannot_work_says_why_and_exits_with_2(outbox: dict[str, str], complaint: str) -> None:
+def test_a_child_that_cannot_work_logs_the_reason_and_exits_with_2(outbox: dict[str, str], complaint: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "outbox.contrib.django.worker.child", "consumer"],
         env=environment(outbox=outbox),

@@ -154,7 +154,7 @@ def convictions(
     batch: int = 100,
     progress: Callable[[int, int], None] | None = None,
 ) -> Iterator[Conviction]:
-    """Those of the seeds whose programs break a rule."""
+    """The seeds whose programs break a rule."""
     vendor, convicted = connections[campaign.alias].vendor, 0
     for start in range(0, len(seeds), batch):
         part = seeds[start : start + batch]

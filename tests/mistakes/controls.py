@@ -1,4 +1,4 @@
-"""What keeps the promise, switched off piece by piece: every switch must be convicted, or the oracle sees nothing.
+"""The parts that keep the promise, switched off one by one: the oracle must find each, or it proves nothing.
 
 A control names the piece, how to switch it off, and the rules that are then broken in a world: by a specimen, and by
 random programs.

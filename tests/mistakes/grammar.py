@@ -1,4 +1,4 @@
-"""What application developers write, as data: the steps of a small program, and how a program reads as Python.
+"""Application code as data: the steps of a small program, and its text as Python.
 
 A program is either what a producer does in one request (`Producer`) or what a subscriber does with one delivery
 (`Consumer`). Steps are frozen values, so that a failing program can be cut down by leaving steps out.

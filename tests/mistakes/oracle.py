@@ -1,4 +1,4 @@
-"""What a program may leave behind: business rows = messages = effects.
+"""The rows that a program may leave: business rows = messages = effects.
 
 It looks when the program is over, whatever it raised, when check-back has settled every half message and all
 consumers are done. The word *bound* is about a `Pair` (or the row and the message of a decorated function): its row
@@ -78,7 +78,7 @@ class Finding:
 
 @dataclass
 class State:
-    """What is in the databases, by name, once everything has settled."""
+    """The contents of the databases, by name, once all transactions are decided and handled."""
 
     rows: Set[str] = field(default_factory=set)
     delivered: Mapping[str, int] = field(default_factory=dict)

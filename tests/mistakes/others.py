@@ -18,7 +18,7 @@ LOCKED: Final = "locked elsewhere"
 
 
 class Others:
-    """What other sessions do to a PostgreSQL alias: hold a lock, end a session. SQLite gets none of it."""
+    """Actions of other sessions on a PostgreSQL alias: hold a lock, end a session. On SQLite there are none."""
 
     def __init__(self, alias: str) -> None:
         self._stack = contextlib.ExitStack()
@@ -61,7 +61,7 @@ def is_alive(connection: BaseDatabaseWrapper) -> bool | None:
 
 
 def tidy(connection: BaseDatabaseWrapper) -> None:
-    """What the end of a request does: the next program gets a connection without a past."""
+    """End a request as Django does: the next program gets a fresh connection."""
     assert not connection.in_atomic_block
     raw = connection.connection
     if raw is None:

@@ -1,4 +1,4 @@
-"""Ordinary mistakes one at a time, each as short as it can be: what the random programs are made of."""
+"""Ordinary mistakes one at a time, each as short as possible: the parts of the random programs."""
 
 from __future__ import annotations
 

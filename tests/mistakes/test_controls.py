@@ -1,4 +1,4 @@
-"""The oracle convicts: each piece of the promise, switched off, is found by a specimen and by random programs."""
+"""The oracle works: each part of the promise, when switched off, fails a specimen and random programs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_no_specimen_breaks_a_rule(world: World, campaign_in: Callable[[World], 
 
 
 @pytest.mark.parametrize("control", CONTROLS, ids=str)
-def test_a_specimen_convicts_what_is_switched_off(
+def test_a_specimen_finds_each_part_that_is_switched_off(
     control: Control, campaign_in: Callable[[World], Campaign], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     campaign = campaign_in(control.world)
@@ -37,7 +37,7 @@ def test_a_specimen_convicts_what_is_switched_off(
 
 
 @pytest.mark.parametrize("control", CONTROLS, ids=str)
-def test_random_programs_convict_what_is_switched_off(
+def test_random_programs_find_each_part_that_is_switched_off(
     control: Control, campaign_in: Callable[[World], Campaign], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     campaign = campaign_in(control.world)

@@ -1,4 +1,4 @@
-"""Random programs full of ordinary mistakes, on every path: what they leave behind agrees."""
+"""Random programs full of ordinary mistakes, on every path: the rows that they leave agree."""
 
 from __future__ import annotations
 

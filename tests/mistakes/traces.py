@@ -1,4 +1,4 @@
-"""What a run of a program saw: what was called, what returned, and what was alive at that moment."""
+"""The record of one run of a program: calls, results, and the blocks that were open at that moment."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from tests.mistakes.grammar import Program
 
 @dataclass
 class PairSeen:
-    """What happened at one Pair or Decorated step. The key is the name of the row and of the message."""
+    """The events at one Pair or Decorated step. The key is the name of the row and of the message."""
 
     key: str
     decorated: bool = False
     # Whether Django held the call to be inside atomic().
     in_block: bool = False
-    # What others.is_alive said at the publish call.
+    # The result of others.is_alive at the publish call.
     alive: bool | None = None
     row_first: bool = False
     returned: bool = False
@@ -29,7 +29,7 @@ class AttemptSeen:
 
     counts_as_handled: bool = False
     skipped: bool = False
-    # The error says that no later attempt can succeed: the message is dead-lettered, where somebody looks at it.
+    # The error says that no later attempt can succeed: the message becomes a dead letter, which an operator sees.
     given_up: bool = False
     error: str = ""
     by_hand: bool = False

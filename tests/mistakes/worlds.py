@@ -1,4 +1,4 @@
-"""Where the business rows are, and where the broker is: what decides how a message travels."""
+"""The databases of business rows and broker, which determine the path of a message."""
 
 from __future__ import annotations
 

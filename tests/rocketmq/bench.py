@@ -53,7 +53,7 @@ class RocketMQBench:
             publish_two_phase(self.broker, [message], commit=commit)
 
     def visible(self, topic: str) -> list[Message]:
-        """Consumed by a group that nobody else uses, until nothing more comes; copies once, as the inbox has them."""
+        """Consumed by a group of its own until no more messages come; copies once, as the inbox has them."""
         seen: dict[uuid.UUID, Message] = {}
 
         def note(delivery: Delivery) -> None:

@@ -22,7 +22,7 @@ from tests.django.conftest import (  # noqa: F401
 )
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-# Asks about an undecided message after a second, and every second: no test waits for the real minutes. What is decided
+# Asks about an undecided message after a second, and every second: no test waits for the real minutes. A decision
 # is noted at once, not three seconds later, or it would be asked about again.
 QUICK = {
     "transactionTimeOut": 1000,

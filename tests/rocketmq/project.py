@@ -41,7 +41,7 @@ class Project:
         }
 
     def environment(self) -> dict[str, str]:
-        """The variables of its processes, beside those of every Django process."""
+        """The variables of its processes, in addition to those of every Django process."""
         return {
             "DJANGO_SETTINGS_MODULE": "tests.rocketmq.worker_settings",
             "TEST_ROCKETMQ": "" if self.on_postgres else self.server.url,
@@ -87,13 +87,13 @@ def make_project(server: PrivateRocketMQ) -> Project:
 
 
 def expected() -> Counter[str]:
-    """What effects there have to be: one for every committed order, and one for its step."""
+    """The expected effects: one for every committed order, and one for its step."""
     numbers = list(Order.objects.values_list("number", flat=True))
     return Counter([*numbers, *(f"step-{number}" for number in numbers)])
 
 
 def happened() -> Counter[str]:
-    """What effects there are."""
+    """The stored effects."""
     return Counter(Effect.objects.values_list("number", flat=True))
 
 

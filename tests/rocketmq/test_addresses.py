@@ -26,9 +26,9 @@ def frame(header: bytes) -> bytes:
 
 @contextmanager
 def answering(answer: bytes) -> Iterator[Admin]:
-    """A server that says the same to everybody."""
+    """A server with one answer for every client."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        # Nobody may come at all, where a test fails early.
+        # There may be no client at all, if a test fails early.
         listening.settimeout(20)
 
         def serve() -> None:

@@ -119,7 +119,7 @@ def project(server: PrivateRocketMQ, application: None, outbox_settings: Callabl
     ("seed", "rounds"),
     [(1, 3), pytest.param(2, 20, marks=pytest.mark.soak), pytest.param(3, 20, marks=pytest.mark.soak)],
 )
-def test_effects_are_the_committed_rows_whatever_is_killed(
+def test_effects_are_the_committed_rows_whichever_process_is_killed(
     project: Project, server: PrivateRocketMQ, seed: int, rounds: int
 ) -> None:
     with Campaign(project, random.Random(seed)) as campaign:

@@ -39,7 +39,7 @@ class Knowing:
 
 
 class Noting:
-    """A checker that knows of one transaction that it has committed, and notes what it was asked."""
+    """A checker that knows one committed transaction and records the checks it got."""
 
     def __init__(self) -> None:
         self.asked: set[object] = set()
@@ -69,7 +69,7 @@ def test_a_process_that_starts_before_its_proxy_is_asked_once_the_proxy_is_there
         for topic in topics:
             server.admin.create_topic(topic)
         late = RocketMQBroker(server.url, topics, timeout_seconds=20)
-        # The proxy remembers for a while that a topic was missing.
+        # The proxy caches for a while that a topic was missing.
         eventually(lambda: not list(late.topic_problems()), within_seconds=60)
         halves = [
             HalfTransaction(producer_group="shop", messages=[Message(topic=topic.name, body=b"1")]) for topic in topics

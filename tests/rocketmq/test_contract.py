@@ -48,7 +48,7 @@ LACKING: Mapping[str, str] = {
     **dict.fromkeys(
         [
             "test_fifo_and_transactional_hold_together",
-            "test_fifo_goes_on_when_the_earlier_one_rolls_back",
+            "test_fifo_continues_when_the_earlier_one_rolls_back",
             "test_messages_of_one_key_keep_their_order",
         ],
         "FIFO topics take no transactional and no delayed messages",
@@ -56,7 +56,7 @@ LACKING: Mapping[str, str] = {
     **dict.fromkeys(
         [
             "test_same_decision_twice_gives_one_message",
-            "test_contradicting_decision_is_reported_and_the_first_stands",
+            "test_contradicting_decision_is_reported_and_the_first_is_final",
             "test_end_of_unknown_transaction_or_other_group_is_refused",
             "test_lost_end_message_is_settled_by_check_back",
         ],
@@ -78,7 +78,7 @@ LACKING: Mapping[str, str] = {
         [
             "test_after_the_last_attempt_it_is_a_dead_letter",
             "test_hopeless_message_is_a_dead_letter_at_once",
-            "test_undecodable_body_is_a_dead_letter_and_blocks_nobody",
+            "test_undecodable_body_is_a_dead_letter_and_blocks_no_other_message",
             "test_one_poison_message_takes_none_of_its_batch_along",
             "test_failed_message_is_tried_again",
             "test_batch_handler_gets_lists_and_may_fail_in_part",
@@ -132,7 +132,7 @@ def any_path(bench: Bench) -> Bench:
 
 
 def cases() -> Iterator[tuple[str, Callable[..., None]]]:
-    """What of the suite runs here, by name."""
+    """The tests of the suite that run here, by name."""
     for module in SUITE:
         if module not in LACKING_MODULES:
             for name, case in inspect.getmembers(module, inspect.isfunction):

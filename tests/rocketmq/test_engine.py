@@ -1,4 +1,4 @@
-"""The engine without Django: what it sends, consumes, refuses and gives up, on a real server."""
+"""The engine without Django: sending, consuming, refusing and giving up, on a real server."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_a_delay_is_waited_for(rocketmq: PrivateRocketMQ, new_topic: Topics) -> 
 
 
 def test_after_the_last_attempt_it_is_a_dead_letter(rocketmq: PrivateRocketMQ, new_topic: Topics) -> None:
-    """In the server's own dead letters of the group: nobody gets it again, and its neighbours went on."""
+    """In the server's own dead letters of the group: it is not delivered again, and the other messages continued."""
     topic, attempts = new_topic(), Counter[int]()
 
     def handle(delivery: Delivery) -> None:
@@ -116,7 +116,7 @@ def test_after_the_last_attempt_it_is_a_dead_letter(rocketmq: PrivateRocketMQ, n
 
 
 def test_320_undecided_at_once_are_all_answered(rocketmq: PrivateRocketMQ, new_topic: Topics) -> None:
-    """Half of them committed, half rolled back, none reported: what is asked about is answered, nothing else seen."""
+    """Half of them committed, half rolled back, none reported: every check is answered, no other message is seen."""
     topic, seen, group = new_topic("TRANSACTION"), Counter[int](), unique("shop")
     halves = [HalfTransaction(producer_group=group, messages=[message(topic, number)]) for number in range(320)]
     committed = {half.transaction_id for half in halves[::2]}
@@ -170,7 +170,7 @@ def test_what_it_cannot_send_is_refused(rocketmq: PrivateRocketMQ, new_topic: To
         assert [text for text in broker.topic_problems() if "has no topic" in text]
 
 
-def test_a_fork_of_a_used_client_is_told_instead_of_waiting(rocketmq: PrivateRocketMQ, new_topic: Topics) -> None:
+def test_a_fork_of_a_used_client_gets_an_error_instead_of_waiting(rocketmq: PrivateRocketMQ, new_topic: Topics) -> None:
     topic = new_topic()
     with producing(rocketmq, topic) as broker:
         broker.send([message(topic, 1)], timeout_seconds=20)

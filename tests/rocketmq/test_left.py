@@ -1,4 +1,4 @@
-"""What a drained worker counts after a crash of the server, whose own counts of what it delays are wrong then."""
+"""The counts of a drained worker after a crash of the server, whose own counts of delayed messages are wrong then."""
 
 from __future__ import annotations
 
@@ -44,5 +44,5 @@ def test_what_waits_for_its_time_is_counted_after_a_crash(server: PrivateRocketM
     assert waiting() == [f"5 messages on topic {topic.name!r} wait for their delivery time"]
     with consuming(server, topic, lambda delivery: seen.add(delivery.body)):
         eventually(lambda: seen == set(range(5)), within_seconds=90)
-    # What the consumer had in hand is looked at by the server up to 15 s later.
+    # The server looks up to 15 s later at the messages that the consumer had received.
     eventually(lambda: waiting() == [], within_seconds=60, what=lambda: str(waiting()))

@@ -26,7 +26,7 @@ KILLED = -signal.SIGKILL
 
 @pytest.fixture
 def rocketmq(programs: Path) -> Iterator[PrivateRocketMQ]:
-    """A server of this test's own: what a broker has undecided and in hand is counted for all its topics together."""
+    """A server of this test's own: a broker counts undecided and delivered messages for all its topics together."""
     with running_server(programs) as server:
         yield server
 

@@ -1,4 +1,4 @@
-"""A Django project on RocketMQ: committed means its effects happen once, rolled back means nobody sees it."""
+"""A Django project on RocketMQ: committed means its effects happen once, rolled back means that no consumer sees it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_from_the_decorator_to_the_handler(project: Project, decorated: bool) ->
 
 
 def test_a_lost_end_is_answered_from_the_ledger(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody reports: RocketMQ asks this process, and the ledger answers COMMIT, and ROLLBACK by its barrier."""
+    """No end is reported: RocketMQ asks this process, and the ledger answers COMMIT, and ROLLBACK by its barrier."""
     monkeypatch.setattr(RocketMQBroker, "end_one_way", lambda self, end: None)
     with project.consumer():
         place(project.topics[0], "committed", decorated=False)
@@ -104,7 +104,7 @@ def test_spans_follow_a_message_through_rocketmq(project: Project, tmp_path: Pat
     assert traces("process steps") <= traces("publish steps")
 
 
-def test_a_worker_says_at_its_start_which_topics_are_missing(project: Project) -> None:
+def test_a_starting_worker_names_the_missing_topics(project: Project) -> None:
     missing = replace(project, topics=(*project.topics[:2], unique("missing.")))
     with missing.running(["-m", "outbox.contrib.django.worker.child", "check"], quiet=False) as worker:
         assert worker.stderr is not None
@@ -122,7 +122,7 @@ def test_a_consumer_killed_in_its_handler_has_no_second_effect(project: Project)
 
 
 def test_server_killed_and_restarted(project: Project, rocketmq: PrivateRocketMQ) -> None:
-    """What was acknowledged is there; what was not has rolled its local transaction back."""
+    """Acknowledged messages are stored; the local transactions of all others were rolled back."""
     with project.consumer():
         for number in range(5):
             place(project.topics[0], f"before-{number}", decorated=False)

@@ -111,7 +111,7 @@ class Browser:
         path.write_bytes(base64.b64decode(answer["data"]))
 
     def command(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """What the DevTools protocol has beside the above."""
+        """The other methods of the DevTools protocol."""
         return self._call(method, **parameters)
 
     def __enter__(self) -> Self:

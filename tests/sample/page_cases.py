@@ -147,7 +147,7 @@ class Paying(Shopping):
         assert "This order is paid already" in self.pay(order)
         assert len(self.broker.visible("order.paid")) == 1
 
-    def test_the_message_says_what_was_paid(self) -> None:
+    def test_the_message_has_the_paid_amount(self) -> None:
         self.add("ink", "ink")
         order = self.check_out()
         self.pay(order)
@@ -176,7 +176,7 @@ class Paying(Shopping):
             ("pen", 1, None),
         ]
 
-    def test_an_order_is_nobody_elses_business(self) -> None:
+    def test_an_order_is_shown_to_its_customer_only(self) -> None:
         self.add("ink")
         order = self.check_out()
         stranger = Client()
@@ -188,11 +188,11 @@ class Paying(Shopping):
 
 
 class Operations(TransactionTestCase):
-    """What is not for visitors, on a real broker."""
+    """The pages for staff, on a real broker."""
 
     databases = "__all__"
 
-    def test_who_operates_the_shop_logs_in_and_sees_its_messages(self) -> None:
+    def test_an_operator_of_the_shop_logs_in_and_sees_its_messages(self) -> None:
         page = reverse("outbox:search")
         self.assertRedirects(self.client.get(page), f"{reverse('storefront:login')}?next=%2Foperations%2Fmessages%2F")
         User.objects.create_superuser("operator", password="operator")

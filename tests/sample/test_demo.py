@@ -26,7 +26,7 @@ def test_every_paid_order_arrives_once_and_no_other_through_three_crashes(open_d
     assert "WRONG" not in output
 
 
-def test_web_processes_and_who_sequences_were_really_killed(open_demo: DemoRun) -> None:
+def test_web_processes_and_the_leader_were_really_killed(open_demo: DemoRun) -> None:
     output = open_demo.output
     assert "killed (SIGKILL) after its local commit" in output
     assert "killed (SIGKILL) before its local commit" in output

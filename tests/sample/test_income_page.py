@@ -23,7 +23,7 @@ def _site(run: DemoRun) -> str:
 
 
 def test_every_paid_order_is_in_its_minute(open_demo: DemoRun) -> None:
-    """The demo has held each minute against the orders table when it settled; here its page says the same."""
+    """The demo has compared each minute with the orders table; the page shows the same sums."""
     with Browser() as browser:
         browser.goto(f"{_site(open_demo)}/income/")
         rows = browser.evaluate(CELLS)
@@ -43,7 +43,7 @@ def test_the_plot_is_drawn_from_files_of_the_site(open_demo: DemoRun, tmp_path: 
         assert (tmp_path / "income.png").stat().st_size > 10_000
 
 
-def test_without_javascript_the_table_says_it(open_demo: DemoRun) -> None:
+def test_without_javascript_the_table_shows_the_sums(open_demo: DemoRun) -> None:
     with Browser(scripts=False) as browser:
         browser.goto(f"{_site(open_demo)}/income/")
         assert "€" in browser.text(".scroll table")

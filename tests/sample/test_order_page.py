@@ -56,7 +56,7 @@ def test_four_states_arrive_without_javascript(open_demo: DemoRun) -> None:
         assert _done(browser) == ["orders", "logistics", "points", "cart"]
 
 
-def test_a_declined_card_leaves_the_order_open_and_nobody_hears_of_it(open_demo: DemoRun) -> None:
+def test_a_declined_card_leaves_the_order_open_and_sends_no_message(open_demo: DemoRun) -> None:
     with Browser(width=390, height=800, dark=True) as browser:
         _order_something(browser, _site(open_demo))
         browser.evaluate("document.querySelector('input[value=empty]').checked = true")

@@ -1,4 +1,4 @@
-"""The three stages of the income under kills: what is shown equals what the orders add up to, exactly."""
+"""The three stages of the income under kills: the shown income equals the sum of the orders exactly."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ PROGRAMS: Final = {
 
 @pytest.fixture
 def environment(server_url: str) -> Iterator[dict[str, str]]:
-    """What the processes of a fresh shop see."""
+    """The environment of the processes of a fresh shop."""
     found = {
         **os.environ,
         "DJANGO_SETTINGS_MODULE": "sample_project.settings",

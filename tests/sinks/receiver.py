@@ -1,6 +1,6 @@
 """A receiver of webhooks: a real HTTP server, in a thread with answers of a test's own, or as a process to be killed.
 
-`python -m tests.sinks.receiver PORT FILE SECRET` verifies, appends what it received to FILE, and answers 204.
+`python -m tests.sinks.receiver PORT FILE SECRET` verifies, appends the requests to FILE, and answers 204.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SECRET = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"
 
 @dataclass(frozen=True)
 class Request:
-    """What was received."""
+    """The received requests."""
 
     headers: Mapping[str, str]
     body: bytes
@@ -32,7 +32,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Answer:
-    """What is answered."""
+    """The answer to a request."""
 
     status: int = 204
     headers: Mapping[str, str] = field(default_factory=dict)
@@ -50,7 +50,7 @@ def keeping(got: list[Request], answer: Answer | None = None) -> Callable[[Reque
 
 
 class Server(ThreadingHTTPServer):
-    """Answers each POST with what a function says. Stopping it waits for no connection that is kept open."""
+    """Answers each POST with the result of a function. Stopping it waits for no connection that is kept open."""
 
     daemon_threads = True
     request_queue_size = 100

@@ -1,4 +1,4 @@
-"""What tests of sinks share: messages to send, and what has to be true of what arrived."""
+"""Shared helpers of the sinks' tests: messages to send, and checks of the received ones."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def delivery(
 
 
 def lines(file: Path) -> list[dict[str, Any]]:
-    """What a receiver noted, one JSON object per line."""
+    """The notes of a receiver, one JSON object per line."""
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 

@@ -1,4 +1,4 @@
-"""What receivers get: CloudEvents are read back with the library's own readers."""
+"""The formats that receivers get: CloudEvents are read back with the library's own readers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def read_back(binding: str, message: Outgoing) -> Any:
 
 @pytest.mark.parametrize("binding", ["http", "amqp", "kafka"])
 @pytest.mark.parametrize("mode", ["cloudevents-structured", "cloudevents-binary"])
-def test_a_cloud_event_says_all_there_is(mode: str, binding: str) -> None:
+def test_a_cloud_event_has_every_field_of_the_message(mode: str, binding: str) -> None:
     given = delivery("k ü", body=b'{"n": 1, "who": "Zo\xc3\xab"}', tag="paid", headers={"Trace-Id": "t 1", "id": "no"})
     event = read_back(binding, format_named(mode, binding=binding, source="/shop")(given, "order.paid"))
     assert (event.get_id(), event.get_source(), event.get_type()) == (str(given.message_id), "/shop", "order.paid")

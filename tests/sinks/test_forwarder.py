@@ -1,4 +1,4 @@
-"""What a forwarder does with what a sink says; the sink is a list."""
+"""The reaction of a forwarder to the results of a sink; the sink is a list."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PLAIN = format_named("plain", binding="http")
 
 
 class ListSink:
-    """Keeps what it is sent; `refuse` says by body what is rejected, `away` whether it takes anything."""
+    """Keeps the messages it gets; `refuse` names rejected bodies, `away` means that it accepts no message."""
 
     binding = "http"
     batch = 10
@@ -124,7 +124,7 @@ def test_as_a_choice_a_rejected_message_is_a_dead_letter(bench: ConsumptionBench
     assert bench.rows("SELECT count(*) FROM outbox.dead_letter") == [(2,)]
 
 
-def test_a_pause_that_an_endpoint_asks_for_is_an_outage_that_ends(bench: ConsumptionBench, sink: ListSink) -> None:
+def test_a_pause_requested_by_an_endpoint_is_an_outage_that_ends(bench: ConsumptionBench, sink: ListSink) -> None:
     bench.declare("orders")
     sent = keyed("orders", 20, 4)
     sink.away = ServiceUnavailable("too many requests", pause_seconds=0.5)

@@ -87,7 +87,7 @@ def entries(messages: list[Message]) -> list[dict[str, Any]]:
     ]
 
 
-def test_a_message_says_what_it_is_and_its_key_is_in_one_partition(kafka: Kafka, topic: str) -> None:
+def test_a_message_names_its_topic_and_its_key_is_in_one_partition(kafka: Kafka, topic: str) -> None:
     given = [delivery("k ü", tag="paid"), delivery("k ü"), delivery("")]
     with closing(KafkaSink(servers=kafka.servers)) as sink:
         assert [sink.send([PLAIN(one, topic)]) for one in given] == [[None]] * 3
@@ -99,7 +99,7 @@ def test_a_message_says_what_it_is_and_its_key_is_in_one_partition(kafka: Kafka,
     assert (headers["outbox-tag"], headers["content-type"]) == (b"paid", b"application/json")
 
 
-def test_what_is_refused_and_by_whom(kafka: Kafka, topic: str) -> None:
+def test_refusals_of_the_sink_and_of_the_server(kafka: Kafka, topic: str) -> None:
     with closing(KafkaSink(servers=kafka.servers, timeout_seconds=10)) as sink:
         large, unknown = delivery("a", body=b"x" * 2_000_000), delivery("b")
         error, other, good = sink.send([PLAIN(large, topic), PLAIN(unknown, "nowhere"), PLAIN(delivery("c"), topic)])
@@ -108,7 +108,7 @@ def test_what_is_refused_and_by_whom(kafka: Kafka, topic: str) -> None:
         assert good is None
 
 
-def test_nobody_there_is_no_messages_fault() -> None:
+def test_a_missing_server_uses_up_no_attempt() -> None:
     with closing(KafkaSink(servers=f"127.0.0.1:{free_ports(1)[0]}", timeout_seconds=0.5)) as sink:
         with pytest.raises(ServiceUnavailable, match="acknowledged no message"):
             sink.send([PLAIN(delivery(), "orders")])

@@ -65,7 +65,7 @@ def entries(messages: Sequence[Message]) -> list[dict[str, Any]]:
     return [{"id": m.headers["outbox-message-id"], "key": m.headers["outbox-key"], **m.decode()} for m in messages]
 
 
-def test_a_message_is_persistent_and_says_what_it_is(rabbitmq: str, queue: str) -> None:
+def test_a_message_is_persistent_and_names_its_topic(rabbitmq: str, queue: str) -> None:
     given = delivery("k ü", tag="paid")
     with sink(rabbitmq) as made:
         assert made.send([PLAIN(given, queue)]) == [None]
@@ -98,7 +98,7 @@ def test_a_missing_exchange_is_no_messages_fault_and_mended_without_a_restart(ra
         assert made.send([PLAIN(delivery(), "orders")]) == [None]
 
 
-def test_nobody_there_is_no_messages_fault() -> None:
+def test_a_missing_server_uses_up_no_attempt() -> None:
     port = free_ports(1)[0]
     with sink(f"amqp://guest:s3cret@127.0.0.1:{port}//") as made:
         with pytest.raises(ServiceUnavailable) as failure:

@@ -94,7 +94,7 @@ def test_a_signed_timestamp_that_is_none_is_refused(stamp: str) -> None:
 
 
 def test_nothing_is_read_before_the_signature_is_verified() -> None:
-    """A caller without the secret does not learn how the clock of the receiver stands."""
+    """A caller without the secret does not learn the time of the receiver's clock."""
     with pytest.raises(InvalidSignature, match="no signature"):
         verify([OTHER], headers(stamp=1), BODY, now=STAMP)
 

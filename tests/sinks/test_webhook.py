@@ -1,4 +1,4 @@
-"""The webhook sink against a real HTTP server in this process: what each answer means, and where requests go."""
+"""The webhook sink against a real HTTP server in this process: the meaning of answers, and where requests go."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def outgoing(key: str = "k") -> Outgoing:
 
 
 def post(hook: WebhookSink) -> Exception | None:
-    """What one request comes to, raised or returned."""
+    """The result of one request, raised or returned."""
     with contextlib.closing(hook):
         try:
             return hook.send([outgoing()])[0]
@@ -44,12 +44,12 @@ def post(hook: WebhookSink) -> Exception | None:
 
 
 def outcome(answer: Answer) -> Exception | None:
-    """What one request that is answered so comes to."""
+    """The result of one request with this answer."""
     with serving(lambda _: answer) as port:
         return post(sink(port))
 
 
-def test_a_request_is_signed_and_says_what_the_message_is() -> None:
+def test_a_request_is_signed_and_names_its_message() -> None:
     got: list[Request] = []
     with serving(keeping(got, Answer(200, body=b"thanks"))) as port:
         hook, message = sink(port, headers={"Authorization": "Bearer token"}), outgoing("k ü")
@@ -88,13 +88,13 @@ def test_about_the_endpoint_as_a_whole(status: int) -> None:
 
 
 @pytest.mark.parametrize(("status", "pause"), [(429, 7.0), (503, 7.0), (500, 7.0)])
-def test_a_pause_that_is_asked_for(status: int, pause: float) -> None:
+def test_a_requested_pause(status: int, pause: float) -> None:
     error = outcome(Answer(status, {"Retry-After": "7"}))
     assert isinstance(error, ServiceUnavailable)
     assert error.pause_seconds == pause
 
 
-def test_what_retry_after_says() -> None:
+def test_the_values_of_retry_after() -> None:
     now = 784111777.0  # Sun, 06 Nov 1994 08:49:37 GMT
     assert retry_after_seconds("120", now) == 120
     assert retry_after_seconds("Sun, 06 Nov 1994 08:50:07 GMT", now) == 30
@@ -116,7 +116,7 @@ def test_a_redirect_is_not_followed_and_proxies_are_not_used(monkeypatch: pytest
     assert elsewhere == []
 
 
-def test_nobody_there_is_no_messages_fault() -> None:
+def test_a_missing_server_uses_up_no_attempt() -> None:
     error = post(sink(free_ports(1)[0]))
     assert isinstance(error, ServiceUnavailable) and "cannot be reached" in str(error)
 
@@ -172,7 +172,7 @@ def test_addresses_that_are_public(address: str) -> None:
 
 
 def test_the_address_that_was_judged_is_the_one_that_is_connected_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A name that leads elsewhere when it is asked for the second time."""
+    """A host name that resolves to another address the second time."""
     judged: list[Request] = []
     rebound: list[Request] = []
     real, answers = socket.getaddrinfo, iter(["127.0.0.1", "127.0.0.2", "127.0.0.2"])

@@ -1,4 +1,4 @@
-"""Receiver and forwarder killed in the middle: everything arrives, in order per key, whatever is sent again."""
+"""Receiver and forwarder killed in the middle: every message arrives, in order per key, also if some are sent again."""
 
 from __future__ import annotations
 
@@ -50,5 +50,5 @@ def storm(bench: ConsumptionBench, spawn: Spawn, file: Path, *, count: int, kill
         eventually(lambda: bench.lag(GROUP) == 0, within_seconds=120, what="everything is acknowledged")
     arrived = lines(file)
     assert_all_in_order(arrived, sent)
-    assert len(arrived) > len(sent), "what was acknowledged to the killed forwarder came again"
+    assert len(arrived) > len(sent), "messages acknowledged to the killed forwarder came again"
     bench.assert_conserved(GROUP)

@@ -1,1 +1,1 @@
-"""Sources: what others have sent, from real servers."""
+"""Sources: messages of other senders, from real servers."""

@@ -1,4 +1,4 @@
-"""What a receiver stores, puts aside and acknowledges; the source is a list, the broker a real one."""
+"""The messages that a receiver stores, sets aside and acknowledges; the source is a list, the broker a real one."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_a_message_of_this_broker_that_comes_back_is_another_one(bench: Consumpt
     assert stored(bench) == [b"ours", b"back"]
 
 
-def test_senders_with_the_same_ids_are_told_apart_by_the_name() -> None:
+def test_senders_with_the_same_ids_are_distinguished_by_the_name() -> None:
     assert message_id_of("one", incoming("1")) == message_id_of("one", incoming("1"))
     assert message_id_of("one", incoming("1")) != message_id_of("two", incoming("1"))
 
@@ -130,7 +130,7 @@ def test_one_id_of_two_senders_is_two_messages(bench: ConsumptionBench, events: 
 
 
 def test_an_id_without_a_sender_is_the_one_of_earlier_versions() -> None:
-    """What was received before an upgrade is known after it."""
+    """A message that was received before an upgrade is recognised after it."""
     known = "1318d9bc-b4a1-58ef-a66c-8d5ce0ba99a5"
     assert str(message_id_of("partner", incoming("1"))) == known
     assert str(message_id_of("partner", incoming("", headers={"CE-ID": "1"}))) == known

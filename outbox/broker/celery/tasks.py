@@ -2,6 +2,8 @@
 
 The stored message has everything that Celery would have sent (body, headers, properties, exchange, routing key). So
 task id, eta, priority, queue, headers, links, the rest of a chain and the body of a chord stay the same.
+
+See decision 187.
 """
 
 from __future__ import annotations

@@ -270,8 +270,8 @@ class Coordinator:
     def _current_life(self, run: Executor) -> UUID:
         """Return the present life. Queues from another life are lost: other messages may have their offsets now.
 
-        It is read on each new connection, and when a look shows another life: a connection survives a restore and,
-        behind a pooler, also its server.
+        The life is read on each new connection, and when a statement shows another one: a connection survives a restore
+        and, behind a pooler, also its server.
         """
         if self._life is not None and not self._asks_life:
             return self._life

@@ -303,7 +303,7 @@ class Dispatcher:
             self._lose(queue)
 
     def bound(self, run: Executor) -> None:
-        """From now on, fetch only what the queues hold now."""
+        """From now on, fetch only the messages that are in the queues now."""
         self._adopt(run)
         self._bounded = True
         ends = heads(run, {key[1] for key in self._owned})

@@ -115,7 +115,7 @@ class OffsetWindow:
         self._gaps: dict[int, int] = {}
 
     def finish(self, offset: int, outcome: EntryOutcome) -> None:
-        """Mark `offset` as finished. Call `advance` after a group of these."""
+        """Mark `offset` as finished. Call `advance` after several of these calls."""
         self._finished[offset] = outcome
 
     def skip(self, start: int, end: int) -> None:

@@ -6,6 +6,8 @@
 
 In ordered modes its queue or key waits for the result. In concurrent mode only the message itself waits. A message that
 has hung but killed no process need not run alone: other calls run at the same time.
+
+See decision 066.
 """
 
 from __future__ import annotations
@@ -99,7 +101,7 @@ class QuarantineRunner:
         return True
 
     def _wait_seconds(self, run: Executor, work: HandlerCall) -> float:
-        """Ask before this process stops starting other calls in vain."""
+        """Ask first: otherwise this process would stop other calls for nothing."""
         group = work.subscribed.group
         try:
             return quarantine.ask(

@@ -3,6 +3,8 @@
 The parent makes the file and passes its descriptor to the child. The child maps it into memory, so noting a call costs
 one copy in memory, and the notes survive any death of the child. The file has no name: it disappears with both
 processes. A process without such a parent notes nothing, and a message that kills it is not identified.
+
+See decision 065.
 """
 
 from __future__ import annotations

@@ -100,8 +100,8 @@ class BrokerConnection(psycopg.Connection[TupleRow]):
         """Close the connection and raise BrokerUnavailable when a statement waits past `deadline` (monotonic).
 
         With `cancel`, the client first asks the server to cancel the statement, which then raises psycopg's
-        QueryCanceled. The connection is closed one second later. Without `cancel`, the server may go on waiting for the
-        statement's lock.
+        QueryCanceled. The connection is closed one second later. Without `cancel`, the server may continue to wait
+        for the statement's lock.
         """
         self.deadline, self._cancels = deadline, cancel and psycopg.capabilities.has_cancel_safe()
         try:

@@ -2,6 +2,8 @@
 
 Such timeouts are meant for applications. Under them the broker could never finish a long backlog: each attempt would be
 interrupted and start again from the beginning. The broker's own waits have their own limits.
+
+See decision 025 and decision 182.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 The sending thread writes the request and continues. It reads the answer when it uses the connection again. libpq's
 pipeline carries any number of requests, so no request waits for the answer to an earlier one. No background thread is
 used: none has to be restarted after a fork, and none competes for the interpreter's lock.
+
+See decision 142.
 """
 
 from __future__ import annotations
@@ -90,8 +92,8 @@ class OneWay:
         """Write the requests in this order and return at once. No state of server or network makes it fail.
 
         Two cases wait for a moment. A new connection waits up to 1 s if the server hangs; the next attempt follows some
-        seconds later. A server that is a hundred requests behind gets 0.1 s, once, to catch up. What is still queued
-        then goes out with the next use.
+        seconds later. A server that is a hundred requests behind gets 0.1 s, once, to catch up. Requests that are
+        still queued then are written at the next use.
         """
         self._notice_fork()
         if len(self._queued) + len(requests) > MAX_QUEUED:
@@ -151,7 +153,7 @@ class OneWay:
     # -- the caller of the following methods holds the lock ----------------------------------------------
 
     def _write(self) -> bool:
-        """Read the answers that have arrived, then write what is queued; returns whether more could be written."""
+        """Read the answers that have arrived, then write the queued requests; returns whether more could be written."""
         try:
             return self._read_and_write()
         except BaseException as error:

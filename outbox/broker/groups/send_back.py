@@ -187,7 +187,7 @@ WHERE group_id = %(group_id)s AND queue_id = ANY (%(queue_ids)s::integer[])
 
 
 def sent_away(run: Executor, group_id: int, queue_ids: Sequence[int]) -> dict[int, dict[int, bool]]:
-    """Return per queue the offsets that a former owner sent away; the value says whether as dead letters."""
+    """Return by queue the offsets that a former owner sent back or gave up; the value is True for dead letters."""
     found: dict[int, dict[int, bool]] = {queue_id: {} for queue_id in queue_ids}
     for queue_id, offset, is_dead in run.rows(
         _SENT_AWAY, {"group_id": group_id, "queue_ids": arrays.integers(queue_ids)}

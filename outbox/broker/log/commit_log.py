@@ -2,6 +2,8 @@
 
 A message id that is sent again stores nothing. Rows are inserted in the order of the call, and messages of one key keep
 this order. Their ids are ascending, so concurrent resends of one call cannot deadlock.
+
+See decision 002.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 A part that fails twice in a row stores a note, an incident of the kind `process_failing`. It uses plain statements on
 its own connection: a broken statement, connection or privilege of the part need not break the note. It refreshes the
 note while it keeps failing. When the part works again, the note becomes `process_failed`.
+
+See decision 180.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ class IncidentKind(enum.StrEnum):
     """The reason why an incident was recorded."""
 
     CONTRADICTED = "contradicted"
-    """A second decision differed from the first. The first one stands."""
+    """A second decision differed from the first. The first one is final."""
     REFUSED = "refused"
     """An end message named an unknown transaction, or one of another producer group."""
     PARKED = "parked"

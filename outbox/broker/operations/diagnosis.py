@@ -206,7 +206,7 @@ def _declared(run: Executor) -> Iterator[Condition]:
     remedy = "No group reads them: a subscriber is missing or misspells the topic, or the topic can be deleted."
     yield _judged("topics without a group", not lonely, ", ".join(lonely) or "none", remedy, Severity.WARNING)
     idle = [name for (name,) in run.rows(_GROUPS)]
-    remedy = "Start a worker of that service. What a group without one does not consume is kept for it up to 30 days."
+    remedy = "Start a worker of that service. Messages for a group without one are kept up to 30 days."
     yield _judged("groups without a consumer", not idle, ", ".join(idle) or "none", remedy, Severity.WARNING)
 
 

@@ -1,4 +1,7 @@
-"""Install and upgrade the broker's tables, and refuse to work with tables of an unsuitable version."""
+"""Install and upgrade the broker's tables, and refuse to work with tables of an unsuitable version.
+
+See decision 023.
+"""
 
 from __future__ import annotations
 
@@ -191,7 +194,7 @@ def _in_use(run: Executor, tables: Sequence[str], what: str, passed: float) -> S
     now = _named(table_locks.holders(run, tables)) or "nothing"
     return SchemaError(
         f"the broker's tables in schema {run.schema!r} were not {what}: for {passed:.0f} s, each time it was tried, "
-        f"other transactions used one of {used}. In the way now: {now}. Nothing of this change was done. End the "
+        f"other transactions used one of {used}. Blocking sessions: {now}. Nothing of this change was done. End the "
         f"transactions that have long been open (pg_terminate_backend, ROLLBACK PREPARED), or cancel an autovacuum "
         f"(pg_cancel_backend), and run this again; outbox_install --patience SECONDS tries for longer."
     )

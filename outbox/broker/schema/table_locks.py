@@ -9,6 +9,8 @@ A change of the tables needs ACCESS EXCLUSIVE locks while other transactions run
   waits.
 
 The tables have one order, the busiest first: an attempt without a wait would hardly find a gap in the busiest table.
+
+See decision 183.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Remove the broker's tables, and nothing else."""
+"""Remove the broker's tables, and nothing else.
+
+See decision 078.
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,8 @@
 It reads decisions by snapshot: an id cursor would lose transactions that commit late, and an xmin horizon would stall
 behind any open one. It appends their messages with gapless offsets, in one transaction with a tick that records how far
 it has read. Any number of sequencers may run: all but one collide on the tick's number and roll back completely.
+
+See decision 122.
 """
 
 from __future__ import annotations
@@ -114,8 +116,8 @@ WHERE due.queue_id IS NULL
 # The last time at which one of the now parked transactions was parked.
 _NEWEST_PARKED: Final = Statement("SELECT max(parked_at) FROM {schema}.pending_check WHERE parked_at IS NOT NULL")
 
-# Of the transactions parked since then, and of these: the parked ones on topics that let later messages of the key
-# pass.
+# Among the transactions parked since then, and among these: those on topics where a parked message does not block
+# its key.
 _RELEASED_BY_PARKING: Final = Statement("""
 WITH pending AS (
     SELECT transaction_id, log_id FROM {schema}.pending_check

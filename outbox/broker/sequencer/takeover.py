@@ -111,8 +111,8 @@ SELECT log_id, topic_id, key FROM lost WHERE deliver_at IS NULL OR deliver_at <=
 
 # Transaction ids of decisions compared above that another server gave: their rows are visible although, by its id, the
 # snapshot could not see them. Replace these ids, or the rows would be read again when this server's ids reach them. 2
-# is PostgreSQL's own "frozen". After a failover or a physical restore ids continue and there are none. After a logical
-# restore nearly all rows have such ids.
+# is PostgreSQL's own "frozen". After a failover or a physical restore ids continue and there are none. After a
+# logical restore most rows have such ids.
 _FREEZE_FOREIGN: Final = Statement("""
 UPDATE {schema}.op_log SET xid = '2'
 WHERE xid >= pg_snapshot_xmin(pg_current_snapshot()) AND NOT pg_visible_in_snapshot(xid, pg_current_snapshot())

@@ -12,6 +12,8 @@ HALF ───────────► PENDING ◄─────────
                    │       group starts; on request (resume_checks, hint_checks). UNKNOWN: stays parked
                    ▼
     from every state, once: COMMIT or ROLLBACK by an end message, a check, or an operator ──► DECIDED
+
+See decision 060.
 """
 
 from __future__ import annotations

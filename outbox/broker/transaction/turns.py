@@ -1,4 +1,7 @@
-"""Turns of periodic passes: of all processes that could run a pass now, one runs it."""
+"""Turns of periodic passes: of all processes that could run a pass now, one runs it.
+
+See decision 085.
+"""
 
 from __future__ import annotations
 

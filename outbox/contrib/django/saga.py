@@ -13,6 +13,8 @@ record and step. It is recalled when it is no longer needed.
     def reserve_room(record): ...
 
 Import this from modules of installed apps; it needs loaded apps.
+
+See decision 186.
 """
 
 from __future__ import annotations
@@ -60,7 +62,7 @@ class StepRefused(Exception):
 
 
 class StepAnswer(Enum):
-    """What a step may return besides None (done)."""
+    """The values that a step may return besides None (done)."""
 
     WAIT = "wait"
 

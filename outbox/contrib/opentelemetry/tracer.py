@@ -69,7 +69,7 @@ class OpenTelemetryTracer:
             attributes["messaging.destination.partition.id"] = first.queue
             attributes["messaging.outbox.delivery.attempt"] = first.attempt
         else:
-            # A root span, whatever the thread did before: no single message causes the whole batch.
+            # A root span, without the thread's earlier context: no single message causes the whole batch.
             parent, links = Context(), _links(messages)
         with self._tracer.start_as_current_span(
             _name("process", messages), context=parent, kind=SpanKind.CONSUMER, attributes=attributes, links=links

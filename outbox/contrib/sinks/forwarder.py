@@ -1,6 +1,8 @@
 """A handler that forwards in order per key and finishes a message after the endpoint has acknowledged it.
 
 After a crash between the acknowledgement and the stored offset, the message is sent again under the same message id.
+
+See decision 125.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What every sink does: it sends messages to an endpoint and reports for each whether it was acknowledged."""
+"""The protocol of every sink: it sends messages to an endpoint and reports for each whether it was acknowledged."""
 
 from __future__ import annotations
 

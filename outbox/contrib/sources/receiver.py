@@ -2,6 +2,8 @@
 
 After a crash between the two steps the source delivers the message again. It then has the same id and is stored once.
 Once stored it is like any other message: subscribers handle it with the inbox, in order, with retries and dead letters.
+
+See decision 189.
 """
 
 from __future__ import annotations
@@ -133,7 +135,7 @@ class Receiver:
         try:
             self._broker.send([self._convert(one, self._name, self._topic)])
         except MessageTypeMismatch:
-            # The topic accepts no message from here, whatever its content.
+            # The topic accepts no message from here, with any content.
             raise
         except (InvalidMessage, InvalidName, ValueError) as error:
             if self._poison_topic is None:

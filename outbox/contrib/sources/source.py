@@ -1,4 +1,4 @@
-"""What every source does: it delivers foreign messages in order, and deletes them when they are acknowledged."""
+"""The protocol of every source: it delivers foreign messages in order, and deletes them when they are acknowledged."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ Convert = Callable[[Incoming, str, str], Message]
 def identity(incoming: Incoming) -> tuple[str, str]:
     """A message's sender and the id that the sender gave it; '' for an unknown one.
 
-    A CloudEvent is identified by its source and its id together, whatever else its transport says.
+    A CloudEvent is identified by its source and its id together, independent of its transport.
     """
     event = _event(incoming)
     if event.get("id") and event.get("source"):

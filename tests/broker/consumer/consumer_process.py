@@ -29,13 +29,13 @@ _EFFECT = "INSERT INTO effect (instance, queue, key, n, message_id, attempt) VAL
 
 
 def without_fencing() -> None:
-    """Believe in every lease for ever."""
+    """Assume that every lease is held for ever."""
     OwnedQueue.trusted = lambda self: True  # type: ignore[method-assign]
     OwnedQueue.may_start = lambda self: True  # type: ignore[method-assign]
 
 
 def without_drain() -> None:
-    """Give queues away at once, whatever runs."""
+    """Release queues at once, while their handlers still run."""
 
     def hand_over(self: Dispatcher, queue: OwnedQueue) -> None:
         queue.lose()

@@ -54,7 +54,7 @@ class Handler:
             calls.write(f"{d.body['n']}\n")
         armed = self._options.get("armed")
         if d.body.get("do") and (armed is None or Path(armed).exists()):
-            # The neighbours that were started with it are running by now.
+            # The calls that were started together with it are running by now.
             self._pause.wait(self._options.get("before", 0.05))
             DEEDS[d.body["do"]]()
         self._pause.wait(self._options.get("seconds", 0.0))
@@ -65,7 +65,7 @@ class Handler:
 def main() -> int:
     options = json.loads(sys.argv[1])
     logging.basicConfig(level=options.get("log", "ERROR"), format=f"{options['name']} %(message)s")
-    # So that a test that fails can show where it hangs.
+    # A test that fails can then show where it hangs.
     faulthandler.register(signal.SIGUSR1)
     stop = threading.Event()
     stop_on_signals(stop)

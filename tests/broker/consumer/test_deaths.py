@@ -1,4 +1,4 @@
-"""A killed consumer process: its supervisor releases its leases at once, whatever the process was doing."""
+"""A killed consumer process: its supervisor releases its leases at once, in any state of the process."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def kill_at_work(bench: ConsumptionBench, supervisor: Supervisor) -> None:
 
 
 def kill_while_it_drains(bench: ConsumptionBench, supervisor: Supervisor) -> None:
-    """As an operator or the kernel does in a rolling restart: the handlers still run."""
+    """Kill it as an operator or the kernel does in a rolling restart, while handlers run."""
     pid = supervisor.pids()["c1"]
     os.kill(pid, signal.SIGTERM)
     eventually(lambda: len(bench.owners()) == 1, what="it has released the idle queue, so it drains")
@@ -53,7 +53,7 @@ def test_another_consumer_takes_the_queues_of_a_killed_one(
         "seconds": HANDLER_SECONDS,
         "timeout_seconds": 2 * HANDLER_SECONDS,
     }
-    # The killed child stays down: nothing but the release lets the other consumer have more than its share.
+    # The killed child is not restarted: only the release lets the other consumer own more than its share.
     with working(bench, tmp_path, drain_seconds=0.5, backoff=NEVER, **options) as workers:
         eventually(lambda: bench.shares() == [2])
         bench.publish(messages(8, keys=1))
@@ -64,12 +64,14 @@ def test_another_consumer_takes_the_queues_of_a_killed_one(
         with bench.running((Subscription(group="g", topic="orders"), heir), lease_seconds=LEASE_SECONDS):
             eventually(lambda: bench.shares() == [2] and dead not in bench.owners().values(), what="it has the queues")
             eventually(lambda: sorted(heir.ns) == list(range(8)), what="it has handled what the other one held")
-            assert accused(bench) == (4 if end is kill_at_work else 0), "a process told to stop accuses no message"
+            assert accused(bench) == (4 if end is kill_at_work else 0), (
+                "a process that was stopped puts no message into quarantine"
+            )
             assert members_of(bench, dead) == 0
 
 
 def accused(bench: ConsumptionBench) -> int:
-    # Suspects are cleared as soon as they come back alive; the incident stays.
+    # A message leaves quarantine as soon as its handler has returned; the incident stays.
     rows = bench.rows("SELECT detail FROM outbox.incident WHERE kind = 'process_died'")
     return sum(int(detail.split(" messages")[0].split()[-1]) for (detail,) in rows)
 

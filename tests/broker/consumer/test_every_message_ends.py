@@ -1,7 +1,7 @@
 """Everything at once, on both paths: retries, poison, lost ends, replays, recalls, processes killed again and again.
 
-Every message ends; an innocent one is never a dead letter; the keys of a FIFO topic keep the order of local commits;
-what was recalled has no effect; every equation of conservation holds.
+Every message ends; a harmless one is never a dead letter; the keys of a FIFO topic keep the order of local commits;
+a recalled message has no effect; every equation of conservation holds.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from tests.broker.consumer.test_storm import BusinessChecker
 from tests.support import eventually
 
 INNOCENT = ("fine", "fine", "fine", "fails", "slow")
-# What must end as a dead letter, and nothing else may.
+# These must end as dead letters, and no others may.
 GUILTY = ("poison", "exit", "hang")
 CONSUMERS = ("c1", "c2")
 BATCH = 5
@@ -120,7 +120,7 @@ class Storm:
         end = EndTransaction(transaction_id=message.message_id, decision=decision, producer_group=GROUP)
         self.broker.end([end], timeout_seconds=30)
 
-    # -- what happens meanwhile -----------------------------------------------------------------
+    # -- faults while it runs -- -----------------------------------------------------------------
 
     def something(self, what: str, supervisor: Supervisor) -> None:
         self.happened[what] += 1
@@ -139,7 +139,7 @@ class Storm:
         return found if found > before else 0
 
     def recall(self, ids: list[UUID]) -> bool:
-        """Whether nothing of it waits any more. What has lost its end message is asked about first."""
+        """Whether no message waits any more. Halves that lost their end message are checked first."""
         self.check_back.run_once()
         outcomes = self.broker.recall(ids, timeout_seconds=30)
         self.recalled.update(one.message_id for one in outcomes if one.status is RecallStatus.RECALLED)
@@ -175,8 +175,8 @@ class Storm:
         guilty = {one for one, (_, fate) in committed.items() if fate in GUILTY}
         effects = Counter(row[0] for row in self.bench.rows("SELECT message_id FROM effect"))
         letters = Counter(letter.message_id for letter in dead_letters.list_dead_letters(self.bench.run, limit=10_000))
-        assert effects == Counter(committed.keys() - guilty - self.recalled), "each innocent takes effect once"
-        assert letters == Counter(guilty - self.recalled), "the guilty are dead letters, and nobody else"
+        assert effects == Counter(committed.keys() - guilty - self.recalled), "each harmless message takes effect once"
+        assert letters == Counter(guilty - self.recalled), "the poison messages are dead letters, and no others"
         steps = [row for row in self.bench.effects() if committed[row[3]][0] == "steps"]
         assert_each_once_in_order(steps, sum(topic == "steps" for topic, _ in committed.values()))
         assert count_messages(self.bench.run).differences() == []
@@ -214,7 +214,7 @@ def every_message_ends(
     with contextlib.closing(Storm(bench, atomic, seed, count // guilty)) as storm, supervised(bench) as supervisor:
         eventually(lambda: bench.members() == 2 * len(CONSUMERS), within_seconds=60, what="both groups are there")
         storm.rage(count, every, supervisor)
-        # So that the run need not wait for what was delayed by a minute.
+        # Then the run need not wait for a message that was delayed by a minute.
         eventually(lambda: storm.recall(storm.waiting), within_seconds=120, what="all that waits is recalled")
         eventually(storm.is_over, within_seconds=180, what="every message ends")
         storm.check()

@@ -1,4 +1,4 @@
-"""What processes ask of the database while nothing happens: statements per beat, not per second."""
+"""Statements that idle processes send to the database: per heartbeat, not per second."""
 
 from __future__ import annotations
 

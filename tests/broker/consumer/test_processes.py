@@ -76,7 +76,7 @@ def test_leaving_hands_over_at_once_and_costs_no_redelivery(orders: ConsumptionB
     processes = started(orders, 2, mode="key_ordered", seconds=0.002, lease_seconds=30.0, inbox=False)
     orders.publish(keyed("orders", 1_000, 100))
     eventually(lambda: orders.effect_count() >= 200)
-    # With a term of 30 s, only giving the leases back lets the other one finish in time.
+    # With a term of 30 s, the other one can finish in time only if the leases are released.
     assert orders.stop(processes[0]) == 0
     eventually(lambda: orders.lag("g") == 0)
     assert_each_once_in_order(orders.effects(), 1_000)
@@ -112,7 +112,7 @@ def test_killed_while_sending_back_loses_and_doubles_nothing(orders: Consumption
         eventually(lambda: orders.lag("g") == 0)
     each_once(orders, 200)
     orders.assert_conserved("g")
-    # What the victim had sent away was not delivered, and counted, a second time where it was.
+    # Messages that the killed process had sent back were not delivered and counted again in their old place.
     assert count_messages(orders.run).differences() == []
 
 
@@ -121,7 +121,8 @@ def test_killed_while_sending_back_loses_and_doubles_nothing(orders: Consumption
 
 def frozen_before_a_handler(orders: ConsumptionBench, broken: str) -> list[tuple[Any, ...]]:
     """A consumer freezes right before a handler, is taken over by another, and thaws when that one is done."""
-    # Nothing here makes a second delivery harmless: on a busy machine, too, only the freeze may end the lease.
+    # There is no inbox here, so a second delivery would count: also on a busy machine only the freeze may end the
+    # lease.
     patient: dict[str, Any] = {"mode": "orderly", "inbox": False, "lease_seconds": 6.0, "idle_seconds": 5.0}
     zombie = orders.spawn("zombie", threads=1, broken=broken, faults="consumer.before_handler=stop@61", **patient)
     orders.wait_for_shares(6)
@@ -163,7 +164,7 @@ def test_control_a_runtime_without_fencing_is_caught(orders: ConsumptionBench) -
     "mode", [*(pytest.param(m, marks=pytest.mark.soak) for m in ("concurrent", "orderly")), "key_ordered"]
 )
 def test_frozen_in_the_middle_of_its_transaction_takes_effect_once(orders: ConsumptionBench, mode: str) -> None:
-    """The inbox row it holds is freed by the server, what it commits late is refused, and its lease is gone."""
+    """The inbox row it holds is freed by the server, its late commit is refused, and its lease is gone."""
     zombie = orders.spawn("zombie", mode=mode, faults="consumer.before_inbox_commit=stop@30")
     orders.wait_for_shares(6)
     orders.publish(keyed("orders", 300, 30))

@@ -64,7 +64,7 @@ def working(
     backoff: Backoff = SOON,
     **options: Any,
 ) -> Iterator[Workers]:
-    """So many consumer processes under a supervisor, and a broker process's loop."""
+    """This number of consumer processes under a supervisor, and the loop of a broker process."""
     record = functools.partial(deaths.record, bench.database)
     specs = []
     for number in range(1, count + 1):
@@ -135,24 +135,24 @@ def test_a_killer_is_tried_alone_and_given_up_after_three_deaths(
     orders.assert_conserved("g")
 
 
-def test_a_killer_in_a_batch_costs_its_neighbours_nothing(orders: ConsumptionBench, tmp_path: Path) -> None:
+def test_a_killer_in_a_batch_costs_the_other_messages_no_attempt(orders: ConsumptionBench, tmp_path: Path) -> None:
     sent = messages(64, deeds={9: "kill"})
     orders.publish(sent)
     with working(orders, tmp_path, batch=16, threads=1) as workers:
         eventually(lambda: letters(orders), within_seconds=LONG)
         eventually(lambda: is_done(orders), within_seconds=LONG)
-        # Tried together by halves: 16, 8, 4, 2, then three times alone, whatever was fetched together.
+        # Tried together by halves: 16, 8, 4, 2, then three times alone, for any fetched batch.
         assert workers.calls()[9] <= 8
     assert letters(orders) == [sent[9].message_id]
     assert_innocents_took_effect_once(orders, sent, [9])
 
 
-def test_neighbours_go_on_while_a_killer_is_found(orders: ConsumptionBench, tmp_path: Path) -> None:
+def test_other_queues_continue_while_a_killer_is_found(orders: ConsumptionBench, tmp_path: Path) -> None:
     """Another group of the same processes, and the other queues; the workers do not die in turn for ever."""
     sent = messages(200, deeds={9: "kill"})
     orders.publish(sent)
     with working(orders, tmp_path, count=2, groups=["g", "other"], lease_seconds=30.0) as workers:
-        # With a term of 30 s only the supervisor's report lets the queues of a dead process go on in time. It kills
+        # With a term of 30 s only the supervisor's report lets the queues of a dead process continue in time. It kills
         # for both groups, and each gives it up.
         eventually(lambda: len(dead_letters.list_dead_letters(orders.run)) == 2, within_seconds=LONG)
         eventually(lambda: orders.lag("g") == 0 and orders.lag("other") == 0, within_seconds=LONG)
@@ -172,7 +172,9 @@ def test_system_exit_in_a_handler_is_a_failed_attempt(orders: ConsumptionBench, 
     assert letter.error.startswith("SystemExit: 9") and letter.attempts == 2
 
 
-def test_an_innocent_killed_from_outside_is_cleared(orders: ConsumptionBench, tmp_path: Path) -> None:
+def test_a_harmless_message_whose_process_was_killed_from_outside_is_cleared(
+    orders: ConsumptionBench, tmp_path: Path
+) -> None:
     sent = messages(40)
     orders.publish(sent)
     with working(orders, tmp_path, seconds=0.05) as workers:
@@ -202,8 +204,8 @@ def test_a_killer_that_was_mended_is_cleared_and_takes_effect(orders: Consumptio
     assert letters(orders) == []
 
 
-def test_an_end_that_was_ordered_accuses_nobody(orders: ConsumptionBench, tmp_path: Path) -> None:
-    """Told to stop, then killed because it does not: what runs at that moment is not guilty."""
+def test_a_requested_end_puts_no_message_into_quarantine(orders: ConsumptionBench, tmp_path: Path) -> None:
+    """It is stopped, and killed because it does not end: the running messages are not counted."""
     # All in one queue, so that the other one is given back as soon as the order has arrived.
     orders.publish(messages(8, keys=1, deeds=dict.fromkeys(range(8), "hang")))
     with working(orders, tmp_path, drain_seconds=0.2) as workers:
@@ -212,7 +214,7 @@ def test_an_end_that_was_ordered_accuses_nobody(orders: ConsumptionBench, tmp_pa
         workers.supervisor.stop()
     assert (workers.deaths(), quarantine.list_quarantined(orders.run)) == (0, [])
     with working(orders, tmp_path, drain_seconds=0.2) as workers:
-        # … and by somebody else's, who kills it later.
+        # … and by that of another process, which kills it later.
         pid = eventually(lambda: workers.supervisor.pids().get("c1", 0), within_seconds=LONG)
         eventually(lambda: sum(workers.calls().values()) == 8, within_seconds=LONG)
         os.kill(pid, signal.SIGTERM)
@@ -255,8 +257,8 @@ def test_hanging_handlers_end_their_process_and_are_given_up(
         assert_in_order(orders)
 
 
-def test_a_runtime_whose_handlers_hang_releases_its_queues_and_says_so(orders: ConsumptionBench) -> None:
-    """In a process of one's own, too, it neither keeps its leases nor drains for ever."""
+def test_a_runtime_whose_handlers_hang_releases_its_queues_and_raises(orders: ConsumptionBench) -> None:
+    """Also in another program it neither keeps its leases nor drains for ever."""
     release = threading.Event()
     orders.publish(messages(10))
     subscription = Subscription(group="g", topic="orders", threads=1, timeout_seconds=0.1, retry=AT_ONCE)

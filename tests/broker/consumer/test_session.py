@@ -1,4 +1,4 @@
-"""A consumer's connection: none is left behind by a stay that did not begin, and what is asked on it."""
+"""A consumer's connection: none is left open by a session that did not begin; and the statements on it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_a_connection_on_which_listening_failed_is_closed(
         raise psycopg.OperationalError("too many notifications in the NOTIFY queue")
 
     monkeypatch.setattr(runtime, "listen", fails)
-    # The error is kept, and with it what its frames refer to: nothing is closed for want of references.
+    # The error is kept, with everything its frames refer to: no connection is closed by losing its last reference.
     with pytest.raises(psycopg.OperationalError) as kept:
         ConsumerSession(
             database,
@@ -47,7 +47,7 @@ def test_a_connection_on_which_listening_failed_is_closed(
     assert kept.value is not None
 
 
-def test_of_many_queues_only_those_that_have_grown_are_asked(
+def test_of_many_queues_only_those_that_have_grown_are_read(
     bench: ConsumptionBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runtime, "_LISTENING_POLL_SECONDS", 3600.0)

@@ -75,7 +75,7 @@ class Storm:
         self.happened["joined"] += 1
 
     def leave(self, consumer: subprocess.Popen[bytes]) -> None:
-        # One that is told before it listens to signals ends by them: it has not joined yet.
+        # A process that gets the signal before it handles signals dies of it: it has not joined yet.
         assert self.bench.stop(consumer) in (0, -signal.SIGTERM)
 
     def something(self) -> None:

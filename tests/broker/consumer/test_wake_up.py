@@ -1,4 +1,4 @@
-"""No wake-up is lost, at whatever moment it is set."""
+"""No wake-up is lost, at any moment at which it is set."""
 
 from __future__ import annotations
 

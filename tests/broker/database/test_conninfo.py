@@ -55,7 +55,7 @@ def test_a_malformed_connection_string_is_refused_without_being_repeated(way: st
     with pytest.raises(ConfigurationError, match=r"postgresql://user:password@host") as caught:
         WAYS[way](url)
     assert "hunter2" not in str(caught.value)
-    # What a traceback would show, its causes included; not its source lines, which hold what the test is given.
+    # The text of a traceback, with its causes; without source lines, which contain the test's own parameters.
     for error in (caught.value, caught.value.__cause__):
         assert "hunter2" not in "".join(traceback.format_exception_only(error)) if error else True
 

@@ -18,7 +18,7 @@ def test_a_connection_is_kept_for_the_next_call(server_url: str) -> None:
 
 
 def test_what_is_given_back_to_a_closed_pool_is_closed(server_url: str) -> None:
-    """As by a thread that was in the middle of a call."""
+    """Like a thread that was in the middle of a call."""
     pool = Pool(BrokerDatabase(server_url))
     with pool.connection(time.monotonic() + 60) as connection:
         pool.close()

@@ -32,7 +32,7 @@ SETTINGS = (
     "idle_in_transaction_session_timeout",
     "idle_session_timeout",
 )
-# What makes any statement on a table take longer than the timeouts: a trigger of the test's.
+# This trigger makes any statement on a table take longer than the timeouts.
 SLOW = """
 CREATE FUNCTION {schema}.slow() RETURNS trigger LANGUAGE plpgsql AS
 $$ BEGIN PERFORM pg_sleep(0.2); RETURN NULL; END $$;
@@ -151,7 +151,7 @@ def test_a_whole_worker_keeps_its_sessions_and_leases(
     assert [one for one in complaints if "renewed" in one or "interrupted" in one] == []
 
 
-def test_publishing_goes_on_after_its_idle_session_was_ended(
+def test_publishing_continues_after_its_idle_session_was_ended(
     tiny: BrokerDatabase, connection: BrokerConnection, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
@@ -201,7 +201,7 @@ def test_check_back(tiny: BrokerDatabase, slow: Callable[[str, str], None], conn
 
 
 def test_install_waits_for_another_install(tiny: BrokerDatabase, connection: BrokerConnection) -> None:
-    """The lock of the installation is waited for as long as it takes, whatever the role's timeouts."""
+    """The lock of the installation is waited for without a limit, with any timeouts of the role."""
     locked, done = threading.Event(), threading.Event()
 
     def hold() -> None:

@@ -1,4 +1,4 @@
-"""One poison message among innocents, and a world that is away: the first is found, the second costs no attempts."""
+"""A poison message among others is found; a service that is down costs no attempts."""
 
 from __future__ import annotations
 
@@ -80,12 +80,12 @@ def test_a_poison_message_takes_none_of_its_batch_along(orders: ConsumptionBench
         (sent[4].message_id, 3)
     ]
     assert world.handled == Counter(n for n in range(10) if n != 4)
-    # Nobody else has a failed attempt.
+    # No other message has a failed attempt.
     assert orders.rows("SELECT count(DISTINCT log_id) FROM outbox.failure") == [(1,)]
     orders.assert_conserved("g")
 
 
-def test_a_batch_is_halved_until_the_guilty_one_is_alone(orders: ConsumptionBench) -> None:
+def test_a_batch_is_halved_until_the_poison_message_is_alone(orders: ConsumptionBench) -> None:
     def fail(deliveries: Any) -> None:
         calls.append(numbers(deliveries))
         if 0 in calls[-1]:
@@ -100,7 +100,7 @@ def test_a_batch_is_halved_until_the_guilty_one_is_alone(orders: ConsumptionBenc
     orders.assert_conserved("g")
 
 
-# -- a world that is away ---------------------------------------------------------------------------
+# -- a service that is down -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("batch", [1, 64])
@@ -115,8 +115,8 @@ def test_an_outage_uses_up_no_attempts(orders: ConsumptionBench, mode: Mode, bat
         # It is tried again and again, one call at a time.
         before = len(world.calls)
         eventually(lambda: len(world.calls) > before + 5)
-        # Of the first two of three in a row attempts may have counted, more than one while nothing else was there to be
-        # tried; of the other 198 none.
+        # The first two of three failures in a row may have counted as attempts; more than one, while there was no other
+        # message to tried; of the other 198 none.
         assert orders.rows("SELECT count(DISTINCT log_id) <= 2 FROM outbox.failure") == [(True,)]
         world.back.set()
         eventually(lambda: len(world.handled) == 200)
@@ -125,8 +125,8 @@ def test_an_outage_uses_up_no_attempts(orders: ConsumptionBench, mode: Mode, bat
     assert dead_letters.list_dead_letters(orders.run) == []
 
 
-def test_an_outage_is_seen_after_few_calls_whatever_the_batch(orders: ConsumptionBench) -> None:
-    """Not only once a batch of 500 is halved to single messages: each call may cost a timeout."""
+def test_an_outage_is_recognised_after_few_calls_for_any_size_of_batch(orders: ConsumptionBench) -> None:
+    """And not first after a batch of 500 is halved to single messages: each call may cost a timeout."""
     world = World(away=True)
     orders.declare("single", queues=1)
     orders.publish([Message(topic="single", body=encode({"n": n})) for n in range(500)])
@@ -137,7 +137,7 @@ def test_an_outage_is_seen_after_few_calls_whatever_the_batch(orders: Consumptio
 
 
 def test_poison_alone_in_the_world_ends_in_the_dead_letters(orders: ConsumptionBench) -> None:
-    """With nothing else to try it looks like an outage; that is believed no longer than a series of attempts takes."""
+    """Alone it looks like an outage; that is assumed no longer than a series of attempts takes."""
     world = World(poison=range(4))
     orders.publish(messages(4))
     policy = RetryPolicy(delays_seconds=[0.05], max_attempts=3)
@@ -192,10 +192,10 @@ def test_what_is_in_a_row() -> None:
     assert outage.failed("c", "F: other", 0.0) is None
 
 
-def test_a_pause_that_was_asked_for_lasts_that_long() -> None:
+def test_a_requested_pause_lasts_its_full_time() -> None:
     outage = Outage(subscribe(retry=RetryPolicy()))
     assert outage.not_started("E: later", 0.0, 30.0) == 30.0
-    # Of calls that ran already when it was asked for.
+    # By calls that already ran when it was requested.
     outage.succeeded(1.0)
     assert outage.failed("a", "F: other", 2.0) == 30.0
     assert outage.not_started("E: later", 3.0, 40.0) == 43.0

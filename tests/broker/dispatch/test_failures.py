@@ -225,7 +225,7 @@ def test_replay_from_dlq_starts_a_new_series_of_attempts(orders: ConsumptionBenc
 
 
 def test_send_back_fails_then_local_retry(orders: ConsumptionBench, armed: Any) -> None:
-    """What cannot be sent back is neither lost nor passed by the offset: it is tried here again."""
+    """A message that cannot be sent back is not lost, and the offset does not pass it: it is tried here again."""
     attempts: list[int] = []
 
     def handle(delivery: Delivery) -> None:
@@ -325,8 +325,10 @@ def test_sent_back_message_wakes_the_sequencer(orders: ConsumptionBench) -> None
     assert at[1] - at[0] >= 0.2
 
 
-def test_notes_of_what_was_sent_away_are_read_once_while_somebody_holds_a_snapshot(bench: ConsumptionBench) -> None:
-    """The index keeps what was removed for as long; to read all of it would make each failure dearer than the last."""
+def test_notes_of_messages_sent_back_are_read_once_while_another_session_holds_a_snapshot(
+    bench: ConsumptionBench,
+) -> None:
+    """The index keeps what was removed for as long; reading all of it would make each failure slower than the last."""
     bench.declare("single", queues=1)
     passed = "SELECT max(next_offset) FROM outbox.consumer_offset"
     read = "SELECT idx_tup_read FROM pg_stat_user_indexes WHERE indexrelname = 'finished_ahead_pkey'"
@@ -342,7 +344,7 @@ def test_notes_of_what_was_sent_away_are_read_once_while_somebody_holds_a_snapsh
                 bench.publish([Message(topic="single", body=encode({"n": n})) for n in range(10)])
                 bench.sequence()
                 eventually(lambda wave=wave: bench.rows(passed) == [(10 * wave,)])  # type: ignore[misc]
-    # The sessions of the runtime have told what they read when they ended.
+    # The sessions of the runtime have reported their reads when they ended.
     eventually(lambda: bench.rows("SELECT count(*) FROM outbox.dead_letter") == [(150,)])
     [(count,)] = bench.rows(read)
     assert 0 < count <= 2 * 150

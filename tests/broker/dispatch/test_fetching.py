@@ -1,4 +1,4 @@
-"""How messages reach a consumer: when they are due, when it is woken, what is loaded, and by which plans."""
+"""How messages reach a consumer: when they are due, when it is woken, which bodies are loaded, and by which plans."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ def test_without_listen_everything_works_by_polling(orders: ConsumptionBench) ->
         eventually(lambda: len(seen.ns) == 5)
 
 
-def test_fetching_uses_primary_keys_whatever_the_statistics_say(orders: ConsumptionBench) -> None:
-    """Statistics of the empty tables: a plan that trusted them would scan, and be slow for the first million."""
+def test_fetching_uses_primary_keys_with_any_statistics(orders: ConsumptionBench) -> None:
+    """With statistics of empty tables, a plan made from them would scan, and be slow for the first million messages."""
     orders.connection.execute("ANALYZE outbox.consume_queue; ANALYZE outbox.commit_log")
     orders.publish(messages(0, 3_000))
     executed: list[str] = []

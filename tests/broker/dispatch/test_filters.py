@@ -1,4 +1,4 @@
-"""Filters: what they accept, what they say when they do not, and that Python and SQL agree."""
+"""Filters: accepted and refused texts, their errors, and the same result in Python and SQL."""
 
 from __future__ import annotations
 

@@ -184,7 +184,7 @@ def test_key_ordered_with_one_poisoned_key_all_others_finish(steps: ConsumptionB
 
 
 def test_a_poisoned_key_keeps_no_bodies_in_memory(steps: ConsumptionBench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its later messages are remembered by offset only, and the queue is fetched far beyond what is buffered."""
+    """Only the offsets of its later messages are kept, and the queue is fetched far beyond the buffered messages."""
     steps.declare("single", queues=1, types=FIFO)
     healed = threading.Event()
     harness = OrderHarness(lambda delivery: ValueError() if delivery.key == "bad" and not healed.is_set() else None)

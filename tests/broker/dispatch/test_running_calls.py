@@ -38,7 +38,7 @@ def test_the_parent_sees_what_runs_and_not_what_has_come_back(file: Any) -> None
     calls.note(6, [2**62], alone=True)
     assert first is not None
     calls.forget(first)
-    # A slot is used again, whatever was longer in it before.
+    # A slot is used again, also if a longer entry was in it before.
     calls.note(7, [1], alone=False)
     calls.note(7, [2], alone=False)
     assert calls.note(7, [3], alone=False) is None, "there are three slots"
@@ -84,7 +84,7 @@ def supervised(program: str, told: Any) -> Supervisor:
     return Supervisor([ChildSpec(name="c", argv=[sys.executable, "-c", program], on_death=told)], backoff=QUICK)
 
 
-def test_the_supervisor_tells_before_it_restarts_and_again_until_it_is_heard() -> None:
+def test_the_supervisor_records_a_death_before_it_restarts_and_repeats_until_it_is_stored() -> None:
     """While the broker's database is away the child is not started: it would run into the same message."""
     deaths: list[ChildDeath] = []
 
@@ -110,7 +110,7 @@ def test_the_supervisor_tells_before_it_restarts_and_again_until_it_is_heard() -
         "import os; os._exit(7)",
     ],
 )
-def test_a_death_that_says_nothing_is_told_all_the_same(program: str) -> None:
+def test_a_death_without_running_calls_is_recorded_too(program: str) -> None:
     deaths: list[ChildDeath] = []
     supervisor = supervised(program, deaths.append)
     supervisor.start()

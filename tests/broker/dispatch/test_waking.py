@@ -22,7 +22,7 @@ SOON, LONG = 100.0, 1000.0
 
 
 class Line:
-    """One runner, whose handlers return when they are let."""
+    """One runner, whose handlers return when the test allows it."""
 
     def __init__(self, mode: Mode = Mode.CONCURRENT) -> None:
         subscription = Subscription(group="g", topic="t", mode=mode, threads=2)
@@ -68,9 +68,9 @@ def test_a_handled_message_is_collected_when_the_dispatching_thread_wakes_by_its
     assert not line.calls.finished(handled(work))
 
 
-def test_who_sleeps_for_longer_is_woken(line: Line) -> None:
+def test_a_thread_that_sleeps_longer_is_woken(line: Line) -> None:
     work = line.submitted()
-    # Nobody has looked for results when the time for that came.
+    # No thread has collected the results when their time came.
     line.calls._collect_at = 0.0
     assert line.calls.sleep(LONG) == LONG
     assert line.calls.finished(handled(work))
@@ -109,7 +109,7 @@ def test_a_call_that_is_watched_wakes_at_once(line: Line) -> None:
     assert line.calls.sleep(LONG) == 0.0
 
 
-def test_a_line_in_order_goes_on_at_once() -> None:
+def test_an_ordered_queue_continues_at_once() -> None:
     line = Line(Mode.ORDERLY)
     work = line.submitted()
     line.calls.sleep(LONG)

@@ -19,7 +19,7 @@ class Call:
 
 
 class Pool:
-    """A pool, what its threads ran, and which of them are alive."""
+    """A pool, the calls that its threads ran, and the live threads."""
 
     def __init__(self, threads: int) -> None:
         self.ran: list[threading.Thread] = []

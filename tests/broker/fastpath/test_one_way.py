@@ -1,4 +1,4 @@
-"""What nobody waits for: the last one arrives like the first, and no fault makes a sender wait or fail."""
+"""Requests without waiting: the last one arrives like the first, and no fault makes a sender wait or fail."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def frozen(pid: int) -> Iterator[None]:
         os.kill(pid, signal.SIGCONT)
 
 
-def test_ends_and_the_wake_up_arrive_though_nobody_calls_again(
+def test_ends_and_the_wake_up_arrive_without_a_further_call(
     broker: PostgresBroker, connection: BrokerConnection, database: BrokerDatabase
 ) -> None:
     with contextlib.closing(database.open(name="listening")) as listening:
@@ -131,7 +131,7 @@ def test_what_was_on_its_way_when_the_session_ended_is_sent_again(
     with frozen(pid):
         for one in ids:
             broker.end_one_way(end(one))
-        # It dies of this when it goes on, and has read nothing of what was written.
+        # It dies of this when it continues, and has read none of the written requests.
         os.kill(pid, signal.SIGTERM)
     assert broker.flush(within_seconds=30)
     assert decided(connection) == dict.fromkeys(ids, "C")
@@ -152,7 +152,7 @@ def test_where_the_primary_has_become_a_replica_a_new_connection_is_tried(
     assert decided(connection) == {first: "C", second: "C"}
 
 
-def test_a_server_that_hangs_makes_nobody_wait_and_what_is_too_much_is_dropped(
+def test_a_server_that_hangs_makes_no_sender_wait_and_requests_over_the_limit_are_dropped(
     database: BrokerDatabase, connection: BrokerConnection
 ) -> None:
     one_way = OneWay(database)
@@ -174,7 +174,7 @@ def test_of_equal_wake_ups_that_wait_together_one_is_sent(database: BrokerDataba
     one_way.send(WAKE)
     assert one_way.flush(within_seconds=30)
     with one_way._lock:
-        # Somebody else is writing: nobody waits for it, and nobody is left behind.
+        # Another thread is writing: no sender waits for it, and no request is left over.
         for _ in range(99):
             one_way.send(WAKE)
     with tempfile.TemporaryFile() as protocol:
@@ -200,12 +200,12 @@ def test_ends_of_many_threads_arrive(broker: PostgresBroker, connection: BrokerC
         thread.start()
     for thread in threads:
         thread.join()
-    # What comes while a hundred are unanswered may wait for the next use.
+    # A request that comes while a hundred are unanswered may wait for the next use.
     assert broker.flush(within_seconds=60)
     assert decided(connection) == dict.fromkeys(ids, "C")
 
 
-def test_without_a_server_nobody_waits_or_fails() -> None:
+def test_without_a_server_no_sender_waits_or_fails() -> None:
     one_way = OneWay(BrokerDatabase("host=/nowhere"))
     for _ in range(100):
         one_way.send(WAKE)

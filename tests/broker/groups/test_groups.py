@@ -201,7 +201,7 @@ def test_offset_reset_by_time_offset_and_end(orders: ConsumptionBench) -> None:
         changes.reset(orders.run, "g", "orders", 0)
 
 
-def test_reset_dry_run_says_what_would_move(orders: ConsumptionBench) -> None:
+def test_reset_dry_run_lists_the_queues_that_would_move(orders: ConsumptionBench) -> None:
     seen = Seen()
     runtime = orders.runtime((subscribe(), seen))
     orders.publish(messages(0, 40))

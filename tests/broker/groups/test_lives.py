@@ -1,4 +1,4 @@
-"""Beginning a life of the server: what was stored from memory of another one is taken back."""
+"""Beginning a life of the server: rows that were stored from the memory of a former life are reverted."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.broker.support import message, new_sequencer, queued_ids
 
 
 def _crash(bench: ConsumptionBench) -> None:
-    """What a crash does to the one unlogged table."""
+    """Empty the one unlogged table, as a crash does."""
     bench.run.connection.execute("TRUNCATE outbox.life_sign")
 
 
@@ -28,7 +28,7 @@ def test_a_life_lasts_until_the_server_crashes(bench: ConsumptionBench) -> None:
 
 
 def test_positions_beyond_what_is_there_are_taken_back(bench: ConsumptionBench) -> None:
-    """As a consumer stores them that lived on; its lease does not count any more, but stays its own until its end."""
+    """As a consumer that survived stores them; its lease does not count any more, but it owns it until its end."""
     bench.declare("orders", queues=1)
     bench.publish(messages(0, 3))
     register(bench.run, subscribe())
@@ -49,7 +49,7 @@ def test_positions_beyond_what_is_there_are_taken_back(bench: ConsumptionBench) 
     assert again.epoch > lease.epoch + 1
 
 
-def test_of_a_life_that_is_not_known_all_are_told(bench: ConsumptionBench) -> None:
+def test_for_an_unknown_life_all_lives_are_returned(bench: ConsumptionBench) -> None:
     lives.current(bench.run)
     _crash(bench)
     lives.current(bench.run)

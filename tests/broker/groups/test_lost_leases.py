@@ -1,4 +1,4 @@
-"""What a lease that is lost, stopped or contested does to the messages that were fetched under it."""
+"""Leases that are lost, stopped or contested, and the messages that were fetched under them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def one_queue(bench: ConsumptionBench) -> ConsumptionBench:
     return bench
 
 
-def test_a_message_not_started_because_trust_ended_for_a_moment_is_handled_in_its_place(
+def test_a_message_not_started_because_its_lease_was_unsure_is_handled_in_its_place(
     one_queue: ConsumptionBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The handler's thread finds the lease over, then it is renewed: no hole may stay where the message was."""
@@ -40,7 +40,7 @@ def test_a_message_not_started_because_trust_ended_for_a_moment_is_handled_in_it
     refusals = iter([True, True])
 
     def trusted(queue: OwnedQueue) -> bool:
-        # Only when asked whether to start, and when the refusal is booked: in between all seems well.
+        # Unsure only at the question whether to start, and when the refusal is recorded; not in between.
         asked_by_handler = threading.current_thread().name.startswith("g-orders")
         refused = (asked_by_handler or booking.is_set()) and next(refusals, False)
         return not refused and real(queue)
@@ -64,7 +64,7 @@ def test_a_message_not_started_because_trust_ended_for_a_moment_is_handled_in_it
     assert seen == [0, 1, 2, 3, 4]
 
 
-def test_a_queue_lost_and_taken_again_does_not_run_a_message_beside_itself(
+def test_a_queue_lost_and_taken_again_does_not_run_a_message_twice_at_once(
     one_queue: ConsumptionBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The dispatching thread learns of both at once, while the first handler still runs."""
@@ -93,7 +93,7 @@ def test_a_queue_lost_and_taken_again_does_not_run_a_message_beside_itself(
         one_queue.connection.execute(
             "UPDATE outbox.queue_lease SET owner = NULL, epoch = epoch + 1, expires_at = now()"
         )
-        # Taken again by the same process, whose dispatching thread has not heard of the loss.
+        # Taken again by the same process; its dispatching thread does not know of the loss yet.
         eventually(lambda: len(one_queue.owners()) == 1)
         free.set()
         busy.clear()
@@ -143,7 +143,7 @@ def test_a_joiner_does_not_wait_for_a_reset_that_is_being_made(one_queue: Consum
             )
 
 
-def test_a_coordinator_that_waits_for_a_lock_says_so_and_goes_on(
+def test_a_coordinator_that_waits_for_a_lock_reports_it_and_continues(
     one_queue: ConsumptionBench, caplog: pytest.LogCaptureFixture
 ) -> None:
     seen: list[int] = []
@@ -171,7 +171,7 @@ def test_a_queue_whose_position_could_not_be_read_is_given_back_at_once(
 
     monkeypatch.setattr(offsets, "load", loading)
     seen: list[int] = []
-    # With a term of this length only giving back lets it come again in time.
+    # With a term of this length, it comes again in time only if the lease is released.
     with one_queue.running((ORDERLY, lambda delivery: seen.append(delivery.body["n"])), lease_seconds=60.0):
         one_queue.publish(keyed("orders", 1, 1))
         eventually(lambda: seen == [0])

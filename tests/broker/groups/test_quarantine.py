@@ -1,4 +1,4 @@
-"""What counts against a suspect, statement by statement: deaths alone, vanishing on two hosts; what takes it back."""
+"""Evidence against a message in quarantine, by statement: deaths alone, vanishing on two hosts; and its end."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Case:
         quarantine.clear(self.run, self.group_id, [7])
 
     def tries(self, instance: UUID, host: str = "here") -> QuarantineAttempt:
-        """Try it now, whatever pause there is."""
+        """Try it now, without the pause."""
         attempt = quarantine.begin_attempt(self.run, instance, host, self.group_id, [self.log_id])
         if attempt.wait_seconds:
             self.bench.connection.execute("UPDATE outbox.suspect SET due_at = now()")
@@ -90,7 +90,7 @@ def test_only_deaths_alone_count_and_the_pause_grows(case: Case) -> None:
         assert case.row() == (deaths, 0, pause)
     instance = case.instance()
     assert case.tries(instance) == QuarantineAttempt()
-    # Beside another call, be it one that hangs since before: whose fault it was is not known.
+    # Beside another call, even one that already hung: the cause is not known.
     case.die(instance, case.alone, RunningCall(case.group_id, [case.log_ids[1]], False))
     assert case.row()[0] == 2
     instance = case.instance()
@@ -114,7 +114,7 @@ def test_one_of_a_group_is_tried_at_a_time(case: Case) -> None:
     case.die(case.instance(), RunningCall(case.group_id, [case.log_ids[1]], False))
     assert case.tries(first) == QuarantineAttempt()
     assert quarantine.begin_attempt(case.run, second, "there", case.group_id, [case.log_ids[1]]).wait_seconds > 0
-    # Asking again after an error of the connection is the same trial.
+    # A repeated request after an error of the connection is the same trial.
     assert case.tries(first) == QuarantineAttempt()
     quarantine.clear(case.run, case.group_id, [case.log_id])
     assert quarantine.begin_attempt(case.run, second, "there", case.group_id, [case.log_ids[1]]) == QuarantineAttempt()
@@ -137,7 +137,7 @@ def test_vanishing_alone_counts_only_on_two_hosts(case: Case) -> None:
     assert case.tries(case.instance()).deaths.startswith("5 times")
 
 
-def test_an_instance_that_is_heard_of_again_has_not_vanished(case: Case) -> None:
+def test_an_instance_that_beats_again_has_not_vanished(case: Case) -> None:
     case.accuse()
     gone = []
     for host in ("here", "there", "here"):
@@ -163,7 +163,7 @@ def test_what_a_parent_saw_is_not_counted_as_vanishing_too(case: Case) -> None:
     assert case.row()[:2] == (1, 0)
 
 
-def test_a_trial_that_never_began_or_was_not_alone_proves_nothing(case: Case) -> None:
+def test_an_attempt_that_never_began_or_was_not_alone_proves_nothing(case: Case) -> None:
     case.accuse()
     instance = case.instance()
     assert case.tries(instance) == QuarantineAttempt()
@@ -179,7 +179,7 @@ def test_a_trial_that_never_began_or_was_not_alone_proves_nothing(case: Case) ->
     assert case.row()[:2] == (0, 0)
 
 
-def test_the_status_names_suspects(case: Case) -> None:
+def test_the_status_names_messages_in_quarantine(case: Case) -> None:
     case.accuse()
     (problem,) = [text for text in map(str, quarantine.list_quarantined(case.run)) if "suspected" in text]
     assert "group 'g'" in problem and "killing its process: 0 of 3 deaths alone" in problem
@@ -187,7 +187,7 @@ def test_the_status_names_suspects(case: Case) -> None:
 
 
 @pytest.mark.parametrize("mode", list(Mode))
-def test_a_convicted_message_is_given_up_and_its_line_goes_on(bench: ConsumptionBench, mode: Mode) -> None:
+def test_a_message_with_three_deaths_is_given_up_and_its_queue_continues(bench: ConsumptionBench, mode: Mode) -> None:
     case = Case(bench)
     case.accuse()
     bench.connection.execute("UPDATE outbox.suspect SET deaths = 3")
@@ -196,7 +196,7 @@ def test_a_convicted_message_is_given_up_and_its_line_goes_on(bench: Consumption
     def handle(delivery: Delivery) -> None:
         seen.append(delivery.key)
 
-    # Whatever the subscription makes of errors of its handler.
+    # Independent of the subscription's reaction to errors of its handler.
     subscription = Subscription(group="g", topic="orders", mode=mode, on_error={Exception: OnError.STOP})
     bench.runtime((subscription, handle)).run_once()
     assert sorted(seen) == ["k1", "k2"]
@@ -205,7 +205,7 @@ def test_a_convicted_message_is_given_up_and_its_line_goes_on(bench: Consumption
     bench.assert_conserved("g")
 
 
-def test_every_instance_of_a_broadcast_group_comes_to_the_verdict(bench: ConsumptionBench) -> None:
+def test_every_instance_of_a_broadcast_group_gives_the_message_up(bench: ConsumptionBench) -> None:
     bench.declare("orders")
     bench.publish([Message(topic="orders", key=f"k{n}", body=b"{}") for n in range(3)])
     seen: list[str] = []

@@ -53,7 +53,7 @@ def test_even_strategies_differ_by_one_queue_at_most(strategy: str) -> None:
         assert max(sizes) - min(sizes) <= 1
 
 
-def test_averagely_gives_neighbours_and_circle_deals() -> None:
+def test_averagely_gives_adjacent_queues_and_circle_takes_turns() -> None:
     assert [sorted(q for _, q in share) for share in shares("averagely", 2, 5)] == [[0, 1, 2], [3, 4]]
     assert [sorted(q for _, q in share) for share in shares("circle", 2, 5)] == [[0, 2, 4], [1, 3]]
 
@@ -114,7 +114,7 @@ def test_every_change_of_owner_raises_the_epoch(bench: ConsumptionBench) -> None
     assert leases.renew(bench.run, B, [second], term_seconds=30) == set()
 
 
-def test_renewal_prolongs_trust_from_before_it_was_sent(bench: ConsumptionBench) -> None:
+def test_renewal_counts_from_before_it_was_sent(bench: ConsumptionBench) -> None:
     (lease,) = acquire(bench, A, 1, term=0.2)
     before = leases.lease_clock()
     assert leases.renew(bench.run, A, [lease], term_seconds=30) == {(1, 1)}

@@ -125,7 +125,7 @@ def _retry_queue(queue_id: int, topic: str | None) -> QueueState:
     return QueueState(1, queue_id, None, queue_id, None, 0, True, None, topic)
 
 
-def test_a_retry_queue_goes_to_who_knows_its_topic() -> None:
+def test_a_retry_queue_goes_to_a_member_that_knows_its_topic() -> None:
     a, b, c = (uuid.UUID(int=n) for n in (1, 2, 3))
     queues = [_retry_queue(0, None), _retry_queue(1, "orders"), _retry_queue(2, "points"), _retry_queue(3, "nobody's")]
 
@@ -138,7 +138,7 @@ def test_a_retry_queue_goes_to_who_knows_its_topic() -> None:
 
     both = frozenset({"orders", "points"})
     assert shares(Member(a, frozenset({"orders"})), Member(b, frozenset({"points"}))) == [[0, 1], [2]]
-    # As version 0.1 shares them, so that no queue is left to nobody while both versions run.
+    # As version 0.1 shares them, so that every queue has an owner while both versions run.
     assert shares(Member(a, both), Member(b, both)) == [[0, 1], [2]]
     assert shares(Member(a, both), Member(b, frozenset({"orders"})), Member(c, frozenset({"points"}))) == [
         [0, 1, 2],

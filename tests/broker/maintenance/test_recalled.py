@@ -1,4 +1,4 @@
-"""What retention does with messages that were recalled."""
+"""Retention of recalled messages."""
 
 from __future__ import annotations
 

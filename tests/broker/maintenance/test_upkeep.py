@@ -35,7 +35,7 @@ _CHANGES: dict[str, str] = {
 def test_resynchronisation_after(
     change: str, broker: PostgresBroker, database: BrokerDatabase, connection: BrokerConnection
 ) -> None:
-    """Nothing is lost or doubled, also what was decided but unread, scheduled or held when the ids started over."""
+    """No message is lost or doubled, also if it was decided but unread, scheduled or held when the ids started over."""
     open_half, blocker, behind = half(), half(message("ordered", key="k")), half(message("ordered", key="k"))
     before = [message() for _ in range(3)]
     later = message(deliver_at=datetime.now(UTC) + timedelta(hours=1))
@@ -46,7 +46,7 @@ def test_resynchronisation_after(
     drain(new_sequencer(database), connection)
     unread = [message() for _ in range(3)]
     broker.send(unread)
-    # Ids of before: as if the log had been written by a server that had counted further.
+    # Earlier ids: as if a server that had counted further had written the log.
     connection.execute("UPDATE outbox.commit_log SET xid = '800000000' WHERE half")
     connection.execute("UPDATE outbox.op_log SET xid = '800000001'")
     connection.execute(_CHANGES[change].encode())
@@ -68,7 +68,7 @@ def test_resynchronisation_after(
     broker.send_half(new)
     checks.scan(Executor(connection, "outbox"), settings=CheckSettings())
     pending = {row[0] for row in connection.execute("SELECT transaction_id FROM outbox.pending_check")}
-    assert new.transaction_id in pending, "the half scan goes on in the new incarnation"
+    assert new.transaction_id in pending, "the half scan continues in the new incarnation"
     assert broker.recall([later.message_id])[0].is_recalled
     assert_gapless(connection)
 
@@ -146,7 +146,7 @@ def test_retention_removes_what_is_old_and_consumed_and_totals_stay(
     after = _balanced(connection)
     assert after.topics == before.topics
     assert [(group.queued, group.handled) for group in after.groups.values()] == [(20, 20)]
-    # Offsets go on where they were.
+    # Offsets continue where they were.
     broker.send([message() for _ in range(8)])
     drain(new_sequencer(database), connection)
     assert {entry.offset for entry in queued(connection)} >= {5, 6}

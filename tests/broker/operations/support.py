@@ -1,4 +1,4 @@
-"""What the tests of an operator's work share."""
+"""Shared helpers of the tests of operator actions."""
 
 from __future__ import annotations
 

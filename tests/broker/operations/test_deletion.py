@@ -1,4 +1,4 @@
-"""What nobody uses any more is deleted: groups, one subscription of a group, topics. What is lost is counted first."""
+"""Deleting groups, one subscription of a group, and topics. The messages that get lost are counted first."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _tables(bench: ConsumptionBench) -> dict[str, int]:
 
 
 def test_deleting_and_a_new_life_of_the_server_lock_in_one_order(shop: ConsumptionBench) -> None:
-    """A group without subscriptions: what it had of topics that it has left. A new life locks leases before offsets."""
+    """A group without subscriptions, with rows of topics that it has left. A new life locks leases before offsets."""
     shop.connection.execute(
         "DELETE FROM outbox.subscription USING outbox.consumer_group g WHERE g.group_id = subscription.group_id"
         " AND g.name = 'g'"
@@ -74,9 +74,9 @@ def test_a_group_goes_with_everything_it_had(shop: ConsumptionBench) -> None:
     assert list(count_messages(shop.run).groups) == ["sleeper"]
     with pytest.raises(UnknownGroup):
         delete_group(shop.run, "g")
-    # Nobody but the sleeper holds anything back now.
+    # Only the sleeping group delays retention now.
     delete_group(shop.run, "sleeper")
-    # A group of that name begins anew.
+    # A group of that name starts again from the beginning.
     assert sorted(consume(shop)) == ["good", "later", "new"]
     assert group_of(shop).queued == 4
 
@@ -133,7 +133,7 @@ def test_live_consumers_are_not_deleted_under_their_feet(shop: ConsumptionBench)
     delete_group(shop.run, "g")
 
 
-def test_a_consumer_that_joins_while_its_group_is_deleted_makes_it_anew(shop: ConsumptionBench) -> None:
+def test_a_consumer_that_joins_while_its_group_is_deleted_creates_it_again(shop: ConsumptionBench) -> None:
     found: list[registration.Registration] = []
 
     def join() -> None:
@@ -170,7 +170,7 @@ def test_a_topic_goes_with_its_subscriptions_and_retention_takes_its_messages(sh
         TopicCatalog("outbox").get(shop.connection, "orders")
     clean(shop)
     assert keys(shop) == ["bad", "delayed", "good", "late", "later"], "of points, and what is in no queue yet"
-    # Nothing is lost on the way: what is decided now is queued, and goes after its retention time.
+    # No message is lost: one that is decided now is queued, and is removed after its retention time.
     shop.broker.end(
         [EndTransaction(transaction_id=half.transaction_id, decision=Decision.COMMIT, producer_group="shop")]
     )

@@ -1,4 +1,4 @@
-"""What the doctor says of the role: every right that the broker's own work needs, and timeouts of every kind."""
+"""The doctor's findings about the role: each right that the broker's work needs, and each kind of timeout."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def limited(database: BrokerDatabase, connection: BrokerConnection) -> Iterator[
 
 
 def examined(database: BrokerDatabase) -> dict[str, Condition]:
-    """What the doctor finds, by subject."""
+    """The doctor's findings, by name."""
     with contextlib.closing(database.open()) as opened:
         return {one.name: one for one in diagnose(Executor(opened, database.schema), database)}
 
@@ -57,13 +57,13 @@ def test_rights_on_views_functions_and_sequences_are_looked_at(
     for named in ("SELECT on queue_head", "SELECT on message_v1", "EXECUTE on tick_v18", "EXECUTE on end_one_v15"):
         assert named in found.meaning
     assert "SELECT on commit_log_log_id_seq" in found.meaning
-    assert "EXECUTE on publish" not in found.meaning, "for who publishes from SQL only"
+    assert "EXECUTE on publish" not in found.meaning, "only for roles that publish from SQL"
 
 
 def test_the_remedy_is_enough_for_a_whole_worker(
     limited: BrokerDatabase, connection: BrokerConnection, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What it prints is executed as it stands; afterwards it finds nothing, and no part of a worker is refused."""
+    """Execute the printed statements unchanged; afterwards it finds nothing, and no part of a worker is refused."""
     remedy = examined(limited)["grants"].next_step
     connection.execute(remedy.removeprefix("Execute as the owner of the tables: ").encode())
     assert examined(limited)["grants"].severity is Severity.OK

@@ -1,4 +1,4 @@
-"""A group that slept past the hard cap: its messages are expired, and everybody says so."""
+"""A group that did not consume until the hard cap: its messages are expired, and every report says so."""
 
 from __future__ import annotations
 

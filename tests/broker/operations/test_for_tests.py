@@ -7,7 +7,7 @@ import psycopg
 from outbox.broker.database.executor import Executor
 from outbox.broker.operations import deletion
 
-# They say of themselves what a message does not change; ticks go on counting.
+# Their rows describe the process, and no message changes them; ticks continue to count.
 KEPT = {"broker", "schema_version", "resync", "half_scan", "tick"}
 
 

@@ -1,4 +1,4 @@
-"""The summary says what counting says, is refreshed by who leads, and spares who looks the counting."""
+"""The summary equals a count. The leader refreshes it, so that a status need not count."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def consumed(bench: ConsumptionBench) -> None:
     bench.publish(keyed("payments", 5, 5))
 
 
-def test_it_says_what_the_queues_and_the_audit_say(bench: ConsumptionBench) -> None:
+def test_it_equals_a_count_of_every_queue(bench: ConsumptionBench) -> None:
     """One definition of progress, read in three ways: for all groups, for one group, and entry by entry."""
     consumed(bench)
     fail_first(bench)
@@ -127,7 +127,7 @@ def test_what_an_ordered_handler_keeps_failing_on_has_waited_since_it_came(bench
 
 
 def test_counting_does_not_wait_for_a_lock(bench: ConsumptionBench) -> None:
-    """It would be taken for work, and the next count put off for twenty times as long."""
+    """It would count as work, and the next count would come twenty times as long after it."""
     consumed(bench)
     with psycopg.connect(bench.database.conninfo) as holder:
         # So that this ends where it does wait.
@@ -150,7 +150,7 @@ def test_what_is_read_is_what_was_stored(bench: ConsumptionBench) -> None:
     assert not read.is_late and read.age_seconds < 60
 
 
-def test_an_old_one_is_counted_anew(bench: ConsumptionBench) -> None:
+def test_an_old_summary_is_counted_again(bench: ConsumptionBench) -> None:
     consumed(bench)
     summary.refresh(bench.run)
     bench.connection.execute("UPDATE outbox.summary SET at = at - interval '1 hour'")
@@ -170,7 +170,7 @@ def test_code_of_another_version_reads_the_columns_it_knows(bench: ConsumptionBe
     assert summary.read(bench.run).groups == list(stored.groups)
 
 
-def test_who_leads_refreshes_it(bench: ConsumptionBench) -> None:
+def test_the_leader_refreshes_it(bench: ConsumptionBench) -> None:
     consumed(bench)
     with process(bench.database, LeaderSettings(summary_seconds=0.05)):
         eventually(lambda: bench.rows("SELECT 1 FROM outbox.summary"), what="a first summary")
@@ -181,7 +181,7 @@ def test_who_leads_refreshes_it(bench: ConsumptionBench) -> None:
 
 
 def rows_read(connection: psycopg.Connection[Any]) -> dict[str, int]:
-    """By table, what this session has read since it began."""
+    """The number of rows that this session has read since it began, by table."""
     found = connection.execute(
         "SELECT relname::text, seq_tup_read + coalesce(idx_tup_fetch, 0) FROM pg_stat_xact_user_tables"
         " WHERE schemaname = 'outbox' AND relname = ANY (%s)",

@@ -1,4 +1,4 @@
-"""A trace tells what became of a message with each group."""
+"""A trace names the state of a message in each group."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _states(bench: ConsumptionBench, message: Message) -> dict[str | None, list[
     return states
 
 
-def test_filtered_handled_sent_back_and_dead_are_told_apart(bench: ConsumptionBench) -> None:
+def test_filtered_handled_sent_back_and_dead_are_distinguished(bench: ConsumptionBench) -> None:
     bench.declare("orders", queues=1)
     (alone,) = publish(bench, "x")
     assert _states(bench, alone) == {None: ["no group"]}
@@ -36,7 +36,7 @@ def test_filtered_handled_sent_back_and_dead_are_told_apart(bench: ConsumptionBe
     assert _states(bench, bad) == {"g": ["dead"], "paid": ["filtered"]}
     counted = group_of(bench, "paid")
     assert (counted.handled, counted.filtered, counted.skipped) == (1, 4, 0)
-    # What a reset passed over was not handled; which one it was is not stored.
+    # A message that a reset skipped was not handled; the reset itself is not stored.
     (over,) = publish(bench, "over")
     reset(bench.run, "g", "orders", Start.LATEST)
     assert _states(bench, over)["g"] == ["handled or skipped"]

@@ -1,4 +1,4 @@
-"""Whether the system of tests/broker/schema/version_process.py kept its promise: orders = messages = effects."""
+"""Whether the system of tests/broker/schema/version_process.py kept the promise: orders = messages = effects."""
 
 from __future__ import annotations
 

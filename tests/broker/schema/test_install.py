@@ -88,7 +88,7 @@ def test_changes_of_later_code_are_accepted(broker_url: str) -> None:
 
 
 def test_a_change_locks_the_tables_that_it_declares(new_database: Callable[..., str]) -> None:
-    """No table that was there before: a lock that stops readers or writers, and was not taken with all the others."""
+    """For no older table does it take a lock that stops readers or writers and was not taken with all the others."""
     found = {}
     with psycopg.connect(new_database(), autocommit=True) as connection:
         install_first_version(connection)
@@ -122,7 +122,7 @@ def test_install_gives_up_behind_an_open_transaction(new_database: Callable[...,
         named = f"session {pid} \\(the shop\\): idle in transaction, open for [0-9.]+ s, its last statement began .*"
         assert re.search(named + "uses .*subscription", reports[0])
         assert re.search(named + "uses .*subscription", str(raised.value))
-        # What came before the change that touches the table is there, and nothing of that change.
+        # The changes before the one that touches the table are applied, and no part of that one.
         assert installed_version(connection, "outbox") == 4
         holder.rollback()
         assert install(connection, "outbox", report=reports.append) == SCHEMA_VERSION
@@ -157,7 +157,7 @@ def test_no_transaction_is_ended_for_a_change(
         install_first_version(connection)
         if work is uninstall:
             install(connection, "outbox")
-        # Whatever it waits for, it is the one to be ended.
+        # In any deadlock, the upgrade is the one that is ended.
         running.execute("SET deadlock_timeout = '1ms'")
         running.commit()
         running.execute("SELECT FROM outbox.topic")
@@ -177,7 +177,7 @@ def test_no_transaction_is_ended_for_a_change(
 
 
 def test_install_finds_its_gap_among_transactions_that_follow_one_another(new_database: Callable[..., str]) -> None:
-    """Whatever order an upgrade locks its tables in, one of these comes the other way; none of them may fail."""
+    """In any order in which an upgrade locks its tables, one of these takes the opposite one; none may fail."""
     url = new_database()
     stop = threading.Event()
 

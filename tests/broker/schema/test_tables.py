@@ -33,7 +33,7 @@ def tables_of_the_page(title: str) -> list[str]:
 
 
 def lock_takers() -> set[str]:
-    """The files that take a lock by name, beside those that every statement takes."""
+    """The files that lock a table by name, besides the locks that every statement takes."""
     files = [path for folder in ("outbox", "spark") for path in (ROOT / folder).rglob("*") if path.is_file()]
     return {
         path.relative_to(ROOT).as_posix()

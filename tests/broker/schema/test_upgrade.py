@@ -72,7 +72,7 @@ def test_an_upgraded_database_of_version_0_1_has_the_present_schema(url: str, br
         assert differing(catalogue(connection), catalogue(fresh)) == []
 
 
-def test_the_new_code_says_what_to_run_on_the_old_tables(url: str) -> None:
+def test_the_new_code_names_the_command_to_run_on_the_old_tables(url: str) -> None:
     with psycopg.connect(url, autocommit=True) as connection:
         with pytest.raises(SchemaError, match=r"this code needs .*manage\.py migrate --database"):
             check_schema(connection, "outbox")

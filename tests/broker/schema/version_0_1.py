@@ -1,4 +1,4 @@
-"""Version 0.1 as its users have it: the wheel of its commit, unpacked, to be run beside the present code."""
+"""Version 0.1 as its users have it: the wheel of its commit, unpacked, to be run together with the present code."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support import eventually
 
 ROOT: Final = Path(__file__).resolve().parents[3]
 COMMIT: Final = "9e02822"
-# Of every released file of the schema: changes come as further files.
+# The checksum of every released file of the schema: changes come as further files.
 SCHEMA_SHA256: Final = {"0001_initial.sql": "567ba82c0e1aa38c9b8804958a08bd0b4a7c65d645baf218a3a402558f53876a"}
 
 

@@ -57,7 +57,7 @@ CREATE TABLE IF NOT EXISTS effect (message_id uuid PRIMARY KEY);
 
 
 def bound(connection: Any, schema: str) -> tuple[Any, ...]:
-    """What functions of the log take first: an execution object today, a connection and a schema in version 0.1."""
+    """The first parameters of functions of the log: an `Executor` today, a connection and a schema in version 0.1."""
     try:
         executor = importlib.import_module("outbox.broker.database.executor")
     except ImportError:

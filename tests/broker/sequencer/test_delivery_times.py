@@ -1,4 +1,4 @@
-"""The sequencer and delivery times: what is delayed is queued when it is due, or recalled before."""
+"""The sequencer and delivery times: a delayed message is queued when it is due, or recalled before."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.broker.support import drain, end, half, message, new_sequencer, queue
 from tests.support import eventually
 
 
-def test_a_delayed_message_is_queued_when_due_and_a_retry_beside_it(
+def test_a_delayed_message_and_a_retry_are_queued_when_due(
     broker: PostgresBroker, database: BrokerDatabase, connection: BrokerConnection
 ) -> None:
     sequencer = new_sequencer(database)

@@ -1,4 +1,4 @@
-"""Which ticks wait for the disk: those that a crash of the server would make differently."""
+"""A tick waits for the disk if a repetition after a crash of the server could differ from it."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_tick_waits_where_it_could_not_be_made_again(server: Server) -> None:
 
 
 def test_an_end_waits_unless_a_ledger_knows_the_answer(server: Server) -> None:
-    """And who removes a ledger's answer waits for the ends that it has seen."""
+    """Pruning, which removes answers of the ledger, waits until the ends it has seen are on disk."""
 
     def survives(*, has_ledger: bool, flushes: bool = False) -> bool:
         half = HalfTransaction(producer_group="shop", messages=[message()], ledger_id=LEDGER if has_ledger else None)

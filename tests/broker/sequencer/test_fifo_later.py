@@ -14,7 +14,7 @@ def test_halves_of_before_keep_their_place_when_a_topic_becomes_fifo(
     first = half(message("orders", key="k"))
     broker.send_half(first)
     sequencer = new_sequencer(database)
-    # The sequencer has read past the open half, which was in nobody's way.
+    # The sequencer has read past the open half, which blocked no message.
     drain(sequencer, connection)
     broker.send([message("orders", key="another")])
     drain(sequencer, connection)
@@ -27,7 +27,7 @@ def test_halves_of_before_keep_their_place_when_a_topic_becomes_fifo(
     assert queued_ids(connection)[-2:] == [first.transaction_id, second.message_id]
 
 
-def test_what_is_held_goes_on_when_a_topic_is_not_fifo_any_more(
+def test_held_messages_continue_when_a_topic_is_not_fifo_any_more(
     broker: PostgresBroker, database: BrokerDatabase, connection: BrokerConnection
 ) -> None:
     first = half(message("ordered", key="k"))

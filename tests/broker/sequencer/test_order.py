@@ -136,7 +136,7 @@ def test_a_cut_backlog_keeps_the_order_of_local_commits_on_the_atomic_path(
     assert_gapless(connection)
 
 
-def test_halves_of_before_a_restore_block_nobody(
+def test_halves_of_before_a_restore_block_no_message(
     broker: PostgresBroker, database: BrokerDatabase, connection: BrokerConnection
 ) -> None:
     """They may carry ids of the future, which the new server reaches one day."""
@@ -157,7 +157,7 @@ def test_halves_of_before_a_restore_block_nobody(
     assert queued_ids(connection) == [old, new]
 
 
-def test_a_delayed_message_blocks_nobody_and_joins_its_key_when_due(
+def test_a_delayed_message_blocks_no_other_and_joins_its_key_when_due(
     broker: PostgresBroker, database: BrokerDatabase, connection: BrokerConnection
 ) -> None:
     delayed = half(message("ordered", key="k", deliver_at=datetime.now(UTC) + timedelta(seconds=0.3)))
@@ -196,7 +196,7 @@ def test_a_parked_blocker_holds_its_key_or_releases_it_as_declared(
     broker.close()
 
 
-def test_a_blocker_is_asked_about_early_and_read_only(
+def test_a_blocker_is_checked_early_and_read_only(
     broker: PostgresBroker, database: BrokerDatabase, connection: BrokerConnection
 ) -> None:
     blocker, waiting = _send_half(broker, "k"), _send_half(broker, "k")

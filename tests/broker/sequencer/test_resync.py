@@ -64,7 +64,7 @@ def _publish(connection: psycopg.Connection[TupleRow], one: Message, *, savepoin
 
 @contextlib.contextmanager
 def _open(database: BrokerDatabase, late: Late, one: Message) -> Iterator[Callable[[], None]]:
-    """The transaction until the resynchronisation; call what is yielded to go on to its COMMIT."""
+    """The transaction until the resynchronisation; call the yielded function to continue to its COMMIT."""
     gid = f"late-{one.message_id}"
     with contextlib.closing(database.open(name="batch-job")) as connection:
         connection.execute(f"BEGIN ISOLATION LEVEL {late.isolation}".encode())
@@ -104,7 +104,7 @@ def test_what_commits_after_a_resynchronisation_is_delivered_once(
     drain(new_sequencer(database), connection)
     with _open(database, LATE[kind], late) as finish:
         connection.execute(FAILOVER.encode())
-        # Nobody waits: the resynchronisation goes through at once, and others are sequenced.
+        # The resynchronisation waits for no transaction: it ends at once, and other messages are sequenced.
         connection.execute("SET lock_timeout = '1ms'")
         sequencer = new_sequencer(database)
         for _ in range(3):
@@ -242,7 +242,7 @@ def test_ids_of_another_server_are_passed_without_reading_them_again(
     connection.execute("UPDATE outbox.op_log SET xid = (%s + 10)::text::xid8", [here])
     connection.execute("UPDATE outbox.commit_log SET xid = (%s + 9)::text::xid8 WHERE half", [here])
     if resynchronised_by == "version 0.1":
-        # It went on in a new incarnation and left the ids where they were.
+        # It continued in a new incarnation and did not change the ids.
         connection.execute("UPDATE outbox.broker SET incarnation = 2")
         for _ in range(20):
             connection.execute("INSERT INTO outbox.incident (kind, subject, detail) VALUES ('', '', '')")

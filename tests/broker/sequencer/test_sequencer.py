@@ -1,4 +1,4 @@
-"""The sequencer, one leader at a time: what it appends, when it ticks, what it costs."""
+"""The sequencer, one leader at a time: the appended entries, the moments of ticks, the cost."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_one_transaction_larger_than_a_batch_is_taken_whole(
 def test_a_cut_ignores_ids_of_the_future(
     broker: PostgresBroker, database: BrokerDatabase, connection: BrokerConnection
 ) -> None:
-    """Decisions of before a restore may carry larger transaction ids; a cut there would pass over what comes next."""
+    """Decisions from before a restore may have larger transaction ids; a cut there would skip the next ones."""
     restored = broker.send([message()])
     sequencer = new_sequencer(database, batch=10)
     drain(sequencer, connection)
@@ -204,7 +204,7 @@ def test_heads_survive_a_change_of_leader_and_the_pruning_of_queues(
 ) -> None:
     broker.send([message(key="k") for _ in range(5)])
     drain(new_sequencer(database), connection)
-    # Retention raises the floor with what it removes.
+    # Retention raises the floor when it removes entries.
     connection.execute(
         "UPDATE outbox.queue SET floor = head FROM outbox.queue_head WHERE queue_head.queue_id = queue.queue_id"
     )

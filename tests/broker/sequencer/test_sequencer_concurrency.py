@@ -1,4 +1,4 @@
-"""The sequencer under concurrent writers; and the two wrong sequencers that everybody writes first, caught."""
+"""The sequencer under concurrent writers; the test also shows that the two obvious sequencers lose messages."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""How to read what is new, as a small state machine explored exhaustively, beside the two ways that are wrong.
+"""Reading new rows, as a small state machine that is explored exhaustively, with two ways that lose rows.
 
-The world: three transactions that draw an id when they begin to write and later commit or abort, in every
+The model: three transactions that draw an id when they begin to write and later commit or abort, in every
 interleaving, with a tick or none after every step. The reader under test takes what `outbox.broker.database.executor`
 says it has not seen; the sequencer's statement does the same in SQL (see test_sequencer_concurrency).
 """
@@ -26,7 +26,7 @@ class World:
     states: dict[int, str] = field(default_factory=dict)
 
     def snapshot(self) -> Snapshot:
-        """What a reader that begins now can see."""
+        """The rows that a reader which begins now can see."""
         running = tuple(xid for xid, state in sorted(self.states.items()) if state == "running")
         finished = [xid for xid, state in self.states.items() if state != "running"]
         xmax = max(finished, default=FIRST_ID - 1) + 1
@@ -61,7 +61,7 @@ class BySnapshot:
 
 
 class ByIdCursor:
-    """Broken: what has a greater id than the last one."""
+    """Broken: reads rows with a greater id than the last one."""
 
     def __init__(self) -> None:
         self._last = 0
@@ -73,7 +73,7 @@ class ByIdCursor:
 
 
 class ByHorizon:
-    """Broken: what is older than every running transaction."""
+    """Broken: reads rows that are older than every running transaction."""
 
     def __init__(self) -> None:
         self._last = 0
@@ -86,7 +86,7 @@ class ByHorizon:
 
 
 class WithoutInProgress(BySnapshot):
-    """Broken: forgets which transactions were running."""
+    """Broken: does not store which transactions were running."""
 
     def tick(self, world: World) -> list[int]:
         found = super().tick(world)
@@ -108,7 +108,7 @@ def _histories() -> Iterator[tuple[Sequence[tuple[int, str]], Sequence[bool]]]:
 
 
 def _run(reader: Reader, steps: Sequence[tuple[int, str]], ticks: Sequence[bool]) -> tuple[list[int], bool, World]:
-    """What was delivered, whether a committed transaction was ever left out of a tick, and the world."""
+    """The delivered rows, whether a tick ever missed a committed transaction, and the state of the model."""
     world, ids, delivered, late = World(), itertools.count(FIRST_ID), [], False
     xids: dict[int, int] = {}
     for (number, state), tick in zip(steps, ticks, strict=True):
@@ -123,7 +123,7 @@ def _run(reader: Reader, steps: Sequence[tuple[int, str]], ticks: Sequence[bool]
     return delivered, late, world
 
 
-def test_model_reading_by_snapshot_delivers_once_and_waits_for_nobody() -> None:
+def test_model_reading_by_snapshot_delivers_once_and_never_waits() -> None:
     for steps, ticks in _histories():
         delivered, late, world = _run(BySnapshot(), steps, ticks)
         assert sorted(delivered) == world.committed(), (steps, ticks)

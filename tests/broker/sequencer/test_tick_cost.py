@@ -1,4 +1,4 @@
-"""What a tick costs, counted: statements, round trips, rows read. It follows what is new, not what there is."""
+"""The counted cost of a tick: statements, round trips, rows read. It grows with new rows, not with stored ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from outbox.broker.sequencer.sequencer import Sequencer
 from outbox.topic import Topic
 from tests.broker.support import ANY, drain, end, half, message, new_sequencer, wire
 
-# What a tick reads, but for the few topics and queues of a test.
+# The rows that a tick reads, without the few topics and queues of a test.
 READ = ("op_log", "commit_log", "consume_queue", "scheduled", "held", "tick", "pending_check")
 
 
@@ -100,7 +100,7 @@ def test_a_tick_touches_only_the_queues_it_appends_to(
     broker.send([message("plain", key="k")])
     with wire(connection) as wired:
         sequencer.run_once(connection)
-    assert sum(map(len, wired.lines)) < 4000, "what a tick sends and gets does not grow with the queues"
+    assert sum(map(len, wired.lines)) < 4000, "the bytes of a tick do not grow with the number of queues"
 
 
 def test_held_keys_cost_nothing_in_a_tick_without_fifo_messages(
@@ -112,7 +112,7 @@ def test_held_keys_cost_nothing_in_a_tick_without_fifo_messages(
     broker.send([message("ordered", key=f"key-{number}") for number in range(20)])
     sequencer = new_sequencer(database)
     assert drain(sequencer, connection).held == 20
-    # The one after looks once more: it asks whether one of the blockers is parked, and finds nothing else of FIFO.
+    # The next tick looks once more: it checks whether a blocker is parked, and finds no other FIFO message.
     sequencer.run_once(connection)
     broker.send([message("plain", key="k")])
     with wire(connection) as wired:
@@ -140,7 +140,7 @@ def test_fifo_messages_of_free_keys_are_appended_without_a_look_at_what_waits(
         with wire(connection) as wired:
             assert sequencer.run_once(connection).appended == 1
         assert (wired.round_trips, wired.statements) == (2, 4)
-    # What does concern a key that waits is looked at all the same.
+    # Messages of a key that waits are still looked at.
     broker.send([message("ordered", key="held"), message("ordered", key="free")])
     counts = sequencer.run_once(connection)
     assert (counts.appended, counts.held) == (1, 1)
@@ -189,7 +189,7 @@ def test_what_a_tick_appended_is_announced_in_the_same_round_trip(
         with wire(connection) as wired:
             sequencer.run_once(connection)
         assert (wired.round_trips, wired.statements) == (1, 4)
-        assert announcements.wait(10) == {"outbox_queued": {""}}, "what its predecessor has announced is not known"
+        assert announcements.wait(10) == {"outbox_queued": {""}}, "the announcements of the former leader are not known"
         broker.send([message()])
         assert sequencer.run_once(connection).appended == 1
         newest = "SELECT queue_id FROM outbox.consume_queue ORDER BY log_id DESC LIMIT 1"
@@ -197,7 +197,7 @@ def test_what_a_tick_appended_is_announced_in_the_same_round_trip(
         assert announcements.wait(10) == {"outbox_queued": {str(queue_id)}}, "it has announced its last tick itself"
 
 
-def test_a_tick_stands_when_its_announcement_is_refused(
+def test_a_tick_stays_committed_when_its_announcement_is_refused(
     broker: PostgresBroker, database: BrokerDatabase, connection: BrokerConnection
 ) -> None:
     """As with a full notification queue, which one idle transaction that listens can cause."""
@@ -217,4 +217,4 @@ def test_a_tick_stands_when_its_announcement_is_refused(
         announcements = Announcements(consumer)
         broker.send([message()])
         sequencer.run_once(connection)
-        assert announcements.wait(10) == {"outbox_queued": {""}}, "the next one speaks for those that were refused"
+        assert announcements.wait(10) == {"outbox_queued": {""}}, "the next tick announces for those that were refused"

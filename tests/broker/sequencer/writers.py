@@ -27,7 +27,7 @@ Pass = Callable[[psycopg.Connection[TupleRow]], bool]
 
 @dataclass
 class Verdict:
-    """What went wrong; all empty and False for a right sequencer."""
+    """The faults that were found; all empty and False for a right sequencer."""
 
     lost: set[UUID] = field(default_factory=set)
     doubled: set[UUID] = field(default_factory=set)
@@ -120,7 +120,7 @@ def _append(connection: psycopg.Connection[TupleRow], catalog: TopicCatalog, rng
 
 
 def _hold_open(database: BrokerDatabase, work: Callable[[], object], committed: set[UUID]) -> tuple[set[UUID], bool]:
-    """Do the work while a transaction that has published is open; its ids, and whether it held up the others."""
+    """Do the work while a transaction that has published is open; returns its ids, and whether others waited."""
     pause = threading.Event()
     with contextlib.closing(database.connect()) as held, contextlib.closing(database.connect()) as observer:
         held.execute("BEGIN")

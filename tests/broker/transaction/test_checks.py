@@ -169,7 +169,7 @@ def test_an_alarm_leaves_an_incident(at_once: PostgresBroker, connection: Broker
     assert (incident.kind, incident.detail) == ("alarm", "another ledger")
 
 
-def test_the_scan_never_forgets_a_late_commit_and_never_moves_twice(
+def test_the_scan_never_misses_a_late_commit_and_never_moves_twice(
     broker: PostgresBroker, database: BrokerDatabase, connection: BrokerConnection
 ) -> None:
     from outbox.broker.log import commit_log
@@ -206,10 +206,10 @@ def test_concurrent_scans(broker: PostgresBroker, database: BrokerDatabase, conn
     assert _pending(connection) == {one.transaction_id for one in halves}
 
 
-def test_a_scan_that_gives_way_says_that_more_may_be_left(
+def test_a_scan_that_stops_early_reports_that_more_may_be_left(
     broker: PostgresBroker, database: BrokerDatabase, connection: BrokerConnection
 ) -> None:
-    """Who must have seen every half (pruning) looks again."""
+    """Pruning must have seen every half, so it scans again."""
     for one in (half(), half()):
         broker.send_half(one)
 

@@ -26,7 +26,7 @@ from tests.broker.support import drain, end, half, in_threads, message, new_sequ
 COMMIT, ROLLBACK = Decision.COMMIT, Decision.ROLLBACK
 
 
-def test_the_first_decision_stands_and_a_contradiction_is_reported(
+def test_the_first_decision_is_final_and_a_contradiction_is_reported(
     broker: PostgresBroker, connection: BrokerConnection
 ) -> None:
     one = half()

@@ -1,4 +1,4 @@
-"""Parking: by answers that count, or by age whoever answers; asked again, and never the end of a transaction."""
+"""Parking: by answers that count, or by age; a parked transaction is asked about again, and is not decided."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ THREE_DAYS, HOUR = 72 * 3600, 3600
 
 @pytest.fixture
 def at_once(database: BrokerDatabase) -> Iterator[PostgresBroker]:
-    """A broker without immunity and recheck time; its process has asked for the group before."""
+    """A broker without immunity and recheck time; a process of the group has asked before."""
     broker = PostgresBroker(database, check=NOW)
     broker.claim_checks("shop")
     yield broker
@@ -92,7 +92,7 @@ def test_limits_lead_to_parking_and_a_late_end_still_decides(
 
 
 def test_an_answer_that_does_not_count_never_parks(at_once: PostgresBroker, connection: BrokerConnection) -> None:
-    """A committed order whose group was away for days, and whose ledger is out of reach when it comes back."""
+    """A committed order whose group was down for days, and whose ledger cannot be reached when the group comes back."""
     one = half()
     at_once.send_half(one)
     checks.scan(Executor(connection, "outbox"), settings=NOW)
@@ -108,7 +108,7 @@ def test_an_answer_that_does_not_count_never_parks(at_once: PostgresBroker, conn
     ]
 
 
-def test_maintenance_parks_what_nobody_answers_and_names_the_group(
+def test_maintenance_parks_halves_without_an_answer_and_names_the_group(
     database: BrokerDatabase, at_once: PostgresBroker, connection: BrokerConnection
 ) -> None:
     one = half(group="switched off")
@@ -124,12 +124,12 @@ def test_maintenance_parks_what_nobody_answers_and_names_the_group(
     assert (incident.kind, incident.subject) == ("parked", str(one.transaction_id))
     assert incident.detail.startswith("unanswered: no producer of group 'switched off' has asked for its checks ever")
     assert park(connection) == 0, "once"
-    # Its group starts after all: asked at once, with no check used up.
+    # A process of the group starts later: checked at once, and no check is used up.
     [check] = at_once.claim_checks("switched off")
     assert (check.transaction_id, check.checks) == (one.transaction_id, 0)
 
 
-def test_maintenance_parks_what_its_group_cannot_settle_and_says_what_was_answered(
+def test_maintenance_parks_halves_that_stay_unknown_and_names_the_last_answer(
     at_once: PostgresBroker, connection: BrokerConnection
 ) -> None:
     one = half()
@@ -140,7 +140,7 @@ def test_maintenance_parks_what_its_group_cannot_settle_and_says_what_was_answer
     assert park(connection) == 1
     assert parked(connection) == {one.transaction_id: ParkReason.AGE}
     assert "still running" in incidents.recent(Executor(connection, "outbox"))[0].detail
-    assert asked(at_once) == [], "asked about a moment ago"
+    assert asked(at_once) == [], "checked a moment ago"
 
 
 def test_a_transaction_with_a_long_immunity_is_not_parked_by_its_age(
@@ -189,7 +189,7 @@ def test_a_parked_one_is_asked_about_when_its_group_comes_back(
 ) -> None:
     one = parked_by_checks(at_once)
     let_time_pass(connection, 200)
-    assert asked(at_once) == [], "nobody was away"
+    assert asked(at_once) == [], "no process of the group was away"
     let_time_pass(connection, 301)
     assert asked(at_once) == [one.transaction_id]
     assert asked(at_once) == []
@@ -200,7 +200,7 @@ def test_a_new_process_of_the_group_asks_about_parked_ones_but_many_do_not_ask_a
 ) -> None:
     one = parked_by_checks(at_once)
     for _ in range(3):
-        # So that the group was not away, and the answer of a moment ago is some minutes old.
+        # Then the group counts as present, and its last answer is some minutes old.
         let_time_pass(connection, 150)
         assert asked(at_once) == []
     assert asked(another) == [one.transaction_id]
@@ -209,9 +209,7 @@ def test_a_new_process_of_the_group_asks_about_parked_ones_but_many_do_not_ask_a
     third.close()
 
 
-def test_a_parked_one_is_asked_about_when_somebody_says_so(
-    at_once: PostgresBroker, connection: BrokerConnection
-) -> None:
+def test_a_parked_transaction_is_asked_about_on_request(at_once: PostgresBroker, connection: BrokerConnection) -> None:
     one, other = parked_by_checks(at_once), half(group="other")
     at_once.send_half(other)
     assert asked(at_once) == []
@@ -251,6 +249,6 @@ def test_the_reason_is_in_the_status_and_in_the_trace(at_once: PostgresBroker, c
 
 
 def parked_facts(run: Executor) -> list[Fact]:
-    """What the condition "parked" names."""
+    """The items of the condition "parked"."""
     conditions = survey(run, Thresholds()).verdict.conditions
     return [fact for one in conditions if one.name == "parked" for fact in one.evidence]

@@ -42,7 +42,7 @@ def test_of_many_at_the_same_moment_one_has_the_turn(database: BrokerDatabase) -
     assert sorted(map(bool, in_threads([take] * 8))) == [False] * 7 + [True]
 
 
-def test_a_time_to_come_holds_nobody_up(connection: BrokerConnection) -> None:
+def test_a_time_in_the_future_delays_no_pass(connection: BrokerConnection) -> None:
     """After a failover to a server whose clock is behind."""
     assert _take(connection)
     _later(connection, -3600)
@@ -53,7 +53,7 @@ def _problems(connection: BrokerConnection) -> list[str]:
     return [text for text in map(str, turns.unasked(Executor(connection, "outbox"))) if "check-back" in text]
 
 
-def test_status_names_the_group_that_is_not_asked(broker: PostgresBroker, connection: BrokerConnection) -> None:
+def test_status_names_the_group_that_no_process_checks(broker: PostgresBroker, connection: BrokerConnection) -> None:
     broker.send_half(half(immunity_seconds=0))
     checks.scan(Executor(connection, "outbox"), settings=AT_ONCE)
     assert _problems(connection) == []

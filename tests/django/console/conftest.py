@@ -1,4 +1,4 @@
-"""A broker that somebody leads, somebody who may do everything, and the pages as a site for browsers."""
+"""A broker with a leader, a user with every permission, and the pages as a site for browsers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def world(databases: None, outbox_settings: Callable[..., None]) -> Iterator[Wor
 
 @pytest.fixture
 def operator(world: World) -> Client:
-    """Somebody with every permission."""
+    """A user with every permission."""
     return client_of(make_user(*ALL))
 
 

@@ -37,7 +37,7 @@ def client_of(user: User | None, *, csrf: bool = False) -> Client:
 
 @dataclass(frozen=True)
 class Site:
-    """The pages under an address, and who looks at them."""
+    """The pages under an address, for one user."""
 
     url: str
     user: User
@@ -69,5 +69,5 @@ def bury(world: World, group: str, key: str, error: str, topic: str = "orders") 
 
 
 def dead_keys(run: Executor, group: str) -> list[str]:
-    """The keys of a group's dead letters that nobody has settled."""
+    """The keys of a group's open dead letters."""
     return sorted(letter.key for letter in dead_letters.list_dead_letters(run, group))

@@ -1,4 +1,4 @@
-"""Who may see, who may act, who may see bodies: every address, so that a new one cannot be forgotten."""
+"""The permissions to see, to act and to see bodies: every address, so that a new one cannot be left out."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_actions_are_refused_without_permission_without_token_and_by_get(world: 
     assert client_of(operator).post(address(name), given).status_code in (302, 400, 422), "and with all of them, not"
 
 
-def test_nobody_who_was_deactivated(world: World) -> None:
+def test_a_deactivated_user_sees_nothing(world: World) -> None:
     user = make_user(*ALL)
     client = client_of(user)
     assert client.get("/outbox/").status_code == 200
@@ -74,7 +74,7 @@ def test_nobody_who_was_deactivated(world: World) -> None:
     assert client.get("/outbox/").status_code == 302
 
 
-def test_without_accounts_nobody_sees_anything(world: World) -> None:
+def test_without_accounts_no_page_is_shown(world: World) -> None:
     request = RequestFactory().get("/outbox/")
     answer = overview.overview(request)
     assert answer.status_code == 403 and b"AuthenticationMiddleware" in answer.content

@@ -51,7 +51,7 @@ def dead(world: World) -> World:
     return world
 
 
-def test_a_page_says_that_a_lock_is_in_the_way(dead: World, operator: Client) -> None:
+def test_a_page_names_a_lock_that_it_waits_for(dead: World, operator: Client) -> None:
     tables = "schema_version, broker, commit_log, dead_letter, scheduled, incident, consumer_group, topic, half_scan"
     with held(dead, "LOCK TABLE " + ", ".join(f"outbox.{name}" for name in tables.split(", "))):
         for page in PAGES[:3]:
@@ -61,7 +61,7 @@ def test_a_page_says_that_a_lock_is_in_the_way(dead: World, operator: Client) ->
 
 
 @pytest.mark.slow
-def test_every_page_says_that_a_lock_is_in_the_way(dead: World, operator: Client) -> None:
+def test_every_page_names_a_lock_that_it_waits_for(dead: World, operator: Client) -> None:
     [tables] = dead.sql("SELECT string_agg(oid::regclass::text, ', ') FROM pg_class"
                         " WHERE relnamespace = 'outbox'::regnamespace AND relkind = 'r'")  # fmt: skip
     with held(dead, f"LOCK TABLE {tables[0]}"):
@@ -72,7 +72,7 @@ def test_every_page_says_that_a_lock_is_in_the_way(dead: World, operator: Client
         assert waiting(dead) == 0
 
 
-def test_a_plan_says_that_a_lock_is_in_the_way(dead: World, operator: Client) -> None:
+def test_a_plan_names_a_lock_that_it_waits_for(dead: World, operator: Client) -> None:
     given = {"group": "mail", "error_type": "TimeoutError"}
     with held(dead, "SELECT FROM outbox.dead_letter FOR UPDATE"):
         shown = operator.post("/outbox/act/replay/", given)
@@ -88,7 +88,7 @@ def test_a_plan_does_not_wait_for_the_ledger(world: World, operator: Client) -> 
     assert shown.status_code == 200 and b"lock timeout" in shown.content, "the ledger could not be read"
 
 
-def test_an_action_that_met_a_lock_stands_in_the_audit(dead: World, operator: Client) -> None:
+def test_an_action_that_met_a_lock_has_an_audit_row(dead: World, operator: Client) -> None:
     confirmed = {"group": "mail", "confirmed": "yes", "why": "a test"}
     with held(dead, "SELECT FROM outbox.consumer_group FOR UPDATE"):
         done = operator.post("/outbox/act/pause/", confirmed)
@@ -107,7 +107,7 @@ def test_findings_and_audit_do_not_wait_for_a_migration(world: World, operator: 
 def test_several_statements_have_one_deadline(
     dead: World, operator: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
-    """Each statement is quicker than the deadline, all together are not; the server is told to stop."""
+    """Each statement is quicker than the deadline, all together are not; the server cancels the statement."""
     monkeypatch.setattr("outbox.contrib.django.console.access.SECONDS", 0.8)
     dead.sql("ALTER TABLE outbox.dead_letter RENAME TO slow_letter")
     dead.sql("CREATE VIEW outbox.dead_letter AS SELECT slow_letter.* FROM outbox.slow_letter,"

@@ -1,4 +1,4 @@
-"""The page in Chromium: what an operator does with it, at any width, for everybody, and against hostile content."""
+"""The page in Chromium: an operator's actions, at any width, accessible, and with hostile content."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PAGES: Final = (
 
 
 def busy(world: World) -> list[str]:
-    """A broker with something on every page, hostile where somebody else decides what it says; returns the pages."""
+    """A broker with rows on every page, hostile in the texts that come from outside; returns the pages."""
     for group in ("mail", "stock", "points"):
         world.subscribe(group)
     message_id = publish("orders", {"name": HOSTILE}, key=HOSTILE, tag="paid", headers={"h": HOSTILE}).message_id
@@ -63,7 +63,7 @@ def settled(browser: Browser) -> None:
 
 
 def serious(browser: Browser) -> list[str]:
-    """What axe finds that keeps somebody out."""
+    """The accessibility faults that axe finds."""
     browser.evaluate(f"{AXE}; undefined")
     found: list[dict[str, Any]] = browser.evaluate("axe.run().then(found => found.violations)")
     return [
@@ -109,7 +109,7 @@ def test_all_dead_letters_of_one_error_are_replayed(world: World, site: Site) ->
         assert "3 × TimeoutError in mail" in browser.text("main") and "2 × KeyError" in browser.text("main")
         browser.click("section.error button.good")
         assert "Deliver 3 dead letters again to group mail whose error is of type TimeoutError" in browser.text("main")
-        # What dies after this page was shown was not meant.
+        # A message that becomes a dead letter after this page was shown is not included.
         publish("orders", {}, key="k5")
         sequence()
         bury(world, "mail", "k5", "TimeoutError: no answer")

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("no_subscribers")
 
 
 def lost_end(world: World, key: str = "order-7") -> UUID:
-    """A committed transaction whose end nobody sent: undecided until somebody asks the ledger."""
+    """A committed transaction whose end is missing: undecided until check-back reads the ledger."""
     with transaction.atomic():
         Order.objects.create(number=key)
         receipt = publish("orders", {"number": key, "password": "hunter2"}, key=key)
@@ -54,7 +54,7 @@ def test_what_is_undecided_is_listed_with_what_can_be_done(world: World, operato
     assert str(transaction_id) not in operator.get("/outbox/undecided/?parked=yes").content.decode()
 
 
-def test_an_open_transaction_of_a_fenced_producer_is_listed_before_anybody_asked(
+def test_an_open_transaction_of_a_fenced_producer_is_listed_before_its_first_check(
     world: World, operator: Client
 ) -> None:
     older = fenced_producer("import")
@@ -122,7 +122,7 @@ def test_a_message_shows_its_whole_life(world: World, operator: Client) -> None:
     assert operator.get(f"/outbox/messages/{uuid4()}/").status_code == 404
 
 
-def test_bodies_are_for_who_may_see_them_and_masked(world: World, operator: Client, outbox_settings: object) -> None:
+def test_bodies_need_a_permission_and_are_masked(world: World, operator: Client, outbox_settings: object) -> None:
     address = f"/outbox/messages/{lost_end(world)}/"
     assert "hunter2" in operator.get(address).content.decode()
     assert "hunter2" not in client_of(make_user("view_operations", "act")).get(address).content.decode()
@@ -131,7 +131,7 @@ def test_bodies_are_for_who_may_see_them_and_masked(world: World, operator: Clie
     assert "hunter2" not in page and "***" in page and "order-7" in page
 
 
-def test_what_was_cut_off_or_broken_stands_in_the_audit(world: World) -> None:
+def test_actions_that_were_cut_off_or_failed_have_audit_rows(world: World) -> None:
     def refuse() -> dict[str, object]:
         raise UsageError("not like this")
 
@@ -197,7 +197,7 @@ def test_a_message_is_headed_by_what_became_of_it(world: World, operator: Client
     assert "discarded" in heading(operator, message_id)
 
 
-def test_the_life_of_a_message_is_told_in_its_order(world: World, operator: Client) -> None:
+def test_the_history_of_a_message_is_shown_in_its_order(world: World, operator: Client) -> None:
     world.subscribe("mail")
     message_id = publish("orders", {}, key="k0").message_id
     sequence()

@@ -1,4 +1,4 @@
-"""An open page says since when it is not up to date, whatever keeps it from being so, and recovers."""
+"""An open page shows since when it is out of date, for any cause, and recovers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def web(world: World) -> Iterator[WebProcess]:
 
 
 def wait_until_stale(browser: Browser, reason: str) -> None:
-    """The page is grey, and says since when and why."""
+    """The page is grey, and shows since when and why."""
     browser.wait_for(STALE)
     browser.wait_for(f"document.querySelector('.stale-note:not([hidden])')?.textContent.includes({reason!r})")
     note = browser.text(".stale-note:not([hidden])")
@@ -74,7 +74,7 @@ def test_a_permission_that_is_gone_greys_and_an_ended_session_leaves(web: WebPro
         )
 
 
-def test_updates_go_on_under_the_focus_and_keep_it(web: WebProcess, world: World) -> None:
+def test_updates_continue_under_the_focus_and_keep_it(web: WebProcess, world: World) -> None:
     world.limits(LAG_MESSAGES=(1, None))
     for group in ("mail", "stock"):
         world.subscribe(group)
@@ -101,7 +101,7 @@ def test_updates_go_on_under_the_focus_and_keep_it(web: WebProcess, world: World
 
 
 @pytest.mark.slow
-def test_what_is_paused_or_selected_says_since_when(web: WebProcess, world: World) -> None:
+def test_paused_and_selected_pages_show_since_when(web: WebProcess, world: World) -> None:
     with Browser() as browser:
         web.site.open(browser)
         browser.evaluate("getSelection().selectAllChildren(document.querySelector('.verdict'))")

@@ -1,4 +1,4 @@
-"""Dead letters, what waits, and groups: each action does what its command does, and says before what it will do."""
+"""Dead letters, waiting messages, and groups: each action has the effect of its command, and shows its plan first."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class WebProcess:
         self.end()
 
     def freeze(self, *, frozen: bool = True) -> None:
-        """Let it answer nothing, or go on. Connections to it still succeed."""
+        """Stop its answers, or let it continue. Connections to it still succeed."""
         self._process.send_signal(signal.SIGSTOP if frozen else signal.SIGCONT)
 
     def end(self) -> None:

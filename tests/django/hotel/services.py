@@ -16,6 +16,6 @@ def book(room: Room, guest: str) -> Booking:
 def paid(booking_id: int, amount: int) -> bool:
     with transaction.atomic():
         if not booking.proceed(booking_id, at="ask_for_payment"):
-            return False  # too late, or paid before: whoever took the money gives it back
+            return False  # too late, or paid before: the service that took the money gives it back
         Booking.objects.filter(pk=booking_id).update(charged=amount)
     return True

@@ -34,7 +34,7 @@ class Payment(models.Model):
 
 
 class Effect(models.Model):
-    """What a subscriber did; no uniqueness, so that a second effect would be seen."""
+    """The effect of a subscriber; without a unique constraint, so that a second effect would be seen."""
 
     objects: ClassVar[models.Manager[Effect]] = models.Manager()
 

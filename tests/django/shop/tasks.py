@@ -74,7 +74,7 @@ def mail(number: str) -> None:
 
 @task
 def pause(seconds: float) -> None:
-    """Leaves its transaction alone for a while, as one that asks another service does."""
+    """Leaves its transaction idle for a while, like a task that calls another service."""
     Effect.objects.create(number="before")
     time.sleep(seconds)
     Effect.objects.create(number="after")

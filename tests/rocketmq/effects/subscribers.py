@@ -1,4 +1,4 @@
-"""What happens to the orders; topics and groups have the names that the test gave."""
+"""The handlers of the orders; topics and groups have the names that the test gave."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def _state_in_groups(trace: Trace, message: TracedMessage) -> tuple[str, str]:
 
 
 def events(trace: Trace, message: TracedMessage) -> list[Event]:
-    """All events in order: each stands after the events that must precede it.
+    """All events in order: each comes after the events that must precede it.
 
     The clocks of the producer and the database differ, and a time taken at the beginning of a transaction is earlier
     than the transaction's events. If two times contradict the order of the steps, the order of the steps decides.

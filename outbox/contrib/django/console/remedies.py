@@ -18,8 +18,8 @@ class Remedy:
 REMEDIES: Final[Mapping[str, Remedy]] = {
     "LOST": Remedy(
         "A business row without any message: no subscriber gets it.",
-        "Find the code that writes past the outbox, and correct it; publish from the row with `outbox-reconcile "
-        "plan` and `outbox_repair`.",
+        "Find the code that writes the row without publishing, and correct it; publish from the row with "
+        "`outbox-reconcile plan` and `outbox_repair`.",
     ),
     "ORPHAN": Remedy(
         "A committed message, or an effect, without a business row.",

@@ -2,6 +2,8 @@
 
 Two limits enforce it. The session's own limits end a statement whose web process has died. The deadline in this process
 ends what those limits cannot: several statements in a row, and a server that does not answer.
+
+See decision 191.
 """
 
 from __future__ import annotations

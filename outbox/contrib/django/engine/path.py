@@ -3,6 +3,8 @@
 The proof (outbox.broker.database.server_identity) is a lock: taken through the broker's connection, it must be visible
 through the application's connection. The result holds until the process ends, so a failover never changes the path
 silently.
+
+See decision 026.
 """
 
 from __future__ import annotations

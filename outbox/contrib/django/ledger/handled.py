@@ -1,4 +1,7 @@
-"""The statements that prune the inbox (table outbox_inbox); the caller passes the connection."""
+"""The statements that prune the inbox (table outbox_inbox); the caller passes the connection.
+
+See decision 175.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,7 @@ class HandledPosition:
 
 _SELECT: Final = "SELECT consumer_group, generation, message_id, {at} FROM outbox_inbox WHERE handled_at < %s"
 
-# Times in UTC, whatever the session's time zone: local time repeats an hour of the year.
+# Times in UTC, in any time zone of the session: local time repeats an hour of the year.
 _IN_UTC: Final = {"postgresql": "handled_at AT TIME ZONE 'UTC'"}
 _FROM_UTC: Final = {"postgresql": "(%s::timestamp AT TIME ZONE 'UTC')"}
 

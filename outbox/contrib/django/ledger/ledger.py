@@ -1,6 +1,8 @@
 """The statements of the ledger (tables outbox_ledger, outbox_ledger_identity); the caller passes the connection.
 
 The plain INSERTs are the barrier: of a local transaction's 'C' and a check-back's 'R' only one can exist.
+
+See decision 029.
 """
 
 from __future__ import annotations
@@ -114,7 +116,7 @@ def is_rolled_back(connection: BaseDatabaseWrapper, transaction_id: UUID, xid: s
     """Whether the local transaction of this row can certainly never commit it; ask on the database that wrote it.
 
     PostgreSQL reports how the transaction `xid` (from `insert_committed`) ended. SQLite has one file and one writer: a
-    row that its own connection does not see is gone. On other databases, and in every doubt: False.
+    row that its own connection does not see is gone. On other databases, and in case of doubt: False.
     """
     if connection.vendor == "sqlite":
         return not states(connection, [transaction_id])

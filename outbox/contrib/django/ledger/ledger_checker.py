@@ -110,7 +110,7 @@ def open_connection(alias: str) -> BaseDatabaseWrapper:
 def answer_by_ledger(
     connection: BaseDatabaseWrapper, checks: Sequence[Check], *, pruned_before: UUID | None = None
 ) -> Iterator[Answer]:
-    """Answers from the ledger that all of `checks` name: first what its rows say, then what the barrier decides."""
+    """Answers from the ledger that all of `checks` name: first from its rows, then by the barrier."""
     try:
         states = _states(connection, checks)
     except DatabaseError as error:

@@ -73,8 +73,8 @@ def _refuse_unreachable(alias: str, entered: _Ledger) -> None:
         return
     if found != entered:
         raise ConfigurationError(
-            f"the search_path of this connection leads to another ledger than that of a new connection of {alias!r}, "
-            f"which is where check-back asks. Keep outbox_ledger and outbox_ledger_identity in a schema that all of "
+            f"the search_path of this connection leads to another ledger than a new connection of {alias!r}, "
+            f"which check-back uses. Keep outbox_ledger and outbox_ledger_identity in a schema that all of "
             f"them share (public) and nowhere else, or give each schema an alias of its own in DATABASES. Nothing "
             f"was published."
         )

@@ -1,4 +1,7 @@
-"""Removes ledger rows of transactions that the broker shows as decided, and inbox rows past their retention."""
+"""Removes ledger rows of transactions that the broker shows as decided, and inbox rows past their retention.
+
+See decision 162.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,7 @@ _SHORT_SWEEP_SECONDS: Final = 1.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PruneCounts:
-    """What one pruning pass removed. `more`: the time ran out before every table was examined to the end."""
+    """The rows that one pruning pass removed. `more`: the time ran out before every table was examined to the end."""
 
     ledger: int = 0
     inbox: int = 0
@@ -48,7 +51,7 @@ class PruneCounts:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What a pass did to one table. `pruned_to`: rows from before it were examined; None if none were."""
+    """The work of a pass on one table. `pruned_to`: rows from before it were examined; None if none were."""
 
     removed: int = 0
     more: bool = False
@@ -57,7 +60,7 @@ class _Part:
 
 @dataclass(slots=True)
 class _Sweep:
-    """One sweep through a table, over as many passes as needed: it examines each row that stays once.
+    """One sweep through a table, over as many passes as needed: it examines once each row that stays.
 
     `place`: where it continues; None: at the beginning.
     """
@@ -72,7 +75,9 @@ _sweeps: dict[tuple[str, str], _Sweep] = {}
 
 @contextmanager
 def _sweeping(alias: str, table: str) -> Iterator[_Sweep]:
-    """The sweep of a table. After its end it continues with rows that come of age, until a new sweep may begin."""
+    """The sweep of a table. After its end it continues with rows that reach their retention time, until a new sweep may
+    begin.
+    """
     sweep = _sweeps.setdefault((alias, table), _Sweep())
     started = time.monotonic()
     if sweep.rests_until is not None and started >= sweep.rests_until:

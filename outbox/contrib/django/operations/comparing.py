@@ -10,6 +10,8 @@ There are three comparisons, each of rows that commit or vanish together with wh
 
 Each comparison is incremental. It remembers the newest rows that both sides had; if one of them is gone, it compares
 everything.
+
+See decision 171 and decision 172.
 """
 
 from __future__ import annotations
@@ -59,7 +61,7 @@ _NIL: Final = UUID(int=0)
 
 @dataclass(frozen=True, slots=True)
 class CompareCounts:
-    """What is missing after this pass, in all databases of the project."""
+    """The transactions missing after this pass, in all databases of the project."""
 
     lost_messages: int = 0
     lost_commits: int = 0
@@ -156,7 +158,7 @@ def _has_tables(alias: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Context:
-    """What all comparisons of a pass share."""
+    """Shared data of all comparisons of a pass."""
 
     run: Executor
     life: Life
@@ -383,7 +385,7 @@ class _InboxLook:
     context: _Context
     application: BaseDatabaseWrapper
     item: Subscriber
-    # The newest existing ones of each queue.
+    # The newest existing inbox rows of each queue.
     present: dict[int, list[UUID]] = field(default_factory=dict)
     missing: dict[UUID, datetime] = field(default_factory=dict)
     highest: int = -1

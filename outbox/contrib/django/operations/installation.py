@@ -113,7 +113,7 @@ def remove_broker(
     patience_seconds: float = DEFAULT_PATIENCE_SECONDS,
     report: Callable[[str], None] = logger.warning,
 ) -> list[str]:
-    """Drop the broker's tables with all messages; returns what was in use or undelivered.
+    """Drop the broker's tables with all messages; returns the processes in use and the undelivered messages.
 
     Without `force` it raises UsageError if there is any. Raises SchemaError, BrokerUnavailable or ConfigurationError.
     """

@@ -1,4 +1,7 @@
-"""Renames a consumer group, with its data in the broker and the inboxes."""
+"""Renames a consumer group, with its data in the broker and the inboxes.
+
+See decision 177.
+"""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ _UNTIL_IT_IS_THERE: Final = RetryPolicy(delays_seconds=[1, 5, 10, 30, 60], max_a
 
 
 class TransactionalTask(RecordedTask):
-    """A task that is stored with the transaction, in whatever form it is called inside `atomic()`.
+    """A task that is stored with the transaction, for every form of call inside `atomic()`.
 
     A consumer process sends it to Celery's broker after the transaction has committed. If the transaction rolls back,
     nothing is sent. docs/celery.md lists the forms. Outside of `atomic()` it is an ordinary task. `self.retry()` and
@@ -94,9 +94,9 @@ def subscriber_task(topic: str, *, group: str, **options: Any) -> Callable[[AnyT
         @shared_task
         def send_receipt(order): ...
 
-    The consumer process sends the call to Celery's broker, and the message counts as handled when that has it. From
-    then on Celery's rules apply (acks_late, retries). A call that is sent twice has the same task id. `options` are
-    those of `subscriber`.
+    The consumer process sends the call to Celery's broker, and the message counts as handled once Celery's broker has
+    the call. From then on Celery's rules apply (acks_late, retries). A call that is sent twice has the same task id.
+    `options` are those of `subscriber`.
     """
     options.setdefault("retry", _UNTIL_IT_IS_THERE)
 

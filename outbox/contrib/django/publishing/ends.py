@@ -4,6 +4,8 @@ Django runs `on_commit` after it has called COMMIT, which does not prove a commi
 application swallowed the error, PostgreSQL answers COMMIT with ROLLBACK and no error. `on_commit` also runs for work
 that a manual `savepoint_rollback` undid. So COMMIT is reported only if the ledger row is visible. A missing row proves
 nothing (a lagging replica hides it); then check-back is asked to check soon.
+
+See decision 022.
 """
 
 from __future__ import annotations

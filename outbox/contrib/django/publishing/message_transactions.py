@@ -3,6 +3,8 @@
 Inside `atomic()` they share one ledger row, one half batch, one decision and one row of the op log, whatever their
 number. Outside, one statement stores them when the block is left. So no transaction is ever open in the broker: an
 abandoned one delays no other, because only its own process knows of it.
+
+See decision 095.
 """
 
 from __future__ import annotations

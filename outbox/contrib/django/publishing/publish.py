@@ -3,6 +3,8 @@
 Inside `atomic()`, in this order: the lock of a FIFO key, the ledger row, the half message (durable before the business
 work continues), the business work, COMMIT, the end message. If the application's connection leads to the broker's own
 database, that connection writes the message instead, as part of its transaction.
+
+See decision 076.
 """
 
 from __future__ import annotations
@@ -173,8 +175,8 @@ def publish_bound(
     """Like `publish_messages`.
 
     `checker` names the look-up that check-back runs (`transactional_message(check=…)`). `producer` is the instance that
-    must be the newest of its transactional id. If it raises, the caller must roll back the block. A half may have been
-    stored all the same; without its ledger row check-back rolls it back.
+    must be the newest of its transactional id. If it raises, the caller must roll back the block. The half may still
+    have been stored; without its ledger row check-back rolls it back.
     """
     with tracing.publishing(messages) as traced:
         return _publish(traced, using, _HalfTerms(checker, immunity_seconds, producer))

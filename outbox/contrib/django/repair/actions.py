@@ -1,4 +1,7 @@
-"""One step of a plan: verified again, then done. Doing it twice has the same effect as doing it once."""
+"""One step of a plan: verified again, then done. Doing it twice has the same effect as doing it once.
+
+See decision 050.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +64,9 @@ class Result:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PublishSources:
-    """What publishing steps need: the rules' sources, the alias of each of their databases, publishers by rule."""
+    """The data that publishing steps need: the rules' sources, the alias of each of their databases, publishers by
+    rule.
+    """
 
     sources: Mapping[str, RuleSource]
     aliases: Mapping[str, str]

@@ -1,4 +1,7 @@
-"""Reads the evidence of a finding again, on the primaries."""
+"""Reads the evidence of a finding again, on the primaries.
+
+See decision 194.
+"""
 
 from __future__ import annotations
 

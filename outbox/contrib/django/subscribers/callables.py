@@ -68,7 +68,7 @@ def path_of(function: Any) -> str:
 
 
 def has_a_name(function: Any) -> bool:
-    """Whether the name is its own.
+    """Whether the name belongs to the callable itself.
 
     It is not if it is copied from its parts, or if this is the function on which Django tries a decorator.
     """

@@ -30,7 +30,7 @@ def storable(value: Any) -> Any:
 
 
 def error_of(error: BaseException) -> dict[str, str]:
-    """A TaskError as it is stored."""
+    """The stored form of a TaskError."""
     text = "".join(format_exception(error)).replace("\0", "\N{REPLACEMENT CHARACTER}")
     kind = type(error)
     return {

@@ -1,4 +1,7 @@
-"""Runs tasks: a subscriber's work for one message, within the transaction of its inbox row."""
+"""Runs tasks: a subscriber's work for one message, within the transaction of its inbox row.
+
+See decision 185.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +39,8 @@ def handler_for(backend: OutboxBackend, queue: str, *, using: str) -> Callable[[
     """The handler of one queue's messages (of all queues: ''). `using`: the alias of the entries.
 
     A message runs one entry: its own, or a more urgent one that is due. It locks only that entry while the task runs.
-    If its own entry is still READY afterwards, its next message is published in the same transaction. So a READY entry
-    always has a message, whatever fails. Only the end of the entry's last attempt leaves it without one.
+    If its own entry is still READY afterwards, its next message is published in the same transaction. So a READY
+    entry always has a message, also after any failure. Only the end of the entry's last attempt leaves it without one.
     """
 
     def run_a_task(delivery: Delivery) -> None:

@@ -34,7 +34,9 @@ _PURPOSE: Final = (
 
 
 def run_receive(stop: threading.Event, *, names: Sequence[str] = ()) -> None:
-    """Receive for the given entries, by default all, until `stop`. An error of one ends all, and is raised."""
+    """Receive for the given entries, by default all, until `stop`. If one entry fails, all end, and its error is
+    raised.
+    """
     refuse_processes_in_tests()
     failed: list[BaseException] = []
 

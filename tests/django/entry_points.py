@@ -1,4 +1,4 @@
-"""Every public door of outbox.contrib.django that asks the broker: functions, and commands with their actions."""
+"""Every public entry point of outbox.contrib.django that uses the broker: functions, commands, actions."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ MORE: Final[dict[str, Callable[[], object]]] = {
     "run_check_back of parked ones": lambda: run_check_back(parked=True),
     "a consumer": lambda: consumer_runtime().run_once(),
 }
-# What only reads, and what finds by reading that there is nothing to change.
+# Calls that only read, and calls that find by reading that there is nothing to change.
 READING: Final = (
     "outbox_audit settle --no-input",
     "outbox_dead_letter list",
@@ -113,21 +113,21 @@ CHANGING: Final = (
 )
 # Of processes, of results of a run of Spark, of a plan's file, of other brokers; and what mends the tables.
 OTHER_COMMANDS: Final = {"outbox_reconcile", "outbox_repair", "outbox_install"}
-DOORS: Final = [*FUNCTIONS, *MORE, *READING, *CHANGING]
+ENTRY_POINTS: Final = [*FUNCTIONS, *MORE, *READING, *CHANGING]
 
 
-def say(door: str) -> tuple[bool, str]:
-    """Whether it did what it should, and what it said. Other errors than those of outbox and of commands are raised."""
+def say(entry_point: str) -> tuple[bool, str]:
+    """Whether it worked, and its text. Other errors than those of outbox and of commands are raised."""
     try:
-        if door in FUNCTIONS:
-            return True, repr(FUNCTIONS[door]())
-        if door in MORE:
-            return True, repr(MORE[door]())
+        if entry_point in FUNCTIONS:
+            return True, repr(FUNCTIONS[entry_point]())
+        if entry_point in MORE:
+            return True, repr(MORE[entry_point]())
     except OutboxError as error:
         return False, str(error)
     out, err = StringIO(), StringIO()
     try:
-        call_command(*door.split(), stdout=out, stderr=err)
+        call_command(*entry_point.split(), stdout=out, stderr=err)
     except CommandError as error:
         return False, str(error)
     except SystemExit as error:

@@ -1,4 +1,4 @@
-"""A broker that is away, forbidden, damaged or stuck: through every door comes an error that says what to do."""
+"""A broker that is down, forbidden, damaged or stuck: every entry point raises an error that names the next step."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from outbox.errors import LedgerUnavailable
 from outbox.utils.backoff import Backoff
 from outbox.utils.ids import uuid7
 from tests.databases import drop_databases
-from tests.django import doors
+from tests.django import entry_points
 from tests.django.conftest import BROKER_TEMPLATE, point_alias
 
 Fault = Callable[[str], AbstractContextManager[object]]
@@ -50,7 +50,7 @@ def altered(statement: str, **changes: str) -> tuple[dict[str, str], Fault]:
 
 @contextmanager
 def locked(url: str) -> Iterator[None]:
-    """Somebody alters tables and does not end, and nobody waits for long."""
+    """Another session alters tables and does not end; no call waits for long."""
     name = conninfo_to_dict(url)["dbname"]
     with psycopg.connect(url) as connection:
         connection.execute(f"ALTER DATABASE {name} SET lock_timeout = '20ms'".encode())
@@ -117,22 +117,22 @@ def fault(
         settings.update(before)
 
 
-@pytest.mark.parametrize("door", doors.DOORS)
-def test_no_door_lets_an_error_of_the_driver_out(fault: str, door: str) -> None:
-    done, said = doors.say(door)
-    if fault == "read-only" and door in doors.READING:
+@pytest.mark.parametrize("entry_point", entry_points.ENTRY_POINTS)
+def test_no_entry_point_raises_an_error_of_the_driver(fault: str, entry_point: str) -> None:
+    done, said = entry_points.say(entry_point)
+    if fault == "read-only" and entry_point in entry_points.READING:
         return
-    # System checks warn of missing tables, and let `migrate` go on.
-    assert not done or door.startswith("check "), f"{door} should have failed: {said}"
+    # System checks warn of missing tables, and let `migrate` continue.
+    assert not done or entry_point.startswith("check "), f"{entry_point} should have failed: {said}"
     assert re.search(FAULTS[fault][1], said, re.DOTALL), said
 
 
-def test_these_are_all_doors() -> None:
-    assert {*doors.FUNCTIONS, *doors.OTHERS} == set(package.__all__)
+def test_these_are_all_entry_points() -> None:
+    assert {*entry_points.FUNCTIONS, *entry_points.OTHERS} == set(package.__all__)
     folder = Path(package.__file__).parent / "management" / "commands"
     commands = {path.stem for path in folder.glob("outbox_*.py")}
-    assert {line.split()[0] for line in (*doors.READING, *doors.CHANGING)} - {"check"} == (
-        commands - doors.OTHER_COMMANDS
+    assert {line.split()[0] for line in (*entry_points.READING, *entry_points.CHANGING)} - {"check"} == (
+        commands - entry_points.OTHER_COMMANDS
     )
 
 
