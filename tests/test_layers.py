@@ -1,9 +1,9 @@
-"""Imports point one way: spark | sample_project -> contrib.django -> broker -> core, and from room to room inside the
-broker, contrib.django and spark (docs/architecture.md); modules never import each other in a circle.
+"""Imports point one way: spark | sample_project -> contrib.django -> broker -> core, and from folder to folder inside
+the broker, contrib.django and spark (docs/architecture.md); modules never import each other in a circle.
 
 All imports count, those for type checking and those inside functions too. So do literal calls of `import_module` and
 `__import__`, and strings that name a module of this tree: "outbox.broker.process", "module:attribute",
-"module.attribute". `BY_NAME` lists the strings that need no import.
+"module.attribute". `EXCEPTIONS` lists the strings that need no import.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ UPWARD = {
     "outbox/contrib/sinks": ("outbox.broker", "outbox.contrib.django"),
     "outbox/contrib/sources": ("outbox.broker", "outbox.contrib.django", "outbox.contrib.sinks"),
 }
-# Rooms (folders), floor by floor from the ground: a room may import those of the floors below it.
-FLOORS = {
+# Folders, level by level from the base: a folder may import those of the levels below it.
+LEVELS = {
     "outbox.broker": (
         ("database",),
         ("fastpath",),
@@ -72,33 +72,28 @@ FLOORS = {
     "spark": (("common",), ("rules",), ("sources",), ("comparison",), ("stages",), ("output",)),
 }
 MAY_IMPORT = {
-    (house, room): {low for floor in floors[:level] for low in floor}
-    for house, floors in FLOORS.items()
-    for level, of in enumerate(floors)
-    for room in of
+    (package, folder): {low for lower in levels[:level] for low in lower}
+    for package, levels in LEVELS.items()
+    for level, of in enumerate(levels)
+    for folder in of
 }
-# What one runs, types or looks at: a house's loose files and these folders. Doors may import any room, and no room
-# imports a door.
-DOORS = {
+# What a user runs, types or looks at: a package's loose files and these folders. Entry points may import any folder, and
+# no folder imports an entry point.
+ENTRY_POINTS = {
     "outbox.broker": {"celery"},
     "outbox.contrib.django": {"console", "management", "migrations", "tasks", "templatetags"},
     "spark": set(),
 }
-# Loose files that are ground all the same: Django wants its models there.
-GROUND = {"outbox.contrib.django.models"}
+# Loose files that every level may import: Django wants its models there.
+BASE = {"outbox.contrib.django.models"}
 
 # Strings that name a module above, or in a circle, and import nothing there: (module, named module) -> reason.
-BY_NAME = {
+EXCEPTIONS = {
     ("outbox.broker.schema.install", "outbox.broker.schema"): "the package whose SQL files it reads",
     ("outbox.contrib.django.operations.checks", "outbox.contrib.django.routers"): "compared with DATABASE_ROUTERS",
     ("outbox.contrib.django.subscribers.registry", "outbox.contrib.django"): "compared with the names of the apps",
     ("outbox.contrib.django.worker.roles", "outbox.contrib.django.worker.child"): "`python -m` in a new process",
 }
-# TO BE REMOVED: violations that remain. Delete an entry when the test says that it is not needed any more.
-TO_BE_REMOVED = {
-    ("outbox.contrib.django.subscribers.registry", "outbox.contrib.django.publishing.celery_tasks"): "to be removed",
-}
-EXCEPTIONS = {**BY_NAME, **TO_BE_REMOVED}
 
 Graph = Mapping[str, Iterable[str]]
 
@@ -193,22 +188,22 @@ def circles(graph: Graph) -> list[list[str]]:
     return [list(circle) for circle in sorted(found)]
 
 
-def room_of(module: str) -> tuple[str, str] | None:
-    """The house and room of a module; '' is the room of a door. None for what is in no house."""
-    for house, doors in DOORS.items():
-        if module.startswith(house + ".") and module not in GROUND:
-            folder, _, rest = module.removeprefix(house + ".").partition(".")
-            return house, folder if rest and folder not in doors else ""
+def folder_of(module: str) -> tuple[str, str] | None:
+    """The package and folder of a module; '' is the folder of an entry point. None for what is in no package."""
+    for package, entry_points in ENTRY_POINTS.items():
+        if module.startswith(package + ".") and module not in BASE:
+            folder, _, rest = module.removeprefix(package + ".").partition(".")
+            return package, folder if rest and folder not in entry_points else ""
     return None
 
 
-def wrong_doors(graph: Graph) -> list[str]:
-    """Imports inside a house that do not lead down."""
+def wrong_levels(graph: Graph) -> list[str]:
+    """Imports inside a package that do not lead down."""
     found = []
     for module, targets in graph.items():
-        here = room_of(module)
+        here = folder_of(module)
         for target in sorted(targets) if here and here[1] else ():
-            there = room_of(target)
+            there = folder_of(target)
             if here and there and there != here and there[0] == here[0] and there[1] not in MAY_IMPORT.get(here, ()):
                 found.append(f"{module} -> {target}")
     return found
@@ -252,15 +247,17 @@ def test_optional_packages_are_imported_inside_functions(file: str) -> None:
     assert not LAZY[file] & outside
 
 
-@pytest.mark.parametrize("house", FLOORS)
-def test_every_room_has_its_floor(house: str) -> None:
-    folder = ROOT / house.replace(".", "/")
-    rooms = {room for of, room in MAY_IMPORT if of == house}
-    assert {path.parent.relative_to(folder).parts[0] for path in folder.glob("*/*.py")} == rooms | DOORS[house]
+@pytest.mark.parametrize("package", LEVELS)
+def test_every_folder_has_its_level(package: str) -> None:
+    folder = ROOT / package.replace(".", "/")
+    folders = {folder for of, folder in MAY_IMPORT if of == package}
+    assert {path.parent.relative_to(folder).parts[0] for path in folder.glob("*/*.py")} == folders | ENTRY_POINTS[
+        package
+    ]
 
 
-def test_rooms_import_only_what_lies_below_them(graph: dict[str, set[str]]) -> None:
-    assert wrong_doors(graph) == []
+def test_folders_import_only_lower_levels(graph: dict[str, set[str]]) -> None:
+    assert wrong_levels(graph) == []
 
 
 def test_no_modules_import_each_other_in_a_circle(graph: dict[str, set[str]]) -> None:
@@ -270,7 +267,7 @@ def test_no_modules_import_each_other_in_a_circle(graph: dict[str, set[str]]) ->
 def test_every_exception_is_needed() -> None:
     for exception in EXCEPTIONS:
         graph = import_graph(MODULES, set(EXCEPTIONS) - {exception})
-        assert wrong_doors(graph) or circles(graph), f"delete {exception}"
+        assert wrong_levels(graph) or circles(graph), f"delete {exception}"
 
 
 # -- the checks themselves --------------------------------------------------------------------------
@@ -315,12 +312,12 @@ def test_the_check_itself_finds_a_planted_circle(graph: dict[str, set[str]]) -> 
         }
     )
     assert circles(planted) == [["outbox.a", "outbox.b", "outbox.c"]]
-    # And in the house as it stands, were its ground to look up.
-    ground, top = "outbox.broker.consumer.owned_queue", "outbox.broker.consumer.dispatcher"
-    assert any({ground, top} <= set(circle) for circle in circles({**graph, ground: {*graph[ground], top}}))
+    # And in the package as it stands, were its base to look up.
+    base, top = "outbox.broker.consumer.owned_queue", "outbox.broker.consumer.dispatcher"
+    assert any({base, top} <= set(circle) for circle in circles({**graph, base: {*graph[base], top}}))
 
 
-def test_the_check_itself_finds_an_import_up_the_floors() -> None:
+def test_the_check_itself_finds_an_import_from_a_higher_level() -> None:
     planted = import_graph(
         {
             "outbox.broker.sequencer.sequencer": "if TYPE_CHECKING:\n    from outbox.broker.consumer import runtime",
@@ -344,7 +341,7 @@ def test_the_check_itself_finds_an_import_up_the_floors() -> None:
             "spark.run": "from .output import report",
         }
     )
-    assert wrong_doors(planted) == [
+    assert wrong_levels(planted) == [
         "outbox.broker.sequencer.sequencer -> outbox.broker.consumer.runtime",
         "outbox.broker.log.topics -> outbox.broker.schema.install",
         "outbox.broker.groups.leases -> outbox.broker.celery.beat",
