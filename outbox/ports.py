@@ -5,6 +5,8 @@ An engine has a `Broker` and `Consumers`: PostgreSQL `outbox.broker.postgres.Pos
 `outbox.rocketmq.consumer.RocketMQConsumers`, the one in memory `outbox.memory.broker.InMemoryBroker` and
 `outbox.memory.consumers.InMemoryConsumers`. One contract suite (tests/contract) runs over all of them. What an engine
 lacks is in its table of refusals (outbox/refusals.py, docs/engines.md).
+
+See decision 001.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`python -m spark`, in a checkout what `outbox-reconcile` is elsewhere."""
+"""`python -m spark`: the command `outbox-reconcile` in a checkout."""
 
 import sys
 

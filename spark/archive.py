@@ -60,7 +60,7 @@ class Archive:
     def run(self) -> tuple[Pass | None, list[Gap]]:
         """Take the messages settled since the last pass; returns the pass (None if there is nothing new) and new gaps.
 
-        Raises ReconcileError; then the archive is as it was.
+        Raises ReconcileError; then the archive is unchanged.
         """
         self._store.check_writable()
         try:

@@ -34,7 +34,9 @@ class Watch:
 
     def __init__(self, spark: SparkSession, options: RunOptions, progress: Progress) -> None:
         if options.is_interval or options.full:
-            raise UsageProblem("a continuous reconciliation goes on where the last result ended: no interval, no full.")
+            raise UsageProblem(
+                "a continuous reconciliation continues where the last result ended: no interval, no full."
+            )
         self._spark, self._options, self._progress = spark, options, progress
         self._store = Store(options.output, rules_file.load(options.rules).output_mode)
         self._is_lasting = False
@@ -120,5 +122,5 @@ def _stream_failure(error: Exception) -> ReconcileError:
     reason = " ".join(str(error).partition("=== Streaming Query ===")[0].split())
     return RunIncomplete(
         f"the streaming query failed: {reason}. The previous result stays in force. Start it again; if its checkpoint "
-        f"is damaged, remove the folder {CHECKPOINT!r} of the output: the result says where to go on."
+        f"is damaged, remove the folder {CHECKPOINT!r} of the output: the result names the point to continue from."
     )

@@ -77,8 +77,8 @@ MAY_IMPORT = {
     for level, of in enumerate(levels)
     for folder in of
 }
-# What a user runs, types or looks at: a package's loose files and these folders. Entry points may import any folder, and
-# no folder imports an entry point.
+# What a user runs, types or looks at: a package's loose files and these folders. Entry points may import any folder,
+# and no folder imports an entry point.
 ENTRY_POINTS = {
     "outbox.broker": {"celery"},
     "outbox.contrib.django": {"console", "management", "migrations", "tasks", "templatetags"},

@@ -94,7 +94,7 @@ REFUSALS: Final = Refusals(
         "declare": Refusal("topics that a client changes", "Use `manage.py outbox_install --create`."),
         "run_once": Refusal(
             "report of what is due now",
-            "Run outbox_worker, or outbox_worker --until-drained, which ends when nothing is left.",
+            "Run outbox_worker, or outbox_worker --until-drained, which ends when no message is left.",
         ),
         "install": Refusal("tables in a database", "Create its topics and groups with outbox_install."),
     },
@@ -135,7 +135,7 @@ def message_type(topic: Topic) -> str:
 
 
 def topic_problems(topic: Topic, accepted: frozenset[int] | None) -> Iterator[str]:
-    """What is wrong with a server's topic of these types; None: the server does not have the topic."""
+    """The fault of a server's topic of these types; None: the server does not have the topic."""
     if accepted is None:
         yield (
             f"RocketMQ has no topic {topic.name!r}: create it with message.type={message_type(topic)} and "

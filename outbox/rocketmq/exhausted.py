@@ -132,7 +132,7 @@ class ExhaustedChecks:
 
 
 def transactions(broker: Admin, offset: int) -> Iterator[tuple[int, CheckProperties | None]]:
-    """What the broker gave up from `offset` on; None for messages that outbox did not send. Raises BrokerError."""
+    """The exhausted half messages from `offset` on; None for messages that outbox did not send. Raises BrokerError."""
     for message in read_stored(broker, READER, TOPIC, offset):
         try:
             yield message.offset, asked(message)

@@ -69,7 +69,9 @@ class FlushingThread:
                 thread.start()
             except RuntimeError:
                 # The interpreter is shutting down: the messages are lost, and check-back settles their transactions.
-                logger.info("the flusher thread cannot be started any more, check-back will settle what is queued")
+                logger.info(
+                    "the flusher thread cannot be started any more, check-back will settle the queued transactions"
+                )
                 return
             self._thread = thread
 

@@ -128,8 +128,8 @@ class Store:
     def finding_lines(self, limit: int | None = None) -> Iterator[str]:
         """At most `limit` findings of the result in force as JSON, each with the name of its `run`, for other programs.
 
-        They are ordered by rule, class, group and key. Times are ISO 8601 in UTC. All is ASCII, so that a line
-        separator in a key ends no line. Needs neither Java nor a database.
+        They are ordered by rule, class, group and key. Times are ISO 8601 in UTC. The text is ASCII, so that a line
+        separator in a key does not end a line. Needs neither Java nor a database.
         """
         result = self.result_in_force()
         for finding in islice(self.rows(result["findings"]), limit):
@@ -166,7 +166,7 @@ class Store:
         self.write(name, buffer.getvalue().to_pybytes())
 
     def write(self, name: str, content: str | bytes) -> None:
-        """A small file; on a local disk it is there whole or not at all.
+        """A small file; on a local disk it is complete or does not exist.
 
         Object stores do the same. HDFS does not: a file that was cut off there is reported as damaged.
         """
@@ -191,7 +191,7 @@ class Store:
         draft.replace(target)
 
     def make_folder(self, name: str) -> None:
-        """A folder of its own permissions, for what Spark writes into it."""
+        """A folder with its own permissions, for the files of Spark."""
         if self._is_local:
             self._make_folder(Path(f"{self._root}/{name}"))
 

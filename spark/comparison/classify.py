@@ -45,7 +45,7 @@ class FindingClass(enum.StrEnum):
     OK = "OK"
     """As declared."""
     RECOVERED = "RECOVERED"
-    """A finding of the previous result that is none any more. Given by comparing results, not by evidence."""
+    """A finding of the previous result that has ended. It comes from comparing results, not from evidence."""
     EXPIRED = "EXPIRED"
     """Open since an earlier run, and closed because retention may have removed its evidence."""
 
@@ -83,14 +83,14 @@ class Window:
         return F.lit(True) if self.since is None else time >= F.lit(self.since)
 
     def looks_at(self, row_at: Column) -> Column:
-        """Whether a row is judged: it is inside, or something new has come to an older one."""
+        """Whether a row is judged: it is inside the window, or it is older and has something new."""
         if self.since is None or self.carried is not None:
             return self.covers(row_at)
         touched = (row_at < F.lit(self.since)) & (F.col("touched_at") >= F.lit(self.since)) & self._above_floor(row_at)
         return self.covers(row_at) | F.coalesce(touched, F.lit(False))
 
     def meets(self) -> Column:
-        """On a first look: something new came to a key whose row and message an earlier window has read."""
+        """On a first look: a key whose row and message an earlier window has read has something new."""
         if self.since is None or self.carried is not None:
             return F.lit(False)
         return F.coalesce(F.col("touched_at") >= F.lit(self.since), F.lit(False))
@@ -158,7 +158,7 @@ def group_conditions(rule: Rule, number: int, window: Window) -> dict[FindingCla
 
 
 def _unhandled(rule: Rule, number: int, window: Window) -> tuple[Column, Column]:
-    """Where each message counts: whether the group has not handled one of several, and whether its limit has passed.
+    """If each message counts: whether the group has not handled one of several, and whether its limit has passed.
 
     Effects that name no message do not show whether there is one per message or one for all of them. A message is
     counted as unhandled if there are fewer effects than messages, and no effect came after it.
@@ -200,7 +200,7 @@ def _has_no_key() -> Column:
 def with_classes(evidence: DataFrame, rule: Rule, window: Window) -> DataFrame:
     """Adds `holds` and, per group, `holds_0`…: the conditions that hold, as bits in order of precedence.
 
-    0 where nothing was to be judged. Bits, because Spark's optimizer copies a column's expression wherever it is
+    0 if there was nothing to judge. Bits, because Spark's optimizer copies a column's expression wherever it is
     used: a chain of CASE per class and group grows beyond what it can plan.
     """
     judged = (F.col("rows") > 0) & window.covers(F.col("row_at"))
@@ -263,7 +263,7 @@ def _names(classes: tuple[FindingClass, ...]) -> Column:
 
 
 def _differs(rule: Rule) -> Column:
-    """Whether the row differs from its message: of several, from each that may have been committed last."""
+    """Whether the row differs from its message; with several messages, from each that may have been committed last."""
     if not rule.counts_each_message:
         return _differs_from("message", rule)
     in_log = (F.col("atomic") == 0) | _differs_from("message", rule)

@@ -70,7 +70,7 @@ def of(rule: Rule) -> Column:
 
 
 def shown(value: Column, kind: FieldType) -> Column:
-    """A value as people read it."""
+    """A value in readable form."""
     if kind is not FieldType.TIMESTAMP:
         return value
     return F.date_format(F.timestamp_micros(value.try_cast("bigint")), "yyyy-MM-dd'T'HH:mm:ss.SSSSSSXXX")

@@ -109,15 +109,15 @@ def waiting_side(messages: DataFrame, rule: Rule, number: int) -> DataFrame:
 
 
 def _due() -> Column:
-    """From when on a message of `at` and `deliver_at` is handled."""
+    """The time from which a message of `at` and `deliver_at` may be handled."""
     return F.greatest("at", F.coalesce("deliver_at", "at"))
 
 
 def broker_side(messages: DataFrame, rule: Rule, *, is_exact: bool = False) -> DataFrame:
     """Messages, dead letters and deliveries in the narrow form. A body that cannot be read makes the message `bad`.
 
-    `is_exact`, on the second look: a body that Spark's parser refuses, or that may hold more than one document, is
-    read by a parser of our own.
+    `is_exact`, on the second look: our own parser reads a body that Spark's parser refuses, or that may hold more
+    than one document.
     """
     # In steps, so that each body is parsed once: a step's column is computed once and used many times by the next.
     text, document = F.col("text"), F.col("document")
@@ -151,7 +151,7 @@ def broker_side(messages: DataFrame, rule: Rule, *, is_exact: bool = False) -> D
 
 
 def _is_suspicious(text: Column, document: Column, rule: Rule) -> Column:
-    """Whether a body may not be one JSON document. Without compared fields only what Spark cannot parse is."""
+    """Whether a body may not be one JSON document. Without compared fields, only a body that Spark cannot parse."""
     if not rule.fields:
         return document.isNull()
     # The parser stops after the first value and would miss text after the object.
@@ -169,7 +169,7 @@ def _refused(text: Column, document: Column, rule: Rule) -> Column:
 
 
 def way() -> Column:
-    """How near the decision of a message is to the commit of its transaction: ATOMIC, PROMPT or LATER."""
+    """How close the decision of a message is to the commit of its transaction: ATOMIC, PROMPT or LATER."""
     is_atomic = F.coalesce(F.col("decided_at") <= F.col("at"), F.lit(True))
     return F.when(is_atomic, ATOMIC).when(F.col("decided_by") == "P", PROMPT).otherwise(LATER)
 
@@ -217,7 +217,7 @@ def why_unreadable(rule: Rule) -> Column:
 
 
 def why_row_unreadable(rule: Rule) -> Column:
-    """Of a business row: which compared columns do not have their types; '' if all have (as `why`)."""
+    """The compared columns of a business row that do not have their types; '' if all have (as `why`)."""
     raw = [F.col(f"f{number}") for number in range(len(rule.fields))]
     values = [from_column(column, field) for column, field in zip(raw, rule.fields, strict=True)]
     return _why_fields(raw, values, [field.column for field in rule.fields], rule).alias("why")
@@ -244,8 +244,8 @@ def _why_fields(raw: list[Column], values: list[Column], names: list[str], rule:
 def with_keys(effects: DataFrame, ids: DataFrame, rule: Rule, floor: datetime | None) -> DataFrame:
     """Effects that name a message's id instead of a key, with that message's key (`ids`: message_id, key, topic, tag).
 
-    Those of other topics' messages are left out. Those of a message that is not among `ids` keep its id as their key:
-    it may be older, or there is none. Where retention has removed messages (`floor`), only an id that says when it was
+    Effects of other topics' messages are left out. If a message is not among `ids` (older, or missing), its effects
+    keep the message id as their key. Where retention has removed messages (`floor`), only an id that says when it was
     made (UUID version 7) can tell an effect without a message from one whose message is gone.
     """
     known = ids.where(F.col("message_id").isNotNull()).select("message_id", F.col("key").alias("of"), "topic", "tag")
@@ -261,7 +261,7 @@ def with_keys(effects: DataFrame, ids: DataFrame, rule: Rule, floor: datetime | 
 
 
 def _made_at(message_id: Column) -> Column:
-    """When an id of UUID version 7 was made; null for others."""
+    """The time of an id of UUID version 7; null for others."""
     digits = F.replace(message_id, F.lit("-"), F.lit(""))
     moment = F.timestamp_millis(F.conv(F.substring(digits, 1, 12), 16, 10).cast("bigint"))
     return F.when(message_id.rlike(_VERSION_7), moment)
@@ -277,7 +277,7 @@ def gather(sides: list[DataFrame], rule: Rule, watermark: datetime) -> DataFrame
     is_committed = kind.isin(COMMITTED, RECALLED)
     is_undecided = kind.isin(UNDECIDED, PARKED)
     is_row = kind.isin(ROW, UNKEYED)
-    # The newest message is compared with the row: one that was recalled only if there is no other.
+    # The newest message is compared with the row; a recalled one only if there is no other.
     age = F.when(kind == COMMITTED, F.col("ord") + F.lit(_BEFORE_RECALLED)).when(kind == RECALLED, F.col("ord"))
     counts = is_row | is_committed | is_undecided | ((kind >= EFFECT) & (kind < WAITING))
     aggregates = [

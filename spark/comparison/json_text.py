@@ -134,7 +134,7 @@ def _broken(text: str, place: int) -> str:
         return f"the text that begins at character {place + 1} has no end"
     character = text[broken.end()]
     what = "an unknown escape" if character == "\\" else f"the control character U+{ord(character):04X}"
-    return f"{what} stands in a text, at character {broken.end() + 1}"
+    return f"a text contains {what}, at character {broken.end() + 1}"
 
 
 def _at(text: str, place: int) -> str:

@@ -43,15 +43,15 @@ REMEDIES: Final = {
         "`python manage.py outbox_transaction decide {transaction_id} commit`, if the row is there; else rollback.",
     ),
     FindingClass.LOST: Remedy(
-        "A business row without any message: no subscriber will hear of it.",
-        "was the row written past the outbox (SQL by hand, a bulk import, a restore), its message rolled back, or sent "
-        "under another key (an ORPHAN beside it)?",
+        "A business row without any message: no subscriber gets it.",
+        "was the row written without the outbox (SQL by hand, a bulk import, a restore), its message rolled back, or "
+        "sent under another key (an ORPHAN beside it)?",
         "publish it again from the row (`outbox-reconcile plan`, then `python manage.py outbox_repair`), and close the "
         "way past it.",
     ),
     FindingClass.UNREADABLE: Remedy(
         "The body of a committed message, or a compared field of it, cannot be read as declared.",
-        "which release sent it, and is the rule's field (body, type) what it sends? `{trace}`",
+        "which release sent it, and does the rule's field (body, type) match its body? `{trace}`",
         "correct the rule if the message is right; else correct the publisher and publish the row again.",
     ),
     FindingClass.DUPLICATE: Remedy(
@@ -73,7 +73,7 @@ REMEDIES: Final = {
         "outbox_group reset {group} {topic} --to-time … --reprocess`.",
     ),
     FindingClass.MISMATCH: Remedy(
-        "Row and message body do not say the same.",
+        "Row and message body differ.",
         "was the row edited after it was sent, past the outbox? Both values are in the finding.",
         "publish the row's state as a new message where subscribers need it, or correct the row.",
     ),
@@ -83,10 +83,10 @@ REMEDIES: Final = {
         "nothing is missing: `[[acknowledge]]` it, or raise late_after (of a group: within) if the limit is too short.",
     ),
     FindingClass.RECOVERED: Remedy(
-        "A finding of the previous result that is none any more.", "nothing.", "nothing is to be done."
+        "A finding of the previous result that has ended.", "nothing.", "nothing is to be done."
     ),
     FindingClass.EXPIRED: Remedy(
-        "What an earlier run left open can no longer be judged: retention may have removed its evidence.",
+        "A subject left open by an earlier run can no longer be judged: retention may have removed its evidence.",
         "its former class (flags), and whether an operator settled it.",
         "settle it by the business rows; raise the topic's retention if findings stay open for longer.",
     ),

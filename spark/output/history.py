@@ -92,7 +92,7 @@ def _changes(found: pa.Table | None, run: str, finished: datetime) -> pa.Table:
 
 
 def keep(store: Store, entries: Entries) -> None:
-    """Add the rows of one run to the tables; nothing, where they are there. Raises OSError."""
+    """Add the rows of one run to the tables, unless they are there. Raises OSError."""
     # The counts last, because `make_up` takes them as the sign that the run is kept.
     for name, table in ((FINDINGS, entries.findings), (COUNTS, entries.counts)):
         if not len(table):

@@ -12,10 +12,10 @@ from ..common.errors import UsageProblem
 _HELP: Final = {
     "outbox_reconcile_keys": "Keys of the newest result by class, of a group; without a group: of the messages.",
     "outbox_reconcile_faults": "Findings of the newest result that are not acknowledged.",
-    "outbox_reconcile_new_faults": "Those of them that no earlier result had.",
+    "outbox_reconcile_new_faults": "Findings that no earlier result had.",
     "outbox_reconcile_acknowledged": "Findings of the newest result that are acknowledged.",
     "outbox_reconcile_finished_timestamp_seconds": "When the newest result was finished.",
-    "outbox_reconcile_duration_seconds": "How long its run took.",
+    "outbox_reconcile_duration_seconds": "The duration of its run.",
     "outbox_reconcile_boundary_timestamp_seconds": "Rows before this were judged.",
 }
 

@@ -66,7 +66,7 @@ def lines(output: str, rules: Rules) -> Iterator[str]:
 
 
 def _source(rule: Rule, rules: Rules) -> dict[str, Any]:
-    """How the rule's row and messages are found; fragments are SQL of the databases, quoted where they are names."""
+    """The SQL that finds the rule's row and messages, in the dialect of the databases; names are quoted."""
     return {
         "database": rule.database,
         "table": sql.table_name(rule.table),

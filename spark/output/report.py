@@ -330,7 +330,7 @@ def _checks(messages: Sequence[Mapping[str, Any]]) -> str:
         for transaction, checks in asked.items()
         for check in checks
     ]
-    return _table(("Transaction", "Asked", "Answer", "What it rests on"), "".join(rows)) if rows else ""
+    return _table(("Transaction", "Asked", "Answer", "Evidence"), "".join(rows)) if rows else ""
 
 
 def _failures(messages: Sequence[Mapping[str, Any]]) -> str:

@@ -222,7 +222,7 @@ class _Reader:
             table.problem("look_back_every", "says how often a look back is due", 'add look_back = "7d", or remove it')
         for group in rule.groups:
             if rule.message_when and group.table is None:
-                text = f"the broker's deliveries know no condition, and group {group.name!r} is judged by them"
+                text = f"group {group.name!r} is judged by the broker's deliveries, which have no condition"
                 table.problem("message_when", text, "name the group's effect table")
         return rule
 
@@ -240,7 +240,7 @@ class _Reader:
         if rule.bucket_seconds is None:
             return
         if rule.bucket_seconds <= 0:
-            table.problem("bucket", "must be longer than nothing", 'write bucket = "1h"')
+            table.problem("bucket", "must be longer than 0", 'write bucket = "1h"')
         if not any(field.column == rule.time and field.type is FieldType.TIMESTAMP for field in rule.fields):
             table.problem(
                 "bucket",
@@ -248,7 +248,7 @@ class _Reader:
                 f'add [[rule.field]] column = "{rule.time}", type = "timestamp", or remove bucket',
             )
         for field in rule.near_fields:
-            table.problem("bucket", f"a checksum knows no tolerance (field {field.column!r})", "remove one of them")
+            table.problem("bucket", f"a checksum has no tolerance (field {field.column!r})", "remove one of them")
 
     def _field(self, value: Any, path: TomlPath) -> FieldRule:
         table = TomlTable(self.problem, value, path, ("column", "body", "type", "tolerance"))

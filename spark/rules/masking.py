@@ -25,7 +25,7 @@ def is_masked(rule: Rule, field: FieldRule) -> bool:
 
 
 def shown(rule: Rule, field: FieldRule, value: Column) -> Column:
-    """A compared value as a finding may show it. That it is null is not hidden."""
+    """A compared value as a finding may show it. A null is not hidden."""
     return F.when(value.isNotNull(), F.lit(HIDDEN)) if is_masked(rule, field) else value
 
 
@@ -52,7 +52,7 @@ def masked(text: str, names: Sequence[str]) -> str:
 
 
 def _spans(text: str, at: int, path: tuple[str, ...], names: Sequence[str]) -> Iterator[tuple[int, int]]:
-    """Where the values to be hidden begin and end, in order, inside the value that begins at `at`."""
+    """The start and end of each value to hide, in order, inside the value that begins at `at`."""
     if text[at] not in "{[":
         return
     is_object = text[at] == "{"

@@ -11,7 +11,7 @@ from ..common.options import DEFAULT_OUTPUT_MODE
 
 
 class FieldType(enum.StrEnum):
-    """How a column and a body field are brought to one form before they are compared."""
+    """The common form of a column and a body field, in which they are compared."""
 
     TEXT = "text"
     """Compared as it is."""
@@ -35,7 +35,7 @@ class FieldType(enum.StrEnum):
 
 
 class FindingSeverity(enum.StrEnum):
-    """How urgent a finding is; the report sorts by it."""
+    """The urgency of a finding; the report sorts by it."""
 
     CRITICAL = "critical"
     WARNING = "warning"
@@ -43,7 +43,7 @@ class FindingSeverity(enum.StrEnum):
 
 
 class Messages(enum.StrEnum):
-    """How many committed messages a row may have produced."""
+    """The number of committed messages that a row may have."""
 
     EXACTLY_ONE = "exactly_one"
     AT_LEAST_ONE = "at_least_one"
@@ -51,7 +51,7 @@ class Messages(enum.StrEnum):
 
 
 class SourceKind(enum.StrEnum):
-    """Where a database's tables are read from."""
+    """The place from which a database's tables are read."""
 
     POSTGRES = "postgres"
     """Over ADBC, partitioned, inside one exported snapshot."""
@@ -236,4 +236,4 @@ class Rules:
     output_mode: int = DEFAULT_OUTPUT_MODE
     """Permissions of output files. Users who may read a folder may also enter it."""
     archive: str | None = None
-    """Folder or URI in which the broker's log goes on, once retention has removed messages."""
+    """Folder or URI of the archive, which keeps the messages that retention removes from the broker's log."""

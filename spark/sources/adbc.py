@@ -39,7 +39,7 @@ SNAPSHOT: Final = "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY"
 LATEST: Final = "BEGIN ISOLATION LEVEL READ COMMITTED READ ONLY"
 # SET LOCAL: a session setting would reach other clients of a pool, and might not reach our next transaction.
 _SETTINGS: Final = (
-    # Keys are sent as constants: with other settings the database would look for others than were meant.
+    # Keys are sent as constants: other settings would change their meaning.
     "client_encoding = 'UTF8'",
     "standard_conforming_strings = on",
     # An error if policies hide rows: hidden rows would become false findings.
@@ -114,7 +114,9 @@ class PostgresReader(DataSourceReader):
         return [QueryPartition(query) for query in self._queries]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        """See DataSourceReader. A failure is a RuntimeError whose text starts with FAILURE, for the driver to find."""
+        """See DataSourceReader. A failure is a RuntimeError whose text starts with FAILURE, so that the driver
+        recognises it.
+        """
         assert isinstance(partition, QueryPartition)
         import adbc_driver_manager
 

@@ -1,4 +1,4 @@
-"""A broker whose log goes on in an archive: messages that retention has removed are read from there.
+"""A broker with an archive: messages that retention has removed are read from the archive.
 
 `outbox-reconcile archive` (`archive.py`) writes what is read here: passes with their counts and checksums, and gaps.
 """
@@ -36,7 +36,7 @@ KINDS: Final = {
     "decided_at": ColumnKind.TIMESTAMP,
     "recalled_at": ColumnKind.TIMESTAMP,
 }
-# From this time on neither state nor fate of a message can change: it can be recalled until it is due.
+# After this time the state of a message cannot change: until then it can be recalled.
 SETTLED: Final = "coalesce(recalled_at, greatest(decided_at, deliver_at))"
 # Messages that retention has removed, and those still there that earlier passes took.
 _REMOVED: Final = """
@@ -90,7 +90,7 @@ class Manifest:
         return self.passes[-1].until if self.passes else None
 
     def missing(self, topic: str, removed: int, taken: int) -> int:
-        """How many of the removed messages are neither here nor known to be missing. `taken`: here and still there."""
+        """The number of removed messages that are neither here nor known as missing. `taken`: here and still there."""
         archived = sum(each.topics.get(topic, 0) for each in self.passes)
         known = sum(gap.messages for gap in self.gaps if gap.topic == topic)
         return removed - self.removed.get(topic, (0, ""))[0] - (archived - taken) - known
@@ -165,7 +165,7 @@ class ArchivedSource(PostgresSource):
         self._edges.clear()
 
     def horizon(self, topic: str) -> datetime | None:
-        """See Source: with the archive. Where messages are missing between it and the log it counts for nothing."""
+        """See Source: with the archive. If messages are missing between archive and log, the archive is not used."""
         live = self.live_horizon(topic)
         if live is None or self._manifest is None:
             return live
@@ -230,7 +230,7 @@ class ArchivedSource(PostgresSource):
 
 
 class _ArchiveFiles(FrameSource):
-    """The passes of the archive as the view they were taken from."""
+    """The passes of the archive, in the columns of the view that they were read from."""
 
     def __init__(self, spark: SparkSession, database: DatabaseRule, folders: list[str]) -> None:
         super().__init__(spark, database)

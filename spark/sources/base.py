@@ -105,7 +105,7 @@ class DataSource(Protocol):
     def volume(
         self, selection: TableSelection, since: datetime | None, bucket_seconds: int
     ) -> list[tuple[datetime, int]]:
-        """How many rows fall into each bucket of time."""
+        """The number of rows in each bucket of time."""
 
     def horizon(self, topic: str) -> datetime | None:
         """Broker only: messages stored before may have been removed by retention. None: nothing was."""

@@ -1,7 +1,7 @@
 """What a run reads of the broker's published views and of the business tables.
 
 The views belong to the broker (`outbox/broker/schema`), carry their version in their name and are described in
-docs/reconciliation.md. A test holds this list against an installed broker.
+docs/reconciliation.md. A test compares this list with an installed broker.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def rows(rule: Rule) -> TableSelection:
 
 
 def effects(rule: Rule, number: int, *, detailed: bool = False) -> TableSelection:
-    """The rows in which the work of the rule's group `number` shows.
+    """The rows that show the work of the rule's group `number`.
 
     Without an effect table: the deliveries that are done according to the broker, in the shape of messages. They have
     no time: offsets are compacted, so they show that a message was passed, but not when.
@@ -150,7 +150,7 @@ def messages(rule: Rule, *, detailed: bool = False) -> TableSelection:
 
 
 def owed(rule: Rule) -> str:
-    """Which groups owe an effect of a message: bit n for the rule's group n."""
+    """The groups that owe an effect of a message: bit n for the rule's group n."""
     bits = [
         f"CASE WHEN {group.owed_when} THEN {1 << number} ELSE 0 END" if group.owed_when else str(1 << number)
         for number, group in enumerate(rule.groups)
@@ -206,7 +206,7 @@ def dead_letters(rule: Rule, *, detailed: bool = False) -> TableSelection:
 
 
 def deliveries(rule: Rule) -> TableSelection:
-    """How far each message got with each group, for the text of a finding."""
+    """The state of each message in each group, for the text of a finding."""
     return TableSelection(
         table="delivery_v1",
         columns=(

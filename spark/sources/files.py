@@ -121,7 +121,7 @@ class FrameSource:
         return sorted((datetime.fromtimestamp(row[0], UTC), int(row[1])) for row in counts.collect())
 
     def horizon(self, topic: str) -> datetime | None:
-        """See Source. Files are as they are: give --from where older messages were left out of an export."""
+        """See Source. Files have no retention: give --from if an export left out older messages."""
         return None
 
     def _limited(self, selection: TableSelection, since: datetime | None, until: datetime | None = None) -> DataFrame:

@@ -27,7 +27,7 @@ class MomentSource(DataSource):
         return "until string"
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: N802
-        """The reader; it lives in a process of its own beside the driver."""
+        """The reader; it runs in a process of its own."""
         return _MomentReader()
 
 

@@ -88,5 +88,5 @@ def page_pieces(pages: int) -> list[list[str]]:
 
 
 def task_count(exact: float) -> int:
-    """How many tasks, of `exact` pieces of work."""
+    """The number of tasks for `exact` pieces of work."""
     return max(1, min(MAX_PARTITIONS, int(exact) + 1))

@@ -255,7 +255,7 @@ class PostgresSource:
         return self._rows(self._coordinator, statement, about=about)
 
     def attempt(self, statement: str, *, about: str) -> list[tuple[Any, ...]]:
-        """As `query`, for a statement that may fail: the snapshot's transaction goes on after it."""
+        """As `query`, for a statement that may fail: the snapshot's transaction continues after it."""
         self.query("SAVEPOINT attempt")
         try:
             return self.query(statement, about=about)

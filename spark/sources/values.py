@@ -98,9 +98,10 @@ def _is_dashed(text: Column) -> Column:
 
 
 def hashed(texts: list[str]) -> str:
-    """64 bits of all texts: each is hashed with the hash of those before it as the seed, so that none is copied.
+    """A 64-bit hash of all texts: each is hashed with the hash of the texts before it as the seed, so no text is
+    copied.
 
-    Only texts: PostgreSQL's hash of a number leaves its sign out, that of a time is one of 32 bits.
+    Only texts: PostgreSQL's hash of a number ignores the sign, and its hash of a time has only 32 bits.
     """
     return reduce(lambda seed, value: f"hashtextextended(coalesce({value}, {_NULL}), {seed})", texts, "0")
 
@@ -147,7 +148,7 @@ def unusual(value: str, item: FieldRule, time: str) -> str:
 
 
 def normal(value: str, item: FieldRule) -> str:
-    """The SQL twin of evidence's normal form."""
+    """The same normal form as in `evidence`, in SQL."""
     if item.type in (FieldType.INTEGER, FieldType.DECIMAL):
         return f"trim_scale(round({value}::numeric, 12))::text"
     if item.type is FieldType.BOOLEAN:

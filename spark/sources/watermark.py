@@ -1,4 +1,4 @@
-"""Up to when a PostgreSQL database is complete: below the start of the oldest transaction that may still add rows.
+"""The watermark of a PostgreSQL database: the start of the oldest transaction that may still add rows.
 
 For a replica, the open transactions of its primary count, and the replica must have replayed all that
 had ended there (docs/decisions/040-the-watermark-of-a-replica.md).
@@ -20,8 +20,9 @@ _NOTEWORTHY: Final = timedelta(minutes=5)
 
 # A transaction that was open before the snapshot may still add rows with older times: the watermark stays below the
 # start of the oldest, whether a client's or a background worker's. Taken before the snapshot, so that one that ends in
-# between is visible in it; one that begins in between begins after the statement. Of a session that the role may not
-# see, everything but its names is null. Our own transactions, which only read, hold a lock by which they are known.
+# between is visible in it; one that begins in between begins after the statement. For a session that the role may
+# not see, all columns but its names are null. Our own transactions, which only read, hold a lock by which they are
+# known.
 OLDEST: Final = f"""
 SELECT statement_timestamp(), min(a.xact_start),
        count(*) FILTER (WHERE a.backend_type IS NULL),
@@ -55,7 +56,7 @@ class Activity:
 
 @dataclass(frozen=True, slots=True)
 class Completeness:
-    """A watermark, and why it is no later."""
+    """A watermark, and the reason why it is not later."""
 
     watermark: datetime
     notes: list[str]
@@ -90,7 +91,7 @@ def of_server(database: DatabaseRule, activity: Activity) -> Completeness:
 
 
 def of_replica(database: DatabaseRule, activity: Activity, primary: Completeness | None) -> Completeness:
-    """Of a replica that has replayed all that had ended on its primary, whose completeness is `primary`.
+    """The completeness of a replica that has replayed all that had ended on its primary (`primary`).
 
     Without a primary, or if the primary is ahead, the rules say how long its transactions may be open.
     """
@@ -113,7 +114,7 @@ def of_replica(database: DatabaseRule, activity: Activity, primary: Completeness
 
 
 def check_primary(database: DatabaseRule, primary: Activity, replica: Activity, identities: tuple[str, str]) -> None:
-    """Raise UsageProblem unless `primary` is the primary of `replica`; unknown identities ('') are believed."""
+    """Raise UsageProblem unless `primary` is the primary of `replica`; an unknown identity ('') is accepted."""
     assert database.primary is not None
     ours, theirs = identities
     if primary.is_replica or primary.name != replica.name or (ours and theirs and ours != theirs):

@@ -91,7 +91,7 @@ class _Checksums:
         rows, messages = self._rows(), self._messages()
         effects = [self._effects(number) for number in range(len(self._rule.groups))]
         if None in messages.sums or any(None in side.sums for side in effects):
-            return ComparedChecksums("checksum: not used, messages or effects are there that belong to no row's bucket")
+            return ComparedChecksums("checksum: not used, some messages or effects belong to no bucket of a row")
         suspicious = {bucket for bucket, sums in messages.sums.items() if sums[2]} | self._dead()
         for bucket in set(rows.sums) | set(messages.sums):
             if rows.sums.get(bucket, (0, 0, 0))[:2] != messages.sums.get(bucket, (0, 0, 0))[:2]:
@@ -177,7 +177,7 @@ class _Checksums:
         return self._sums(self._broker, sums, hashed, " HAVING bool_or(is_inside)")
 
     def _content(self, times: Mapping[int, str]) -> str:
-        """The hash of the key and the compared fields f0, f1, …: of a row and of its message the same.
+        """The hash of the key and the compared fields f0, f1, …; a row and its message have the same one.
 
         `times` names the fields of bodies that were cast to times.
         """

@@ -144,7 +144,7 @@ def _with_details(found: DataFrame, rule: Rule, read: sides.KeySides, facts: Dat
     found = found.join(rows, "key", "left").join(_of_key(read, rule), "key", "left")
     found = found.join(_dead(read, rule), ["key", "group"], "left").withColumn("about_id", _about(rule))
     columns = ("message_id", "transaction_id", "log_id", "tag", "state", "decided_by")
-    # The body as it is shown: whole bodies are not carried through joins and sorts.
+    # The shown part of the body: whole bodies are not carried through joins and sorts.
     about = F.struct(
         *columns, _shown_body(rule).alias("body"), *evidence.body_values(rule), evidence.why_unreadable(rule)
     )
@@ -163,7 +163,7 @@ def _with_details(found: DataFrame, rule: Rule, read: sides.KeySides, facts: Dat
 
 
 def _of_key(read: sides.KeySides, rule: Rule) -> DataFrame:
-    """By their log ids, of each key: the messages that a finding of the key can be about.
+    """The messages that a finding of a key can be about, by their log ids.
 
     Without their bodies: those of one key may be more than a task can hold.
     """
@@ -187,7 +187,7 @@ def _of_key(read: sides.KeySides, rule: Rule) -> DataFrame:
 
 
 def _dead(read: sides.KeySides, rule: Rule) -> DataFrame:
-    """Of each key and group the oldest message that is a dead letter."""
+    """The oldest dead letter of each key and group."""
     name = F.col("state")
     group = F.lit(None).cast("string")
     for declared in rule.groups:
@@ -244,7 +244,7 @@ def _evidence(rule: Rule) -> Column:
 
 
 def _as_findings(found: DataFrame, rule: Rule) -> DataFrame:
-    """The columns of the findings file (docs/reconciliation.md), but those that depend on earlier results."""
+    """The columns of the findings file (docs/reconciliation.md), without those that depend on earlier results."""
     group = F.col("group")
     severity = F.lit(rule.severity.value)
     effects, effect_at = F.lit(None).cast("bigint"), F.lit(None).cast("timestamp")

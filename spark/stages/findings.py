@@ -70,12 +70,12 @@ class Findings:
 
     @property
     def acknowledged(self) -> int:
-        """How many findings are acknowledged."""
+        """The number of acknowledged findings."""
         return sum(each.findings for each in self.counted if each.is_known)
 
     @property
     def new(self) -> int:
-        """How many findings no earlier result had, acknowledged ones left out."""
+        """The number of findings that no earlier result had, without acknowledged ones."""
         return sum(each.findings for each in self.counted if each.is_new)
 
     @property
@@ -190,7 +190,7 @@ def closed(gone: DataFrame) -> DataFrame:
 
 
 def pending(scanned: DataFrame, confirmed: DataFrame, earlier: DataFrame) -> DataFrame:
-    """Subjects that the next run must look at again, with the finding each was before, if any.
+    """Subjects that the next run must look at again, with their former finding, if any.
 
     An earlier finding beyond this run's boundary (which a changed rule or a full run may have moved back) stays open.
     """
@@ -242,7 +242,7 @@ def counted(findings: DataFrame, bucket_seconds: int) -> list[FindingCounts]:
 
 
 def bucket_seconds(volumes: Sequence[Volume]) -> int:
-    """The finest bucket in which rows were counted, so that findings are counted alike."""
+    """The finest bucket in which rows were counted; findings are counted in the same one."""
     steps = [(later - sooner).total_seconds() for rows in volumes for (sooner, _), (later, _) in pairwise(rows)]
     return max(1, int(min(steps, default=1)))
 

@@ -24,7 +24,7 @@ from .job import Job
 # How much older than its row's time a half message can be, if retention has removed messages.
 HALF_AGE: Final = timedelta(seconds=60)
 _WITHOUT: Final = {
-    "dead_letter_v1": "dead_letter_v1 is not among the exports: what a group gave up is UNDELIVERED here, not DEAD",
+    "dead_letter_v1": "dead_letter_v1 is not among the exports: dead letters are UNDELIVERED here, not DEAD",
     "delivery_v1": "delivery_v1 is not among the exports: how far a message got with a group is not said",
 }
 
@@ -162,7 +162,7 @@ def _limited_by_retention(rule: Rule, window: Window, horizon: datetime) -> tupl
 
 
 def _end_of(previous: dict[str, Any], rule: Rule) -> datetime | None:
-    """Where the previous result ended for this rule; None when it is new or was changed."""
+    """The end of the previous result for this rule; None when it is new or was changed."""
     known = _known_rule(previous, rule)
     return None if known is None else datetime.fromisoformat(known["until"])
 
@@ -192,5 +192,5 @@ def _looked_back(rule: Rule, window: Window, previous: dict[str, Any] | None) ->
 
 
 def margin(rule: Rule) -> timedelta:
-    """How much further back than a time is read: a message may be older than its row's time."""
+    """The span before a time that is read too: a message may be older than its row's time."""
     return timedelta(seconds=max(60.0, rule.grace_seconds))

@@ -23,7 +23,7 @@ from .prepare import PreparedRule
 
 SUSPECT_COLUMNS: Final = ("key", "group", "class", "flags", "at", "carry")
 SUSPECT_SCHEMA: Final = "key string, group string, class string, flags array<string>, at timestamp, carry boolean"
-# How many bars the report's timeline has room for.
+# The number of bars that fit into the report's timeline.
 BARS: Final = 60
 _COARSE_SECONDS: Final = 3600
 _FINEST_SECONDS: Final = 1
@@ -129,9 +129,9 @@ def _no_counts(rule: Rule) -> Counts:
 
 
 def _check_not_empty(rule: Rule, sources: Sources, floor: datetime | None, seen: tuple[bool, bool]) -> None:
-    """Raise RunIncomplete when rows or messages are not there at all. Those `seen` in the window are not looked for.
+    """Raise RunIncomplete if there are no rows or no messages at all. Keys `seen` in the window are not looked up.
 
-    No message is no problem where retention has removed messages, and no row is newer than its `floor`: it is quiet.
+    No message is fine if retention has removed messages and no row is newer than its `floor`.
     """
     if rule.allow_empty or all(seen):
         return
@@ -156,7 +156,7 @@ def volume(
     span_seconds: float | None = None,
     known: tuple[int, Volume] | None = None,
 ) -> Volume:
-    """Rows per bucket of time: hours, or finer down to a second, while the plot has room for it.
+    """Rows per bucket of time: an hour, or less (down to a second) if the plot has room.
 
     They are counted once if `span_seconds` is given, and not at all if the `known` buckets (their seconds, their rows)
     are fine enough.

@@ -112,7 +112,7 @@ def _tells_messages_apart(rule: Rule) -> bool:
 
 
 def _waiting(rule: Rule, owing: DataFrame, broker: DataFrame, by_message: list[DataFrame]) -> list[DataFrame]:
-    """Per group whose effects name their messages: the messages of which it shows none."""
+    """For each group whose effects name their messages: the messages without an effect."""
     found = []
     for number, group in enumerate(rule.groups):
         if group.key is not None:
@@ -131,7 +131,7 @@ def _waiting(rule: Rule, owing: DataFrame, broker: DataFrame, by_message: list[D
 
 @dataclass(frozen=True, slots=True)
 class KeySides:
-    """Everything about some keys: the narrow sides, and what a finding shows of them. The caller releases `cached`."""
+    """Some keys: the narrow sides, and the columns that a finding shows. The caller releases `cached`."""
 
     narrow: list[DataFrame]
     rows: DataFrame
@@ -282,7 +282,7 @@ _FACTS_SCHEMA: Final = (
 
 
 def message_facts(messages: DataFrame, rule: Rule, broker: DataSource) -> DataFrame:
-    """Of `messages` by `log_id`: queue and offset (`queue`), the newest check-backs, the newest failed attempts.
+    """The queue and offset (`queue`), newest check-backs and newest failed attempts of `messages`, by `log_id`.
 
     Empty in exports, without the right to read the views, and for a broker that does not have the views yet; also for
     more than _MAX_FACTS messages, because then an operator does not follow single messages. Errors are free text that

@@ -33,6 +33,8 @@ from outbox.utils.backoff import Backoff
 
 # -- outages ---------------------------------------------------------------------------------------
 #
+# See decision 067.
+#
 # Tell a poison message from a service that is down, by identical errors in a row on different messages.
 #
 # If a database or a service is down, every message fails, each after its own timeout, until the last one is a dead

@@ -267,7 +267,7 @@ def book(work: HandlerCall, results: Sequence[Result], outage: Outage) -> CallOu
         elif isinstance(result, BaseException):
             errors.append((item, result))
         elif isinstance(result, Postponed) or queue.trusted():
-            # Not started, perhaps because trust had ended for a moment and was renewed since: back to its place.
+            # Not started, perhaps because the lease was unsure for a moment and was renewed since: back to its place.
             _keep(item, result.until if isinstance(result, Postponed) else 0.0, booked)
         elif queue.phase is not Phase.STOPPED:
             # Now, not at the next look: a renewal in between would leave a gap at this message.

@@ -7,6 +7,8 @@ Delivery is at least once. If a process is killed, the messages that it had hand
 at most 50 ms of them, and per queue those beyond its lowest unfinished message. The inbox of an `Invoker` makes effects
 happen once. A handler that runs past its timeout cannot be stopped. Its attempt counts as failed and is sent back, its
 thread is replaced, and its late result is ignored. `outbox.utils.fence.check` lets the invoker roll its effects back.
+
+See decision 068.
 """
 
 from __future__ import annotations
@@ -197,7 +199,7 @@ class ConsumerSession:
         return self._ownership.is_outdated
 
     def bound(self) -> None:
-        """From now on, fetch only what the queues hold now."""
+        """From now on, fetch only the messages that are in the queues now."""
         self.dispatcher.bound(self._run_in_current_life())
 
     def loop(self, until: Callable[[], bool], *, patient: bool = True) -> None:

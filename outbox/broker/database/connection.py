@@ -1,4 +1,7 @@
-"""The address of a broker's database, connections to it that never wait past a deadline, and a pool of them."""
+"""The address of a broker's database, connections to it that never wait past a deadline, and a pool of them.
+
+See decision 179.
+"""
 
 from __future__ import annotations
 

@@ -8,6 +8,8 @@ new connection, and in each turn of its coordinator.
 The first process that asks in a new life begins it. It raises the leases' epochs, so that no process can store anything
 under an older one. It also takes back offsets beyond the queues' ends. The leader makes no tick before the new life has
 begun.
+
+See decision 170.
 """
 
 from __future__ import annotations

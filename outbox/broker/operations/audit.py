@@ -60,7 +60,7 @@ GROUP BY topic_id, term
 """)
 
 # Per group and topic. `queued` comes from the heads that ticks carry and from the group's start. `lag` counts entries.
-# The retry queue's part of a topic is what came from there, so retries are counted by the message's topic. `missed`:
+# An entry of a retry queue counts for the topic to which its message was published. `missed`:
 # messages removed by retention before a group's position; the group counts them when its consumers return.
 _GROUPS: Final = Statement(
     """

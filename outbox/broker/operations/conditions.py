@@ -2,6 +2,8 @@
 
 The rules (`rules.py`) yield the conditions of the catalogue below. The doctor, `manage.py check` and the probe of a
 worker add conditions of the same form that only they can find; these state their meaning and next step themselves.
+
+See decision 091.
 """
 
 from __future__ import annotations

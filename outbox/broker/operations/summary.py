@@ -227,7 +227,7 @@ class Summary:
 
     `drawn`: the number of log ids drawn at the time of counting. It is None if the role may not see it, and in a stored
     summary. `stored_age_seconds`: the age of the newest stored summary, None without any. `is_late`: it had to be
-    counted anew.
+    counted again.
     """
 
     at: float

@@ -36,7 +36,7 @@ class EntryState(enum.StrEnum):
     HANDLED = "handled"
     """A handler has finished it."""
     PASSED = "handled or skipped"
-    """The group skipped some of this queue; which entries is not stored.
+    """The group skipped some entries of this queue; their offsets are not stored.
 
     Either the inbox knew the messages, or a reset passed over them.
     """

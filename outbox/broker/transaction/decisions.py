@@ -1,4 +1,4 @@
-"""End messages: record decisions in the op log. The first decision of a transaction is final."""
+"""End messages: record decisions in the op log. A transaction's first decision is final."""
 
 from __future__ import annotations
 

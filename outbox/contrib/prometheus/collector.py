@@ -152,7 +152,7 @@ def _producers(summary: Summary) -> Iterator[Metric]:
     yield _family("outbox_undecided_transactions", "Undecided.", label, [([r.group], r.undecided) for r in rows])
     yield _family("outbox_parked_transactions", "Past check-back.", label, [([r.group], r.parked) for r in rows])
     ages = [([r.group], age) for r in rows if (age := summary.seconds_since(r.oldest_at)) is not None]
-    yield _family("outbox_undecided_age_seconds", "Of the oldest undecided one.", label, ages)
+    yield _family("outbox_undecided_age_seconds", "The age of the oldest undecided one.", label, ages)
 
 
 def _topics(summary: Summary) -> Iterator[Metric]:

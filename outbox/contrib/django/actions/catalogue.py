@@ -1,4 +1,7 @@
-"""All actions, by name. The name is part of the page's address, the button, and the audit."""
+"""All actions, by name. The name is part of the page's address, the button, and the audit.
+
+See decision 106.
+"""
 
 from __future__ import annotations
 

@@ -69,10 +69,11 @@ class ActionField:
 class ActionPlan:
     """The effect of an action with given values. The page makes it again when the action is confirmed.
 
-    `subject`: the object of the action, as the audit names it. `effect`: the effect, in words. `caution`: what cannot
-    be undone, or what may go wrong. `dangerous`: a command asks for a confirmation. `before`: the present state. `do`
-    runs the action and returns the state afterwards. `pinned`: values of this plan, so that the confirmed plan is the
-    shown one. `nothing`: there is nothing to do. `refusal`: why `do` would be refused now; empty if it would not.
+    `subject`: the object of the action, as the audit names it. `effect`: the effect, in words. `caution`: an effect
+    that cannot be undone, or that may go wrong. `dangerous`: a command asks for a confirmation. `before`: the present
+    state. `do` runs the action and returns the state afterwards. `pinned`: values of this plan, so that the confirmed
+    plan is the shown one. `nothing`: there is nothing to do. `refusal`: why `do` would be refused now; empty if it
+    would not.
     """
 
     subject: str

@@ -23,7 +23,7 @@ _NOTED: Final = 200
 
 
 def describe_losses(losses: Sequence[Loss]) -> str:
-    """What a deletion removes, in words."""
+    """The text for what a deletion removes."""
     lag, retrying, dead = (sum(getattr(one, name) for one in losses) for name in ("lag", "retrying", "dead"))
     return f"{lag} messages not consumed, {retrying} that are retried, {dead} dead letters"
 

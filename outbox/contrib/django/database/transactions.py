@@ -27,9 +27,9 @@ from outbox.errors import ConfigurationError, TransactionUsageError
 # by hand. The rest of the block then runs in another transaction (on SQLite, in none), and earlier writes may be gone,
 # or already committed. A message must not be bound to such a block.
 #
-# The watch sees every statement that passes Django's cursors. Of statements on the driver's own connection it notices
-# those that leave no transaction open. The remaining case (`ROLLBACK; BEGIN` on the driver's connection) is found by
-# reading the ledger or inbox row again.
+# The watch sees every statement that passes Django's cursors. It also notices a statement on the driver's own
+# connection if no transaction is open afterwards. The remaining case (`ROLLBACK; BEGIN` on the driver's connection) is
+# found by reading the ledger or inbox row again.
 
 
 # A statement that ends the transaction; ROLLBACK TO SAVEPOINT does not. After a semicolon it is searched only in texts
@@ -216,7 +216,7 @@ def _text(sql: Any, connection: BaseDatabaseWrapper) -> str:
 def lost(connection: BaseDatabaseWrapper, name: str, reason: str) -> TransactionUsageError:
     """The error for a block of this package that cannot commit its work."""
     return TransactionUsageError(
-        f"{name} did not fail, but its transaction on {connection.alias!r} cannot commit what was done: {reason}. "
+        f"{name} did not fail, but its transaction on {connection.alias!r} cannot commit its work: {reason}. "
         f"Nothing is sent. Put a statement that may fail into an inner atomic(), let errors through, and leave COMMIT "
         f"and ROLLBACK to the block."
     )

@@ -164,7 +164,7 @@ class RocketMQEngine(Engine):
         admins = [parse_address(text) for text in brokers] or named
         if not admins:
             raise UsageError(
-                "RocketMQ's clients cannot count what is left: name the administration port of each of its brokers by "
+                "RocketMQ's clients cannot count the remaining messages: name each broker's administration port by "
                 "--rocketmq-broker HOST:10911, or in OUTBOX['BROKER'] by ?brokers=HOST:10911."
             )
         group = settings.producer_group

@@ -7,6 +7,8 @@ and ends its block. With the fast paths off, the inbox executes its statements t
 
 The statements for a single message are prepared if the connection leads directly to its server, because planning them
 costs the server more than executing them.
+
+See decision 150.
 """
 
 from __future__ import annotations

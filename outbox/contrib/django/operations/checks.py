@@ -1,4 +1,7 @@
-"""Checks that `manage.py check` and `migrate` run to find problems before they occur."""
+"""Checks that `manage.py check` and `migrate` run to find problems before they occur.
+
+A new group on a topic with a history: decision 178.
+"""
 
 from __future__ import annotations
 

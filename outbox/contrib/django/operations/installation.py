@@ -132,7 +132,7 @@ def remove_broker(
 
 
 def _left_in(run: Executor) -> Iterator[str]:
-    """What would be lost, or would fail, without the tables."""
+    """Messages that would be lost, and processes that would fail, without the tables."""
     if has_leader(run):
         yield "a broker process runs"
     for group, consumers in live_consumers(run).items():
@@ -154,7 +154,7 @@ def _administering(settings: OutboxSettings) -> Iterator[Connection]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What a project has left in a broker that it used before, and where none of its workers runs any more.
+# Finds unfinished messages in a broker that the project used before, and where none of its workers runs any more.
 
 _SAMPLE: Final = 100
 

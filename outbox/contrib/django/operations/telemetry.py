@@ -1,8 +1,8 @@
 """Metrics and traces of a project: what its processes measure, the figures of the broker's tables, and spans.
 
-Metrics need `prometheus-client` (the extra `metrics`). The figures of a process go to prometheus_client's own registry,
-beside the application's metrics. With several processes set PROMETHEUS_MULTIPROC_DIR, as for every application of
-prometheus_client; a worker sets it for its own processes.
+Metrics need `prometheus-client` (the extra `metrics`). The figures of a process go to prometheus_client's own
+registry, with the application's metrics. With several processes set PROMETHEUS_MULTIPROC_DIR, as for every application
+of prometheus_client; a worker sets it for its own processes.
 """
 
 from __future__ import annotations

@@ -146,7 +146,7 @@ def arguments_of(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Ma
 
 # -- writes to another database --------------------------------------------------------------------
 #
-# Refuses writes to another database than that of the transaction that decides about the message.
+# Refuses writes to a database other than the one whose transaction decides about the message.
 #
 # A router may send a model's write to another alias than the one that `@transactional_message` chose without `using`.
 # If the function then failed, the row would stay and the message would be rolled back. Such a write is refused.

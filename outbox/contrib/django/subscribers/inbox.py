@@ -2,6 +2,8 @@
 
 The inbox row is written first. A second delivery of the same message, even by another process at the same moment, waits
 for the first one's transaction at the unique key and then finds the row: the handler is skipped.
+
+See decision 075 and decision 114.
 """
 
 from __future__ import annotations
@@ -213,8 +215,8 @@ class InboxEntries:
         lock, idle = (str(round(lease_seconds * share * 1000)) for share in (0.5, 0.8))
         is_one = len(message_ids) == 1
         if ShortTransaction.is_possible(self._connection):
-            # The watch does not see this BEGIN. Tell it: from here on, a transaction without this beginning is not the
-            # block's.
+            # The watch does not see this BEGIN. Tell the watch of the block: a transaction that began in another way
+            # is not the block's.
             watch_of(self._connection).note_begun()
             self._short = ShortTransaction(self._connection)
             values = {
@@ -328,7 +330,7 @@ def _array(values: Sequence[UUID]) -> bytes:
 def handled(
     connection: BaseDatabaseWrapper, group: str, generations: Sequence[int], message_ids: Sequence[UUID]
 ) -> set[UUID]:
-    """Those of the messages that the group's inbox has, in any of the generations."""
+    """The messages among these that the group's inbox has, in any generation."""
     found: set[UUID] = set()
     native = connection.features.has_native_uuid_field
     for start in range(0, len(message_ids), _LARGEST_LIST):

@@ -20,7 +20,7 @@ from outbox.ports import AnyHandler, ConsumeCounts, LeftoverWork
 logger = logging.getLogger(__name__)
 
 _LOOK_SECONDS: Final = 5.0
-# A look counts every message in the broker: pause longer than the look took.
+# Each count reads every message in the broker: pause longer than the count took.
 _REST_FACTOR: Final = 5
 
 
@@ -58,7 +58,7 @@ def drain(*, groups: Sequence[str] = (), wrap: Callable[[AnyHandler], AnyHandler
 
 
 def run_until_drained(stop: threading.Event, brokers: Sequence[str] = ()) -> LeftoverWork:
-    """Run all roles until no message waits on OUTBOX['BROKER'] any more, or until `stop`; returns the last look.
+    """Run all roles until no message waits on OUTBOX['BROKER'] any more, or until `stop`; returns the last count.
 
     Only handlers of this project that run there may still publish there. `brokers`: see `Engine.left`, whose usage
     errors end the worker, because it could never finish.
