@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import shutil
 import signal
 import socket
@@ -205,28 +206,23 @@ class PrivateRocketMQ:
 
 
 def _free_ports() -> tuple[int, int, int, int]:
-    """Free ports. The broker also uses two neighbours: two below (fast remoting) and one above (HA)."""
-    with socket.socket() as one, socket.socket() as two, socket.socket() as three:
-        for held in (one, two, three):
-            held.bind(("127.0.0.1", 0))
-        ports = [held.getsockname()[1] for held in (one, two, three)]
-        return ports[0], ports[1], ports[2], _free_trio()
+    """Free ports of name server, proxy, the proxy's remoting and broker.
 
-
-def _free_trio() -> int:
+    The broker also uses two neighbours: two below (fast remoting) and one above (HA). The ports are below those that
+    Linux gives to clients (32768 to 60999). Otherwise a client's connection could take one before the server does.
+    """
     while True:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = int(probe.getsockname()[1])
-        if all(_is_free(neighbour) for neighbour in (port - 2, port, port + 1)):
-            return port
+        first = random.randrange(15_000, 32_000)
+        if all(_is_free(port) for port in range(first, first + 7)):
+            return first, first + 1, first + 2, first + 5
 
 
 def _is_free(port: int) -> bool:
     with socket.socket() as probe:
         try:
-            probe.bind(("127.0.0.1", port))
-        except (OSError, BrokerUnavailable):
+            # On all interfaces, as the name server and the broker do.
+            probe.bind(("", port))
+        except OSError:
             return False
         return True
 
