@@ -27,7 +27,7 @@ BODIES = {
     DEEP: "the body is JSON, but Spark cannot parse it: it is nested more than 1,000 levels deep",
     '{"a": ' + "1" * 1_001 + "}": "the body is JSON, but Spark cannot parse it: a number has 1,001 characters",
     '{"a": "\\ud800"}': "the body is JSON, but Spark cannot parse it: a text has one half of a surrogate pair",
-    '{"a": "\t"}': "the body is not JSON: the control character U+0009 stands in a text, at character 8",
+    '{"a": "\t"}': "the body is not JSON: a text contains the control character U+0009, at character 8",
     '{"a": NaN}': "the body is not JSON: no value can begin at character 7",
     '{"a": 1}\n{"a": 2}': "the body is not one JSON object: it goes on at character 10",
     '{"a": 1}}': "the body is not one JSON object: it goes on at character 9",

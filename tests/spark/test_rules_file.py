@@ -82,7 +82,7 @@ MISTAKES: list[tuple[str, str, str, str]] = [
     (
         'type = "decimal"',
         'type = "decimal"\ntolerance = 1',
-        "a checksum knows no tolerance (field 'total')",
+        "a checksum has no tolerance (field 'total')",
         'bucket = "1h"',
     ),
     ('type = "timestamp"', "", "no field of the body equals column 'paid_at'", 'bucket = "1h"'),

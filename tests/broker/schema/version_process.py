@@ -184,7 +184,7 @@ def main() -> None:
     import outbox
 
     logging.basicConfig(level=logging.WARNING)
-    for name in ("dispatch.failures", "dispatch_failures"):
+    for name in ("consumer.results", "dispatch_failures"):
         # Handlers fail on purpose; everything else that is logged with a traceback is a fault.
         logging.getLogger(f"outbox.broker.{name}").setLevel(logging.CRITICAL)
     stop = threading.Event()
