@@ -1,4 +1,4 @@
-"""Transactional messages for web applications: a business write and its messages happen together or not at all."""
+"""Transactional messages for web applications. A business write and its messages happen together, or not at all."""
 
 from outbox.checkback import CheckBack
 from outbox.codec import BytesCodec, Codec, Codecs, JsonCodec

@@ -1,4 +1,4 @@
-"""Check-back: asks the application for the outcome of half messages without a reported decision."""
+"""Check-back: asks the application for the outcome of half messages for which no decision was reported."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class _Asked:
 
 
 class CheckBack:
-    """Runs check-back for one producer group. Any number of instances may run at once in the group's processes."""
+    """Runs check-back for one producer group. The group's processes may run any number of instances at once."""
 
     def __init__(self, broker: Broker, producer_group: str, checker: Checker, *, batch: int = 500) -> None:
         self._broker = broker
@@ -37,7 +37,7 @@ class CheckBack:
         self._batch = batch
 
     def run_once(self, *, max_batches: int = 100) -> CheckCounts:
-        """Claim and answer due checks, at most `max_batches` times `batch`. Returns the counts."""
+        """Claim and answer due checks, up to `max_batches` batches of `batch` checks. Return the counts."""
         total = CheckCounts()
         for _ in range(max_batches):
             checks = self._broker.claim_checks(self._group, limit=self._batch)
@@ -74,7 +74,7 @@ class CheckBack:
 
 
 def _ask(checker: Checker, checks: Sequence[Check]) -> Iterator[Answer]:
-    """Yield exactly one answer per check, even if the checker fails or leaves checks out."""
+    """Yield exactly one answer per check, even if the checker fails or omits checks."""
     open_checks = {check.transaction_id for check in checks}
     problem = "the checker gave no answer"
     try:

@@ -1,4 +1,4 @@
-"""Encode bodies to bytes and decode them: JSON by default, one codec per content type, never pickle."""
+"""Encodes bodies to bytes and decodes them: JSON by default, one codec per content type, never pickle."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ class Codec(Protocol):
 
     @property
     def content_type(self) -> str:
-        """The content type stored with every message this codec encodes."""
+        """The content type that is stored with every message that this codec encodes."""
 
     def encode(self, body: Any) -> bytes:
-        """Encode `body`. Raises TypeError or ValueError if it cannot be encoded."""
+        """Encode `body`. Raises TypeError or ValueError if `body` cannot be encoded."""
 
     def decode(self, data: bytes) -> Any:
-        """Decode `data`. Raises ValueError if it is damaged."""
+        """Decode `data`. Raises ValueError if the data is damaged."""
 
 
 class JsonCodec:
-    """Compact UTF-8 JSON. Decimal, UUID, datetime, date, time and timedelta are strings (the last four in ISO 8601).
+    """Compact UTF-8 JSON. Decimal, UUID, datetime, date, time and timedelta become strings (the last four in ISO 8601).
 
-    Decoding leaves them as strings, so a consumer in another language sees the same message.
+    They stay strings after decoding, so that a consumer in another language sees the same message.
     """
 
     content_type = "application/json"
 
     def encode(self, body: Any) -> bytes:
-        """See Codec. Raises ValueError for NaN and infinities, which JSON does not have."""
+        """Encode `body`. Raises ValueError for NaN and infinities, which JSON does not have."""
         return _encode(body).encode()
 
     def decode(self, data: bytes) -> Any:
-        # Decode directly. json.loads also detects the encoding and skips white space at both ends, which is a third of
-        # its time for a small body.
+        # Decode directly. json.loads also detects the encoding and skips white space at both ends. This is a third of
+        # the time of json.loads for a small body.
         try:
             text = data.decode()
             value, end = _raw_decode(text)
@@ -52,7 +52,7 @@ class JsonCodec:
 
 
 class BytesCodec:
-    """For bodies that are already bytes."""
+    """A codec for bodies that are already bytes."""
 
     content_type = "application/octet-stream"
 
@@ -76,7 +76,7 @@ def _plain(value: object) -> str:
 
 
 def _duration(value: timedelta) -> str:
-    """ISO 8601 in days, hours, minutes and seconds, as django.utils.duration writes and parses it."""
+    """Return ISO 8601 in days, hours, minutes and seconds, as django.utils.duration writes and parses it."""
     sign, value = ("-", -value) if value < timedelta(0) else ("", value)
     minutes, seconds = divmod(value.seconds, 60)
     hours, minutes = divmod(minutes, 60)
@@ -84,12 +84,12 @@ def _duration(value: timedelta) -> str:
     return f"{sign}P{value.days}DT{hours:02}H{minutes:02}M{seconds:02}{fraction}S"
 
 
-# Keep one encoder: json.dumps with these options would create an encoder for every body.
+# One encoder is kept, because json.dumps with these options would create an encoder for every body.
 _encode: Final = json.JSONEncoder(default=_plain, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
 
 
 class Codecs:
-    """The codecs of an application: a default, and one per topic where declared."""
+    """The codecs of an application: a default codec, and codecs that topics declare."""
 
     def __init__(self, default: Codec | None = None, *, by_topic: dict[str, Codec] | None = None) -> None:
         self._default: Codec = default or JsonCodec()
@@ -98,7 +98,7 @@ class Codecs:
         self._by_content_type = {codec.content_type: codec for codec in known}
 
     def encode(self, topic: str, body: Any) -> tuple[bytes, str]:
-        """The encoded body and its content type. Raises UnserialisableBody naming topic and cause."""
+        """Return the encoded body and its content type. Raises UnserialisableBody with the topic and the cause."""
         codec = self._by_topic.get(topic, self._default)
         try:
             encoded = codec.encode(body)
@@ -114,7 +114,7 @@ class Codecs:
         return encoded, codec.content_type
 
     def decode(self, content_type: str, data: bytes) -> Any:
-        """The decoded body. Raises UndecodableBody naming the content type."""
+        """Return the decoded body. Raises UndecodableBody with the content type."""
         codec = self._by_content_type.get(content_type)
         if codec is None:
             raise UndecodableBody(

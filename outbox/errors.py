@@ -1,7 +1,7 @@
 """All errors of the project, in one class hierarchy.
 
 The docstring of a class is its default message. A message says what happened (with the message id or setting), why, and
-what to do next. Raise with such a text wherever there is an id or a name to give.
+what to do next. If there is an id or a name to give, raise the error with a text of its own.
 """
 
 from __future__ import annotations

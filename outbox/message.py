@@ -24,11 +24,11 @@ def _now() -> datetime:
 class Message:
     """One message to send: an encoded body, its topic and its routing.
 
-    `message_id` is the idempotency key of a send: storing the same id twice stores one message. `key` orders messages
-    on FIFO topics and names the business object elsewhere. `shard` chooses the queue (shard modulo queue count); None
-    spreads messages evenly. `deliver_at` (aware) is the earliest time of delivery, by the broker's clock. `delay`
-    counts from the moment the broker stores the message, by the broker's clock; the delivered message then
-    has `deliver_at`. Raises InvalidName, InvalidMessage or BodyTooLarge if it cannot be sent.
+    `message_id` is the idempotency key of a send: a message that is sent twice with one id is stored once. `key` orders
+    messages on FIFO topics, and names the business object on others. `shard` chooses the queue (shard modulo queue
+    count). None spreads messages evenly. `deliver_at` (aware) is the earliest time of delivery, by the broker's clock.
+    `delay` counts from the time at which the broker stores the message, and the broker turns it into `deliver_at`.
+    Raises InvalidName, InvalidMessage or BodyTooLarge if the message cannot be sent.
     """
 
     topic: str
@@ -62,7 +62,7 @@ class Message:
 
     @property
     def is_delayed(self) -> bool:
-        """Whether it has a delivery time."""
+        """Whether the message has a delivery time."""
         return self.deliver_at is not None or self.delay is not None
 
 
@@ -95,10 +95,10 @@ def _check_delay(topic: str, delay: object, deliver_at: datetime | None) -> None
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SendReceipt:
-    """Proof that the broker stored a message.
+    """Proof that the broker has stored a message.
 
-    `position` is the message's address in the broker. It is opaque: the bundled broker gives its log id, another broker
-    a text, and None means that the broker gives none.
+    `position` is the message's address in the broker. Do not interpret it: the bundled broker gives its log id, another
+    broker gives a text, and None means that the broker gives none.
     """
 
     message_id: UUID
@@ -111,9 +111,9 @@ class SendReceipt:
 class Delivery:
     """One message handed to one handler.
 
-    `body` is decoded by the codec of the message's content type. `attempt` counts from 1. The consumer group read the
-    message at `offset` of `queue`. `transaction_id` is that of the publish call (see SendReceipt), or None if the
-    broker does not give it.
+    `body` is decoded by the codec of the message's content type. `attempt` counts from 1. The message was read at
+    `offset` of `queue` for the consumer group. `transaction_id` is the transaction id of the publish call (see
+    SendReceipt), or None if the broker does not give it.
     """
 
     message: Message
@@ -131,7 +131,7 @@ class Delivery:
 
     @property
     def topic(self) -> str:
-        """The topic it was published to, even if it arrives from a retry queue."""
+        """The topic to which the message was published, even if it comes from a retry queue."""
         return self.message.topic
 
     @property

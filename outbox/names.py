@@ -1,4 +1,4 @@
-"""The allowed names and sizes, checked before anything is stored."""
+"""The allowed names and sizes. They are checked before anything is stored."""
 
 from __future__ import annotations
 

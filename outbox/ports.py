@@ -1,10 +1,10 @@
-"""The ports: what the core needs from an engine, and what an engine needs from an application.
+"""The ports: the interfaces that the core needs from an engine, and that an engine needs from an application.
 
-An engine has a `Broker` and `Consumers`: PostgreSQL `outbox.broker.postgres.PostgresBroker` and
-`outbox.broker.consumer.runtime.ConsumerRuntime`, RocketMQ `outbox.rocketmq.broker.RocketMQBroker` and
-`outbox.rocketmq.consumer.RocketMQConsumers`, the one in memory `outbox.memory.broker.InMemoryBroker` and
-`outbox.memory.consumers.InMemoryConsumers`. One contract suite (tests/contract) runs over all of them. What an engine
-lacks is in its table of refusals (outbox/refusals.py, docs/engines.md).
+An engine has a `Broker` and `Consumers`. PostgreSQL: `outbox.broker.postgres.PostgresBroker` and
+`outbox.broker.consumer.runtime.ConsumerRuntime`. RocketMQ: `outbox.rocketmq.broker.RocketMQBroker` and
+`outbox.rocketmq.consumer.RocketMQConsumers`. In memory: `outbox.memory.broker.InMemoryBroker` and
+`outbox.memory.consumers.InMemoryConsumers`. One contract suite (tests/contract) tests all of them. The features that an
+engine lacks are in its table of refusals (outbox/refusals.py, docs/engines.md).
 
 See decision 001.
 """
@@ -34,8 +34,8 @@ class Broker(Protocol):
     """Stores messages, hides half messages until they are decided, and asks for missing decisions.
 
     Every call either succeeds or raises a BrokerError. `timeout_seconds` is one total deadline for connecting, sending
-    and waiting. A call that exceeds it may still have stored the message. That is safe: the message id makes a resend
-    idempotent, and check-back settles a half whose caller gave up.
+    and waiting. If a call exceeds it, the broker may still have stored the message. That is safe: the message id makes
+    a resend idempotent, and check-back settles a half message whose caller gave up.
     """
 
     def send(
@@ -46,81 +46,81 @@ class Broker(Protocol):
         committed: bool = False,
         producer: ProducerEpoch | None = None,
     ) -> list[SendReceipt]:
-        """Store messages, visible at once: all or none. Raises ProducerFenced for an older instance of a producer.
+        """Store messages that are visible at once: all or none. Raises ProducerFenced for a producer's older instance.
 
-        `committed` says that their local transaction has already committed (a repair). Topics that require a local
-        transaction then accept them.
+        `committed` says that the local transaction of the messages has already committed (a repair). Topics that
+        require a local transaction then accept them.
         """
 
     def send_half(self, half: HalfTransaction, *, timeout_seconds: float = 3.0) -> list[SendReceipt]:
-        """Store messages invisibly until `end` decides them: all or none, durable on return."""
+        """Store messages that stay invisible until `end` decides them: all or none. They are durable on return."""
 
     def take_over(self, producer_group: str, transactional_id: str, *, timeout_seconds: float = 3.0) -> ProducerEpoch:
         """Make the caller the newest instance of a transactional id.
 
-        Raises LeftoversUndecided if the older instances' transactions are still undecided at the deadline.
+        If transactions of older instances are still undecided at the deadline, raises LeftoversUndecided.
         """
 
     def leftovers(self, producer: ProducerEpoch) -> list[UUID]:
-        """The undecided half transactions of its older instances. The call also makes them due for a check at once."""
+        """Return the undecided transactions of the producer's older instances, and make them due for a check now."""
 
     def end(self, ends: Sequence[EndTransaction], *, timeout_seconds: float = 3.0) -> list[EndStatus]:
-        """Record decisions and return one status per decision, in order. A transaction's first decision is final."""
+        """Record decisions. Return one status per decision, in order. The first decision of a transaction is final."""
 
     def hint_checks(self, transaction_ids: Sequence[UUID]) -> None:
-        """Ask for an early check of half transactions. It is one-way: a broker that cannot take it raises nothing."""
+        """Ask for an early check of half transactions. If the broker cannot take this request, it raises nothing."""
 
     def claim_checks(self, producer_group: str, *, limit: int = 500) -> list[Check]:
-        """Claim for this caller the group's undecided half messages that are due for a check."""
+        """Claim the group's undecided half messages that are due for a check."""
 
     def report_answers(self, producer_group: str, answers: Sequence[Answer]) -> list[EndStatus | None]:
-        """Record the answers of a checker and return one status per answer.
+        """Record the answers of a checker. Return one status per answer.
 
         A decision is applied. UNKNOWN reschedules the check (status None) or parks the transaction.
         """
 
     def resume_checks(self, producer_group: str) -> int:
-        """Make the group's parked transactions due for a check now; returns their number."""
+        """Make the group's parked transactions due for a check now; return their number."""
 
     def recall(self, message_ids: Sequence[UUID], *, timeout_seconds: float = 3.0) -> list[Recall]:
-        """Recall messages that wait for their delivery time or for a retry; one outcome per id, in order."""
+        """Recall messages that wait for their delivery time or for a retry. Return one outcome per id, in order."""
 
     def recall_key(self, topic: str, key: str, *, timeout_seconds: float = 10.0) -> list[Recall]:
-        """Recall every waiting message of the topic and key; returns the recalled ones. Raises UnknownTopic."""
+        """Recall every waiting message of the topic and key; return the recalled ones. Raises UnknownTopic."""
 
     def reject_transactional(self, rejecting: bool, *, timeout_seconds: float = 3.0) -> bool:
-        """Refuse new transactional messages (True) or accept them again (False); returns whether the state changed.
+        """Refuse new transactional messages (True) or accept them again (False). Return whether the state has changed.
 
-        Stored messages continue: they are decided, checked and delivered.
+        Messages that are already stored are still decided, checked and delivered.
         """
 
     def topic(self, name: str) -> Topic:
-        """The topic as the broker knows it. Raises UnknownTopic."""
+        """Return the topic as the broker knows it. Raises UnknownTopic."""
 
     def declare(self, topics: Sequence[Topic]) -> None:
-        """Create topics or change them to the declaration. An engine that does neither raises NotSupported."""
+        """Create topics, or change them to the declaration. An engine that can do neither raises NotSupported."""
 
     def take_turn(
         self, producer_group: str, name: str, *, interval_seconds: float, rest_seconds: float | None = None
     ) -> bool:
-        """Whether this process is to run a periodic pass of the group now; the broker records that it does.
+        """Return whether this process should run a periodic pass of the group now. If so, the broker records the turn.
 
-        An engine that records no turns returns True: every process runs the pass.
+        An engine that records no turns returns True, so every process runs the pass.
         """
 
-    # What follows returns at once and never fails. An engine that needs none of it does nothing.
+    # The methods from here on return at once and never fail. An engine that does not need a method does nothing in it.
 
     def end_one_way(self, end: EndTransaction) -> None:
-        """`end` without waiting for the answer. The decision may be lost: then check-back finds it."""
+        """Like `end`, but do not wait for the answer. If the decision is lost, check-back finds it."""
 
     def hint_one_way(self, transaction_id: UUID) -> None:
-        """`hint_checks` for one transaction, without waiting for the answer."""
+        """Like `hint_checks` for one transaction, but do not wait for the answer."""
 
     def flush(self, *, within_seconds: float) -> bool:
-        """Wait until what was sent one way has arrived or is given up; False if the time ran out first."""
+        """Wait until all one-way requests have arrived or are given up. Return False if the time runs out first."""
 
     def notify_decided(self) -> None:
-        """Report that messages were decided in the broker's database, so that consumers see them soon."""
+        """Report that messages were decided in the broker's database, so that consumers see the messages soon."""
 
     def publishing_failed(self, error: Exception) -> None:
         """Record for the broker's status that this process cannot publish."""
@@ -129,12 +129,12 @@ class Broker(Protocol):
         """Record that this process can publish again."""
 
     def close(self) -> None:
-        """Flush, and release connections and threads. The next call opens them again."""
+        """Flush, then release connections and threads. The next call opens them again."""
 
 
 @dataclass(frozen=True)
 class ConsumeCounts:
-    """The results of a bounded pass: outcomes of handlers, and the number of filtered messages."""
+    """The counts of a bounded pass: deliveries by outcome, and messages that the filter left out."""
 
     handled: int = 0
     skipped: int = 0
@@ -143,18 +143,18 @@ class ConsumeCounts:
 
 
 class Consumers(Protocol):
-    """Runs the handlers of one process's subscriptions. Delivery is at least once; positions are the group's."""
+    """Runs the handlers of one process's subscriptions. Delivery is at least once. Each group has its own offsets."""
 
     def run(self, stop: threading.Event) -> None:
         """Consume until `stop` is set. Then start no more handlers, and finish the running ones.
 
-        Raises what is wrong with the subscriptions, and HandlersHung if too many handlers hang.
+        If the subscriptions are invalid, raises the error. If too many handlers hang, raises HandlersHung.
         """
 
     def run_once(self) -> ConsumeCounts:
-        """Handle what can be delivered to these subscriptions now. It does not wait for what is due later.
+        """Handle the messages that can be delivered to these subscriptions now. Do not wait for later ones.
 
-        An engine that cannot know what is due raises NotSupported.
+        An engine that cannot know which messages are due raises NotSupported.
         """
 
 
@@ -162,9 +162,9 @@ class Checker(Protocol):
     """Answers check-backs from the application's own data (checkLocalTransaction)."""
 
     def check_local_transactions(self, checks: Sequence[Check]) -> Iterable[Answer]:
-        """Yield one answer per check, in any order, each as soon as it is known.
+        """Yield one answer per check, in any order, and each answer as soon as it is known.
 
-        An exception counts as UNKNOWN for all unanswered checks and is recorded with its text.
+        An exception counts as UNKNOWN for all unanswered checks. Its text is recorded.
         """
 
 
@@ -174,27 +174,27 @@ class Disposition(enum.StrEnum):
     HANDLED = "handled"
     """The handler ran and its effects are stored."""
     SKIPPED = "skipped"
-    """The inbox already had the message: an earlier delivery took effect."""
+    """The inbox already had the message, because an earlier delivery took effect."""
 
 
 class Invoker(Protocol):
-    """Calls a handler inside its surroundings: the inbox, a transaction, and connection care."""
+    """Calls a handler inside a transaction with the inbox, and takes care of the database connections."""
 
     def __call__(
         self, subscription: Subscription, handler: AnyHandler, deliveries: Sequence[Delivery], *, generation: int
     ) -> Sequence[Disposition | Exception]:
-        """Return one result per delivery, in order; an exception says that this delivery failed.
+        """Return one result per delivery, in order. An exception as a result says that the delivery failed.
 
-        A handler of `batch` > 1 gets the list, any other handler gets one delivery. `generation` is the inbox
+        A handler of `batch` > 1 gets the list, and any other handler gets one delivery. `generation` is the inbox
         generation of the consumer group. An error of the handler is returned, not raised. HandlerNotStarted says that
-        the handler was not called; the delivery then counts as no attempt.
+        the handler was not called, so the delivery does not count as an attempt.
         """
 
 
 def call_handler(
     subscription: Subscription, handler: AnyHandler, deliveries: Sequence[Delivery], *, generation: int
 ) -> Sequence[Disposition | Exception]:
-    """The plain Invoker, without an inbox: a repeated delivery repeats the handler's effects."""
+    """Call a handler without an inbox: a repeated delivery repeats the handler's effects. It implements Invoker."""
     try:
         handler(deliveries if subscription.batch > 1 else deliveries[0])  # type: ignore[arg-type]
     except PartialFailure as partial:
@@ -208,11 +208,11 @@ def call_handler(
 class LeftoverWork:
     """The unfinished work of a broker when a project moves to another engine, as texts.
 
-    Workers finish `waiting` by themselves; `staying` needs an operator.
+    Workers finish the work in `waiting` by themselves. The work in `staying` needs an operator.
 
-    `written` is the count of all messages ever written to the places that were read. An engine without a snapshot
-    compares it between two looks: if both found nothing and it did not change, no message moved between the places
-    meanwhile. It is 0 for an engine that reads one snapshot.
+    `written` counts all messages ever written to the places that were read. It is 0 for an engine that reads one
+    snapshot. Other engines compare two looks. If both looks found nothing and `written` is the same, no message moved
+    between the places in the meantime.
     """
 
     waiting: list[str] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""The framework-free producers: plain sends, and transactional sends in RocketMQ's form."""
+"""Producers that need no framework: for plain sends, and for transactional sends in RocketMQ's form."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ logger = logging.getLogger(__name__)
 
 
 class TransactionListener(Protocol):
-    """The application's two parts of a transactional message."""
+    """The application's two functions for a transactional message."""
 
     def execute_local_transaction(self, message: Message, arg: Any) -> Decision | None:
-        """Run the local transaction and say how it ended; None counts as UNKNOWN."""
+        """Run the local transaction and return how it ended. None counts as UNKNOWN."""
 
     def check_local_transaction(self, check: Check) -> Decision | None:
-        """Look up how the local transaction of a half message ended; None counts as UNKNOWN."""
+        """Look up how the local transaction of a half message ended. None counts as UNKNOWN."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TransactionReceipt:
-    """The result of a transactional send: the half message's receipt and the decision of the local transaction."""
+    """The result of a transactional send: the half message's receipt, and the decision of the local transaction."""
 
     receipt: SendReceipt
     decision: Decision
@@ -57,9 +57,9 @@ class Producer:
 class TransactionProducer:
     """Sends half messages around local transactions and answers check-backs for its group.
 
-    All producers of a group share one set of listeners, because every producer must be able to answer for every other.
-    RocketMQ's sample reports ROLLBACK for any exception. Here only LocalTransactionRolledBack does, because an error
-    from COMMIT does not prove a rollback.
+    All producers of a group must have the same listeners, because every producer must be able to answer for the others.
+    RocketMQ's sample reports ROLLBACK for any exception. This producer reports it only for LocalTransactionRolledBack,
+    because an error from COMMIT does not prove a rollback.
     """
 
     def __init__(
@@ -73,11 +73,11 @@ class TransactionProducer:
     def send_in_transaction(
         self, message: Message, arg: Any = None, *, immunity_seconds: int | None = None
     ) -> TransactionReceipt:
-        """Send a half message, run the local transaction, report its decision.
+        """Send a half message, run the local transaction, and report its decision.
 
-        If the half cannot be stored, the local transaction does not run and a BrokerError is raised. An exception from
-        the local transaction is raised again. LocalTransactionRolledBack is reported as ROLLBACK. For any other
-        exception, and for a lost report, check-back finds the outcome.
+        If the half message cannot be stored, the local transaction does not run, and a BrokerError is raised. An
+        exception from the local transaction is raised again. LocalTransactionRolledBack is reported as ROLLBACK. For
+        any other exception, and for a lost report, check-back finds the outcome.
         """
         with tracing.publishing([message]) as traced:
             half = HalfTransaction(producer_group=self._group, messages=traced, immunity_seconds=immunity_seconds)
@@ -107,7 +107,7 @@ class TransactionProducer:
         try:
             self._broker.end([end], timeout_seconds=self._timeout_seconds)
         except BrokerError as error:
-            # The report is one-way by protocol: the local transaction stays committed, and check-back finds its
+            # The protocol lets a report be lost. The local transaction stays committed, and check-back finds its
             # outcome.
             logger.warning(
                 "the end of %s could not be reported, check-back will settle it: %s",

@@ -1,4 +1,4 @@
-"""Recalling: taking back a message that waits for its delivery time or for a retry."""
+"""Recall: takes back a message that waits for its delivery time or for a retry."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ class RecallStatus(enum.StrEnum):
     """The outcome of a recall for one message."""
 
     RECALLED = "recalled"
-    """Recalled now: it waited for its delivery time, or for the retries of groups."""
+    """This call recalled the message, which waited for its delivery time or for the retries of groups."""
     REPEATED = "recalled before"
-    """Recalled by an earlier call."""
+    """An earlier call recalled the message."""
     DELIVERED = "delivered"
-    """Too late: it is in its queue, and none of its retries is waiting."""
+    """The recall is too late: the message is in its queue, and none of its retries is waiting."""
     WAITING = "waiting"
-    """Decided, but not placed yet, or held behind another message of its key: try again in a moment."""
+    """The message is decided, but not in its queue yet, or held behind another message of its key. Try again soon."""
     UNDECIDED = "undecided"
-    """Its transaction is undecided. A running one can still roll back; an operator can decide a parked one."""
+    """The message's transaction is undecided: it still runs, or it is parked and an operator can decide it."""
     ROLLED_BACK = "rolled back"
-    """Its transaction rolled back, so no group gets it."""
+    """The message's transaction rolled back, so no group gets the message."""
     UNKNOWN = "unknown"
     """The broker has no such message, or has deleted it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recall:
-    """The outcome for one message.
+    """The outcome of a recall for one message.
 
-    `groups` are those whose retry was recalled. It is empty if the message waited for its delivery time.
+    `groups` are the groups whose retry was recalled. It is empty if the message waited for its delivery time.
     """
 
     message_id: UUID
@@ -41,5 +41,5 @@ class Recall:
 
     @property
     def is_recalled(self) -> bool:
-        """Whether it is recalled, by this call or an earlier one."""
+        """Whether the message is recalled, by this call or by an earlier one."""
         return self.status in (RecallStatus.RECALLED, RecallStatus.REPEATED)

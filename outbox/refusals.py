@@ -1,7 +1,7 @@
-"""What an engine refuses: one table per engine, with what it lacks and what works instead.
+"""Refusals: one table per engine of the features that the engine lacks, with an alternative for each.
 
-A refusal is raised where a project declares the topic or subscription, or where it makes the call. Nothing is dropped
-silently. docs/engines.md compares the engines.
+A refusal is raised where a project declares a topic or subscription, or where it makes the call. So no declaration is
+ignored silently. docs/engines.md compares the engines.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from outbox.topic import Topic
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """What the engine lacks, and what works instead."""
+    """A feature that the engine lacks, and an alternative for it."""
 
     lacks: str
     instead: str
@@ -36,8 +36,8 @@ class DeclaredSubscription:
 class Refusals:
     """The refusals of one engine.
 
-    An entry of `topics` and `subscriptions` is a predicate and the refusal of what it is true for. `calls` has the
-    refused calls by the name of the port's method or of what was asked.
+    An entry of `topics` or `subscriptions` is a predicate and a refusal. If the predicate is true for a topic or a
+    subscription, it is refused. `calls` has the refused calls, by the name of the port's method or of the feature.
     """
 
     engine: str
@@ -46,13 +46,13 @@ class Refusals:
     calls: Mapping[str, Refusal] = field(default_factory=dict)
 
     def of_topic(self, topic: Topic) -> Iterator[str]:
-        """A text for each refused property of the topic."""
+        """Yield a text for each refused property of the topic."""
         for applies, refusal in self.topics:
             if applies(topic):
                 yield self._text(f"topic {topic.name!r}", refusal)
 
     def of_subscription(self, wanted: Subscription, topic: Topic | None, *, inbox: bool = True) -> Iterator[str]:
-        """A text for each refused property of the subscription."""
+        """Yield a text for each refused property of the subscription."""
         declared = DeclaredSubscription(wanted, topic, inbox)
         for applies, refusal in self.subscriptions:
             if applies(declared):
@@ -64,7 +64,7 @@ class Refusals:
             self.refuse(call, what)
 
     def refuse(self, call: str, what: str) -> NoReturn:
-        """Raise NotSupported for a call of the table."""
+        """Raise NotSupported for a call that is in the table."""
         raise NotSupported(self._text(what, self.calls[call]))
 
     def _text(self, what: str, refusal: Refusal) -> str:

@@ -1,4 +1,4 @@
-"""When a failed message is tried again, and when it is given up."""
+"""The retry policy: the waits before a failed message is tried again, and the number of attempts."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from dataclasses import dataclass
 
 from outbox.errors import ConfigurationError
 
-# RocketMQ's consumer retry schedule: the first retry after 10 s, the sixteenth attempt is the last.
+# RocketMQ's retry schedule for consumers. The first retry is after 10 s, and the sixteenth attempt is the last.
 DEFAULT_DELAYS_SECONDS = (10, 30, 60, 120, 180, 240, 300, 360, 420, 480, 540, 600, 1200, 1800, 3600, 7200)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RetryPolicy:
-    """Delay levels and the number of attempts.
+    """The waits between attempts, and the number of attempts.
 
-    `delays_seconds[i]` is the wait before attempt i + 2; after its end the last delay repeats. `max_attempts` includes
-    the first delivery; None retries without limit.
+    `delays_seconds[i]` is the wait before attempt i + 2. After the end of the list the last delay repeats.
+    `max_attempts` includes the first delivery; None allows any number.
     """
 
     delays_seconds: Sequence[float] = DEFAULT_DELAYS_SECONDS
@@ -38,13 +38,13 @@ class RetryPolicy:
             )
 
     def exhausted(self, attempt: int) -> bool:
-        """Whether `attempt` (from 1) was the last allowed one."""
+        """Whether `attempt` (from 1) was the last allowed attempt."""
         return self.max_attempts is not None and attempt >= self.max_attempts
 
     def delay_seconds(self, attempt: int) -> float:
-        """The wait after `attempt` (from 1) failed."""
+        """Return the wait after `attempt` (from 1) has failed."""
         return self.level_seconds(attempt)
 
     def level_seconds(self, level: int) -> float:
-        """The wait of a delay level (from 1); a level past the end is the last level."""
+        """Return the wait of a delay level (from 1). A level past the end of the list is the last level."""
         return self.delays_seconds[min(max(level, 1), len(self.delays_seconds)) - 1]

@@ -1,4 +1,4 @@
-"""The subscription of a consumer group to a topic, and the reaction to a handler that fails.
+"""The subscription of a consumer group to a topic, and the reactions to failing handlers.
 
 See decision 003.
 """
@@ -20,40 +20,40 @@ Value = TypeVar("Value")
 
 
 class Mode(enum.StrEnum):
-    """How many messages of a group are handled at a time, and in which order."""
+    """The number of messages that a group handles at a time, and their order."""
 
     CONCURRENT = "concurrent"
-    """Many at a time, in any order."""
+    """A group handles many messages at a time, in any order."""
     ORDERLY = "orderly"
-    """One at a time per queue, in queue order; a failing message holds up its queue."""
+    """A group handles one message at a time per queue, in queue order. A failing message holds up its queue."""
     KEY_ORDERED = "key_ordered"
-    """One at a time per key, in queue order; a failing message holds up its key only."""
+    """A group handles one message at a time per key, in queue order. A failing message holds up only its key."""
 
 
 class OnError(enum.StrEnum):
-    """The reaction to a message whose handler raised."""
+    """The reaction to a message whose handler raised an error."""
 
     RETRY = "retry"
-    """Concurrent: to the retry queue after a delay. Ordered modes: suspend and try again in place."""
+    """Concurrent mode: put the message into the retry queue. Ordered modes: suspend, then try again in place."""
     SKIP = "skip"
-    """To the retry queue. Later messages pass it, so an ordered mode loses its order here."""
+    """Put the message into the retry queue. Later messages pass it, so an ordered mode loses its order."""
     DEAD_LETTER = "dead_letter"
-    """To the dead letters now."""
+    """Make the message a dead letter now."""
     STOP = "stop"
-    """Stop consuming this queue until an operator resumes it; the message stays where it is."""
+    """Stop consuming this queue until an operator resumes it. The message stays in its place."""
 
 
 class Start(enum.StrEnum):
-    """Where a consumer group starts that is new to a topic."""
+    """The message at which a consumer group that is new to a topic starts."""
 
     EARLIEST = "earliest"
-    """At the oldest message in the broker: messages published before the first worker starts are included."""
+    """The oldest message in the broker. So the group gets messages published before its first worker starts."""
     LATEST = "latest"
-    """At the messages that arrive from now on."""
+    """The first message that arrives after the group was created."""
 
 
 def _option(default: Value, meaning: str, *, shown: str = "") -> Value:
-    """A field with its meaning; `shown` is the default as the documents show it."""
+    """Return a field with its meaning. `shown` is the default as the documents show it."""
     made: Any = field(default_factory=lambda: default, metadata={"meaning": meaning, "shown": shown})
     return made  # type: ignore[no-any-return]
 
@@ -67,8 +67,8 @@ def _required(meaning: str) -> str:
 class Subscription:
     """One consumer group's subscription to one topic.
 
-    `filter` selects by tags (`"paid || refunded"`) or, after `sql:`, by an expression over headers; empty means all.
-    The meanings of the fields are also the table of options in docs/guide.md.
+    `filter` selects by tags (`"paid || refunded"`), or after `sql:` by an expression over headers. An empty filter
+    selects all messages. The table of options in docs/guide.md has the meanings of these fields.
     """
 
     topic: str = _required("the topic")
@@ -124,10 +124,10 @@ class Subscription:
             yield f"broadcast={self.broadcast!r} must be True or False"
 
     def reaction(self, error: BaseException) -> OnError:
-        """The reaction to `error`: the entry of its most specific listed type.
+        """Return the reaction to `error`: the entry of its most specific type in `on_error`.
 
-        If no type is listed, PermanentError and a body that cannot be decoded go to the dead letters. Every other error
-        is retried.
+        If no type of the error is listed, PermanentError and a body that cannot be decoded become dead letters. Every
+        other error is retried.
         """
         for kind in type(error).__mro__:
             if kind in self.on_error:
@@ -135,7 +135,7 @@ class Subscription:
         return OnError.DEAD_LETTER if isinstance(error, (PermanentError, UndecodableBody)) else OnError.RETRY
 
     def retry_delay_seconds(self, error: BaseException, attempt: int) -> float:
-        """The wait before the next attempt after `attempt` (from 1) raised `error`."""
+        """Return the wait before the next attempt, after `attempt` (from 1) has raised `error`."""
         if isinstance(error, RetryLater):
             return self.retry.level_seconds(error.level)
         return self.retry.delay_seconds(attempt)

@@ -1,4 +1,4 @@
-"""Declared topics: the message types they take and their number of queues."""
+"""Declared topics: their message types and their number of queues."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ MAX_QUEUE_COUNT = 1024
 class MessageType(enum.StrEnum):
     """A kind of message that a topic may carry.
 
-    A message can be several kinds at once, but NORMAL excludes FIFO and DELAY.
+    A message can have several types at once, but NORMAL excludes FIFO and DELAY.
     """
 
     NORMAL = "NORMAL"
-    """Unordered, delivered at once."""
+    """Messages without an order, delivered at once."""
     FIFO = "FIFO"
-    """Ordered by key; every message of the topic needs a key."""
+    """Messages in order per key. Every message of the topic needs a key."""
     DELAY = "DELAY"
-    """May carry a delivery time."""
+    """Messages that may have a delivery time."""
     TRANSACTION = "TRANSACTION"
-    """May be sent as a half message, bound to a local transaction. If it is the only type, it must be."""
+    """Messages that may be half messages of a local transaction. If a topic has only this type, they must be."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Topic:
     """A declared topic.
 
-    `queue_count` limits how many instances of a group can consume it at once; 1 gives a global order. `key_lock`
-    (FIFO): publish takes a lock per key within the local transaction, so that queue order is the order of local
-    commits. Without it, only transactions that do not overlap are ordered. `on_park` (FIFO): 'hold' keeps later
-    messages of a key waiting behind a parked one; 'release' delivers them. `retention_seconds`: how long consumed
+    `queue_count` limits how many instances of a group can consume the topic at once; 1 gives a global order. `key_lock`
+    (FIFO): publish takes a lock per key within the local transaction. Then the order in the queue is the order of local
+    commits. Without the lock, only transactions that do not overlap are ordered. `on_park` (FIFO): 'hold' makes later
+    messages of a key wait behind a parked message; 'release' delivers them. `retention_seconds`: how long consumed
     messages are kept. Raises ConfigurationError.
     """
 
@@ -72,14 +72,14 @@ class Topic:
 
     @property
     def needs_transaction(self) -> bool:
-        """Whether it takes transactional messages only."""
+        """Whether the topic accepts transactional messages only."""
         return self.types == {MessageType.TRANSACTION}
 
     def check_accepts(self, message: Message, *, transactional: bool | None) -> None:
-        """Raise MessageTypeMismatch or InvalidMessage unless the topic accepts this message sent this way.
+        """Raise MessageTypeMismatch or InvalidMessage unless the topic accepts this message in this form.
 
-        `transactional` says whether the message is bound to an open local transaction. None: its local transaction has
-        already committed (a repair).
+        `transactional` says whether the message is bound to an open local transaction. None says that the message's
+        local transaction has already committed (a repair).
         """
         if transactional and MessageType.TRANSACTION not in self.types:
             raise self._mismatch("a transactional message", MessageType.TRANSACTION)
@@ -115,8 +115,9 @@ Selector = Callable[[Message, int], int]
 def select_shard(
     message: Message, selector: Selector | None = None, queue_count: int = DEFAULT_QUEUE_COUNT
 ) -> int | None:
-    """The shard of a message: `selector(message, queue_count)` if given, else a stable hash of its key, else None.
+    """Return the shard of a message.
 
+    It is the message's own `shard`, or the result of `selector(message, queue_count)`, or a hash of the key, or None.
     The hash is CRC-32 of the UTF-8 key, so it is the same in every process, language and release.
     """
     if message.shard is not None:

@@ -1,7 +1,7 @@
-"""Traces the work of a process through one tracer. Without a tracer nothing is done and nothing is imported.
+"""Traces the work of a process through one tracer. Without a tracer, nothing is traced or imported.
 
-The trace context travels in message headers. It survives with the message: the half, check-back, retries, and
-a replay days later.
+The trace context is in the headers of a message. So it lasts as long as the message: for the half message, check-back,
+retries, and a replay days later.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ Conclude = Callable[[Sequence[object]], None]
 
 
 class Tracer(Protocol):
-    """Traces messages. It is called from any thread, on hot paths: it must be quick and must not raise."""
+    """Traces messages. Any thread may call it on hot paths, so it must be quick and must not raise."""
 
     def publishing(self, messages: Sequence[Message]) -> AbstractContextManager[Sequence[Message]]:
-        """Wraps one publish call; gives the messages with their trace context in the headers."""
+        """Wrap one publish call. The context gives the messages with their trace context in the headers."""
 
     def handling(self, deliveries: Sequence[Delivery]) -> AbstractContextManager[Conclude]:
-        """Wraps one call of a handler.
+        """Wrap one call of a handler.
 
-        It gives a function that takes the outcomes: an exception for each delivery that failed.
+        The context gives a function that takes the outcomes: an exception for each delivery that failed.
         """
 
     def decided(self, half: HalfTransaction, decision: Decision) -> None:
-        """The producer reports how a local transaction ended."""
+        """Record how a local transaction ended, as its producer reports it."""
 
     def answered(self, check: Check, answer: Answer, status: EndStatus | None, *, asked_at_ns: int) -> None:
-        """Check-back asked at `asked_at_ns` (a time.time_ns) and reported.
+        """Record that check-back asked at `asked_at_ns` (a time.time_ns) and reported the answer.
 
-        `status` is the broker's reply to the answer, None if unknown.
+        `status` is the broker's reply to the answer, or None if it is unknown.
         """
 
 
@@ -42,11 +42,11 @@ tracer: Tracer | None = None
 
 
 def publishing(messages: Sequence[Message]) -> AbstractContextManager[Sequence[Message]]:
-    """Wraps one publish call; gives the messages to store."""
+    """Wrap one publish call. The context gives the messages to store."""
     return nullcontext(messages) if tracer is None else tracer.publishing(messages)
 
 
 def install(chosen: Tracer | None) -> None:
-    """Trace this process with `chosen` from now on; None stops it."""
+    """Trace this process with `chosen` from now on. None ends the tracing."""
     global tracer
     tracer = chosen

@@ -1,4 +1,4 @@
-"""The types of the transactional-message protocol: decisions, halves, ends, checks, answers."""
+"""The types of the protocol for transactional messages: decisions, half messages, end messages, checks, answers."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class Decision(enum.StrEnum):
     """The outcome of a local transaction."""
 
     COMMIT = "C"
-    """It committed: its messages are delivered."""
+    """The local transaction has committed, so its messages are delivered."""
     ROLLBACK = "R"
-    """It did not commit and never will: its messages are never delivered."""
+    """The local transaction did not commit and never will, so its messages are never delivered."""
     UNKNOWN = "?"
-    """Not known yet: ask again later. Never stored as an outcome."""
+    """The outcome is not known yet, so the broker asks again later. It is never stored as an outcome."""
 
 
 class DecidedBy(enum.StrEnum):
@@ -33,10 +33,10 @@ class DecidedBy(enum.StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProducerEpoch:
-    """One instance of a logical producer: of those with the same transactional id, only the newest may send.
+    """One instance of a logical producer. Of the instances with one transactional id, only the newest may send.
 
-    The transactional id is unique within its producer group. The terms are Kafka's, but the broker's database holds the
-    epoch.
+    The transactional id is unique within its producer group. The terms are Kafka's, but here the broker's database
+    stores the epoch.
     """
 
     producer_group: str
@@ -48,11 +48,11 @@ class ProducerEpoch:
 class HalfTransaction:
     """The messages of one publish call, stored invisibly until the local transaction is decided.
 
-    `transaction_id` is the id of the first message (as in RocketMQ). `producer_group` names the interchangeable
-    producers that can answer a check-back. `ledger_id` names the table of local transactions that the answer must come
-    from (None: there is none). `checker` names the registered look-up to run, if any. `immunity_seconds` is the minimum
-    age before the first check that may write (None: broker default). `producer` is the sending instance, if the
-    producer has a transactional id: the broker refuses an older instance.
+    `transaction_id` is the id of the first message (as in RocketMQ). `producer_group` names the producers of which each
+    can answer a check-back. `ledger_id` names the ledger that the answer must come from; None: there is no ledger.
+    `checker` names the registered look-up to run, if any. `immunity_seconds` is the minimum age before the first check
+    that may write; None: the broker's default. `producer` is the sending instance if the producer has a transactional
+    id, because the broker refuses an older instance.
     """
 
     producer_group: str
@@ -64,7 +64,7 @@ class HalfTransaction:
 
     @property
     def transaction_id(self) -> UUID:
-        """The id of the first message."""
+        """The id of the transaction, which is the id of its first message."""
         return self.messages[0].message_id
 
 
@@ -79,14 +79,14 @@ class EndTransaction:
 
 
 class ParkReason(enum.StrEnum):
-    """Why an undecided transaction was parked. The status lists parked transactions; checks for them are rare."""
+    """Why an undecided transaction was parked. The status lists parked transactions. Checks for them are rare."""
 
     CHECKS = "checks"
-    """Its producer group was asked MAX_CHECKS times, and no answer that counts was a decision."""
+    """The producer group gave MAX_CHECKS answers that count, and none of them was a decision."""
     UNANSWERED = "unanswered"
-    """Past the age limit, and no process of its producer group asks for checks: the group is not running."""
+    """The transaction is past the age limit, and no process of its producer group asks for checks: none is running."""
     AGE = "age"
-    """Past the age limit. Its group asks, but no answer counted (still running, ledger unreachable or unknown)."""
+    """The transaction is past the age limit. Its group asks for checks, but no answer was a decision."""
 
 
 class EndStatus(enum.StrEnum):
@@ -101,17 +101,17 @@ class EndStatus(enum.StrEnum):
     REFUSED = "refused"
     """There is no such half message, or it belongs to another producer group; an incident is recorded."""
     ACCEPTED = "accepted"
-    """The engine accepted it and reports no more. If there was a decision, one of the two holds."""
+    """The engine has accepted the decision and reports no more. An earlier decision may hold in its place."""
     LEFT_TO_CHECK = "left to check"
-    """The engine cannot take it now: check-back settles the transaction."""
+    """The engine cannot take the decision now, so check-back settles the transaction."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Check:
-    """A half message that the broker asks its producer group about.
+    """A half message about which the broker asks its producer group.
 
-    `age_seconds` is measured by the broker's clock. `may_write` is False before immunity ends; until then a checker
-    only reads. `message` is the first message of the transaction.
+    The broker's clock measures `age_seconds`. `may_write` is False until immunity ends; until then a checker only
+    reads. `message` is the first message of the transaction.
     """
 
     transaction_id: UUID
@@ -129,8 +129,8 @@ class Check:
 class Answer:
     """A checker's answer to one check.
 
-    `counts` is False if the outcome could not be looked up (no checker, wrong ledger, the local transaction still
-    runs). Such an answer does not use up a check. `alarm` asks the broker to record an incident.
+    `counts` is False if the outcome could not be looked up: there is no checker, the ledger is the wrong one, or the
+    local transaction still runs. Such an answer does not use up a check. `alarm` asks the broker to record an incident.
     """
 
     transaction_id: UUID
@@ -141,7 +141,7 @@ class Answer:
 
 
 STILL_RUNNING: Final = "still running"
-"""The beginning of an answer's detail if the local transaction was found open."""
+"""The detail of an answer begins with this text if the local transaction was found open."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -156,12 +156,12 @@ class CheckCounts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckSettings:
-    """When half messages are checked. The defaults are RocketMQ's, the longer where its sources differ.
+    """The limits of checking half messages. The defaults are RocketMQ's. If its sources differ, the longer is used.
 
-    `immunity_seconds`: minimum age before the first check, unless the half carries its own. `recheck_seconds`: wait
-    after an UNKNOWN. `max_checks`: this many UNKNOWN answers that count park the transaction. `max_age_seconds`: the
-    broker's maintenance parks it this long after immunity ended, with or without answers. A parked transaction is
-    checked every `parked_recheck_seconds`, and when its group returns.
+    `immunity_seconds`: the minimum age before the first check, unless the half message has its own. `recheck_seconds`:
+    the wait after an UNKNOWN. `max_checks`: this number of UNKNOWN answers that count parks the transaction.
+    `max_age_seconds`: so long after immunity ended, the broker's maintenance parks the transaction, with or without
+    answers. A parked transaction is checked every `parked_recheck_seconds`, and when its group returns.
     """
 
     immunity_seconds: int = 6
@@ -172,8 +172,8 @@ class CheckSettings:
 
 
 GROUP_AWAY_SECONDS: Final = 300.0
-"""A producer group that has not asked for checks for this long is away.
+"""If a producer group has not asked for checks for this number of seconds, it is away.
 
-When it returns, or when one of its processes starts, its parked transactions are checked at once, but at most once in
-this interval.
+When the group returns, or when one of its processes starts, its parked transactions are checked at once. This happens
+at most once in this interval.
 """

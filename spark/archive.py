@@ -1,11 +1,11 @@
-"""The broker's log kept as Parquet before retention removes it: `outbox-reconcile archive`.
+"""`outbox-reconcile archive`: keeps the broker's log as Parquet files before retention removes the messages.
 
     archive.json                           passes with their counts and checksums, and gaps
     message_v1/pass=<name>/day=<date>/…    Parquet, one row per message of that pass, by the day it was stored
 
 A pass takes the messages that were settled (decided, due, recalled) since the previous pass. A message is settled once,
-so no message is in two passes. A pass counts once `archive.json` names it; the next pass removes the files of a killed
-one.
+so no message is in two passes. A pass is part of the archive once `archive.json` names it. If a pass was killed, the
+next pass removes its files.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _ABSENT: Final = "\x01"
 
 
 class Archive:
-    """One pass, or a check of all earlier ones, over the broker of a rules file."""
+    """Runs one pass over the broker of a rules file, or verifies all earlier passes."""
 
     def __init__(self, spark: SparkSession, rules: Rules, progress: Progress) -> None:
         database = rules.databases[rules.broker]
@@ -58,9 +58,10 @@ class Archive:
         self._source = PostgresSource(spark, database)
 
     def run(self) -> tuple[Pass | None, list[Gap]]:
-        """Take the messages settled since the last pass; returns the pass (None if there is nothing new) and new gaps.
+        """Archive the messages settled since the last pass. Return the new pass and the new gaps.
 
-        Raises ReconcileError; then the archive is unchanged.
+        The pass is None if no time has passed since the last pass. If the method raises ReconcileError, the archive is
+        unchanged.
         """
         self._store.check_writable()
         try:
@@ -81,9 +82,9 @@ class Archive:
             self._source.close()
 
     def verify(self) -> list[str]:
-        """Read everything again; returns an error text per pass whose count or checksum has changed.
+        """Read all passes again, and return an error text for each pass whose count or checksum has changed.
 
-        Raises UsageProblem where there is no archive.
+        Raises UsageProblem if there is no archive.
         """
         manifest = load_manifest(self._store)
         if manifest is None:
@@ -133,7 +134,10 @@ class Archive:
         return made, gaps
 
     def _account(self, manifest: Manifest, until: str) -> list[Gap]:
-        """The messages that retention removed before a pass took them. The first pass only records earlier removals."""
+        """The gaps: messages that retention removed before a pass took them.
+
+        The first pass returns no gap. It only records how many messages retention had removed before.
+        """
         gaps = []
         for topic, removed, taken, horizon in removed_by_topic(self._source, self._schema, manifest.until):
             if not manifest.passes:
@@ -163,7 +167,7 @@ class Archive:
         frame.write.partitionBy("day").parquet(self._store.spark_path(folder))
 
     def _sums(self, folder: str) -> tuple[int, int]:
-        """Count and checksum of the files of a pass, computed as the broker computes them."""
+        """Count and checksum of the messages in a pass's files, by the same formula as in the broker (`_expected`)."""
         from pyspark.sql import functions as F
 
         parts = [F.coalesce(_as_column(name, kind), F.lit(_ABSENT)) for name, kind in KINDS.items()]

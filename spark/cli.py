@@ -28,7 +28,7 @@ nothing was published: the previous result stays in force."""
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command's arguments."""
+    """The argument parser of the command."""
     root = argparse.ArgumentParser(
         prog="outbox-reconcile", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -89,7 +89,7 @@ def _add_spark(command: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit code."""
+    """Run the command and return its exit code."""
     given = parser().parse_args(arguments)
     try:
         if given.command == "check":
@@ -112,7 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"outbox-reconcile: {for_people(str(error))}", file=sys.stderr)
         return error.exit_code
     except Exception:
-        # Python's own exit code for a traceback is 1, which here would say "findings".
+        # Python's own exit code for a traceback is 1. In this command the exit code 1 means "findings".
         print(for_people(traceback.format_exc()), file=sys.stderr)
         print("outbox-reconcile: an unexpected error (above); the previous result stays in force.", file=sys.stderr)
         return INCOMPLETE
@@ -158,7 +158,7 @@ def _verdict(result: dict[str, Any], output: str) -> str:
 
 
 def _watch(given: argparse.Namespace) -> int:
-    """With --available-now as `run`; else until SIGTERM or SIGINT, which end it with 0."""
+    """Run `watch`. With --available-now it ends with the exit codes of `run`; else SIGTERM or SIGINT ends it with 0."""
     options = RunOptions(rules=given.rules, output=given.output, metrics=given.metrics)
     progress = Progress(quiet=given.quiet)
     rules_file.load(options.rules)
@@ -184,7 +184,8 @@ def _watch(given: argparse.Namespace) -> int:
 
 
 def _archive(given: argparse.Namespace) -> int:
-    """0: all is kept; 1: messages are missing (removed before a pass took them, or not as they were written)."""
+    """Return 0 if the archive is complete, else 1: retention removed messages before a pass took them, or files of the
+    archive have changed."""
     rules = rules_file.load(given.rules)
     progress = Progress(quiet=given.quiet)
     progress.say("stage start: Spark")

@@ -1,4 +1,4 @@
-"""One run of a reconciliation, from the rules to the report: data flows down through the stages once.
+"""One run of a reconciliation, from the rules to the report. The stages run in this order, each once:
 
     open       snapshots of all databases                       sources/databases.py
     prepare    per rule: its window, its tables checked         stages/prepare.py    -> PreparedRule
@@ -8,7 +8,7 @@
     collect    all rules: new, still open, recovered            stages/findings.py   -> Findings
     publish    report, result.json, then history and metrics    output/result.py
 
-Each stage gets what the stages before it returned, and calls nothing above it.
+Each stage gets the return values of the earlier stages, and calls no earlier stage.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 
 
 def run(spark: SparkSession, options: RunOptions, progress: Progress | None = None) -> dict[str, Any]:
-    """Reconcile once; returns the result that is now in force, from which `exit_code` follows.
+    """Reconcile once, and return the result that is now in force. `exit_code` computes the exit code from this result.
 
-    Raises ReconcileError; then nothing was published, and the previous result stays in force.
+    If the run fails, it raises ReconcileError and publishes nothing; the previous result stays in force.
     """
     progress = progress or Progress()
     job = Job.of(options)
@@ -69,12 +69,12 @@ def run(spark: SparkSession, options: RunOptions, progress: Progress | None = No
 
 
 def exit_code(result: dict[str, Any]) -> int:
-    """0 for a clean result, 1 for one with findings."""
+    """Return 0 for a clean result, 1 for a result with findings."""
     return FINDINGS if result["status"] == "findings" else CLEAN
 
 
 def _previous_result(job: Job) -> dict[str, Any] | None:
-    """The result in force; None if there is none, or if it is of another interval."""
+    """The result in force; None if there is no result, or if the result is about another interval."""
     result = job.store.result()
     if result is None:
         return None
@@ -89,7 +89,10 @@ def _previous_result(job: Job) -> dict[str, Any] | None:
 
 
 def _past_runs(job: Job) -> history.Entries:
-    """The history of earlier runs. A run that was killed after its result was in force is added to it first."""
+    """The history of earlier runs.
+
+    If the previous run was killed after it wrote its result, this function first adds that run to the history.
+    """
     try:
         in_force = job.store.result()
         if in_force is not None:
@@ -116,7 +119,7 @@ def _prepare(
 
 
 def _scan(spark: SparkSession, prepared: PreparedRule, job: Job, sources: Sources, progress: Progress) -> ScannedRule:
-    """Compare the checksums of a rule, and scan the rows that they leave to be read."""
+    """Compare the checksums of a rule, and scan the rows in the buckets whose checksums differ."""
     rule, window = prepared.rule, prepared.window
     if rule.bucket_seconds is None:
         compared = checksums.ComparedChecksums()
@@ -131,7 +134,7 @@ def _scan(spark: SparkSession, prepared: PreparedRule, job: Job, sources: Source
 
 
 def _still_open(spark: SparkSession, job: Job, previous: dict[str, Any] | None) -> DataFrame | None:
-    """The subjects of this run's rules that the previous result left open (OPEN_SCHEMA); None without any."""
+    """The subjects of this run's rules that the previous result left open (OPEN_SCHEMA); None if it left none open."""
     from pyspark.sql import functions as F
 
     if previous is None or not previous["open_subjects"]:
@@ -149,7 +152,7 @@ def _confirm(
     sources: Sources,
     progress: Progress,
 ) -> tuple[list[ConfirmedRule], list[SourceBoundary]]:
-    """The second look at all rules, under new snapshots; no snapshot is taken if there is nothing to look at again."""
+    """The second look at all rules, under new snapshots. If no rule has a suspect, the function takes no snapshot."""
     if still_open is None and not any(each.saw(*classify.FAULTS) for each in scanned):
         progress.say("stage confirm: nothing to look at again")
         return [ConfirmedRule(each) for each in scanned], []

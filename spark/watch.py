@@ -1,9 +1,9 @@
 """Continuous reconciliation: a streaming query whose every micro-batch is an incremental run.
 
 A batch reads the sources under its own snapshots and continues from the result in force, as `outbox-reconcile run`
-does. The stream itself holds only moments: the time up to which each batch judges. `result.json` names the query and
-the batch that wrote it. If Spark repeats a batch after a crash, the batch finds its result and does not judge again;
-otherwise its new findings would count as known (docs/decisions/054-a-stream-of-moments.md).
+does. The stream itself contains only moments: the time up to which each batch judges. `result.json` names the query and
+the batch that wrote it. Spark may repeat a batch after a crash. If the result of this batch is in force, the batch does
+not judge again. Otherwise its new findings would count as known (docs/decisions/054-a-stream-of-moments.md).
 """
 
 from __future__ import annotations
@@ -44,26 +44,27 @@ class Watch:
         self._reached = datetime.fromtimestamp(0, UTC)
 
     def available_now(self) -> dict[str, Any]:
-        """Judge all rows up to now; returns the result in force. Raises ReconcileError as a run does."""
+        """Judge all rows up to now, and return the result in force. Raises ReconcileError as `run` does."""
         end = datetime.now(UTC)
-        # Spark first repeats a batch that was killed, up to its old moment, and then ends.
+        # If a batch was killed, the query first repeats that batch up to its old moment and then ends. So a second
+        # query may be needed.
         while self._reached < end:
             self._wait(self._start({"availableNow": True}))
         result = self._store.result()
-        assert result is not None  # A batch that publishes nothing raises.
+        assert result is not None  # A batch that publishes no result raises an error.
         return result
 
     def every(self, interval: str) -> StreamingQuery:
-        """Start a batch per interval ('1 minute') until the query is stopped; see `wait`.
+        """Start a query that runs a batch per interval ('1 minute') until the caller stops it; see `wait`.
 
-        A batch that could not judge (RunIncomplete) reports it and leaves its window to the next one. Any other failure
-        ends the query.
+        If a batch cannot judge (RunIncomplete), it prints the reason, and the next batch judges its window too. Any
+        other error ends the query.
         """
         self._is_lasting = True
         return self._start({"processingTime": interval})
 
     def wait(self, query: StreamingQuery, seconds: int) -> bool:
-        """Wait for the query's end; returns whether it ended. Raises the error that ended it."""
+        """Wait for the end of the query, and return whether it has ended. Raises the error that ended the query."""
         from pyspark.errors import StreamingQueryException
 
         try:
@@ -94,7 +95,7 @@ class Watch:
                 raise
             self._progress.say(f"batch {number}: {error} The next batch judges it too.")
         except Exception as error:
-            self._failure = error  # Spark would return it as text.
+            self._failure = error  # Spark would return only the text of the error.
             raise
 
     def _run_window(self, moments: DataFrame, number: int) -> None:
@@ -111,14 +112,14 @@ class Watch:
         self._progress.say(f"batch {number}: {shown_totals(result)}")
 
     def _query_id(self) -> str:
-        """The id that Spark gave the query when it made the checkpoint; it outlives restarts."""
+        """The id that Spark gave the query with its checkpoint. The query keeps this id over restarts."""
         text = self._store.read(f"{CHECKPOINT}/metadata")
-        assert text is not None  # Spark writes it before the first batch.
+        assert text is not None  # Spark writes this file before the first batch.
         return str(json.loads(text)["id"])
 
 
 def _stream_failure(error: Exception) -> ReconcileError:
-    # Without Spark's plans, which do not show the cause.
+    # The text after this mark is Spark's plans, which do not show the cause.
     reason = " ".join(str(error).partition("=== Streaming Query ===")[0].split())
     return RunIncomplete(
         f"the streaming query failed: {reason}. The previous result stays in force. Start it again; if its checkpoint "

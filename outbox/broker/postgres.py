@@ -1,4 +1,4 @@
-"""The bundled broker behind the core's port: sends, ends and checks over a small pool of connections."""
+"""The bundled broker implements the core's port. It sends, ends and checks over a small pool of connections."""
 
 from __future__ import annotations
 
@@ -38,17 +38,18 @@ _Result = TypeVar("_Result")
 _ATTEMPTS: Final = 3
 _BACKOFF: Final = Backoff(first_seconds=0.1, longest_seconds=1.0, factor=10)
 _CHECK_SECONDS: Final = 60.0
-# The connection broke, the server stops or starts, or two statements collided: a repetition can succeed.
+# A repetition can succeed after these errors: the connection broke, the server stops or starts, or two statements
+# collided.
 _TRANSIENT: Final = (psycopg.OperationalError, psycopg.InterfaceError, pg.SerializationFailure, pg.DeadlockDetected)
-# Part of OperationalError in psycopg, but repeating does not help.
+# psycopg counts these errors as OperationalError, but a repetition does not help.
 _LASTING: Final = (pg.DiskFull, pg.OutOfMemory, pg.ProgramLimitExceeded)
 
 
 class PostgresBroker:
     """A broker in a PostgreSQL database (implements outbox.ports.Broker). Thread-safe and fork-safe.
 
-    A request is attempted up to three times within its deadline, with the same message ids. So a lost acknowledgement
-    or a restart of the server neither loses nor doubles a message.
+    The broker attempts a request up to three times within its deadline, with the same message ids. So a lost
+    acknowledgement or a restart of the server neither loses nor doubles a message.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class PostgresBroker:
         self._schema_known = False
         self._asked_for: set[str] = set()
         self._one_way = one_way(database)
-        # Some failures belong to one request of an application.
+        # Fewer failures in a row may concern only single requests of the application.
         self._note = FailureNote(database, ProcessPart.PUBLISHING, in_a_row=3)
         self._wake = notify.announcement(database.schema, notify.Channel.DECIDED)
 
@@ -90,8 +91,8 @@ class PostgresBroker:
 
     def send_half(self, half: HalfTransaction, *, timeout_seconds: float = 3.0) -> list[SendReceipt]:
         if half.immunity_seconds is None:
-            # Stored with the half message: every scan gives it the same immunity, regardless of the scanning process's
-            # settings.
+            # The half message stores its immunity. So every scan applies the same immunity, regardless of the settings
+            # of its process.
             half = replace(half, immunity_seconds=self._check.immunity_seconds)
         return self._publish(timeout_seconds, lambda run: self._append_half(run, half), half.messages)
 
@@ -133,7 +134,7 @@ class PostgresBroker:
     def claim_checks(self, producer_group: str, *, limit: int = 500) -> list[Check]:
         """Claim due checks, after a scan for new undecided half messages.
 
-        The first call of a process asks about parked ones too.
+        The first call of a process for a group also asks about parked transactions.
         """
         starts = producer_group not in self._asked_for
         claimed = self._attempt(
@@ -284,7 +285,7 @@ class PostgresBroker:
                         self._schema_known = True
                     return request(Executor(connection, self.database.schema))
             except (BrokerUnavailable, *_TRANSIENT) as error:
-                # All connections from before a restart are broken.
+                # If the server was restarted, all earlier connections are broken.
                 self._pool.clear()
                 pause_seconds = _BACKOFF.pause_seconds(attempt)
                 out_of_time = time.monotonic() + pause_seconds >= deadline
@@ -298,7 +299,7 @@ class PostgresBroker:
 
     def _refused(self, what: str, error: psycopg.Error) -> BrokerError:
         named = refused(what, error, self.database.schema)
-        # The result of its message already reports the failure of a producer's request.
+        # The other errors become SendFailed, the failure of this one request.
         return named if isinstance(named, (SchemaError, BrokerUnavailable)) else SendFailed(str(named))
 
 

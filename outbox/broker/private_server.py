@@ -1,11 +1,11 @@
 """Run PostgreSQL on a data directory so that only the user who starts it has access.
 
-- The server listens on no port. Its socket is in the data directory. If that path is too long for a socket, it is in a
-  folder of the temporary directory that only the server's user may enter.
-- The server asks the kernel for the connecting user (`peer`). It accepts the user who started it, as any role, and no
-  other user, regardless of the permissions of the folders. So there is no password to steal.
-- PostgreSQL refuses to run as root. For root it runs under a separate user account. That account gets the right to pass
-  through the folders above the data directory, not to list them.
+- The server listens on no port. Its socket is in the data directory. If that path is too long for a socket, the socket
+  is in a folder of the temporary directory. Only the server's user may enter this folder.
+- The server asks the kernel for the connecting user (`peer`). It accepts only the user who started it, as any role,
+  regardless of the permissions of the folders. So there is no password to steal.
+- PostgreSQL refuses to run as root. If root starts it, it runs under a separate user account. That account gets the
+  right to enter the folders above the data directory, but cannot list them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from urllib.parse import quote
 import psycopg
 
 _SOCKET: Final = ".s.PGSQL.5432"
-# The shortest limit of the supported systems (macOS), without the closing NUL.
+# The longest path of a socket on macOS, without the closing NUL. Other systems allow longer paths.
 _LONGEST_SOCKET_PATH: Final = 103
 _MARK: Final = "# settings of outbox.broker.embedded"
 _REMEMBERED: Final = "socket_directory"
@@ -144,7 +144,7 @@ class PrivateServer:
     def _remembered(self) -> Path | None:
         """Return the folder of the last start, as long as it belongs to the server.
 
-        Processes that know the URL then find the server there again after it was killed.
+        If the server was killed and is started again, processes that know the URL find it there.
         """
         try:
             folder = Path((self.data / _REMEMBERED).read_text(encoding="utf-8"))
@@ -156,7 +156,7 @@ class PrivateServer:
     # -- the server -----------------------------------------------------------------------------
 
     def _is_up(self) -> bool:
-        """Whether it runs and answers; waits for a server that is just stopping."""
+        """Whether the server runs and answers. If it is just stopping, wait for its end."""
         deadline = time.monotonic() + _SETTLE_SECONDS
         while self._is_running() and time.monotonic() < deadline:
             with contextlib.suppress(psycopg.OperationalError, OSError, IndexError):
@@ -176,7 +176,7 @@ class PrivateServer:
 
     def _run(self, program: str, *arguments: str) -> None:
         own = self.account.pw_uid == os.geteuid()
-        # A file, because the server inherits the output of pg_ctl and would keep a pipe open.
+        # The output goes to a file, because the server inherits the output of pg_ctl and would keep a pipe open.
         with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output:
             done = subprocess.run(
                 [self.binaries / program, *arguments],

@@ -1,4 +1,4 @@
-"""The broker process: it drives the leader loop on a connection of its own, and survives database failures."""
+"""The broker process runs the leader loop on its own connection, and continues after database errors."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from outbox.utils.backoff import Backoff
 logger = logging.getLogger(__name__)
 
 _BACKOFF: Final = Backoff(first_seconds=0.1, longest_seconds=2.0, healthy_seconds=2.0)
-# The interval at which a waiting process looks at its stop event; it does not query the database for that.
+# While the process waits, it checks its stop event at this interval (seconds). The check needs no query.
 _STOP_SECONDS: Final = 0.2
 
 
 def run_broker(database: BrokerDatabase, stop: threading.Event, *, settings: LeaderSettings | None = None) -> None:
-    """Run until `stop` is set. Logs database errors and pauses after each, increasingly up to 2 s."""
+    """Run the leader loop until `stop` is set. After each database error, log it and pause, for up to 2 s."""
     owner = uuid4()
     leader = Leader(database, settings=settings)
     failures = 0
@@ -50,7 +50,7 @@ def run_broker(database: BrokerDatabase, stop: threading.Event, *, settings: Lea
         heartbeat.beat(ready=False)
         logger.warning("sequencing is interrupted, trying again in %.1f s: %s", pause, problem)
         stop.wait(pause)
-    # A process that ends on purpose does not count as a failing one.
+    # If a process ends on purpose, it does not count as failing.
     leader.note.worked()
 
 
@@ -73,14 +73,14 @@ def _serve(database: BrokerDatabase, stop: threading.Event, owner: UUID, leader:
 
 
 def _wait(leader: Leader, announcements: Announcements, stop: threading.Event) -> bool:
-    """Wait until the leader's next turn; returns whether a notification ended the wait."""
+    """Wait until the next turn of the leader. Return whether notifications about decisions may have arrived."""
     seconds = leader.wait_seconds()
     if not leader.leads:
         stop.wait(seconds)
         return False
     if leader.is_gathering:
         stop.wait(seconds)
-        # The next tick takes all that these announce.
+        # Discard the notifications, because the next tick reads all decisions that they announce.
         announcements.wait(0)
         return True
     until = time.monotonic() + seconds

@@ -1,4 +1,4 @@
-"""Log of a supervised process: to the log of the worker that started it, with time, level and pid."""
+"""A supervised process logs to the log of the worker that started it, with time, level and pid."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class _Formatter(logging.Formatter):
 
 
 def told_to_children(*, level: int, file: str | None) -> Mapping[str, str]:
-    """Return the environment that makes children log like this process; without a file, to standard error."""
+    """Return the environment for child processes to log to `file` at `level`; without a file, to standard error."""
     return {LOG_LEVEL_VARIABLE: str(level), **({LOG_FILE_VARIABLE: file} if file else {})}
 
 
 def always(logger: logging.Logger, text: str) -> None:
-    """Log a line at INFO, also if the logger passes only warnings, as Celery's worker does by default."""
+    """Log a line at INFO even if the logger passes only warnings, the default in Celery's worker."""
     if logger.disabled:
         return
     logger.handle(logger.makeRecord(logger.name, logging.INFO, __file__, 0, text, (), None))
@@ -39,7 +39,7 @@ def always(logger: logging.Logger, text: str) -> None:
 def write_log(process_name: str) -> None:
     """Log to the worker's file, or to standard error if the project has configured no logging.
 
-    Each line is one write at the end of the file, so that processes can share it.
+    Each line is one write at the end of the file, so that processes can share the file.
     """
     file, root = os.environ.get(LOG_FILE_VARIABLE), logging.getLogger()
     if root.handlers and not file:

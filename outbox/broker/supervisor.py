@@ -1,12 +1,13 @@
-"""Keep the broker's processes alive: start fresh children, restart dead ones, drain all on stop.
+"""The supervisor keeps the broker's processes alive: it starts children, restarts dead ones, and drains all on a stop.
 
-If a child with `on_death` dies, the supervisor reads which handler calls were running
-(`outbox.broker.consumer.running_calls`). It calls `on_death` before it starts the child again. It also calls it for a
-child that was killed while it drained: otherwise that child's leases would last until their term ends.
+If a child with `on_death` dies, the supervisor reads which handler calls were running in the child
+(`outbox.broker.consumer.running_calls`). The supervisor calls `on_death` before it starts the child again. It also
+calls `on_death` for a child that was killed while it drained. Otherwise the leases of that child would last until their
+term ends.
 
-A child is a new interpreter, never a fork of a process with threads and connections. It leads its own session, so that
-a Ctrl-C at the terminal reaches only the supervisor. It ends itself when its parent is gone (`stop_with_parent`), even
-if the parent was killed with SIGKILL.
+Each child is a new interpreter, never a fork of a process with threads and connections. Each child has its own session
+of the operating system, so a Ctrl-C at the terminal reaches only the supervisor. If the parent is gone, a child ends
+itself (`stop_with_parent`), even if the parent was killed with SIGKILL.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ logger = logging.getLogger(__name__)
 
 PARENT_VARIABLE: Final = "OUTBOX_PARENT_PID"
 _PARENT_POLL_SECONDS: Final = 0.25
-# Leaves time within the 30 s that service managers commonly give before they kill.
+# Service managers commonly kill a process 30 s after they asked it to stop. So children have less time than that to
+# drain.
 DRAIN_SECONDS: Final = 20.0
 
 
@@ -43,10 +45,11 @@ HUNG_EXIT_CODE: Final = 3
 
 @dataclass(frozen=True, kw_only=True)
 class ChildDeath:
-    """The end of a child with another exit code than 0.
+    """The end of a child whose exit code is not 0.
 
-    `left_behind`: the child's notes about itself; None if they cannot be read. `told_to_stop`: the child had been asked
-    to end, or this supervisor killed it. Then its running calls are not the cause of its death.
+    `left_behind` has the child's notes about its running calls; None if they cannot be read. `told_to_stop` says that
+    the child had been asked to end, or that this supervisor has killed it. Then its running calls are not the cause of
+    its death.
     """
 
     child: str
@@ -58,7 +61,11 @@ class ChildDeath:
 
 @dataclass(frozen=True, kw_only=True)
 class ChildSpec:
-    """One process to keep alive. `on_death` is called for its deaths, and again later after BrokerUnavailable."""
+    """One process to keep alive.
+
+    The supervisor calls `on_death` for each death of the child. If that raises BrokerUnavailable, the supervisor calls
+    it again later.
+    """
 
     name: str
     argv: Sequence[str]
@@ -74,8 +81,8 @@ RESTART: Final = Backoff(first_seconds=0.2, longest_seconds=30.0, healthy_second
 class Supervisor:
     """Runs children until `stop`. One thread per child waits for it and restarts it.
 
-    `environment` is added to that of every child. `drain_seconds`: the time for children to finish after a stop.
-    `consumes`: topics and groups, for the log line at the start.
+    The supervisor adds `environment` to the environment of every child. After a stop, children have `drain_seconds` to
+    finish. `consumes` has topics and groups for the log line at the start.
     """
 
     def __init__(
@@ -102,7 +109,7 @@ class Supervisor:
         ]
 
     def start(self) -> None:
-        """Start all children; returns at once."""
+        """Start all children, and return at once."""
         names = ", ".join(spec.name for spec in self._children)
         always(logger, f"outbox starts {names}; it consumes {', '.join(self._consumes) or 'nothing'}")
         for thread in self._threads:
@@ -114,7 +121,7 @@ class Supervisor:
             return {name: process.pid for name, process in self._processes.items() if process.poll() is None}
 
     def drain(self) -> None:
-        """Ask all children to finish their work and to end (SIGTERM); returns at once."""
+        """Ask all children to finish their work and to end (SIGTERM), and return at once."""
         if self._drain_until is None:
             self._drain_until = time.monotonic() + self._drain_seconds
             self._stopping.set()
@@ -122,7 +129,7 @@ class Supervisor:
             self._signal_all(signal.SIGTERM)
 
     def stop(self) -> None:
-        """Drain, wait, and kill the remaining children when the time to drain is over."""
+        """Drain the children and wait for them. Kill the children that remain when the time to drain is over."""
         self.drain()
         deadline = self._drain_until or 0.0
         for thread in self._threads:
@@ -135,7 +142,7 @@ class Supervisor:
                 thread.join()
 
     def kill(self) -> None:
-        """Kill all children at once (SIGKILL). Their messages are delivered again."""
+        """Kill all children at once (SIGKILL). The messages that they were handling are delivered again."""
         self._stopping.set()
         self._signal_all(signal.SIGKILL)
 
@@ -165,7 +172,7 @@ class Supervisor:
         descriptors = [calls.fileno()] if calls is not None else []
         if descriptors:
             environment[running_calls.VARIABLE] = str(descriptors[0])
-        # Without the lock: starting a process waits for the new program, and `stop` must not wait for that.
+        # Start the process without the lock. The start waits for the new program, and `stop` must not wait for that.
         process = subprocess.Popen(
             list(spec.argv),
             env=environment,
@@ -181,11 +188,11 @@ class Supervisor:
         return process.wait()
 
     def _tell(self, name: str, on_death: Callable[[ChildDeath], None], code: int, calls: IO[bytes] | None) -> None:
-        """Call `on_death` before the child starts again:
+        """Call `on_death` before the child starts again.
 
-        otherwise the child would handle the message that killed it again.
+        Otherwise the child would again handle the message that killed it.
 
-        While this supervisor stops, `on_death` is called once: the service manager does not wait for more.
+        While this supervisor stops, it calls `on_death` only once, because the service manager does not wait longer.
         """
         is_stopping = self._stopping.is_set()
         left = _left_behind(name, calls)
@@ -203,7 +210,7 @@ class Supervisor:
                 if self._stopping.is_set():
                     logger.warning("child %s died, and its leases last until their term ends: %s", name, error)
                     return
-                # Without the database the child could not consume either.
+                # Without the database, the child could not consume messages either, so its restart can wait.
                 failures += 1
                 logger.warning("child %s waits for its restart: %s", name, error)
                 self._stopping.wait(_TELL_AGAIN.pause_seconds(failures))
@@ -214,7 +221,10 @@ class Supervisor:
 
 @contextlib.contextmanager
 def _calls_file(spec: ChildSpec) -> Iterator[IO[bytes] | None]:
-    """Make the file in which a child notes its running calls. It has no name, so it needs no clean-up."""
+    """Make the file in which a child notes its running calls.
+
+    The file has no name, so it needs no clean-up.
+    """
     if spec.on_death is None:
         yield None
         return
@@ -244,10 +254,11 @@ def _how(code: int) -> str:
 
 
 def stop_on_signals(stop: threading.Event) -> dict[signal.Signals, Any]:
-    """Set `stop` on SIGTERM and SIGINT; returns the previous handlers. Call it in the main thread.
+    """Set `stop` on SIGTERM and SIGINT, and return the previous signal handlers. Call this in the main thread.
 
-    A helper thread sets it, not the handler itself. The handler interrupts the main thread at any point, perhaps in a
-    wait for this very event with its lock held. A second Ctrl-C does not wait: it raises KeyboardInterrupt.
+    A helper thread sets the event, not the signal handler itself. The signal handler interrupts the main thread at any
+    point. At that point the main thread may wait for the same event and hold its lock. A second Ctrl-C raises
+    KeyboardInterrupt at once.
     """
 
     def handle(*_: object) -> None:
@@ -258,10 +269,11 @@ def stop_on_signals(stop: threading.Event) -> dict[signal.Signals, Any]:
 
 
 def stop_with_parent(stop: threading.Event, *, grace_seconds: float = 10.0) -> None:
-    """In a child: set `stop` when the supervising process is gone, and exit `grace_seconds` later.
+    """In a child process, set `stop` when the parent is gone, and exit `grace_seconds` later.
 
-    Does nothing when this process was not started by a Supervisor. It recognises the parent by its pid, which the
-    kernel changes for orphans. A pipe would stay open in processes that the parent forked.
+    If no Supervisor started this process, the function does nothing. The function compares the pid of the parent,
+    because the kernel gives an orphan another parent. A pipe to the parent would not work: it would stay open in other
+    processes that the parent forked.
     """
     parent = os.environ.get(PARENT_VARIABLE)
     if not parent:
@@ -281,7 +293,7 @@ def stop_with_parent(stop: threading.Event, *, grace_seconds: float = 10.0) -> N
 
 
 def end_within(seconds: float, code: int) -> None:
-    """End this process after `seconds`, if its ordinary end waits for hanging threads."""
+    """End this process after `seconds` at the latest, because its ordinary end may wait for hanging threads."""
 
     def watch() -> None:
         threading.Event().wait(seconds)

@@ -1,6 +1,6 @@
-"""The conditions of the SQL92 subset: the tree that `parser` builds, and its three-valued evaluation.
+"""The conditions of the SQL92 subset: the tree that `parser` builds, and how it is evaluated (true, false, unknown).
 
-`outbox.broker.consumer.fetch` writes the same tree as SQL.
+`outbox.broker.consumer.fetch` converts the same tree to SQL.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from decimal import Decimal
 from typing import Final, Protocol
 
 TAG_NAME: Final = "TAGS"
-# The form of a header that counts as a number. No exponents: a short text could overflow the server's numbers.
+# A header with this form counts as a number. It has no exponent, because a short text could overflow the server's type.
 NUMBER: Final = r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)"
 COMPARISONS: Final = frozenset({"=", "<>", "<", "<=", ">", ">="})
 
@@ -22,24 +22,24 @@ Value = str | Decimal
 
 
 class FilterNode(Protocol):
-    """A node of the tree."""
+    """A node of the tree of conditions."""
 
     def evaluate(self, tag: str, headers: Mapping[str, str]) -> bool | None:
-        """True, False, or None for unknown."""
+        """Return True, False, or None for unknown."""
 
 
 def lookup(name: str, tag: str, headers: Mapping[str, str]) -> str | None:
-    """The value of a name."""
+    """Return the value of a header or of TAGS, or None."""
     return (tag or None) if name == TAG_NAME else headers.get(name)
 
 
 def as_number(value: str) -> Decimal | None:
-    """The number in a header's text, or None."""
+    """Return the number in a header's text, or None."""
     return Decimal(value) if _NUMBER.fullmatch(value) else None
 
 
 def _operand(name: str, like: Value, tag: str, headers: Mapping[str, str]) -> Value | None:
-    """The header, converted to the type of the value it is compared with."""
+    """Return the header's value, converted to the type of `like`, the value that it is compared with."""
     value = lookup(name, tag, headers)
     return as_number(value) if value is not None and isinstance(like, Decimal) else value
 
@@ -49,14 +49,14 @@ def _compare(left: Value, operator: str, right: Value) -> bool:
         return left == right
     if operator == "<>":
         return left != right
-    # _operand has made both the same type.
+    # _operand has converted the left value to the type of the right value.
     below, equal = left < right, left == right  # type: ignore[operator]
     return {"<": below, "<=": below or equal, ">": not below and not equal, ">=": not below}[operator]
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """`name operator value`"""
+    """The condition `name operator value`."""
 
     name: str
     operator: str
@@ -69,7 +69,7 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class HeaderComparison:
-    """`name = other` or `name <> other`, as strings."""
+    """The condition `name = other` or `name <> other`. It compares two headers as strings."""
 
     name: str
     operator: str
@@ -82,7 +82,7 @@ class HeaderComparison:
 
 @dataclass(frozen=True, slots=True)
 class Between:
-    """`name BETWEEN low AND high`"""
+    """The condition `name BETWEEN low AND high`."""
 
     name: str
     low: Value
@@ -97,7 +97,7 @@ class Between:
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """`name IN (values)`; the values are all strings or all numbers."""
+    """The condition `name IN (values)`. The values are all strings or all numbers."""
 
     name: str
     values: tuple[Value, ...]
@@ -109,7 +109,7 @@ class Membership:
 
 @dataclass(frozen=True, slots=True)
 class Like:
-    """`name LIKE pattern`: % is any text, _ any character, `escape` (if any) takes the next one literally."""
+    """The condition `name LIKE pattern`: % is any text, _ any character. `escape` makes the next one literal."""
 
     name: str
     pattern: str
@@ -120,9 +120,9 @@ class Like:
         return None if value is None else re.fullmatch(self._expression(), value, re.DOTALL) is not None
 
     def _expression(self) -> str:
-        # A part between two % may take its first match and keep it, because that leaves the most text for the rest. The
-        # atomic groups enforce this; without them a value that does not match costs time exponential in the number of
-        # %.
+        # A part between two % can take its first match, because that leaves the most text for the other parts. The
+        # atomic groups enforce this. Without them, the time for a value that does not match would grow exponentially
+        # with the number of %.
         parts = [""]
         characters = iter(self.pattern)
         for character in characters:
@@ -141,7 +141,7 @@ class Like:
 
 @dataclass(frozen=True, slots=True)
 class IsNull:
-    """`name IS NULL`"""
+    """The condition `name IS NULL`."""
 
     name: str
 
@@ -151,7 +151,7 @@ class IsNull:
 
 @dataclass(frozen=True, slots=True)
 class Not:
-    """`NOT condition`"""
+    """The condition `NOT condition`."""
 
     condition: FilterNode
 
@@ -162,7 +162,7 @@ class Not:
 
 @dataclass(frozen=True, slots=True)
 class Junction:
-    """`a AND b AND …` (`word` is AND) or `a OR b OR …`."""
+    """The condition `a AND b AND …` (`word` is AND) or `a OR b OR …` (`word` is OR)."""
 
     word: str
     conditions: tuple[FilterNode, ...]

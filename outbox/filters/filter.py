@@ -1,19 +1,18 @@
-"""Which messages of a topic a subscription gets: by tag (`"paid || refunded"`) or by header (`"sql: …"`).
+"""Filters: they select the messages of a topic by tag (`"paid || refunded"`) or by header (`"sql: …"`).
 
-The expression after `sql:` is a subset of SQL92 over the headers of a message, with its three-valued logic:
+The expression after `sql:` is a subset of SQL92 over the headers of a message, with SQL's three-valued logic:
 
     sql: region IN ('eu', 'uk') AND amount BETWEEN 10 AND 99.5 AND NOT (origin LIKE 'test%' OR trace IS NULL)
 
-- A name is a header; a missing header is NULL, and a comparison with NULL is neither true nor false.
+- A name is a header. A missing header is NULL. A comparison with NULL is neither true nor false.
   `TAGS` is the message's tag (NULL if it has none). A name that is also a keyword is written in double quotes.
-- Header values are strings. Compared with a number, a value is the number in its text (`-12`, `3.50`), or NULL if
-  it has none. Compared with a string, values are compared as strings, by Unicode code point.
+- Header values are strings. In a comparison with a number, the value is the number in its text (`-12`, `3.50`). A text
+  without a number is NULL. A comparison with a string compares strings by Unicode code point.
 - `= <> != < <= > >=`, `[NOT] IN (…)`, `[NOT] BETWEEN … AND …`, `[NOT] LIKE '…' [ESCAPE 'c']`, `IS [NOT] NULL`, `AND`,
-  `OR`, `NOT`, parentheses. Two headers can be compared with `=` and `<>`, as strings.
+  `OR`, `NOT`, parentheses. Two headers are compared as strings, with `=` and `<>` only.
 
-A message passes if the expression is true. The broker evaluates the same tree as SQL
-(`outbox.broker.consumer.fetch`), so that messages that do not pass are never transferred. A property test compares
-both evaluations.
+A message passes if the expression is true. The broker converts the same tree to SQL (`outbox.broker.consumer.fetch`),
+so that it transfers only messages that pass. A property test compares the two evaluations.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _ALL = "*"
 
 @dataclass(frozen=True, slots=True)
 class Filter:
-    """A parsed filter: `tags` (any of them) or `condition`; without either, every message passes."""
+    """A parsed filter. It has `tags` (one of them must match) or a `condition`. Without both, every message passes."""
 
     text: str
     tags: tuple[str, ...] = ()
@@ -53,7 +52,7 @@ class Filter:
 
 @lru_cache(maxsize=256)
 def parse_filter(text: str) -> Filter:
-    """Parse a filter's text. Raises InvalidFilter with the column."""
+    """Parse the text of a filter. Raises InvalidFilter with the column of the fault."""
     stripped = text.strip()
     if not stripped or stripped == _ALL:
         return Filter(text)

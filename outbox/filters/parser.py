@@ -1,4 +1,4 @@
-"""Parses a filter's text into conditions: tokens, then recursive descent (see outbox.filters.filter)."""
+"""Parses the text of a filter into conditions, with a tokeniser and recursive descent (see outbox.filters.filter)."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class _Token:
 
 
 def parse_expression(text: str, start: int) -> FilterNode:
-    """Parse `text[start:]`. Raises InvalidFilter with the column in `text` (from 1) and a caret under it."""
+    """Parse `text[start:]`. Raises InvalidFilter, which shows the column in `text` (from 1) and a caret below it."""
     if len(text) > MAX_LENGTH:
         raise InvalidFilter(f"the filter has {len(text)} characters, the limit is {MAX_LENGTH}.")
     if any("\ud800" <= character <= "\udfff" for character in text):
@@ -57,7 +57,7 @@ def parse_expression(text: str, start: int) -> FilterNode:
 
 
 class _Parser:
-    """Recursive descent over the tokens; OR binds weaker than AND, AND weaker than NOT."""
+    """Recursive descent over the tokens. NOT binds stronger than AND, and AND binds stronger than OR."""
 
     def __init__(self, text: str, start: int) -> None:
         self._text = text

@@ -32,9 +32,9 @@ from outbox.transaction import (
 
 
 class InMemoryBroker:
-    """Implements `ports.Broker`; `subscribe` and `drain` run handlers in the calling thread.
+    """Implements `ports.Broker`. `drain` runs the handlers that `subscribe` registered, in the calling thread.
 
-    Time is a parameter: `clock` gives it (default: the real time), and `advance` adds to it.
+    `clock` returns the time (default: the real time). `advance` adds seconds to it.
     """
 
     def __init__(
@@ -61,11 +61,11 @@ class InMemoryBroker:
     # -- time -----------------------------------------------------------------------------------
 
     def now(self) -> datetime:
-        """The broker's time."""
+        """Return the broker's time."""
         return self._clock() + self._advanced
 
     def advance(self, seconds: float) -> None:
-        """Add to the broker's time."""
+        """Add seconds to the broker's time."""
         self._advanced += timedelta(seconds=seconds)
 
     # -- sending --------------------------------------------------------------------------------
@@ -218,10 +218,10 @@ class InMemoryBroker:
     def take_turn(
         self, producer_group: str, name: str, *, interval_seconds: float, rest_seconds: float | None = None
     ) -> bool:
-        """Return True: no other process shares this broker."""
+        """Return True, because no other process shares this broker."""
         return True
 
-    # -- one way: at once, so that tests need not wait -------------------------------------------------
+    # -- calls that send one way: here they act at once, so that tests need not wait -----------------------
 
     def end_one_way(self, end: EndTransaction) -> None:
         self.end([end])
@@ -230,30 +230,30 @@ class InMemoryBroker:
         self.hint_checks([transaction_id])
 
     def flush(self, *, within_seconds: float) -> bool:
-        """Return True: nothing waits."""
+        """Return True, because no call is waiting to be sent."""
         return True
 
     def notify_decided(self) -> None:
-        """Do nothing: consumers look for themselves."""
+        """Do nothing, because consumers look for new messages themselves."""
 
     def publishing_failed(self, error: Exception) -> None:
-        """Do nothing: there is no status."""
+        """Do nothing, because this broker has no status."""
 
     def publishing_worked(self) -> None:
-        """Do nothing, as `publishing_failed`."""
+        """Do nothing, because this broker has no status."""
 
     def close(self) -> None:
-        """Do nothing: the messages stay for as long as the broker."""
+        """Do nothing. The messages stay as long as the broker object exists."""
 
     # -- queries ------------------------------------------------------------------------------------
 
     def undecided(self) -> list[UUID]:
-        """Undecided half transactions, oldest first."""
+        """Return the ids of the undecided transactions, oldest first."""
         with self._log.lock:
             return [transaction.transaction_id for transaction in self._log.undecided()]
 
     def parked(self) -> dict[UUID, ParkReason]:
-        """Parked transactions, past the check limits, with the reason: a late decision or answer still decides them."""
+        """Return the parked transactions with their reasons. A late decision or answer still decides them."""
         with self._log.lock:
             self._checks.park_overdue()
             return {one.transaction_id: one.parked for one in self._log.undecided() if one.parked is not None}
@@ -266,20 +266,20 @@ class InMemoryBroker:
         return self.groups.dead_letters
 
     def subscribe(self, subscription: Subscription, handler: AnyHandler) -> None:
-        """Register a handler; the next `drain` delivers to it. A second one for group and topic replaces the first."""
+        """Register a handler for the next `drain`. A second handler for the same group and topic replaces the first."""
         self.groups.subscribe(subscription, handler)
 
     def visible(self, topic: str) -> list[Message]:
-        """The messages that consumers of a topic can see: queue by queue, in queue order."""
+        """Return the messages that consumers of a topic can see, queue by queue, each queue in its order."""
         with self._log.lock:
             self._checks.park_overdue()
             self._log.sequence()
             return [entry.message for _, queue in self._log.queues_of(topic) for entry in queue]
 
     def drain(self) -> int:
-        """Run handlers until no message is deliverable now; returns the number of handled deliveries.
+        """Run handlers until no message can be delivered now; return the number of handled deliveries.
 
-        A failed message waits for its retry delay: call `advance` to make it deliverable.
+        A failed message waits for its retry delay. Call `advance` to end the wait.
         """
         return self.groups.drain()
 

@@ -1,4 +1,4 @@
-"""Consuming from the broker in memory: handlers run in the caller's thread, with retries and dead letters."""
+"""Consumers of the broker in memory. Handlers run in the caller's thread, with retries and dead letters."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class _Consumer:
 
 @dataclass(frozen=True)
 class _Retry:
-    """A failed message and the time of its next attempt; `number` counts the retries of all messages."""
+    """A failed message and the time of its next attempt. `number` counts the retries of all messages."""
 
     due_at: datetime
     number: int
@@ -54,7 +54,7 @@ class _Retry:
 
 @dataclass(frozen=True)
 class _Fetched:
-    """A message on its way to a handler."""
+    """A message that the next call of a handler gets."""
 
     entry: Entry
     attempt: int
@@ -67,7 +67,7 @@ class ConsumerGroups:
 
     def __init__(self, log: Log, *, codecs: Codecs, invoker: Invoker, now: Callable[[], datetime]) -> None:
         self.dead_letters: list[DeadLetter] = []
-        # How deliveries ended, by the fields of ConsumeCounts.
+        # The outcomes of deliveries, counted by the names of the fields of ConsumeCounts.
         self.counts: Counter[str] = Counter()
         self._log = log
         self._codecs = codecs
@@ -79,7 +79,7 @@ class ConsumerGroups:
         self._errors: defaultdict[tuple[str, UUID], list[str]] = defaultdict(list)
 
     def subscribe(self, subscription: Subscription, handler: AnyHandler) -> None:
-        """Register a handler. A group that is new to the topic starts where its subscription says."""
+        """Register a handler. If the group is new to the topic, it begins at the subscription's `start`."""
         with self._log.lock:
             self._log.topic(subscription.topic)
             consumer = self._find(subscription)
@@ -95,7 +95,7 @@ class ConsumerGroups:
             self._consumers.append(consumer)
 
     def recall(self, message_id: UUID) -> tuple[str, ...]:
-        """Recall the retries of a message; returns the groups that had one."""
+        """Recall all retries of a message; return the groups that had a retry of it."""
         taken = [retry for retry in self._retries if retry.entry.message.message_id == message_id]
         for retry in taken:
             self._retries.remove(retry)
@@ -103,7 +103,7 @@ class ConsumerGroups:
         return tuple(sorted(retry.consumer.subscription.group for retry in taken))
 
     def retrying(self) -> list[Message]:
-        """The messages that wait for a retry."""
+        """Return the messages that wait for a retry."""
         return [retry.entry.message for retry in self._retries]
 
     def _find(self, subscription: Subscription) -> _Consumer | None:
@@ -114,9 +114,9 @@ class ConsumerGroups:
         return None
 
     def drain(self, only: Collection[tuple[str, str]] | None = None) -> int:
-        """Run handlers until no message is deliverable now; returns the number of handled deliveries.
+        """Run handlers until no message can be delivered now; return the number of handled deliveries.
 
-        `only`: for these pairs of group and topic.
+        `only` limits it to these pairs of group and topic.
         """
         handled = 0
         while (round_handled := sum(self._drain_one(consumer) for consumer in self._chosen(only))) > 0:
@@ -136,7 +136,7 @@ class ConsumerGroups:
         return count
 
     def _fetch(self, consumer: _Consumer) -> list[_Fetched]:
-        """Up to `batch` messages, due retries first. The consumer's offsets move past all messages read."""
+        """Return up to `batch` messages, due retries first. Move the consumer's offsets past all messages read."""
         subscription = consumer.subscription
         with self._log.lock:
             self._log.sequence()
@@ -185,7 +185,7 @@ class ConsumerGroups:
             results = self._invoke(consumer, deliveries)
         first = results[0]
         if len(results) > 1 and isinstance(first, Exception) and all(result is first for result in results):
-            # Halve the batch until the failing message is alone, as the real broker does.
+            # Halve the batch until the failing message is alone, like the real broker.
             middle = (len(deliveries) + 1) // 2
             self._call(consumer, deliveries[:middle])
             self._call(consumer, deliveries[middle:])
@@ -225,7 +225,7 @@ class ConsumerGroups:
 
 
 class InMemoryConsumers:
-    """Consumes for these subscriptions, in the calling thread (implements outbox.ports.Consumers)."""
+    """Runs these subscriptions in the calling thread (implements outbox.ports.Consumers)."""
 
     def __init__(self, groups: ConsumerGroups, subscriptions: Sequence[tuple[Subscription, AnyHandler]]) -> None:
         self._groups = groups
@@ -246,7 +246,7 @@ class InMemoryConsumers:
 
 
 def _offset_of(start: Start | datetime, queue: list[Entry]) -> int:
-    """The offset at which a group with this start begins; a time is compared with the time of queueing."""
+    """Return the offset at which a group with this `start` begins. A time is compared with the time of queueing."""
     if not isinstance(start, datetime):
         return len(queue)
     return sum(entry.queued_at is not None and entry.queued_at < start for entry in queue)

@@ -1,6 +1,6 @@
-"""The in-memory broker's storage: messages, the decisions and checks about them, and the queues that consumers read.
+"""The storage of the in-memory broker: messages, their decisions and checks, and the queues that consumers read.
 
-Callers hold the log's lock.
+The caller of a method must hold the log's lock.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from outbox.transaction import (
 
 @dataclass
 class Entry:
-    """One stored message and its place in the log; `queued_at` is set once consumers can see it."""
+    """One stored message and its place in the log. `queued_at` is None until consumers can see the message."""
 
     log_id: int
     message: Message
@@ -42,7 +42,7 @@ class Entry:
 
 @dataclass
 class Transaction:
-    """Messages that are decided together; `half` is None if they were sent without a half message."""
+    """Messages that are decided together. `half` is None if they were sent without a half message."""
 
     transaction_id: UUID
     half: HalfTransaction | None
@@ -57,7 +57,7 @@ class Transaction:
 
 
 class Log:
-    """Messages in order of arrival, and their states. Callers hold `lock`; `now` returns the time."""
+    """All messages in order of arrival, and their states. Callers hold `lock`. `now` returns the time."""
 
     def __init__(self, topics: Iterable[Topic], *, auto_create_topics: bool, now: Callable[[], datetime]) -> None:
         self.lock = threading.RLock()
@@ -78,7 +78,7 @@ class Log:
         self._topics.update((topic.name, topic) for topic in topics)
 
     def topic(self, name: str) -> Topic:
-        """The topic; an undeclared one is created if that is allowed. Raises UnknownTopic."""
+        """Return the topic. If topics are created automatically, create an undeclared one. Else raises UnknownTopic."""
         if name not in self._topics:
             if not self._auto_create:
                 raise UnknownTopic(
@@ -97,7 +97,7 @@ class Log:
     def store(
         self, messages: Sequence[Message], *, half: HalfTransaction | None, immune_until: datetime | None = None
     ) -> Transaction:
-        """Store messages as one transaction, first checked at `immune_until`. A repetition changes nothing."""
+        """Store messages as one transaction. It is due for a check at `immune_until`. A repetition changes nothing."""
         known = self._entries.get(messages[0].message_id)
         if known is not None:
             return known.transaction
@@ -113,7 +113,7 @@ class Log:
         return transaction
 
     def receipts(self, messages: Sequence[Message]) -> list[SendReceipt]:
-        """One receipt per message, in order."""
+        """Return one receipt per message, in order."""
         entries = [self._entries[message.message_id] for message in messages]
         return [
             SendReceipt(
@@ -126,21 +126,21 @@ class Log:
         ]
 
     def entry(self, message_id: UUID) -> Entry:
-        """A stored message."""
+        """Return a stored message with its place in the log."""
         return self._entries[message_id]
 
     def find(self, transaction_id: UUID) -> Transaction | None:
-        """The transaction, or None."""
+        """Return the transaction, or None."""
         return self._transactions.get(transaction_id)
 
     def undecided(self) -> list[Transaction]:
-        """The undecided transactions, oldest first."""
+        """Return the undecided transactions, oldest first."""
         return [t for t in self._transactions.values() if t.decision is Decision.UNKNOWN]
 
     # -- deciding and queueing -----------------------------------------------------------------------
 
     def decide(self, transaction: Transaction, decision: Decision) -> None:
-        """Decide an undecided transaction. COMMIT queues its messages, each at its time and in its order."""
+        """Decide an undecided transaction. COMMIT queues its messages, at their delivery times and in order."""
         transaction.decision = decision
         if decision is Decision.COMMIT:
             for entry in transaction.entries:
@@ -152,7 +152,7 @@ class Log:
         self.sequence()
 
     def sequence(self) -> None:
-        """Queue the decided messages in log order, unless an earlier message of the key is undecided."""
+        """Put the decided messages into queues in log order. A message behind an undecided one of its key waits."""
         while self._scheduled and self._scheduled[0][0] <= self._now():
             self._held.append(heapq.heappop(self._scheduled)[2])
         waiting, self._held = sorted(self._held, key=lambda entry: entry.log_id), []
@@ -189,16 +189,16 @@ class Log:
         return RecallStatus.WAITING if entry in self._held else RecallStatus.DELIVERED
 
     def find_message(self, message_id: UUID) -> Message | None:
-        """The stored message, or None."""
+        """Return the stored message, or None."""
         entry = self._entries.get(message_id)
         return entry.message if entry is not None else None
 
     def scheduled(self) -> list[Message]:
-        """The messages that wait for their delivery time."""
+        """Return the messages that wait for their delivery time."""
         return [entry.message for _, _, entry in self._scheduled]
 
     def _oldest_undecided_by_key(self) -> dict[tuple[str, str], int]:
-        # Go backwards, so that the oldest entry is written last and stays.
+        # The loop goes backwards, so that the oldest entry of a key is written last and stays in the dictionary.
         return {
             (entry.message.topic, entry.message.key): entry.log_id
             for transaction in reversed(self.undecided())
@@ -212,7 +212,7 @@ class Log:
         return topic.is_fifo and entry.message.deliver_at is None and not released
 
     def queues_of(self, topic: str) -> list[tuple[int, list[Entry]]]:
-        """The queues of a topic that have entries, by number; an entry's index is its offset."""
+        """Return the queues of a topic that have entries, by number. The index of an entry is its offset."""
         return sorted(
             ((number, queue) for (name, number), queue in self._queues.items() if name == topic),
             key=lambda item: item[0],
@@ -220,7 +220,7 @@ class Log:
 
 
 class CheckBackSide:
-    """The undecided transactions of a log, with the bundled broker's rules (outbox/broker/transaction)."""
+    """Check-back for the undecided transactions of a log, by the bundled broker's rules (outbox/broker/transaction)."""
 
     def __init__(
         self, log: Log, settings: CheckSettings, *, now: Callable[[], datetime], report: Callable[[str], None]
@@ -232,7 +232,7 @@ class CheckBackSide:
         self._seen_at: dict[str, datetime] = {}
 
     def first_due(self, immunity_seconds: int | None) -> datetime:
-        """When the immunity of a half message stored now ends."""
+        """Return the time at which the immunity of a half message that is stored now ends."""
         immunity = self._settings.immunity_seconds if immunity_seconds is None else immunity_seconds
         return self._in(immunity)
 
@@ -243,7 +243,7 @@ class CheckBackSide:
                 transaction.due_at = min(transaction.due_at, self._now())
 
     def claim(self, producer_group: str, limit: int) -> list[Check]:
-        """Claim the group's due transactions, parked ones last. If the group was away, its parked ones are due."""
+        """Claim the group's due transactions, parked ones last. If the group was away, its parked ones become due."""
         if self._is_away(producer_group):
             self.ask_parked(producer_group, lately_seconds=GROUP_AWAY_SECONDS)
         self._seen_at[producer_group] = self._now()
@@ -262,7 +262,7 @@ class CheckBackSide:
         return self._in(self._settings.recheck_seconds)
 
     def ask_parked(self, producer_group: str, *, lately_seconds: float = 0.0) -> int:
-        """Make the group's parked transactions due now, except those checked recently; returns their number."""
+        """Make the group's parked transactions due now, except those checked recently; return their number."""
         not_since = self._in(-lately_seconds)
         parked = [t for t in self._of(producer_group) if t.parked is not None]
         chosen = [t for t in parked if not lately_seconds or t.asked_at is None or t.asked_at < not_since]
@@ -271,13 +271,13 @@ class CheckBackSide:
         return len(chosen)
 
     def postpone(self, transaction: Transaction, answer: Answer) -> None:
-        """Count an UNKNOWN answer, and park the transaction at the limit."""
+        """Count an UNKNOWN answer. If the limit is reached, park the transaction."""
         transaction.checks += answer.counts and self._now() >= transaction.immune_until
         if transaction.parked is None and transaction.checks >= self._settings.max_checks:
             self._park(transaction, ParkReason.CHECKS, self._in(self._settings.parked_recheck_seconds))
 
     def park_overdue(self) -> None:
-        """Park the transactions past the age limit, with or without answers, as maintenance does."""
+        """Park the transactions that are past the age limit, whether they have answers or not."""
         for transaction in self._log.undecided():
             over_at = transaction.immune_until + timedelta(seconds=self._settings.max_age_seconds)
             if transaction.half is None or transaction.parked is not None or self._now() <= over_at:
@@ -291,7 +291,7 @@ class CheckBackSide:
         transaction.parked = reason
         transaction.due_at = due_at
         self._report(f"parked {transaction.transaction_id}: {reason}, after {transaction.checks} checks")
-        # A topic with on_park='release' lets later messages of the key pass a parked one.
+        # If the topic has on_park='release', later messages of the key pass the parked message.
         self._log.sequence()
 
     def _of(self, producer_group: str) -> list[Transaction]:

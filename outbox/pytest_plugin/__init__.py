@@ -1,7 +1,7 @@
 """The pytest plugin: fixtures for the tests of applications, on top of pytest-django.
 
-pytest loads it in every run of an environment that has the package, so it imports nothing until a test asks for a
-fixture. The fixtures are the context managers of `outbox.contrib.django.testing`.
+pytest loads the plugin in every run in an environment with this package. So the plugin imports nothing until a test
+uses a fixture. The fixtures are the context managers of `outbox.contrib.django.testing`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def outbox(db: None) -> Iterator[InMemoryOutbox]:
-    """A fresh broker in memory, which respects rollbacks; `drain()` runs the project's subscribers.
+    """A new broker in memory, which respects rollbacks. `drain()` runs the project's subscribers.
 
-    It works with any kind of `django_db` mark.
+    The fixture works with any kind of `django_db` mark.
     """
     from outbox.contrib.django.testing import in_memory_outbox
 
@@ -29,10 +29,10 @@ def outbox(db: None) -> Iterator[InMemoryOutbox]:
 
 @pytest.fixture
 def outbox_broker(transactional_db: None) -> Iterator[BrokerOutbox]:
-    """The broker on its test database, empty; `drain()` runs the project's subscribers in threads, as a worker does.
+    """The broker on its test database, emptied. `drain()` runs the project's subscribers in threads, like a worker.
 
-    It needs no mark if the messages are published on `default`. Otherwise name the databases, the broker's alias
-    included, in `django_db(transaction=True, databases=…)`.
+    The test needs no mark if it publishes on `default`. Otherwise name all databases in
+    `django_db(transaction=True, databases=…)`, with the broker's alias.
     """
     from outbox.contrib.django.testing import broker_outbox
 
@@ -44,7 +44,7 @@ def outbox_broker(transactional_db: None) -> Iterator[BrokerOutbox]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Let tests with `outbox_broker` use the broker's database.
 
-    Runs before pytest-django sorts the tests by database use.
+    This hook runs before pytest-django sorts the tests by their use of databases.
     """
     for item in items:
         if "outbox_broker" in getattr(item, "fixturenames", ()) and item.get_closest_marker("django_db") is None:

@@ -1,8 +1,8 @@
-"""A broker's administration port: creates topics and consumer groups, and reads stored messages; gRPC clients cannot.
+"""The administration port of a broker: it creates topics and groups, and reads stored messages. gRPC clients cannot.
 
-It speaks RocketMQ's remoting protocol in JSON: a frame of two lengths, a header and a body. For topics and groups an
-operator may use `mqadmin` instead. The proxy refuses system topics ("40002, cannot access system topic"), so they are
-read here, from one queue of one broker at a time.
+The port uses RocketMQ's remoting protocol in JSON: a frame has two lengths, a header and a body. For topics and groups
+an operator may use `mqadmin` instead. The proxy refuses system topics ("40002, cannot access system topic"). So this
+module reads them, from one queue of one broker at a time.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _NOT_SUPPORTED: Final = 3
 _NOT_FOUND: Final = 22
 _READ_AND_WRITE: Final = 6
 _NO_LIMIT: Final = 1_000_000
-# RocketMQ refuses longer frames itself (com.rocketmq.remoting.frameMaxLength).
+# RocketMQ itself refuses longer frames (com.rocketmq.remoting.frameMaxLength).
 _LARGEST_FRAME: Final = 16 * 1024 * 1024
 _PULL: Final = 11
 _MAX_OFFSET: Final = 30
 _FOUND: Final = 0
 _TOPIC_NOT_FOUND: Final = 17
-# No message at this offset: the end of the queue (19), or another position is given instead (20, 21).
+# The queue has no message at this offset: the offset is its end (19), or the answer names another offset (20, 21).
 _NOTHING: Final = 19
 _ELSEWHERE: Final = frozenset((20, 21))
 _WITH_SUBSCRIPTION: Final = 4
@@ -48,7 +48,7 @@ _BORN_V6, _STORED_V6 = 1 << 4, 1 << 5
 
 
 def parse_address(text: str) -> Admin:
-    """The administration port in a text HOST:PORT. Raises UsageError."""
+    """Return the administration port in a text HOST:PORT. Raises UsageError."""
     host, _, port = text.rpartition(":")
     if not host or not port.isdigit():
         raise UsageError(f"{text!r} must be the HOST:PORT of a broker's administration port (listenPort, 10911).")
@@ -56,9 +56,9 @@ def parse_address(text: str) -> Admin:
 
 
 def brokers_of(url: str) -> list[Admin]:
-    """The administration ports in the address of RocketMQ, `rocketmq://HOST:8081?brokers=HOST:10911,HOST:10911`.
+    """Return the administration ports in an address `rocketmq://HOST:8081?brokers=HOST:10911,HOST:10911`.
 
-    Empty if the address has none. Raises ConfigurationError.
+    The list is empty if the address names no brokers. Raises ConfigurationError.
     """
     given = parse_qs(urlsplit(url).query, keep_blank_values=True)
     if unknown := sorted(set(given) - {"brokers"}):
@@ -74,7 +74,7 @@ def brokers_of(url: str) -> list[Admin]:
 
 @dataclass(frozen=True)
 class Admin:
-    """The administration port of one broker (listenPort, 10911 by default). Every call raises BrokerError."""
+    """The administration port of one broker (listenPort, 10911 by default). Every call may raise BrokerError."""
 
     host: str
     port: int
@@ -98,10 +98,10 @@ class Admin:
         )
 
     def create_group(self, subscription: Subscription, topic: Topic) -> None:
-        """Create the subscription's group, or update it, and start it at the oldest message.
+        """Create the subscription's group, or update it. A new group starts at the oldest message.
 
-        Without a stored offset RocketMQ starts near the newest message. An ordered mode is an orderly group in
-        RocketMQ. The server's own limit of attempts is set out of reach, because the subscription's limit counts.
+        Without a stored offset RocketMQ would start near the newest message. A group with an ordered mode is an orderly
+        group in RocketMQ. The server's limit of attempts is set so high that only the subscription's limit counts.
         """
         group = wire_name(subscription.group)
         body = {
@@ -118,27 +118,27 @@ class Admin:
                 self._ask((self.host, self.port), _UPDATE_OFFSET, {**queue, "commitOffset": 0})
 
     def stored_offset(self, group: str, topic: str, queue: int = 0) -> int:
-        """The offset that a group has stored for a queue, by their names in RocketMQ; 0 if there is none."""
+        """Return the offset that a group has stored for a queue; 0 if there is none. Names are those in RocketMQ."""
         return self._offset({"consumerGroup": group, "topic": topic, "queueId": queue})
 
     def store_offset(self, group: str, topic: str, offset: int, queue: int = 0) -> None:
-        """Store the offset; a missing group is created."""
+        """Store the offset of a group. If the group does not exist, create it."""
         fields = {"consumerGroup": group, "topic": topic, "queueId": queue, "commitOffset": offset}
         self._ask((self.host, self.port), _UPDATE_GROUP, {}, json.dumps({"groupName": group}).encode())
         self._ask((self.host, self.port), _UPDATE_OFFSET, fields)
 
     def _offset(self, queue: Mapping[str, Any]) -> int:
-        """The offset that the group has stored for a queue; 0 if there is none."""
+        """Return the offset that the group has stored for a queue; 0 if there is none."""
         code, answer, _ = self._exchange((self.host, self.port), _QUERY_OFFSET, queue, b"")
         return 0 if code == _NOT_FOUND else int(answer.get("extFields", {}).get("offset", 0))
 
     def is_registered(self, name_server: tuple[str, int], cluster: str) -> bool:
         """Whether the name server knows a broker of the cluster."""
-        # Search the text: RocketMQ writes the numbers of brokers as keys without quotes, which is not JSON.
+        # The answer is searched as text, because RocketMQ writes the numbers of brokers as keys without quotes.
         return f'"clusterAddrTable":{{"{cluster}":["'.encode() in self._ask(name_server, _CLUSTERS, {})
 
     def ask(self, code: int, fields: Mapping[str, Any]) -> tuple[int, Mapping[str, Any], bytes]:
-        """The broker's answer to a request: its code (0 is success), its header and its body."""
+        """Return the broker's answer to a request: its code (0 is success), its header and its body."""
         return self._exchange((self.host, self.port), code, fields, b"")
 
     def _ask(self, address: tuple[str, int], code: int, fields: Mapping[str, Any], body: bytes = b"") -> bytes:
@@ -172,13 +172,13 @@ class Admin:
         except (ValueError, KeyError, TypeError) as error:
             raise _no_broker(where) from error
         if status == _NOT_SUPPORTED:
-            # A name server speaks the same protocol, but does not know the requests of a broker.
+            # A name server has the same protocol, but it does not know the requests of a broker.
             raise _no_broker(where)
         return status, answer, rest
 
 
 def _answer(connection: socket.socket) -> tuple[int, Mapping[str, Any], bytes]:
-    """Read one frame. Raises OSError; or ValueError, KeyError or TypeError if it is not a frame of RocketMQ."""
+    """Read one frame. Raises OSError. If it is not RocketMQ's, raises ValueError, KeyError or TypeError."""
     total, length = struct.unpack(">II", _exactly(connection, 8))
     # The highest byte is the encoding of the header.
     length &= 0xFFFFFF
@@ -214,7 +214,7 @@ def _exactly(connection: socket.socket, size: int) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """One message of a queue. Attributes are named as in the client library's message, for `outbox.rocketmq.wire`."""
+    """One message of a queue. The attributes have the names of the client library, for `outbox.rocketmq.wire`."""
 
     offset: int
     body: bytes
@@ -226,22 +226,22 @@ class Stored:
 
     @property
     def topic(self) -> str:
-        """The topic it was sent to: a system topic stores it for that topic."""
+        """The topic to which the message was sent. A system topic may store it for that topic."""
         return self.properties.get("REAL_TOPIC", "")
 
     @property
     def tag(self) -> str:
-        """Its tag."""
+        """The message's tag."""
         return self.properties.get("TAGS", "")
 
     @property
     def message_id(self) -> str:
-        """The id that its producer gave it."""
+        """The id that the producer's library gave to the message."""
         return self.properties.get("UNIQ_KEY", "")
 
 
 def end_of_queue(broker: Admin, topic: str, queue: int = 0) -> int:
-    """The offset after the newest message; 0 if the topic does not exist. Raises BrokerError."""
+    """Return the offset after the newest message; 0 if the topic does not exist. Raises BrokerError."""
     status, answer, _ = broker.ask(_MAX_OFFSET, {"topic": topic, "queueId": queue})
     if status == _TOPIC_NOT_FOUND:
         return 0
@@ -251,9 +251,9 @@ def end_of_queue(broker: Admin, topic: str, queue: int = 0) -> int:
 
 
 def read_stored(broker: Admin, group: str, topic: str, offset: int, queue: int = 0) -> Iterator[Stored]:
-    """The messages from `offset` to the present end, oldest first. Raises BrokerError.
+    """Return the messages from `offset` to the present end of the queue, oldest first. Raises BrokerError.
 
-    `group` is an existing consumer group. Reading changes nothing for it.
+    `group` is an existing consumer group. The reading changes nothing for this group.
     """
     end = end_of_queue(broker, topic, queue)
     while offset < end:
@@ -294,7 +294,7 @@ def _message(data: bytes) -> Stored:
     _, magic, _, _, _, offset, _, flags, born_at = _HEAD.unpack_from(data)
     position = _HEAD.size + (20 if flags & _BORN_V6 else 8)
     (stored_at,) = struct.unpack_from(">Q", data, position)
-    # The host that stored it, the number of its retries, and the offset of its half message.
+    # Skip the host that stored the message, the number of its retries, and the offset of its half message.
     position += 8 + (20 if flags & _STORED_V6 else 8) + 4 + 8
     body, position = _part(data, position, ">I")
     _, position = _part(data, position, ">B" if magic == _MAGIC_OF_SHORT_TOPIC else ">H")

@@ -1,4 +1,4 @@
-"""Apache RocketMQ 5 behind the core's port (implements outbox.ports.Broker). Unsupported features raise NotSupported.
+"""Apache RocketMQ 5 as the broker (implements outbox.ports.Broker). An unsupported feature raises NotSupported.
 
 docs/engines.md and docs/decisions/120 describe the contract and the differences from the bundled broker.
 """
@@ -53,17 +53,17 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 _THREADS: Final = 16
-# No caller waits for these requests.
+# The time limit for publishing again. No caller waits for these requests.
 _AGAIN_SECONDS: Final = 10.0
 _CLOSE_SECONDS: Final = 2.0
 
 
 class RocketMQBroker:
-    """One producer of this process, started at its first use. Thread-safe; a fork of a used one is refused.
+    """One producer of this process, started at its first use. It is thread-safe. A fork of a used producer is refused.
 
-    `topics` are all topics that may be used, as declared. `answering` creates the checker of check-back for
-    `producer_group`: the server asks any process that has used a topic, so each producing process answers. Raises
-    ConfigurationError for an invalid address or topic.
+    `topics` are all topics that the process may use, as declared. `answering` creates the thread that answers the
+    checks. RocketMQ sends a check to any process that has used the topic, so every process that publishes must answer.
+    Raises ConfigurationError for an invalid address or topic.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class RocketMQBroker:
         committed: bool = False,
         producer: ProducerEpoch | None = None,
     ) -> list[SendReceipt]:
-        """Send messages. Raises OutcomeUnknown if a message may have been stored: a resend would be a second copy."""
+        """Send messages. If one may have been stored, raises OutcomeUnknown: a resend could store a second copy."""
         if producer is not None:
             REFUSALS.refuse("take_over", "a fenced producer")
         if len(messages) > 1:
@@ -117,8 +117,8 @@ class RocketMQBroker:
     @staticmethod
     def _plainly(producer: CheckingProducer, topic: Topic, wire: Any) -> Any:
         if topic.types == {MessageType.TRANSACTION}:
-            # A repair: its local transaction has committed, and the server accepts only transactional messages on this
-            # topic.
+            # This is a repair: the local transaction of the message has committed. On this topic the server accepts
+            # only transactional messages.
             opened = producer.begin_transaction()
             receipt = producer.send(wire, opened)
             opened.commit()
@@ -126,7 +126,7 @@ class RocketMQBroker:
         return producer.send(wire)
 
     def send_half(self, half: HalfTransaction, *, timeout_seconds: float = 3.0) -> list[SendReceipt]:
-        """Open one server transaction per message, all under one transaction id. Raises as `send` does."""
+        """Open one server transaction per message, all with one transaction id. Raises the errors of `send`."""
         if half.producer is not None:
             REFUSALS.refuse("take_over", "a fenced producer")
         for message in half.messages:
@@ -142,7 +142,7 @@ class RocketMQBroker:
         return receipts
 
     def _within(self, seconds: float, send: Callable[[], Any], message: Message) -> Any:
-        """Run a request of the library, which repeats it up to twice, within one deadline."""
+        """Run a request of the library with one deadline. The library repeats the request up to twice."""
         what = f"message {message.message_id} for topic {message.topic!r}"
         try:
             return self._pool().submit(send).result(seconds)
@@ -175,7 +175,7 @@ class RocketMQBroker:
     # -- deciding -------------------------------------------------------------------------------
 
     def end(self, ends: Sequence[EndTransaction], *, timeout_seconds: float = 3.0) -> list[EndStatus]:
-        """ACCEPTED if the server took the decision; LEFT_TO_CHECK if this process does not hold the half message."""
+        """Return ACCEPTED if the server took the decision; LEFT_TO_CHECK if this process has no half message for it."""
         if not ends:
             return []
         producer = self._started()
@@ -183,20 +183,20 @@ class RocketMQBroker:
         return [_end_status(producer, end, decisions) for end, decisions in sent]
 
     def end_one_way(self, end: EndTransaction) -> None:
-        """Send a decision soon, on a thread; it is dropped if too many are queued."""
+        """Send a decision soon, on another thread. If too many decisions are queued, it is dropped."""
         self._flushing.put(end)
 
     def flush(self, *, within_seconds: float) -> bool:
         return self._flushing.flush(within_seconds=within_seconds)
 
     def hint_checks(self, transaction_ids: Sequence[UUID]) -> None:
-        """Do nothing: RocketMQ alone decides when it asks (transactionTimeOut, transactionCheckInterval)."""
+        """Do nothing, because RocketMQ alone decides when it asks (transactionTimeOut, transactionCheckInterval)."""
 
     def hint_one_way(self, transaction_id: UUID) -> None:
-        """Do nothing, as `hint_checks`."""
+        """Do nothing, because RocketMQ alone decides when it asks."""
 
     def claim_checks(self, producer_group: str, *, limit: int = 500) -> list[Check]:
-        """The checks that this process has received and can still answer."""
+        """Return the checks that this process has received and can still answer."""
         now = datetime.now(UTC)
         claimed = self._started().claim(producer_group, limit)
         return [self._as_check(one, (now - one.born_at).total_seconds()) for one in claimed]
@@ -216,7 +216,10 @@ class RocketMQBroker:
         )
 
     def report_answers(self, producer_group: str, answers: Sequence[Answer]) -> list[EndStatus | None]:
-        """UNKNOWN is not sent, but the server counts the check: after too many it stops asking (`settle_exhausted`)."""
+        """Send the decisions. UNKNOWN is not sent, but the server counts the check.
+
+        After too many checks the server stops asking (`settle_exhausted`).
+        """
         producer = self._started()
         for answer in answers:
             if answer.alarm:
@@ -225,15 +228,15 @@ class RocketMQBroker:
         return [_status(answer, was_taken()) for answer, was_taken in zip(answers, sent, strict=True)]
 
     def settle_exhausted(self, producer_group: str, checker: Checker) -> CheckCounts:
-        """Ask `checker` about the transactions that RocketMQ gave up, and publish the committed ones again.
+        """Ask `checker` about the transactions that RocketMQ gave up. Publish the messages of committed ones again.
 
-        It does nothing if the address names no brokers, because the proxy does not give these transactions. Raises
+        If the address names no brokers, do nothing, because the proxy cannot read these transactions. Raises
         BrokerError.
         """
         if self._exhausted is None:
             brokers = brokers_of(self.url)
             self._exhausted = ExhaustedChecks(brokers, producer_group, self._as_check, self._publish_again)
-        # The part of the port that check-back uses.
+        # ExhaustedChecks has only the functions of the port that check-back uses.
         counts = CheckBack(cast(Broker, self._exhausted), producer_group, checker).run_once(max_batches=1)
         self._exhausted.keep()
         if counts.committed or counts.rolled_back:
@@ -250,7 +253,7 @@ class RocketMQBroker:
     def _publish_again(self, message: Message) -> None:
         self.send([message], timeout_seconds=_AGAIN_SECONDS, committed=True)
 
-    # -- what RocketMQ does not have ------------------------------------------------------------------
+    # -- calls that RocketMQ cannot serve -------------------------------------------------------------
 
     def take_over(self, producer_group: str, transactional_id: str, *, timeout_seconds: float = 3.0) -> ProducerEpoch:
         REFUSALS.refuse("take_over", "a fenced producer")
@@ -259,7 +262,7 @@ class RocketMQBroker:
         REFUSALS.refuse("leftovers", "a fenced producer")
 
     def resume_checks(self, producer_group: str) -> int:
-        """Return 0: nothing is parked. Exhausted checks are read from its system topic (`settle_exhausted`)."""
+        """Return 0, because RocketMQ parks nothing. `settle_exhausted` reads exhausted checks from a system topic."""
         return 0
 
     def recall(self, message_ids: Sequence[UUID], *, timeout_seconds: float = 3.0) -> list[Recall]:
@@ -277,22 +280,22 @@ class RocketMQBroker:
     def take_turn(
         self, producer_group: str, name: str, *, interval_seconds: float, rest_seconds: float | None = None
     ) -> bool:
-        """Return True: RocketMQ records no turns, so every process runs the pass."""
+        """Return True, because RocketMQ records no turns: every process runs the pass."""
         return True
 
     def notify_decided(self) -> None:
-        """Do nothing: RocketMQ delivers what it has accepted."""
+        """Do nothing, because RocketMQ delivers accepted messages itself."""
 
     def publishing_failed(self, error: Exception) -> None:
-        """Do nothing: the status of RocketMQ is in its own tools."""
+        """Do nothing, because RocketMQ's own tools show its status."""
 
     def publishing_worked(self) -> None:
-        """Do nothing, as `publishing_failed`."""
+        """Do nothing, because RocketMQ's own tools show its status."""
 
     # -- the producer ---------------------------------------------------------------------------
 
     def topic(self, name: str) -> Topic:
-        """The declared topic. Raises UnknownTopic."""
+        """Return the declared topic. Raises UnknownTopic."""
         try:
             return self._topics[name]
         except KeyError:
@@ -302,20 +305,20 @@ class RocketMQBroker:
             ) from None
 
     def topic_problems(self) -> Iterator[str]:
-        """The faults of the declared topics on the server, each with the next step. Raises BrokerUnavailable."""
+        """Yield the faults of the declared topics on the server, with the next step. Raises BrokerUnavailable."""
         producer = self._started()
         for topic in self._topics.values():
             yield from topic_problems(topic, producer.accepted_types(topic.name))
 
     def unrouted(self) -> list[str]:
-        """The topics that RocketMQ cannot ask this process about yet; empty before the producer's first use."""
+        """Return the topics about which RocketMQ cannot ask this process. Before the first use the list is empty."""
         with self._lock:
             producer = self._producer
         missing = set() if producer is None else set(client.unrouted(producer))
         return sorted(name for name in self._topics if wire_name(name) in missing)
 
     def close(self) -> None:
-        """Send queued ends, and stop the producer; the next use starts another."""
+        """Send the queued end messages and stop the producer. The next use starts another producer."""
         self.flush(within_seconds=_CLOSE_SECONDS)
         with self._lock:
             producer, self._producer = self._producer, None
@@ -353,7 +356,7 @@ class RocketMQBroker:
             return self._threads
 
     def _forget(self) -> None:
-        """Drop the parent's producer in a forked child: its threads and sockets belong to the parent."""
+        """Drop the parent's producer in a forked child, because its threads and sockets belong to the parent."""
         self._lock = threading.Lock()
         self._producer = self._answerer = self._threads = None
 
@@ -368,7 +371,7 @@ def _receipt(message: Message, transaction_id: UUID, receipt: Any) -> SendReceip
 
 
 def _decided(producer: CheckingProducer, end: EndTransaction) -> Iterator[Future[Any]]:
-    """Send the decision for each half message of the transaction that this process holds."""
+    """Send the decision for each half message of the transaction that this process has sent."""
     for half in producer.take_open(end.transaction_id):
         yield producer.decide(half, end.decision)
 

@@ -1,8 +1,9 @@
-"""The RocketMQ client library for this engine: the only module that imports it.
+"""The RocketMQ client library. Only this module of the engine imports it.
 
-Two habits of the library are kept from the application. At import it opens a log file in the home directory and closes
-the application's log handlers (`logging.config.dictConfig`); so it gets a logger of this package instead. Its event
-loop does not survive a fork and would wait for ever; so a use after a fork is refused (`refuse_after_fork`).
+The module protects the application from two habits of the library. At import, the library opens a log file in the home
+directory and closes the application's log handlers (`logging.config.dictConfig`). So it gets a logger of this package
+instead. Its event loop does not survive a fork: a call after a fork would wait for ever. So a use after a fork is
+refused (`refuse_after_fork`).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ DEFAULT_PORT: Final = 8081
 
 def _import_client() -> None:
     quiet = types.ModuleType("rocketmq.v5.log")
-    # This package reports the library's errors itself, with the failed operation.
+    # This package reports the library's errors itself, together with the operation that failed.
     theirs = logging.getLogger("outbox.rocketmq.library")
     theirs.setLevel(logging.CRITICAL)
     quiet.logger = theirs  # type: ignore[attr-defined]
@@ -88,7 +89,7 @@ __all__ = [
     "unrouted",
 ]
 
-# The server, or the library before it asks the server, refused: no attempt has stored anything.
+# Errors with which the server refuses a request, or the library before it asks the server. No attempt stored anything.
 REFUSALS: Final = (
     BadRequestException,
     ForbiddenException,
@@ -110,9 +111,9 @@ _started_in: int | None = None
 
 
 def configuration(url: str, *, timeout_seconds: float = 3.0) -> Any:
-    """The library's configuration for `rocketmq://[ACCESS_KEY:SECRET@]HOST:PORT`. Raises ConfigurationError.
+    """Return the library's configuration for `rocketmq://[ACCESS_KEY:SECRET@]HOST:PORT`. Raises ConfigurationError.
 
-    Broker addresses in it are for their administration ports only (outbox.rocketmq.admin.brokers_of).
+    Other code reads the broker addresses in the URL (outbox.rocketmq.admin.brokers_of). They are administration ports.
     """
     parts = urlsplit(url)
     try:
@@ -123,12 +124,12 @@ def configuration(url: str, *, timeout_seconds: float = 3.0) -> Any:
         raise ConfigurationError("the address of RocketMQ's proxy must be rocketmq://HOST:PORT (8081 unless named).")
     brokers_of(url)
     credentials = Credentials(parts.username or "", parts.password or "")
-    # Whole seconds; they apply to every request.
+    # The library takes whole seconds, and applies them to every request.
     return ClientConfiguration(f"{parts.hostname}:{port}", credentials, request_timeout=math.ceil(timeout_seconds))
 
 
 def refuse_after_fork() -> None:
-    """Raise BrokerUnavailable in a process forked from one that had started the library."""
+    """Raise BrokerUnavailable if the library was started in another process, of which this process is a fork."""
     global _started_in
     if _started_in is None:
         _started_in = os.getpid()
@@ -141,23 +142,23 @@ def refuse_after_fork() -> None:
 
 
 class KnownConsumer(SimpleConsumer):  # type: ignore[misc]
-    """The library's consumer, extended to wait until the proxy knows it: before that, every receive is an error."""
+    """The library's consumer. It can also wait until the proxy knows it, because every receive fails before that."""
 
     def wait_until_known(self) -> None:
-        """Wait at most some seconds; a receive that comes too early is tried again."""
+        """Wait some seconds at most. A receive that comes too early fails and is tried again."""
         self._init_settings_event.wait(_KNOWN_SECONDS)
 
 
 def keep_known(started: Any) -> None:
-    """Announce this client to the proxies again; call it every few seconds, because a proxy may have been restarted.
+    """Announce this client to the proxies again. Call it every few seconds, because a proxy may have been restarted.
 
-    The library announces itself only every five minutes. Until then a restarted proxy delivers no messages and sends no
-    checks, and the server counts these checks. The library asks for the route of a topic once, at its start, and
-    drops a failure. Without a route there is no proxy to announce to, so this asks for the route first.
+    The library announces the client only every five minutes. Until then a restarted proxy delivers no messages and
+    sends no checks, but the server counts these checks. The library asks for the route of a topic once, at its start,
+    and ignores a failure. Without a route the client knows no proxy, so this function asks for missing routes first.
     """
     deadline = time.monotonic() + _ROUTES_SECONDS
     for topic in unrouted(started):
-        # It returns False after a timeout; stop here, because each further topic would wait as long.
+        # The update returns False after a timeout. Stop then, because each further topic would wait as long.
         if not started.route_manager.update_topic_route(topic) and time.monotonic() > deadline:
             break
     for endpoints in list(started.route_manager.get_all_endpoints().values()):
@@ -165,7 +166,7 @@ def keep_known(started: Any) -> None:
             settings = started.sync_setting_req(endpoints)
             started.rpc_client.telemetry_write_async(endpoints, settings).result(_TELL_SECONDS)
         except TimeoutError:
-            # The stream waits for the proxy and announces the client itself.
+            # The stream waits for the proxy, and then announces the client itself.
             continue
         except Exception as error:
             logger.debug("the stream to %s is opened again: %s", endpoints, described(error))
@@ -173,14 +174,14 @@ def keep_known(started: Any) -> None:
 
 
 def unrouted(started: Any) -> list[str]:
-    """The topics without a known route, by their names in RocketMQ: the client receives no checks about them."""
-    # The library keeps the routes in a private map; its public functions would ask the server.
+    """Return the topics without a known route, by their names in RocketMQ. The client gets no checks about them."""
+    # The library keeps the routes in a private attribute. Its public functions would ask the server.
     known = set(started.route_manager._ClientRouteManager__topic_route_cache.keys())
     return sorted(set(started.topics) - known)
 
 
 def described(error: BaseException) -> str:
-    """An error of the library in one line."""
+    """Return an error of the library as one line."""
     if isinstance(error, grpc.RpcError):
         return f"{error.code().name}: {error.details()}"
     return f"{type(error).__name__}: {str(error).strip()}"

@@ -1,9 +1,9 @@
-"""Consuming from RocketMQ: messages are received, handled through the invoker, and acknowledged one by one.
+"""Consumers of RocketMQ. They receive messages, call handlers through the invoker, and acknowledge each message.
 
-A received message is invisible to other consumers for a time, which is extended while its handler runs. If the consumer
-dies, the message becomes visible again. The server counts attempts. A retry is a longer invisible time; after the last
-failure the message goes to the group's dead letters (%DLQ%GROUP). Every thread of a subscription receives for itself,
-so each message held has a thread that handles it.
+A received message is invisible to other consumers for a time. The consumer extends this time while the handler runs. If
+the consumer dies, the message becomes visible again. The server counts the attempts. For a retry the consumer sets a
+longer invisible time. After the last failure the message goes to the group's dead letters (%DLQ%GROUP). Every thread of
+a subscription receives its own messages, so each received message has a thread that handles it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from outbox.utils.safe_text import shown_text
 
 logger = logging.getLogger(__name__)
 
-# The proxy refuses waits for messages below 5 s and invisible times below 10 s.
+# The proxy refuses a wait for messages of less than 5 s, and an invisible time of less than 10 s.
 _WAIT_SECONDS: Final = 5
 INVISIBLE_SECONDS: Final = 15
 _RENEW_SECONDS: Final = INVISIBLE_SECONDS / 3
@@ -49,13 +49,13 @@ _KNOWN_SECONDS: Final = 5.0
 _AWAY_SECONDS: Final = 1.0
 _LONGEST_SECONDS: Final = 12 * 3600
 _BACKOFF: Final = Backoff(first_seconds=0.2, longest_seconds=10.0, factor=2)
-# The same generation on both engines: the inbox stays valid when a project moves.
+# The generation is the same on both engines, so the inbox stays valid when a project moves to the other engine.
 _GENERATION: Final = 1
 
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """A received and decoded message, which must be acknowledged, retried or given up."""
+    """A received and decoded message. The consumer must acknowledge it, retry it or give it up."""
 
     wire: Any
     delivery: Delivery
@@ -63,7 +63,7 @@ class _Held:
 
 @dataclass(slots=True)
 class Attempt:
-    """One call of the handler, with its time limit."""
+    """One call of the handler and its time limit."""
 
     seconds: float
     ends_at: float = 0.0
@@ -77,13 +77,13 @@ class Attempt:
         return time.monotonic() >= self.ends_at
 
     def lost(self) -> str:
-        """Why the attempt's effects no longer count, or ''."""
+        """Return why the effects of the attempt no longer count, or ''."""
         return f"the handler ran longer than {self.seconds:g} s" if self.is_over() else ""
 
 
 @dataclass(slots=True)
 class Extended:
-    """A message whose invisible time is extended until its attempt ends or it is released."""
+    """A message whose invisible time is extended until its attempt ends, or until it is released."""
 
     wire: Any
     attempt: Attempt
@@ -96,7 +96,7 @@ class RocketMQConsumers:
 
     Raises ConfigurationError for a subscription that RocketMQ cannot serve.
 
-    `invoker` must include an inbox: the server may deliver a message twice (docs/engines.md).
+    `invoker` must include an inbox, because the server may deliver a message twice (docs/engines.md).
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class RocketMQConsumers:
         ]
 
     def run(self, stop: threading.Event) -> None:
-        """Consume until `stop`, then finish the held messages. Raises BrokerUnavailable if it cannot start."""
+        """Consume until `stop`, then finish the held messages. If consuming cannot start, raises BrokerUnavailable."""
         client.refuse_after_fork()
         started: list[_Poller] = []
         try:
@@ -142,12 +142,12 @@ class RocketMQConsumers:
                 poller.finish()
 
     def run_once(self) -> ConsumeCounts:
-        """Raise NotSupported: RocketMQ does not report what is due now."""
+        """Raise NotSupported, because RocketMQ does not report which messages are due now."""
         REFUSALS.refuse("run_once", "handling what is due now")
 
 
 class _Poller:
-    """One subscription: its client of the library, its threads, and the thread that extends their messages."""
+    """One subscription: its client of the library, its handler threads, and the thread that extends invisible times."""
 
     def __init__(
         self, configuration: Any, subscription: Subscription, handler: AnyHandler, invoker: Invoker, codecs: Codecs
@@ -187,11 +187,11 @@ class _Poller:
             thread.start()
 
     def keep_known(self) -> None:
-        """See client.keep_known."""
+        """Announce the client again (see client.keep_known)."""
         client.keep_known(self._consumer)
 
     def finish(self) -> None:
-        """Wait for the running handlers, and stop. It does not wait for a handler past its timeout."""
+        """Wait for the running handlers, each until its timeout at most. Then stop."""
         deadline = time.monotonic() + self._subscription.timeout_seconds + _WAIT_SECONDS
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
@@ -206,7 +206,7 @@ class _Poller:
                 failures = 0
             except Exception as error:
                 failures += 1
-                # Logged once per thread and outage.
+                # A warning is logged once per thread and outage.
                 logger.log(
                     logging.WARNING if failures == 1 else logging.DEBUG,
                     "group %r cannot receive from %r and tries again: %s",
@@ -220,7 +220,7 @@ class _Poller:
                 self._handle(received)
 
     def _renew(self) -> None:
-        """Extend the messages of running handlers, until their time limit."""
+        """Extend the invisible time of messages whose handlers run, until the handlers' time limit."""
         while not self._finished.wait(_RENEW_SECONDS):
             with self._lock:
                 held = list(self._held.values())
@@ -247,14 +247,14 @@ class _Poller:
                 with fence.attempt(attempt.lost):
                     self._call(held, attempt)
         except Exception:
-            # A message that is still held becomes visible again by itself.
+            # A message that was not released becomes visible again by itself.
             logger.exception("group %r failed at %r", self._subscription.group, self._subscription.topic)
         finally:
             for wire in received:
                 self._release(wire)
 
     def _decoded(self, wire: Any) -> _Held | None:
-        """The delivery; None if the message is already released."""
+        """Decode a message. Return None if the message needs no handler; it is then released already."""
         try:
             message = from_wire(wire)
         except Exception as error:
@@ -262,7 +262,7 @@ class _Poller:
             return None
         limit = self._subscription.retry.max_attempts
         if limit is not None and (wire.delivery_attempt or 1) > limit:
-            # Its last attempt ended with the process, which could not report it.
+            # The last attempt ended when its process died, so the process could not report it.
             self._let_go(wire, KillsItsProcess(), wire.delivery_attempt, str(message.message_id))
             return None
         if not self._filter.evaluate(message.tag, message.headers):
@@ -281,7 +281,7 @@ class _Poller:
             body=body,
             group=self._subscription.group,
             queue=self._subscription.topic,
-            # The library does not report it.
+            # The library does not report the offset.
             offset=-1,
             attempt=wire.delivery_attempt or 1,
         )
@@ -302,9 +302,9 @@ class _Poller:
                 self._let_go(one.wire, result, one.delivery.attempt, str(one.delivery.message_id))
 
     def _invoked(self, deliveries: Sequence[Delivery], attempt: Attempt) -> Sequence[Disposition | Exception]:
-        """Settle the messages by their results.
+        """Call the invoker and return its results.
 
-        While a database or a service is down they stay held, because a new delivery would use up an attempt.
+        While a database or a service is down, the messages stay here, because a new delivery would use up an attempt.
         """
         while True:
             results = self._invoker(self._subscription, self._handler, deliveries, generation=_GENERATION)
@@ -318,7 +318,7 @@ class _Poller:
             attempt.begin()
 
     def _let_go(self, wire: Any, error: Exception, attempt: int, what: str) -> None:
-        """Schedule a failed message again after its delay, or give it up."""
+        """Set the delay after which a failed message is delivered again, or give the message up."""
         subscription = self._subscription
         reaction = subscription.reaction(error)
         text = f"{type(error).__name__}: {shown_text(error)}"
@@ -351,7 +351,7 @@ class _Poller:
         client.MessagingResultChecker.check(answer.status)
 
     def _quietly(self, wire: Any, request: Callable[[], object]) -> None:
-        """Release a message by a request that may be lost. Then it is delivered again, and the inbox recognises it."""
+        """Release a message with a request that may be lost. If it is, the inbox recognises the second delivery."""
         self._release(wire)
         try:
             request()
@@ -359,7 +359,7 @@ class _Poller:
             logger.info("message %s is delivered again: %s", wire.message_id, client.described(error))
 
     def _release(self, wire: Any) -> None:
-        """Stop extending a message: an extension replaces the receipt that its release needs."""
+        """Stop extending a message, because an extension replaces the receipt that acknowledging it needs."""
         with self._lock:
             held = self._held.pop(id(wire), None)
         if held is not None:
@@ -368,7 +368,7 @@ class _Poller:
 
 
 def observed(invoker: Invoker) -> Invoker:
-    """`invoker`, with log lines, spans and figures for every call, as on the bundled broker."""
+    """Return `invoker` with log lines, spans and figures for every call, as on the bundled broker."""
 
     def invoke(
         subscription: Subscription, handler: AnyHandler, deliveries: Sequence[Delivery], *, generation: int

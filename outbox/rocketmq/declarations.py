@@ -1,6 +1,6 @@
-"""What RocketMQ makes of declared topics and groups: their names, their types, and what it refuses.
+"""Declared topics and groups in RocketMQ: their names, their types, and the features that RocketMQ refuses.
 
-Imports no client library.
+This module imports no client library.
 """
 
 from __future__ import annotations
@@ -104,15 +104,15 @@ _TYPES: Final = {MessageType.NORMAL: 1, MessageType.FIFO: 2, MessageType.DELAY: 
 
 
 def wire_name(name: str) -> str:
-    """A topic's or group's name without the dots that RocketMQ refuses: `order.paid` is `order-paid` there.
+    """Return the name of a topic or group in RocketMQ, which refuses dots: `order.paid` becomes `order-paid`.
 
-    `%` cannot serve as an escape: RocketMQ's schema allows it, but its proxy reads it as the end of a namespace.
+    `%` cannot replace a dot. RocketMQ's schema allows it, but its proxy reads it as the end of a namespace.
     """
     return name.replace(".", "-")
 
 
 def collisions(names: Iterable[str]) -> Iterator[str]:
-    """The complaints about names that are the same in RocketMQ."""
+    """Yield a text for each two names that are the same name in RocketMQ."""
     known: dict[str, str] = {}
     for name in names:
         other = known.setdefault(wire_name(name), name)
@@ -121,7 +121,7 @@ def collisions(names: Iterable[str]) -> Iterator[str]:
 
 
 def check_topics(topics: Iterable[Topic]) -> dict[str, Topic]:
-    """The topics by name. Raises ConfigurationError for one that RocketMQ does not support."""
+    """Return the topics by name. Raises ConfigurationError for a topic that RocketMQ does not support."""
     known = {topic.name: topic for topic in topics}
     refused = [text for topic in known.values() for text in REFUSALS.of_topic(topic)]
     if refused := [*refused, *collisions(known)]:
@@ -130,12 +130,12 @@ def check_topics(topics: Iterable[Topic]) -> dict[str, Topic]:
 
 
 def message_type(topic: Topic) -> str:
-    """The one message type of a topic in RocketMQ; MIXED if the declared topic has several types."""
+    """Return the one message type of a topic in RocketMQ. It is MIXED if the declared topic has several types."""
     return next(iter(topic.types)).upper() if len(topic.types) == 1 else "MIXED"
 
 
 def topic_problems(topic: Topic, accepted: frozenset[int] | None) -> Iterator[str]:
-    """The fault of a server's topic of these types; None: the server does not have the topic."""
+    """Yield the fault of a declared topic. `accepted` has the types of the server's topic; None: it does not exist."""
     if accepted is None:
         yield (
             f"RocketMQ has no topic {topic.name!r}: create it with message.type={message_type(topic)} and "

@@ -1,7 +1,8 @@
-"""The transactions that RocketMQ gave up: the ledger decides them, and the committed ones are published again.
+"""Settles the transactions that RocketMQ gave up: the ledger decides, and committed messages are published again.
 
 After `transactionCheckMax` checks (15), or after `fileReservedTime` (72 h), the broker moves an undecided half message
-to the system topic TRANS_CHECK_MAX_TIME_TOPIC and stops asking. Each broker has one queue of it, for all services.
+to the system topic TRANS_CHECK_MAX_TIME_TOPIC and stops asking. On each broker this topic has one queue, for all
+services.
 
 See decision 188.
 """
@@ -25,20 +26,20 @@ from outbox.transaction import Answer, Check, Decision, EndStatus
 logger = logging.getLogger(__name__)
 
 TOPIC: Final = "TRANS_CHECK_MAX_TIME_TOPIC"
-# Every broker has this group. Reading needs a group and stores nothing for it.
+# Every broker has this group. A read needs a group, but stores nothing for it.
 READER: Final = "TOOLS_CONSUMER"
 
 
 def offsets_of(producer_group: str) -> str:
-    """The consumer group under which RocketMQ stores how far this service has settled the topic."""
+    """Return the consumer group whose stored offset says up to where this service has settled the topic."""
     return f"outbox-exhausted-{wire_name(producer_group)}"
 
 
 @dataclass(slots=True)
 class _Progress:
-    """How far one broker's queue is settled: all offsets below `offset`, and those in `done` above it.
+    """The settled messages of one broker's queue: all offsets below `offset`, and the offsets in `done`.
 
-    `first` is the oldest message that the broker still has.
+    `first` is the offset of the oldest message that the broker still has.
     """
 
     broker: Admin
@@ -48,9 +49,9 @@ class _Progress:
 
 
 class ExhaustedChecks:
-    """The transactions of one producer group that the brokers gave up; the port's functions that check-back uses.
+    """The transactions of one producer group that the brokers gave up. It has the port's functions for check-back.
 
-    A transaction that cannot be decided yet, or whose message cannot be published, stays and is read again.
+    If a transaction cannot be decided yet, or its message cannot be published, the next pass reads it again.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class ExhaustedChecks:
         self._warned: set[UUID] = set()
 
     def claim_checks(self, producer_group: str, *, limit: int = 500) -> list[Check]:
-        """The group's unsettled messages on the brokers, as one check per transaction. Raises BrokerError."""
+        """Return one check for each transaction of the group with unsettled messages. Raises BrokerError."""
         self._claimed = {}
         for one in self._progress:
             for offset, about in self._unsettled(one, producer_group):
@@ -79,7 +80,7 @@ class ExhaustedChecks:
         return [self._as_check(about, (now - about.born_at).total_seconds()) for about in found]
 
     def report_answers(self, producer_group: str, answers: Sequence[Answer]) -> list[EndStatus | None]:
-        """For COMMIT, publish the messages again under their ids."""
+        """If the answer is COMMIT, publish the messages of the transaction again under their ids."""
         return [self._settle(answer) for answer in answers]
 
     def _settle(self, answer: Answer) -> EndStatus | None:
@@ -108,7 +109,7 @@ class ExhaustedChecks:
             )
 
     def keep(self) -> None:
-        """Store how far every broker's queue is settled. Raises BrokerError."""
+        """Store the offset up to which each broker's queue is settled. Raises BrokerError."""
         for one in self._progress:
             settled = max(one.offset or 0, one.first)
             while settled in one.done:
@@ -132,7 +133,7 @@ class ExhaustedChecks:
 
 
 def transactions(broker: Admin, offset: int) -> Iterator[tuple[int, CheckProperties | None]]:
-    """The exhausted half messages from `offset` on; None for messages that outbox did not send. Raises BrokerError."""
+    """Yield the exhausted half messages from `offset` on, and None for foreign messages. Raises BrokerError."""
     for message in read_stored(broker, READER, TOPIC, offset):
         try:
             yield message.offset, asked(message)
@@ -142,7 +143,7 @@ def transactions(broker: Admin, offset: int) -> Iterator[tuple[int, CheckPropert
 
 
 def waiting(broker: Admin, producer_group: str) -> int:
-    """The number of the group's messages that this broker gave up and that are unsettled. Raises BrokerError."""
+    """Return the number of the group's unsettled messages that this broker gave up. Raises BrokerError."""
     begin = broker.stored_offset(offsets_of(producer_group), TOPIC)
     found = (about for _, about in transactions(broker, begin))
     return sum(about is not None and about.producer_group == producer_group for about in found)

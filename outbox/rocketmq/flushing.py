@@ -1,7 +1,7 @@
-"""Sends end messages on a thread, because RocketMQ's client only has blocking calls. A lost one is harmless.
+"""Sends end messages on a thread, because RocketMQ's client has only blocking calls. A lost end message is harmless.
 
-Each process has one such thread, started at the first message after start or fork. Its queue is bounded and drops
-messages beyond the bound; check-back finds their outcome.
+Each process has one such thread. It starts at the first end message after the process has started or forked. Its queue
+is bounded, and end messages beyond the bound are dropped. Check-back then settles their transactions.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ class FlushingThread:
         os.register_at_fork(after_in_child=self._reset)
 
     def _reset(self) -> None:
-        """Start empty, also after a fork.
+        """Start with an empty queue, also after a fork.
 
-        The parent's thread is not in the child, and the parent sends its own messages.
+        The child process does not have the parent's thread, and the parent sends its own messages.
         """
-        # Not queue.Queue: gevent replaces it by one that a thread cannot wait for.
+        # This is no queue.Queue, because gevent replaces that class by one that a thread cannot wait for.
         self._queue: deque[EndTransaction] = deque()
         self._changed = threading.Condition()
-        # Queued, or taken and not sent yet.
+        # The number of end messages that are queued, or taken from the queue and not sent yet.
         self._unfinished = 0
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
 
     def put(self, end: EndTransaction) -> None:
-        """Queue an end message; returns at once."""
+        """Queue an end message and return at once."""
         with self._changed:
             if fits := len(self._queue) < MAX_QUEUED:
                 self._queue.append(end)
@@ -68,7 +68,7 @@ class FlushingThread:
             try:
                 thread.start()
             except RuntimeError:
-                # The interpreter is shutting down: the messages are lost, and check-back settles their transactions.
+                # The interpreter is shutting down. The messages are lost, and check-back settles their transactions.
                 logger.info(
                     "the flusher thread cannot be started any more, check-back will settle the queued transactions"
                 )
@@ -76,7 +76,7 @@ class FlushingThread:
             self._thread = thread
 
     def flush(self, *, within_seconds: float) -> bool:
-        """Wait until all earlier messages are sent or given up; False if the time ran out first."""
+        """Wait until all earlier end messages are sent or given up. Return False if the time runs out first."""
         deadline = time.monotonic() + within_seconds
         with self._changed:
             while self._unfinished:
@@ -102,7 +102,7 @@ class FlushingThread:
                 self._changed.notify_all()
 
     def _take(self) -> list[EndTransaction]:
-        """Wait for a message, then take all queued ones up to the batch limit."""
+        """Wait for an end message, then take all queued messages up to the batch limit."""
         with self._changed:
             while not self._queue:
                 self._changed.wait()

@@ -1,7 +1,7 @@
-"""The unfinished work of a RocketMQ broker, read from its administration port before a project moves away.
+"""Counts the unfinished work on a RocketMQ broker through its administration port, before a project moves away.
 
-Undecided half messages, and messages held by a consumer or waiting for a retry, can be counted only for the whole
-broker, with those of other services: RocketMQ keeps both in queues of its own.
+RocketMQ keeps undecided half messages in a queue of its own. Another such queue has the messages that a consumer holds
+or that wait for a retry. So both can be counted only for the whole broker, with the messages of other services.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ _HALVES: Final = "RMQ_SYS_TRANS_HALF_TOPIC"
 _CHECKER: Final = "CID_RMQ_SYS_TRANS"
 _REVIVE: Final = "rmq_sys_REVIVE_LOG_"
 _TIMERS: Final = "rmq_sys_wheel_timer"
-# RocketMQ writes a map whose keys are objects (queues), which is not JSON.
+# RocketMQ writes a map whose keys are objects (queues). This is not JSON.
 _QUEUES: Final = re.compile(rb"(\{[^{}]*\}):(\{[^{}]*\})")
 
 
 class Timers:
-    """The delayed messages of the brokers, read from their own queue. Use one instance for all looks.
+    """The delayed messages of the brokers, read from RocketMQ's queue for them. Use one instance for all looks.
 
-    RocketMQ's own counts (GET_TIMER_METRICS) are stored every ten seconds. After a crash they permanently miss the
-    changes since then: they fall below zero, or never reach it.
+    RocketMQ stores its own counts (GET_TIMER_METRICS) only every ten seconds. After a crash they permanently lack the
+    changes since the last time. So a count may become negative, or it may never become zero.
     """
 
     def __init__(self) -> None:
@@ -47,11 +47,11 @@ class Timers:
         self._waiting: dict[Admin, list[tuple[int, str]]] = {}
 
     def waiting(self, broker: Admin) -> Counter[str]:
-        """The number of waiting messages, by the names of their topics in RocketMQ. Raises BrokerError."""
+        """Return the number of waiting messages by topic, under its name in RocketMQ. Raises BrokerError."""
         status, answer, body = broker.ask(_TIMER_PROGRESS, {})
         if status:
             raise BrokerError(f"RocketMQ does not report its delayed messages: {answer.get('remark') or status}.")
-        # All messages due before this one are delivered.
+        # RocketMQ has delivered all messages that are due before this time.
         (reached,) = struct.unpack_from(">q", body)
         waiting = [one for one in self._waiting.get(broker, ()) if one[0] >= reached]
         for message in read_stored(broker, READER, _TIMERS, self._read[broker]):
@@ -72,7 +72,7 @@ def left(
     producer_group: str = "",
     settles: bool = True,
 ) -> LeftoverWork:
-    """The unfinished work of the (group, topic) subscriptions, the topics and the producer group. Raises BrokerError.
+    """Return the unfinished work of subscriptions (group, topic), topics and producer group. Raises BrokerError.
 
     `settles`: the project's workers decide the transactions that RocketMQ gave up.
     """
@@ -83,7 +83,7 @@ def left(
         groups.setdefault(group, set()).add(topic)
     written = 0
     for broker in brokers:
-        # Against the stream: a message that moves on during the look is met again, or shows in `written`.
+        # The order of these looks is against the flow of messages. So a message that moves on is seen, or in `written`.
         halves, undecided = _halves(broker)
         written += halves
         found["half messages are undecided, or not examined yet (of all services)"] += undecided
@@ -111,20 +111,20 @@ def _said(counts: Counter[str]) -> list[str]:
 
 
 def _halves(broker: Admin) -> tuple[int, int]:
-    """The number of half messages ever written, and the number still undecided on the server."""
+    """Return the number of half messages ever written, and the number that is still undecided on the server."""
     queue = {"topic": _HALVES, "queueId": 0}
     end = _number(broker, _MAX_OFFSET, queue)
     return end, end - _number(broker, _CONSUMER_OFFSET, {"consumerGroup": _CHECKER, **queue})
 
 
 def _number(broker: Admin, code: int, fields: dict[str, Any]) -> int:
-    # 0 while neither topic exists.
+    # The result is 0 while the topic or the group does not exist.
     status, answer, _ = broker.ask(code, fields)
     return int(answer.get("extFields", {}).get("offset", 0)) if status == 0 else 0
 
 
 def _group(broker: Admin, group: str, topics: Iterable[str]) -> tuple[int, int]:
-    """The number of messages ever written for the group, and of those unacknowledged; redelivered ones included."""
+    """Return the number of messages ever written for the group, redeliveries included, and of unacknowledged ones."""
     status, answer, body = broker.ask(_CONSUMER_STATISTICS, {"consumerGroup": wire_name(group)})
     if status:
         raise BrokerError(f"RocketMQ does not know group {group!r}: {answer.get('remark') or status}.")

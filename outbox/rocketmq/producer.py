@@ -1,9 +1,9 @@
-"""RocketMQ's producer with what the port needs: its open transactions, and the checks it has received and answers.
+"""RocketMQ's producer with two additions for the port: its open transactions, and the checks that it receives.
 
-The library answers a check at once, on one thread and for one message. Here a check goes into a queue, and the port's
-`claim_checks` takes it from there. The answer returns by the way the check came. RocketMQ sends a check to any producer
-that has used the topic, in any process, and counts unanswered checks. So each producing process must answer, on a
-thread; it cannot leave the checks to a worker.
+The library answers a check at once, on one thread and for one message. This producer puts each check into a queue, from
+which the port's `claim_checks` takes it. The answer goes back over the connection on which the check came. RocketMQ
+sends a check to any producer that has used the topic, in any process, and counts unanswered checks. So each process
+that publishes must answer checks, on a thread. It cannot leave the checks to a worker.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from outbox.transaction import Decision
 
 logger = logging.getLogger(__name__)
 
-# The proxy forgets a check it has sent after 30 s (transactionDataExpireMillis); leave time for the answer.
+# The proxy forgets a check 30 s after sending it (transactionDataExpireMillis). This limit leaves time for the answer.
 _ANSWERABLE_SECONDS: Final = 25.0
-# Each is a half message without its end; check-back settles those that are pushed out.
+# The producer keeps this many half messages without an end. It drops older ones, and check-back settles them.
 _MAX_OPEN: Final = 10_000
 _LOOK_SECONDS: Final = 5.0
 
@@ -60,7 +60,7 @@ class PushedCheck:
 
 
 class CheckingProducer(client.Producer):  # type: ignore[misc]
-    """The library's producer. `topics` are those whose checks it receives: the server sends checks by topic."""
+    """The library's producer. It receives the checks of `topics`, because the server sends checks by topic."""
 
     def __init__(self, configuration: Any, topics: Iterable[str]) -> None:
         super().__init__(configuration, [wire_name(topic) for topic in topics], checker=self)
@@ -70,10 +70,10 @@ class CheckingProducer(client.Producer):  # type: ignore[misc]
         self._open: OrderedDict[UUID, list[OpenHalf]] = OrderedDict()
         self.arrived = threading.Condition()
 
-    # -- halves and their ends ------------------------------------------------------------------
+    # -- half messages and their ends -----------------------------------------------------------
 
     def send_half(self, transaction_id: UUID, wire: Any) -> Any:
-        """Send one half message and keep what its end needs; returns the library's receipt."""
+        """Send one half message and keep the data that its end needs. Return the library's receipt."""
         receipt = self.send(wire, self.begin_transaction())
         half = OpenHalf(receipt.message_queue.endpoints, wire, receipt.transaction_id)
         with self._lock:
@@ -83,14 +83,14 @@ class CheckingProducer(client.Producer):  # type: ignore[misc]
         return receipt
 
     def take_open(self, transaction_id: UUID) -> list[OpenHalf]:
-        """Take out the half messages of a transaction id that this process has sent."""
+        """Remove and return the half messages of a transaction id that this process has sent."""
         with self._lock:
             return self._open.pop(transaction_id, [])
 
     def decide(self, half: OpenHalf, decision: Decision, *, asked: bool = False) -> Future[Any]:
-        """Send COMMIT or ROLLBACK; `asked`: as the answer to a check. Pass the future to `taken`.
+        """Send COMMIT or ROLLBACK. `asked`: it answers a check. Pass the future to `taken`.
 
-        It uses no executor: at the exit of the interpreter every executor is shut down before the last ends are sent.
+        This uses no executor, because the interpreter shuts down every executor before the last ends are sent.
         """
         request = client.EndTransactionRequest()
         request.topic.name = half.wire.topic
@@ -107,13 +107,13 @@ class CheckingProducer(client.Producer):  # type: ignore[misc]
 
     @staticmethod
     def taken(sent: Future[Any]) -> None:
-        """Wait until the server has accepted what `decide` sent. Raises the library's errors."""
+        """Wait until the server has accepted the decision that `decide` sent. Raises the library's errors."""
         client.MessagingResultChecker.check(sent.result().status)
 
     # -- checks ---------------------------------------------------------------------------------
 
     def on_recover_orphaned_transaction_command(self, endpoints: Any, msg: Any, transaction_id: str) -> None:
-        """The library calls it on its event loop with each check."""
+        """Queue a check. The library calls this on its event loop."""
         try:
             wire = client.WireMessage().fromProtobuf(msg)
             about = asked(wire)
@@ -133,11 +133,11 @@ class CheckingProducer(client.Producer):  # type: ignore[misc]
             self.arrived.notify_all()
 
     def pushed_groups(self) -> list[str]:
-        """The producer groups with unclaimed checks; call it holding `arrived`."""
+        """Return the producer groups with unclaimed checks. The caller must hold `arrived`."""
         return [group for group, pushed in self._pushed.items() if pushed]
 
     def claim(self, producer_group: str, limit: int) -> list[CheckProperties]:
-        """Claim for the caller the group's checks that can still be answered, one per transaction."""
+        """Claim the group's checks that can still be answered, one per transaction."""
         fresh_from = time.monotonic() - _ANSWERABLE_SECONDS
         with self.arrived:
             waiting = [one for one in self._pushed.pop(producer_group, []) if one.came_at >= fresh_from]
@@ -155,10 +155,10 @@ class CheckingProducer(client.Producer):  # type: ignore[misc]
             return list(taken.values())
 
     def answer(self, transaction_id: UUID, decision: Decision) -> Callable[[], bool]:
-        """Answer the claimed checks of a transaction; returns a function that waits, False for a lost answer.
+        """Answer the claimed checks of a transaction. Return a function that waits: False if the answer is lost.
 
         UNKNOWN is not sent. The proxy matches an answer with the newest copy of the half message that it knows, and
-        then forgets that copy; a later decision would find none. So one decision answers all checks.
+        then forgets that copy. A later decision would find no copy. So one decision answers all checks.
         """
         with self.arrived:
             claimed = self._claimed.pop(transaction_id, [])
@@ -179,7 +179,7 @@ class CheckingProducer(client.Producer):  # type: ignore[misc]
     # -- routes ---------------------------------------------------------------------------------
 
     def accepted_types(self, topic: str) -> frozenset[int] | None:
-        """The message types of a topic on the server; None if it does not have the topic.
+        """Return the message types of a topic on the server; None if the server does not have the topic.
 
         Raises BrokerUnavailable.
         """
@@ -206,10 +206,10 @@ class CheckingProducer(client.Producer):  # type: ignore[misc]
 
 
 class AnsweringThread:
-    """Runs check-back for every producer group that the server asks about and `checker` can answer for.
+    """Runs check-back when the server asks about this process's producer group.
 
-    `producer_group` is this process's group. A check for another group's message is a configuration error: two services
-    share a topic and use up each other's checks. A log line says so.
+    `producer_group` is this process's group. If the server asks about another group's message, the configuration is
+    wrong: two services share a topic, and each uses up the other's checks. The thread logs an error that says so.
     """
 
     def __init__(
@@ -233,7 +233,7 @@ class AnsweringThread:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ask the thread to end; does not wait for an answer in progress."""
+        """Ask the thread to end. Do not wait for an answer in progress."""
         with self._producer.arrived:
             self._stop = True
             self._producer.arrived.notify_all()
@@ -256,7 +256,7 @@ class AnsweringThread:
                 self._answer(group)
 
     def _note_routes(self) -> None:
-        """Log each change of the topics that RocketMQ cannot ask this process about."""
+        """Log each change of the list of topics about which RocketMQ cannot ask this process."""
         before, self._unrouted = self._unrouted, client.unrouted(self._producer)
         if self._unrouted and self._unrouted != before:
             logger.error(
@@ -280,10 +280,10 @@ class AnsweringThread:
             logger.exception("answering checks of group %r failed; RocketMQ asks again", group)
 
     def _complain(self, group: str) -> None:
-        """Answer UNKNOWN, because only the message's own group can answer. Log it once per process."""
+        """Answer UNKNOWN, because only the message's own group can answer. Log an error once per group."""
         asked = self._producer.claim(group, 500)
         for one in asked:
-            # UNKNOWN is not sent.
+            # The producer does not send UNKNOWN; this call only forgets the check.
             self._producer.answer(one.transaction_id, Decision.UNKNOWN)
         if group not in self._complained and asked:
             self._complained.add(group)

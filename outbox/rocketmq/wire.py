@@ -1,7 +1,8 @@
 """Converts messages to RocketMQ's form and back.
 
-One property, `outbox`, holds in ASCII JSON everything that RocketMQ has no field for: its own properties can neither be
-empty nor contain its separators. The tag is RocketMQ's tag; the message id and the key are its keys, for its tools.
+The property `outbox` has, as ASCII JSON, all data for which RocketMQ has no field. It is one property, because
+RocketMQ's properties must not be empty and must not contain its separators. The tag is RocketMQ's tag. The message id
+and the key are RocketMQ's keys, for its tools.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ from outbox.rocketmq.declarations import wire_name
 from outbox.transaction import HalfTransaction
 
 PROPERTY: Final = "outbox"
-# The defaults of the proxy and the broker (maxMessageSize; maxUserPropertySize).
+# The default limits of the proxy and the broker (maxMessageSize; maxUserPropertySize).
 MAX_BYTES: Final = 4 * 1024 * 1024
 MAX_PROPERTY_BYTES: Final = 15 * 1024
 _FOREIGN: Final = uuid.UUID("5b0d3a52-2f4e-5c0e-9a55-6a1b9d1f0c11")
 
 
 def to_wire(message: Message, *, fifo: bool, half: HalfTransaction | None = None) -> Any:
-    """A message to send. Raises InvalidMessage if RocketMQ cannot carry it."""
-    # Only sending needs the client library: projects without it read messages here, through `left` and `exhausted`.
+    """Convert a message for sending. Raises InvalidMessage if RocketMQ cannot carry it."""
+    # Only sending needs the client library. Without it, `left` and `exhausted` still convert messages that they read.
     from outbox.rocketmq.client import WireMessage
 
     if not message.body:
@@ -50,7 +51,7 @@ def to_wire(message: Message, *, fifo: bool, half: HalfTransaction | None = None
         wire.message_group = message.key
     due = message.deliver_at
     if message.delay is not None:
-        # By this machine's clock, because the server does not give its own.
+        # The time is by this machine's clock, because the server does not report its own time.
         due = datetime.now(UTC) + message.delay
     if due is not None:
         wire.delivery_timestamp = math.ceil(due.timestamp())
@@ -91,7 +92,7 @@ def _check_size(message: Message, noted: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class CheckProperties:
-    """The transaction data in the half message of a check."""
+    """The data about a transaction in the half message of a check."""
 
     transaction_id: UUID
     producer_group: str
@@ -104,7 +105,7 @@ class CheckProperties:
 
 
 def asked(wire: Any) -> CheckProperties | None:
-    """The half message of a check from the server; None if outbox did not send it."""
+    """Return the data in the half message of a check; None if outbox did not send the message."""
     noted = _notes(wire)
     if "transaction" not in noted:
         return None
@@ -122,9 +123,9 @@ def asked(wire: Any) -> CheckProperties | None:
 
 
 def from_wire(wire: Any) -> Message:
-    """A message that arrived.
+    """Convert a message that RocketMQ has delivered.
 
-    One from another program gets an id derived from RocketMQ's, the same at every delivery.
+    A message of another program gets an id derived from RocketMQ's id. It is the same at every delivery.
     """
     noted = _notes(wire)
     headers = noted.get("headers")

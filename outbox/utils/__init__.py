@@ -1,1 +1,1 @@
-"""Helpers without knowledge of messages: waiting, time, text, identifiers, and fault points of tests."""
+"""Helpers that know nothing about messages: waiting, time, text, identifiers, and fault points of tests."""

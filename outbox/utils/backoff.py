@@ -1,4 +1,4 @@
-"""Exponential backoff: how long to wait after failures in a row."""
+"""Exponential backoff: the pause grows with each failure in a row."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Backoff:
-    """Pauses in seconds: `first_seconds`, then `factor` times as long each time, up to `longest_seconds`.
+    """Pauses in seconds. The first is `first_seconds`. Each next one is `factor` times as long, up to a maximum.
 
-    A failure after a run of at least `healthy_seconds` starts again with the first pause.
+    The maximum is `longest_seconds`. After a run of at least `healthy_seconds` the next pause is the first.
     """
 
     first_seconds: float
@@ -18,10 +18,10 @@ class Backoff:
     healthy_seconds: float = 0.0
 
     def pause_seconds(self, failures: int) -> float:
-        """The pause after this many failures in a row (from 1)."""
+        """Return the pause after this number of failures in a row (from 1)."""
         # Limit the exponent: the float power overflows after about a thousand failures in a row.
         return float(min(self.longest_seconds, self.first_seconds * self.factor ** min(failures - 1, 30)))
 
     def failures_in_a_row(self, before: int, *, ran_seconds: float) -> int:
-        """The number of failures in a row, this one included, after a run of `ran_seconds`."""
+        """Return the number of failures in a row, including one that ended a run of `ran_seconds`."""
         return 1 if ran_seconds >= self.healthy_seconds else before + 1

@@ -6,9 +6,9 @@ between entries:
 
     OUTBOX_FAULTS="producer.after_local_commit=kill@3;sequencer.before_tick=delay:0.2"
 
-Actions: `kill` (SIGKILL), `stop` (SIGSTOP), `raise` (FaultInjected), `delay:SECONDS`. With `@n` the action runs on the
-n-th visit only; without it, on every visit. With `?file` the action runs only in the process that creates the file, so
-that one of many processes is hit once.
+Actions: `kill` (SIGKILL), `stop` (SIGSTOP), `raise` (FaultInjected), `delay:SECONDS`. With `@n` the action runs only on
+the n-th visit of the point. Without `@n` it runs on every visit. With `?file` it runs only in the process that creates
+the file, so that it hits one of many processes once.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ _lock = threading.Lock()
 
 
 def point(name: str) -> None:
-    """Run the action armed for this step; return at once if there is none."""
+    """Run the action armed for the fault point `name`. If none is armed, return at once."""
     if not _armed:
         return
     fault = _armed.get(name)
@@ -93,7 +93,7 @@ def point(name: str) -> None:
 
 
 def arm(specification: str) -> None:
-    """Arm faults from a specification (see the module's docstring). An empty one disarms all.
+    """Arm faults from a specification (see the module's docstring). An empty specification disarms all faults.
 
     Raises ConfigurationError.
     """
@@ -120,7 +120,7 @@ def _action(entry: str, action: str) -> Callable[[str], None]:
     if kind == "kill":
         return lambda _: os.kill(os.getpid(), signal.SIGKILL)
     if kind == "stop":
-        # Signal this thread: another thread could receive a signal to the process, while this thread runs on.
+        # Signal this thread, because another thread could receive a signal to the process while this thread continues.
         return lambda _: signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
     if kind == "raise":
         return _raise

@@ -1,8 +1,9 @@
-"""Lets an invoker check, directly before it commits, whether its attempt still counts.
+"""Lets an invoker check, just before it commits, whether the attempt still counts.
 
 A handler can outlive its attempt: it ran past `timeout_seconds`, or its process was frozen until the queue's lease
-expired. The consumer cannot stop such a handler, but it can refuse its effects: call `check` as the last step before
-COMMIT. The lease can still expire between the check and the end of COMMIT. The inbox's unique row settles that race.
+expired. The consumer cannot stop such a handler, but the invoker can refuse its effects. It calls `check` as the last
+step before COMMIT. The lease can still expire between the check and the end of COMMIT. In that case the unique key of
+the inbox keeps the effects from happening twice.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def _why() -> str:
 
 @contextmanager
 def attempt(reason: Callable[[], str]) -> Iterator[None]:
-    """Run an attempt; `reason` returns why it no longer counts, or '' while it counts."""
+    """Run the block as an attempt. `reason` returns why the attempt no longer counts, or '' while it counts."""
     token = _reason.set(reason)
     try:
         yield

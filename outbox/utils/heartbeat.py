@@ -1,7 +1,7 @@
-"""A heartbeat file: a process's own loop writes it, and a probe reads it without a request to the process.
+"""A heartbeat file. The main loop of a process writes it, and a probe reads it without a request to the process.
 
-The loop itself writes it, because a separate thread would continue while the loop hangs. The file's time is the last
-heartbeat; its text says whether the loop could work. It is off, and costs nothing, unless the environment names a file.
+The main loop writes it, because a separate thread would continue while the loop hangs. The file's time is the last
+heartbeat. Its text says whether the loop could work. Without the variable OUTBOX_HEARTBEAT there is no file.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _last: tuple[float, bool] = (0.0, False)
 
 
 def beat(*, ready: bool) -> None:
-    """Write a heartbeat, at most once a second. `ready`: the broker answers and the loop has work it can do.
+    """Write a heartbeat, at most once a second. `ready`: the broker answers and the loop can do its work.
 
-    Never raises: a full disk must not stop messages.
+    It never raises, because a full disk must not stop the messages.
     """
     global _last
     path = os.environ.get(VARIABLE)
@@ -42,7 +42,7 @@ def beat(*, ready: bool) -> None:
 
 
 def busy(seconds: float) -> None:
-    """Announce a long step: the next heartbeat comes within `seconds`, and until then the loop counts as alive."""
+    """Announce a step that lasts up to `seconds`. The loop counts as alive for this time without a new heartbeat."""
     global _last
     path = os.environ.get(VARIABLE)
     if not path:
@@ -55,7 +55,7 @@ def busy(seconds: float) -> None:
 
 @dataclass(frozen=True, slots=True)
 class SignOfLife:
-    """The content of a heartbeat file. `age_seconds` is None if the loop has not written one."""
+    """The content of a heartbeat file. `age_seconds` is None if there is no file."""
 
     name: str
     age_seconds: float | None

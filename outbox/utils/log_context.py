@@ -1,4 +1,4 @@
-"""Adds the message's id, key and topic to log records: those of a handler, and those of the framework.
+"""Adds the id, key and topic of a message to log records, both of handlers and of outbox itself.
 
     LOGGING = {
         "filters": {"outbox": {"()": "outbox.utils.log_context.MessageFilter"}},
@@ -6,7 +6,7 @@
         "handlers": {"console": {"class": "logging.StreamHandler", "filters": ["outbox"], "formatter": "line"}},
         …
 
-Attach the filter to a log handler: a logger's filter does not see the records of its child loggers.
+Attach the filter to a log handler, because the filter of a logger does not see the records of its child loggers.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from outbox.message import Delivery, Message
 from outbox.transaction import Check, HalfTransaction
 
 PREFIX: Final = "outbox_"
-# The attributes of a record, without the prefix.
+# The names of the attributes of a record, without the prefix.
 FIELDS: Final = ("message_id", "transaction_id", "group", "topic", "key")
 
-# The number of messages of a batch that a record names.
+# A record names at most this many messages of a batch.
 _NAMED: Final = 5
 
 # A context variable follows the handler into asyncio tasks and into threads that asgiref starts for it.
@@ -35,12 +35,12 @@ _handled: ContextVar[Sequence[Delivery]] = ContextVar("outbox_handled", default=
 class MessageFilter(logging.Filter):
     """Gives every record the attributes `outbox_message_id`, `…transaction_id`, `…group`, `…topic` and `…key`.
 
-    They are texts, and empty if the record is about no message. For a batch they hold the first few, separated by
-    commas.
+    The attributes are texts. They are empty if the record is about no message. For a batch they hold the first few
+    values, separated by commas.
     """
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Add the attributes; every record passes."""
+        """Add the attributes and return True, because this filter removes no record."""
         values = _of_deliveries(deliveries) if (deliveries := _handled.get()) else {}
         for field in FIELDS:
             name = PREFIX + field
@@ -57,18 +57,18 @@ def about(
     topic: str = "",
     key: str = "",
 ) -> dict[str, str]:
-    """The `extra=` of a record about a message or a transaction; `group` is the consumer or producer group."""
+    """Return the `extra=` of a record about a message or transaction. `group` is a consumer or producer group."""
     values = (message_id or "", transaction_id or "", group, topic, key)
     return {PREFIX + field: str(value) for field, value in zip(FIELDS, values, strict=True)}
 
 
 def about_half(half: HalfTransaction) -> dict[str, str]:
-    """The `extra=` of a record about a transaction, from its first message."""
+    """Return the `extra=` of a record about a transaction. The values come from its first message."""
     return _about_transaction(half.producer_group, half.messages[0])
 
 
 def about_check(check: Check) -> dict[str, str]:
-    """The `extra=` of a record about a half transaction."""
+    """Return the `extra=` of a record about the transaction of a check."""
     return _about_transaction(check.producer_group, check.message)
 
 
@@ -83,14 +83,14 @@ def _about_transaction(group: str, first: Message) -> dict[str, str]:
 
 
 def suffix(record: logging.LogRecord) -> str:
-    """The attributes that the filter has added, for the end of a line: ` [key=o-1 …]`, or an empty text."""
+    """Return the attributes that the filter has added as the end of a line, ` [key=o-1 …]`, or an empty text."""
     found = [f"{field}={value}" for field in FIELDS if (value := getattr(record, PREFIX + field, ""))]
     return f" [{' '.join(found)}]" if found else ""
 
 
 @contextmanager
 def handling(deliveries: Sequence[Delivery]) -> Iterator[None]:
-    """Log records written inside this context are about these deliveries."""
+    """Mark all log records that are written inside this block as records about these deliveries."""
     token = _handled.set(deliveries)
     try:
         yield
@@ -110,7 +110,7 @@ def _of_deliveries(deliveries: Sequence[Delivery]) -> dict[str, str]:
 
 
 def _named(values: Iterable[object]) -> str:
-    """The distinct values in order, at most the first few."""
+    """Return the distinct values in order, separated by commas. Only the first few are listed."""
     texts = list(dict.fromkeys(str(value) for value in values if value))
     more = [f"+{len(texts) - _NAMED}"] if len(texts) > _NAMED else []
     return ",".join(texts[:_NAMED] + more)

@@ -1,4 +1,4 @@
-"""Receives the figures of a running process through one recorder. Without a recorder nothing is measured."""
+"""Sends the figures of this process to one recorder. Without a recorder nothing is measured."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from outbox.transaction import CheckCounts
 
 
 class Recorder(Protocol):
-    """Receives figures from any thread, on hot paths. It must be quick and never raise. Times are in seconds."""
+    """Receives figures. Any thread may call it on hot paths, so it must be quick and never raise. Times: seconds."""
 
     def published(self, topics: list[str], path: str, seconds: float) -> None:
         """Record one publish call; `path` is direct, atomic or two_phase."""
@@ -16,7 +16,7 @@ class Recorder(Protocol):
     def handled(self, group: str, topic: str, waited: list[float], seconds: float, *, failed: int) -> None:
         """Record one call of a handler.
 
-        `waited` holds the times from publishing (or the due time) to the call, for first attempts only.
+        For first attempts, `waited` has the time from publishing (or from the due time) to the call.
         """
 
     def ticked(self, seconds: float, appended: int) -> None:
@@ -30,6 +30,6 @@ recorder: Recorder | None = None
 
 
 def install(chosen: Recorder | None) -> None:
-    """Send this process's figures to `chosen`; None stops it."""
+    """Send this process's figures to `chosen` from now on. None ends the measuring."""
     global recorder
     recorder = chosen

@@ -13,9 +13,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PeriodicPass:
-    """A bounded pass that runs every `interval_seconds`; `run` returns its counts.
+    """A bounded pass that runs every `interval_seconds`. `run` returns its counts.
 
-    If the count `more` is true, the pass has left work. It runs again at once, after other passes that are due.
+    If the count `more` is true, work is left. The pass then runs again at once, after other passes that are due.
     """
 
     name: str
@@ -26,10 +26,9 @@ class PeriodicPass:
 class BackgroundLoop:
     """Runs a pass repeatedly in its own thread, from `start` to `stop`.
 
-    `run` receives a function that says whether to stop early, and returns the seconds until the next pass.
-    `first_seconds` is the wait before the first pass, `every_seconds` the wait after a failed one. One of the
-    `expected` errors is logged in one line. Any other error is logged in full; it must not end the thread, and the loop
-    continues.
+    `run` receives a function that says whether to stop early. It returns the seconds until the next pass.
+    `first_seconds` is the wait before the first pass. `every_seconds` is the wait after a failed pass. The loop logs an
+    error in `expected` in one line, and any other error in full. No error ends the loop.
     """
 
     def __init__(
@@ -54,11 +53,11 @@ class BackgroundLoop:
         self._thread.start()
 
     def stop(self) -> None:
-        """Start no further pass, ask the running one to stop early, and return at once."""
+        """Start no further pass and ask a running pass to stop early. Return at once."""
         self._ended.set()
 
     def join(self) -> None:
-        """Wait for the running pass, at most 5 s."""
+        """Wait at most 5 s for the running pass to end."""
         self._thread.join(timeout=5)
 
     def _loop(self) -> None:

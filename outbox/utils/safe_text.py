@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Final
 
 MASK: Final = "***"
-# Match up to the last @ of the line: in a malformed URL the password itself may contain any character.
+# The pattern matches up to the last @ of the line, because in a malformed URL the password may contain any character.
 _URL: Final = re.compile(r"(://[^\s:/@]*:)[^\n]*@")
 _URL_WITHOUT_HOST: Final = re.compile(r"(://[^\s:/@]*:)(?!\d+(?:[/?\s]|$)|\*)[^\s/@]+")
 _NAMED: Final = re.compile(
@@ -18,19 +18,19 @@ _NAMED: Final = re.compile(
 
 
 def mask_passwords(text: str) -> str:
-    """`text` with *** for every password in a URL, malformed or not, or after a name such as `password=`."""
+    """Return `text` with *** for every password in a URL (even a malformed one) or after a name such as `password=`."""
     text = _URL.sub(rf"\1{MASK}@", text)
     text = _URL_WITHOUT_HOST.sub(rf"\1{MASK}", text)
     return _NAMED.sub(rf"\1{MASK}", text)
 
 
 def masked_names(masked: Mapping[str, frozenset[str]], topic: str) -> frozenset[str]:
-    """The names of the fields masked on a topic, in lower case; '*' holds those of all topics."""
+    """Return the names of the fields that are masked on a topic, in lower case. '*' has the fields of all topics."""
     return masked.get("*", frozenset()) | masked.get(topic, frozenset())
 
 
 def masked_value(value: Any, names: Collection[str]) -> Any:
-    """A decoded body or headers with *** for each field of these names, at any depth."""
+    """Return a decoded body or headers with *** for each field that has one of these names, at any depth."""
     if isinstance(value, Mapping):
         return {name: MASK if str(name).lower() in names else masked_value(one, names) for name, one in value.items()}
     if isinstance(value, (list, tuple)):
@@ -39,10 +39,10 @@ def masked_value(value: Any, names: Collection[str]) -> Any:
 
 
 def masked_text(text: str, values: Collection[Any], names: Collection[str]) -> str:
-    """A text about messages with *** for the values of their masked fields.
+    """Return a text about messages with *** for the values of their masked fields.
 
-    `values` are the messages' decoded bodies and headers. A value of fewer than three characters is masked only after
-    its field's name, because it could also stand in the middle of a word.
+    `values` are the decoded bodies and headers of the messages. A value of fewer than three characters may also be part
+    of a word in the text. So it is masked only after the name of its field.
     """
     held = {str(found) for value in values for found in _held(value, names)}
     for one in sorted((one for one in held if len(one) >= _SHORTEST), key=len, reverse=True):
@@ -53,22 +53,22 @@ def masked_text(text: str, values: Collection[Any], names: Collection[str]) -> s
 
 
 def show_as(error: BaseException, text: str) -> None:
-    """Make `shown_text` return this text for the error: it is stored and logged in place of the error's own."""
+    """Make `shown_text` return `text` for the error. It is stored and logged in place of the error's own text."""
     error.outbox_shown_text = text  # type: ignore[attr-defined]
 
 
 def shown_text(error: BaseException) -> str:
-    """The text of an error as it may be stored and logged."""
+    """Return the text of an error that may be stored and logged."""
     return str(getattr(error, "outbox_shown_text", error))
 
 
 _SHORTEST: Final = 3
-# A field in a JSON text, in the repr() of a dictionary, or as a keyword argument.
+# Matches a field in a JSON text, in the repr() of a dictionary, or as a keyword argument.
 _FIELD: Final = r"""(\b{}['"]?\s*[:=]\s*)(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|[^\s,;)}}\]*]+)"""
 
 
 def _held(value: Any, names: Collection[str], *, below: bool = False) -> Iterator[Any]:
-    """The scalars in fields of these names, at any depth; all scalars of `value` if it is `below` such a field."""
+    """Yield the scalars in fields with these names, at any depth. If `below`, yield all scalars of `value`."""
     if isinstance(value, Mapping):
         for name, one in value.items():
             yield from _held(one, names, below=below or str(name).lower() in names)
@@ -80,10 +80,10 @@ def _held(value: Any, names: Collection[str], *, below: bool = False) -> Iterato
 
 
 def inert(text: str, *, keep: str = "") -> str:
-    r"""`text` with escapes (`\x1b`) for unprintable characters, except those in `keep`.
+    r"""Return `text` with escapes (`\x1b`) for unprintable characters. Those in `keep` stay.
 
-    Keys, tags, headers and errors come from outside. Unescaped, they could clear the screen, rewrite lines above, or
-    reverse the direction of the text that follows.
+    Other programs choose keys, tags, headers and errors. Without escapes, a character could clear the screen, overwrite
+    lines above, or reverse the direction of the text after it.
     """
     if text.isprintable():
         return text
@@ -93,5 +93,5 @@ def inert(text: str, *, keep: str = "") -> str:
 
 
 def for_people(text: str) -> str:
-    """A text of several lines for a terminal or a log: passwords masked, control characters escaped."""
+    """Return a text of several lines for a terminal or a log. Passwords are masked, control characters escaped."""
     return inert(mask_passwords(text), keep="\n")

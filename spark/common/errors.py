@@ -14,24 +14,24 @@ INCOMPLETE: Final = 3
 FAILURE: Final = "outbox-reconcile read failed:"
 """An executor's error about a source starts with this text, by which the driver finds it in Spark's error."""
 _STACK: Final = re.compile(r"\s+(at |\.\.\. \d+ more)|Driver stacktrace|JVM stacktrace")
-# Spark's texts for a file that it cannot read, however often it tries.
+# Spark's error texts for a damaged file. Another attempt to read the file would fail too.
 _DAMAGED: Final = ("FAILED_READ_FILE", "is not a Parquet file", "MALFORMED_")
 
 
 class ReconcileError(Exception):
-    """No result was written; the previous one stays in force."""
+    """The run failed and wrote no result. The previous result stays in force."""
 
     exit_code: ClassVar[int] = INCOMPLETE
 
 
 class UsageProblem(ReconcileError):
-    """Something must be corrected before any run can succeed: rules, settings, Java, permissions, names."""
+    """An operator must correct something before a run can succeed: rules, settings, Java, permissions or names."""
 
     exit_code = USAGE
 
 
 class TableMissing(UsageProblem):
-    """An export has no such table."""
+    """An export lacks the table."""
 
 
 class RulesInvalid(UsageProblem):
@@ -43,12 +43,12 @@ class RulesInvalid(UsageProblem):
 
 
 class RunIncomplete(ReconcileError):
-    """The run could not read or judge everything it had to; running it again may succeed."""
+    """The run could not read or judge all that it had to. The same run may succeed later."""
 
 
 @contextmanager
 def readable_errors(what: str) -> Iterator[None]:
-    """Turn Spark's errors into RunIncomplete, with the reason in one line instead of a JVM's stack."""
+    """Turn Spark's errors into RunIncomplete. The error text has the reason in one line, without the JVM's stack."""
     try:
         yield
     except ReconcileError:
@@ -77,7 +77,7 @@ def _incomplete(what: str, error: Exception) -> RunIncomplete:
 
 
 def causes(text: str) -> str:
-    """An error of the JVM in one line: its text and each of its causes, whole, without the stacks."""
+    """The text of a JVM error and of all its causes in one line, without the stacks."""
     lines: list[str] = []
     for line in text.splitlines():
         cause = line.strip().removeprefix("Caused by:").strip()

@@ -1,4 +1,4 @@
-"""The options of a run, and how people write times and durations."""
+"""The options of a run, and parsers for times and durations as people write them."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _UNITS: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A micro-batch of a continuous reconciliation: its number, and the id of the query, which stays over restarts."""
+    """A micro-batch of a continuous reconciliation: the id of its query, and its number. Restarts keep the id."""
 
     query: str
     number: int
 
     def is_in(self, result: dict[str, Any] | None) -> bool:
-        """Whether a result was published by this batch, or by a later one of its query."""
+        """Whether this batch, or a later batch of the same query, published the result."""
         known = None if result is None else result.get("batch")
         return known is not None and known["query"] == self.query and known["number"] >= self.number
 
@@ -39,10 +39,10 @@ class LookBack:
 class RunOptions:
     """The command's options as values.
 
-    Without `since` and `until`, a run continues where the result in `output` ended; the first run, and one with `full`,
-    reads everything. With them, it judges exactly that interval and carries nothing over. With `look_back`, it judges
-    rows of earlier runs again, even if no look back of the rules is due. A continuous reconciliation gives `batch` and
-    `no_later_than`: later rows are left to the next batch.
+    Without `since` and `until`, a run continues at the end of the result in `output`. The first run, and a run with
+    `full`, reads everything. With `since` and `until`, a run judges exactly this interval, and carries no subject over
+    to a later run. With `look_back`, a run judges rows of earlier runs again, even if no look back of the rules is due.
+    A continuous reconciliation sets `batch` and `no_later_than`; the next batch judges the rows after `no_later_than`.
     """
 
     rules: Path
@@ -57,7 +57,7 @@ class RunOptions:
 
     @property
     def is_interval(self) -> bool:
-        """Whether the window was given, as a scheduler with data intervals does."""
+        """Whether the caller gave the window, as a scheduler with data intervals does."""
         return self.since is not None
 
 
@@ -71,6 +71,6 @@ def parse_moment(value: str) -> datetime:
 
 
 def parse_duration(text: str) -> float | None:
-    """The seconds of a number with a unit, as in 5m or 7d; None for another text."""
+    """The seconds of a duration such as 5m or 7d; None for a text that is not a number with a unit."""
     match = _DURATION.fullmatch(text.strip())
     return None if match is None else float(match[1]) * _UNITS[match[2]]

@@ -15,7 +15,7 @@ HEARTBEAT_SECONDS: Final = 10.0
 
 
 class Progress:
-    """Prints steps with the seconds since the start."""
+    """Prints the steps of a run, each with the seconds since the start of the run."""
 
     def __init__(self, stream: TextIO | None = None, *, quiet: bool = False) -> None:
         self._stream = sys.stderr if stream is None else stream
@@ -23,13 +23,13 @@ class Progress:
         self._started = time.monotonic()
 
     def say(self, text: str) -> None:
-        """One line."""
+        """Print one line."""
         if not self._quiet:
             print(f"[{time.monotonic() - self._started:7.1f} s] {for_people(text)}", file=self._stream, flush=True)
 
     @contextmanager
     def step(self, text: str) -> Iterator[None]:
-        """A step that may take long: its name at once, then a line every HEARTBEAT_SECONDS until it is done."""
+        """Print the name of a step that may take long, then a line every HEARTBEAT_SECONDS until the step ends."""
         self.say(text)
         done = threading.Event()
 

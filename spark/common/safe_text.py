@@ -1,7 +1,7 @@
 """Makes texts safe to show: masks passwords, and escapes characters that control a terminal.
 
-`outbox/utils/safe_text.py` masks passwords in the same way. This package imports nothing of the framework, so it has
-a copy; tests/core/test_safe_text.py holds both to the same results."""
+`outbox/utils/safe_text.py` masks passwords in the same way. This module is a copy, because this package imports nothing
+of the framework. tests/core/test_safe_text.py checks that both give the same results."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import unicodedata
 from typing import Final
 
 MASK: Final = "***"
-# Match up to the last @ of the line: in a malformed URL the password itself may contain any character.
+# The pattern matches up to the last @ of the line, because in a malformed URL the password may contain any character.
 _URL: Final = re.compile(r"(://[^\s:/@]*:)[^\n]*@")
 _URL_WITHOUT_HOST: Final = re.compile(r"(://[^\s:/@]*:)(?!\d+(?:[/?\s]|$)|\*)[^\s/@]+")
 _NAMED: Final = re.compile(
@@ -18,7 +18,7 @@ _NAMED: Final = re.compile(
         (?: '(?:[^'\\\n]|\\.)*'? | "(?:[^"\\\n]|\\.)*"? | [^\s&,;)}]+ )""",
     re.IGNORECASE | re.VERBOSE,
 )
-# libpq's errors about a connection string that it cannot read quote a part of it, which may be the password.
+# If libpq cannot parse a connection string, its error text quotes a part of the string. This part may be the password.
 _UNREADABLE: Final = re.compile(
     r"((?:missing \"=\" after|URI[^\"]*:|percent-encoded[^\"]*:|connection option|integer value|port number:|"
     r"unexpected character|host name) *)\".*\"",
@@ -27,7 +27,7 @@ _UNREADABLE: Final = re.compile(
 
 
 def mask_passwords(text: str) -> str:
-    """`text` with *** for every password in a URL, malformed or not, or after a name such as `password=`."""
+    """`text` with *** in place of every password in a URL (malformed or not) or after a name such as `password=`."""
     text = _URL.sub(rf"\1{MASK}@", text)
     text = _URL_WITHOUT_HOST.sub(rf"\1{MASK}", text)
     text = _UNREADABLE.sub(rf'\1"{MASK}"', text)
@@ -35,14 +35,15 @@ def mask_passwords(text: str) -> str:
 
 
 def for_people(text: str) -> str:
-    r"""A text of several lines for a terminal: passwords masked, control characters escaped (`\x1b`)."""
+    r"""A text of one or several lines, safe for a terminal: without passwords, and with escapes (`\x1b`) for control
+    characters."""
     return "".join(
         character if character.isprintable() or character == "\n" else ascii(character)[1:-1]
         for character in mask_passwords(text)
     )
 
 
-# Characters of a long text that are shown before and after the first difference.
+# Of two long texts, this many characters are shown before and after the first difference.
 _AROUND: Final = 100
 
 
@@ -52,7 +53,7 @@ def quoted(text: str) -> str:
 
 
 def visible(text: str) -> str:
-    """A key as it is; `quoted` if it has invisible characters, or blanks at its ends."""
+    """The unchanged key, or the `quoted` key if it has invisible characters or begins or ends with a blank."""
     shown = quoted(text)
     is_seen = shown.replace("\\\\", "\\") == f"'{text}'" and text.strip() == text
     return text if is_seen else shown
@@ -70,7 +71,7 @@ def _escape(character: str) -> str:
 
 
 def shown_difference(ours: str | None, theirs: str | None) -> tuple[str, str, str]:
-    """Two values that differ, written so that a reader sees the difference, and a note if it is hard to see."""
+    """Two values that differ, as texts that show the difference, and a note if the difference is hard to see."""
     if ours is None or theirs is None:
         return *(("null" if text is None else _cut(text, 0)) for text in (ours, theirs)), ""  # type: ignore[return-value]
     begin = next((n for n, (one, other) in enumerate(zip(ours, theirs, strict=False)) if one != other), None)
@@ -100,7 +101,7 @@ def _cut(text: str, begin: int, *, is_escaped: bool = False) -> str:
 
 
 def _look_alike(ours: str, theirs: str) -> bool:
-    """Whether letters of one script stand where the other has those of another, as a Cyrillic а for a Latin a."""
+    """Whether the texts differ in letters of different scripts that look alike, as a Cyrillic а and a Latin a."""
     differing = [(one, other) for one, other in zip(ours, theirs, strict=False) if one != other]
     return len(ours) == len(theirs) and all(
         one.isalpha() and other.isalpha() and _script(one) != _script(other) for one, other in differing

@@ -1,14 +1,14 @@
-"""The output folder. A result is in force once `result.json` is written; the files that it names are written before.
+"""The output folder. A result is in force once `result.json` is written. A run writes all files that it names earlier.
 
     result.json             the result in force
-    report.html             its report, replaced after it
+    report.html             the report of the result, replaced after result.json
     runs/<run>/findings     Parquet, one row per finding
     runs/<run>/open         Parquet, the subjects that the next run judges again
     runs/<run>/report.html
     history/                findings over the runs, see output/history.py
-    checkpoint/             of a continuous reconciliation
+    checkpoint/             the checkpoint of a continuous reconciliation
 
-An interrupted run leaves a folder under runs/ that nothing names; later runs remove such folders.
+An interrupted run leaves a folder under runs/ that no result names. Later runs remove such folders.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ _SCHEME: Final = re.compile(r"[a-z][a-z0-9+.-]*://")
 class Store:
     """A local folder, or a URI that both Spark and Arrow know (s3a://, s3://, gs://, hdfs://).
 
-    On a local disk, files get the permissions `mode`. New folders get the same, and users who may read a folder may
-    enter it. An existing folder keeps its permissions.
+    On a local disk, files get the permissions `mode`. New folders get the same permissions, and users who may read a
+    folder may also enter it. An existing folder keeps its permissions.
     """
 
     def __init__(self, location: str, mode: int = DEFAULT_OUTPUT_MODE) -> None:
@@ -59,14 +59,14 @@ class Store:
             ) from error
 
     def spark_path(self, name: str) -> str:
-        """Where Spark writes and reads `name`."""
+        """The path at which Spark writes and reads `name`."""
         return f"file://{self._location}/{name}" if self._is_local else f"{self._location}/{name}"
 
     def check_writable(self) -> None:
-        """Raise UsageProblem unless files can be written, before any work is done.
+        """Raise UsageProblem if this process cannot write files. A run calls this method before any other work.
 
-        A missing local folder is made with the rules' permissions, by default for this user only, because findings
-        contain keys of rows.
+        If the local folder is missing, the method creates it with the permissions of the rules. By default only this
+        user may read it, because findings contain keys of rows.
         """
         try:
             if self._is_local:
@@ -83,7 +83,7 @@ class Store:
             ) from error
 
     def read(self, name: str) -> str | None:
-        """A small file; None when there is none."""
+        """The text of a small file; None if the file does not exist."""
         try:
             with self._files.open_input_stream(f"{self._root}/{name}") as stream:
                 return str(stream.read(), "utf-8")
@@ -96,11 +96,11 @@ class Store:
         return sorted(info.base_name for info in found if info.type == pafs.FileType.Directory)
 
     def remove(self, name: str) -> None:
-        """A folder with everything in it."""
+        """Remove a folder with everything in it."""
         self._files.delete_dir(f"{self._root}/{name}")
 
     def result(self) -> dict[str, Any] | None:
-        """The result in force. Raises UsageProblem when its file is damaged."""
+        """The result in force; None if there is none. Raises UsageProblem if `result.json` is damaged."""
         text = self.read(RESULT)
         if text is None:
             return None
@@ -117,7 +117,7 @@ class Store:
         return result
 
     def result_in_force(self) -> dict[str, Any]:
-        """As `result`; raises UsageProblem when there is none."""
+        """The result in force. Raises UsageProblem if there is none, or if `result.json` is damaged."""
         result = self.result()
         if result is None:
             raise UsageProblem(
@@ -128,15 +128,15 @@ class Store:
     def finding_lines(self, limit: int | None = None) -> Iterator[str]:
         """At most `limit` findings of the result in force as JSON, each with the name of its `run`, for other programs.
 
-        They are ordered by rule, class, group and key. Times are ISO 8601 in UTC. The text is ASCII, so that a line
-        separator in a key does not end a line. Needs neither Java nor a database.
+        The findings are ordered by rule, class, group and key. Times are ISO 8601 in UTC. The text is ASCII, so that a
+        line separator in a key does not end a line. The method needs neither Java nor a database.
         """
         result = self.result_in_force()
         for finding in islice(self.rows(result["findings"]), limit):
             yield json.dumps({"run": result["run"], **finding}, default=plain_json)
 
     def rows(self, name: str) -> Iterator[dict[str, Any]]:
-        """The rows of a Parquet folder that the result names. Raises UsageProblem when it is damaged or gone."""
+        """The rows of a Parquet folder that the result names. Raises UsageProblem if it is damaged or missing."""
         try:
             folder = pads.dataset(f"{self._root}/{name}", filesystem=self._files, format="parquet")
             for batch in folder.to_batches():
@@ -147,8 +147,10 @@ class Store:
             ) from error
 
     def table(self, name: str, columns: Sequence[str]) -> pa.Table | None:
-        """Those of `columns` that a Parquet file or folder has; None when there is none. Raises UsageProblem when it is
-        damaged."""
+        """A Parquet file or folder as a table, with those `columns` that it has; None if it does not exist.
+
+        Raises UsageProblem if it is damaged.
+        """
         try:
             dataset = pads.dataset(f"{self._root}/{name}", filesystem=self._files, format="parquet")
             return dataset.to_table(columns=[column for column in columns if column in dataset.schema.names])
@@ -160,15 +162,15 @@ class Store:
             ) from error
 
     def write_table(self, name: str, table: pa.Table) -> None:
-        """A Parquet file, replaced as `write` does."""
+        """Write a Parquet file in the same way as `write`."""
         buffer = pa.BufferOutputStream()
         pq.write_table(table, buffer)
         self.write(name, buffer.getvalue().to_pybytes())
 
     def write(self, name: str, content: str | bytes) -> None:
-        """A small file; on a local disk it is complete or does not exist.
+        """Write a small file. On a local disk and in object stores, readers see the whole file or none.
 
-        Object stores do the same. HDFS does not: a file that was cut off there is reported as damaged.
+        On HDFS, a killed process may leave a part of the file. The next reader then reports the file as damaged.
         """
         target = f"{self._root}/{name}"
         if self._is_local:
@@ -184,14 +186,14 @@ class Store:
         draft.unlink(missing_ok=True)
         draft.touch(mode=self._mode & 0o600, exist_ok=False)
         with draft.open("wb") as stream:
-            draft.chmod(self._mode)  # mode= alone would be cut by the process's umask.
+            draft.chmod(self._mode)  # The process's umask would remove bits of a mode given to open().
             stream.write(_bytes(content))
             stream.flush()
             os.fsync(stream.fileno())
         draft.replace(target)
 
     def make_folder(self, name: str) -> None:
-        """A folder with its own permissions, for the files of Spark."""
+        """Create a folder, with the permissions of the rules, into which Spark writes files."""
         if self._is_local:
             self._make_folder(Path(f"{self._root}/{name}"))
 
@@ -208,8 +210,8 @@ class Store:
         return self._mode | (self._mode & 0o444) >> 2
 
     def protect(self, name: str) -> None:
-        """Give the files that Spark wrote below `name` their permissions; until then the folder around them keeps other
-        users out."""
+        """Set the permissions of the files that Spark wrote below `name`. Before this, the permissions of the folder
+        around them keep other users out."""
         if not self._is_local:
             return
         for folder, _, files in os.walk(f"{self._root}/{name}"):
@@ -218,11 +220,11 @@ class Store:
                 Path(folder, file).chmod(self._mode)
 
     def path(self, name: str) -> str:
-        """The path of `name` for people."""
+        """The path of `name` as messages show it."""
         return f"{self._location}/{name}"
 
     def remove_old_runs(self, current: str) -> None:
-        """Keep the newest runs. If a folder cannot be removed, the next run tries again."""
+        """Remove the folders of old runs; KEPT_RUNS folders stay. If a removal fails, the next run tries it again."""
         with contextlib.suppress(OSError):
             for name in self.folders("runs")[:-KEPT_RUNS]:
                 if name != current:
@@ -234,5 +236,5 @@ def _bytes(content: str | bytes) -> bytes:
 
 
 def plain_json(value: object) -> str:
-    """A value that JSON does not know: times in ISO 8601, others as texts."""
+    """The JSON form of a value that has no JSON type: a time in ISO 8601, any other value as its text."""
     return value.isoformat() if isinstance(value, datetime) else str(value)

@@ -1,8 +1,7 @@
-"""Gives each key its class. Pure: evidence, rule and window in, classes out; no clock, no source.
+"""Gives each key its class. The class depends only on the evidence, the rule and the window: no clock, no source.
 
-A key is judged once as a message and, if its message is committed and its row is there, once per consumer group.
-Several conditions can hold at once; the first in the order of `FindingClass` names the finding, all are kept in
-`flags`.
+A key is judged once as a message. If its row exists and its message is committed, it is also judged once per consumer
+group. If several conditions hold, the first in the order of `FindingClass` names the finding; `flags` has all of them.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from ..rules.rule import Messages, Rule
 
 
 class FindingClass(enum.StrEnum):
-    """The classes of a subject, in order of precedence."""
+    """The classes of a subject, the class with the highest precedence first."""
 
     ORPHAN = "ORPHAN"
     """A committed message (or an effect) without a business row: consumers act on something that did not happen."""
@@ -33,21 +32,21 @@ class FindingClass(enum.StrEnum):
     DUPLICATE = "DUPLICATE"
     """More messages than rows, more rows than keys, or more effects than messages."""
     DEAD = "DEAD"
-    """Given up by a group: in its dead-letter queue, not replayed."""
+    """A group gave the message up. It is in the group's dead-letter queue and was not replayed."""
     UNDELIVERED = "UNDELIVERED"
-    """No effect of a group within its limit."""
+    """A group has no effect within its limit."""
     MISMATCH = "MISMATCH"
     """A compared field differs."""
     LATE = "LATE"
-    """Right, but later than declared."""
+    """The message or the effect exists, but it is later than the limit that the rule declares."""
     PENDING = "PENDING"
-    """Too young to be judged, or still within its limits. Carried over to the next run."""
+    """The subject is too young to be judged, or still within its limits. The next run judges it again."""
     OK = "OK"
-    """As declared."""
+    """Everything about the subject is as the rule declares."""
     RECOVERED = "RECOVERED"
-    """A finding of the previous result that has ended. It comes from comparing results, not from evidence."""
+    """A finding of the previous result that holds no more. The run finds it by comparing results, not by evidence."""
     EXPIRED = "EXPIRED"
-    """Open since an earlier run, and closed because retention may have removed its evidence."""
+    """A subject that an earlier run left open. It is closed because retention may have removed its evidence."""
 
 
 CLASSES = tuple(FindingClass)
@@ -59,10 +58,10 @@ ORDER = {name: number for number, name in enumerate(CLASSES)}
 class Window:
     """The judged rows: `since <= time < until`. All sides are complete below `watermark`.
 
-    Lateness is judged against the watermark, so that the same data and window give the same classes at any time.
-    The messages of rows before `floor` may be gone. If the window `is_exact`, nothing outside of it is carried over.
-    On the second look `carried` names a column: where it is true, a key is judged at any age; the other keys, which
-    the second look reads in full, from `floor` on.
+    Lateness is judged against the watermark and not against a clock. So the same data and window always give the same
+    classes. Retention may have removed the messages of rows before `floor`. If the window `is_exact`, no subject
+    outside of it is carried over to the next run. On the second look, `carried` names a column. If it is true, the key
+    is judged at any age; else the key is judged if its time is not before `floor`.
     """
 
     since: datetime | None
@@ -73,30 +72,31 @@ class Window:
     carried: str | None = None
 
     def covers(self, time: Column) -> Column:
-        """Whether a time is inside; null is not."""
+        """Whether a time is inside the window; a null time is not."""
         return F.coalesce((time < F.lit(self.until)) & self.not_before(time), F.lit(False))
 
     def not_before(self, time: Column) -> Column:
-        """Not in an earlier window, which has judged it or carried it over."""
+        """Whether a time is not in an earlier window, which has judged its subjects or carried them over."""
         if self.carried is not None:
             return F.col(self.carried) | self._above_floor(time)
         return F.lit(True) if self.since is None else time >= F.lit(self.since)
 
     def looks_at(self, row_at: Column) -> Column:
-        """Whether a row is judged: it is inside the window, or it is older and has something new."""
+        """Whether a row is judged: it is inside the window, or it is older and has a new message or effect."""
         if self.since is None or self.carried is not None:
             return self.covers(row_at)
         touched = (row_at < F.lit(self.since)) & (F.col("touched_at") >= F.lit(self.since)) & self._above_floor(row_at)
         return self.covers(row_at) | F.coalesce(touched, F.lit(False))
 
     def meets(self) -> Column:
-        """On a first look: a key whose row and message an earlier window has read has something new."""
+        """Whether, on the first look, a key has something new in this window, although its row and its message may lie
+        in an earlier window."""
         if self.since is None or self.carried is not None:
             return F.lit(False)
         return F.coalesce(F.col("touched_at") >= F.lit(self.since), F.lit(False))
 
     def to_come(self, time: Column) -> Column:
-        """Not judged before, but perhaps later: not in an earlier window, and in an exact one if this is one."""
+        """Whether a time is not in an earlier window; if the window is exact, whether the time is inside it."""
         return self.covers(time) if self.is_exact else self.not_before(time)
 
     def _above_floor(self, time: Column) -> Column:
@@ -104,7 +104,7 @@ class Window:
 
 
 def message_conditions(rule: Rule, window: Window) -> dict[FindingClass, Column]:
-    """The condition of each class of a key's message, in order of precedence. A judged key without a class is OK."""
+    """The condition of each class of a key's message, in order of precedence. A judged key that meets none is OK."""
     has_row, committed, undecided = F.col("rows") > 0, F.col("committed") > 0, F.col("undecided") > 0
     row_judged = has_row & window.looks_at(F.col("row_at"))
     message_judged = ~has_row & window.covers(F.col("message_at"))
@@ -118,8 +118,8 @@ def message_conditions(rule: Rule, window: Window) -> dict[FindingClass, Column]
     alone = ~has_row & ~committed & undecided & window.to_come(F.col("undecided_at"))
     unsettled = ~has_row & committed & ~settled & window.to_come(F.col("message_at"))
     differs = row_judged & committed & (F.col("unreadable") == 0) & _differs(rule)
-    # For a row that is written repeatedly, the newest message may be of a later state than the row that was read, and
-    # an undecided message may be of the state that was read.
+    # If a row is written repeatedly, the newest message may belong to a later state than the row that was read. An
+    # undecided message may belong to the state that was read.
     is_final = F.lit(True) if exactly_one else (F.col("newest_settled_at") < F.lit(window.until)) & ~undecided
     conditions = {
         FindingClass.ORPHAN: message_judged & committed & settled,
@@ -135,7 +135,7 @@ def message_conditions(rule: Rule, window: Window) -> dict[FindingClass, Column]
 
 
 def group_conditions(rule: Rule, number: int, window: Window) -> dict[FindingClass, Column]:
-    """Condition of each class of a key with the rule's group `number`."""
+    """The condition of each class of a key's subject for the rule's group `number`."""
     group = rule.groups[number]
     effects, effect_at = F.col(f"effects_{number}"), F.col(f"effect_at_{number}")
     has_time, is_sent = F.lit(group.table is not None), _is_sent(window.looks_at)
@@ -158,10 +158,11 @@ def group_conditions(rule: Rule, number: int, window: Window) -> dict[FindingCla
 
 
 def _unhandled(rule: Rule, number: int, window: Window) -> tuple[Column, Column]:
-    """If each message counts: whether the group has not handled one of several, and whether its limit has passed.
+    """For a rule whose every message owes effects: whether the group has not handled one, and whether the limit of this
+    message has passed.
 
-    Effects that name no message do not show whether there is one per message or one for all of them. A message is
-    counted as unhandled if there are fewer effects than messages, and no effect came after it.
+    Effects without message ids do not show whether the group writes one effect per message or one for all of them. A
+    message is counted as unhandled if there are fewer effects than messages, and no effect came after the message.
     """
     if not rule.counts_each_message:
         return F.lit(False), F.lit(False)
@@ -179,7 +180,7 @@ def _unhandled(rule: Rule, number: int, window: Window) -> tuple[Column, Column]
 
 
 def _is_sent(judges: Callable[[Column], Column]) -> Column:
-    """Whether groups may owe an effect: the row is judged, its message committed and not recalled."""
+    """Whether groups may owe an effect: the row is judged, and its message is committed and not recalled."""
     return (F.col("rows") > 0) & judges(F.col("row_at")) & (_live() > 0)
 
 
@@ -189,7 +190,7 @@ def _is_owed(rule: Rule, number: int) -> Column:
 
 
 def _live() -> Column:
-    """Committed messages that were not recalled."""
+    """The number of committed messages that were not recalled."""
     return F.col("committed") - F.col("recalled")
 
 
@@ -198,10 +199,10 @@ def _has_no_key() -> Column:
 
 
 def with_classes(evidence: DataFrame, rule: Rule, window: Window) -> DataFrame:
-    """Adds `holds` and, per group, `holds_0`…: the conditions that hold, as bits in order of precedence.
+    """Add the columns `holds` and, per group, `holds_0`…: the conditions that hold, as bits in order of precedence.
 
-    0 if there was nothing to judge. Bits, because Spark's optimizer copies a column's expression wherever it is
-    used: a chain of CASE per class and group grows beyond what it can plan.
+    The value 0 means that there was nothing to judge. Spark's optimizer copies a column's expression to each of its
+    uses. It could not plan the copies of a chain of CASE per class and group, but it can plan bits.
     """
     judged = (F.col("rows") > 0) & window.covers(F.col("row_at"))
     columns = {"holds": _bits(message_conditions(rule, window), judged)}
@@ -214,8 +215,8 @@ def with_classes(evidence: DataFrame, rule: Rule, window: Window) -> DataFrame:
 def subjects(classified: DataFrame, rule: Rule, window: Window) -> DataFrame:
     """One row per key and subject that is not OK: key, group ('' for the message), class, flags, at, carry.
 
-    `at` is the time of the subject; `carry` says that a PENDING one lies below the boundary, so that no later
-    window would read it.
+    `at` is the time of the subject. `carry` is true for a PENDING subject below the boundary. No later window reads
+    such a subject, so it is carried over.
     """
     own = _subject("", "holds", F.coalesce("row_at", "message_at", "undecided_at"))
     groups = [
@@ -223,7 +224,7 @@ def subjects(classified: DataFrame, rule: Rule, window: Window) -> DataFrame:
         for number, group in enumerate(rule.groups)
     ]
     held = [F.col("holds"), *(F.col(f"holds_{number}") for number in range(len(rule.groups)))]
-    # Lowest bit OK: nothing else holds.
+    # If only the bit of OK is set, no other condition holds.
     found = reduce(Column.__or__, [(bits != 0) & (bits != _bit(FindingClass.OK)) for bits in held])
     exploded = classified.where(found).withColumn("subject", F.explode(F.array(own, *groups)))
     bits = F.col("subject.bits")
@@ -263,7 +264,8 @@ def _names(classes: tuple[FindingClass, ...]) -> Column:
 
 
 def _differs(rule: Rule) -> Column:
-    """Whether the row differs from its message; with several messages, from each that may have been committed last."""
+    """Whether the row differs from its message. If a row has several messages, it must differ from each message that
+    may have been committed last."""
     if not rule.counts_each_message:
         return _differs_from("message", rule)
     in_log = (F.col("atomic") == 0) | _differs_from("message", rule)

@@ -1,4 +1,4 @@
-"""The sentence of a finding (`detail`), with the values, times and ids that prove it."""
+"""The text of a finding (`detail`), with the values, times and ids that prove the finding."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DELIVERY_TEXTS: Final = {
 
 
 def of(rule: Rule) -> Column:
-    """A sentence for people."""
+    """The text of a finding, as a sentence for people."""
     groups = [F.when(F.col(f"effects_{n}") > 0, F.lit(group.name)) for n, group in enumerate(rule.groups)]
     acted = F.array_join(F.array_compact(F.array(*groups)), ", ") if groups else F.lit("")
     of_group, is_group = F.col("group"), F.col("group") != ""
@@ -77,7 +77,7 @@ def shown(value: Column, kind: FieldType) -> Column:
 
 
 def _more(count: str, what: str) -> Column:
-    """A note if a finding names one of several."""
+    """A note for a finding that names one of several messages or effects."""
     return F.when(F.col(count) > 1, F.format_string(f", the oldest of %d {what} of the key", F.col(count))).otherwise(
         ""
     )
@@ -99,7 +99,7 @@ def _differences(rule: Rule) -> Column:
             distance = F.abs(ours.try_cast(NUMBER) - theirs.try_cast(NUMBER))
             differs = differs & F.coalesce(distance > F.lit(field.tolerance).cast(NUMBER), F.lit(True))
         if field.type in (FieldType.TEXT, FieldType.UUID) and not masking.is_masked(rule, field):
-            # A lambda, because Spark warns of type hints that it does not know.
+            # The lambda has no type hints. For hints that Spark does not support, Spark would log a warning.
             between = [
                 F.udf(lambda *values: _shown_difference(*values), "string")(
                     F.when(differs, ours), F.when(differs, theirs), differs
@@ -161,7 +161,7 @@ def _limit(seconds: float) -> Column:
 
 
 def _span(microseconds: Column) -> Column:
-    """As h:mm:ss, with milliseconds where there are some."""
+    """A duration as h:mm:ss, with its milliseconds if it has any."""
     seconds = F.floor(microseconds / 1_000_000).cast("bigint")
     millis = F.floor((microseconds - seconds * 1_000_000) / 1000).cast("bigint")
     hours, rest = F.floor(seconds / 3600).cast("bigint"), seconds % 3600

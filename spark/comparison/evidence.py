@@ -1,8 +1,8 @@
-"""Everything known about a key, in one row: all sides are brought to one narrow form, united, and aggregated once.
+"""Collects all evidence about a key in one row: brings all sides to one narrow form, unites and aggregates them once.
 
-One shuffle instead of a chain of joins. The narrow form has only fixed-width columns besides the key, so that Spark
-aggregates by hashing in place; compared fields travel as one 64-bit hash, or as numbers where there is a tolerance.
-Every function here is DataFrame -> DataFrame and knows no source.
+This needs one shuffle instead of a chain of joins. The narrow form has only fixed-width columns besides the key, so
+that Spark can aggregate by hashing in place. The compared fields become one 64-bit hash; a field with a tolerance
+becomes a number. The functions of this module take and return data frames or columns, and read no source.
 
 See decision 047 and decision 192.
 """
@@ -38,14 +38,14 @@ UNKEYED: Final = 7
 EFFECT: Final = contract.EFFECT_KIND
 DEAD: Final = 1000
 WAITING: Final = 2000
-"""A message without an effect of its group; only if a rule counts each message."""
+"""A message without an effect of its group. This kind exists only if every message of the rule owes effects."""
 
 ATOMIC: Final = 0
-"""Stored and decided by the transaction that wrote the row: its times are those of the transaction's start."""
+"""A message that the transaction of its row stored and decided. Its times are the start of this transaction."""
 PROMPT: Final = 1
-"""Decided by its producer, right after the commit."""
+"""A message that its producer decided right after the commit."""
 LATER: Final = 2
-"""Decided by a check-back or an operator, some time after the commit."""
+"""A message that a check-back or an operator decided some time after the commit."""
 
 _PLACE: Final = DecimalType(38, 0)
 _BEFORE_RECALLED: Final = 2**62
@@ -53,7 +53,7 @@ _VERSION_7: Final = "^[0-9a-f]{8}-[0-9a-f]{4}-7"
 _NO_TIME: Final = "CAST(NULL AS timestamp)"
 
 
-# The bounds of a type, for values that look right and are refused.
+# The bounds of each type, for the error text about a value that looks right but exceeds them.
 _BOUNDS: Final = {
     FieldType.INTEGER: " of up to 26 digits",
     FieldType.DECIMAL: " of up to 26 digits before the point",
@@ -64,10 +64,10 @@ _BOUNDS: Final = {
 def configure(spark: SparkSession) -> None:
     """Make Spark read bodies as PostgreSQL's jsonb does: if a key occurs twice in an object, the last one counts.
 
-    The batches that Python gets are bounded.
+    The function also bounds the batches that Spark sends to Python.
     """
     spark.conf.set("spark.sql.variant.allowDuplicateKeys", "true")
-    # The second look gives whole bodies to Python. A batch is limited by bytes, because a limit of rows bounds nothing.
+    # The second look gives whole bodies to Python. The limit of a batch is in bytes, because rows may have any size.
     spark.conf.set("spark.sql.execution.arrow.maxBytesPerBatch", "8m")
 
 
@@ -92,7 +92,7 @@ def table_side(table: DataFrame, rule: Rule) -> DataFrame:
 
 
 def waiting_side(messages: DataFrame, rule: Rule, number: int) -> DataFrame:
-    """Messages (contract.owing) of which the rule's group `number` shows no effect, in the narrow form."""
+    """The messages (contract.owing) without an effect of the rule's group `number`, in the narrow form."""
     nothing = F.lit(None).cast("string")
     return messages.select(
         F.coalesce("key", F.lit("")).alias("key"),
@@ -109,17 +109,18 @@ def waiting_side(messages: DataFrame, rule: Rule, number: int) -> DataFrame:
 
 
 def _due() -> Column:
-    """The time from which a message of `at` and `deliver_at` may be handled."""
+    """The time from which a message may be handled: the later one of `at` and `deliver_at`."""
     return F.greatest("at", F.coalesce("deliver_at", "at"))
 
 
 def broker_side(messages: DataFrame, rule: Rule, *, is_exact: bool = False) -> DataFrame:
-    """Messages, dead letters and deliveries in the narrow form. A body that cannot be read makes the message `bad`.
+    """Messages, dead letters and deliveries in the narrow form. A message whose body cannot be read is `bad`.
 
-    `is_exact`, on the second look: our own parser reads a body that Spark's parser refuses, or that may hold more
-    than one document.
+    The second look sets `is_exact`. Then the parser of this package reads each body that Spark's parser refuses, or
+    that may contain more than one document.
     """
-    # In steps, so that each body is parsed once: a step's column is computed once and used many times by the next.
+    # The columns are computed in steps, so that each body is parsed once. Spark computes a column of a step once, and
+    # the next step uses it many times.
     text, document = F.col("text"), F.col("document")
     parsed = messages.withColumn("text", F.col("body").cast("string")).withColumn("document", F.try_parse_json("text"))
     is_json = F.coalesce(F.col("content_type").startswith("application/json"), F.lit(False))
@@ -151,10 +152,13 @@ def broker_side(messages: DataFrame, rule: Rule, *, is_exact: bool = False) -> D
 
 
 def _is_suspicious(text: Column, document: Column, rule: Rule) -> Column:
-    """Whether a body may not be one JSON document. Without compared fields, only a body that Spark cannot parse."""
+    """Whether a body may be something else than one JSON document.
+
+    If the rule compares no field, only a body that Spark cannot parse is suspicious.
+    """
     if not rule.fields:
         return document.isNull()
-    # The parser stops after the first value and would miss text after the object.
+    # Spark's parser stops after the first value, so it does not see text after the object.
     is_object = text.endswith("}") | F.rtrim(text, F.lit(" \t\r\n")).endswith("}")
     return document.isNull() | ~is_object | text.contains("}{") | text.contains("}\n{")
 
@@ -163,7 +167,8 @@ def _refused(text: Column, document: Column, rule: Rule) -> Column:
     """The error in a body that is suspicious or cannot be parsed; '' if there is none."""
     is_object = bool(rule.fields)
     why = F.udf(lambda body: None if body is None else json_text.why_refused(body, is_object=is_object), "string")
-    # Spark calls a Python function for every row, even inside of WHEN; so for other rows it gets null, not the body.
+    # Spark calls a Python function for every row, even inside of WHEN. So for a body that is not suspicious, the
+    # function gets null instead of the body.
     found = F.coalesce(why(F.when(F.is_valid_utf8(text) & _is_suspicious(text, document, rule), text)), F.lit(""))
     return F.when(document.isNull() & (found == ""), "the body is JSON, but Spark cannot parse it").otherwise(found)
 
@@ -187,20 +192,20 @@ def _kind(rule: Rule) -> Column:
 
 
 def row_values(rule: Rule) -> list[Column]:
-    """The compared columns of business rows, as texts in the form in which they are compared."""
+    """The compared columns of business rows, as texts in their comparable form."""
     values = [from_column(F.col(f"f{number}"), field) for number, field in enumerate(rule.fields)]
     return [value.cast("string").alias(f"v{number}") for number, value in enumerate(values)]
 
 
 def body_values(rule: Rule) -> list[Column]:
-    """The compared fields of message bodies, as texts in the form in which they are compared."""
+    """The compared fields of message bodies, as texts in their comparable form."""
     document = F.try_parse_json(F.col("body").cast("string"))
     values = [from_body(F.try_variant_get(document, json_path(field), "string"), field) for field in rule.fields]
     return [value.cast("string").alias(f"v{number}") for number, value in enumerate(values)]
 
 
 def why_unreadable(rule: Rule) -> Column:
-    """Of a message: the part of its body that cannot be read, and the reason; '' if all can be read (as `why`)."""
+    """The part of a message's body that cannot be read, with the reason, as the column `why`; '' if all can be read."""
     text = F.col("body").cast("string")
     document = F.try_parse_json(text)
     is_json = F.coalesce(F.col("content_type").startswith("application/json"), F.lit(False))
@@ -217,7 +222,8 @@ def why_unreadable(rule: Rule) -> Column:
 
 
 def why_row_unreadable(rule: Rule) -> Column:
-    """The compared columns of a business row that do not have their types; '' if all have (as `why`)."""
+    """The compared columns of a business row whose values do not have their types, as the column `why`; '' if all
+    have them."""
     raw = [F.col(f"f{number}") for number in range(len(rule.fields))]
     values = [from_column(column, field) for column, field in zip(raw, rule.fields, strict=True)]
     return _why_fields(raw, values, [field.column for field in rule.fields], rule).alias("why")
@@ -242,11 +248,12 @@ def _why_fields(raw: list[Column], values: list[Column], names: list[str], rule:
 
 
 def with_keys(effects: DataFrame, ids: DataFrame, rule: Rule, floor: datetime | None) -> DataFrame:
-    """Effects that name a message's id instead of a key, with that message's key (`ids`: message_id, key, topic, tag).
+    """Effects that have a message id instead of a key, with the key of this message.
 
-    Effects of other topics' messages are left out. If a message is not among `ids` (older, or missing), its effects
-    keep the message id as their key. Where retention has removed messages (`floor`), only an id that says when it was
-    made (UUID version 7) can tell an effect without a message from one whose message is gone.
+    `ids` has the columns message_id, key, topic and tag. Effects of other topics' messages are removed. If a message is
+    not among `ids` (it is older, or missing), its effects keep the message id as their key. If retention has removed
+    messages (`floor`), such an effect is kept only if its id, a UUID of version 7, was made after the floor. Else
+    retention may have removed its message.
     """
     known = ids.where(F.col("message_id").isNotNull()).select("message_id", F.col("key").alias("of"), "topic", "tag")
     found = effects.join(known, effects["key"] == known["message_id"], "left")
@@ -261,7 +268,7 @@ def with_keys(effects: DataFrame, ids: DataFrame, rule: Rule, floor: datetime | 
 
 
 def _made_at(message_id: Column) -> Column:
-    """The time of an id of UUID version 7; null for others."""
+    """The time at which an id, a UUID of version 7, was made; null for other ids."""
     digits = F.replace(message_id, F.lit("-"), F.lit(""))
     moment = F.timestamp_millis(F.conv(F.substring(digits, 1, 12), 16, 10).cast("bigint"))
     return F.when(message_id.rlike(_VERSION_7), moment)
@@ -270,14 +277,14 @@ def _made_at(message_id: Column) -> Column:
 def gather(sides: list[DataFrame], rule: Rule, watermark: datetime) -> DataFrame:
     """One row per key with the counts and times of all sides.
 
-    The limit of a message has passed if it ended before `watermark`.
+    A message is overdue if its limit ended before `watermark`.
     """
     united = reduce(DataFrame.unionByName, sides)
     kind = F.col("kind")
     is_committed = kind.isin(COMMITTED, RECALLED)
     is_undecided = kind.isin(UNDECIDED, PARKED)
     is_row = kind.isin(ROW, UNKEYED)
-    # The newest message is compared with the row; a recalled one only if there is no other.
+    # The newest message is compared with the row. A recalled message is compared only if there is no other message.
     age = F.when(kind == COMMITTED, F.col("ord") + F.lit(_BEFORE_RECALLED)).when(kind == RECALLED, F.col("ord"))
     counts = is_row | is_committed | is_undecided | ((kind >= EFFECT) & (kind < WAITING))
     aggregates = [
@@ -307,8 +314,8 @@ def gather(sides: list[DataFrame], rule: Rule, watermark: datetime) -> DataFrame
         aggregates += _in_order_of_commit(rule)
         for number in range(len(rule.groups)):
             aggregates += _of_each_message(rule, number, watermark)
-    # Spread by key first: a key has two or three rows, so that Spark's own partial aggregation before the shuffle would
-    # combine nothing, and carry every row as a wide buffer.
+    # First spread the rows by key. A key has two or three rows, so Spark's own partial aggregation before the shuffle
+    # would combine few of them, and would send each as a wide buffer.
     return united.repartition("key").groupBy("key").agg(*aggregates)
 
 
@@ -325,10 +332,11 @@ def _of_group(rule: Rule, number: int) -> Iterator[Column]:
 
 
 def _in_order_of_commit(rule: Rule) -> Iterator[Column]:
-    """The values of the message committed last, by two orders. `prompt` is the order of the decisions. `early` is the
-    same, but a decision that came later than its commit counts as early as possible.
+    """The values of the message committed last, by two orders.
 
-    Messages stored by the transaction of their row have the order of the log, which is that of the commits.
+    The order `prompt` is the order of the decisions. In the order `early`, a decision that came some time after its
+    commit counts as early as possible. The log has the messages that the transaction of their row stored in the order
+    of their commits.
     """
     kind, way = F.col("kind"), F.col("way")
     is_sent = kind.isin(COMMITTED, RECALLED)
@@ -345,9 +353,9 @@ def _in_order_of_commit(rule: Rule) -> Iterator[Column]:
 
 
 def commit_place(time: Column, log_id: Column, is_live: Column) -> Column:
-    """A number that grows with the time of commit: by time, then by the log; recalled messages come first.
+    """A number that grows with the time of commit, and at the same time with the log id. Recalled messages come first.
 
-    Not a struct, because Spark aggregates structs by sorting.
+    The result is not a struct, because Spark aggregates structs by sorting.
     """
     place = F.unix_micros(time).cast(DecimalType(19, 0)) * F.lit(Decimal(10**19))
     return (place + log_id + F.when(is_live, F.lit(Decimal(10**36))).otherwise(F.lit(Decimal(0)))).cast(_PLACE)
@@ -356,8 +364,8 @@ def commit_place(time: Column, log_id: Column, is_live: Column) -> Column:
 def _of_each_message(rule: Rule, number: int, watermark: datetime) -> Iterator[Column]:
     """The times that show whether a group has handled each message.
 
-    If effects name messages: the oldest message without one. Else: the newest message, the newest whose limit has
-    passed, and the newest effect.
+    If effects have message ids, this is the time of the oldest message without an effect. Else these are the times of
+    the newest message, the newest overdue message, and the newest effect.
     """
     kind, group = F.col("kind"), rule.groups[number]
     if group.key is None:
@@ -383,7 +391,7 @@ def _earliest(column: str, condition: Column) -> Column:
 
 def _compared(values: list[Column], rule: Rule) -> list[Column]:
     exact = [value for value, field in zip(values, rule.fields, strict=True) if field.tolerance is None]
-    # xxhash64 passes over nulls: whether each is null goes in too, so that (null, 'a') is not ('a', null).
+    # xxhash64 skips nulls. So the hash also covers whether each value is null: (null, 'a') and ('a', null) must differ.
     parts = [part for value in exact for part in (value, value.isNull())]
     hashed = F.xxhash64(*parts) if parts else F.lit(0).cast("bigint")
     near = [value for value, field in zip(values, rule.fields, strict=True) if field.tolerance is not None]

@@ -1,6 +1,6 @@
-"""Finds out why Spark's parser refuses a text: it is not JSON (RFC 8259), or it exceeds a limit of Spark's.
+"""Finds the reason why Spark's parser refuses a text: it is not JSON (RFC 8259), or it exceeds a limit of the parser.
 
-It is meant for the few refused texts, because it is written in Python. It reads them without recursion.
+The code is in Python and slow, so it is used only for the few refused texts. It reads them without recursion.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from typing import Final
 
-# Of Spark's JSON parser (Jackson's StreamReadConstraints).
+# The limits of Spark's JSON parser (Jackson's StreamReadConstraints).
 MAX_DEPTH: Final = 1_000
 MAX_NUMBER: Final = 1_000
 MAX_NAME: Final = 50_000
@@ -25,13 +25,13 @@ _BLANK: Final = re.compile(r"[ \t\n\r]*+")
 
 
 class _Malformed(Exception):
-    """Its text names the error in the JSON."""
+    """The text is not JSON. The text of this exception names the error."""
 
 
 def why_refused(text: str, *, is_object: bool) -> str:
-    """The error in a body, or the limit of Spark's that it exceeds; '' without either.
+    """The error in a body, or the limit of Spark's parser that it exceeds; '' if it has neither.
 
-    With `is_object`, only one JSON object is right. The result starts with NOT_JSON if the body is not JSON.
+    With `is_object`, the body must be one JSON object. If the body is not JSON, the result starts with NOT_JSON.
     """
     try:
         limit = _read(text, is_object=is_object)
@@ -41,7 +41,7 @@ def why_refused(text: str, *, is_object: bool) -> str:
 
 
 def _read(text: str, *, is_object: bool) -> str:
-    """Read one JSON text; returns the limit that it exceeds, or ''. Raises _Malformed."""
+    """Read one JSON text, and return the limit that it exceeds, or ''. Raises _Malformed."""
     if text.startswith("\ufeff"):
         raise _Malformed("JSON: it begins with a byte order mark")
     stack: list[str] = []
@@ -66,7 +66,7 @@ def _read(text: str, *, is_object: bool) -> str:
 
 
 def _step(expected: str, kind: str, value: str, stack: list[str]) -> str | None:
-    """What is expected after a token; None if the token was not expected."""
+    """The kind of token that is expected after this token; None if this token was not expected."""
     if expected in ("name", "name or }") and kind == "string":
         return "':'"
     if expected == "':'":
@@ -110,7 +110,7 @@ def _limit(kind: str, value: str, depth: int, *, is_name: bool) -> str:
 
 
 def _lone_surrogate(string: str) -> str:
-    """The first UTF-16 unit of a JSON string that is half of a pair whose other half is missing; '' without one."""
+    """The first half of a UTF-16 surrogate pair in a JSON string whose other half is missing; '' if there is none."""
     high, end = "", -1
     for escape in _ESCAPE.finditer(string):
         unit = escape["unit"] or ""

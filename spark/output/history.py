@@ -3,8 +3,8 @@
     history/counts/day=2025-06-01/counts.parquet        per run: how many keys of which class
     history/findings/day=2025-06-01/findings.parquet    per run: findings that are new, changed their class, or ended
 
-A run adds its rows after its result is in force. If it is killed in between, the next run adds them. Rows of a run are
-written once, because they contain its name. The day is that of `finished_at`, in UTC.
+A run adds its rows after its result is in force. If the run is killed before that, the next run adds them. The rows
+contain the name of their run, so no run's rows are written twice. The day is the day of `finished_at`, in UTC.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ SCHEMAS: Final = {
 }
 _FAULTS: Final = [name.value for name in classify.FAULTS]
 _CLOSED: Final = [classify.FindingClass.RECOVERED.value, classify.FindingClass.EXPIRED.value]
-# Recorded even when there are none, so that a clean run is in the table too.
+# The counts of these classes are recorded even if they are 0, so that the table has a clean run too.
 _ALWAYS: Final = (classify.FindingClass.OK.value, classify.FindingClass.PENDING.value)
 
 
 @dataclass(frozen=True, slots=True)
 class Entries:
-    """Rows of both tables."""
+    """Rows of the tables `counts` and `findings`."""
 
     counts: pa.Table
     findings: pa.Table
 
     def and_then(self, later: Entries) -> Entries:
-        """Both, the later ones last."""
+        """These rows, followed by the `later` rows."""
         return Entries(pa.concat_tables([self.counts, later.counts]), pa.concat_tables([self.findings, later.findings]))
 
 
@@ -71,9 +71,9 @@ def of_result(store: Store, result: Mapping[str, Any]) -> Entries:
 
 
 def _changes(found: pa.Table | None, run: str, finished: datetime) -> pa.Table:
-    """Those of a run's findings that are new, changed their class, or ended."""
+    """The findings of a run that are new, changed their class, or ended."""
     schema = SCHEMAS[FINDINGS]
-    if found is None or "was" not in found.column_names:  # Written by an earlier version.
+    if found is None or "was" not in found.column_names:  # An earlier version wrote these findings.
         return schema.empty_table()
     name, was = found["class"], found["was"]
     is_closed = pc.is_in(name, pa.array(_CLOSED))
@@ -92,8 +92,8 @@ def _changes(found: pa.Table | None, run: str, finished: datetime) -> pa.Table:
 
 
 def keep(store: Store, entries: Entries) -> None:
-    """Add the rows of one run to the tables, unless they are there. Raises OSError."""
-    # The counts last, because `make_up` takes them as the sign that the run is kept.
+    """Add the rows of one run to the tables, unless the tables have rows of this run. Raises OSError."""
+    # Write the counts last: if they are there, `make_up` assumes that the tables have all rows of the run.
     for name, table in ((FINDINGS, entries.findings), (COUNTS, entries.counts)):
         if not len(table):
             continue
@@ -106,14 +106,17 @@ def keep(store: Store, entries: Entries) -> None:
 
 
 def make_up(store: Store, result: Mapping[str, Any]) -> None:
-    """Add the rows of the result in force, if its run was killed before it did. Raises OSError."""
+    """Add the rows of the result in force, if its run was killed before it could add them. Raises OSError."""
     known = store.table(_path(COUNTS, datetime.fromisoformat(result["finished_at"]).date()), ["run"])
     if known is None or result["run"] not in known["run"].unique().to_pylist():
         keep(store, of_result(store, result))
 
 
 def until(store: Store, last: date) -> Entries:
-    """The rows of the REPORTED_DAYS up to a day; of a day that is long past only the counts of its last run."""
+    """The rows of the REPORTED_DAYS days up to `last`.
+
+    Of a day that is _WHOLE_DAYS or more before `last`, only the counts of the day's last run are returned.
+    """
     first = (last - timedelta(days=REPORTED_DAYS)).isoformat()
     whole = (last - timedelta(days=_WHOLE_DAYS)).isoformat()
     read = {}
@@ -137,7 +140,7 @@ def _path(name: str, day: date) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Day:
-    """A day: the findings open after its last run, and how many were found and ended during the day."""
+    """One day: the findings that were open after its last run, and the numbers of findings that were found or ended."""
 
     day: date
     open: Mapping[str, int]
@@ -148,7 +151,7 @@ class Day:
 
 @dataclass(frozen=True, slots=True)
 class Trend:
-    """The history for the report: open findings by class after each run, days, and the findings that ended last."""
+    """The history for the report: open findings by class after each run, days, and recently ended findings."""
 
     runs: Sequence[tuple[float, Mapping[str, int]]]
     days: Sequence[Day]
@@ -156,7 +159,7 @@ class Trend:
 
 
 def trend(entries: Entries, shown_ended: int) -> Trend:
-    """The history for the report; days and ended findings come the newest first."""
+    """The history for the report. The newest day and the last ended finding come first."""
     runs: dict[str, tuple[datetime, dict[str, int]]] = {}
     for row in entries.counts.to_pylist():
         by_class = runs.setdefault(row["run"], (row["finished_at"], {}))[1]

@@ -24,9 +24,10 @@ _OWNER: Final = "# From the rules file "
 
 
 def target(given: Path, rules: Path) -> Path:
-    """The file for the metrics of a rules file: `given`, or in the folder `given` one that is called after the rules.
+    """The metrics file of a rules file: `given`, or if `given` is a folder, a file in it named after the rules file.
 
-    Raises UsageProblem, before any work is done, when it cannot be written or another rules file writes it.
+    Raises UsageProblem if the file cannot be written, or if another rules file writes it. A run calls this function
+    before any other work.
     """
     path = given / f"outbox_reconcile_{rules.stem}.prom" if given.is_dir() else given
     try:
@@ -43,7 +44,7 @@ def target(given: Path, rules: Path) -> Path:
 
 
 def write(path: Path, result: dict[str, Any], rules: Path) -> None:
-    """Write the metrics of a result; the file is replaced whole, so the collector never reads half of it."""
+    """Write the metrics of a result. The whole file is replaced at once, so the collector never reads a part of it."""
     _draft(path, f"{_owner(rules)}\n{render(result, rules.stem)}").replace(path)
 
 
@@ -59,7 +60,10 @@ def _draft(path: Path, text: str) -> Path:
 
 
 def render(result: dict[str, Any], name: str) -> str:
-    """The metrics in Prometheus' text format. `name` of the rules is on every sample: files are collected together."""
+    """The metrics in Prometheus' text format.
+
+    Every sample has the `name` of the rules as a label, because the collector reads the files of several rules.
+    """
     common = f'rules="{_escaped(name)}"'
     finished = datetime.fromisoformat(result["finished_at"]).timestamp()
     started = datetime.fromisoformat(result["started_at"]).timestamp()

@@ -1,8 +1,8 @@
-"""The plan of a repair of the findings in force: JSON lines that a person reads, cuts and then applies.
+"""The plan of a repair of the findings in force: JSON lines that a person reads, shortens and then applies.
 
-The first line is the head: the run, and how the row and the messages of each rule are read again. Each further line is
-a step. Making a plan reads only the result, no database, and changes nothing. `manage.py outbox_repair` applies it, and
-verifies each step again.
+The first line, the head, names the run. For each rule, it has the SQL that reads the row and the messages again. Each
+further line is a step. Making a plan reads only the result; it reads no database and changes nothing. `manage.py
+outbox_repair` applies the plan, and verifies each step before that.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class RepairAction(enum.StrEnum):
     ASK = "ask"
     """The ledger is asked how the half message's transaction ended."""
     REPORT = "report"
-    """Nothing: a person has to decide. `why` gives the reason."""
+    """Applying this step has no effect, because a person has to decide. `why` gives the reason."""
 
 
 _ACTIONS: Final = {
@@ -44,9 +44,9 @@ _ACTIONS: Final = {
 
 
 def lines(output: str, rules: Rules) -> Iterator[str]:
-    """The plan for the result in `output`: its head, then a step per open finding, in ASCII.
+    """The lines of the plan for the result in `output`: the head, then a step per open finding, in ASCII.
 
-    Raises UsageProblem when there is no result in `output`.
+    Raises UsageProblem if `output` has no result.
     """
     store = Store(output)
     result = store.result_in_force()
@@ -66,7 +66,7 @@ def lines(output: str, rules: Rules) -> Iterator[str]:
 
 
 def _source(rule: Rule, rules: Rules) -> dict[str, Any]:
-    """The SQL that finds the rule's row and messages, in the dialect of the databases; names are quoted."""
+    """The SQL that finds the rule's row and messages, in the dialect of their databases, with quoted names."""
     return {
         "database": rule.database,
         "table": sql.table_name(rule.table),
@@ -81,7 +81,7 @@ def _source(rule: Rule, rules: Rules) -> dict[str, Any]:
 
 
 def _effects(group: GroupRule) -> dict[str, Any]:
-    """How the effects of a key are found; a repair reads them before it publishes the row again."""
+    """The SQL that finds the effects of a key. A repair reads them before it publishes the row again."""
     return {
         "group": group.name,
         "database": group.database,
@@ -101,7 +101,7 @@ def _step(finding: Mapping[str, Any], rule: Rule | None, rules: Rules) -> dict[s
 
 
 def _hindrance(finding: Mapping[str, Any], rule: Rule | None, rules: Rules) -> str | None:
-    """Why a person has to decide; None if the step can be applied."""
+    """The reason why a person has to decide; None if `outbox_repair` can apply the step."""
     if finding["class"] not in _ACTIONS:
         return f"{finding['class']} is only reported. {finding['remedy'] or ''}".rstrip()
     if finding["acknowledged"]:

@@ -13,7 +13,7 @@ from ..comparison import classify
 from ..stages.scan import BARS
 
 Times = list[tuple[str, float, int]]
-"""Class, seconds since 1970, count."""
+"""The class, time (in seconds since 1970) and count of findings."""
 
 _FEWEST_BARS: Final = 6
 _STEPS: Final = (1.0, 10.0, 60.0, 300.0, 900.0, 3600.0, 6 * 3600.0, 86400.0, 7 * 86400.0)
@@ -37,17 +37,17 @@ class _Axis:
         return min(self.bins - 1, int((moment - self.low) / self.width))
 
     def x(self, place: float) -> float:
-        """Where a bucket begins."""
+        """The horizontal position at which the bucket `place` begins."""
         return _LEFT + place * (_WIDTH - _LEFT - _RIGHT) / self.bins
 
 
 def plot(volume: list[tuple[float, int]], times: Times) -> str:
-    """The section with the timeline; empty when nothing has a time."""
+    """The section with the timeline; empty if no row and no finding has a time."""
     moments = [moment for moment, _ in volume] + [moment for _, moment, _ in times]
     if not moments:
         return ""
     low, high = min(moments), max(moments)
-    # A whole number of the buckets that were counted: other widths leave gaps between the bars.
+    # A bar is as wide as a whole number of the counted buckets. Other widths would leave gaps between the bars.
     steps = [later - sooner for (sooner, _), (later, _) in pairwise(sorted(volume)) if later > sooner]
     step = min(steps, default=1.0)
     width = step * max(1, math.ceil((high - low + step) / step / BARS))
@@ -71,7 +71,10 @@ def plot(volume: list[tuple[float, int]], times: Times) -> str:
 
 
 def open_plot(runs: Sequence[tuple[float, Mapping[str, int]]]) -> str:
-    """Open findings by class after each run (its time, in ascending order), or after the last one of a bucket."""
+    """The plot of open findings by class, after the last run of each bucket of time.
+
+    `runs` has the time and the counts of each run, in ascending order of time.
+    """
     low, high = runs[0][0], runs[-1][0]
     width = next((step for step in _STEPS if (high - low) / step < BARS - 1), _STEPS[-1])
     low -= low % width

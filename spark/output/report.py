@@ -1,4 +1,4 @@
-"""The report: one HTML file that needs nothing else. Every value from the data is escaped where it is written."""
+"""The report: one HTML file that needs no other file. Every value from the data is escaped when it is written."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ SHOWN_TIMES: Final = ("at", "row_at", "message_at", "settled_at", "effect_at", "
 
 
 def samples(findings: DataFrame, per_class: int) -> list[dict[str, Any]]:
-    """The oldest findings of each rule, class and group; times as ISO 8601 texts."""
+    """The oldest findings of each rule, class and group, with times as ISO 8601 texts."""
     order = Window.partitionBy("rule", "class", "group").orderBy("at", "key")
     times = {name: F.date_format(name, "yyyy-MM-dd HH:mm:ss") for name in SHOWN_TIMES}
     picked = findings.withColumn("place", F.row_number().over(order)).where(F.col("place") <= per_class)
-    # Few rows: sorted here, as Spark would run the query twice to sort them in parallel.
+    # The driver sorts these few rows, because Spark would run the query twice to sort them in parallel.
     rows = [row.asDict(recursive=True) for row in picked.withColumns(times).collect()]
     rows.sort(key=lambda row: (row["rule"], row["class"], row["group"], row.pop("place")))
     return rows
@@ -44,7 +44,7 @@ def render(
     trend: Trend,
     trace: str,
 ) -> str:
-    """The page."""
+    """The HTML page of a result."""
     parts = [
         _head(result),
         _tiles(result),
@@ -94,7 +94,7 @@ def _window_text(rule: Mapping[str, Any]) -> str:
 
 
 def _look_back_text(rule: Mapping[str, Any]) -> str:
-    """Whether this run sees changes of rows that an earlier run judged."""
+    """A sentence about the last look back: it tells whether changes of rows that an earlier run judged are seen."""
     last = rule.get("looked_back")
     if rule["since"] is None:
         return ""
@@ -201,7 +201,7 @@ def _seconds(text: str) -> str:
     return f"{datetime.fromisoformat(text):%Y-%m-%d %H:%M:%S}"
 
 
-# The findings: a table per class, and of each finding its row, messages and effects to be opened.
+# The findings: a table per class. The reader can open each finding to see its row, messages and effects.
 
 _COMMAND: Final = re.compile("`([^`]+)`")
 _COLUMNS: Final = ("Key", "Rule", "Group", "Severity", "What", "Time", "First seen")
@@ -209,7 +209,7 @@ CLOSED: Final = (FindingClass.RECOVERED, FindingClass.EXPIRED)
 
 
 def _findings_section(result: Mapping[str, Any], found: Sequence[Mapping[str, Any]], trace: str) -> str:
-    """The section."""
+    """The section with the findings."""
     if not found:
         return "<section><h2>Findings</h2><p>None.</p></section>"
     by_class: dict[str, list[Mapping[str, Any]]] = {}
@@ -251,13 +251,13 @@ def _finding(finding: Mapping[str, Any], trace: str) -> str:
         f"<span class='t'>{escape(finding['at'] or '–')}</span>",
         f"<span class='t'>{escape(finding['first_seen'] or '–')}</span>",
     )
-    # On a phone a cell stands below the other, each with its column's name before it.
+    # On a phone, the cells are below each other, and each cell begins with the name of its column.
     cells = [f"<td data-column='{name}'>{cell}</td>" for name, cell in zip(_COLUMNS, shown, strict=True)]
     return f"<tbody><tr>{''.join(cells)}</tr>{_more(finding, trace)}</tbody>"
 
 
 def _more(finding: Mapping[str, Any], trace: str) -> str:
-    """The remedy, and a part to be opened with all sides of the finding's key."""
+    """The remedy of a finding, and a part that the reader can open, with all evidence about the finding's key."""
     if finding["class"] in CLOSED:
         return ""
     remedy = _remedy(finding["remedy"] or "")
@@ -281,7 +281,7 @@ def _more(finding: Mapping[str, Any], trace: str) -> str:
 
 
 def _remedy(text: str) -> str:
-    """A paragraph about the check and one about the settlement, with their commands as code."""
+    """Two paragraphs with commands as code: one about the first check, one about the settlement."""
     check, then, settle = text.partition(" Then: ")
     parts = [check, then.lstrip() + settle] if then else [check] if check else []
     return "".join(_COMMAND.sub(r"<code>\1</code>", f"<p>{escape(part)}</p>") for part in parts)
@@ -318,7 +318,7 @@ def _part(title: str, shown: str) -> list[str]:
 
 
 def _checks(messages: Sequence[Mapping[str, Any]]) -> str:
-    """The check-backs of the messages' transactions, the newest last; empty without any."""
+    """The check-backs of the messages' transactions, the newest last; empty if there are none."""
     asked = {each.get("transaction_id"): each.get("checks") or [] for each in messages}
     rows = [
         _row(
@@ -334,7 +334,7 @@ def _checks(messages: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _failures(messages: Sequence[Mapping[str, Any]]) -> str:
-    """The failed attempts of handlers; empty without any."""
+    """The failed attempts of handlers; empty if there are none."""
     rows = [
         _row(
             escape(failure["consumer_group"]),
@@ -350,7 +350,7 @@ def _failures(messages: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _groups(known: Mapping[str, Any]) -> str:
-    """Every group that the rule names or that subscribes: its effects, and how far the message got with it."""
+    """Every group that the rule names or that subscribes, with its effects and the state of its delivery."""
     effects = {each["group"]: each for each in known.get("effects") or []}
     states = {each["group"]: each.get("delivery") for each in known.get("deliveries") or []}
     if not effects and not states:
@@ -379,7 +379,7 @@ def _time(text: str | None) -> str:
 
 
 def trace_command(finding: Mapping[str, Any], trace: str) -> str:
-    """The command that follows the finding's message through the broker; empty when there is no message."""
+    """The command that traces the finding's message through the broker; empty if the finding names no message."""
     if not finding["message_id"]:
         return ""
     return trace.replace("{message_id}", shlex.quote(finding["message_id"]))
@@ -391,7 +391,7 @@ _SHOWN_DAYS: Final = 14
 
 
 def _history_section(trend: Trend) -> str:
-    """The section; one sentence after the first run."""
+    """The section with the history; after the first run it is one sentence."""
     if len(trend.runs) < 2:
         return "<section><h2>History</h2><p class='dim'>This is the first run into this output folder.</p></section>"
     return (

@@ -1,4 +1,4 @@
-"""The last stage: writes `result.json`, which puts the run in force, and the files that show it."""
+"""The last stage: writes `result.json`, which puts the run's result in force, and the report, history and metrics."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SAMPLES_PER_CLASS: Final = 20
 def compose(
     job: Job, found: Findings, snapshots: Sequence[SourceBoundary], confirmed_by: Sequence[SourceBoundary]
 ) -> dict[str, Any]:
-    """The contents of `result.json`. `status` and `faults` leave out findings that are acknowledged."""
+    """The contents of `result.json`. `status` and `faults` do not count acknowledged findings."""
     totals = dict.fromkeys((name.value for name in classify.CLASSES), 0)
     for judged in found.rules:
         for counts in judged.counts.values():
@@ -64,10 +64,10 @@ def publish(
     past: history.Entries,
     metrics_file: Path | None,
 ) -> str | None:
-    """Write the report, then the result, then history and metrics. The result is in force once it is written.
+    """Write the run's report, then the result, then history and metrics. The result is in force once it is written.
 
-    Returns an error if history or metrics could not be written, else None. Raises UsageProblem if the result
-    itself cannot be written; then the previous one stays in force.
+    Returns an error text if history or metrics could not be written, else None. If the result itself cannot be written,
+    the function raises UsageProblem, and the previous result stays in force.
     """
     entries = history.of_result(job.store, result)
     trend = history.trend(past.and_then(entries), SAMPLES_PER_CLASS)
@@ -81,7 +81,7 @@ def publish(
     except OSError as error:
         raise UsageProblem(f"the result cannot be written: {error}. The previous one stays in force.") from error
     try:
-        # After the result, because these files must not be ahead of it. They may stay behind.
+        # Write these files after the result: they may be older than the result in force, but never newer.
         history.keep(job.store, entries)
         job.store.write("report.html", text)
         if metrics_file is not None:
@@ -92,7 +92,7 @@ def publish(
 
 
 def shown(counts: Counts) -> str:
-    """Counts in one line."""
+    """The counts as a text of one line."""
     texts = []
     for subject, classes in counts.items():
         found = ", ".join(f"{count} {name}" for name, count in classes.items() if count)
@@ -101,7 +101,7 @@ def shown(counts: Counts) -> str:
 
 
 def shown_totals(result: dict[str, Any]) -> str:
-    """A result in one line."""
+    """The totals of a result as a text of one line."""
     found = ", ".join(f"{count} {name}" for name, count in result["totals"].items() if count)
     known = f" ({result['acknowledged']} of them acknowledged)" if result["acknowledged"] else ""
     return f"{result['status']}: {found or 'nothing judged'}{known}"

@@ -1,4 +1,4 @@
-"""Reading and validating the rules file. Every error names its line, key and remedy; all are reported at once."""
+"""Reads and validates the rules file. It reports all errors at once, each with its line, key and remedy."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _BY_BODY: Final = (
 
 
 def load(path: Path, environment: Mapping[str, str] | None = None) -> Rules:
-    """The rules in `path`. Raises RulesInvalid with every error, or UsageProblem when there is no such file."""
+    """The rules in `path`. Raises RulesInvalid with all errors, or UsageProblem if the file does not exist."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -325,7 +325,7 @@ _NOT_JUDGED: Final = ("mask", "look_back", "look_back_every")
 
 
 def _digest(rule: Any) -> str:
-    """A digest of the keys that influence judging, without those about masking and looking back."""
+    """A digest of the rule's keys that influence judging. The keys for masking and looking back do not."""
     judged = {key: value for key, value in rule.items() if key not in _NOT_JUDGED} if isinstance(rule, dict) else rule
     return hashlib.sha256(json.dumps(judged, sort_keys=True, default=str).encode()).hexdigest()[:16]
 

@@ -1,4 +1,4 @@
-"""Fields that a rule masks: they are compared, but not shown. The rest of a body is shown as it was written."""
+"""Masking: a run compares masked fields, but does not show their values. It shows the rest of a body unchanged."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _DECODER: Final = json.JSONDecoder()
 
 
 def is_masked(rule: Rule, field: FieldRule) -> bool:
-    """Whether the values of a compared field are masked: by column, or by a part of its path in the body."""
+    """Whether the rule masks a compared field: by its column, or by a part of its path in the body."""
     path = field.body.split(".")
     prefixes = (".".join(path[: length + 1]) for length in range(len(path)))
     return not {field.column, *path, *prefixes}.isdisjoint(rule.mask)
 
 
 def shown(rule: Rule, field: FieldRule, value: Column) -> Column:
-    """A compared value as a finding may show it. A null is not hidden."""
+    """A compared value as a finding may show it. A null is shown even if the field is masked."""
     return F.when(value.isNotNull(), F.lit(HIDDEN)) if is_masked(rule, field) else value
 
 

@@ -1,4 +1,4 @@
-"""The declared rules as values. Durations are seconds; file.py reads them from the rules file."""
+"""The declared rules as values, which file.py reads from the rules file. Durations are in seconds."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ class FieldType(enum.StrEnum):
     """The common form of a column and a body field, in which they are compared."""
 
     TEXT = "text"
-    """Compared as it is."""
+    """A text, compared unchanged."""
     INTEGER = "integer"
-    """Up to 26 digits."""
+    """A number of up to 26 digits."""
     DECIMAL = "decimal"
-    """Rounded to 12 decimals; up to 26 digits before the point."""
+    """A number of up to 26 digits before the point, rounded to 12 decimals."""
     BOOLEAN = "boolean"
     """true/false, t/f, 1/0."""
     TIMESTAMP = "timestamp"
-    """To the microsecond; a text without an offset is UTC."""
+    """A time with microseconds. A text without an offset is in UTC."""
     DATE = "date"
-    """ISO 8601."""
+    """A date in ISO 8601."""
     UUID = "uuid"
-    """Compared in lower case."""
+    """A UUID, compared in lower case."""
 
     @property
     def takes_tolerance(self) -> bool:
-        """Whether two values of the type have a distance."""
+        """Whether a field of this type may have a tolerance: two of its values have a distance."""
         return self in (FieldType.INTEGER, FieldType.DECIMAL, FieldType.TIMESTAMP)
 
 
 class FindingSeverity(enum.StrEnum):
-    """The urgency of a finding; the report sorts by it."""
+    """The urgency of a finding. The report sorts findings by it."""
 
     CRITICAL = "critical"
     WARNING = "warning"
@@ -54,9 +54,9 @@ class SourceKind(enum.StrEnum):
     """The place from which a database's tables are read."""
 
     POSTGRES = "postgres"
-    """Over ADBC, partitioned, inside one exported snapshot."""
+    """PostgreSQL, read over ADBC in several partitions, all inside one exported snapshot."""
     JDBC = "jdbc"
-    """Spark's JDBC reader: no common snapshot of the partitions."""
+    """A database read by Spark's JDBC reader. Its partitions have no common snapshot."""
     PARQUET = "parquet"
     """A folder with one Parquet file or folder per table."""
     CSV = "csv"
@@ -72,10 +72,10 @@ DEFAULT_LOOK_BACK_EVERY_SECONDS: Final = 86_400.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DatabaseRule:
-    """One source. `location` is a connection string, a JDBC URL or a folder; it is resolved from the environment.
+    """One source. `location` is its connection string, JDBC URL or folder, with variables of the environment resolved.
 
-    For a replica, `primary` is the database whose open transactions count. Without it, they are assumed to last no
-    longer than `longest_transaction_seconds`.
+    For a replica, `primary` names the primary, whose open transactions count. Without `primary`, a run assumes that
+    its transactions last at most `longest_transaction_seconds`.
     """
 
     name: str
@@ -89,7 +89,10 @@ class DatabaseRule:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FieldRule:
-    """A column that must equal a field of the body (a dotted path), up to `tolerance` (same unit; times in seconds)."""
+    """A column that must equal a field of the body, given as a dotted path.
+
+    The two values may differ by `tolerance`, in their unit; for times it is in seconds.
+    """
 
     column: str
     body: str
@@ -101,11 +104,12 @@ class FieldRule:
 class GroupRule:
     """A consumer group that must have handled the message, and the table in which its effect shows.
 
-    The effect is found by `key` (equal to the message's key) or by `message_id`. Without a table the broker's own
-    view of the delivery is the evidence. `within_seconds` counts from the row's time (or the message's delivery
-    time, if later): no effect by then is UNDELIVERED, a later one LATE. `owed_when`, a condition over `message_v1`,
-    says of which messages an effect is owed; None: what the broker knows of the subscription (subscriptions.py), else
-    of all.
+    The effect is found by `key` (equal to the message's key) or by `message_id`. Without a table, the broker's own
+    view of the delivery is the evidence. The limit `within_seconds` counts from the row's time, or from the message's
+    delivery time if this is later. A group without an effect by then is UNDELIVERED; a later effect is LATE.
+
+    `owed_when` is a condition over `message_v1` for the messages of which the group owes an effect. If it is None, the
+    run takes the group's subscription from the broker (subscriptions.py). If it cannot, every message owes an effect.
     """
 
     name: str
@@ -122,7 +126,7 @@ class GroupRule:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rule:
-    """Which messages and effects every row of a table that satisfies `when` must have.
+    """The messages and effects that every row of a table must have if it satisfies `when`.
 
     The rule ignores messages of `topic` (and `tag`) that do not satisfy `message_when`, a condition over `message_v1`.
     """
@@ -143,13 +147,14 @@ class Rule:
     stuck_after_seconds: float = DEFAULT_STUCK_AFTER_SECONDS
     bucket_seconds: float | None = None
     look_back_seconds: float | None = None
-    """How far an incremental run judges rows of earlier runs again, once per `look_back_every_seconds`."""
+    """Once per `look_back_every_seconds`, an incremental run judges rows of earlier runs again, back to this many
+    seconds before its boundary."""
     look_back_every_seconds: float = DEFAULT_LOOK_BACK_EVERY_SECONDS
     allow_empty: bool = False
     fields: tuple[FieldRule, ...] = ()
     groups: tuple[GroupRule, ...] = ()
     mask: tuple[str, ...] = ()
-    """Columns and body fields whose values no finding shows."""
+    """Columns and body fields whose values are shown in no finding."""
     digest: str = ""
 
     @property
@@ -169,7 +174,8 @@ class Rule:
 
     @property
     def longest_wait(self) -> timedelta:
-        """After this time everything about a row can be judged, unless its message was delayed."""
+        """The longest limit of the rule. After this time, everything about a row can be judged, unless its message was
+        delayed."""
         waits = (self.grace_seconds, self.stuck_after_seconds, self.late_after_seconds or 0.0)
         return timedelta(seconds=max(*waits, *(group.within_seconds for group in self.groups)))
 
@@ -195,10 +201,10 @@ class Fault(enum.StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Acknowledgement:
-    """A finding that people know of: until a date it is reported as such, and not counted as new.
+    """A known finding. Before the moment `until`, reports show it as acknowledged and do not count it as new.
 
-    It changes nothing of how a key is judged. `group`: None means every subject of the key, '' means its message. It
-    is in force before the moment `until`.
+    An acknowledgement does not change how a key is judged. Its `group` is a consumer group, '' for the key's message,
+    or None for every subject of the key.
     """
 
     rule: str
@@ -211,12 +217,12 @@ class Acknowledgement:
 
     @property
     def text(self) -> str:
-        """As findings show it."""
+        """The text of the acknowledgement in a finding: author, end and reason."""
         return f"by {self.by} until {self.until.isoformat()}: {self.reason}"
 
     @property
     def ended_note(self) -> str:
-        """The note of a run after `until`."""
+        """The note that a run after `until` shows."""
         return (
             f"the acknowledgement of {self.finding_class} {self.key!r} by {self.by} ended at {self.until.isoformat()}: "
             f"it counts again. Remove it, or give it another until"
@@ -225,7 +231,7 @@ class Acknowledgement:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rules:
-    """A whole rules file."""
+    """The contents of a rules file."""
 
     title: str
     databases: dict[str, DatabaseRule]

@@ -1,4 +1,7 @@
-"""TOML tables read with types, each error at its line: tomllib gives values, and a validation error needs lines."""
+"""Reads typed values from TOML tables, and finds the line of each key, which tomllib does not give.
+
+A validation error needs this line.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ Choice = TypeVar("Choice", bound=StrEnum)
 
 
 class TomlTable:
-    """One TOML table while it is being read: typed access, each error at its line."""
+    """Reads typed values from one TOML table. It reports each error with its line."""
 
     def __init__(self, report: Callable[[Path, str], None], values: Any, path: Path, allowed: tuple[str, ...]) -> None:
         self._report, self.path = report, path
@@ -33,12 +36,12 @@ class TomlTable:
                 self.problem(key, "unknown key", remedy)
 
     def problem(self, key: str | None, what: str, remedy: str) -> None:
-        """Report an error at a key of this table (None: at the table itself)."""
+        """Report an error at a key of this table, or at the table itself if `key` is None."""
         path = self.path if key is None else (*self.path, key)
         self._report(path, f"{dotted(path)}: {what}; {remedy}.")
 
     def text(self, key: str, default: str | None = None, *, required: bool = False) -> str | None:
-        """A text that is not empty; `default` where the key is missing."""
+        """The text of a key, which must not be empty; `default` if the key is missing."""
         value = self.values.get(key)
         if value is None:
             if required:
@@ -50,11 +53,11 @@ class TomlTable:
         return value
 
     def required(self, key: str) -> str:
-        """A text; reported and '' where it is missing."""
+        """The text of a required key. If the key is missing, report an error and return ''."""
         return self.text(key, "", required=True) or ""
 
     def flag(self, key: str) -> bool:
-        """true or false; false where the key is missing."""
+        """The boolean value of a key; false if the key is missing."""
         value = self.values.get(key, False)
         if not isinstance(value, bool):
             self.problem(key, f"must be true or false, got {value!r}", f"write {key} = true")
@@ -62,7 +65,7 @@ class TomlTable:
         return value
 
     def choice(self, key: str, kind: type[Choice], default: Choice) -> Choice:
-        """One of the values of `kind`."""
+        """The value of a key as a member of `kind`."""
         value = self.values.get(key, default.value)
         try:
             return kind(value)
@@ -71,7 +74,7 @@ class TomlTable:
             return default
 
     def seconds(self, key: str, default: float | None) -> float | None:
-        """A duration, in seconds."""
+        """The duration of a key, in seconds."""
         value = self.values.get(key)
         if value is None:
             return default
@@ -95,7 +98,7 @@ def dotted(path: Path) -> str:
 
 
 def lines_by_path(text: str) -> dict[Path, int]:
-    """Line number (from 1) of every table and key, by its path; arrays of tables are numbered from 0."""
+    """The line number (from 1) of every table and key, by its path. The tables of an array are numbered from 0."""
     found: dict[Path, int] = {(): 1}
     counts: dict[Path, int] = {}
     table: Path = ()

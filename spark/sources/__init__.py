@@ -1,1 +1,1 @@
-"""Where tables are read from: PostgreSQL over ADBC (default) or JDBC, Parquet and CSV folders."""
+"""The sources of tables: PostgreSQL over ADBC (the default), databases over JDBC, and Parquet and CSV folders."""

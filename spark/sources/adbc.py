@@ -1,8 +1,6 @@
-"""The Python Data Source: one SQL query per partition, read over ADBC as Arrow, inside an exported snapshot.
+"""A Python Data Source for Spark. Each of its partitions is one SQL query, read over ADBC as Arrow, in one snapshot.
 
-Its code runs on executors: it needs only pyspark, pyarrow and the ADBC driver there.
-
-See decision 041.
+This code runs on executors, on which only pyspark, pyarrow and the ADBC driver must be installed. See decision 041.
 """
 
 from __future__ import annotations
@@ -22,7 +20,8 @@ from ..common.errors import FAILURE, ReconcileError, RunIncomplete, UsageProblem
 from ..common.safe_text import mask_passwords
 
 FORMAT: Final = "outbox_postgres"
-# Long enough for the table and its part; the rest is keys.
+# An error text shows this many characters of a query. They contain the table and the part of it that was read; the
+# rest of the query is keys.
 _SHOWN_QUERY: Final = 240
 _BATCH_BYTES: Final = 4 * 1024 * 1024
 _ARROW_TYPES: Final = {
@@ -32,19 +31,21 @@ _ARROW_TYPES: Final = {
     "binary": pa.binary(),
 }
 NAME: Final = "outbox-reconcile"
-# Held by every transaction of ours, so that the database itself shows which transactions are ours: an application_name
-# stays on the server's connection when a pool gives that to another client; a lock ends with its transaction.
+# Every transaction of this package holds an advisory lock of this class, so that the database shows which transactions
+# are from this package. The application_name would not show it: a pool may give a connection with this name to another
+# client. A lock ends with its transaction.
 LOCK_CLASS: Final = 1_869_967_960
 SNAPSHOT: Final = "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY"
 LATEST: Final = "BEGIN ISOLATION LEVEL READ COMMITTED READ ONLY"
-# SET LOCAL: a session setting would reach other clients of a pool, and might not reach our next transaction.
+# The statement SET LOCAL makes these settings, for one transaction. Behind a pool, a setting of the session would also
+# apply to other clients, and might not apply to the next transaction of this package.
 _SETTINGS: Final = (
-    # Keys are sent as constants: other settings would change their meaning.
+    # Queries contain keys as constants. With other values of the next two settings, a constant would mean another key.
     "client_encoding = 'UTF8'",
     "standard_conforming_strings = on",
-    # An error if policies hide rows: hidden rows would become false findings.
+    # If policies hide rows from the role, the query fails. Hidden rows would become false findings.
     "row_security = off",
-    # Values are sent as texts, in one form independent of the database's settings.
+    # The database sends values as texts. These settings give texts of one form, whatever the database's own settings.
     "timezone = 'UTC'",
     "datestyle = 'ISO'",
     "bytea_output = 'hex'",
@@ -54,7 +55,8 @@ _SETTINGS: Final = (
 )
 _READING: Final = (
     "work_mem = '128MB'",
-    # Decisions lie in the order of their messages: looking them up by index beats scanning all of them per partition.
+    # Decisions are stored in the order of their messages. Reading them by index is faster than scanning all decisions
+    # for every partition.
     "random_page_cost = 1.1",
 )
 _USAGE_STATES: Final = {
@@ -68,14 +70,14 @@ _USAGE_STATES: Final = {
     "42846": "a column cannot be cast to the type that is compared",
     "22P02": "an expression of the rule has a constant of the wrong type",
 }
-# Data exception, syntax error or access rule violation, feature not supported.
+# Classes of SQLSTATE: data exception, syntax error or access rule violation, feature not supported.
 _USAGE_CLASSES: Final = ("22", "42", "0A")
 ACCESS_STATES: Final = ("28P01", "28000", "3D000")
 
 
 @dataclass
 class QueryPartition(InputPartition):
-    """One query of one executor task."""
+    """The query of one executor task."""
 
     query: str
 
@@ -83,8 +85,8 @@ class QueryPartition(InputPartition):
 class PostgresDataSource(DataSource):
     """`spark.read.format("outbox_postgres").schema(…).option("url", …).option("queries", JSON list)`.
 
-    `url` is a libpq connection string (Spark redacts the option's value); `snapshot` is the name of an exported
-    snapshot, whose exporting transaction the caller holds open; `name` is the application_name of the sessions.
+    `url` is a libpq connection string; Spark hides the value of this option in its logs. `snapshot` is the name of an
+    exported snapshot, whose transaction the caller must keep open. `name` is the application_name of the sessions.
     """
 
     @classmethod
@@ -98,7 +100,7 @@ class PostgresDataSource(DataSource):
 
 
 class PostgresReader(DataSourceReader):
-    """Plans one partition per query and reads each in a connection of its own."""
+    """Plans one partition per query, and reads each partition over a connection of its own."""
 
     def __init__(self, options: Any, schema: StructType) -> None:
         self._url: str = options["url"]
@@ -114,8 +116,8 @@ class PostgresReader(DataSourceReader):
         return [QueryPartition(query) for query in self._queries]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        """See DataSourceReader. A failure is a RuntimeError whose text starts with FAILURE, so that the driver
-        recognises it.
+        """See DataSourceReader. If reading fails, the method raises RuntimeError with a text that starts with FAILURE,
+        so that the driver recognises the error.
         """
         assert isinstance(partition, QueryPartition)
         import adbc_driver_manager
@@ -139,14 +141,17 @@ class PostgresReader(DataSourceReader):
 
 
 def connect(url: str) -> Any:
-    """A connection in autocommit mode. All reading happens in a transaction that starts with `begin`."""
+    """A connection in autocommit mode. Callers read in transactions that they start with the statements of `begin`."""
     import adbc_driver_postgresql.dbapi
 
     return adbc_driver_postgresql.dbapi.connect(url, autocommit=True)
 
 
 def begin(mode: str, name: str, *, snapshot: str = "", settings: Sequence[str] = ()) -> list[str]:
-    """The statements that start a transaction of ours: SNAPSHOT or LATEST, called `name`, in an exported `snapshot`."""
+    """The statements that start a transaction of this package.
+
+    `mode` is SNAPSHOT or LATEST, `name` is the application_name, and `snapshot` the name of an exported snapshot.
+    """
     shown = name[:63].replace("'", "")
     return [
         mode,
@@ -158,7 +163,7 @@ def begin(mode: str, name: str, *, snapshot: str = "", settings: Sequence[str] =
 
 
 def conform(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
-    """The batch with exactly the declared types: Spark refuses any other, nullability included."""
+    """The batch with exactly the declared types and nullability. Spark refuses a batch with other types."""
     arrays = [
         column if column.type == field.type else column.cast(field.type)
         for column, field in zip(batch.columns, schema, strict=True)
@@ -167,13 +172,13 @@ def conform(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
 
 
 def one_line(error: BaseException) -> str:
-    """A driver's error in one line, without the query it repeats."""
+    """The text of a driver's error in one line, without the query."""
     text = " ".join(mask_passwords(str(error).split("Query was:")[0]).split())
     return re.sub(r"^.*?\bERROR: *", "", re.sub(r" LINE \d+: .*$", "", text)).rstrip(". ")
 
 
 def translated(database: str, error: Any, about: str) -> ReconcileError:
-    """A driver's error while reading `about` as one of ours."""
+    """The ReconcileError for a driver's error that occurred while reading `about`."""
     state = error.sqlstate or ""
     detail = f"{about} in database {database!r}: {one_line(error)}"
     if state in _USAGE_STATES or state[:2] in _USAGE_CLASSES:

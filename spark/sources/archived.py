@@ -1,6 +1,6 @@
-"""A broker with an archive: messages that retention has removed are read from the archive.
+"""A broker with an archive: this source reads the messages that retention has removed from the archive.
 
-`outbox-reconcile archive` (`archive.py`) writes what is read here: passes with their counts and checksums, and gaps.
+`outbox-reconcile archive` (`archive.py`) writes the archive: passes with their counts and checksums, and gaps.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ KINDS: Final = {
     "decided_at": ColumnKind.TIMESTAMP,
     "recalled_at": ColumnKind.TIMESTAMP,
 }
-# After this time the state of a message cannot change: until then it can be recalled.
+# After this time, the state of a message cannot change. Before it, a client may recall the message.
 SETTLED: Final = "coalesce(recalled_at, greatest(decided_at, deliver_at))"
-# Messages that retention has removed, and those still there that earlier passes took.
+# Per topic: the number of messages that retention has removed, the number of messages in the log that earlier passes
+# took, and the horizon.
 _REMOVED: Final = """
 SELECT topic.topic, coalesce(removed.count, 0), coalesce(taken.count, 0),
        topic.pruned_at - topic.retention_seconds * interval '1 s'
@@ -51,7 +52,10 @@ LEFT JOIN (SELECT topic, count(*) AS count FROM {messages} WHERE {before} GROUP 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pass:
-    """Messages settled before `until` and not before `since` (None: all): how many, per topic, and their checksum."""
+    """A pass over the messages settled from `since` (None: the beginning) up to `until`.
+
+    It has their number, their number per topic, and their checksum.
+    """
 
     name: str
     since: str | None
@@ -62,13 +66,14 @@ class Pass:
 
     @property
     def folder(self) -> str:
-        """Below the archive."""
+        """The folder of the pass, below the archive."""
         return f"{FOLDER}/pass={self.name}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gap:
-    """Messages of a topic that were removed before a pass could take them; found by the pass that ended at `until`."""
+    """The number of messages of a topic that retention removed before a pass took them. The pass that ended at `until`
+    found this gap."""
 
     topic: str
     messages: int
@@ -77,7 +82,11 @@ class Gap:
 
 @dataclass(kw_only=True)
 class Manifest:
-    """`removed`: per topic, how many messages were gone when the archive began, and up to when ('': none was)."""
+    """The contents of `archive.json`: passes and gaps.
+
+    `removed` has, per topic, the number of messages that retention had removed before the first pass, and the horizon
+    at that time ('' if it had removed none).
+    """
 
     broker: str
     passes: list[Pass] = field(default_factory=list)
@@ -86,24 +95,31 @@ class Manifest:
 
     @property
     def until(self) -> str | None:
-        """The time up to which the newest pass took settled messages."""
+        """The end of the newest pass: it took the messages settled before this time."""
         return self.passes[-1].until if self.passes else None
 
     def missing(self, topic: str, removed: int, taken: int) -> int:
-        """The number of removed messages that are neither here nor known as missing. `taken`: here and still there."""
+        """The number of removed messages that are neither in the archive nor in a known gap.
+
+        `removed` is the number of messages that retention has removed from the log. `taken` is the number of messages
+        that are both in the archive and in the log.
+        """
         archived = sum(each.topics.get(topic, 0) for each in self.passes)
         known = sum(gap.messages for gap in self.gaps if gap.topic == topic)
         return removed - self.removed.get(topic, (0, ""))[0] - (archived - taken) - known
 
     def complete_from(self, topic: str) -> datetime | None:
-        """Messages of the topic stored before may be in neither place; None: all are in one."""
+        """From this time on, every message of the topic is in the archive or in the log. None means from the beginning.
+
+        Messages stored earlier may be in neither of them.
+        """
         gaps = [gap.until for gap in self.gaps if gap.topic == topic]
         edge = gaps[-1] if gaps else self.removed.get(topic, (0, ""))[1]
         return datetime.fromisoformat(edge) if edge else None
 
 
 def load_manifest(store: Store) -> Manifest | None:
-    """The manifest of the archive; None before its first pass. Raises UsageProblem when the file is damaged."""
+    """The manifest of the archive; None before the first pass. Raises UsageProblem if its file is damaged."""
     text = store.read(MANIFEST)
     if text is None:
         return None
@@ -124,7 +140,8 @@ def load_manifest(store: Store) -> Manifest | None:
 def removed_by_topic(
     source: PostgresSource, schema: str, until: str | None
 ) -> list[tuple[str, int, int, datetime | None]]:
-    """Per topic: messages that retention has removed, those still there that were settled before `until`, horizon."""
+    """Per topic: its name, the number of messages that retention has removed, the number of messages in the log that
+    were settled before `until`, and the horizon."""
     names = {"topics": "topic_v1", "pruned": "pruned", "names": "topic", "messages": FOLDER}
     tables = {key: sql.table_name(name, schema) for key, name in names.items()}
     before = "false" if until is None else f"{SETTLED} < '{until}' AND state IN ('committed', 'recalled')"
@@ -134,13 +151,13 @@ def removed_by_topic(
 
 
 def read_passes(spark: SparkSession, folders: list[str]) -> DataFrame:
-    """The messages of these folders, `pass` and `day` included."""
+    """The archived messages in these folders, with the columns `pass` and `day`."""
     reader = spark.read.option("basePath", folders[0].rpartition("/")[0])
     return reader.schema(archived_messages().schema.add("day", "date")).parquet(*folders)
 
 
 def archived_messages(*conditions: str) -> TableSelection:
-    """The messages that satisfy the conditions, with all that the archive keeps of them."""
+    """The messages that satisfy the conditions, with all columns that the archive keeps."""
     columns = tuple(Column(name, name, kind) for name, kind in KINDS.items())
     return TableSelection(
         table=FOLDER, columns=columns, key="key", conditions=conditions, span="log_id", in_broker=True
@@ -148,8 +165,8 @@ def archived_messages(*conditions: str) -> TableSelection:
 
 
 class ArchivedSource(PostgresSource):
-    """Reads messages that may be gone from the archive, without those that are still in the log, and the rest from the
-    log."""
+    """Reads messages from the log, and from the archive those that retention may have removed. A message that is in
+    both is read only from the log."""
 
     def __init__(self, spark: SparkSession, database: DatabaseRule, location: str, name: str = adbc.NAME) -> None:
         super().__init__(spark, database, name)
@@ -160,12 +177,15 @@ class ArchivedSource(PostgresSource):
         self._edges: dict[str, datetime | None] = {}
 
     def close(self) -> None:
-        """See Source."""
+        """See DataSource."""
         super().close()
         self._edges.clear()
 
     def horizon(self, topic: str) -> datetime | None:
-        """See Source: with the archive. If messages are missing between archive and log, the archive is not used."""
+        """See DataSource. The horizon of archive and log together.
+
+        If messages are missing between archive and log, this is the horizon of the log alone.
+        """
         live = self.live_horizon(topic)
         if live is None or self._manifest is None:
             return live
@@ -180,14 +200,14 @@ class ArchivedSource(PostgresSource):
         return super().horizon(topic)
 
     def is_needed(self, topic: str, since: datetime | None) -> bool:
-        """Whether messages from `since` on may be in the archive only."""
+        """Whether some messages from `since` on may be in the archive and not in the log."""
         edge = self._edge((("topic", topic),))
         return self._manifest is not None and edge is not None and (since is None or since < edge)
 
     def read(
         self, selections: Sequence[TableSelection], since: datetime | None, until: datetime | None = None
     ) -> DataFrame:
-        """See Source."""
+        """See DataSource."""
         frames = [super().read(selections, since, until)]
         for selection in selections:
             edge = self._archived_before(selection)
@@ -200,7 +220,7 @@ class ArchivedSource(PostgresSource):
         return reduce(DataFrame.unionByName, frames)
 
     def read_keys(self, wanted: Sequence[tuple[TableSelection, Sequence[str]]]) -> DataFrame:
-        """See Source."""
+        """See DataSource."""
         live = super().read_keys(wanted)
         frames = [live]
         for selection, keys in wanted:
@@ -213,13 +233,14 @@ class ArchivedSource(PostgresSource):
         return reduce(DataFrame.unionByName, frames)
 
     def _archived_before(self, selection: TableSelection) -> datetime | None:
-        """Messages stored before this time are looked for in the archive too; None: nothing is."""
+        """Messages stored before this time are also read from the archive. None: the source does not read it."""
         if selection.table != FOLDER or self._manifest is None or not self._manifest.passes:
             return None
         return self._edge(selection.equals)
 
     def _edge(self, equals: tuple[tuple[str, str], ...]) -> datetime | None:
-        """The live horizon of the topic (of all, if none is named) as of this snapshot."""
+        """The horizon of the log in this snapshot, for the topic in `equals`. Without a topic, the newest of all
+        horizons."""
         topic = dict(equals).get("topic", "")
         if topic not in self._edges:
             where = sql.where([f"topic = {sql.text(topic)}"] if topic else [])
@@ -230,7 +251,7 @@ class ArchivedSource(PostgresSource):
 
 
 class _ArchiveFiles(FrameSource):
-    """The passes of the archive, in the columns of the view that they were read from."""
+    """The messages of the archive's passes, in the columns of the view `message_v1`."""
 
     def __init__(self, spark: SparkSession, database: DatabaseRule, folders: list[str]) -> None:
         super().__init__(spark, database)

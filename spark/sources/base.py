@@ -1,4 +1,5 @@
-"""The port of a source: check a table, read it by time or by key, and tell up to when it is complete."""
+"""The interface of a source: it checks a table, reads it by time or by key, and returns the time up to which the source
+is complete."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ class ColumnKind(enum.Enum):
     TIMESTAMP = "timestamp"
     BINARY = "binary"
     MICROSECONDS = "microseconds"
-    """A time as the text of its microseconds since 1970, so that all compared fields arrive as text."""
+    """A time as its microseconds since 1970, written as text, because all compared fields arrive as text."""
 
 
 _SPARK_TYPES: dict[ColumnKind, DataType] = {
@@ -46,7 +47,8 @@ class Column:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TableSelection:
-    """Columns and rows of a table. `time` limits it to a window; `span` is an increasing id to split it by."""
+    """Columns and rows of a table. By the column `time`, a source reads only a window. By `span`, an increasing id, it
+    splits the table into several queries."""
 
     table: str
     columns: tuple[Column, ...]
@@ -65,7 +67,7 @@ class TableSelection:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceBoundary:
-    """Up to when a source is complete, and the evidence for it. Written into every result."""
+    """The time up to which a source is complete, and the evidence for this. Every result contains it."""
 
     database: str
     taken_at: datetime
@@ -77,30 +79,30 @@ class SourceBoundary:
 
 
 class DataSource(Protocol):
-    """An opened database or folder. Raises UsageProblem and RunIncomplete, never an error of a driver."""
+    """A database or folder with tables. Its methods raise UsageProblem or RunIncomplete, never an error of a driver."""
 
     def open(self, timed: Sequence[TableSelection]) -> SourceBoundary:
-        """Take a snapshot, if the source has any; all reads until `close` see it."""
+        """Take a snapshot, if the source has snapshots. All reads until `close` see only this snapshot."""
 
     def close(self) -> None:
-        """Release the snapshot. Data frames of this source that were not evaluated yet can no longer be."""
+        """Release the snapshot. After this, Spark cannot evaluate data frames of this source any more."""
 
     def check(self, selection: TableSelection) -> None:
-        """Raise UsageProblem unless table, columns and types are there and comparable."""
+        """Raise UsageProblem if the table or a column does not exist, or if a column cannot be compared as its type."""
 
     def is_empty(self, selection: TableSelection, since: datetime | None = None) -> bool:
-        """Whether the selection has no row (with its time from `since` on)."""
+        """Whether the selection has no row, or no row with a time from `since` on if `since` is given."""
 
     def read(
         self, selections: Sequence[TableSelection], since: datetime | None, until: datetime | None = None
     ) -> DataFrame:
-        """All rows with `since <= time < until` of selections of one shape."""
+        """All rows of the selections with `since <= time < until`. The selections must have the same columns."""
 
     def repeated(self, selection: TableSelection, since: datetime) -> DataFrame | None:
-        """Rows before `since` whose key a row from `since` on has too; None where a unique index excludes that."""
+        """The rows before `since` whose key a row from `since` on has too; None if a unique index excludes this."""
 
     def read_keys(self, wanted: Sequence[tuple[TableSelection, Sequence[str]]]) -> DataFrame:
-        """All rows with one of the keys beside each selection, in any window; the selections have one shape."""
+        """For each selection, all rows with one of its keys, at any time. The selections must have the same columns."""
 
     def volume(
         self, selection: TableSelection, since: datetime | None, bucket_seconds: int
@@ -108,4 +110,7 @@ class DataSource(Protocol):
         """The number of rows in each bucket of time."""
 
     def horizon(self, topic: str) -> datetime | None:
-        """Broker only: messages stored before may have been removed by retention. None: nothing was."""
+        """Retention may have removed messages of the topic that were stored before this time. None: it removed none.
+
+        Only the source of the broker is asked.
+        """

@@ -1,7 +1,7 @@
-"""What a run reads of the broker's published views and of the business tables.
+"""The columns that a run reads from the broker's published views and from the business tables.
 
-The views belong to the broker (`outbox/broker/schema`), carry their version in their name and are described in
-docs/reconciliation.md. A test compares this list with an installed broker.
+The views belong to the broker (`outbox/broker/schema`) and have their version in their name. docs/reconciliation.md
+describes them. A test compares the list of this module with an installed broker.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ VIEWS: Final[dict[str, dict[str, str]]] = {
         "replayed_at": "timestamp with time zone",
     },
     "topic_v1": {"topic": "text", "retention_seconds": "bigint", "pruned_at": "timestamp with time zone"},
-    # Read if a rule has no owed_when.
+    # The next three views are read if a group has no owed_when.
     "group_v1": {"consumer_group": "text", "topic": "text", "filter": "text"},
     "offset_v1": {"consumer_group": "text", "topic": "text", "queue_id": "integer", "start_offset": "bigint"},
     "queue_entry_v1": {"queue_id": "integer", "queue_offset": "bigint", "log_id": "bigint", "attempt": "smallint"},
-    # Only shown with a finding.
+    # The next two views are only shown with a finding.
     "check_v1": {
         "transaction_id": "uuid",
         "checked_at": "timestamp with time zone",
@@ -73,8 +73,8 @@ ROW_KIND: Final = 0
 EFFECT_KIND: Final = 10
 _DETAILS: Final = ("message_id", "transaction_id", "tag", "decided_by")
 
-# All selections of one database are read at once, so they have one shape: rows and effects (kind, key, at, f0, f1, …),
-# or the broker's messages (key, at, log_id, decided_at, …).
+# One read covers all selections of a database, so they must have the same columns. Rows and effects have the columns
+# kind, key, at, f0, f1, … The broker's messages have the columns key, at, log_id, decided_at, …
 
 
 def rows(rule: Rule) -> TableSelection:
@@ -103,10 +103,10 @@ def rows(rule: Rule) -> TableSelection:
 
 
 def effects(rule: Rule, number: int, *, detailed: bool = False) -> TableSelection:
-    """The rows that show the work of the rule's group `number`.
+    """The effects of the rule's group `number`.
 
-    Without an effect table: the deliveries that are done according to the broker, in the shape of messages. They have
-    no time: offsets are compacted, so they show that a message was passed, but not when.
+    Without an effect table, these are the deliveries that the group has passed according to the broker, in the columns
+    of messages. They have no time, because the broker keeps no time per offset.
     """
     group = rule.groups[number]
     if group.table is None:
@@ -150,7 +150,7 @@ def messages(rule: Rule, *, detailed: bool = False) -> TableSelection:
 
 
 def owed(rule: Rule) -> str:
-    """The groups that owe an effect of a message: bit n for the rule's group n."""
+    """An expression for the groups that owe an effect of a message: bit n for the rule's group n."""
     bits = [
         f"CASE WHEN {group.owed_when} THEN {1 << number} ELSE 0 END" if group.owed_when else str(1 << number)
         for number, group in enumerate(rule.groups)
@@ -159,7 +159,7 @@ def owed(rule: Rule) -> str:
 
 
 def owing(rule: Rule) -> TableSelection:
-    """The rule's committed messages without their bodies, each of which owes effects."""
+    """The rule's committed messages without their bodies, if each of them owes effects."""
     columns = [
         Column("key", "key"),
         Column("log_id", "log_id", _BIGINT),
@@ -181,7 +181,7 @@ def owing(rule: Rule) -> TableSelection:
 
 
 def message_ids() -> TableSelection:
-    """The ids of all messages, of other topics too: an inbox may hold messages of several."""
+    """The ids of the messages of all topics, because an inbox may have messages of several topics."""
     names = ("message_id", "key", "topic", "tag")
     return TableSelection(
         table="message_v1",
@@ -194,7 +194,7 @@ def message_ids() -> TableSelection:
 
 
 def dead_letters(rule: Rule, *, detailed: bool = False) -> TableSelection:
-    """Dead letters of the topic that were not replayed, in the shape of messages."""
+    """The dead letters of the topic that were not replayed, in the columns of messages."""
     return TableSelection(
         table="dead_letter_v1",
         columns=_broker_columns(rule, {"at": "dead_at", "state": "'dead ' || consumer_group"}, detailed=detailed),
@@ -223,12 +223,12 @@ def deliveries(rule: Rule) -> TableSelection:
 
 
 def dead_state(group: GroupRule) -> str:
-    """The `state` of a dead letter of this group in the shape of messages."""
+    """The `state` of a dead letter of this group, in the columns of messages."""
     return f"dead {group.name}"
 
 
 def effect_state(number: int) -> str:
-    """The `state` of a delivery that is the effect of group `number`, in the shape of messages."""
+    """The `state` of a delivery that is the effect of group `number`, in the columns of messages."""
     return f"effect {number}"
 
 
@@ -241,7 +241,7 @@ def _broker_columns(rule: Rule, given: dict[str, str], *, detailed: bool = False
     if detailed:
         names += _DETAILS
     elif rule.counts_each_message:
-        # decided_by shows how near the decision is to the commit (evidence.way).
+        # decided_by shows how soon after the commit the message was decided (evidence.way).
         names.append("decided_by")
     rest = [Column(name, given.get(name, "(NULL)"), kinds.get(name, ColumnKind.TEXT)) for name in names]
     return (Column("key", "key"), Column("log_id", "log_id", _BIGINT), *rest)

@@ -1,4 +1,4 @@
-"""All databases of a rules file, opened in the order that leaves no gap between them."""
+"""The databases of a rules file. The order of their snapshots guarantees that no row appears without its message."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from .postgres import PostgresSource
 
 
 class Sources:
-    """The databases of a rules file. `open_all` reads applications first, then the broker, then effects elsewhere.
+    """The databases of a rules file. `open_all` takes the snapshots of the applications first, then the broker's, then
+    those of other databases with effects.
 
-    The half message is stored before its row commits, so a row of the first snapshot has its half in the second. An
-    effect is newer than its message, so effects are read last.
+    A half message is stored before its row commits. So if a row is in an application's snapshot, its half message is in
+    the broker's later snapshot. An effect is newer than its message, so effects are read last.
     """
 
     def __init__(self, spark: SparkSession, rules: Rules, name: str = NAME) -> None:
@@ -35,7 +36,7 @@ class Sources:
         return self._by_name[name]
 
     def open_all(self) -> list[SourceBoundary]:
-        """Take all snapshots, in the order that leaves no gap."""
+        """Take the snapshots of all databases, in the order that the class describes."""
         with_rows = list(dict.fromkeys(rule.database for rule in self._rules.rules))
         with_effects = [group.database for rule in self._rules.rules for group in rule.groups if group.table]
         readings: list[SourceBoundary] = []

@@ -27,7 +27,7 @@ from .sql import is_column
 
 
 class FrameSource:
-    """A source whose tables Spark reads by itself; subclasses say how."""
+    """A source whose tables Spark can read without this package's reader. Subclasses implement `table`."""
 
     def __init__(self, spark: SparkSession, database: DatabaseRule) -> None:
         self._spark, self._database = spark, database
@@ -43,7 +43,10 @@ class FrameSource:
         raise NotImplementedError
 
     def open(self, timed: Sequence[TableSelection]) -> SourceBoundary:
-        """See Source. Files are complete up to the configured watermark, else up to where the first table ends."""
+        """See DataSource. Files are complete up to the configured watermark.
+
+        Without a watermark, they are assumed to be complete up to the newest time of the table that ends first.
+        """
         now = datetime.now(UTC)
         notes = []
         if self._database.watermark:
@@ -65,17 +68,17 @@ class FrameSource:
         )
 
     def _newest(self, selection: TableSelection) -> datetime | None:
-        # Microseconds, not a timestamp: collect() would turn that into this machine's local time.
+        # The query returns microseconds, because collect() would convert a timestamp to this machine's local time.
         frame = self.read([selection], None).agg(F.unix_micros(F.max("at")))
         value = frame.collect()[0][0]
         return None if value is None else datetime.fromtimestamp(value / 1_000_000, UTC)
 
     def close(self) -> None:
-        """See Source."""
+        """See DataSource."""
         self._tables.clear()
 
     def check(self, selection: TableSelection) -> None:
-        """See Source."""
+        """See DataSource."""
         try:
             _ = self._selected(self._limited(selection, None), selection).schema
         except AnalysisException as error:
@@ -85,25 +88,25 @@ class FrameSource:
             ) from error
 
     def is_empty(self, selection: TableSelection, since: datetime | None = None) -> bool:
-        """See Source."""
+        """See DataSource."""
         return self._limited(selection, since).isEmpty()
 
     def read(
         self, selections: Sequence[TableSelection], since: datetime | None, until: datetime | None = None
     ) -> DataFrame:
-        """See Source."""
+        """See DataSource."""
         frames = [self._selected(self._limited(selection, since, until), selection) for selection in selections]
         return reduce(DataFrame.unionByName, frames)
 
     def repeated(self, selection: TableSelection, since: datetime) -> DataFrame | None:
-        """See Source."""
+        """See DataSource."""
         key = _expression(selection.key, self._table(selection)).cast("string")
         newer = self._limited(selection, since).select(key.alias("newer_key")).distinct()
         older = self._limited(selection, None, since)
         return self._selected(older.join(newer, key == F.col("newer_key"), "left_semi"), selection)
 
     def read_keys(self, wanted: Sequence[tuple[TableSelection, Sequence[str]]]) -> DataFrame:
-        """See Source."""
+        """See DataSource."""
         return reduce(DataFrame.unionByName, [self._of_keys(selection, keys) for selection, keys in wanted])
 
     def _of_keys(self, selection: TableSelection, keys: Sequence[str]) -> DataFrame:
@@ -115,13 +118,13 @@ class FrameSource:
     def volume(
         self, selection: TableSelection, since: datetime | None, bucket_seconds: int
     ) -> list[tuple[datetime, int]]:
-        """See Source."""
+        """See DataSource."""
         seconds = F.floor(F.unix_seconds("at") / bucket_seconds) * bucket_seconds
         counts = self.read([selection], since).groupBy(seconds.cast("bigint").alias("bucket")).count()
         return sorted((datetime.fromtimestamp(row[0], UTC), int(row[1])) for row in counts.collect())
 
     def horizon(self, topic: str) -> datetime | None:
-        """See Source. Files have no retention: give --from if an export left out older messages."""
+        """See DataSource. Files have no horizon. If an export lacks older messages, the user must give --from."""
         return None
 
     def _limited(self, selection: TableSelection, since: datetime | None, until: datetime | None = None) -> DataFrame:
@@ -141,17 +144,18 @@ class FrameSource:
         return frame.select(*[_column(column, frame, is_csv=is_csv) for column in selection.columns])
 
 
-# As COPY writes it: nothing between two commas is null, "" is the empty text. PostgreSQL's texts hold no NUL.
+# The CSV form of COPY: an empty field between two commas is null, and "" is the empty text. NUL serves as null value,
+# because PostgreSQL's texts cannot contain it.
 _CSV: Final = {"header": "true", "multiLine": "true", "escape": '"', "nullValue": "\0", "emptyValue": ""}
-# Without these options, a malformed value becomes null, and null a false finding.
+# Without these options, Spark would read a malformed value as null, and the null would become a false finding.
 _STRICT: Final = {"mode": "FAILFAST", "enforceSchema": "false", "columnPruning": "false"}
 
 
 class FileSource(FrameSource):
-    """Parquet or CSV. A CSV's columns are texts; an unquoted empty one is null."""
+    """Parquet or CSV files. All columns of a CSV file are texts; an empty field without quotes is null."""
 
     def table(self, selection: TableSelection) -> DataFrame:
-        """See FrameSource. Raises TableMissing when there is no such file."""
+        """See FrameSource. Raises TableMissing if the table has no file."""
         suffix = self._database.kind.value
         base = f"{self._database.location.rstrip('/')}/{selection.table}"
         if self._database.kind is SourceKind.PARQUET:
@@ -170,7 +174,8 @@ class FileSource(FrameSource):
         )
 
     def _check_plain(self, table: str) -> None:
-        """Raise UsageProblem if the files belong to a table format: only its log tells which files are current."""
+        """Raise UsageProblem if the files belong to a table format, because only its log shows which files are
+        current."""
         folder = self._database.location.rstrip("/")
         for part in ("", *table.split("/")):
             folder = f"{folder}/{part}".rstrip("/")
@@ -192,19 +197,20 @@ class FileSource(FrameSource):
         return True
 
 
-# Table formats over Parquet, and the file that each has in the folder of a table.
+# Table formats that use Parquet, each with a file or folder that it has in the folder of a table.
 _LOGS: Final = {"Delta Lake": "_delta_log", "Apache Iceberg": "metadata/*.metadata.json", "Apache Hudi": ".hoodie"}
 
-# Parquet with times in nanoseconds, as pandas and Arrow write them: Spark has no such type, but can read them as whole
-# numbers, for all files alike. Only the files' footers tell which columns those are.
+# pandas and Arrow write Parquet files with times in nanoseconds. Spark has no such type. With this setting, it reads
+# them as whole numbers. Then only the footers of the files show which columns are times.
 _AS_NUMBERS: Final = "spark.sql.legacy.parquet.nanosAsLong"
 _REMEDY: Final = "Export it again with times in microseconds (pandas, Arrow: coerce_timestamps='us')."
 
 
 def _read_parquet(spark: SparkSession, path: str) -> DataFrame:
-    """The files of `path`; times in nanoseconds are cut to microseconds.
+    """The rows of the Parquet files of `path`. Times in nanoseconds are cut to microseconds.
 
-    Raises UsageProblem, with the column, if a column would be read wrong, and AnalysisException as Spark does.
+    Raises UsageProblem with the name of the column if Spark would read a column wrong. Raises AnalysisException as
+    Spark does.
     """
     if spark.conf.get(_AS_NUMBERS) != "true":
         try:
@@ -212,8 +218,8 @@ def _read_parquet(spark: SparkSession, path: str) -> DataFrame:
         except AnalysisException as error:
             if "TIMESTAMP(NANOS" not in str(error):
                 raise
-        # Spark reads the setting again with the rows, so it stays set. From now on the footers separate times from
-        # numbers.
+        # Spark reads this setting again when it reads the rows, so the setting must stay. From now on, only the footers
+        # show which whole numbers are times.
         spark.conf.set(_AS_NUMBERS, "true")
     frame = spark.read.parquet(path)
     return frame.withColumns(
@@ -223,12 +229,14 @@ def _read_parquet(spark: SparkSession, path: str) -> DataFrame:
 
 def _cut_to_microseconds(name: str) -> SparkColumn:
     quoted = f"`{name.replace('`', '``')}`"
-    # The remainder is taken off first: integer division goes towards zero, which for times before 1970 is up.
+    # The expression first subtracts the remainder. Integer division rounds towards zero, which would round times before
+    # 1970 up.
     return F.expr(f"timestamp_micros(({quoted} - pmod({quoted}, 1000L)) div 1000L)")
 
 
 def _nanosecond_columns(path: str, files: Iterable[str]) -> set[str]:
-    """The columns in nanoseconds. All files must agree: Spark reads all by the footer of one."""
+    """The columns with times in nanoseconds. All files must have the same, because Spark reads all files by the footer
+    of one file."""
     found: set[str] | None = None
     for file in files:
         schema = _footer(file)
@@ -257,7 +265,7 @@ def _footer(file: str) -> pa.Schema:
 
 
 MAX_TEXT: Final = 2**31 - 1
-# A driver that came with spark.jars is only found when it is named.
+# Java finds a driver from spark.jars only if the reader gives the name of its class.
 _DRIVERS: Final = {
     "jdbc:postgresql": "org.postgresql.Driver",
     "jdbc:mysql": "com.mysql.cj.jdbc.Driver",
@@ -270,8 +278,9 @@ _DRIVERS: Final = {
 class JdbcSource(FrameSource):
     """Spark's JDBC reader, for databases that ADBC cannot reach.
 
-    Its partitions share no snapshot; confirming suspects makes up for that, but a window must not be open while it
-    is read: the grace period has to be longer than the read. The driver's jar comes by `spark.jars.packages`.
+    Its partitions share no snapshot, but the second look removes the false suspicions that follow from this. A window
+    must not get new rows while it is read, so the grace must be longer than the read takes. The user adds the driver's
+    jar with `spark.jars.packages`.
     """
 
     def table(self, selection: TableSelection) -> DataFrame:
@@ -285,7 +294,7 @@ class JdbcSource(FrameSource):
             raise _jdbc_problem(self._database.name, error) from error
 
     def open(self, timed: Sequence[TableSelection]) -> SourceBoundary:
-        """See Source. The watermark is the server's clock."""
+        """See DataSource. The watermark is the server's clock."""
         try:
             row = self._reader().option("query", "SELECT current_timestamp AS now").load()
             now = row.select(F.unix_micros("now")).collect()[0][0]
@@ -319,9 +328,10 @@ _DOTTED: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 
 
 def _expression(source: str, frame: DataFrame) -> SparkColumn:
-    """A column, or an expression. A dotted name is the column of that name if there is one, else a field of a struct.
+    """A column or an expression of the rules as a Spark column.
 
-    Raises UsageProblem where it could be both.
+    A dotted name is the column of that name if there is one, else a field of a struct. If it could be both, the
+    function raises UsageProblem.
     """
     if is_column(source):
         return F.col(source)
@@ -337,7 +347,7 @@ def _expression(source: str, frame: DataFrame) -> SparkColumn:
 
 
 def _moment(value: SparkColumn, expression: str, frame: DataFrame) -> SparkColumn:
-    """A time. A text has to say its date: Spark would take today's."""
+    """A column as a time. If it is a text, it must contain its date, because Spark would use today's date instead."""
     kind = frame.select(value).schema[0].dataType
     return values.checked_moment(value, expression) if isinstance(kind, StringType) else value.cast("timestamp")
 
@@ -346,7 +356,7 @@ def _column(column: Column, frame: DataFrame, *, is_csv: bool) -> SparkColumn:
     value = _expression(column.expression, frame)
     binary = value.cast("binary")
     if is_csv:
-        # As COPY writes bytea.
+        # COPY writes bytea as \\x and hexadecimal digits.
         text = value.cast("string")
         binary = F.when(text.startswith("\\x"), F.unhex(F.substring(text, 3, MAX_TEXT))).otherwise(binary)
     if column.kind in (ColumnKind.TIMESTAMP, ColumnKind.MICROSECONDS):

@@ -1,4 +1,4 @@
-"""The source of a continuous reconciliation: a stream of moments; a micro-batch judges rows up to its moment."""
+"""The source of a continuous reconciliation is a stream of moments. A micro-batch judges the rows up to its moment."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _FIRST: Final = datetime.fromtimestamp(0, UTC).isoformat()
 
 
 class MomentSource(DataSource):
-    """Offsets are moments (ISO 8601). Spark writes the moment of a batch into the checkpoint before the batch begins.
-    So a killed batch is repeated up to the same moment."""
+    """A stream whose offsets are moments (ISO 8601). Spark writes the moment of a batch into the checkpoint before the
+    batch begins. So Spark repeats a killed batch up to the same moment."""
 
     @classmethod
     def name(cls) -> str:
@@ -23,11 +23,11 @@ class MomentSource(DataSource):
         return NAME
 
     def schema(self) -> str:
-        """One row per batch: no message is read here, a batch reads them itself."""
+        """One row per batch, with its moment. The stream has no messages; each batch reads them from the sources."""
         return "until string"
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: N802
-        """The reader; it runs in a process of its own."""
+        """The reader of the stream, which runs in a process of its own."""
         return _MomentReader()
 
 
@@ -39,7 +39,7 @@ class _MomentReader(DataSourceStreamReader):
     def initialOffset(self) -> dict[str, str]:  # noqa: N802
         return {"until": _FIRST}
 
-    # Spark 4.0 gives no arguments, later ones the offset before and a limit.
+    # Spark 4.0 calls this method without arguments. Later releases pass the previous offset and a limit.
     def latestOffset(self, *_: Any) -> dict[str, str]:  # noqa: N802
         return {"until": datetime.now(UTC).isoformat()}
 

@@ -1,4 +1,4 @@
-"""A partitioned table is read partition by partition, so that as many tasks as it has can share it."""
+"""Splits a partitioned table into its partitions, so that several Spark tasks can read it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ MAX_PARTITIONS: Final = 256
 PAGES_PER_PARTITION: Final = 8_192
 
 _IS_PARTITIONED: Final = "SELECT count(*) FROM pg_class WHERE oid = to_regclass({table}) AND relkind = 'p'"
-# A right to read a partitioned table is not a right to read its partitions by name, and row security is set per table.
+# A role that may read a partitioned table may still not read its partitions by name. Row security is set per table, so
+# reading a partition by name would ignore the policies of the partitioned table.
 _READABLE: Final = """
 SELECT bool_and(has_table_privilege(leaf.oid, 'SELECT') AND NOT leaf.relrowsecurity), bool_or(root.relrowsecurity)
 FROM pg_class root, pg_partition_tree(root.oid) part JOIN pg_class leaf ON leaf.oid = part.relid
@@ -27,13 +28,13 @@ FROM pg_class WHERE oid = to_regclass({table})
 
 
 class PartitionQueries(Protocol):
-    """The questions of this module to a source."""
+    """The methods of a source that this module calls."""
 
     def query(self, statement: str) -> list[tuple[Any, ...]]:
-        """Rows of a small query, inside the snapshot."""
+        """The rows of a small query, inside the snapshot."""
 
     def plan(self, selection: TableSelection, terms: list[str]) -> list[dict[str, Any]]:
-        """The nodes of PostgreSQL's plan for the selection."""
+        """The nodes of PostgreSQL's query plan for the selection."""
 
     def table_of(self, selection: TableSelection) -> str:
         """The quoted name of the selection's table."""
@@ -41,7 +42,8 @@ class PartitionQueries(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TablePartition:
-    """A partition: its quoted name, its size (0: not to be split), and whether an index leads to the wanted rows."""
+    """A partition: its quoted name, its size in pages (0: do not split it), and whether an index finds the wanted
+    rows."""
 
     name: str
     pages: int
@@ -49,14 +51,17 @@ class TablePartition:
 
 
 def leaves(database: PartitionQueries, selection: TableSelection, terms: list[str]) -> list[TablePartition]:
-    """The partitions in which the wanted rows can be; empty for other tables, and where they cannot be read by name."""
+    """The partitions that can contain the wanted rows.
+
+    The list is empty if the table is not partitioned, or if its partitions cannot be read by name.
+    """
     table = database.table_of(selection)
     if not database.query(_IS_PARTITIONED.format(table=sql.text(table)))[0][0]:
         return []
     readable, has_policies = database.query(_READABLE.format(table=sql.text(table)))[0]
     if not readable or has_policies:
         return []
-    # The planner knows which partitions the terms leave out.
+    # The plan has only the partitions that the terms do not exclude.
     found = {}
     for node in database.plan(selection, terms):
         if "Relation Name" in node:
@@ -66,7 +71,7 @@ def leaves(database: PartitionQueries, selection: TableSelection, terms: list[st
 
 
 def nodes(plan: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The nodes of a plan, each before those below it."""
+    """The nodes of a query plan. Each node comes before its child nodes."""
     yield plan
     for inner in plan.get("Plans", ()):
         yield from nodes(inner)
@@ -77,13 +82,13 @@ def _pages(database: PartitionQueries, table: str) -> int:
 
 
 def page_pieces(pages: int) -> list[list[str]]:
-    """The conditions of the tasks that read a table of so many pages."""
+    """The conditions of the tasks that together read a table of `pages` pages."""
     if pages <= PAGES_PER_PARTITION:
         return [[]]
     count = task_count(pages / PAGES_PER_PARTITION)
     edges = [pages * number // count for number in range(count)]
     pieces = [[f"ctid >= '({low},0)'::tid AND ctid < '({high},0)'::tid"] for low, high in pairwise(edges)]
-    # The snapshot has no pages that were added after the size was read. An open end costs nothing.
+    # The last task reads to the end of the table. Pages that were added later have no rows of this snapshot.
     return [*pieces, [f"ctid >= '({edges[-1]},0)'::tid"]]
 
 

@@ -1,4 +1,5 @@
-"""PostgreSQL read inside one exported snapshot: a coordinator holds it, executors join it."""
+"""Reads a PostgreSQL database in one exported snapshot. A coordinator connection holds the snapshot open, and the
+executors' transactions use it."""
 
 from __future__ import annotations
 
@@ -21,10 +22,10 @@ from .base import Column, SourceBoundary, TableSelection
 
 ROWS_PER_PARTITION: Final = 500_000
 KEYS_PER_PARTITION: Final = 5_000
-# How long a run waits until a replica has replayed the log of its primary up to the position at the start.
+# A run waits at most this long until a replica has replayed its primary's WAL up to the position at the run's start.
 REPLAY_SECONDS: Final = 30.0
 _REPLAY_PAUSE_SECONDS: Final = 0.1
-# Questions to PostgreSQL's catalogue, and which of its types a field may have.
+# Queries of PostgreSQL's catalogue, and the PostgreSQL types that a field may have.
 _IDENTITY: Final = "SELECT system_identifier::text FROM pg_control_system()"
 _COLUMN_TYPES: Final = """
 SELECT attname::text, format_type(atttypid, NULL) FROM pg_attribute
@@ -47,7 +48,7 @@ _COMPARABLE: Final = {
 
 
 class PostgresSource:
-    """One database. `open` takes the snapshot; all reads until `close` see exactly it."""
+    """One PostgreSQL database. `open` takes the snapshot; all reads until `close` see this snapshot only."""
 
     def __init__(self, spark: SparkSession, database: DatabaseRule, name: str = adbc.NAME) -> None:
         self._spark, self._database, self._name = spark, database, name
@@ -56,14 +57,14 @@ class PostgresSource:
         self._types: dict[str, dict[str, str]] = {}
 
     def open(self, timed: Sequence[TableSelection]) -> SourceBoundary:
-        """See Source."""
+        """See DataSource."""
         self.close()
         connection = self._connect()
         try:
             activity = watermark.of_row(self._latest(connection, watermark.OLDEST))
             identifier = self._system_identifier()
             complete = self._completeness(connection, activity, identifier)
-            # For the checksums' joins.
+            # The joins of the checksums need this memory.
             for statement in adbc.begin(adbc.SNAPSHOT, self._name, settings=("work_mem = '64MB'",)):
                 self._execute(connection, statement)
             exported = self._rows(connection, "SELECT pg_export_snapshot(), pg_current_snapshot()::text")[0]
@@ -84,7 +85,7 @@ class PostgresSource:
         )
 
     def _completeness(self, connection: Any, activity: watermark.Activity, identifier: str) -> watermark.Completeness:
-        """The watermark, taken before the snapshot: transactions that ended before it are in the snapshot."""
+        """The watermark. It is read before the snapshot, so transactions that ended before it are in the snapshot."""
         if not activity.is_replica:
             return watermark.of_server(self._database, activity)
         if self._database.primary is None:
@@ -97,7 +98,7 @@ class PostgresSource:
         return watermark.of_replica(self._database, activity, complete if has_replayed else None)
 
     def activity(self) -> tuple[watermark.Activity, str, str]:
-        """The open transactions, the position of the log after that ('' on a replica), and the id of the server."""
+        """The open transactions, the later position of the WAL ('' on a replica), and the id of the server."""
         with contextlib.closing(self._connect()) as connection:
             activity = watermark.of_row(self._latest(connection, watermark.OLDEST))
             position = "" if activity.is_replica else str(self._latest(connection, watermark.WRITTEN)[0])
@@ -120,7 +121,7 @@ class PostgresSource:
                 return ""
 
     def _latest(self, connection: Any, statement: str) -> tuple[Any, ...]:
-        """The one row of a query about this moment, in a transaction of its own."""
+        """The single row of a query about the present state, which runs in a transaction of its own."""
         for opening in adbc.begin(adbc.LATEST, self._name):
             self._execute(connection, opening)
         row = self._rows(connection, statement)[0]
@@ -128,7 +129,7 @@ class PostgresSource:
         return row
 
     def close(self) -> None:
-        """See Source."""
+        """See DataSource."""
         if self._coordinator is not None:
             import adbc_driver_manager
 
@@ -137,7 +138,7 @@ class PostgresSource:
             self._coordinator, self._snapshot = None, ""
 
     def check(self, selection: TableSelection) -> None:
-        """See Source."""
+        """See DataSource."""
         types = self.column_types(selection)
         for column in selection.columns:
             self._check_comparable(selection.table, column, types)
@@ -155,14 +156,14 @@ class PostgresSource:
         )
 
     def is_empty(self, selection: TableSelection, since: datetime | None = None) -> bool:
-        """See Source."""
+        """See DataSource."""
         where = sql.where(sql.conditions(selection, since))
         return not self.query(f"SELECT 1 FROM {self.table_of(selection)}{where} LIMIT 1")
 
     def read(
         self, selections: Sequence[TableSelection], since: datetime | None, until: datetime | None = None
     ) -> DataFrame:
-        """See Source."""
+        """See DataSource."""
         queries = []
         for selection in selections:
             terms = sql.conditions(selection, since, until)
@@ -179,7 +180,7 @@ class PostgresSource:
         return self._frame(selections[0], queries)
 
     def repeated(self, selection: TableSelection, since: datetime) -> DataFrame | None:
-        """See Source."""
+        """See DataSource."""
         if self.is_unique(selection):
             return None
         key, where = sql.expression(selection.key), sql.where(sql.conditions(selection, since))
@@ -195,12 +196,12 @@ class PostgresSource:
         return bool(self.attempt(_UNIQUE.format(table=table, column=column), about="the indexes"))
 
     def read_keys(self, wanted: Sequence[tuple[TableSelection, Sequence[str]]]) -> DataFrame:
-        """See Source."""
+        """See DataSource."""
         queries = []
         for selection, keys in wanted:
             fixed = sql.conditions(selection, None)
             column_type = self.column_types(selection).get(selection.key)
-            # A view that is split by id has no index on the key: one scan finds all keys.
+            # A view that is split by id has no index on the key. One scan finds all keys, so one query has all of them.
             size = max(1, len(keys)) if selection.span else KEYS_PER_PARTITION
             for start in range(0, max(1, len(keys)), size):
                 condition = sql.keys_condition(selection.key, column_type, keys[start : start + size])
@@ -210,7 +211,7 @@ class PostgresSource:
     def volume(
         self, selection: TableSelection, since: datetime | None, bucket_seconds: int
     ) -> list[tuple[datetime, int]]:
-        """See Source."""
+        """See DataSource."""
         assert selection.time is not None
         time = f"{sql.expression(selection.time)}::timestamptz"
         terms = sql.conditions(selection, since)
@@ -221,9 +222,9 @@ class PostgresSource:
         return [(row[0], int(row[1])) for row in rows]
 
     def check_finite(self, selection: TableSelection, since: datetime | None) -> None:
-        """Raise UsageProblem when a row's time is infinite."""
+        """Raise UsageProblem if a row's time is infinite."""
         time = f"{sql.expression(selection.time or '')}::timestamptz"
-        # A query of its own, so that an index on the time answers it at once.
+        # This is a query of its own, because an index on the time can answer it at once.
         where = sql.where([*sql.conditions(selection, since), f"{time} IN ('infinity', '-infinity')"])
         counted = f"SELECT count(*), min({sql.expression(selection.key)}::text) FROM {self.table_of(selection)}{where}"
         count, example = self.query(counted)[0]
@@ -235,7 +236,7 @@ class PostgresSource:
             )
 
     def horizon(self, topic: str) -> datetime | None:
-        """See Source."""
+        """See DataSource."""
         view = sql.table_name("topic_v1", self._database.schema)
         rows = self.query(
             f"SELECT pruned_at - retention_seconds * interval '1 s' FROM {view} WHERE topic = {sql.text(topic)}",
@@ -249,13 +250,13 @@ class PostgresSource:
         return rows[0][0] if rows[0][0] is None else rows[0][0].astimezone(UTC)
 
     def query(self, statement: str, *, about: str = "the database") -> list[tuple[Any, ...]]:
-        """Rows of a small query, inside the snapshot."""
+        """The rows of a small query, inside the snapshot."""
         if self._coordinator is None:
             raise RunIncomplete(f"database {self._database.name!r} was read before its snapshot was taken.")
         return self._rows(self._coordinator, statement, about=about)
 
     def attempt(self, statement: str, *, about: str) -> list[tuple[Any, ...]]:
-        """As `query`, for a statement that may fail: the snapshot's transaction continues after it."""
+        """As `query`, for a statement that may fail. After an error, the transaction of the snapshot continues."""
         self.query("SAVEPOINT attempt")
         try:
             return self.query(statement, about=about)
@@ -300,7 +301,7 @@ class PostgresSource:
         return partitions.page_pieces(pages)
 
     def _page_count(self, selection: TableSelection) -> int:
-        """Pages of an ordinary table; 0 for views, which are read in one piece."""
+        """The number of pages of an ordinary table; 0 for a view, which one query reads."""
         rows = self.query(
             "SELECT pg_relation_size(oid) / current_setting('block_size')::bigint FROM pg_class "
             f"WHERE oid = to_regclass({sql.text(self.table_of(selection))}) AND relkind IN ('r', 'm')"
@@ -314,12 +315,12 @@ class PostgresSource:
         )
 
     def plan(self, selection: TableSelection, terms: list[str]) -> list[dict[str, Any]]:
-        """The nodes of PostgreSQL's plan for the selection."""
+        """The nodes of PostgreSQL's query plan for the selection."""
         import adbc_driver_manager
 
         statement = f"EXPLAIN (FORMAT JSON, VERBOSE) SELECT 1 FROM {self.table_of(selection)}{sql.where(terms)}"
         with self._coordinator.cursor() as cursor:
-            # The driver reads by COPY, which takes no EXPLAIN.
+            # By default, the driver reads by COPY, but COPY does not accept EXPLAIN.
             cursor.adbc_statement.set_options(**{"adbc.postgresql.use_copy": "false"})
             try:
                 cursor.execute(statement)
@@ -329,7 +330,7 @@ class PostgresSource:
         return list(partitions.nodes(json.loads(text)[0]["Plan"]))
 
     def column_types(self, selection: TableSelection) -> dict[str, str]:
-        """PostgreSQL type by column of the selection's table."""
+        """The PostgreSQL type of each column of the selection's table."""
         table = self.table_of(selection)
         if table not in self._types:
             rows = self.query(_COLUMN_TYPES.format(table=sql.text(table)))

@@ -1,4 +1,5 @@
-"""PostgreSQL text for a selection. Names and values are quoted here; expressions are the rules file's own."""
+"""The SQL text of a selection, for PostgreSQL. This module quotes names and values. It uses expressions of the rules
+file unchanged."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ def table_name(table: str, schema: str | None = None) -> str:
 
 
 def text(value: str) -> str:
-    """A quoted text constant. PostgreSQL's text cannot hold NUL."""
+    """A quoted text constant. PostgreSQL's texts cannot contain NUL."""
     return "'" + value.replace("\0", "").replace("'", "''") + "'"
 
 
@@ -54,7 +55,7 @@ def column(wanted: Column) -> str:
     as_kind = {
         ColumnKind.TEXT: f"{value}::text",
         ColumnKind.BIGINT: f"{value}::bigint",
-        # Arrow has no infinite times: they would arrive as other ones.
+        # Arrow has no infinite times. It would give finite times instead.
         ColumnKind.TIMESTAMP: f"CASE WHEN isfinite({moment}) THEN {moment} END" if wanted.compared_as else moment,
         ColumnKind.BINARY: f"{value}::bytea",
         ColumnKind.MICROSECONDS: f"CASE WHEN isfinite({moment}) THEN (extract(epoch FROM {value}) * 1000000)"
@@ -64,7 +65,7 @@ def column(wanted: Column) -> str:
 
 
 def conditions(selection: TableSelection, since: datetime | None, until: datetime | None = None) -> list[str]:
-    """The WHERE clause's terms."""
+    """The conditions of the selection's WHERE clause."""
     terms = [f"({condition})" for condition in selection.conditions]
     terms += [f"{name(key)} = {text(value)}" for key, value in selection.equals]
     if selection.time is not None:
@@ -82,24 +83,25 @@ def select(selection: TableSelection, table: str, terms: Sequence[str]) -> str:
 
 
 def step(items: Sequence[str], source: str) -> str:
-    """A subquery whose columns are computed once, by parallel workers too (docs/decisions/021).
+    """A subquery whose columns are computed once, also in parallel workers (docs/decisions/021).
 
-    PostgreSQL would copy the expression of a column to each of its uses (a body was parsed nine times), unless one
-    column of the subquery is volatile. OFFSET 0 and MATERIALIZED hinder it as well, but are not for parallel workers.
+    PostgreSQL copies the expression of a column to each of its uses (it parsed a body nine times), unless a column of
+    the subquery is volatile. OFFSET 0 and MATERIALIZED prevent the copies too, but also parallel workers.
     """
     return f"SELECT clock_timestamp() AS fence, {', '.join(items)} FROM {source}"
 
 
 def where(terms: Sequence[str]) -> str:
-    """A WHERE clause, empty without terms."""
+    """A WHERE clause with these terms; empty if there are none."""
     return f" WHERE {' AND '.join(terms)}" if terms else ""
 
 
 def keys_condition(key: str, column_type: str | None, keys: Sequence[str]) -> str:
-    """A term that finds rows by key, through the key's index where it is a column of a type that can be cast safely.
+    """A condition for the rows with these keys.
 
-    Keys that cannot be values of that type (a hostile or foreign key) match nothing and are left out. The empty key
-    also stands for null.
+    The condition can use an index if the key is a column of type integer, uuid or text. Else it compares the key as
+    text. Keys that cannot be values of the column's type match no row, and are left out. The empty key also finds rows
+    whose key is null.
     """
     term = _keys_term(key, column_type, keys)
     return f"({term} OR {expression(key)} IS NULL)" if "" in keys else term

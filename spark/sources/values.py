@@ -1,8 +1,8 @@
-"""The form in which a value is compared: from a text in Spark, and the same form in SQL for checksums.
+"""The comparable form of a value: computed from a text in Spark, and computed in SQL for checksums.
 
-Spark's casts invent what a text does not say: today's date for '12:30', a January first for '2024'. The functions here
-refuse such texts. Each first makes a cheap check: nearly all texts have the usual form, and a pattern costs more than
-the cast.
+Spark's casts invent missing parts of a time: today's date for '12:30', January 1 for '2024'. The functions of this
+module refuse such texts. Each function first makes a cheap check, because nearly all texts have the usual form. A
+regular expression takes longer than the cast.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ NUMBER: Final = DecimalType(38, 12)
 _DAY: Final = r"^\s*[+-]?[0-9]{4,7}-[0-9]{1,2}-[0-9]{1,2}"
 _WITH_TIME: Final = r"([ T][0-9]{1,2}:.*)?\s*$"
 _NULL: Final = "E'\\x1e'"
-# As Python writes it, in a session whose zone is UTC.
+# The form of Python's isoformat, for a session whose time zone is UTC.
 _ISO_TIME: Final = """'YYYY-MM-DD"T"HH24:MI:SS.US"+00:00"'"""
 _USUAL_TIMES: Final = "('-- ::', '-- ::.', '-- ::+:', '-- ::.+:', '-- ::-:', '-- ::.-:', '-- ::Z', '-- ::.Z')"
 
 
 def from_column(value: Column, field: FieldRule) -> Column:
-    """The comparable form of a row's column; null for a value that is not of the field's type."""
+    """The comparable form of a row's column; null if the value does not have the field's type."""
     if field.type is FieldType.TIMESTAMP:
         return _time(value.try_cast("bigint"), field)
     return _compared(value, field)
 
 
 def from_body(value: Column, field: FieldRule) -> Column:
-    """The comparable form of a body's field, given as a text; null for a value that is not of the field's type."""
+    """The comparable form of a body's field, given as a text; null if the value does not have the field's type."""
     if field.type is FieldType.TIMESTAMP:
         return _time(F.unix_micros(moment(value)), field)
     return _compared(value, field)
@@ -64,24 +64,25 @@ def json_path(field: FieldRule) -> str:
 
 
 def moment(text: Column) -> Column:
-    """The time in a text with a full date; null for other texts, as a time of day, a year or a month alone."""
+    """The time in a text with a full date; null for other texts, such as a time of day, a year or a month alone."""
     return F.when(_has_date(text), text.try_cast("timestamp"))
 
 
 def checked_moment(text: Column, what: str) -> Column:
-    """As `moment`, for a column whose texts have to be times: another text ends the run."""
+    """As `moment`, for a column whose texts must be times. Another text ends the run."""
     failure = F.raise_error(F.concat(F.lit(f"{what} is '"), text, F.lit("', which is no timestamp with a date")))
     return F.when(text.isNull() | _has_date(text), text.cast("timestamp")).otherwise(failure)
 
 
 def date(text: Column) -> Column:
-    """The date in a text that contains it in full, with or without a time of day; null for others."""
+    """The date in a text with a full date, with or without a time of day; null for other texts."""
     is_usual = (F.length(text) == 10) & _is_dashed(text)
     return F.when(is_usual | text.rlike(_DAY + _WITH_TIME), text.try_cast("date"))
 
 
 def number(text: Column, kind: DecimalType) -> Column:
-    """The number in a text of ASCII characters; null for others, because Java reads the digits of every script."""
+    """The number in a text of ASCII characters; null for other texts. Java would also read the digits of other
+    scripts."""
     return F.when(F.octet_length(text) == F.length(text), text.try_cast(kind))
 
 
@@ -94,14 +95,15 @@ def _is_dashed(text: Column) -> Column:
     return (F.substring(text, 5, 1) == "-") & (F.substring(text, 8, 1) == "-")
 
 
-# The same forms in SQL, written alike by the rows' database and by the one that holds the messages.
+# The same forms in SQL. The database of the rows and the database of the messages write them in the same way.
 
 
 def hashed(texts: list[str]) -> str:
-    """A 64-bit hash of all texts: each is hashed with the hash of the texts before it as the seed, so no text is
-    copied.
+    """A 64-bit hash of all texts. The hash of each text is the seed for the hash of the next text, so the database
+    copies no text.
 
-    Only texts: PostgreSQL's hash of a number ignores the sign, and its hash of a time has only 32 bits.
+    The arguments must be texts: PostgreSQL's hash of a number ignores the sign, and its hash of a time has only 32
+    bits.
     """
     return reduce(lambda seed, value: f"hashtextextended(coalesce({value}, {_NULL}), {seed})", texts, "0")
 
@@ -116,17 +118,19 @@ def body_kind(item: FieldRule) -> str:
 
 
 def is_no_text(value: str, kind: str) -> str:
-    """Values that PostgreSQL and Spark may write differently as a text: 12.50 or 12.5, {"a": 1} or {"a":1}."""
+    """A condition for values that PostgreSQL and Spark may write as different texts: 12.50 or 12.5, {"a": 1} or
+    {"a":1}."""
     whole = f"{value} ~ '^-?[0-9]{{1,15}}$'"
     other = f"{kind} IN ('object', 'array') OR ({kind} = 'number' AND NOT {whole})"
     return f"coalesce({kind} <> 'string' AND ({other}), false)"
 
 
 def unusual(value: str, item: FieldRule, time: str) -> str:
-    """A condition for forms of a value that PostgreSQL reads and Spark may read differently, or not: '0x0C', 'today'.
+    """A condition for values that PostgreSQL can read, but that Spark may refuse or read as another value: '0x0C',
+    'today'.
 
-    Spark reads their buckets, so that only one reader interprets a body. The condition looks at the characters that are
-    left without the digits, because a pattern would cost more than the hash.
+    Spark reads the buckets of such values, so that only Spark interprets these bodies. The condition removes the digits
+    and looks at the remaining characters, because a regular expression would take longer than the hash.
     """
     rest = f"translate({value}, '0123456789', '')"
     if item.type in (FieldType.INTEGER, FieldType.DECIMAL):
@@ -136,7 +140,8 @@ def unusual(value: str, item: FieldRule, time: str) -> str:
     elif item.type is FieldType.DATE:
         usual = f"{rest} = '--' AND length({value}) = 10"
     elif item.type is FieldType.TIMESTAMP:
-        # First, because it costs a seventh of the rest. A year may have five digits; an infinite time has no text.
+        # This check comes first, because it costs a seventh of the other check. A year may have five digits. For an
+        # infinite time, to_char gives no such text.
         plain = f"coalesce(length({value}) = 32 AND {value} = to_char({time}, {_ISO_TIME}), false)"
         usual = (
             f"{plain} OR (translate({rest}, 'T', ' ') IN {_USUAL_TIMES} AND length({value}) BETWEEN 19 AND 32 "
@@ -148,7 +153,7 @@ def unusual(value: str, item: FieldRule, time: str) -> str:
 
 
 def normal(value: str, item: FieldRule) -> str:
-    """The same normal form as in `evidence`, in SQL."""
+    """The comparable form of a value, as in `evidence`, in SQL."""
     if item.type in (FieldType.INTEGER, FieldType.DECIMAL):
         return f"trim_scale(round({value}::numeric, 12))::text"
     if item.type is FieldType.BOOLEAN:

@@ -1,7 +1,7 @@
 """The watermark of a PostgreSQL database: the start of the oldest transaction that may still add rows.
 
-For a replica, the open transactions of its primary count, and the replica must have replayed all that
-had ended there (docs/decisions/040-the-watermark-of-a-replica.md).
+For a replica, the open transactions of its primary count. The replica must have replayed all transactions that had
+ended on the primary (docs/decisions/040-the-watermark-of-a-replica.md).
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ from ..common.errors import RunIncomplete, UsageProblem
 from ..rules.rule import DatabaseRule
 from . import adbc
 
-# When a prepared transaction began is not known, only when it was prepared.
+# PostgreSQL shows when a transaction was prepared, but not when it began. The run assumes that it began this much
+# earlier.
 PREPARED_MARGIN: Final = timedelta(hours=1)
 _NOTEWORTHY: Final = timedelta(minutes=5)
 
-# A transaction that was open before the snapshot may still add rows with older times: the watermark stays below the
-# start of the oldest, whether a client's or a background worker's. Taken before the snapshot, so that one that ends in
-# between is visible in it; one that begins in between begins after the statement. For a session that the role may
-# not see, all columns but its names are null. Our own transactions, which only read, hold a lock by which they are
-# known.
+# A transaction that was open before the snapshot may still add rows with older times. So the watermark is not after the
+# start of the oldest open transaction, of a client or of a background worker. The query runs before the snapshot is
+# taken. The snapshot shows a transaction that ends between the two. A transaction that begins between the two begins
+# after the query. For a session that the role may not see, all columns but its names are null. The transactions of this
+# package only read and do not count; the query recognises them by their lock.
 OLDEST: Final = f"""
 SELECT statement_timestamp(), min(a.xact_start),
        count(*) FILTER (WHERE a.backend_type IS NULL),
@@ -35,14 +36,14 @@ WHERE a.datname = current_database() AND a.pid <> pg_backend_pid()
   AND NOT EXISTS (SELECT FROM pg_locks l
                   WHERE l.pid = a.pid AND l.locktype = 'advisory' AND l.classid = {adbc.LOCK_CLASS} AND l.granted)
 """
-# Read after OLDEST: transactions that had ended by then are below this position.
+# The position of the WAL. A run reads it after OLDEST, so transactions that had ended by then are below this position.
 WRITTEN: Final = "SELECT pg_current_wal_insert_lsn()::text"
 REPLAYED: Final = "SELECT pg_last_wal_replay_lsn() >= '{position}'::pg_lsn"
 
 
 @dataclass(frozen=True, slots=True)
 class Activity:
-    """The row of OLDEST."""
+    """The result row of the query OLDEST."""
 
     now: datetime
     oldest: datetime | None
@@ -56,20 +57,22 @@ class Activity:
 
 @dataclass(frozen=True, slots=True)
 class Completeness:
-    """A watermark, and the reason why it is not later."""
+    """A watermark, and notes with the reason why it is not later."""
 
     watermark: datetime
     notes: list[str]
 
 
 def of_row(row: tuple[Any, ...]) -> Activity:
-    """The row of OLDEST as values."""
+    """The values of a result row of OLDEST."""
     return Activity(*row)
 
 
 def of_server(database: DatabaseRule, activity: Activity) -> Completeness:
-    """The watermark of a primary. Raises RunIncomplete if it cannot be known: a guess would report transactions
-    that are still open as findings."""
+    """The watermark of a primary. Raises RunIncomplete if the role cannot see all sessions.
+
+    With a guessed watermark, the run would report rows or messages of open transactions as findings.
+    """
     if activity.hidden and not database.watermark:
         raise RunIncomplete(
             f"database {database.name!r}: {activity.hidden} sessions are hidden from this role, so what their open "
@@ -91,9 +94,9 @@ def of_server(database: DatabaseRule, activity: Activity) -> Completeness:
 
 
 def of_replica(database: DatabaseRule, activity: Activity, primary: Completeness | None) -> Completeness:
-    """The completeness of a replica that has replayed all that had ended on its primary (`primary`).
+    """The completeness of a replica. `primary` is given if the replica has replayed all that had ended on its primary.
 
-    Without a primary, or if the primary is ahead, the rules say how long its transactions may be open.
+    If `primary` is None, the rules declare how long the primary's transactions may be open.
     """
     if primary is not None:
         return Completeness(primary.watermark, [*primary.notes, "a replica: open transactions are its primary's"])

@@ -1,9 +1,9 @@
 """The second stage: skip the buckets of time in which the checksums of both sides are equal.
 
-Rows, message bodies and effects are hashed by their own databases, per bucket of the row's time (which the body must
-carry too). Equal counts and equal checksums in a bucket mean that every row has its message with the declared fields
-and its effects. Buckets that differ are read and classified as always. Where SQL cannot sum up a rule, the note gives
-the reason, and everything is read.
+Each database hashes its own rows, message bodies or effects, per bucket of the row's time. So the body must contain the
+row's time too. If counts and checksums of a bucket are equal, every row in it has its effects and its message with the
+declared fields. The run reads and classifies only the buckets that differ. If SQL cannot compute the checksums of a
+rule, the note gives the reason, and the run reads everything.
 """
 
 from __future__ import annotations
@@ -26,9 +26,11 @@ from .sides import ReadLimits
 
 @dataclass(frozen=True, slots=True)
 class ComparedChecksums:
-    """`skipped_rows` are proven equal; `limits` selects the rows that remain to be read; `note` is for the report.
+    """The result of comparing the checksums of a rule.
 
-    `volume`: the seconds of a bucket, and the rows of each; None where nothing was summed up, or not by whole seconds.
+    The run does not read the `skipped_rows`, because their checksums are equal. `limits` selects the rows that the run
+    has to read. `note` is for the report. `volume` has the seconds per bucket and the number of rows in each bucket. It
+    is None if there are no checksums, or if a bucket is not a whole number of seconds.
     """
 
     note: str = ""
@@ -39,13 +41,13 @@ class ComparedChecksums:
 
 @dataclass(frozen=True, slots=True)
 class _Buckets:
-    """Checksums per bucket of one side; None as a bucket: rows that belong to no bucket."""
+    """The checksums of one side, per bucket. The bucket None has the rows that belong to no bucket."""
 
     sums: dict[int | None, tuple[Any, ...]]
 
 
 def compare(prepared: PreparedRule, rules: Rules, sources: Sources) -> ComparedChecksums:
-    """For a rule with `bucket`: which buckets are equal on all sides, and conditions that select the others."""
+    """For a rule with `bucket`, find the buckets that are equal on all sides, and conditions for all other buckets."""
     rule, window = prepared.rule, prepared.window
     reason = _inapplicable(rule, rules, sources)
     if reason is not None:
@@ -111,13 +113,14 @@ class _Checksums:
         seconds, rest = divmod(self._width, 1_000_000)
         if rest:
             return None
-        # Rows beyond the window's end are in no bucket, and one of them may never be judged.
+        # Rows after the window's end are in no bucket. A row with an infinite time would never be judged, so it is an
+        # error.
         self._ours.check_finite(contract.rows(self._rule), self._window.since)
         counted = [(number, sums[0]) for number, sums in rows.sums.items() if number is not None]
         return seconds, [(datetime.fromtimestamp(number * seconds, UTC), count) for number, count in sorted(counted)]
 
     def _keys_are_unique(self) -> bool:
-        """Two rows and two messages of one key would cancel each other out in the checksum."""
+        """Whether every row has a key of its own. In the checksum, two rows of one key would cancel each other out."""
         rows = contract.rows(self._rule)
         table, key = self._ours.table_of(rows), sql.expression(self._rule.key)
         if self._ours.is_unique(rows):
@@ -145,7 +148,7 @@ class _Checksums:
         rule, selection = self._rule, contract.messages(self._rule)
         topic = self._topic()
         known = ["key", "state", "content_type", "decided_at", "stored_at"]
-        # The body is parsed only where CASE has seen the topic: other topics may carry other formats.
+        # CASE parses the bodies of the rule's topic only, because the bodies of other topics may have other formats.
         parsed = sql.step(
             [*known, f"CASE WHEN {topic} THEN convert_from(body, 'UTF8')::jsonb END AS document"],
             f"{self._broker.table_of(selection)} WHERE {topic} AND state <> 'rolled_back'",
@@ -155,10 +158,11 @@ class _Checksums:
             f"kind{n}": values.body_kind(item) for n, item in enumerate(rule.fields) if item.type is FieldType.TEXT
         }
         split = sql.step([*known, *(f"{value} AS {name}" for name, value in fields.items())], f"({parsed}) parsed")
-        # Each text is cast to a time once: a cast costs as much as the hash, and the time is used three times.
+        # The query casts each text to a time only once and uses the time three times. A cast costs as much as the hash.
         times = [f"f{n}::timestamptz AS {name}" for n, name in self._times().items()]
         read = sql.step([*known, *fields, *times], f"({split}) split")
-        # Messages stored in the window whose body has another time count too: their row may be older, or missing.
+        # Also count a message that was stored in the window but whose body has a time outside of the window. Its row
+        # may be older, or missing.
         inside = f"at IS NULL OR ({' AND '.join(self._inside('at'))}) OR ({' AND '.join(self._inside('stored_at'))})"
         hashed = sql.step(
             [
@@ -177,9 +181,9 @@ class _Checksums:
         return self._sums(self._broker, sums, hashed, " HAVING bool_or(is_inside)")
 
     def _content(self, times: Mapping[int, str]) -> str:
-        """The hash of the key and the compared fields f0, f1, …; a row and its message have the same one.
+        """The hash of the key and the compared fields f0, f1, … A row and its message have the same hash.
 
-        `times` names the fields of bodies that were cast to times.
+        `times` has the columns of the body fields that were cast to times, by field number.
         """
         fields = enumerate(self._rule.fields)
         return values.hashed(
@@ -187,7 +191,7 @@ class _Checksums:
         )
 
     def _times(self) -> dict[int, str]:
-        """The columns with the times of a body, by field number; that of the row's own time is `at`."""
+        """The columns with the times of a body, by field number. The column of the row's own time is `at`."""
         fields = enumerate(self._rule.fields)
         return {n: "at" if item is self._timed else f"t{n}" for n, item in fields if item.type is FieldType.TIMESTAMP}
 
@@ -195,7 +199,7 @@ class _Checksums:
         return " AND ".join(f"{sql.name(n)} = {sql.text(v)}" for n, v in contract.messages(self._rule).equals)
 
     def _unusual(self) -> str:
-        """A condition for messages that Spark must read: unusual by state or form, or late."""
+        """A condition for messages that Spark must read: their state or their form is unusual, or they are late."""
         terms = "state <> 'committed' OR coalesce(content_type, '') NOT LIKE 'application/json%'"
         for number, item in enumerate(self._rule.fields):
             if item.type is FieldType.TEXT:
@@ -269,7 +273,7 @@ class _Checksums:
         return terms
 
     def _bucket(self, time: str) -> str:
-        """The start of the bucket: whole widths since 1970."""
+        """The start of the bucket of `time`. Buckets begin at multiples of their width since 1970."""
         return f"date_bin('{self._width} microseconds', {time}, 'epoch')"
 
     def _sums(self, source: PostgresSource, sums: str, hashed: str, having: str = "") -> _Buckets:

@@ -1,7 +1,7 @@
-"""The fourth stage, the second look: reads suspects, and what earlier runs left open, again by key.
+"""The fourth stage, the second look: reads the suspects, and the subjects that earlier runs left open, again by key.
 
-It reads under new snapshots. Two databases have no common moment, so the first look may see a row and not yet its
-message. A suspicion that still holds on the second look is a finding.
+The second look reads under new snapshots. Snapshots of two databases are not of the same moment, so the first look may
+see a row but not yet its message. A suspicion that still holds on the second look is a finding.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ SCHEMA: Final = (
 
 
 OPEN_SCHEMA: Final = "rule string, key string, group string, class string, first_seen timestamp, at timestamp"
-"""The subjects that the next run judges again: findings, and pending subjects (their `class` is that of an earlier
-finding, or null)."""
+"""The subjects that the next run judges again: findings and pending subjects. The `class` of a pending subject is the
+class of its earlier finding, or null."""
 
 
 @dataclass(frozen=True, slots=True)
 class Suspects:
-    """The keys of a rule to be read again (key, carried, sought_at), and how many they are."""
+    """The keys of a rule that the second look reads (key, carried, sought_at), and the number of these keys."""
 
     scanned: ScannedRule
     keys: DataFrame
@@ -54,7 +54,10 @@ class Suspects:
 
 @dataclass(frozen=True, slots=True)
 class ConfirmedRule:
-    """The result of the second look: `target` is the table of the subjects that are not OK; None if no key was read."""
+    """The result of the second look at a rule.
+
+    `target` is the table of the subjects that are not OK. It is None if the second look read no key.
+    """
 
     scanned: ScannedRule
     keys: int = 0
@@ -62,7 +65,8 @@ class ConfirmedRule:
 
 
 def collect(spark: SparkSession, scanned: Sequence[ScannedRule], still_open: DataFrame | None) -> list[Suspects]:
-    """The suspects of each rule: those of the first look, and those of `still_open` (OPEN_SCHEMA) above the floor."""
+    """The suspects of each rule: the suspects of the first look, and the subjects of `still_open` (OPEN_SCHEMA) that
+    are not older than the floor."""
     keys = [_keys(spark, each, still_open) for each in scanned]
     return [Suspects(each, wanted, wanted.count()) for each, wanted in zip(scanned, keys, strict=True)]
 
@@ -79,16 +83,16 @@ def _keys(spark: SparkSession, scanned: ScannedRule, still_open: DataFrame | Non
 
 
 def judgeable(floor: Column) -> Column:
-    """Whether something of an earlier run is not older than `floor` (null: there is none)."""
+    """Whether a subject of an earlier run is not older than `floor`. Without a floor (null), every subject is."""
     return F.coalesce(F.col("at") >= floor, F.lit(True))
 
 
 def confirm(suspects: Suspects, job: Job, sources: Sources) -> ConfirmedRule:
     """Judge the suspects again, and write every subject that is not OK.
 
-    Carried keys lie before the window; they are judged at any age. So are suspects whose row is older than the
-    window: a second message or effect came to a row that an earlier run has judged. Raises RunIncomplete when a key
-    cannot be looked at again.
+    Keys carried over from an earlier run lie before the window, and are judged at any age. A suspect whose row is older
+    than the window is judged too: its row was judged by an earlier run, but has a second message or effect now. Raises
+    RunIncomplete if a key cannot be read again.
     """
     scanned, prepared = suspects.scanned, suspects.scanned.prepared
     rule, window = prepared.rule, prepared.window
@@ -112,9 +116,9 @@ def confirm(suspects: Suspects, job: Job, sources: Sources) -> ConfirmedRule:
 
 
 def _check_gone(prepared: PreparedRule, read: sides.KeySides, keys: DataFrame, sources: Sources) -> None:
-    """Raise RunIncomplete if a key of which nothing was found by key is there when the tables are read.
+    """Raise RunIncomplete if the look-up by key found nothing about a key, but the tables contain the key.
 
-    A lookup that finds nothing proves nothing, because an index may be damaged: it would dismiss a true finding.
+    An index may be damaged, so an empty look-up is no proof. Without this check, it would dismiss a true finding.
     """
     rule = prepared.rule
     missing = keys.join(read.keys, "key", "left_anti").cache()
@@ -144,7 +148,7 @@ def _with_details(found: DataFrame, rule: Rule, read: sides.KeySides, facts: Dat
     found = found.join(rows, "key", "left").join(_of_key(read, rule), "key", "left")
     found = found.join(_dead(read, rule), ["key", "group"], "left").withColumn("about_id", _about(rule))
     columns = ("message_id", "transaction_id", "log_id", "tag", "state", "decided_by")
-    # The shown part of the body: whole bodies are not carried through joins and sorts.
+    # Only the shown part of the body goes through the joins and sorts. Whole bodies would need too much memory.
     about = F.struct(
         *columns, _shown_body(rule).alias("body"), *evidence.body_values(rule), evidence.why_unreadable(rule)
     )
@@ -163,9 +167,9 @@ def _with_details(found: DataFrame, rule: Rule, read: sides.KeySides, facts: Dat
 
 
 def _of_key(read: sides.KeySides, rule: Rule) -> DataFrame:
-    """The messages that a finding of a key can be about, by their log ids.
+    """The log ids of the messages that a finding of a key can name.
 
-    Without their bodies: those of one key may be more than a task can hold.
+    The frame has no bodies, because all bodies of one key may exceed the memory of a task.
     """
     state, log_id = F.col("state"), F.col("log_id")
     is_sent, is_open = state.isin("committed", "recalled"), state.isin("undecided", "parked")
@@ -199,7 +203,7 @@ def _dead(read: sides.KeySides, rule: Rule) -> DataFrame:
 
 
 def _about(rule: Rule) -> Column:
-    """The log id of the message that a finding is about."""
+    """The log id of the message that a finding names."""
     group, name = F.col("group"), F.col("class")
     newest = F.col("newest_log_id")
     if rule.counts_each_message:
@@ -216,7 +220,7 @@ def _about(rule: Rule) -> Column:
 
 
 def _newest(read: sides.KeySides, facts: DataFrame) -> DataFrame:
-    """The newest messages of each key with their states, as `newest_messages`, the oldest of them first."""
+    """The newest messages of each key with their states, in the column `newest_messages`, by ascending log id."""
     order = Window.partitionBy("key").orderBy(F.col("log_id").desc())
     newest = read.messages.withColumn("place", F.row_number().over(order)).where(F.col("place") <= SHOWN_MESSAGES)
     shown = F.struct(
@@ -228,7 +232,7 @@ def _newest(read: sides.KeySides, facts: DataFrame) -> DataFrame:
 
 
 def _evidence(rule: Rule) -> Column:
-    """All sides of the key as JSON: its newest messages, effects by group, and how far each group is."""
+    """The evidence about a key as JSON: its newest messages, its effects by group, and the position of each group."""
     effects = [
         F.struct(
             F.lit(group.name).alias("group"),
@@ -244,7 +248,7 @@ def _evidence(rule: Rule) -> Column:
 
 
 def _as_findings(found: DataFrame, rule: Rule) -> DataFrame:
-    """The columns of the findings file (docs/reconciliation.md), without those that depend on earlier results."""
+    """The columns of the findings file (docs/reconciliation.md), except the columns that depend on earlier results."""
     group = F.col("group")
     severity = F.lit(rule.severity.value)
     effects, effect_at = F.lit(None).cast("bigint"), F.lit(None).cast("timestamp")
@@ -285,7 +289,7 @@ def _as_findings(found: DataFrame, rule: Rule) -> DataFrame:
 
 
 def _cut(value: Column) -> Column:
-    """A value of a row as a finding shows it: not longer than a body."""
+    """The value of a row, cut to the length at which a finding also cuts a body."""
     return F.when(F.length(value) > MAX_BODY, F.concat(F.substring(value, 1, MAX_BODY), F.lit("…"))).otherwise(value)
 
 

@@ -1,6 +1,6 @@
-"""The fifth stage: compares the run with the previous result: new findings, open ones, recovered ones.
+"""The fifth stage: compares the run with the previous result, and finds new, open and recovered findings.
 
-It writes the findings. The last stage writes `result.json`, which puts them in force.
+This stage writes the findings. They are in force once the last stage has written `result.json`.
 """
 
 from __future__ import annotations
@@ -35,22 +35,26 @@ _FAULTS: Final = [name.value for name in classify.FAULTS]
 
 
 class FindingCounts(NamedTuple):
-    """Findings of one rule, group ('' for the message), class and bucket of time (its start in seconds since 1970)."""
+    """The number of findings of one rule, group, class and bucket of time.
+
+    The group '' is the message. The bucket is its start in seconds since 1970.
+    """
 
     rule: str
     group: str
     name: str
     bucket: int | None
     is_known: bool
-    """Acknowledged."""
+    """The findings are acknowledged."""
     is_new: bool
-    """No earlier result had them, and they are not acknowledged."""
+    """No earlier result had these findings, and they are not acknowledged."""
     findings: int
 
 
 @dataclass(frozen=True, slots=True)
 class JudgedRule:
-    """A rule with its final counts: those of the first look, but suspects count as the second look judged them."""
+    """A rule with its final counts. Each suspect counts by its class on the second look, all other keys by their class
+    on the first look."""
 
     confirmed: ConfirmedRule
     counts: Counts
@@ -58,7 +62,7 @@ class JudgedRule:
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """The written findings of a run (None: there are none) and their counts.
+    """The written findings of a run and their counts. `written` is None if no subject is suspected, pending or open.
 
     `still_open` is the number of subjects that the next run judges again.
     """
@@ -75,7 +79,7 @@ class Findings:
 
     @property
     def new(self) -> int:
-        """The number of findings that no earlier result had, without acknowledged ones."""
+        """The number of findings that no earlier result had and that are not acknowledged."""
         return sum(each.findings for each in self.counted if each.is_new)
 
     @property
@@ -88,7 +92,8 @@ class Findings:
 def collect(spark: SparkSession, rules: Sequence[ConfirmedRule], still_open: DataFrame | None, job: Job) -> Findings:
     """Write the findings, and the subjects that the next run judges again (OPEN_SCHEMA).
 
-    `still_open` are those of the previous run. Raises RunIncomplete if a part of an interval cannot be judged yet.
+    `still_open` has the subjects that the previous run left open. Raises RunIncomplete if a part of an interval cannot
+    be judged yet.
     """
     written: DataFrame | None = None
     counted: list[FindingCounts] = []
@@ -113,7 +118,7 @@ def _write(
     found = compared(confirmed, earlier, waiting, windows)
     in_force = [each for each in job.rules.acknowledged if job.started < each.until]
     found = with_remedies(with_acknowledgements(spark, found, in_force), job.rules.trace)
-    # One file, so it is sorted in one task: to sort it in several Spark would compute it twice.
+    # One task sorts the findings and writes one file. To sort them in several tasks, Spark would compute them twice.
     ordered = in_order(found).repartition(1).sortWithinPartitions("rule", "class", "group", "key")
     count = put(ordered, target)
     written = spark.read.schema(FINDINGS_SCHEMA).parquet(target)
@@ -140,9 +145,11 @@ def _confirmed(spark: SparkSession, rules: Sequence[ConfirmedRule]) -> DataFrame
 def compared(confirmed: DataFrame, earlier: DataFrame, pending: DataFrame, windows: Mapping[str, Window]) -> DataFrame:
     """The findings of this run, and RECOVERED or EXPIRED for each earlier finding that does not hold any more.
 
-    `first_seen` is when a finding was first made, `was` the class it had in the previous result (null: it is new).
+    `first_seen` is the boundary of the run that found it first. `was` is its class in the previous result; null means
+    that the finding is new.
 
-    `earlier` is the previous state, `pending` this run's, `windows` are those of each rule.
+    `earlier` has the subjects that the previous result left open, `pending` the pending subjects of this run, and
+    `windows` the window of each rule.
     """
     faults = confirmed.where(F.col("class").isin(_FAULTS)).drop("carry")
     known = earlier.where(F.col("class").isNotNull()).select(
@@ -158,7 +165,7 @@ def compared(confirmed: DataFrame, earlier: DataFrame, pending: DataFrame, windo
 
 
 def _by_rule(times: Mapping[str, datetime | None]) -> Column:
-    """The time of a row's `rule`."""
+    """A column with the time that `times` has for the row's `rule`."""
     found = F.lit(None).cast("timestamp")
     for rule, time in times.items():
         found = F.when(F.col("rule") == rule, F.lit(time).cast("timestamp")).otherwise(found)
@@ -166,7 +173,7 @@ def _by_rule(times: Mapping[str, datetime | None]) -> Column:
 
 
 def closed(gone: DataFrame) -> DataFrame:
-    """EXPIRED below the floor, else RECOVERED: for open subjects that are neither found nor pending now."""
+    """The rows for open subjects that are neither findings nor pending now: EXPIRED below the floor, else RECOVERED."""
     is_expired = ~judgeable(F.col("floor"))
     was = F.coalesce("class", F.lit(classify.FindingClass.PENDING.value))
     floor = F.date_format("floor", "yyyy-MM-dd'T'HH:mm:ss'Z'")
@@ -190,9 +197,9 @@ def closed(gone: DataFrame) -> DataFrame:
 
 
 def pending(scanned: DataFrame, confirmed: DataFrame, earlier: DataFrame) -> DataFrame:
-    """Subjects that the next run must look at again, with their former finding, if any.
+    """The pending subjects that the next run must judge again, each with its earlier finding, if it had one.
 
-    An earlier finding beyond this run's boundary (which a changed rule or a full run may have moved back) stays open.
+    A changed rule or a full run may move the boundary back. An earlier finding after the boundary then stays open.
     """
     columns = [*SUBJECT, "at"]
     unjudged = confirmed.where("class = 'PENDING'").join(earlier.select(*SUBJECT), SUBJECT, "left_semi")
@@ -213,7 +220,7 @@ _KNOWN_SCHEMA: Final = "rule string, key string, of_group string, class string, 
 
 
 def with_acknowledgements(spark: SparkSession, findings: DataFrame, given: Sequence[Acknowledgement]) -> DataFrame:
-    """The findings with `acknowledged`: by whom, until when and why; null without an acknowledgement."""
+    """The findings with the column `acknowledged`: its author, end and reason; null without an acknowledgement."""
     if not given:
         return findings.withColumn("acknowledged", F.lit(None).cast("string"))
     rows = [(each.rule, each.key, each.group, each.finding_class, each.text) for each in given]
@@ -221,14 +228,14 @@ def with_acknowledgements(spark: SparkSession, findings: DataFrame, given: Seque
     found = findings.alias("found")
     same = [F.col(f"found.{name}") == F.col(f"known.{name}") for name in ("rule", "key", "class")]
     of_group = F.col("known.of_group").isNull() | (F.col("known.of_group") == F.col("found.group"))
-    # More than one may fit a finding; no row may come twice.
+    # Several acknowledgements may match one finding. Grouping keeps one row per finding.
     matched = found.join(known, [*same, of_group], "left").groupBy(*(f"found.{name}" for name in SUBJECT))
     texts = matched.agg(F.max("known.acknowledged").alias("acknowledged"))
     return findings.join(texts, SUBJECT, "left")
 
 
 def in_order(findings: DataFrame) -> DataFrame:
-    """The columns of the findings file."""
+    """The findings with the columns of the findings file, in its order."""
     return findings.select(*[column.split()[0].strip("`") for column in FINDINGS_SCHEMA.split(", ")])
 
 
@@ -242,7 +249,7 @@ def counted(findings: DataFrame, bucket_seconds: int) -> list[FindingCounts]:
 
 
 def bucket_seconds(volumes: Sequence[Volume]) -> int:
-    """The finest bucket in which rows were counted; findings are counted in the same one."""
+    """The seconds of the finest bucket in which rows were counted. Findings are counted in buckets of this size."""
     steps = [(later - sooner).total_seconds() for rows in volumes for (sooner, _), (later, _) in pairwise(rows)]
     return max(1, int(min(steps, default=1)))
 
@@ -267,7 +274,7 @@ def _judged(
 
 
 def _dismissed(spark: SparkSession, rules: Sequence[ConfirmedRule], findings: DataFrame) -> dict[tuple[str, ...], int]:
-    """How many suspects are no findings, by rule, group, and OK or PENDING."""
+    """The number of suspects that the second look judged OK or PENDING, by rule, group and this class."""
     if not any(each.keys for each in rules):
         return {}
     suspects = _suspects(spark, rules).where("class <> 'PENDING'").select(*SUBJECT)
@@ -278,7 +285,10 @@ def _dismissed(spark: SparkSession, rules: Sequence[ConfirmedRule], findings: Da
 
 
 def _check_interval(rules: Sequence[JudgedRule]) -> None:
-    """An interval is published when everything in it is judged, or only delayed messages are left."""
+    """Raise RunIncomplete if an interval has pending subjects whose limits have not passed yet.
+
+    After the longest limit, only delayed messages can be pending. Then the interval is published with them.
+    """
     for each in rules:
         rule, window = each.confirmed.scanned.prepared.rule, each.confirmed.scanned.prepared.window
         left = sum(counts["PENDING"] for counts in each.counts.values())

@@ -31,7 +31,7 @@ class Job:
 
     @classmethod
     def of(cls, options: RunOptions) -> Job:
-        """A run that begins now. Raises UsageProblem for rules or an output folder that cannot be used."""
+        """A run that begins now. Raises UsageProblem if the rules or the output folder cannot be used."""
         started = datetime.now(UTC)
         rules = rules_file.load(options.rules)
         return cls(
@@ -44,7 +44,7 @@ class Job:
 
     @property
     def interval(self) -> list[str] | None:
-        """Begin and end of the interval to judge; None without one."""
+        """Begin and end of the interval to judge; None if the run judges no interval."""
         since, until = self.options.since, self.options.until
         return [since.isoformat(), until.isoformat()] if since is not None and until is not None else None
 
@@ -57,7 +57,7 @@ class Job:
         return self.store.spark_path(f"runs/{self.name}/{name}")
 
     def write_empty(self, name: str, schema: str) -> str:
-        """Write the table `name` without a row, without a job of Spark's; returns its path."""
+        """Write the table `name` without rows, and return its path. This starts no Spark job."""
         columns = StructType.fromDDL(schema)
         assert isinstance(columns, StructType)
         empty: pa.Table = to_arrow_schema(columns, timezone="UTC").empty_table()
@@ -66,19 +66,22 @@ class Job:
 
 
 def empty_frame(spark: SparkSession, schema: str) -> DataFrame:
-    """A frame without a row. The limit makes Spark's optimizer leave out the joins with it."""
+    """A frame without rows. Because of its limit, Spark's optimizer removes the joins with this frame."""
     return spark.createDataFrame([], schema).limit(0)
 
 
 def put(frame: DataFrame, target: str) -> int:
-    """Write Parquet; returns the number of rows. The caller compares it with the rows that it reads (`check_parts`)."""
+    """Write Parquet files, and return the number of written rows.
+
+    The caller must compare this number with the number of rows that it reads back (`check_parts`).
+    """
     written = Observation()
     frame.observe(written, F.count(F.lit(1)).alias("count")).write.mode("overwrite").parquet(target)
     return int(written.get["count"] or 0)
 
 
 def write(frame: DataFrame, target: str, schema: str) -> int:
-    """Write Parquet; returns the number of rows. Raises RunIncomplete unless this process can read them all back."""
+    """Write Parquet files, and return the number of rows. Raises RunIncomplete if reading back gives another number."""
     count = put(frame, target)
     read = frame.sparkSession.read.schema(schema)
     check_parts(target, count, read.parquet(target).count() if count else 0)
@@ -86,7 +89,7 @@ def write(frame: DataFrame, target: str, schema: str) -> int:
 
 
 def check_parts(target: str, written: int, found: int) -> None:
-    """Raise RunIncomplete if rows are missing: executors that write into another folder would lose findings."""
+    """Raise RunIncomplete if written rows are missing. Executors that write into another folder would lose findings."""
     if found != written:
         raise RunIncomplete(
             f"{written} rows were written to {target}, {found} are there: the executors do not write where this "

@@ -1,6 +1,6 @@
-"""The first stage: which rows of a rule a run judges, and whether everything that the rule names can be read.
+"""The first stage: computes the window of rows to judge, and checks that all tables and columns of a rule are readable.
 
-A run judges from where the previous result ended up to the watermark less the rule's grace.
+The window begins at the end of the previous result. It ends at the watermark less the rule's grace.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..sources.databases import Sources
 from . import subscriptions
 from .job import Job
 
-# How much older than its row's time a half message can be, if retention has removed messages.
+# If retention has removed messages, the run assumes that a half message is at most this much older than its row's time.
 HALF_AGE: Final = timedelta(seconds=60)
 _WITHOUT: Final = {
     "dead_letter_v1": "dead_letter_v1 is not among the exports: dead letters are UNDELIVERED here, not DEAD",
@@ -31,9 +31,10 @@ _WITHOUT: Final = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PreparedRule:
-    """A rule that can be read: its groups' subscriptions are resolved, its tables are checked, its window is known.
+    """A rule whose subscriptions are resolved, whose tables are checked, and whose window is known.
 
-    `missing_views` are views that an export lacks and that only add to a finding. `looked_back`: see `_looked_back`.
+    `missing_views` names optional views that an export lacks. They only add details to findings. For `looked_back`, see
+    `_looked_back`.
     """
 
     rule: Rule
@@ -46,7 +47,10 @@ class PreparedRule:
 def prepare(
     rule: Rule, job: Job, snapshots: Sequence[SourceBoundary], previous: dict[str, Any] | None, sources: Sources
 ) -> PreparedRule:
-    """Prepare a rule. Raises UsageProblem for what must be corrected, RunIncomplete for what must wait."""
+    """Prepare a rule.
+
+    Raises UsageProblem if an operator must correct something, and RunIncomplete if the run must be repeated later.
+    """
     horizon = _horizon(rule, sources)
     schema = job.rules.databases[job.rules.broker].schema
     rule, of_groups = subscriptions.resolved(rule, sources.broker, schema)
@@ -71,10 +75,13 @@ def prepare(
 
 
 def _horizon(rule: Rule, sources: Sources) -> datetime | None:
-    """The time before which the topic's messages may be gone. Raises UsageProblem for a topic that is not declared."""
+    """Retention may have removed messages of the topic that were stored before this time.
+
+    Raises UsageProblem for a topic that is not declared.
+    """
     try:
         if isinstance(sources.broker, ArchivedSource) and any(not group.table for group in rule.groups):
-            # An archive has no positions of groups.
+            # The archive has no group positions, so these rules are judged from the log alone.
             return sources.broker.live_horizon(rule.topic)
         return sources.broker.horizon(rule.topic)
     except UsageProblem as error:
@@ -82,9 +89,9 @@ def _horizon(rule: Rule, sources: Sources) -> datetime | None:
 
 
 def _missing_views(rule: Rule, sources: Sources) -> list[str]:
-    """Raise UsageProblem unless every table and column of the rule is there and can be compared.
+    """Check that every table and column of the rule exists and can be compared; else raise UsageProblem.
 
-    Returns the views that an export lacks and that only add to a finding.
+    Return the names of the optional views that an export lacks. These views only add details to findings.
     """
     sources[rule.database].check(contract.rows(rule))
     sources.broker.check(contract.messages(rule, detailed=True))
@@ -103,7 +110,7 @@ def _missing_views(rule: Rule, sources: Sources) -> list[str]:
 def _window(
     rule: Rule, options: RunOptions, snapshots: Sequence[SourceBoundary], previous: dict[str, Any] | None
 ) -> Window:
-    """The rule's window. Raises RunIncomplete if the interval is not over yet, or if no source tells the time."""
+    """The rule's window. Raises RunIncomplete if the interval is not over yet, or if no source has a watermark."""
     known = [reading.watermark for reading in snapshots if reading.watermark is not None]
     if not known:
         raise RunIncomplete(
@@ -132,7 +139,10 @@ def _window(
 def _look_back(
     rule: Rule, options: RunOptions, boundary: datetime, previous: dict[str, Any] | None
 ) -> timedelta | None:
-    """How far before `boundary` rows are judged again; None unless the command demands a look back or one is due."""
+    """The time before `boundary` whose rows the run judges again.
+
+    None if the command has no --look-back and no look back of the rule is due.
+    """
     seconds = rule.look_back_seconds
     if options.look_back is not None:
         seconds = options.look_back.seconds or seconds
@@ -150,7 +160,10 @@ def _look_back(
 
 
 def _limited_by_retention(rule: Rule, window: Window, horizon: datetime) -> tuple[Window, list[str]]:
-    """The window without rows whose message may be gone: it may be stored, and removed, before its row's time."""
+    """The window without rows whose messages retention may have removed.
+
+    A message may be stored before its row's time, so retention may remove it although its row is younger.
+    """
     floor = horizon + max(HALF_AGE, rule.longest_wait)
     if window.since is not None and window.since >= floor:
         return replace(window, floor=floor), []
@@ -162,7 +175,7 @@ def _limited_by_retention(rule: Rule, window: Window, horizon: datetime) -> tupl
 
 
 def _end_of(previous: dict[str, Any], rule: Rule) -> datetime | None:
-    """The end of the previous result for this rule; None when it is new or was changed."""
+    """The end of the rule's window in the previous result; None if the rule is new or was changed."""
     known = _known_rule(previous, rule)
     return None if known is None else datetime.fromisoformat(known["until"])
 
@@ -177,9 +190,10 @@ def _known_rule(previous: dict[str, Any] | None, rule: Rule) -> dict[str, Any] |
 
 
 def _looked_back(rule: Rule, window: Window, previous: dict[str, Any] | None) -> dict[str, str | None] | None:
-    """When earlier rows were last judged again (`at`), and from which time on (`from`; None: all).
+    """The last look back: its time (`at`), and the time of the oldest rows that it judged again (`from`; None: all).
 
-    None for an interval, because each run judges all of it, and None if no run has looked back.
+    The function returns None for an interval, because each run judges the whole interval. It also returns None if no
+    run has looked back.
     """
     known = _known_rule(previous, rule)
     if window.is_exact:
@@ -192,5 +206,5 @@ def _looked_back(rule: Rule, window: Window, previous: dict[str, Any] | None) ->
 
 
 def margin(rule: Rule) -> timedelta:
-    """The span before a time that is read too: a message may be older than its row's time."""
+    """How far before a window the run also reads, because a message may be older than its row's time."""
     return timedelta(seconds=max(60.0, rule.grace_seconds))

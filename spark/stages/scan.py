@@ -27,17 +27,17 @@ SUSPECT_SCHEMA: Final = "key string, group string, class string, flags array<str
 BARS: Final = 60
 _COARSE_SECONDS: Final = 3600
 _FINEST_SECONDS: Final = 1
-# Rows are counted again if the bars become at least this many times as fine.
+# Rows are counted again only if the new buckets are at least this many times as fine.
 _WORTH_IT: Final = 4
 Counts = dict[str, dict[str, int]]
-"""Subject ('' for the message, or a group) -> class -> keys."""
+"""Subject ('' for the message, or a group) -> class -> number of keys."""
 Volume = list[tuple[datetime, int]]
-"""Rows per bucket of time, by its start."""
+"""The start of each bucket of time, with the number of its rows."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScannedRule:
-    """The result of the first look at a rule. `suspects` is the table of the subjects that are not OK (or PENDING)."""
+    """The result of the first look at a rule. `suspects` is the table of the subjects that are not OK."""
 
     prepared: PreparedRule
     checksums: ComparedChecksums
@@ -49,21 +49,21 @@ class ScannedRule:
 
     @property
     def notes(self) -> list[str]:
-        """The notes of all stages up to here."""
+        """The notes of the stages prepare, compare and scan."""
         return [*self.prepared.notes, *([self.checksums.note] if self.checksums.note else [])]
 
     def saw(self, *classes: classify.FindingClass) -> bool:
-        """Whether the first look saw any of the classes."""
+        """Whether the first look gave a subject one of these classes."""
         return any(counts[name.value] for counts in self.counts.values() for name in classes)
 
 
 def scan(
     spark: SparkSession, prepared: PreparedRule, checksums: ComparedChecksums, job: Job, sources: Sources
 ) -> ScannedRule:
-    """Classify every key of the window, as far as the checksums leave it to be read. Raises RunIncomplete."""
+    """Classify every key of the window, except the keys in buckets whose checksums are equal. Raises RunIncomplete."""
     rule, window, name = prepared.rule, prepared.window, f"suspects/{job.number(prepared.rule)}"
     if checksums.limits.is_nothing:
-        # Planning a scan takes Spark seconds, even over empty tables.
+        # If there is nothing to read, skip the scan: planning a scan takes Spark seconds, even over empty tables.
         target, looked = job.write_empty(name, SUSPECT_SCHEMA), _Look(0, 0, _no_counts(rule))
     else:
         target = job.path(name)
@@ -86,7 +86,7 @@ def scan(
 
 @dataclass(frozen=True, slots=True)
 class _Look:
-    """`span_seconds` lie between the oldest and the newest row; None without rows."""
+    """The counts of a first look. `span_seconds` is the time from the oldest to the newest row; None without rows."""
 
     rows: int
     messages: int
@@ -102,7 +102,8 @@ def _look(
     classified = classify.with_classes(gathered, rule, window)
     observation = Observation(f"scan {rule.name}")
     columns = {"": "holds", **{group.name: f"holds_{number}" for number, group in enumerate(rule.groups)}}
-    # Few aggregates, because Spark collects them row by row. Subjects that are not OK are counted in the written table.
+    # This list has few aggregates, because Spark collects them row by row. Subjects that are not OK are counted in the
+    # written table.
     judged = [F.count_if(F.col(column) != 0).alias(column) for column in columns.values()]
     sums = [F.sum("rows").alias("rows"), F.sum(F.col("committed") + F.col("undecided")).alias("messages")]
     sums.append((F.unix_micros(F.max("row_at")) - F.unix_micros(F.min("row_at"))).alias("span"))
@@ -129,9 +130,10 @@ def _no_counts(rule: Rule) -> Counts:
 
 
 def _check_not_empty(rule: Rule, sources: Sources, floor: datetime | None, seen: tuple[bool, bool]) -> None:
-    """Raise RunIncomplete if there are no rows or no messages at all. Keys `seen` in the window are not looked up.
+    """Raise RunIncomplete if the rule has no row or no message at all.
 
-    No message is fine if retention has removed messages and no row is newer than its `floor`.
+    `seen` tells whether the window had rows and messages; only a side without any is queried. A topic may be empty if
+    retention has removed messages and no row is newer than the `floor`.
     """
     if rule.allow_empty or all(seen):
         return
@@ -156,10 +158,10 @@ def volume(
     span_seconds: float | None = None,
     known: tuple[int, Volume] | None = None,
 ) -> Volume:
-    """Rows per bucket of time: an hour, or less (down to a second) if the plot has room.
+    """The number of rows per bucket of time. A bucket has an hour, or less (down to a second) if the plot has room.
 
-    They are counted once if `span_seconds` is given, and not at all if the `known` buckets (their seconds, their rows)
-    are fine enough.
+    With `span_seconds`, the function counts only once. If the `known` buckets (their seconds, their rows) are fine
+    enough, it does not count.
     """
     guess = _COARSE_SECONDS if span_seconds is None else max(_FINEST_SECONDS, math.ceil(span_seconds / BARS))
     seconds = min(guess, _COARSE_SECONDS)

@@ -1,6 +1,6 @@
-"""Reads all sides of a rule from its sources: those of a window of time, or everything about some keys.
+"""Reads all sides of a rule (rows, messages, effects) from its sources, for a window of time or for some keys.
 
-The first look reads a window (`of_window`); the second look reads what the first one suspects (`about_keys`).
+The first look reads a window (`of_window`). The second look reads the keys that the first look suspects (`about_keys`).
 """
 
 from __future__ import annotations
@@ -26,14 +26,17 @@ from ..sources.databases import Sources
 from ..sources.postgres import PostgresSource
 from .prepare import PreparedRule, margin
 
-# Keys that one query can name.
+# The largest number of keys that one query names.
 MAX_KEYS: Final = 50_000
 UUID: Final = re.compile(r"^[0-9a-f]{8}-(?:[0-9a-f]{4}-){3}[0-9a-f]{12}$")
 
 
 @dataclass(frozen=True, slots=True)
 class ReadLimits:
-    """What the checksums leave to be read: conditions per side, where () means everything; or nothing at all."""
+    """Conditions, per side, for the rows that the run has to read after the checksums.
+
+    The value () means all rows. With `is_nothing`, the run has to read no row.
+    """
 
     rows: tuple[str, ...] = ()
     messages: tuple[str, ...] = ()
@@ -43,7 +46,7 @@ class ReadLimits:
 
 @dataclass(frozen=True, slots=True)
 class _Tables:
-    """The selections of a rule by source: business tables, effects that name messages, and the broker's views."""
+    """The selections of a rule by source: business tables, effects with message ids, and the broker's views."""
 
     tables: list[tuple[DataSource, list[TableSelection]]]
     by_message: list[tuple[DataSource, list[TableSelection]]]
@@ -81,8 +84,8 @@ def _add(to: list[tuple[DataSource, list[TableSelection]]], source: DataSource, 
 def of_window(prepared: PreparedRule, limits: ReadLimits, sources: Sources) -> list[DataFrame]:
     """The narrow sides of the rule's window (`evidence`).
 
-    They are read a little further back than the window, because a message may be older than its row's time. An exact
-    window is read only as far ahead as an answer may take; the second look finds by key what came later.
+    The read begins a little before the window, because a message may be older than its row's time. For an exact window
+    it ends after the longest limit of the rule. The second look finds later messages and effects by key.
     """
     rule, window = prepared.rule, prepared.window
     start = None if window.since is None else window.since - margin(rule)
@@ -91,8 +94,8 @@ def of_window(prepared: PreparedRule, limits: ReadLimits, sources: Sources) -> l
     messages = sources.broker.read(wanted.broker, start, end)
     tables = [source.read(selections, start, end) for source, selections in wanted.tables]
     if start is not None and not window.is_exact:
-        # A second row of a key that an earlier window has judged: without the first row, the first row's message
-        # would be taken for the second row's.
+        # A key may have an earlier row, judged in an earlier window, and a second row in this window. Read the earlier
+        # row too. Without it, the message of the earlier row would count as the message of the second row.
         repeated = sources[rule.database].repeated(contract.rows(rule), start)
         tables += [] if repeated is None else [repeated]
     by_message = []
@@ -112,7 +115,7 @@ def _tells_messages_apart(rule: Rule) -> bool:
 
 
 def _waiting(rule: Rule, owing: DataFrame, broker: DataFrame, by_message: list[DataFrame]) -> list[DataFrame]:
-    """For each group whose effects name their messages: the messages without an effect."""
+    """For each group whose effects have message ids, the messages without an effect."""
     found = []
     for number, group in enumerate(rule.groups):
         if group.key is not None:
@@ -131,7 +134,8 @@ def _waiting(rule: Rule, owing: DataFrame, broker: DataFrame, by_message: list[D
 
 @dataclass(frozen=True, slots=True)
 class KeySides:
-    """Some keys: the narrow sides, and the columns that a finding shows. The caller releases `cached`."""
+    """Everything about some keys: the narrow sides, and the columns that a finding shows. The caller must unpersist the
+    frames in `cached`."""
 
     narrow: list[DataFrame]
     rows: DataFrame
@@ -142,16 +146,16 @@ class KeySides:
 
     @property
     def keys(self) -> DataFrame:
-        """The keys of which something was found."""
+        """The keys about which the look-up found a row, a message or an effect."""
         return reduce(DataFrame.unionByName, [side.select("key") for side in self.narrow]).distinct()
 
 
 def about_keys(prepared: PreparedRule, keys: DataFrame, listed: Sequence[str], sources: Sources) -> KeySides:
-    """All sides of `keys` (see `real_keys`), in any window. `listed` are the first MAX_KEYS + 1 of the same keys."""
+    """All sides of `keys` (see `real_keys`), at any time. `listed` has the first MAX_KEYS + 1 of these keys."""
     if len(listed) > MAX_KEYS:
         return of_many_keys(prepared, keys.select("key"), sources)
     rule, wanted = prepared.rule, _tables(prepared, sources, detailed=True)
-    # On disk, because wide bodies do not fit in Java's memory.
+    # Spark caches the messages on disk, because wide bodies do not fit in Java's memory.
     broker = sources.broker.read_keys([(each, listed) for each in wanted.broker]).persist(StorageLevel.DISK_ONLY)
     tables = [source.read_keys([(each, listed) for each in selections]) for source, selections in wanted.tables]
     by_message = []
@@ -170,7 +174,7 @@ def about_keys(prepared: PreparedRule, keys: DataFrame, listed: Sequence[str], s
 
 
 def of_many_keys(prepared: PreparedRule, keys: DataFrame, sources: Sources, since: datetime | None = None) -> KeySides:
-    """As `about_keys`, without indexes: everything (from `since` on) is read and joined with `keys`."""
+    """As `about_keys`, but without indexes: Spark reads everything (from `since` on) and joins it with `keys`."""
 
     def only(frame: DataFrame) -> DataFrame:
         return frame.join(keys, F.coalesce(frame["key"], F.lit("")) == keys["key"], "left_semi")
@@ -196,10 +200,10 @@ def _ids(rule: Rule, messages: DataFrame) -> DataFrame:
 
 
 def real_keys(rule: Rule, sources: Sources, keys: DataFrame) -> DataFrame:
-    """`keys` (key, carried, sought_at) with the keys of messages in place of their ids.
+    """`keys` (key, carried, sought_at), in which each message id is replaced with the key of its message.
 
-    If a message is older than the window, the first look knows its effect only by the message's id. Ids of messages of
-    other topics are left out: the rule does not judge their effects.
+    If a message is older than the window, the first look knows its effect only by the message's id. The function
+    removes ids of messages of other topics, because the rule does not judge their effects.
     """
     if not any(group.message_id for group in rule.groups):
         return keys
@@ -224,7 +228,7 @@ def _key_sides(
     is_message = broker["state"].isin(*contract.MESSAGE_STATES)
     messages = broker.where(is_message)
     if rule.message_when:
-        # A dead letter has neither headers nor body, so its message decides whether the rule covers it.
+        # The view of dead letters has neither headers nor body. So a dead letter counts if the rule covers its message.
         letters = broker.where(broker["state"].startswith("dead "))
         ours = letters.join(messages.select("log_id"), "log_id", "left_semi").select(*broker.columns)
         broker = broker.where(~broker["state"].startswith("dead ")).unionByName(ours)
@@ -253,10 +257,11 @@ def _limited(selection: TableSelection, conditions: tuple[str, ...]) -> TableSel
     )
 
 
-# Facts about single messages besides their state: queue, check-backs, failures. A finding shows them; no class
-# depends on them.
+# The queries below read the queue, check-backs and failures of single messages. A finding shows these facts; no class
+# depends on them. Beyond this number of messages, they are not read.
 _MAX_FACTS: Final = 1_000
-# Check-backs and failures shown per message, the newest: a parked half is checked every hour.
+# A finding shows at most this many of the newest check-backs and failures per message. A parked half message has many,
+# because it is checked every hour.
 _MAX_EACH: Final = 10
 _PLACES: Final = """
 SELECT log_id, string_agg(concat('retry of ' || retry_group || ', ', 'queue ', number, ', offset ', queue_offset),
@@ -284,9 +289,9 @@ _FACTS_SCHEMA: Final = (
 def message_facts(messages: DataFrame, rule: Rule, broker: DataSource) -> DataFrame:
     """The queue and offset (`queue`), newest check-backs and newest failed attempts of `messages`, by `log_id`.
 
-    Empty in exports, without the right to read the views, and for a broker that does not have the views yet; also for
-    more than _MAX_FACTS messages, because then an operator does not follow single messages. Errors are free text that
-    may repeat any field: a rule that masks a field shows no error.
+    The result is empty for exports, without the right to read the views, and for a broker that does not have the views
+    yet. It is also empty for more than _MAX_FACTS messages, because an operator does not follow so many single
+    messages. If the rule masks a field, errors are not shown, because their text may repeat any field.
     """
     rows: list[tuple[Any, ...]] = []
     if isinstance(broker, PostgresSource):
@@ -298,7 +303,7 @@ def message_facts(messages: DataFrame, rule: Rule, broker: DataSource) -> DataFr
 
 def _fact_rows(broker: PostgresSource, transactions: dict[int, str], rule: Rule) -> Iterable[tuple[Any, ...]]:
     numbers = ",".join(str(number) for number in sorted(transactions))
-    # The ids of an archive come from a file: only well-formed ones go into a statement.
+    # The ids of an archive come from a file. So only ids of the right form go into a statement.
     names = ",".join(sorted({name for name in transactions.values() if UUID.fullmatch(name)}))
     places = {row[0]: row[1] for row in _answer(broker, "queue_entry_v1", _PLACES, numbers)}
     checks, failures = _answer(broker, "check_v1", _CHECKS, names), _answer(broker, "failure_v1", _FAILURES, numbers)

@@ -1,6 +1,7 @@
-"""Which messages a group owes an effect of: taken from its subscription in the broker if the rule has no `owed_when`.
+"""Finds the messages of which a group owes an effect, for groups without `owed_when` in the rules.
 
-The filter and the start of a subscription become a condition over `message_v1`, as `owed_when` is one.
+This module reads the group's subscription in the broker. It writes the subscription's filter and start as `owed_when`,
+a condition over `message_v1`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ _TOKEN: Final = re.compile(
 _KEYWORDS: Final = frozenset({"AND", "OR", "NOT", "IN", "BETWEEN", "LIKE", "ESCAPE", "IS", "NULL", "TRUE", "FALSE"})
 _NUMBER: Final = r"^[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)$"
 _SUBSCRIPTION: Final = "SELECT filter FROM {view} WHERE consumer_group = {group} AND topic = {topic}"
-# A group owes nothing for entries before its start offset. Their order is nearly that of the log, but not quite.
+# A group owes no effect for queue entries before its start offset. The order of a queue is nearly, but not exactly, the
+# order of the log.
 _BORDER: Final = """
 SELECT max(e.log_id) FILTER (WHERE e.queue_offset < o.start_offset),
        min(e.log_id) FILTER (WHERE e.queue_offset >= o.start_offset)
@@ -43,7 +45,7 @@ LIMIT {limit}
 
 
 def resolved(rule: Rule, broker: DataSource, schema: str) -> tuple[Rule, list[str]]:
-    """The rule with `owed_when` of every group that has an effect table, and notes for the report.
+    """The rule with `owed_when` filled in for every group that has an effect table, and notes for the report.
 
     Raises UsageProblem for a filter that cannot be written as SQL.
     """
@@ -93,7 +95,11 @@ def _of_group(rule: Rule, group: GroupRule, broker: PostgresSource, schema: str)
 
 
 def _start(last: int, first: int | None, before: list[str]) -> str:
-    """After the last message before the group's start, or among the others near it."""
+    """A condition for the messages from the group's start on.
+
+    These are the messages after `last`, the last log id before the start. Between `first` and `last`, they are the
+    messages that are not in `before`.
+    """
     if first is None or first > last:
         return f"log_id > {last}"
     others = f" AND log_id <> ALL('{{{','.join(before)}}}'::bigint[])" if before else ""
@@ -138,12 +144,12 @@ def _token(match: re.Match[str], following: list[re.Match[str]]) -> str:
     )
     if not _is_number_next(following):
         return value
-    # CASE guarantees that only texts that are numbers are cast.
+    # With CASE, PostgreSQL casts only texts that are numbers.
     return f"(CASE WHEN {value} ~ '{_NUMBER}' THEN {value}::numeric END)"
 
 
 def _is_number_next(following: list[re.Match[str]]) -> bool:
-    """Whether a name is compared with a number."""
+    """Whether the expression compares the name before `following` with a number."""
     for match in following:
         word = (match["word"] or "").upper()
         if match["number"]:

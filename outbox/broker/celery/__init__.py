@@ -1,1 +1,1 @@
-"""The only modules of the broker that import Celery: they connect it to the code of other modules."""
+"""Connect Celery to the broker. Only the modules of this package import Celery."""

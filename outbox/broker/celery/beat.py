@@ -1,8 +1,8 @@
 """The periodic work of a producer service as Celery tasks, for services without a worker with `--outbox`.
 
-A worker with `--outbox` runs the passes itself; a task that beat sends then finds that it is not its turn. The tasks go
-to the default queue (`task_routes` can choose another one), and a worker must consume it. They do not expire: a task
-that waited behind a backlog still runs.
+A worker with `--outbox` runs the passes itself. A task that beat sends in between finds that its pass has just run, and
+does nothing. The tasks go to Celery's default queue, or to the queue that `task_routes` names. A worker must consume
+this queue. The tasks do not expire. A task that waited behind a backlog still runs.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from outbox.utils.periodic import PeriodicPass
 
 
 def install(app: Celery, passes: Callable[[], list[PeriodicPass]]) -> None:
-    """Register one task and one beat entry per pass, named `outbox.<name>`: at once, or when the app is finalised.
+    """Register one task and one beat entry per pass, both named `outbox.<name>`.
 
-    `passes` is called only then: a Celery module may be imported before the settings can be read.
+    The tasks are registered at once if the app is finalised, else when it is finalised. `passes` is called only at that
+    moment, because a Celery module may be imported before the settings can be read.
     """
     if app.finalized:
         _add(app, passes())

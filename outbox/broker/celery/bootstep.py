@@ -14,12 +14,12 @@ from outbox.broker.process_log import told_to_children
 from outbox.broker.supervisor import Supervisor
 
 _CONF_KEY: Final = "outbox_supervisor"
-# psycopg waits with select.poll, which eventlet removes: outbox cannot work in such a process.
+# psycopg waits with select.poll, and eventlet removes this function. So outbox cannot work in a process with eventlet.
 _REFUSED_POOLS: Final = ("eventlet",)
 
 
 class MakeSupervisor(Protocol):
-    """Makes the supervisor of the processes for the given roles; no roles mean all."""
+    """Makes the supervisor for processes with the given roles. An empty `roles` means all roles."""
 
     def __call__(self, roles: Sequence[str], *, environment: Mapping[str, str]) -> Supervisor: ...
 
@@ -27,7 +27,8 @@ class MakeSupervisor(Protocol):
 def install(app: Celery, make_supervisor: MakeSupervisor, *, roles: Sequence[str] = ()) -> None:
     """Give a Celery app the worker options `--outbox` and `--outbox-roles`. A second call changes nothing.
 
-    `make_supervisor` is called when such a worker starts; `roles` are the allowed ones.
+    A worker with `--outbox` calls `make_supervisor` when it starts. `roles` are the values that `--outbox-roles`
+    accepts.
     """
     if OutboxStep in app.steps["worker"]:
         return
@@ -60,7 +61,7 @@ def _options(known: Sequence[str]) -> list[click.Option]:
 
 
 class OutboxStep(bootsteps.StartStopStep):  # type: ignore[misc]
-    """Starts a Supervisor with the worker if it was given `--outbox`, and drains it with the worker."""
+    """Starts a Supervisor if the worker has the option `--outbox`, and drains it when the worker stops."""
 
     requires: ClassVar[set[str]] = {"celery.worker.components:Pool"}
 
@@ -72,7 +73,7 @@ class OutboxStep(bootsteps.StartStopStep):  # type: ignore[misc]
         self.supervisor: Supervisor | None = None
 
     def start(self, worker: Any) -> None:
-        """Start the children after the pool was forked, so that no pool process inherits their handles."""
+        """Start the child processes after Celery has forked its pool: no pool process may inherit their handles."""
         file = node_format(worker.logfile, worker.hostname) if worker.logfile else None
         log = told_to_children(level=worker.loglevel, file=file)
         self.supervisor = worker.app.conf[_CONF_KEY](self.roles, environment=log)
@@ -80,18 +81,18 @@ class OutboxStep(bootsteps.StartStopStep):  # type: ignore[misc]
         self.supervisor.start()
 
     def close(self, worker: Any) -> None:
-        """Let the children drain while the worker finishes its tasks."""
+        """Let the child processes drain while the worker finishes its tasks."""
         if self.supervisor is not None:
             self.supervisor.drain()
 
     def stop(self, worker: Any) -> None:
-        """Wait for the children."""
+        """Wait until the child processes have ended."""
         if self.supervisor is not None:
             self.supervisor.stop()
             self.supervisor = None
 
     def terminate(self, worker: Any) -> None:
-        """Kill the children at once: a cold shutdown does not wait."""
+        """Kill the child processes at once, because a cold shutdown does not wait."""
         if self.supervisor is not None:
             self.supervisor.kill()
             self.stop(worker)
@@ -99,7 +100,8 @@ class OutboxStep(bootsteps.StartStopStep):  # type: ignore[misc]
     def _hurry(self, how: str = "", **_: Any) -> None:
         """Handle a second Ctrl-C or SIGQUIT, also while draining.
 
-        This runs in a signal handler: the main thread may hold the supervisor's lock.
+        This method runs in a signal handler, and the main thread may hold the supervisor's lock. So another thread
+        kills the child processes.
         """
         if how == "Cold" and self.supervisor is not None:
             threading.Thread(target=self.supervisor.kill, name="outbox-hurry", daemon=True).start()

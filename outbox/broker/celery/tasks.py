@@ -26,22 +26,23 @@ from kombu.serialization import dumps
 
 from outbox.errors import UsageError
 
-# The sender's settings for an unreachable broker. A message is handed over again until the broker has it.
+# Options of a call for an unreachable broker. They are not stored, because outbox repeats the hand-over until Celery's
+# broker has the message.
 _OF_THE_SENDER: Final = ("retry", "retry_policy", "timeout", "confirm_timeout")
-# kombu reopens a stale connection at once. If the broker is down, the retry queue repeats the attempt.
+# kombu reopens a stale connection at once. If Celery's broker is down, the retry queue repeats the attempt.
 _RECONNECT: Final = {"max_retries": 1, "interval_start": 0, "interval_step": 0, "interval_max": 0}
 
 
 class TaskRecorder(Producer):
-    """Replaces the producer of one call: keeps the task's message instead of sending it."""
+    """Replaces Celery's producer for one call. It keeps the task's message instead of sending it."""
 
     def __init__(self, app: Celery) -> None:
-        # Lazy: it connects only if a result backend needs it.
+        # This connection is lazy: it connects only if a result backend uses it.
         super().__init__(app.connection_for_write(), auto_declare=False)  # type: ignore[no-untyped-call]
         self.recorded: dict[str, Any] | None = None
 
     def publish(self, body: Any, *_: Any, **options: Any) -> None:
-        """Keep the first message. An event of Celery's monitoring may follow; it would be too early."""
+        """Keep the first message. A second one is an event of Celery's monitoring, and the task is not sent yet."""
         if self.recorded is not None:
             return
         content_type, content_encoding, payload = dumps(  # type: ignore[no-untyped-call]
@@ -75,23 +76,23 @@ class RecordedTask(Task):  # type: ignore[misc]
 
     @classmethod
     def on_bound(cls, app: Celery) -> None:
-        """From now on the app stores messages that have to wait, also for calls by a task's name."""
+        """Make the app store the messages of recorded tasks from now on, also for calls by a task's name."""
         super().on_bound(app)
         record_what_waits(app)
 
     def apply_async(self, *args: Any, **kwargs: Any) -> Any:
-        """Like Celery's, but stores the message if `_record_now` says so. Returns the AsyncResult of the later task."""
-        # A subclass may have an `on_bound` that does not call this class's one.
+        """Like Celery's `apply_async`, but stores the message if `_record_now` is true. Returns the AsyncResult."""
+        # A subclass may override `on_bound` without calling this class's method. Then the app does not record yet.
         record_what_waits(self._get_app())
         return super().apply_async(*args, **kwargs)
 
     def retry(self, *args: Any, **kwargs: Any) -> Any:
-        """Like Celery's, at once: the exception that follows would roll a stored message back."""
+        """Send the retry at once, because the exception that follows would roll a stored message back."""
         with _at_once():
             return super().retry(*args, **kwargs)
 
     def replace(self, sig: Any, *args: Any, **kwargs: Any) -> Any:
-        """Like Celery's, at once: the exception that follows would roll a stored message back."""
+        """Send the replacement at once, because the exception that follows would roll a stored message back."""
         with _at_once():
             return super().replace(sig, *args, **kwargs)
 
@@ -120,8 +121,9 @@ def _at_once() -> Iterator[None]:
 def record_what_waits(app: Celery) -> None:
     """Make `app.send_task`, through which Celery sends every task, store the calls of recorded tasks.
 
-    A call belongs to a recorded task if its message names one: as the task, as the task of map, starmap or chunks, or
-    in a chain, chord, link or link_error. A second call changes nothing.
+    A call belongs to a recorded task if its message names such a task. The message may name it as the called task, as
+    the task of map, starmap or chunks, or in a chain, chord, link or link_error. If the app already stores the calls of
+    recorded tasks, the function changes nothing.
     """
     send = app.send_task
     if getattr(send, "records", False):
@@ -141,7 +143,7 @@ def record_what_waits(app: Celery) -> None:
         with task._recording():
             _refuse_what_cannot_wait(app, name, options)
             recorder = TaskRecorder(app)
-            # A producer given by the caller would send at once.
+            # A producer from the caller would send the message at once.
             result = send(name, **{**options, "producer": recorder, "publisher": None})
             assert recorder.recorded is not None
             task._store(name, recorder.recorded)
@@ -152,7 +154,7 @@ def record_what_waits(app: Celery) -> None:
 
 
 def _is_running(task_id: str | None) -> bool:
-    """Whether this call is a retry or replacement of the running task, which ends its block by an exception."""
+    """Whether this call retries or replaces the running task. Either call ends the task's block by an exception."""
     running = current_task.request.id if current_task else None
     return _goes_on.get() or (task_id is not None and task_id == running)
 
@@ -169,18 +171,19 @@ def _recorded_task(app: Celery, name: str, options: Mapping[str, Any]) -> Record
         if isinstance(found := _task(app, named), RecordedTask):
             return found
     if _task(app, name) is None and issubclass(app.Task, RecordedTask):
-        # A task of another program: this app stores all messages that it sends.
+        # The task belongs to another program. This app stores the messages of such tasks, because its Task class is
+        # recorded.
         unknown: RecordedTask = app.Task()
         return unknown
     return None
 
 
-# Celery's own tasks that call others, with the argument that holds the other task's signature.
+# Celery's own tasks that call another task. Their arguments hold the signature of that task.
 _OF_SIGNATURES: Final = ("celery.map", "celery.starmap", "celery.chunks")
 
 
 def _names_in(value: Any) -> Iterator[str]:
-    """Return the names of the tasks in signatures and lists of them."""
+    """Return the names of all tasks in a signature or in a list of signatures."""
     if isinstance(value, Mapping):
         if isinstance(name := value.get("task"), str):
             yield name
@@ -188,11 +191,11 @@ def _names_in(value: Any) -> Iterator[str]:
             for key in ("chain", "chord", "link", "link_error"):
                 yield from _names_in(options.get(key))
             if value.get("subtask_type"):
-                # The parts of a canvas.
+                # A chain, group or chord holds its tasks in these arguments.
                 for key in ("task", "tasks", "header", "body"):
                     yield from _names_in(kwargs.get(key))
         else:
-            # The arguments of map and starmap.
+            # The arguments of map and starmap hold a signature as `task`.
             yield from _names_in(value.get("task"))
     elif isinstance(value, (list, tuple)):
         for item in value:
@@ -203,7 +206,7 @@ def _names_in(value: Any) -> Iterator[str]:
 
 
 def _task(app: Celery, name: str) -> Any:
-    """Return the task of a name, also before its module was imported; None if this project has none."""
+    """Return the task with this name, or None. If it is unknown, import the modules with the app's tasks first."""
     found = app.tasks.get(name)
     if found is None and not getattr(app, "outbox_has_imported", False):
         app.outbox_has_imported = True
@@ -219,7 +222,7 @@ def _refuse_what_cannot_wait(app: Celery, name: str, options: Mapping[str, Any])
             f"transaction, and handed to the broker that the Celery app names. Leave out connection=, or call the task "
             f"outside of the transaction."
         )
-    # Without a counting backend, Celery has already sent a task that polls for the chord, without a time limit.
+    # If the result backend cannot count, Celery has already sent a task that polls for the chord without a time limit.
     counts = type(app.backend).apply_chord is not Backend.apply_chord
     if options.get("chord") and not counts and not isinstance(app.tasks["celery.chord_unlock"], RecordedTask):
         raise UsageError(
@@ -232,11 +235,12 @@ def _refuse_what_cannot_wait(app: Celery, name: str, options: Mapping[str, Any])
 def hand_over(app: Celery, recorded: Mapping[str, Any]) -> None:
     """Give a stored message to Celery's broker, and return when the broker has it. Raises kombu's errors.
 
-    It may be called again with the same message: the task's id is the same.
+    The caller may repeat the call with the same message, because the task keeps its id.
     """
     connection = app.connection_for_write()
     if connection.transport.driver_type == "amqp":
-        # Without it RabbitMQ acknowledges nothing, and messages in flight are lost when the connection breaks.
+        # Without `confirm_publish` RabbitMQ acknowledges no message. If the connection then breaks, messages in flight
+        # are lost.
         options = {**(app.conf.broker_transport_options or {}), "confirm_publish": True}
         connection = app.connection_for_write(transport_options=options)
     known = app.amqp.queues

@@ -1,6 +1,6 @@
-"""The running handler calls: started, finished, timed out, and given up while their threads still run.
+"""Track handler calls from their start to their result, and calls that were given up while they still run.
 
-Each subscription has a runner: its lanes, its threads, and whether an outage makes it pause.
+Each subscription has a `SubscriptionRunner`, which holds its lanes, its threads and its `Outage`.
 """
 
 from __future__ import annotations
@@ -35,15 +35,17 @@ from outbox.utils.backoff import Backoff
 #
 # See decision 067.
 #
-# Tell a poison message from a service that is down, by identical errors in a row on different messages.
+# This code distinguishes a poison message from a service that is down. If different messages fail in a row with the
+# same error, it assumes that a service is down.
 #
-# If a database or a service is down, every message fails, each after its own timeout, until the last one is a dead
-# letter. So three failures with the same error, of calls without a common message and without a success in between,
-# count as an **outage**. The subscription pauses. Its failed messages stay in place and use up no attempt. After the
-# pause one call at a time tests whether the outage is over. The first success ends it.
+# While a service is down, every message would fail until it is a dead letter. To prevent this, three failed calls in a
+# row count as an **outage** if they have the same error and no message in common. Then the subscription pauses. Its
+# failed messages stay in this process, and these failures do not count as attempts. After the pause, the subscription
+# runs one call at a time to test whether the outage is over. The first successful call ends the outage.
 #
-# A few poison messages without other messages look the same. So an outage is assumed only as long as one message's own
-# series of attempts would take. After that, attempts count again, so every message comes to an end.
+# A few poison messages look like an outage if no other messages arrive. So an outage lasts at most as long as all retry
+# delays of one message together. After that time, failures count as attempts again, so each message finally succeeds or
+# is given up.
 
 
 _IN_A_ROW: Final = 3
@@ -51,38 +53,42 @@ _PAUSES: Final = Backoff(first_seconds=1.0, longest_seconds=60.0)
 
 
 class Outage:
-    """The failures in a row of one subscription. Times are of time.monotonic; one thread uses it."""
+    """The failures in a row of one subscription. Only the dispatching thread uses it.
+
+    All times are values of time.monotonic.
+    """
 
     def __init__(self, subscription: Subscription) -> None:
         self._subscription = subscription
         self._error = ""
-        # The messages of calls in a row that failed with this error; no two calls share a message.
+        # The messages of each call in a row that failed with this error. No two of these calls share a message.
         self._failed: list[frozenset[Hashable]] = []
         self._pauses = 0
         self._began = 0.0
         self._is_over_time = False
-        # Whether the handler has set the length of the pause.
+        # Whether a handler has requested the length of the current pause.
         self._asked = False
         self.resume_at: float | None = None
 
     @property
     def error(self) -> str:
-        """The error of the outage; '' without one."""
+        """The error of the current outage; '' if there is no outage."""
         return self._error if self.resume_at is not None else ""
 
     @property
     def pauses(self) -> int:
-        """The number of pauses in this outage; 0 without one."""
+        """The number of pauses in the current outage; 0 if there is no outage."""
         return self._pauses if self.resume_at is not None else 0
 
     def admits(self, now: float, *, running: bool) -> bool:
-        """Whether a call may be started: always, except in an outage; then one at a time, after the pause."""
+        """Return whether a call may be started. In an outage, one call at a time may be started after the pause."""
         return self.resume_at is None or (now >= self.resume_at and not running)
 
     def succeeded(self, now: float = math.inf) -> None:
-        """A handler succeeded: earlier failures are the fault of their messages.
+        """Record a successful call. It ends the outage and the series of failures.
 
-        A pause that a handler has requested still lasts its full time: the successful call may have begun before it.
+        If a handler has requested a pause, the pause still lasts its full time. The successful call may have begun
+        before it.
         """
         if self._asked and self.resume_at is not None and now < self.resume_at:
             return
@@ -94,11 +100,14 @@ class Outage:
         self.resume_at = None
 
     def not_started(self, error: str, now: float, pause_seconds: float | None = None) -> float:
-        """Record a call that failed through no message's fault; returns when to continue."""
+        """Record a failed call that no message has caused. Return the time at which the pause ends."""
         return self._pause(error, now, pause_seconds)
 
     def failed(self, messages: Iterable[Hashable], error: str, now: float) -> float | None:
-        """Record a failed call about these messages. Returns None for an ordinary failure, or the end of the pause."""
+        """Record a failed call with these messages.
+
+        Return the end of the pause, or None if the failure counts as an attempt.
+        """
         if error != self._error:
             self.succeeded(now)
             self._error = error
@@ -111,7 +120,7 @@ class Outage:
         if self.resume_at is None:
             self._began = now
         if now - self._began >= self._believed_seconds():
-            # Until a success there are no more pauses, and every attempt counts.
+            # Until a call succeeds, there are no more pauses, and every failure counts as an attempt.
             self._is_over_time, self.resume_at = True, None
             return None
         return self._pause(error, now)
@@ -122,7 +131,7 @@ class Outage:
         if self.resume_at is None:
             self._began = now
         elif now < self.resume_at:
-            # The call already ran when the pause began.
+            # This call already ran when the pause began, so it does not start another pause.
             self.resume_at = max(self.resume_at, now + (wished_seconds or 0.0))
             return self.resume_at
         self._pauses += 1
@@ -141,47 +150,50 @@ class Outage:
 
 
 class SubscriptionRunner:
-    """The lanes and the worker pool of a subscription. Only the dispatching thread uses it."""
+    """The lanes and the worker pool of one subscription.
+
+    Only the dispatching thread uses it, except for `is_running_out`.
+    """
 
     def __init__(self, subscribed: Subscribed, run: Callable[[HandlerCall], None]) -> None:
         subscription = subscribed.subscription
         self.subscribed: Final = subscribed
         self.lane: Final = _lane(subscription)
-        # A message that comes from the retry queue has given up its order.
+        # Messages from the retry queue have given up their order, so they wait in a concurrent lane.
         self.retry_lane: Final[Lane] = ConcurrentLane(subscription.batch) if subscribed.ordered else self.lane
-        # The lanes of its waiting messages; retried ones first.
+        # The lanes in which messages wait. The dispatching thread takes messages from the retry lane first.
         self.lanes: Final = (self.retry_lane, self.lane) if subscribed.ordered else (self.lane,)
         self.pool: Final = WorkerPool(
             f"{subscription.group}-{subscription.topic}", subscription.threads, run, batches=subscription.batch > 1
         )
         self.outage: Final = Outage(subscription)
-        # Whether messages wait for which the pool has no room.
+        # Whether messages may wait in the lanes because the pool accepts no more calls.
         self.backlog = False
         self._reported = 0
 
     @property
     def is_running_out(self) -> bool:
-        """Whether messages wait while the threads will soon have none. Any thread."""
+        """Whether messages may wait in the lanes while the threads will soon have no call. Any thread may read it."""
         return self.backlog and self.pool.waiting <= self.subscribed.subscription.threads
 
     def admits(self, now: float) -> bool:
-        """Whether a call may be handed to the pool."""
+        """Return whether the pool may get another call now."""
         return self.pool.room > 0 and self.outage.admits(now, running=self.pool.in_hand > 0)
 
     def next_at(self, now: float) -> float | None:
-        """Return when waiting messages may be handed out without a wake-up before that."""
+        """Return the time at which waiting messages may be handled without a wake-up; None if there is no such time."""
         if self.pool.room == 0:
             return None
         resume_at = self.outage.resume_at
         if resume_at is not None and resume_at > now:
             return resume_at
         if resume_at is not None and self.pool.in_hand > 0:
-            # One call at a time; its end wakes the dispatching thread.
+            # In an outage only one call runs at a time. The end of that call wakes the dispatching thread.
             return None
         return min((at for lane in self.lanes if (at := lane.next_at()) is not None), default=None)
 
     def report_outage(self, run: Executor, instance: UUID) -> None:
-        """Store in the database, for operators, that the subscription pauses, or no longer does."""
+        """If the pauses have changed, store for operators whether the subscription pauses."""
         pauses = self.outage.pauses
         if pauses == self._reported:
             return
@@ -204,36 +216,40 @@ def _lane(subscription: Subscription) -> Lane:
 # -- running calls ---------------------------------------------------------------------------------
 
 
-# The thread collects results that no other work waits for within this time (seconds).
+# If no other work waits for a result, the dispatching thread collects the result within this time (seconds).
 COLLECT_SECONDS: Final = 0.05
 
 
 class Calls:
-    """Part of the dispatching thread, except `finished`. `runners` by (group id, topic id)."""
+    """The running calls of this process. Only the dispatching thread uses them, except for `finished`.
+
+    `runners` maps (group id, topic id) to the runner of the subscription.
+    """
 
     def __init__(self, runners: Mapping[tuple[int, int], SubscriptionRunner]) -> None:
         self._runners = runners
         self._running: set[HandlerCall] = set()
         self._stuck: dict[HandlerCall, list[FetchedEntry]] = {}
         self._finished: deque[HandlerCall] = deque()
-        # The time until which the dispatching thread sleeps unless woken, and the time at which it looks for results.
+        # The times until which the dispatching thread sleeps without a wake-up, and at which it looks for results.
         self._asleep_until = 0.0
         self._collect_at = 0.0
-        # Whether the dispatching thread wants to be woken for each finished call; it sets this itself.
+        # Whether every finished call wakes the dispatching thread. The dispatching thread sets this value.
         self.watched = False
 
     def finished(self, work: HandlerCall) -> bool:
-        """Record a finished call; returns whether to wake the dispatching thread. The handlers' threads call this.
+        """Record a finished call. Return whether to wake the dispatching thread. The handler threads call this method.
 
-        If there is enough other work, a successful call only moves the offset. The dispatching thread collects it the
-        next time it is awake, if that is soon: waking it for each call costs more than handling does.
+        If the threads have enough other calls, a successful call only moves the offset. If the dispatching thread wakes
+        within 50 ms anyway, it then collects the result. To wake it for each call would cost more than the handling of
+        the message.
         """
         self._finished.append(work)
         # Check the sleep time after appending (see `sleep`): a thread that is already asleep has missed the append.
         return self._asleep_until - time.monotonic() > COLLECT_SECONDS or self._is_awaited(work)
 
     def sleep(self, seconds: float) -> float:
-        """Return how long, of `seconds`, the dispatching thread may sleep; call it right before the sleep."""
+        """Return how long the dispatching thread may sleep: at most `seconds`. Call this right before the sleep."""
         now = time.monotonic()
         looks = self._collect_at > now
         if looks:
@@ -243,9 +259,9 @@ class Calls:
         return 0.0 if self._finished and not (looks and not self.watched) else seconds
 
     def _is_awaited(self, work: HandlerCall) -> bool:
-        """Whether other work waits for this result:
+        """Return whether other work waits for the result of this call.
 
-        its key or queue, its attempt, the threads, or the dispatching thread.
+        That work can be later messages of its queue or key, a new attempt, idle threads, or the dispatching thread.
         """
         if self.watched or work.abandoned or work.subscribed.ordered or len(work.items) > 1:
             return True
@@ -253,26 +269,29 @@ class Calls:
 
     @property
     def any_running(self) -> bool:
-        """Whether a handler runs whose result still counts."""
+        """Whether a handler call is running. Given-up calls do not count."""
         return bool(self._running)
 
     @property
     def any_counting(self) -> bool:
-        """Whether a handler runs whose result still counts, or a finished call is not booked yet."""
+        """Whether a handler call is running, or a finished call is not booked yet. Given-up calls do not count."""
         return bool(self._running or self._finished)
 
     def deadlines(self) -> list[float]:
-        """Return when running calls reach their timeout, and when stuck calls hang for too long (time.monotonic)."""
+        """Return the times (time.monotonic) at which running calls time out or the process ends.
+
+        The process ends when a stuck call has run for twice its timeout.
+        """
         now = time.monotonic()
         limits = [(work.started_at, work.subscribed.subscription.timeout_seconds) for work in self._running]
         hangs = [(work.started_at, 2 * work.subscribed.subscription.timeout_seconds) for work in self._stuck]
-        # After that time the process ends, so the thread need not wait for it.
+        # The process ends at this time, so times in the past are left out.
         return [began + seconds for began, seconds in limits if began is not None] + [
             began + seconds for began, seconds in hangs if began is not None and began + seconds > now
         ]
 
     def end_of_started(self, queue: OwnedQueue) -> int:
-        """Return the offset after the highest one of this queue that is in a running call, 0 without one."""
+        """Return the highest offset of this queue in a running call, plus one; 0 if no call of the queue runs."""
         started = [item.offset for work in self._running for item in work.items if item.queue is queue]
         return max(started, default=-1) + 1
 
@@ -287,37 +306,37 @@ class Calls:
         self._runners[work.subscribed.key].pool.submit(work)
 
     def hold(self, work: HandlerCall) -> None:
-        """Count the call as running, but call its handler only on `start`, or end it with `refuse`."""
+        """Count the call as running without calling its handler. The caller later calls `start` or `refuse`."""
         for item in work.items:
             item.queue.started()
         self._running.add(work)
         self._runners[work.subscribed.key].pool.reserve()
 
     def start(self, work: HandlerCall) -> None:
-        """Call the handler of a held call."""
+        """Call the handler of a call that `hold` has counted."""
         self._runners[work.subscribed.key].pool.start(work)
 
     def refuse(self, work: HandlerCall, result: Result) -> None:
-        """End a call before its handler was called."""
+        """End a held call without calling its handler; each message gets this result."""
         work.results = [result] * len(work.items)
         self._finished.append(work)
 
     def runs_beside(self, work: HandlerCall) -> bool:
-        """Whether another handler runs whose result still counts."""
+        """Return whether a handler call other than `work` is running. Given-up calls do not count."""
         return len(self._running) > 1 or (bool(self._running) and work not in self._running)
 
     def take_back(self) -> None:
-        """Take back the calls that wait for hanging threads that cannot be replaced: they were not started."""
+        """End the waiting calls of each pool that starts no more threads. These calls count as not started."""
         for runner in self._runners.values():
             if runner.pool.frozen:
                 for work in runner.pool.withdraw():
                     self.refuse(work, NOT_STARTED)
 
     def hung(self) -> str:
-        """Return why this process cannot continue with its messages; '' if it can.
+        """Return why this process cannot continue to handle its messages; '' if it can.
 
-        Either a pool has no threads left that could be replaced. Or a key or queue has waited for a given-up call for
-        as long again as the call was allowed to run.
+        One reason is that so many handlers hang that their pool starts no more threads. The other reason is that a key
+        or queue still waits for a given-up call that has run for twice its timeout.
         """
         for runner in self._runners.values():
             if runner.pool.frozen:
@@ -333,7 +352,7 @@ class Calls:
         return ""
 
     def over(self) -> Iterator[tuple[HandlerCall, Sequence[Result]]]:
-        """Return the calls to be booked with their results: the finished ones, then those that ran too long."""
+        """Yield the calls to be booked with their results: finished calls, then calls that have timed out."""
         while self._finished:
             work = self._finished.popleft()
             if work.abandoned:

@@ -1,8 +1,8 @@
-"""Keeps this process in its groups: heartbeats, leases, and its share of the queues.
+"""The coordinator keeps this process in its groups: it renews leases and acquires a share of the queues.
 
-It runs in a thread with its own connection, so neither a long handler nor a long fetch lets a lease expire. It decides
-which queues to own and tells the dispatching thread by events. The dispatching thread says when a queue may be
-released.
+The coordinator runs in its own thread with its own connection. So no lease expires during a long handler call or a long
+fetch. The coordinator decides which queues this process owns, and sends events about them to the dispatching thread. It
+releases a queue after the dispatching thread has handed the queue back.
 """
 
 from __future__ import annotations
@@ -49,13 +49,14 @@ logger = logging.getLogger(__name__)
 
 # -- broadcast groups ------------------------------------------------------------------------------
 #
-# Broadcast groups: every instance handles every message.
+# In a broadcast group, every instance handles every message.
 #
-# Queues are neither shared nor fenced, so there are no leases, and positions are kept in memory. An instance begins at
-# its subscription's `start` **each time it starts**. FIRST reads all retained messages again (to build a cache). LAST
-# sees only messages that arrive while it runs. The instance on which a message failed retries it in place, after the
-# delays of its retry policy. After the last attempt it logs an error and gives the message up. The group has no retry
-# queue and no dead letters, since those would reach one instance only.
+# The instances do not divide the queues of a broadcast group, so the queues have no leases. Each instance keeps its
+# positions in memory. **Each time** an instance starts, it begins at the `start` of its subscription. With FIRST, the
+# instance reads all retained messages again, for example to build a cache. With LAST, it reads only messages that
+# arrive while it runs. If a message fails, the instance itself tries it again, after the delays of the retry policy.
+# After the last attempt the instance logs an error and gives the message up. A broadcast group has no retry queue and
+# no dead letters, because a message in them would reach only one instance.
 
 
 _QUEUES = Statement("""
@@ -66,20 +67,24 @@ ORDER BY topic_id, generation, number
 
 
 class BroadcastQueues:
-    """Finds the queues of broadcast groups, new ones too, one generation of a topic after the other."""
+    """Finds the queues of broadcast groups, including queues that are added later.
+
+    An instance consumes the queues of a newer layout after it has consumed those of the older layout.
+    """
 
     def __init__(self, groups: Sequence[ConsumingGroup]) -> None:
         self._groups = groups
         self._owned: dict[tuple[int, int], OwnedQueue] = {}
-        # The start by group and topic or, after an interruption, by group and queue.
+        # `_started` has the start offsets by group and topic. `_interrupted` has the offsets at which returned queues
+        # continue, by group and queue.
         self._started: dict[tuple[int, int], dict[int, int]] = {}
         self._interrupted: dict[QueueKey, int] = {}
 
     def rewind(self, lives: Sequence[Mapping[int, int]]) -> list[Lease]:
-        """Return the leases of queues to give up, because the server has begun further lives with these heads.
+        """Return the leases of all queues. This process gives the queues up, because the server has begun new lives.
 
-        The queues can be taken again afterwards. Offsets from such a head on belong to other messages than those that
-        may have been handled.
+        `lives` has, for each new life, the head of each queue at its beginning. From that head on, an offset belongs to
+        another message than before. When `gained` returns a queue again, the queue continues at that head or before it.
         """
         lost = [queue.lease for queue in self._owned.values()]
         for lease in lost:
@@ -93,14 +98,17 @@ class BroadcastQueues:
         return lost
 
     def returned(self, lease: Lease) -> None:
-        """Record that a queue is no longer consumed; it can be taken again from its present position."""
+        """Record that this process no longer consumes a queue.
+
+        Later, `gained` may return the queue at its present position.
+        """
         queue = self._owned.get(lease.key)
         if queue is not None and queue.lease is lease:
             del self._owned[lease.key]
             self._interrupted[lease.key] = queue.next_offset
 
     def gained(self, run: Executor, life: UUID, is_blocked: Callable[[QueueKey], bool]) -> list[OwnedQueue]:
-        """Return the queues to consume from now on, except those whose earlier handlers still run."""
+        """Return the new queues to consume, except queues with handlers of an earlier lease that still run."""
         topic_ids = {topic_id for group in self._groups for topic_id in group.subscribed}
         if not topic_ids:
             return []
@@ -155,9 +163,10 @@ _LOOK_SECONDS: Final = 1.0
 
 
 class Coordinator:
-    """Sends heartbeats, renews leases and shares out queues; `ownership` connects it to the dispatching thread.
+    """Sends heartbeats, renews leases, and acquires this process's share of the queues.
 
-    Everything but `start` and `stop` runs in its own thread, or before the start in the thread that calls `run_once`.
+    `ownership` connects it to the dispatching thread. Its own thread runs all methods except `start` and `stop`. Before
+    `start`, another thread may call `run_once`.
     """
 
     def __init__(
@@ -186,13 +195,14 @@ class Coordinator:
         self._heard_at = lease_clock()
         self._broadcast = BroadcastQueues([group for group in groups if group.broadcast])
         self._connection: BrokerConnection | None = None
-        # A new session has the timeouts of its role until they are lifted; behind a pooler they stay.
+        # Whether the connection is new, and whether the timeouts of its database role are lifted. Behind a pooler they
+        # are not.
         self._is_new = True
         self._is_lifted = False
         self._life: UUID | None = None
         self._asks_life = True
-        # Leases of another life, until the dispatching thread has released them: only then is it known that no handler
-        # runs.
+        # Leases of an earlier life that the dispatching thread has not handed back. Until it does, their handlers may
+        # still run.
         self._awaited: dict[QueueKey, Lease] = {}
         self._thread: threading.Thread | None = None
         self._stopping = threading.Event()
@@ -207,7 +217,7 @@ class Coordinator:
         self._stopping.set()
         self._ownership.wake_coordinator()
         if self._thread is not None:
-            # A turn takes no longer than its deadline.
+            # Each turn of the coordinator ends at its deadline at the latest, so the thread ends soon.
             self._thread.join()
         with contextlib.suppress(psycopg.Error, BrokerUnavailable):
             self._leave()
@@ -235,10 +245,10 @@ class Coordinator:
             self._ownership.wait(min(_LOOK_SECONDS, self._term / 3))
 
     def run_once(self) -> None:
-        """Run one turn: heartbeat and renew if due, release, and acquire this process's share.
+        """Run one turn: renew membership and leases if due, release queues, and acquire this process's share.
 
-        Raises BrokerUnavailable when the database does not answer within a term, even if it only waits for a lock: a
-        silent wait would lose the leases unnoticed.
+        Raises BrokerUnavailable if the database does not answer within a lease term, even if a statement only waits for
+        a lock. Without this limit, the leases could expire unnoticed.
         """
         with self._connected().within(time.monotonic() + self._term) as connection:
             self._turn(Executor(connection, self._database.schema))
@@ -254,11 +264,11 @@ class Coordinator:
             self._renew(run)
         self._give_back(run)
         self._drop_untrusted()
-        # Before the query: a queue that a handler had stopped here by then is stopped in the database, too.
+        # Read this set before the query. A queue that is stopped in memory is then already stopped in the database.
         stopped = {key for key, queue in self._queues.items() if queue.is_stopped}
         look = members.look(run, list(self._groups))
         if look.life != life:
-            # Restored under this connection: the next turn begins with that.
+            # The database was restored while this connection stayed open. The next turn reads the new life first.
             self._asks_life = True
             self._ownership.wake_coordinator()
             return
@@ -268,10 +278,10 @@ class Coordinator:
             self._ownership.emit(QueueAcquired(queue))
 
     def _current_life(self, run: Executor) -> UUID:
-        """Return the present life. Queues from another life are lost: other messages may have their offsets now.
+        """Return the present life. If the life has changed, give up all queues: other messages may have their offsets.
 
-        The life is read on each new connection, and when a statement shows another one: a connection survives a restore
-        and, behind a pooler, also its server.
+        The coordinator reads the life on each new connection, and again when `members.look` returns another life. A
+        connection may stay open during a restore. Behind a pooler, it may also stay open when the server restarts.
         """
         if self._life is not None and not self._asks_life:
             return self._life
@@ -280,7 +290,7 @@ class Coordinator:
         if self._life is not None and life != self._life:
             logger.warning("the broker was restored or restarted: consuming continues from the present positions")
             self._check_names(run)
-            # Members and leases come from the copy.
+            # After a restore, the rows of members and leases come from the backup. So renew both now.
             self._renew_at = 0.0
             for lease in list(self._leases.values()):
                 self._awaited[lease.key] = lease
@@ -292,7 +302,10 @@ class Coordinator:
         return life
 
     def _check_names(self, run: Executor) -> None:
-        """Detect a restore to a time before the registration: the ids that this process knows are free or reused."""
+        """Check that the ids of groups and topics still have their names.
+
+        After a restore to a time before the registration, the ids may be free or may belong to other groups and topics.
+        """
         groups = {group.group_id: group.name for group in self._groups.values()}
         topics = {
             topic_id: subscribed.subscription.topic
@@ -340,7 +353,10 @@ class Coordinator:
             notify(run, Channel.SHARED)
 
     def _without_timeouts(self, run: Executor) -> contextlib.AbstractContextManager[None]:
-        """A statement that the role's timeouts must not cancel: otherwise leases would be lost."""
+        """Return a context in which the role's timeouts do not cancel a statement.
+
+        A cancelled renewal could lose the leases.
+        """
         return contextlib.nullcontext() if self._is_lifted else timeouts.lifted(run.connection)
 
     def _give_back(self, run: Executor) -> None:
@@ -349,7 +365,8 @@ class Coordinator:
             return
         with self._without_timeouts(run):
             leases.release(run, self._instance, returned)
-        # Not earlier: after an error, an unreleased queue would have no owner until its term ends.
+        # Remove the leases from the list only after the release. If the release fails, the next turn tries it again.
+        # Otherwise no process could acquire these queues until their term ends.
         self._ownership.released(len(returned))
         for lease in returned:
             self._forget(lease)
@@ -396,14 +413,15 @@ class Coordinator:
                 and queue.key not in self._leases
                 and queue.key not in self._awaited
                 and not self._ownership.is_blocked(queue.key)
-                # Owned by this instance without a lease here: it comes from another life of the server.
+                # If the row names this instance but the process has no lease, the row is from another life of the
+                # server.
                 and (queue.owner in (None, self._instance) or queue.expired)
             ]
             if free:
                 self._acquire(run, self._groups[group_id], free, life)
 
     def _compare(self, queues: Sequence[QueueState], stopped: Collection[QueueKey]) -> None:
-        """Detect leases that were fenced (an offset reset) and queues that an operator resumed."""
+        """Detect leases that an offset reset has fenced, and queues that were stopped or resumed in the database."""
         for queue in queues:
             lease = self._leases.get(queue.key)
             if lease is None:
@@ -426,7 +444,8 @@ class Coordinator:
         try:
             self._take_up(run, group, obtained, {queue.key: queue for queue in free})
         except BaseException:
-            # This process holds them only in the database: otherwise no process would consume them until the term ends.
+            # Only the database knows that this process holds these leases. Release them, or no process could consume
+            # the queues until the term ends.
             self._ownership.hand_back_unused([lease for lease in obtained if lease.key not in self._leases])
             raise
 
@@ -437,7 +456,8 @@ class Coordinator:
         obtained: Sequence[Lease],
         states: Mapping[QueueKey, QueueState],
     ) -> None:
-        # A reset may have raised the generation since it was read; queues acquired now belong to the new one.
+        # Read the groups again: a reset may have raised the generation, and queues acquired now belong to the new
+        # generation.
         self._follow(run, members.groups(run, list(self._groups)))
         queue_ids = [lease.key[1] for lease in obtained]
         positions = offsets.load(run, group.group_id, queue_ids)
@@ -456,7 +476,7 @@ class Coordinator:
             self._ownership.emit(QueueAcquired(queue))
 
     def _leave(self) -> None:
-        """Release everything; queues that were not handed back are drained or lost by now."""
+        """Release all leases and leave the groups. Every queue is drained or lost by now."""
         for lease in self._ownership.handed_back():
             self._leases.setdefault(lease.key, lease)
         with self._connected().within(time.monotonic() + self._term) as connection:
@@ -470,11 +490,11 @@ class Coordinator:
 
 
 def subscribed_of(group: ConsumingGroup, state: QueueState) -> Subscribed | None:
-    """Return the subscription to a queue's topic; None for a retry queue."""
+    """Return the subscription of a group to the topic of a queue; None for a retry queue."""
     by_topic = {subscribed.subscription.topic: subscribed for subscribed in group.subscribed.values()}
     return by_topic[state.topic] if state.topic is not None else None
 
 
 def queue_name(group: ConsumingGroup, state: QueueState) -> str:
-    """Return the queue's name in deliveries."""
+    """Return the name of the queue as handlers see it in a delivery."""
     return f"%RETRY%{group.name}" if state.topic is None else f"{state.topic}/{state.number}"

@@ -1,4 +1,7 @@
-"""The dispatching thread fetches, hands out, collects, and stores offsets. Only it changes its queues."""
+"""The dispatching thread fetches messages, starts calls, collects results, and stores offsets.
+
+Only this thread changes the queues of its process.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,8 @@ logger = logging.getLogger(__name__)
 
 # -- prefetching -----------------------------------------------------------------------------------
 #
-# Bring messages into memory ahead of their handlers: fetch within the buffer's limits, load omitted bodies.
+# The prefetcher brings messages into memory before a handler is free. It keeps to the limits of the buffer, and loads
+# large bodies only before their call.
 
 
 _RETRY_FETCH_SIZE: Final = 256
@@ -49,7 +53,7 @@ _RETRY_SPAN: Final = 4_000
 
 
 def room_of(queue: OwnedQueue) -> int:
-    """Return how many entries of a queue to fetch now; 0 while it has enough."""
+    """Return how many entries of a queue to fetch now; 0 while enough of its entries are in memory."""
     subscribed = queue.subscribed
     size = subscribed.fetch_size if subscribed is not None else _RETRY_FETCH_SIZE
     span = subscribed.span if subscribed is not None else _RETRY_SPAN
@@ -62,9 +66,10 @@ def room_of(queue: OwnedQueue) -> int:
 
 
 class Prefetcher:
-    """Part of the dispatching thread. `dirty` collects queues whose position may have moved.
+    """Fetches messages into the lanes. Only the dispatching thread uses it.
 
-    `counts` counts the filtered messages. `runners` by (group id, topic id).
+    `dirty` collects the queues whose position may have moved. `counts` counts the filtered messages. `runners` maps
+    (group id, topic id) to the runner of the subscription.
     """
 
     def __init__(
@@ -80,13 +85,13 @@ class Prefetcher:
         self._dirty = dirty
         self._counts = counts
         self._fetcher = Fetcher(runner.subscribed for runner in runners.values())
-        # The consumed queues that may have more to fetch, in the order of the notifications.
+        # The queues that may have more messages to fetch, in the order of the notifications about them.
         self._hungry: dict[OwnedQueue, None] = {}
-        # Retried messages of topics that this process does not subscribe to.
+        # Messages from a retry queue whose topics this process does not subscribe to.
         self._foreign: list[tuple[FetchedEntry, Row]] = []
 
     def mark_grown(self, owned: Mapping[QueueKey, OwnedQueue], grown: Collection[int] | None) -> None:
-        """Note that queues with these ids have grown; with None, any may have."""
+        """Note that the queues with these ids have grown. None means that any queue may have grown."""
         if grown is None:
             found = list(owned.values())
         else:
@@ -96,12 +101,12 @@ class Prefetcher:
             self.look_at(queue)
 
     def look_at(self, queue: OwnedQueue) -> None:
-        """Note that there may be more to fetch of a queue."""
+        """Note that a queue may have more messages to fetch."""
         queue.grown()
         self._hungry[queue] = None
 
     def fetch(self, run: Executor) -> None:
-        """Fetch for all queues that have room and may have more, in one statement."""
+        """Fetch messages in one statement, for all queues that may have more and whose buffer has room."""
         self._hungry = {queue: None for queue in self._hungry if queue.hungry and queue.phase is Phase.ACTIVE}
         wanted = [(queue, room) for queue in self._hungry if (room := room_of(queue)) > 0]
         if wanted:
@@ -140,7 +145,8 @@ class Prefetcher:
             self._counts["filtered"] += len(rows) - len(items)
             self._dirty.add(queue)
         if queue.fetches_again:
-            # Fetched again after a stop: messages finished beyond the stopped one stay finished.
+            # Some of these entries may be finished already, before a stop or by a former owner. Do not handle them
+            # again.
             items = [item for item in items if not window.is_finished(item.offset)]
         queue.fetched(expected, more=more)
         queue.buffer(len(items))
@@ -162,7 +168,10 @@ class Prefetcher:
                 self._foreign.append((item, item.row))
 
     def _send_on(self, run: Executor) -> None:
-        """Send on retried messages of topics without a subscription here: another instance may have one."""
+        """Move retried messages to the retry queues of their topics.
+
+        This process does not subscribe to these topics, but another instance may.
+        """
         foreign = [(item, row) for item, row in self._foreign if item.queue.phase is Phase.ACTIVE]
         if foreign:
             send_on(run, self._instance, foreign)
@@ -172,9 +181,9 @@ class Prefetcher:
         self._foreign.clear()
 
     def load(self, run: Executor, work: HandlerCall) -> None:
-        """Load the messages of a call that are not in memory; those that retention removed leave the call.
+        """Load the messages of a call that are not in memory, and drop from the call those that retention has removed.
 
-        On an error the call's messages go back to their lane.
+        If the statement fails, all messages of the call go back to their lane.
         """
         missing = [item for item in work.items if item.row is None]
         try:
@@ -198,7 +207,7 @@ class Prefetcher:
 
 
 def _leave_out_large(items: Sequence[FetchedEntry]) -> None:
-    """Drop a row that came without its body: it cannot be handled yet."""
+    """Drop each row that was fetched without its large body; `load` reads the message again before its call."""
     for item in items:
         if item.row is not None and item.row[BODY] is None:
             item.row = None
@@ -207,14 +216,19 @@ def _leave_out_large(items: Sequence[FetchedEntry]) -> None:
 # -- the dispatching thread ------------------------------------------------------------------------
 
 
-# Offsets are stored at this interval while messages flow. A killed process handles at most this much again.
+# While messages arrive, the dispatching thread stores offsets at this interval (seconds). After a kill, the messages
+# that were handled since the last store are delivered again.
 STORE_SECONDS: Final = 0.05
-# After a hand-over begins, earlier messages may be started for this long, so that they leave no gap.
+# For this time (seconds) after a hand-over begins, the process still starts messages before the last started one.
+# Otherwise the finished offsets would have gaps.
 DRAIN_SECONDS: Final = 3.0
 
 
 class Dispatcher:
-    """Works in bounded steps. A step that raises leaves each change either undone or done."""
+    """Does the work of the dispatching thread in bounded steps.
+
+    If a step raises an error, each of its changes is either complete or not made at all.
+    """
 
     def __init__(
         self, instance: UUID, groups: Sequence[ConsumingGroup], ownership: Ownership, run: Callable[[HandlerCall], None]
@@ -232,7 +246,7 @@ class Dispatcher:
         self._stale: list[OwnedQueue] = []
         self._calls = Calls(self._runners)
         self._quarantine = QuarantineRunner(instance, self._calls)
-        # The handlers' threads call it; it returns whether to wake this thread.
+        # The handler threads call `finished`. It returns whether to wake the dispatching thread.
         self.finished: Final = self._calls.finished
         self._dirty: set[OwnedQueue] = set()
         self._store_at = 0.0
@@ -243,7 +257,7 @@ class Dispatcher:
     # -- questions of the loop ---------------------------------------------------------------------
 
     def step(self, run: Executor, grown: Collection[int] | None) -> None:
-        """Do the work that is possible now. `grown`: the ids of queues that have grown; None if it may be any queue."""
+        """Do all work that is possible now. `grown` has the ids of queues that have grown; None means any queue."""
         self._prefetcher.mark_grown(self._owned, grown)
         self._adopt(run)
         self._collect(run)
@@ -257,7 +271,7 @@ class Dispatcher:
             self._hand_over_drained()
 
     def wait_seconds(self, longest: float) -> float:
-        """Return how long no work is due without a wake-up; call it right before that wait."""
+        """Return the time in seconds until work is due without a wake-up. Call this right before the wait."""
         now = time.monotonic()
         due = [
             at
@@ -273,27 +287,27 @@ class Dispatcher:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no call runs, only blocked messages wait, and there is nothing to fetch or store."""
+        """Whether no call is running, no message waits except blocked ones, and nothing is left to fetch or store."""
         fetchable = any(queue.hungry and room_of(queue) > 0 for queue in self._owned.values())
         return not self._calls.any_counting and not fetchable and not self._dirty
 
     @property
     def is_drained(self) -> bool:
-        """Whether everything was handed over and no handler runs whose result still counts."""
+        """Whether all queues are handed over and no handler call is running. Given-up calls do not count."""
         return not self._owned and not self._calls.any_counting
 
     @property
     def is_running(self) -> bool:
-        """Whether a handler runs whose result still counts."""
+        """Whether a handler call is running. Given-up calls do not count."""
         return self._calls.any_running
 
     @property
     def hung(self) -> str:
-        """Return why this process has to end, so that another handles its hanging messages; '' if it need not."""
+        """The reason why this process must end, so that other processes handle its messages; '' if there is none."""
         return self._calls.hung()
 
     def enter_life(self, life: UUID) -> None:
-        """Accept only queues acquired in this life from now on (groups.lives); the others are lost."""
+        """From now on, accept only queues that were acquired in this life (groups.lives). Give all others up."""
         if life != self._life:
             # A restore may have removed a retry queue, and another queue may have its id now.
             for group in self._groups.values():
@@ -311,7 +325,10 @@ class Dispatcher:
             queue.bound(ends[queue.key[1]])
 
     def drain(self) -> None:
-        """Start no more calls; running ones finish, are stored and handed over."""
+        """Begin to hand over all queues.
+
+        Running calls and the messages before them are finished, and their offsets are stored.
+        """
         self._draining = True
         self._quarantine.drain()
         self._ownership.drain()
@@ -319,7 +336,7 @@ class Dispatcher:
             self._begin_hand_over(queue)
 
     def stop_threads(self, *, within_seconds: float) -> None:
-        """End the handlers' threads."""
+        """End the threads that call the handlers."""
         for runner in self._runners.values():
             runner.pool.stop(within_seconds=within_seconds)
 
@@ -341,7 +358,8 @@ class Dispatcher:
     def _apply(self, event: Event) -> None:
         match event:
             case QueueAcquired(queue) if queue.lease.life != self._life:
-                # Its positions belong to another life of the server. The two threads have not both seen the change yet.
+                # The positions of this queue belong to another life of the server. The coordinator or this thread has
+                # not seen the new life yet.
                 self._ownership.hand_back(queue.lease)
             case QueueAcquired(queue) if self._ownership.is_blocked(queue.key):
                 # The queue was lost and acquired again while its handlers were still running. Give it back, or its
@@ -349,13 +367,13 @@ class Dispatcher:
                 self._ownership.hand_back(queue.lease)
             case QueueAcquired(queue):
                 if self._bounded:
-                    # A bounded pass handles the entries that existed when it began.
+                    # A bounded pass handles only entries that existed when the pass began.
                     queue.rest()
                 else:
                     self._prefetcher.look_at(queue)
                 self._owned[queue.key] = queue
                 if queue.next_offset != queue.stored_offset:
-                    # Retention removed the entries at its start, or a former owner sent them away.
+                    # Retention has removed the first entries of this queue, or a former owner has sent them away.
                     self._dirty.add(queue)
                 if self._draining:
                     self._begin_hand_over(queue)
@@ -376,7 +394,10 @@ class Dispatcher:
         return queue if queue is not None and queue.lease is lease else None
 
     def _begin_hand_over(self, queue: OwnedQueue) -> None:
-        """Keep finished entries without gaps: the next owner would deliver again everything beyond the first gap."""
+        """Begin to hand over a queue. The unfinished messages before finished ones may still be started.
+
+        The next owner delivers all messages from the first unfinished one on again.
+        """
         if queue.phase not in (Phase.ACTIVE, Phase.STOPPED):
             return
         end = max(queue.window.finished_end, self._calls.end_of_started(queue))
@@ -419,7 +440,8 @@ class Dispatcher:
             queue.stop()
             self._forget_waiting(queue)
         elif not stopped and queue.phase is Phase.STOPPED and queue.running == 0:
-            # While a call runs, its message would be fetched and handled again; the coordinator repeats the event.
+            # Resume only if no call of this queue runs, or its messages would be handled twice. The coordinator repeats
+            # the event.
             queue.resume()
             self._prefetcher.look_at(queue)
 
@@ -435,7 +457,7 @@ class Dispatcher:
     # -- collecting -----------------------------------------------------------------------------
 
     def _collect(self, run: Executor) -> None:
-        """Book the calls that have finished, and those that ran too long."""
+        """Book the finished calls and the calls that have timed out."""
         failed: list[Failed] = []
         self._calls.take_back()
         over = [(work, self._absorb(work, results, failed)) for work, results in self._calls.over()]
@@ -443,8 +465,9 @@ class Dispatcher:
             self._conclude(run, over, failed)
 
     def _absorb(self, work: HandlerCall, results: Sequence[Result], failed: list[Failed]) -> set[int]:
-        """Book the results of a call; returns the ids of items that go back to their lane."""
-        # First: the queue may be lost below, and its remaining calls decide whether its key stays blocked.
+        """Book the results of a call. Return the ids of the items that go back to their lane."""
+        # Count the returned items first. If the queue is lost below, the number of its running items decides whether to
+        # block it.
         counted = Counter(item.queue for item in work.items)
         for queue, count in counted.items():
             queue.returned(count)
@@ -459,10 +482,11 @@ class Dispatcher:
         return booked.again
 
     def _conclude(self, run: Executor, over: Sequence[tuple[HandlerCall, set[int]]], failed: Sequence[Failed]) -> None:
-        """Settle all failures in one statement, then return to each lane the items to be tried here again.
+        """Record all failures, then put the items that this process tries again back into their lanes.
 
-        The order matters. A lane whose call is settled hands out its next messages, and a failed one must be back
-        before them. Items are compared by identity: a message may be in the queue and in the retry queue at once.
+        A lane hands out its next messages as soon as a call is settled. So the failed messages of the call must go back
+        to the lane before that. This method compares items by identity, because one message may be in its queue and in
+        a retry queue at once.
         """
         again = settle(run, self._instance, failed) if failed else []
         self.counts["failed"] += len(failed)
@@ -470,7 +494,8 @@ class Dispatcher:
             if queue.is_stopped:
                 # One of these failures has stopped the queue: later messages must not overtake the stopped one.
                 self._forget_waiting(queue)
-        # Also while draining: a failed message must block the later ones of its key or queue.
+        # Keep failed messages also while their queue is drained, because they must block the later messages of their
+        # key or queue.
         kept = {id(item) for item in again if item.queue.phase in (Phase.ACTIVE, Phase.DRAINING)}
         for work, unstarted in over:
             left = kept | unstarted
@@ -497,7 +522,7 @@ class Dispatcher:
         self._calls.watched = self._watches()
 
     def _watches(self) -> bool:
-        """Whether work waits for the end of the running calls."""
+        """Return whether the dispatching thread must know the end of each running call at once."""
         return (
             self._draining
             or self._bounded
@@ -520,7 +545,7 @@ class Dispatcher:
     # -- offsets --------------------------------------------------------------------------------
 
     def _store(self, run: Executor) -> None:
-        """Store changed positions, all queues in one statement, and release queues that are drained."""
+        """Store the changed positions of all queues in one statement, and give up the queues whose lease is over."""
         now = time.monotonic()
         if not self._dirty or (now < self._store_at and (self._calls.any_running or not self._bounded)):
             return

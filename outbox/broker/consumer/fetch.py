@@ -1,7 +1,8 @@
 """Fetch messages for all owned queues in one statement.
 
-The plan must not depend on statistics of fast-growing tables. So each step is a correlated subquery that only the
-primary key can answer: entries by (queue, offset), then messages by log id.
+The query plan must not depend on the statistics of fast-growing tables. So each step is a correlated subquery that
+PostgreSQL can answer only by primary key. The first step finds entries by (queue, offset), the second one finds
+messages by log id.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from outbox.message import Delivery, Message
 
 # -- filters ---------------------------------------------------------------------------------------
 #
-# Filters as SQL, evaluated in the database; `outbox.filters.filter` evaluates the same tree in Python.
+# The database evaluates these filters as SQL. `outbox.filters.filter` evaluates the same expression tree in Python.
 
 
 _NUMBER_PATTERN: Final = f"^({NUMBER})$"
@@ -46,13 +47,16 @@ _NUMBER_PATTERN: Final = f"^({NUMBER})$"
 
 @dataclass
 class FilterSql:
-    """Builds conditions over the log row `l`; puts the values into `parameters`, named after `prefix`."""
+    """Builds SQL conditions on the log row `l`.
+
+    It puts the values into `parameters`, under names that begin with `prefix`.
+    """
 
     prefix: str = "f"
     parameters: dict[str, Any] = field(default_factory=dict)
 
     def condition(self, wanted: Filter) -> sql.Composable:
-        """Return a boolean that is never NULL."""
+        """Return the filter as an SQL condition that is never NULL."""
         if wanted.tags:
             return sql.SQL("l.tag = ANY({}::text[])").format(self._bind(list(wanted.tags)))
         if wanted.condition is None:
@@ -72,7 +76,7 @@ class FilterSql:
     def _operand(self, name: str, like: Value) -> sql.Composable:
         if not isinstance(like, Decimal):
             return self._text(name)
-        # CASE guarantees that the cast sees only texts that are numbers.
+        # CASE guarantees that PostgreSQL casts only texts that are numbers.
         return sql.SQL("CASE WHEN {} ~ {}::text THEN ({})::numeric END").format(
             self._text(name), self._bind(_NUMBER_PATTERN), self._text(name)
         )
@@ -126,13 +130,14 @@ _OPERATORS: Final = {
 
 
 Row = tuple[Any, ...]
-# The columns of _FETCH and of _LOAD in their order; `restore` unpacks the rest of them. By position, because this code
-# runs for every message.
+# The positions of the first columns of _FETCH and _LOAD; `restore` unpacks the other columns. Access by position is
+# fast, and this code runs for every message.
 SLOT, OFFSET, RETRIES, LOG_ID, TOPIC_ID, PASSES, BODY, MESSAGE_ID, KEY = range(9)
-# The last column; NULL if it equals the message's own id, as for a message published alone.
+# The position of the last column. The column is NULL if the transaction id equals the message id, as for a message
+# published alone.
 TRANSACTION_ID: Final = -1
 
-# Larger bodies are not buffered: they are loaded right before their handler is called.
+# The consumer does not buffer larger bodies (bytes). It loads such a body right before it calls the handler.
 LARGEST_BUFFERED_BODY: Final = 16 * 1024
 
 _FETCH: Final = """
@@ -155,7 +160,10 @@ LEFT JOIN LATERAL (
 
 
 class Fetcher:
-    """The fetch statement for the filters of some subscriptions. It numbers the filters; 0 means no filter."""
+    """The fetch statement for the filters of some subscriptions.
+
+    It numbers the filters. Number 0 means no filter.
+    """
 
     def __init__(self, subscriptions: Iterable[Subscribed]) -> None:
         builder = FilterSql()
@@ -167,23 +175,25 @@ class Fetcher:
         passes = (
             sql.SQL("CASE w.filter {} ELSE true END").format(sql.SQL(" ").join(cases)) if cases else sql.SQL("true")
         )
-        # Values in filters are parameters: the inserted text has no braces that a Statement could replace.
+        # The values of filters are parameters, so the inserted text has no braces that `Statement` could replace.
         self._statement = Statement(_FETCH.replace("{passes}", passes.as_string(None)))
         self._parameters: dict[str, Any] = {**builder.parameters, "largest": LARGEST_BUFFERED_BODY}
-        # The wanted queues of the last call: while few messages arrive, the same queues are asked for again and again.
+        # The wanted queues of the last call. While few messages arrive, the next call often wants the same queues and
+        # reuses these parameters.
         self._wanted: Sequence[tuple[OwnedQueue, int]] = ()
         self._numbers: dict[Subscribed | None, int] = {
             subscribed: number for number, subscribed in enumerate(filtered, start=1)
         }
-        # Kept: at web rates this is executed for every message, and making a cursor costs as much as using it.
+        # Keep the cursor: at low rates the statement runs for every message, and a new cursor costs as much as its use.
         self._cursor: psycopg.RawCursor[Row] | None = None
 
     def fetch(self, run: Executor, wanted: Sequence[tuple[OwnedQueue, int]]) -> list[Row]:
-        """Fetch entries of each queue from its `fetch_from` on; queue by queue, in queue order.
+        """Return the rows of each wanted queue from its `fetch_from` on, queue by queue and in the order of offsets.
 
-        `SLOT` counts `wanted` from 1, because several groups of this process may want one queue. A row without
-        `TOPIC_ID` refers to a message that retention removed. A row with `PASSES` false was filtered. A row that passes
-        and has no body has a large one; `load` returns it.
+        `SLOT` is the position of the queue in `wanted`, from 1. The queue id would not be unique, because several
+        groups of this process may want one queue. A row without `TOPIC_ID` refers to a message that retention removed.
+        A row with `PASSES` false did not pass the filter. If a row passes but has no body, its body is large, and
+        `load` returns it.
         """
         if wanted != self._wanted:
             self._wanted = wanted
@@ -214,7 +224,7 @@ CROSS JOIN LATERAL (SELECT * FROM {schema}.commit_log l WHERE l.log_id = e.log_i
 
 
 def load(run: Executor, places: Sequence[tuple[int, int]]) -> dict[tuple[int, int], Row]:
-    """Return rows by (queue id, offset), with bodies of any size; removed ones are missing."""
+    """Return rows by (queue id, offset), with bodies of any size. Rows that retention removed are missing."""
     parameters = {
         "queue_ids": arrays.integers([queue_id for queue_id, _ in places]),
         "offsets": arrays.bigints([offset for _, offset in places]),
@@ -225,8 +235,8 @@ def load(run: Executor, places: Sequence[tuple[int, int]]) -> dict[tuple[int, in
 _NO_HEADERS: Final[Mapping[str, str]] = MappingProxyType({})
 _new = object.__new__
 
-# The slots are set directly: the constructors would repeat the checks of the sender, at several times the cost of
-# fetching.
+# This code sets the slots directly. The constructors would repeat the checks of the sender, which cost several times as
+# much as the fetch.
 _message_slots = Message.__dict__
 _set_topic = _message_slots["topic"].__set__
 _set_body = _message_slots["body"].__set__

@@ -1,4 +1,4 @@
-"""What this process owns: its groups and subscriptions, their queues, and the messages about ownership."""
+"""The groups, subscriptions and queues of this process, and the events about the ownership of queues."""
 
 from __future__ import annotations
 
@@ -21,16 +21,19 @@ from outbox.subscription import Mode, Subscription
 
 _LEAST_FETCH: Final = 128
 _MOST_FETCH: Final = 1000
-# How far a queue is consumed beyond its lowest unfinished message: the most that is redelivered after a crash.
+# The number of offsets that a process may fetch from the lowest unfinished one on. After a crash, at most this many
+# messages of a queue are delivered again.
 _SPAN: Final = {Mode.CONCURRENT: 4_000, Mode.ORDERLY: 4_000, Mode.KEY_ORDERED: 50_000}
 
 
 @dataclass
 class ConsumingGroup:
-    """A consumer group in this process. `subscribed` is by topic id, and includes known retry queues.
+    """A consumer group in this process.
 
-    `paused`, `generation` (of the inbox) and `quarantined` (by log id) follow the database. The dispatching thread
-    changes them.
+    `subscribed` has its subscriptions, and `retry_queues` its known retry queue ids, both by topic id.
+
+    `paused`, `generation` (of the inbox) and `quarantined` (by log id) are copies of the values in the database. Only
+    the dispatching thread changes these copies.
     """
 
     group_id: int
@@ -43,7 +46,7 @@ class ConsumingGroup:
     quarantined: Mapping[int, QuarantinedMessage] = field(default_factory=dict)
 
     def subscribe(self, subscription: Subscription, handler: AnyHandler, topic_id: int) -> Subscribed:
-        """Consume a topic for this group."""
+        """Add a subscription to this group, and return it."""
         subscribed = self.subscribed[topic_id] = Subscribed(self, subscription, handler, topic_id)
         return subscribed
 
@@ -67,11 +70,12 @@ class Subscribed:
 
 # -- queues ----------------------------------------------------------------------------------------
 #
-# A queue as its present owner sees it: fetched entries, unfinished entries, and outcomes of the rest.
+# The state of a queue in the process that owns it: fetched entries, unfinished entries, and the outcomes of finished
+# entries.
 
 
 class EntryOutcome(enum.IntEnum):
-    """The outcome of a finished entry; the counters of `consumer_offset`."""
+    """The outcome of a finished entry. The table `consumer_offset` has a counter for each outcome."""
 
     HANDLED = 0
     FILTERED = 1
@@ -85,17 +89,26 @@ class Phase(enum.Enum):
     """The phase of a queue in the process that owns it."""
 
     ACTIVE = "active"
-    """Fetch and handle."""
+    """The process fetches and handles the messages of the queue."""
     STOPPED = "stopped"
-    """A handler with on_error=STOP stopped it: keep the lease, start nothing until an operator resumes it."""
+    """A handler with on_error=STOP has stopped the queue.
+
+    The process keeps the lease, and starts nothing until an operator resumes the queue.
+    """
     DRAINING = "draining"
-    """The queue is being handed over: fetch nothing, finish running and earlier messages, store the offset, release."""
+    """The process hands the queue over.
+
+    It finishes running and earlier messages, stores the offset, and releases the lease.
+    """
     LOST = "lost"
-    """Another owner may have it: start nothing, record nothing."""
+    """Another process may own the queue, so this process starts and records nothing for it."""
 
 
 class OffsetWindow:
-    """The finished offsets from the lowest unfinished one on. That lowest one is the stored offset."""
+    """The lowest unfinished offset of a queue, and the finished offsets above it.
+
+    The lowest unfinished offset (`base`) is the one to store.
+    """
 
     __slots__ = ("_finished", "_gaps", "base", "counts", "moved", "start_offset")
 
@@ -115,11 +128,11 @@ class OffsetWindow:
         self._gaps: dict[int, int] = {}
 
     def finish(self, offset: int, outcome: EntryOutcome) -> None:
-        """Mark `offset` as finished. Call `advance` after several of these calls."""
+        """Mark `offset` as finished. The caller calls `advance` after one or several such calls."""
         self._finished[offset] = outcome
 
     def skip(self, start: int, end: int) -> None:
-        """Mark offsets `start` to before `end` as removed by retention before they were fetched."""
+        """Mark the offsets from `start` to before `end` as removed by retention before this process fetched them."""
         self._gaps[start] = end
 
     @property
@@ -128,11 +141,11 @@ class OffsetWindow:
         return max(self._finished, default=self.base - 1) + 1
 
     def is_finished(self, offset: int) -> bool:
-        """Whether an offset at or above the base is finished."""
+        """Return whether an offset at or above `base` is finished."""
         return offset in self._finished
 
     def advance(self) -> None:
-        """Move the base past all finished offsets without a gap."""
+        """Move `base` forward to the lowest unfinished offset."""
         base, finished, counts = self.base, self._finished, self.counts
         while True:
             outcome = finished.pop(base, None)
@@ -148,7 +161,7 @@ class OffsetWindow:
         self.base = base
 
     def position(self) -> Position:
-        """Return the position to store."""
+        """Return the position of the group on this queue, as it is to be stored."""
         handled, filtered, skipped, sent_back, dead, expired = self.counts
         return Position(self.base, self.start_offset, handled, filtered, skipped, sent_back, dead, expired, self.moved)
 
@@ -156,9 +169,10 @@ class OffsetWindow:
 class OwnedQueue:
     """A queue that this process consumes for a group, under a lease.
 
-    The coordinator's thread creates it and passes it on with `QueueAcquired`. From then on only the dispatching thread
-    calls its methods, except those marked "any thread", which read single values that are written whole. Other code
-    reads its fields, and changes them only by these methods.
+    The coordinator's thread creates a queue and sends it to the dispatching thread with `QueueAcquired`. After that,
+    only the dispatching thread calls its methods. Any thread may call the methods marked "any thread", because each of
+    them reads single values that are replaced as a whole. Other code reads the fields, but changes them only through
+    the methods.
     """
 
     __slots__ = (
@@ -192,16 +206,17 @@ class OwnedQueue:
         self.name: Final = name
         self.window: Final = OffsetWindow(position)
         self.phase = Phase.ACTIVE
-        # The next offset to fetch; whether there may be more; entries in memory; those of them in running calls.
+        # `fetch_from` is the next offset to fetch, and `hungry` says whether there may be more entries. `buffered`
+        # counts the entries in memory, and `running` those of them that are in running calls.
         self.fetch_from = position.next_offset
         self.hungry = True
         self.buffered = 0
         self.running = 0
-        # While it is drained: the time until which messages may still be started.
+        # While the queue is drained, messages may still be started until this time (time.monotonic).
         self.start_until = 0.0
-        # A bounded pass fetches up to here.
+        # A bounded pass fetches only entries before this offset.
         self.end: int | None = None
-        # Notes of messages sent away before this offset are removed.
+        # The `finished_ahead` rows of messages before this offset are deleted already.
         self.swept_offset = 0
         self._refetched_below = 0
         self._ordinal = 0
@@ -210,7 +225,7 @@ class OwnedQueue:
     # -- any thread -----------------------------------------------------------------------------
 
     def trusted(self) -> bool:
-        """Whether the lease may be acted on. Any thread."""
+        """Return whether this process may still rely on the lease. Any thread."""
         return self.lease.trusted()
 
     def may_start(self) -> bool:
@@ -219,12 +234,12 @@ class OwnedQueue:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether a handler with on_error=STOP stopped it. Any thread."""
+        """Whether a handler with on_error=STOP has stopped this queue. Any thread."""
         return self.phase is Phase.STOPPED
 
     @property
     def stored_offset(self) -> int:
-        """The offset as it is stored."""
+        """The offset of this queue that is stored in the database."""
         return self._stored_base
 
     @property
@@ -233,36 +248,39 @@ class OwnedQueue:
         return self.window.base
 
     def swept(self) -> None:
-        """Record that the notes of messages sent away before the stored offset are removed."""
+        """Record that the `finished_ahead` rows before the stored offset are deleted."""
         self.swept_offset = self._stored_base
 
     # -- phases ---------------------------------------------------------------------------------
 
     def stop(self) -> None:
-        """Start nothing until it is resumed; a drained or lost queue keeps its phase."""
+        """Stop the queue: start nothing until an operator resumes it. A drained or lost queue keeps its phase."""
         if self.phase is Phase.ACTIVE:
             self.phase = Phase.STOPPED
 
     def resume(self) -> None:
-        """Continue after a stop: fetch again from the lowest unfinished entry; later finished entries stay finished."""
+        """Continue after a stop: fetch again from the lowest unfinished entry. Finished entries stay finished."""
         self.phase = Phase.ACTIVE
         self._refetched_below = max(self._refetched_below, self.fetch_from)
         self.fetch_from = self.window.base
         self.hungry = True
 
     def drain(self, *, start_until: float) -> None:
-        """Fetch nothing more; messages before started ones may be started until `start_until` (time.monotonic)."""
+        """Begin to hand the queue over: fetch nothing more.
+
+        Until `start_until` (time.monotonic), messages before the last started one may still be started.
+        """
         self.phase = Phase.DRAINING
         self.start_until = start_until
 
     def lose(self) -> None:
-        """Another owner may have it."""
+        """Mark the queue as lost, because another process may own it now."""
         self.phase = Phase.LOST
 
     # -- fetching -------------------------------------------------------------------------------
 
     def grown(self) -> None:
-        """There may be more to fetch."""
+        """Note that this queue may have more entries to fetch."""
         self.hungry = True
 
     def bound(self, end: int) -> None:
@@ -270,16 +288,16 @@ class OwnedQueue:
         self.end = end
 
     def skip_to(self, floor: int) -> None:
-        """Skip everything below `floor`, which retention has removed."""
+        """Skip all entries below `floor`, because retention has removed them."""
         if floor > self.fetch_from:
             self.window.skip(self.fetch_from, floor)
             self.window.advance()
             self.fetch_from = floor
 
     def sent_away_before(self, offsets: Mapping[int, bool]) -> None:
-        """Take the notes about messages that a former owner sent away without storing its offset.
+        """Mark as finished the messages that a former owner has sent away without storing its offset.
 
-        The value says whether a message became a dead letter.
+        A value of `offsets` says whether the message became a dead letter.
         """
         ahead = {offset: is_dead for offset, is_dead in offsets.items() if offset >= self.fetch_from}
         for offset, is_dead in ahead.items():
@@ -290,45 +308,48 @@ class OwnedQueue:
 
     @property
     def fetches_again(self) -> bool:
-        """Whether the next entries to fetch may be finished: fetched before a stop, or by a former owner."""
+        """Whether the next entries to fetch may be finished already, before a stop or by a former owner."""
         return self.fetch_from < self._refetched_below
 
     def fetched(self, next_offset: int, *, more: bool) -> None:
-        """Record that everything before `next_offset` was fetched; `more` if there may be more."""
+        """Record that all entries before `next_offset` are fetched. `more` says whether there may be more entries."""
         self.fetch_from = next_offset
         self.hungry = more
 
     def rest(self) -> None:
-        """Fetch nothing until it has grown."""
+        """Fetch nothing from this queue until it has grown."""
         self.hungry = False
 
     # -- what is in memory and what runs ----------------------------------------------------------
 
     def buffer(self, count: int = 1) -> None:
-        """Count entries that are now in memory."""
+        """Add `count` entries to the entries in memory."""
         self.buffered += count
 
     def unbuffer(self, count: int = 1) -> None:
-        """Count entries that left memory without a call."""
+        """Subtract `count` entries that have left memory without a handler call."""
         self.buffered -= count
 
     def unbuffer_waiting(self) -> None:
-        """Count only the running entries as in memory."""
+        """Count only the entries in running calls as in memory."""
         self.buffered = self.running
 
     def started(self) -> None:
-        """Count one more entry in a running call."""
+        """Add one entry to the entries in running calls."""
         self.running += 1
 
     def returned(self, count: int) -> None:
-        """Count entries that came back from a call; those that stay here are buffered again."""
+        """Count the entries of a finished call as out of memory.
+
+        If an entry goes back to its lane, the caller calls `buffer` for it.
+        """
         self.running -= count
         self.buffered -= count
 
     # -- offsets --------------------------------------------------------------------------------
 
     def next_row(self) -> OffsetRow | None:
-        """Return the row to store if the position has moved since the last one."""
+        """Return the row to store; None if the position has not moved since the last stored row."""
         if self.window.base == self._stored_base:
             return None
         self._ordinal += 1
@@ -341,15 +362,15 @@ class OwnedQueue:
 
 # -- ownership -------------------------------------------------------------------------------------
 #
-# Messages between the coordinator's thread and the dispatching thread about owned queues.
+# Events between the coordinator's thread and the dispatching thread about owned queues.
 #
-# The coordinator decides which queues to own, and sends events. The dispatching thread says when a queue may be
-# released.
+# The coordinator decides which queues this process owns, and sends events about them. The dispatching thread hands a
+# queue back when its lease may be released.
 
 
 @dataclass(frozen=True)
 class QueueAcquired:
-    """A queue to consume from its position on."""
+    """This process now owns the queue and consumes it from its position on."""
 
     queue: OwnedQueue
 
@@ -363,14 +384,14 @@ class QueueHandOver:
 
 @dataclass(frozen=True)
 class QueueLost:
-    """The lease is over: start and record nothing of it any more."""
+    """The lease is over: start no more handlers for its queue, and record nothing about them."""
 
     lease: Lease
 
 
 @dataclass(frozen=True)
 class GroupChanged:
-    """A group was paused or resumed, or has another inbox generation or other messages in quarantine."""
+    """A group was paused or resumed, or its inbox generation or its messages in quarantine have changed."""
 
     group_id: int
     paused: bool
@@ -380,7 +401,7 @@ class GroupChanged:
 
 @dataclass(frozen=True)
 class QueueStopped:
-    """A queue is stopped, or was resumed."""
+    """A queue was stopped or resumed in the database."""
 
     key: QueueKey
     stopped: bool
@@ -388,16 +409,21 @@ class QueueStopped:
 
 @dataclass(frozen=True)
 class LifeChanged:
-    """The coordinator has seen another life of the broker: ask for the life before handling anything else."""
+    """The coordinator has seen another life of the broker.
+
+    The dispatching thread must read the life before it takes the next event.
+    """
 
 
 Event = QueueAcquired | QueueHandOver | QueueLost | GroupChanged | QueueStopped | LifeChanged
 
 
 class Ownership:
-    """All state that both threads use. No locks: each field is written whole or is a thread-safe container.
+    """All state that the coordinator's thread and the dispatching thread share.
 
-    `wake_dispatcher` is called after each event.
+    It needs no locks, because each field is replaced as a whole or is a thread-safe container.
+
+    It calls `wake_dispatcher` after each event.
     """
 
     def __init__(self, wake_dispatcher: Callable[[], None]) -> None:
@@ -412,18 +438,18 @@ class Ownership:
     # -- the dispatching thread's side ----------------------------------------------------------
 
     def next_event(self) -> Event | None:
-        """Return the oldest event not yet taken."""
+        """Remove and return the oldest event; None if there is none."""
         return self._events.popleft() if self._events else None
 
     def hand_back(self, lease: Lease) -> None:
-        """Give the queue back: it is drained, or its lease was found to be over."""
+        """Give the lease of a queue back to the coordinator: the queue is drained, or the lease is over."""
         self._handed_back.append(lease)
         self._coordinator_wanted.set()
 
     def block(self, key: QueueKey) -> None:
-        """Block the queue:
+        """Block the queue, because handlers of its lost lease still run.
 
-        handlers of its lost lease still run, and a second owner thread here would run them twice at once.
+        If this process acquired the queue again now, it would handle the same messages twice at once.
         """
         self._blocked.add(key)
 
@@ -432,7 +458,7 @@ class Ownership:
         self._blocked.discard(key)
 
     def drain(self) -> None:
-        """Acquire no more queues: queues handed back from now on are for other instances."""
+        """Acquire no more queues, because this process now leaves its queues to other instances."""
         self._draining = True
 
     # -- the coordinator's side -----------------------------------------------------------------
@@ -443,16 +469,16 @@ class Ownership:
         self._wake_dispatcher()
 
     def handed_back(self) -> list[Lease]:
-        """Return the leases to be released, oldest first. They stay until they are `released`."""
+        """Return the leases to release, oldest first. A lease stays in the list until `released` removes it."""
         return list(self._handed_back)
 
     def released(self, count: int) -> None:
-        """Remove this many of the oldest `handed_back` leases: they were released."""
+        """Remove the `count` oldest leases from `handed_back`, because they are released."""
         for _ in range(count):
             self._handed_back.popleft()
 
     def hand_back_unused(self, leases: Iterable[Lease]) -> None:
-        """Give back acquired leases whose queues were never used."""
+        """Give acquired leases back whose queues this process has not begun to consume."""
         self._handed_back.extend(leases)
 
     def wait(self, seconds: float) -> None:
@@ -462,11 +488,14 @@ class Ownership:
 
     @property
     def is_draining(self) -> bool:
-        """Whether no more queues may be acquired."""
+        """Whether this process may acquire no more queues."""
         return self._draining
 
     def outdate(self) -> None:
-        """Acquire no more queues, because ids of groups and topics are reused; the process has to register again."""
+        """Acquire no more queues until this process has registered again.
+
+        The ids of its groups and topics may belong to others now.
+        """
         self._is_outdated = self._draining = True
         self._wake_dispatcher()
 
@@ -478,9 +507,9 @@ class Ownership:
         return self._is_outdated
 
     def is_blocked(self, key: QueueKey) -> bool:
-        """Whether handlers of an earlier lease of this queue still run here."""
+        """Return whether handlers of an earlier lease of this queue still run in this process."""
         return key in self._blocked
 
     def wake_coordinator(self) -> None:
-        """Wake the coordinator now instead of at its next turn, because something may have changed."""
+        """Wake the coordinator now, because its groups or queues may have changed."""
         self._coordinator_wanted.set()

@@ -1,11 +1,11 @@
-"""Handle quarantined messages (groups.quarantine) alone in this process, so that its death proves something.
+"""Handle each quarantined message (groups.quarantine) alone, so that a death of this process shows its cause.
 
     found in a call ──► divided ──► held ──► tried ──► cleared, sent back, tried again later, or given up
                       from others    │ until nothing else runs here and nothing else is started;
                                      │ then a note about the attempt is committed
 
-In ordered modes its queue or key waits for the result. In concurrent mode only the message itself waits. A message that
-has hung but killed no process need not run alone: other calls run at the same time.
+In ordered modes, the queue or key of the message waits for the result of the attempt. In concurrent mode, only the
+message itself waits. If a message has hung but has killed no process, other calls may run during its attempt.
 
 See decision 066.
 """
@@ -28,13 +28,14 @@ from outbox.broker.groups import quarantine
 from outbox.broker.groups.send_back import describe
 from outbox.errors import HandlerTimedOut, KillsItsProcess
 
-# The waits before the next look: while another message is tried here, and while this process drains.
+# The seconds until a message asks for its attempt again: while another attempt runs in this process, and while this
+# process drains.
 _ANOTHER_SECONDS: Final = 0.1
 _DRAINING_SECONDS: Final = 3600.0
 
 
 class _Stage(enum.Enum):
-    """The stage of the held call."""
+    """The stage of the one attempt that this process has."""
 
     HELD = "held"
     BEGUN = "begun"
@@ -42,14 +43,14 @@ class _Stage(enum.Enum):
 
 
 class _Granted:
-    """The note is committed: call the handler."""
+    """The note about the attempt is committed, so the handler may be called."""
 
 
 _GRANTED: Final = _Granted()
 
 
 class QuarantineRunner:
-    """Part of the dispatching thread: at most one attempt at a time."""
+    """Runs at most one attempt with quarantined messages at a time. Only the dispatching thread uses it."""
 
     def __init__(self, instance: UUID, calls: Calls) -> None:
         self._instance = instance
@@ -59,27 +60,27 @@ class QuarantineRunner:
         self._stage = _Stage.HELD
         self._hung = False
         self._draining = False
-        # The results of finished attempts that are still to be stored.
+        # Functions that store the results of finished attempts.
         self._verdicts: list[Callable[[Executor], None]] = []
 
     @property
     def silent(self) -> bool:
-        """Whether no other call may be started now."""
+        """Whether this process may start no call except the held attempt."""
         return self._held is not None and not self._hung
 
     @property
     def pending(self) -> bool:
-        """Whether an attempt runs, or waits for running calls."""
+        """Whether this process has an attempt that is running or waits for running calls."""
         return self._held is not None
 
     def drain(self) -> None:
-        """Begin no more attempts."""
+        """Begin no more attempts with quarantined messages in this process."""
         self._draining = True
 
     def takes(self, run: Executor, work: HandlerCall) -> bool:
-        """Whether this runner takes a call over, because it has quarantined messages.
+        """Take a call over if it has quarantined messages. Return whether it has any.
 
-        On an error the call's messages have gone back to their lane.
+        If a statement fails, the messages of the call have gone back to their lane.
         """
         known = work.subscribed.group.quarantined
         found = [item for item in work.items if _log_id(item) in known]
@@ -101,7 +102,10 @@ class QuarantineRunner:
         return True
 
     def _wait_seconds(self, run: Executor, work: HandlerCall) -> float:
-        """Ask first: otherwise this process would stop other calls for nothing."""
+        """Return how long the attempt must wait.
+
+        Without this question, the process would stop other calls for an attempt that may not begin yet.
+        """
         group = work.subscribed.group
         try:
             return quarantine.ask(
@@ -112,7 +116,7 @@ class QuarantineRunner:
             raise
 
     def proceed(self, run: Executor) -> None:
-        """Begin the held attempt if it may begin now. After an error it stays held."""
+        """Begin the held attempt if it may begin now. If a statement fails, the attempt stays held."""
         work = self._held
         if work is None or self._stage is not _Stage.HELD or (self.silent and self._calls.runs_beside(work)):
             return
@@ -126,7 +130,7 @@ class QuarantineRunner:
             self._calls.refuse(work, refusal)
 
     def _refusal(self, run: Executor, work: HandlerCall) -> Result | _Granted:
-        """Note that the attempt begins; or return the result of a call that is not made."""
+        """Commit the note about the attempt, or return the result of a call that may not be made."""
         now = time.monotonic()
         if self._draining:
             return Postponed(now + _DRAINING_SECONDS)
@@ -141,18 +145,18 @@ class QuarantineRunner:
         return Postponed(now + attempt.wait_seconds) if attempt.wait_seconds else _GRANTED
 
     def over(self, work: HandlerCall, results: Sequence[Result], excused: Collection[int]) -> None:
-        """Record a finished call; if it was the attempt, other calls may continue.
+        """Record a finished call. If the call was the attempt, this process may start other calls again.
 
-        `excused`: the ids of items that are to be called again here, through no fault of theirs.
+        `excused` has the ids of items that this process calls again, because they have not caused the failure.
         """
         if work is not self._held:
             return
         self._held = None
-        # Also for a refused call: an error may have hidden that its note was committed.
+        # Add a result for a refused call, too: its note may have been committed although the statement seemed to fail.
         self._verdicts.append(self._verdict(work, results, excused))
 
     def settle(self, run: Executor) -> None:
-        """Store the results, before an offset passes their messages."""
+        """Store the results of finished attempts. Call this before an offset passes their messages."""
         while self._verdicts:
             self._verdicts[0](run)
             self._verdicts.pop(0)
@@ -172,7 +176,8 @@ class QuarantineRunner:
             elif not any(isinstance(result, KillsItsProcess) for result in results):
                 quarantine.clear(run, group.group_id, log_ids)
             elif not group.broadcast and all(map(_is_finished, items)):
-                # This group has given it up. In a broadcast group each instance has to reach this result itself.
+                # The group has given the messages up. In a broadcast group, each instance has its own outcome, and
+                # deleting the rows would clear the messages for all instances.
                 quarantine.clear(run, group.group_id, log_ids)
 
         return write
@@ -184,7 +189,7 @@ def _is_finished(item: FetchedEntry) -> bool:
 
 
 def _set_apart(items: Sequence[FetchedEntry], found: set[int], size: int) -> None:
-    """Divide a call into runs of quarantined messages, no longer than `size`, and runs of others."""
+    """Divide a call into parts of at most `size` quarantined messages, and parts of other messages."""
     start = 0
     for end in range(1, len(items) + 1):
         if end == len(items) or (id(items[end]) in found) != (id(items[start]) in found):

@@ -1,6 +1,7 @@
-"""Book a finished call: finished messages, failed ones, and those that stay here as if never tried.
+"""Book the results of a finished call: each message is finished, has failed, or uses up no attempt.
 
-The failed ones are judged, recorded at once, and tried here again, sent back, or given up.
+The process decides what to do with each failed message, and records that at once. It tries the message again, sends it
+back, gives it up, or stops its queue.
 """
 
 from __future__ import annotations
@@ -54,12 +55,13 @@ class Failed:
 
 
 def settle(run: Executor, instance: UUID, failures: Sequence[Failed]) -> list[FetchedEntry]:
-    """Record the failures of one collection; each message is then finished, stopped, or due again.
+    """Record the failures of one collection. After that, each message is finished, stopped, or due again.
 
-    Finishes the messages that were sent away; returns the messages to try here again, with their due time.
+    This marks the messages that were sent away as finished. It returns the messages that this process tries again, with
+    their due times.
 
-    If recording fails, no message was sent away. All are then tried here again, so none is lost and no offset passes
-    them.
+    If the recording fails, no message was sent away. This process then tries all these messages again, so no message is
+    lost and no offset passes one.
     """
     judged = [(failed, _judge(failed)) for failed in failures]
     for failed, judgement in judged:
@@ -79,9 +81,10 @@ def settle(run: Executor, instance: UUID, failures: Sequence[Failed]) -> list[Fe
 
 
 def send_on(run: Executor, instance: UUID, foreign: Sequence[tuple[FetchedEntry, Row]]) -> None:
-    """Move retried messages of topics without a subscription here into the queues of these topics.
+    """Move retried messages, to whose topics this process does not subscribe, to the retry queues of these topics.
 
-    Their attempts are not counted. Such messages come from the queue of all topics, which version 0.1 fills.
+    The move does not count as an attempt. Such messages come from retry queue number 0, which version 0.1 fills with
+    messages of all topics.
     """
     judgement = FailurePlan(FailureAction.SEND_BACK)
     error = "delivered to an instance of the group that does not subscribe to the message's topic"
@@ -109,10 +112,11 @@ def send_on(run: Executor, instance: UUID, foreign: Sequence[tuple[FetchedEntry,
 def _judge(failed: Failed) -> FailurePlan:
     item, error = failed.item, failed.error
     if isinstance(error, KillsItsProcess):
-        # Regardless of the subscription's error rules: the handler did not raise this error.
+        # The error rules of the subscription do not apply, because the handler did not raise this error.
         return FailurePlan(FailureAction.DEAD)
     if isinstance(error, LeaseLost):
-        # The fence stopped it, which is not the handler's fault. If this process still holds the lease, try again soon.
+        # The fence has stopped this attempt, so the handler has not failed. If this process still holds the lease, try
+        # again soon.
         return FailurePlan(FailureAction.IN_PLACE, _LOCAL_RETRY_SECONDS)
     return send_back.judge(
         failed.subscribed.subscription,
@@ -124,7 +128,10 @@ def _judge(failed: Failed) -> FailurePlan:
 
 
 def _record(run: Executor, instance: UUID, judged: Sequence[tuple[Failed, FailurePlan]]) -> set[leases.QueueKey]:
-    """Return the keys of queues that this process still holds. A message that occurs twice needs two statements."""
+    """Store the failures. Return the keys of the queues that this process still holds.
+
+    If a message occurs twice, each occurrence needs its own statement.
+    """
     kept: set[leases.QueueKey] = set()
     rounds: list[dict[tuple[int, int], Failure]] = []
     for failed, judgement in judged:
@@ -144,19 +151,23 @@ def _record(run: Executor, instance: UUID, judged: Sequence[tuple[Failed, Failur
             reason = send_back.describe(failed.error)
             leases.stop(run, instance, failed.item.queue.lease, reason)
     if any(judgement.verdict is FailureAction.SEND_BACK for _, judgement in judged):
-        # The sequencer may have expected the next scheduled message at a later time than this one.
+        # Wake the sequencer: it may expect the next scheduled message at a later time than these are due.
         notify(run, Channel.DECIDED)
     return kept
 
 
 def _conclude(failed: Failed, judgement: FailurePlan) -> list[FetchedEntry]:
-    """Only after recording: a message finished earlier would be lost in a crash in between."""
+    """Apply the plan for a failed message. Return the message if this process tries it again.
+
+    Call this only after the recording. If a message were finished before that, a crash in between would lose it.
+    """
     item = failed.item
     queue = item.queue
     if judgement.verdict is FailureAction.IN_PLACE:
         return [_again(item, judgement.delay_seconds)]
     if judgement.verdict is FailureAction.STOP:
-        # Not finished: the offset stays at it. It is fetched again when an operator resumes the group.
+        # The message is not finished, so the offset does not pass it. The process fetches it again when an operator
+        # resumes the group.
         queue.stop()
         return []
     outcome = EntryOutcome.DEAD if judgement.verdict is FailureAction.DEAD else EntryOutcome.SENT_BACK
@@ -232,10 +243,11 @@ _CONSEQUENCES: Final = {
 
 # -- results of calls ------------------------------------------------------------------------------
 #
-# Book a finished call: finished messages, failed ones, and those that stay here as if never tried.
+# Book the results of a finished call: each message is finished, has failed, or uses up no attempt.
 #
-# The failure of a batch does not show which message caused it. The batch is halved, and its halves are called again,
-# until the message is alone. Only then an attempt has failed.
+# The failure of a batch does not show which message has caused it. So the consumer halves the batch and calls the
+# handler for each half, until a call has only one message. Only a failed call with one message counts as a failed
+# attempt.
 
 
 _OUTCOMES: Final = {Disposition.HANDLED: EntryOutcome.HANDLED, Disposition.SKIPPED: EntryOutcome.SKIPPED}
@@ -243,9 +255,9 @@ _OUTCOMES: Final = {Disposition.HANDLED: EntryOutcome.HANDLED, Disposition.SKIPP
 
 @dataclass
 class CallOutcome:
-    """The work that a call leaves. `again`: ids of items to be handed out here again, attempts unused.
+    """The messages of a call that are not finished, and the queues that it found lost.
 
-    `lost`: queues whose lease was found to be over.
+    `again`: the ids of items that go back to their lane without a used attempt. `lost`: the queues whose lease is over.
     """
 
     failed: list[Failed] = field(default_factory=list)
@@ -254,23 +266,26 @@ class CallOutcome:
 
 
 def book(work: HandlerCall, results: Sequence[Result], outage: Outage) -> CallOutcome:
-    """Mark handled messages as finished in their window, and sort the rest."""
+    """Mark the handled messages of a call as finished, and return the remaining work."""
     booked = CallOutcome()
     errors: list[tuple[FetchedEntry, BaseException]] = []
     for item, result in zip(work.items, results, strict=True):
         queue = item.queue
         if queue.phase is Phase.LOST or queue in booked.lost:
-            # The next owner delivers it again, so this process records neither success nor failure.
+            # The next owner of the queue delivers this message again, so this process records neither success nor
+            # failure.
             continue
         if isinstance(result, Disposition):
             queue.window.finish(item.offset, _OUTCOMES[result])
         elif isinstance(result, BaseException):
             errors.append((item, result))
         elif isinstance(result, Postponed) or queue.trusted():
-            # Not started, perhaps because the lease was unsure for a moment and was renewed since: back to its place.
+            # The handler was not called, perhaps because the lease had expired for a moment and was renewed since. Put
+            # the message back into its lane.
             _keep(item, result.until if isinstance(result, Postponed) else 0.0, booked)
         elif queue.phase is not Phase.STOPPED:
-            # Now, not at the next look: a renewal in between would leave a gap at this message.
+            # Give the queue up now. If the lease were renewed before the next check, this message would stay
+            # unfinished.
             booked.lost.append(queue)
     if any(isinstance(result, Disposition) for result in results):
         outage.succeeded(time.monotonic())
@@ -283,7 +298,7 @@ def book(work: HandlerCall, results: Sequence[Result], outage: Outage) -> CallOu
 def _book_failure(
     work: HandlerCall, errors: Sequence[tuple[FetchedEntry, BaseException]], outage: Outage, booked: CallOutcome
 ) -> None:
-    """Book a failed call whose messages all failed; decide which message caused it, if that is known."""
+    """Book a call of which no message succeeded, and decide which of its messages have failed an attempt."""
     undecodable = [Failed(work.subscribed, item, error) for item, error in errors if isinstance(error, UndecodableBody)]
     booked.failed += undecodable
     called = [(item, error) for item, error in errors if not isinstance(error, UndecodableBody)]
@@ -291,7 +306,8 @@ def _book_failure(
         return
     items, error = [item for item, _ in called], called[0][1]
     if any(other is not error for _, other in called) or isinstance(error, (LeaseLost, KillsItsProcess)):
-        # The handler named the cause for each message, or the fence stopped the call.
+        # The handler gave a separate error for each message, the fence stopped the call, or a message kills its
+        # process.
         booked.failed += [Failed(work.subscribed, item, other) for item, other in called]
         return
     until = _outage(work, items, error, outage)
@@ -336,7 +352,9 @@ def _outage(work: HandlerCall, items: Sequence[FetchedEntry], error: BaseExcepti
 
 
 def _is_unexplained(subscription: Subscription, error: BaseException) -> bool:
-    """Whether the error may mean that a service is down: neither handler nor subscription has classified it.
+    """Return whether the error may mean that a service is down.
+
+    Neither the handler nor the subscription has classified such an error.
 
     A database that refuses a row by a constraint has answered, so it is not down.
     """
@@ -348,12 +366,13 @@ def _is_unexplained(subscription: Subscription, error: BaseException) -> bool:
 
 
 def _violates_a_constraint(error: BaseException) -> bool:
-    """Whether it is an IntegrityError of a database driver (PEP 249 defines that name) or of Django."""
+    """Return whether the error is an IntegrityError of Django or of a database driver (PEP 249)."""
     return any(kind.__name__ == "IntegrityError" for kind in type(error).__mro__)
 
 
 def _keep(item: FetchedEntry, due: float, booked: CallOutcome) -> None:
     if item.queue.phase is not Phase.STOPPED:
-        # A stopped queue is fetched again when it is resumed.
+        # The items of a stopped queue need not be kept: the process fetches the queue again when an operator resumes
+        # it.
         item.due = due
         booked.again.add(id(item))

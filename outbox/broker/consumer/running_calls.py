@@ -1,8 +1,9 @@
-"""The running handler calls of this process, in a file that its parent reads after its death.
+"""Note the running handler calls of this process in a file that its parent reads after its death.
 
-The parent makes the file and passes its descriptor to the child. The child maps it into memory, so noting a call costs
-one copy in memory, and the notes survive any death of the child. The file has no name: it disappears with both
-processes. A process without such a parent notes nothing, and a message that kills it is not identified.
+The parent makes the file and passes its descriptor to the child. The child maps the file into memory. So a note costs
+one copy in memory, and the notes survive any death of the child. The file has no name, so it disappears when both
+processes have ended. A process without such a parent notes nothing. If a message kills such a process, no process can
+find out which message it was.
 
 See decision 065.
 """
@@ -23,22 +24,26 @@ from outbox.broker.groups.quarantine import RunningCall
 VARIABLE: Final = "OUTBOX_RUNNING_CALLS_FD"
 _MAGIC: Final = b"outbox-1"
 
-# Magic, slots, bytes of a slot, whether the process was told to stop, instance.
+# The header: magic bytes, number of slots, bytes per slot, whether the process was asked to stop, instance.
 _HEADER: Final = struct.Struct("=8sIII16s")
 _TOLD_TO_STOP_AT: Final = 16
-# A slot: messages (0: free), whether they are tried alone, group; then the log ids.
+# A slot: the number of messages (0: free), whether they are tried alone, and the group id. The log ids follow.
 _CALL: Final = struct.Struct("=IIi4x")
 _LOG_ID_BYTES: Final = 8
 
 
 class RunningCalls:
-    """The child's side. Handlers' threads note and forget calls; without a free slot a call is not noted."""
+    """The child's side of the file.
+
+    Handler threads add and remove the notes. If no slot is free, a call is not noted.
+    """
 
     def __init__(self, descriptor: int, instance: UUID, *, calls: int, batch: int) -> None:
-        """Make room for `calls` calls at a time of up to `batch` messages. Raises OSError if the disk is full."""
+        """Make slots for `calls` running calls of up to `batch` messages. Raises OSError if the disk is full."""
         self._slot_bytes = _CALL.size + batch * _LOG_ID_BYTES
         size = _HEADER.size + calls * self._slot_bytes
-        # Written, not truncated to its size: touching a page without disk space would kill this process.
+        # Write zeros instead of only setting the size. Without disk space, access to a mapped page would kill this
+        # process.
         os.pwrite(descriptor, bytes(size), 0)
         self._map = mmap.mmap(descriptor, size)
         self._slots = calls
@@ -46,34 +51,34 @@ class RunningCalls:
         _HEADER.pack_into(self._map, 0, _MAGIC, calls, self._slot_bytes, 0, instance.bytes)
 
     def go_on_as(self, instance: UUID) -> None:
-        """Continue as another instance, after a new registration; no call runs now."""
+        """Continue under another instance id after a new registration. No call may be running."""
         _HEADER.pack_into(self._map, 0, _MAGIC, self._slots, self._slot_bytes, 0, instance.bytes)
 
     def note(self, group_id: int, log_ids: Sequence[int], *, alone: bool) -> int | None:
-        """Note that a handler is called now for these messages; returns the argument for `forget`."""
+        """Note that a handler call begins for these messages. Return the slot for `forget`; None if no slot is free."""
         try:
             slot = self._free.popleft()
         except IndexError:
             return None
         start = _HEADER.size + slot * self._slot_bytes
         struct.pack_into(f"={len(log_ids)}q", self._map, start + _CALL.size, *log_ids)
-        # Last: a slot counts once it holds the number of messages.
+        # Write the number of messages last, because it makes the slot count as used.
         _CALL.pack_into(self._map, start, len(log_ids), alone, group_id)
         return slot
 
     def forget(self, slot: int) -> None:
-        """Remove the note: the call has returned."""
+        """Remove the note of a call that has returned."""
         _CALL.pack_into(self._map, _HEADER.size + slot * self._slot_bytes, 0, False, 0)
         self._free.append(slot)
 
     def told_to_stop(self) -> None:
-        """Note the request to stop: however this process ends, its running calls are not the cause."""
+        """Note that this process was asked to stop. Its running calls are then not the cause of its end."""
         struct.pack_into("=I", self._map, _TOLD_TO_STOP_AT, 1)
 
 
 def inherited(instance: UUID, *, calls: int, batch: int) -> RunningCalls | None:
-    """Return the file that this process's parent made; None without one. Raises OSError."""
-    # Remove the variable, so that processes started from here do not use the file.
+    """Return the file that the parent of this process made; None if there is none. Raises OSError."""
+    # Remove the variable, so that processes started by this process do not use the file.
     descriptor = os.environ.pop(VARIABLE, "")
     if not descriptor.isdecimal():
         return None
@@ -93,7 +98,7 @@ class LastCalls:
 
 
 def read(descriptor: int) -> LastCalls | None:
-    """Read the file in the parent; None if the child never began to consume. Raises ValueError if it is unreadable."""
+    """Return the notes of a dead child; None if it never began to consume. Raises ValueError if they are unreadable."""
     content = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
     if not content.strip(b"\0"):
         return None

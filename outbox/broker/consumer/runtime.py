@@ -1,12 +1,13 @@
-"""Consuming: one runtime per process, any number of subscriptions and groups.
+"""The consumer runtime: one per process, for any number of subscriptions and groups.
 
     handler threads  <->  dispatching thread (`run`)  <->  coordinator (leases)
                                fetches, stores offsets        heartbeats, rebalances
 
-Delivery is at least once. If a process is killed, the messages that it had handled but not stored are delivered again:
-at most 50 ms of them, and per queue those beyond its lowest unfinished message. The inbox of an `Invoker` makes effects
-happen once. A handler that runs past its timeout cannot be stopped. Its attempt counts as failed and is sent back, its
-thread is replaced, and its late result is ignored. `outbox.utils.fence.check` lets the invoker roll its effects back.
+Delivery is at least once. If a process is killed, some messages that it had handled are delivered again. These are the
+messages of the last 50 ms, and those after the lowest unfinished message of a queue. The inbox of an `Invoker` makes
+effects happen once. A handler that runs past its timeout cannot be stopped. Its attempt counts as failed, and the
+message is sent back. Another thread replaces the handler's thread, and the late result is ignored. With
+`outbox.utils.fence.check`, the invoker can roll back the effects of such a handler.
 
 See decision 068.
 """
@@ -62,11 +63,11 @@ logger = logging.getLogger(__name__)
 
 # -- waking the dispatching thread -----------------------------------------------------------------
 #
-# Wake the one thread that waits on a socket, from other threads.
+# Other threads use this to wake the dispatching thread, which waits on a socket.
 
 
 class WakeUp:
-    """`set` makes `socket` readable until `clear`. A second `set` before that costs nothing."""
+    """`set` makes `socket` readable until `clear`. A second `set` before `clear` costs nothing."""
 
     def __init__(self) -> None:
         self.socket, self._sender = socket.socketpair()
@@ -75,25 +76,26 @@ class WakeUp:
         self._is_set = False
 
     def set(self) -> None:
-        """Wake the waiting thread. Store the data that it should see before this call."""
+        """Wake the waiting thread. The caller first stores the data that this thread should see."""
         if not self._is_set:
             self._is_set = True
-            # The socket is full or closed: the thread is awake or gone.
+            # If the socket is full or closed, the waiting thread is already awake or gone.
             with contextlib.suppress(OSError):
                 self._sender.send(b"!")
 
     def wait(self, seconds: float) -> None:
-        """Wait until it is set, at most `seconds`."""
+        """Wait until another thread calls `set`, at most `seconds`."""
         poller = select.poll()
         poller.register(self.socket, select.POLLIN)
         poller.poll(seconds * 1000)
 
     def clear(self) -> None:
-        """Reset it for the next `set`. Look for work after this call, not before."""
+        """Make the socket ready for the next `set`. The caller looks for work after this call."""
         with contextlib.suppress(OSError):
-            # The socket never holds more bytes than this.
+            # The socket never holds more than 64 bytes.
             self.socket.recv(64)
-        # Last: if another thread called `set` in between, its byte would be gone and all later calls ignored.
+        # Reset the flag last. Otherwise this read could remove the byte of a new `set`, and all later calls of `set`
+        # would be ignored.
         self._is_set = False
 
     def close(self) -> None:
@@ -104,29 +106,33 @@ class WakeUp:
 
 # -- one membership of this process in its groups --------------------------------------------------
 #
-# One membership of a process in its groups: the connection, the loop around the dispatcher, and the end.
+# A `ConsumerSession` is one membership of this process in its groups. It has the connection and the loop around the
+# dispatcher.
 
 
-# The interval of looking at the queues without a notification: with LISTEN, and without it.
+# If no notification arrives, the process looks at its queues at this interval: the first with LISTEN, the second
+# without it.
 _LISTENING_POLL_SECONDS: Final = 3.0
 _POLL_SECONDS: Final = 1.0
 _THREADS_SECONDS: Final = 2.0
 
 
 class SessionTask(Protocol):
-    """Further work of a consumer process: in its dispatching thread, on that thread's listening connection."""
+    """Further work that the dispatching thread of a consumer process does on its listening connection."""
 
     def begin(self, run: Executor, instance: uuid.UUID) -> None:
-        """Start on a new connection."""
+        """Begin the work on a new connection."""
 
     def turn(self, run: Executor, announcements: Announcements, *, decided: bool) -> bool:
-        """Do the due work, bounded; returns whether queues have grown. `decided`: Channel.DECIDED was announced.
+        """Do a limited amount of due work. Return whether queues have grown.
 
-        Raises only psycopg.Error, when the connection is lost.
+        `decided` says that a notification on Channel.DECIDED has arrived.
+
+        Raises only psycopg.Error, and only if the connection is lost.
         """
 
     def wait_seconds(self) -> float:
-        """Return how long no work is due without a notification."""
+        """Return the time in seconds until work is due without a notification."""
 
     @property
     def is_gathering(self) -> bool:
@@ -136,16 +142,22 @@ class SessionTask(Protocol):
         """Note that the connection is lost."""
 
     def end(self, run: Executor) -> None:
-        """Let another process continue at once: this one stops, or gives up its connection. Raises psycopg.Error."""
+        """Let another process do this work at once. Raises psycopg.Error.
+
+        This process stops, or gives up its connection.
+        """
 
 
 Register = Callable[[Executor, uuid.UUID], list[ConsumingGroup]]
 
 
 class ConsumerSession:
-    """Registers on creation; raises psycopg.Error, BrokerUnavailable, or the errors of `register`.
+    """One membership of this process in its groups.
 
-    `noted_in`: the file in which an earlier session of this process noted its calls. Its parent gave it only one file.
+    The constructor registers the process. It raises psycopg.Error, BrokerUnavailable, or the errors of `register`.
+
+    `noted_in` is the file in which an earlier session of this process noted its calls. The parent gives each process
+    only one such file.
     """
 
     def __init__(
@@ -169,11 +181,12 @@ class ConsumerSession:
         self._run: Executor | None = None
         self._announcements: Announcements | None = None
         self._polled_at = 0.0
-        # The ids of the queues that have grown; None if it may be any queue.
+        # The ids of the queues that have grown; None if any queue may have grown.
         self._grown: set[int] | None = None
         self._is_new = True
         self._decided = False
-        # On this connection. Until then it is unknown whether consuming works here, so another process may lead.
+        # Whether the dispatcher has made a step on this connection. Before that, this process does not lead, because
+        # consuming may not work on the connection.
         self._has_stepped = False
         self._session_task = session_task
         self._instance = instance = uuid.uuid4()
@@ -195,7 +208,10 @@ class ConsumerSession:
 
     @property
     def is_outdated(self) -> bool:
-        """Whether a new session is needed: the broker was restored to a time before this one registered."""
+        """Whether the process needs a new session.
+
+        It does if the broker was restored to a time before the registration of this session.
+        """
         return self._ownership.is_outdated
 
     def bound(self) -> None:
@@ -203,7 +219,10 @@ class ConsumerSession:
         self.dispatcher.bound(self._run_in_current_life())
 
     def loop(self, until: Callable[[], bool], *, patient: bool = True) -> None:
-        """Step and wait until `until` is true after a step. If `patient`, wait for the database after an error."""
+        """Make steps and wait between them, until `until` is true after a step.
+
+        If `patient`, an error of the database is followed by a pause and another try.
+        """
         failures = 0
         while True:
             try:
@@ -229,7 +248,10 @@ class ConsumerSession:
                 self.wake_up.clear()
 
     def finish(self) -> None:
-        """Drain: let running handlers finish (at most their timeout), store, release the leases, leave the groups."""
+        """Let running handlers finish, store offsets, release the leases, and leave the groups.
+
+        This takes at most the timeout of the handlers.
+        """
         session_task, self._session_task = self._session_task, None
         if session_task is not None and self._run is not None:
             with contextlib.suppress(psycopg.Error):
@@ -238,7 +260,7 @@ class ConsumerSession:
         give_up_at = time.monotonic() + self._lease_seconds
 
         def over() -> bool:
-            # Without a database nothing can be stored: the leases will expire.
+            # Without a database, this process cannot store or release anything, so it ends and its leases expire.
             lost = self._run is None and time.monotonic() > give_up_at
             return self.dispatcher.is_drained or (lost and not self.dispatcher.is_running)
 
@@ -268,15 +290,15 @@ class ConsumerSession:
             return
         decided, self._decided = self._decided, False
         if self._session_task.turn(run, self._announcements, decided=decided):
-            # Its own notifications came with its answer, unless that was refused.
+            # The notification of this connection's own tick came with its answer, unless the server refused to send it.
             arrived = self._announcements.wait(0)
             if Channel.QUEUED.name_in(self._database.schema) not in arrived:
                 self._grown = None
             self._note_announcements(arrived)
 
     def _wait(self, longest: float) -> None:
-        """Wait until a wake-up or a notification arrives, or work is due."""
-        # Without LISTEN this process would lead too slowly, so it does not lead: another process does.
+        """Wait until a wake-up or a notification arrives, or until work is due."""
+        # Without LISTEN this process would lead too slowly, so another process leads.
         session_task = self._session_task if self._announcements is not None else None
         if session_task is not None:
             longest = 0.0 if self._decided else min(longest, session_task.wait_seconds())
@@ -293,31 +315,36 @@ class ConsumerSession:
             self._ownership.wake_coordinator()
         self._decided |= Channel.DECIDED.name_in(schema) in arrived
         for queue_ids in arrived.get(Channel.QUEUED.name_in(schema), ()):
-            # Any session may notify: ignore a payload that is not a list of ids.
+            # Any session may send a notification. If its payload is not a list of ids, look at all queues.
             if self._grown is None or not queue_ids.replace(" ", "").isdecimal():
                 self._grown = None
             else:
                 self._grown.update(map(int, queue_ids.split()))
 
     def _run_in_current_life(self) -> Executor:
-        """Return the connection, after the dispatcher has dropped its data from another life of the server."""
+        """Return the connection. Before that, the dispatcher drops its data from another life of the server."""
         run = self._connected()
-        # Behind a pooler, where LISTEN is off, a connection may outlive its server.
+        # Behind a pooler there is no LISTEN, and a connection may stay open when the server restarts. So read the life
+        # each time.
         if self._is_new or self._announcements is None:
             self.dispatcher.enter_life(lives.current(run))
             self._is_new = False
         return run
 
     def _connected(self) -> Executor:
-        """Return the dispatching thread's connection; it listens unless a pooler is in between."""
+        """Return the connection of the dispatching thread.
+
+        The connection listens for notifications unless a pooler is in between.
+        """
         if self._run is None:
             connection = self._database.connect(name="outbox-consumer", direct=True)
             listening = timeouts.lasts(connection)
             self._poll_seconds = _LISTENING_POLL_SECONDS if listening else _POLL_SECONDS
             try:
-                # The session idles for seconds when nothing is published; a timeout must not end it.
+                # While no message is published, this session is idle for seconds, and a timeout must not end it.
                 if timeouts.lift_where_direct(connection):
-                    # A table that stays locked is reported, and the connection is made again.
+                    # If a table stays locked, this limit ends the statement. The process then logs the error and
+                    # connects again.
                     timeouts.limit_locks_for_session(connection)
                 if listening:
                     announcements = Announcements(connection)
@@ -328,7 +355,7 @@ class ConsumerSession:
             except BaseException:
                 connection.close()
                 raise
-            # Notifications from the time without a connection are lost.
+            # Notifications from the time without a connection are lost, so any queue may have grown.
             self._grown = None
             self._run = Executor(connection, self._database.schema)
             self._is_new = True
@@ -348,7 +375,8 @@ class ConsumerSession:
 
 def _running_calls(instance: uuid.UUID, groups: Sequence[ConsumingGroup]) -> RunningCalls | None:
     subscriptions = [subscribed.subscription for group in groups for subscribed in group.subscribed.values()]
-    # Slots for the threads and for hanging calls, of which there is one more than the limit at the end.
+    # The calls need slots for the threads and for hanging calls. The process ends when one more call hangs than the
+    # limit.
     calls = sum(subscription.threads * (1 + STUCK_LIMIT) + 1 for subscription in subscriptions)
     try:
         return running_calls.inherited(instance, calls=calls, batch=max(one.batch for one in subscriptions))
@@ -359,7 +387,7 @@ def _running_calls(instance: uuid.UUID, groups: Sequence[ConsumingGroup]) -> Run
 
 @contextlib.contextmanager
 def woken_by(stop: threading.Event, wake_up: WakeUp) -> Iterator[None]:
-    """Wake the thread when `stop` is set: a thread cannot wait for an event and a socket at once."""
+    """Wake the dispatching thread when `stop` is set, because it cannot wait for an event and a socket at once."""
     ended = threading.Event()
 
     def watch() -> None:
@@ -379,11 +407,12 @@ def woken_by(stop: threading.Event, wake_up: WakeUp) -> Iterator[None]:
 
 
 class ConsumerRuntime:
-    """Consumes for its subscriptions (implements outbox.ports.Consumers). Raises UsageErrors for invalid ones.
+    """Consumes messages for its subscriptions. Raises a UsageError for an invalid subscription.
 
-    `lease_seconds`: the time after a crash or freeze of this process until others take over its queues. `strategy`: how
-    queues are shared: averagely, circle, consistent_hash, config:NUMBERS, or a function (groups.rebalance).
-    `session_task`: further work that `run` does (outbox.broker.leading).
+    This class implements outbox.ports.Consumers. If this process crashes or freezes, other processes take over its
+    queues after `lease_seconds`. `strategy` decides which process consumes which queue: averagely, circle,
+    consistent_hash, config:NUMBERS, or a function (groups.rebalance). `session_task` is further work that `run` does
+    (outbox.broker.leading).
     """
 
     def __init__(
@@ -411,11 +440,11 @@ class ConsumerRuntime:
         self._note = FailureNote(database, ProcessPart.CONSUMING, of=", ".join(groups))
 
     def run(self, stop: threading.Event) -> None:
-        """Consume until `stop` is set. Then start no more handlers, wait for running ones, store, release and leave.
+        """Consume until `stop` is set. Then finish running calls, release the leases, and leave the groups.
 
-        While the broker's database is down, it waits. Raises UnknownTopic, InvalidSubscription, InvalidFilter or
-        SchemaError when the subscriptions cannot be registered. Raises HandlersHung when too many handlers hang; its
-        queues are then released already, and its process has to end.
+        While the broker's database is down, this method waits. Raises UnknownTopic, InvalidSubscription, InvalidFilter
+        or SchemaError when the subscriptions cannot be registered. Raises HandlersHung when too many handlers hang. The
+        queues are released by then, and the caller must end the process.
         """
         failures = 0
         has_registered = False
@@ -424,7 +453,8 @@ class ConsumerRuntime:
             try:
                 session = self._session(self._session_task, noted_in)
             except (BrokerUnavailable, SchemaError, UnknownTopic) as error:
-                # A process that had registered waits for the end of a restore, which empties the tables first.
+                # A restore first empties the tables. So a process that has registered before waits for the end of the
+                # restore.
                 if not (isinstance(error, BrokerUnavailable) or has_registered):
                     self._note.failed(error, is_last=True)
                     raise
@@ -451,15 +481,15 @@ class ConsumerRuntime:
         elif session.running_calls is not None and stop.is_set():
             session.running_calls.told_to_stop()
         session.finish()
-        # A process that ends on purpose does not count as a failing one.
+        # If a process ends on purpose, it does not count as failing.
         self._note.worked()
         if hung:
             raise HandlersHung(f"{hung}; start the process again, the messages that hang are tried one by one.")
 
     def run_once(self) -> ConsumeCounts:
-        """Run one bounded pass: join, acquire this process's share, handle what its queues hold now, leave.
+        """Run one bounded pass: join the groups, acquire queues, handle the messages that they have now, and leave.
 
-        It does not wait for failed messages that are due later. Raises the errors of `run`, and BrokerError.
+        The pass does not wait for failed messages that are due later. Raises the errors of `run`, and BrokerError.
         """
         session = self._session()
         try:
@@ -503,10 +533,11 @@ class ConsumerRuntime:
 
 
 def tune_garbage_collector() -> None:
-    """Tune Python's garbage collector for a pure consumer process; call it once the application is loaded.
+    """Tune Python's garbage collector for a pure consumer process. Call this after the application is loaded.
 
-    Thousands of fetched messages are alive at any time. With Python's thresholds the collector searches them for cycles
-    after every 700 new objects and finds none. That takes a fifth of such a process's time (docs/decisions/008).
+    Such a process always keeps thousands of fetched messages in memory. With Python's thresholds, the collector
+    searches them for cycles after every 700 new objects, and finds none. These searches take a fifth of the process's
+    time (docs/decisions/008).
     """
     gc.collect()
     gc.freeze()
@@ -514,7 +545,7 @@ def tune_garbage_collector() -> None:
 
 
 def _check(subscriptions: Sequence[tuple[Subscription, AnyHandler]]) -> None:
-    """Raise for subscriptions that contradict each other or cannot be parsed, before anything is stored."""
+    """Raise an error for contradictory or unparsable subscriptions, before the process stores anything."""
     if not subscriptions:
         raise ConfigurationError("there is nothing to consume: give the runtime at least one subscription.")
     seen: set[tuple[str, str]] = set()

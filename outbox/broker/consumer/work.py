@@ -1,5 +1,6 @@
-"""The data of dispatching: fetched entries, the lanes in which they wait (one kind per mode), and the calls that handle
-them.
+"""The data that the dispatching thread uses: fetched entries, lanes and calls.
+
+Fetched entries wait in a lane until a call handles them. There is one kind of lane per mode.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from outbox.broker.consumer.owned_queue import OwnedQueue, Subscribed
 from outbox.ports import Disposition
 
 NOT_STARTED = None
-"""The result of a delivery whose handler was not called: its queue was lost or is being handed over."""
+"""The result of a delivery whose handler was not called, because its queue was lost or is being handed over."""
 
 
 @dataclass(frozen=True, slots=True)
 class Postponed:
-    """The result of a delivery whose handler is to be called later; `until` is time.monotonic."""
+    """The result of a delivery whose handler must wait until the time `until` (time.monotonic)."""
 
     until: float
 
@@ -32,11 +33,13 @@ _parts: Final = itertools.count(1)
 
 
 class FetchedEntry:
-    """One fetched entry. `retries` counts how often it was sent back, `in_place` the attempts here since then.
+    """One fetched entry.
+
+    `retries` counts how often the entry was sent back. `in_place` counts the attempts in this process since then.
 
     `row` is the fetched row (`fetch.Row`). It is None while it is not kept in memory: the body is large, or the entry
-    waits behind a blocked key (`shed`). It is then loaded before its call. `part` numbers the part of a divided batch,
-    0 for none: a call takes entries of one part only.
+    waits behind a blocked key (`shed`). The process then loads the row before the call. `part` is the number of a part
+    of a divided batch, or 0. A call takes only entries of one part.
     """
 
     __slots__ = ("due", "in_place", "key", "offset", "part", "queue", "retries", "row", "shed")
@@ -50,17 +53,17 @@ class FetchedEntry:
         self.in_place = 0
         self.shed = False
         self.part = 0
-        # When it is to be tried here again (time.monotonic), once it failed.
+        # The time (time.monotonic) at which this process tries a failed entry again.
         self.due = 0.0
 
     @property
     def attempt(self) -> int:
-        """The number of the next or running attempt, from 1."""
+        """The number of the next or running attempt at this entry, from 1."""
         return self.retries + self.in_place + 1
 
 
 def divide(items: Sequence[FetchedEntry], size: int) -> None:
-    """Limit later calls to `size` of these entries together, and to none of the others."""
+    """Divide the entries into parts of at most `size`. Later calls take only entries of one part."""
     for start in range(0, len(items), size):
         part = next(_parts)
         for item in items[start : start + size]:
@@ -68,7 +71,7 @@ def divide(items: Sequence[FetchedEntry], size: int) -> None:
 
 
 def take_run(waiting: deque[FetchedEntry], most: int) -> list[FetchedEntry]:
-    """Take up to `most` of the first items that belong to one part of a batch, or to none."""
+    """Remove and return the first items of `waiting`: at most `most`, and all of the same part (or of no part)."""
     if not waiting:
         return []
     part = waiting[0].part
@@ -79,7 +82,7 @@ def take_run(waiting: deque[FetchedEntry], most: int) -> list[FetchedEntry]:
 
 
 class Lane(Protocol):
-    """Keeps fetched messages and decides which of them may be handled next."""
+    """A lane keeps fetched messages and decides which of them may be handled next."""
 
     def offer(self, items: Sequence[FetchedEntry]) -> None:
         """Take fetched messages, in queue order."""
@@ -88,20 +91,20 @@ class Lane(Protocol):
         """Return the messages of the next call; empty when there is none."""
 
     def settle(self, items: Sequence[FetchedEntry], again: Sequence[FetchedEntry]) -> None:
-        """End one `take`; the items in `again` are to be tried here again when they are due."""
+        """End one `take`. A later `take` returns the items in `again` when they are due."""
 
     def drop(self, queue: OwnedQueue, from_offset: int = 0) -> None:
-        """Forget the waiting messages of a queue from an offset on."""
+        """Drop the waiting messages of a queue from an offset on."""
 
     def has_ready(self, queue: OwnedQueue) -> bool:
-        """Whether a queue has waiting messages that are not blocked."""
+        """Return whether a queue has waiting messages that are not blocked."""
 
     def next_at(self) -> float | None:
-        """Return when the first blocked message continues, if there is one."""
+        """Return the time at which the first blocked message is due; None if no message is blocked."""
 
 
 class HandlerCall:
-    """One call of a handler: some items and, once it is over, a result for each."""
+    """One call of a handler: its items and, after the call, a result for each item."""
 
     __slots__ = ("abandoned", "alone", "expired", "items", "lane", "results", "started_at", "subscribed")
 
@@ -109,13 +112,14 @@ class HandlerCall:
         self.subscribed = subscribed
         self.lane = lane
         self.items = items
-        # Taken from the lane with the others, but removed by retention before they could be loaded.
+        # Items of this call that retention removed before the process could load them.
         self.expired: list[FetchedEntry] = []
         self.results: Sequence[Result] = ()
-        # A quarantined message is handled, and nothing else runs here.
+        # Whether this call handles a quarantined message while this process runs no other call.
         self.alone = False
         self.started_at: float | None = None
-        # Why the attempt no longer counts; set by the dispatching thread, read by the handler's.
+        # The reason why the attempt no longer counts. The dispatching thread sets it, and the handler's thread reads
+        # it.
         self.abandoned = ""
 
     def start(self) -> None:
@@ -123,7 +127,7 @@ class HandlerCall:
         self.started_at = time.monotonic()
 
     def fence_reason(self) -> str:
-        """Return why effects of this attempt must not be stored, or '' (see outbox.utils.fence)."""
+        """Return why the effects of this attempt must not be stored; '' if they may be (see outbox.utils.fence)."""
         if self.abandoned:
             return self.abandoned
         for queue in {id(item.queue): item.queue for item in self.items}.values():
@@ -134,11 +138,11 @@ class HandlerCall:
 
 # -- concurrent mode -------------------------------------------------------------------------------
 #
-# Concurrent mode: any message may be handled at any time.
+# In concurrent mode, any message may be handled at any time.
 
 
 class ConcurrentLane:
-    """Hands out fetched messages in the order of arrival, and failed ones again when they are due."""
+    """Returns fetched messages in the order of their arrival, and failed messages again when they are due."""
 
     def __init__(self, batch: int) -> None:
         self._batch = batch
@@ -158,12 +162,12 @@ class ConcurrentLane:
         return take_run(ready, self._batch)
 
     def settle(self, items: Sequence[FetchedEntry], again: Sequence[FetchedEntry]) -> None:
-        """End one `take`; the items in `again` are to be tried here again when they are due."""
+        """End one `take`. A later `take` returns the items in `again` when they are due."""
         for item in again:
             heapq.heappush(self._later, (item.due, next(self._numbers), item))
 
     def drop(self, queue: OwnedQueue, from_offset: int = 0) -> None:
-        """Forget the waiting messages of a queue from an offset on."""
+        """Drop the waiting messages of a queue from an offset on."""
 
         def stays(item: FetchedEntry) -> bool:
             return item.queue is not queue or item.offset < from_offset
@@ -173,25 +177,25 @@ class ConcurrentLane:
         heapq.heapify(self._later)
 
     def has_ready(self, queue: OwnedQueue) -> bool:
-        """Whether a queue has waiting messages that are not blocked."""
+        """Return whether a queue has waiting messages that are not blocked."""
         return any(item.queue is queue for item in self._ready)
 
     def next_at(self) -> float | None:
-        """Return when the first failed message kept here is due, if there is one."""
+        """Return the time at which the first failed message of this lane is due; None if there is none."""
         return self._later[0][0] if self._later else None
 
 
 # -- ordered modes ---------------------------------------------------------------------------------
 #
-# The two ordered modes: serial queues; one call at a time takes their first messages.
+# In the two ordered modes, messages wait in serial queues. Only one call at a time has messages of a serial queue.
 #
-# In orderly mode a serial queue is a queue. In key-ordered mode it is a key within a queue. A key belongs to one queue,
-# and a queue to one process. So the order holds across processes, as long as queues are handed over with nothing in
-# flight.
+# In orderly mode, each queue is a serial queue. In key-ordered mode, each key within a queue is a serial queue. A key
+# belongs to one queue, and one process owns a queue. A process hands a queue over only when none of its calls is
+# running. So the order also holds across processes.
 
 
 class SerialQueue:
-    """Messages to be handled one after the other."""
+    """The messages of a queue or a key, which are handled one after the other."""
 
     __slots__ = ("busy", "items", "name", "suspended_until")
 
@@ -203,12 +207,15 @@ class SerialQueue:
 
     @property
     def idle(self) -> bool:
-        """Whether none of its messages is running and nothing blocks it."""
+        """Whether no call has its messages, and no failed message blocks it."""
         return not self.busy and self.suspended_until is None
 
 
 class OrderedLane:
-    """Serial queues by name. Subclasses define a message's serial queue and how a call is filled."""
+    """A lane of serial queues by name.
+
+    Its subclasses define the serial queue of a message, and which messages one call takes.
+    """
 
     def __init__(self, batch: int) -> None:
         self._batch = batch
@@ -218,7 +225,7 @@ class OrderedLane:
         self._numbers = itertools.count()
 
     def serial_name(self, item: FetchedEntry) -> Hashable:
-        """Return the name of a message's serial queue: messages of one name are handled one at a time."""
+        """Return the name of a message's serial queue. Only one call at a time handles messages of one name."""
         raise NotImplementedError
 
     def offer(self, items: Sequence[FetchedEntry]) -> None:
@@ -240,11 +247,14 @@ class OrderedLane:
         return self.fill() if self._ready else []
 
     def fill(self) -> list[FetchedEntry]:
-        """Return a call from the ready serial queues, of which there is at least one."""
+        """Return the messages of one call. The caller makes sure that at least one serial queue is ready."""
         raise NotImplementedError
 
     def settle(self, items: Sequence[FetchedEntry], again: Sequence[FetchedEntry]) -> None:
-        """End one `take`; the items in `again` go back to the front of their serial queues until they are due."""
+        """End one `take`.
+
+        The items in `again` go back to the front of their serial queues, and wait there until they are due.
+        """
         returned: dict[Hashable, list[FetchedEntry]] = {}
         for item in again:
             returned.setdefault(self.serial_name(item), []).append(item)
@@ -267,10 +277,10 @@ class OrderedLane:
             del self._serials[serial.name]
 
     def shed(self, serial: SerialQueue) -> None:
-        """Free memory of waiting messages when a serial queue is blocked."""
+        """Remove the rows of waiting messages from memory, because their serial queue is blocked."""
 
     def drop(self, queue: OwnedQueue, from_offset: int = 0) -> None:
-        """Forget the waiting messages of a queue from an offset on, and serial queues that are then empty."""
+        """Drop the waiting messages of a queue from an offset on, and the serial queues that are then empty."""
         for serial in list(self._serials.values()):
             if serial.items and serial.items[0].queue is queue:
                 serial.items = deque(item for item in serial.items if item.offset < from_offset)
@@ -281,11 +291,11 @@ class OrderedLane:
         heapq.heapify(self._later)
 
     def has_ready(self, queue: OwnedQueue) -> bool:
-        """Whether a queue has waiting messages that are not blocked."""
+        """Return whether a queue has waiting messages that are not blocked."""
         return any(serial.items[0].queue is queue for serial in self._ready)
 
     def next_at(self) -> float | None:
-        """Return when the first blocked serial queue continues, if there is one."""
+        """Return the time at which the first blocked serial queue continues; None if none is blocked."""
         return self._later[0][0] if self._later else None
 
     def _resume(self, now: float) -> None:
@@ -296,35 +306,45 @@ class OrderedLane:
 
 
 class OrderlyLane(OrderedLane):
-    """Orderly mode: one call at a time per queue, in queue order; a failing message blocks its queue.
+    """The lane of orderly mode: per queue, one call at a time and in order.
 
-    A batch is a run of one queue.
+    A failing message blocks its queue.
+
+    A batch has messages of one queue only.
     """
 
     def serial_name(self, item: FetchedEntry) -> Hashable:
-        """Return the queue: the object, not its key, because a queue lost and acquired again is another one."""
+        """Return the identity of the queue object. If a queue is lost and acquired again, it is another object."""
         return id(item.queue)
 
     def fill(self) -> list[FetchedEntry]:
-        """Return a run of the queue that has been ready for longest."""
+        """Return the first messages of the queue that has been ready for the longest time."""
         serial = self._ready.popleft()
         serial.busy = True
         return take_run(serial.items, self._batch)
 
 
 class KeyOrderedLane(OrderedLane):
-    """Key-ordered mode: one call at a time per key, in queue order; a failing message blocks only its key.
+    """The lane of key-ordered mode: per key, one call at a time and in order.
 
-    All messages of a queue without a key form one serial queue. A batch takes messages of several keys, and of each
-    key a run.
+    A failing message blocks only its key.
+
+    The messages without a key of one queue form one serial queue. A batch may have messages of several keys, and
+    several successive messages of each key.
     """
 
     def serial_name(self, item: FetchedEntry) -> Hashable:
-        """Return the queue (the object, because a queue lost and acquired again is another one) and the key."""
+        """Return the identity of the queue object and the key.
+
+        If a queue is lost and acquired again, it is another object.
+        """
         return (id(item.queue), item.key)
 
     def fill(self) -> list[FetchedEntry]:
-        """Return runs of as many ready keys as fit, or the ready keys of one part of a divided batch."""
+        """Return the first messages of each ready key, until the call has `batch` messages.
+
+        If a batch was divided, the call has messages of only one part.
+        """
         call: list[FetchedEntry] = []
         part = self._ready[0].items[0].part
         while self._ready and len(call) < self._batch and self._ready[0].items[0].part == part:
@@ -334,7 +354,10 @@ class KeyOrderedLane(OrderedLane):
         return call
 
     def shed(self, serial: SerialQueue) -> None:
-        """Keep only the first message of a blocked serial queue: the others are loaded again when it continues."""
+        """Keep only the first message of a blocked serial queue in memory.
+
+        The process loads the other messages again before their calls.
+        """
         for item in list(serial.items)[1:]:
             if not item.shed:
                 item.row = None

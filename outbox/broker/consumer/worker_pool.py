@@ -28,17 +28,17 @@ logger = logging.getLogger(__name__)
 # -- threads ---------------------------------------------------------------------------------------
 
 
-# Calls handed to the pool beyond its threads, so that a thread that finishes one need not wait for the next.
+# The calls per thread that wait in the pool, so that a thread that finishes a call has the next one at once.
 _AHEAD_SINGLE: Final = 3
 _AHEAD_BATCH: Final = 1
-# Stuck threads are replaced, up to this many times the threads of the pool.
+# A pool replaces stuck threads, up to this many times its number of threads.
 STUCK_LIMIT: Final = 4
-# A thread without work for this long ends, and its database connections with it.
+# If a thread has no call for this long, it ends and closes its database connections.
 IDLE_SECONDS: Final = 30.0
 
 
 class WorkerPool:
-    """Up to `threads` threads, started when needed and ended when idle. One dispatching thread uses it."""
+    """Up to `threads` threads, which start when needed and end when idle. Only the dispatching thread uses it."""
 
     def __init__(self, name: str, threads: int, run: Callable[[HandlerCall], None], *, batches: bool) -> None:
         self._name = name
@@ -48,21 +48,23 @@ class WorkerPool:
         self._queue: SimpleQueue[HandlerCall | None] = SimpleQueue()
         self._started: list[threading.Thread] = []
         self._numbers = itertools.count(1)
-        # Held by an idle thread that ends, and by the dispatching thread while it checks the number of threads.
+        # An idle thread holds this lock while it ends. The dispatching thread holds it while it checks the number of
+        # threads.
         self._staffing = threading.Lock()
-        # Threads that take calls, threads given up while they run one, and submitted calls that are not over.
+        # The numbers of threads that take calls, of threads that were given up during a call, and of submitted calls
+        # that are not over.
         self._working = 0
         self._stuck = 0
         self._in_hand = 0
 
     @property
     def room(self) -> int:
-        """The number of calls that it accepts now."""
+        """The number of calls that the pool accepts now."""
         return 0 if self.frozen else self._capacity - self._in_hand
 
     @property
     def frozen(self) -> bool:
-        """Whether too many handlers are stuck to start more threads: waiting calls are not begun."""
+        """Whether so many handlers are stuck that the pool starts no more threads and no more calls."""
         return self._stuck > self._threads * STUCK_LIMIT
 
     @property
@@ -72,7 +74,7 @@ class WorkerPool:
 
     @property
     def in_hand(self) -> int:
-        """The number of submitted calls that are not over."""
+        """The number of submitted calls that have not ended."""
         return self._in_hand
 
     def submit(self, work: HandlerCall) -> None:
@@ -81,11 +83,11 @@ class WorkerPool:
         self.start(work)
 
     def reserve(self) -> None:
-        """Count a call as submitted; it is started later, or `collected` without a start."""
+        """Count a call as submitted. The caller later calls `start`, or only `collected`."""
         self._in_hand += 1
 
     def start(self, work: HandlerCall) -> None:
-        """Run a reserved call."""
+        """Run a call that `reserve` has counted."""
         self._queue.put(work)
         self._staff()
 
@@ -102,7 +104,7 @@ class WorkerPool:
         self._in_hand -= 1
 
     def replace_stuck(self) -> None:
-        """Replace the thread of a call that is given up while it still runs."""
+        """Replace the thread of a given-up call that still runs."""
         self._in_hand -= 1
         with self._staffing:
             self._working -= 1
@@ -112,12 +114,12 @@ class WorkerPool:
         self._staff()
 
     def unstuck(self) -> None:
-        """Record that a given-up call has returned; its thread ends."""
+        """Record that a given-up call has returned. Its thread ends."""
         self._stuck -= 1
         self._staff()
 
     def stop(self, *, within_seconds: float) -> None:
-        """End the threads; those stuck in a handler stay behind as daemons."""
+        """End the threads. Threads that are stuck in a handler remain as daemon threads."""
         for _ in self._started:
             self._queue.put(None)
         deadline = time.monotonic() + within_seconds
@@ -125,7 +127,7 @@ class WorkerPool:
             thread.join(max(0.0, deadline - time.monotonic()) if not self._stuck else 0.1)
 
     def _staff(self) -> None:
-        """Start the threads that the submitted calls need, within the limit for stuck ones."""
+        """Start threads for the submitted calls, unless too many threads are stuck."""
         with self._staffing:
             while self._working < min(self._in_hand, self._threads) and not self.frozen:
                 self._working += 1
@@ -141,12 +143,12 @@ class WorkerPool:
                 return
 
     def _next(self) -> HandlerCall | None:
-        """Return the next call; None when the pool stops, or when the thread has been idle for too long."""
+        """Return the next call for this thread; None if the pool stops, or if the thread was idle for too long."""
         while True:
             with contextlib.suppress(Empty):
                 return self._queue.get(timeout=IDLE_SECONDS)
             with self._staffing:
-                # A call that is submitted later finds one thread less, and starts another.
+                # If a call is submitted after this, `_staff` counts one thread less and starts another one.
                 if self._queue.empty():
                     self._working -= 1
                     return None
@@ -154,11 +156,11 @@ class WorkerPool:
 
 # -- one call --------------------------------------------------------------------------------------
 #
-# Call a handler in a thread of the pool, with decoded bodies and fenced; errors become results.
+# A thread of the pool calls the handler with decoded bodies, inside a fence. Errors become results.
 
 
 class Caller:
-    """Runs calls: fills in their results and hands them to `finished`."""
+    """Runs a call, stores its results in it, and passes it to `finished`."""
 
     def __init__(
         self,
@@ -171,16 +173,16 @@ class Caller:
         self._codecs = codecs
         self._finished = finished
         self._running = running
-        # Decoding holds the interpreter lock all the time. With this lock, only one thread decodes; otherwise the
-        # dispatching thread would wait one switch interval for each decoding thread.
+        # A decoding thread holds the interpreter lock all the time. With `_decoding`, only one thread decodes at a
+        # time. Otherwise the dispatching thread would wait one switch interval for each decoding thread.
         self._decoding = threading.Lock()
 
     def run(self, work: HandlerCall) -> None:
-        """Call the handler for those messages that may be started now."""
+        """Call the handler for the messages of this call that may be started now."""
         try:
             work.results = self._call(work)
         except BaseException as error:
-            # An error of this code or of the invoker must not end the thread: the attempt failed.
+            # An error of this code or of the invoker must not end the thread. It counts as a failed attempt.
             logger.exception("calling the handler of group %r failed", work.subscribed.subscription.group)
             work.results = [error] * len(work.items)
         self._finished(work)
@@ -223,7 +225,7 @@ class Caller:
 
     @contextlib.contextmanager
     def _noted(self, work: HandlerCall, places: Sequence[int]) -> Iterator[None]:
-        """Note the call while the handler runs, for this process's parent."""
+        """Note the call for the parent of this process, as long as the handler runs."""
         if self._running is None:
             yield
             return
@@ -236,10 +238,14 @@ class Caller:
                 self._running.forget(slot)
 
     def _deliveries(self, work: HandlerCall, results: list[Result]) -> tuple[list[Delivery], list[int]]:
-        """Return the deliveries and their places in the call; fill in the results of those that are not called."""
+        """Return the deliveries and their places in the call.
+
+        If a body cannot be decoded, its error becomes the result of the message.
+        """
         group, topic = work.subscribed.group.name, work.subscribed.subscription.topic
         decode = self._codecs.decode
-        # Check after the fault point: a process frozen there finds its lease over before any handler starts.
+        # Check the leases after the fault point. If a test freezes the process there, no handler starts with an expired
+        # lease.
         startable = {queue: queue.may_start() for queue in {item.queue for item in work.items}}
         deliveries: list[Delivery] = []
         places: list[int] = []
@@ -265,9 +271,9 @@ class Caller:
 
 
 def _waits(deliveries: Sequence[Delivery], now: float) -> list[float]:
-    """Return how long messages have waited for their first call.
+    """Return how long (seconds) each message has waited for its first attempt.
 
-    The time counts from publishing or from the due time, by this machine's clock.
+    The wait begins when the message is published or due, whichever is later, by this machine's clock.
     """
     since = [
         max(filter(None, (delivery.message.born_at, delivery.message.deliver_at)))

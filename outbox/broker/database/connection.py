@@ -1,4 +1,4 @@
-"""The address of a broker's database, connections to it that never wait past a deadline, and a pool of them.
+"""The address of a broker's database, connections with deadlines, and a pool of such connections.
 
 See decision 179.
 """
@@ -36,7 +36,7 @@ _REMEDY: Final = (
     "password."
 )
 _SECRET: Final = re.compile(r"password|secret|scram_.*_key")
-# libpq quotes parts of the string in its errors, and a part may belong to the password.
+# libpq's errors quote parts of the connection string, and such a part may belong to the password.
 _QUOTED: Final = re.compile(r'".*"', re.DOTALL)
 # The part of a URL that libpq reads as the user, then the part that it reads as hosts and database.
 _URL: Final = re.compile(r"postgres(?:ql)?://(?:[^@/]*@)?([^?]*)")
@@ -45,14 +45,14 @@ _URL: Final = re.compile(r"postgres(?:ql)?://(?:[^@/]*@)?([^?]*)")
 def read_conninfo(text: str, what: str) -> dict[str, Any]:
     """Return the parameters of a connection string or URL.
 
-    Raises ConfigurationError, whose text begins with `what`, for a string that cannot be read. It raises the same error
-    for a string with an unescaped @ or / in the password: libpq would read a part of that password as host, port or
-    database and name it in its errors.
+    Raises ConfigurationError if the string cannot be read; the error's text begins with `what`. It raises the same
+    error for a URL with an unescaped @ or / in the password. libpq would read a part of such a password as host, port
+    or database, and its errors would show that part.
     """
     try:
         found = conninfo_to_dict(text)
     except psycopg.Error as error:
-        # Not chained: a traceback would show libpq's own text.
+        # The error is not chained, because a traceback would show libpq's own text.
         reason = _QUOTED.sub('"…"', str(error).strip())
         raise ConfigurationError(f"{what} cannot be read ({reason}): {_REMEDY}") from None
     url = _URL.match(text)
@@ -90,8 +90,9 @@ class BrokerConnection(psycopg.Connection[TupleRow]):
     The client enforces the deadline. A frozen server or a broken network therefore cannot make a caller wait longer. No
     server setting is used, because a connection pooler would pass such a setting on to other clients.
 
-    `is_direct`: the session lasts as long as the connection. If it is False, a pooler may give each transaction another
-    session. The connection then prepares no statement, does not LISTEN and sets nothing for its session.
+    `is_direct` is True if the session lasts as long as the connection. If it is False, a pooler may give each
+    transaction another session. The connection then prepares no statement, does not LISTEN and sets nothing for its
+    session.
     """
 
     deadline: float | None = None
@@ -127,7 +128,7 @@ class BrokerConnection(psycopg.Connection[TupleRow]):
             ) from None
 
     def _until_deadline(self, gen: PQGen[_Result]) -> PQGen[_Result]:
-        """Run `gen` for psycopg's own loop and check the deadline, at least once per interval."""
+        """Run psycopg's generator `gen`, and check the deadline at least once per interval."""
         try:
             wanted = next(gen)
             while True:
@@ -181,7 +182,7 @@ class BrokerDatabase:
 
     @property
     def direct_conninfo(self) -> str:
-        """The connection string for sessions that must last."""
+        """The connection string for sessions that must last as long as their connection."""
         return self.listen_conninfo or self.conninfo
 
     def connect(
@@ -189,12 +190,13 @@ class BrokerDatabase:
     ) -> psycopg.Connection[TupleRow]:
         """Open an autocommit connection, within `timeout_seconds` per host (at least 2, libpq's minimum).
 
-        Statements on it have no deadline. A dead network is noticed within 15 s. Raises BrokerUnavailable.
+        Statements on the connection have no deadline. The client notices a dead network within 15 s. Raises
+        BrokerUnavailable.
         """
         return self.open(timeout_seconds=timeout_seconds, name=name, direct=direct)
 
     def open(self, *, timeout_seconds: float = 3.0, name: str = "outbox", direct: bool = False) -> BrokerConnection:
-        """Like `connect`, for code that also sets deadlines."""
+        """Like `connect`, but the returned connection also accepts deadlines."""
         try:
             connection = BrokerConnection.connect(
                 self.session_conninfo(name, direct=direct),
@@ -204,7 +206,8 @@ class BrokerDatabase:
         except psycopg.OperationalError as error:
             raise _unreachable(error) from error
         if self._names_pooler(direct=direct) or not _leads_straight(connection, timeout_seconds):
-            # Otherwise psycopg would prepare each statement on its sixth execution, or at once if asked to.
+            # Without this setting, psycopg would prepare a statement on its sixth execution, or at once with
+            # prepare=True.
             connection.prepare_threshold = None
         else:
             connection.is_direct = True
@@ -215,7 +218,7 @@ class BrokerDatabase:
         return self.listen_conninfo == "" or (self.listen_conninfo is not None and not direct)
 
     def session_conninfo(self, name: str, *, direct: bool = False) -> str:
-        """Return the connection string of a session called `name`, unless the string names the session itself.
+        """Return the connection string with the session name `name`, unless the string already has a session name.
 
         Its keepalive settings make the client notice a dead network.
         """
@@ -226,12 +229,12 @@ class BrokerDatabase:
 
 
 def _leads_straight(connection: BrokerConnection, timeout_seconds: float) -> bool:
-    """Whether no pooler is in between: a pooler reports an invented process id to its clients.
+    """Whether the connection reaches the server without a pooler. A pooler reports an invented process id.
 
     A pooler accepts clients while its server is down, so this check is part of connecting. Raises BrokerUnavailable.
     """
     try:
-        # Wait at least as long as libpq waits for a connection: a pooler connects to its server only now.
+        # A pooler connects to its server only now. So wait at least as long as libpq waits for a connection.
         with connection.within(time.monotonic() + max(2.0, timeout_seconds)):
             row = connection.execute("SELECT pg_backend_pid()").fetchone()
     except psycopg.Error as error:
@@ -269,12 +272,12 @@ def reached_server(connection: Connection) -> ReachedServer:
 # -- the pool --------------------------------------------------------------------------------------
 
 
-# Connections inherited by fork are kept open: closing one would end the parent's session.
+# A forked child keeps the inherited connections open, because closing one would end a session of its parent.
 _inherited: Final[list[object]] = []
 
 
 class Pool:
-    """Idle connections for reuse. Thread-safe. A forked child starts with none and never uses its parent's."""
+    """Idle connections for reuse. Thread-safe. A forked child never uses the connections of its parent."""
 
     def __init__(self, database: BrokerDatabase, *, keep: int = 8) -> None:
         self._database = database
@@ -298,7 +301,7 @@ class Pool:
             with connection.within(deadline):
                 yield connection
         except UsageError:
-            # The server refused a statement that is over: the connection can be used again.
+            # The server has refused the statement and executes nothing any more. The connection can be used again.
             self._give_back(connection)
             raise
         except BaseException:
@@ -343,9 +346,10 @@ class Pool:
 
 
 def _is_ended(connection: BrokerConnection) -> bool:
-    """Whether the server has ended this idle session (idle_session_timeout, a restart). Asks only the socket."""
+    """Whether the server has ended this idle session (idle_session_timeout, a restart). Reads only the socket."""
     try:
-        # Twice: the first call reads the server's reason, the second one finds the end of the connection.
+        # Two calls are needed. The first one reads the server's reason, and the second one finds the end of the
+        # connection.
         for _ in range(2):
             poll = select.poll()
             poll.register(connection.pgconn.socket, select.POLLIN)

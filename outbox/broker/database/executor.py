@@ -1,4 +1,4 @@
-"""A connection together with the schema of the broker's tables on it, and snapshots as values."""
+"""Execute the broker's statements on a connection, and represent PostgreSQL's snapshots as values."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class PackedDumper(Dumper):
 
 
 def cursor_on(connection: Connection) -> psycopg.Cursor[tuple[Any, ...]]:
-    """Return a cursor that binds on the server and returns plain tuples, regardless of the application's settings."""
+    """Return a cursor with server-side binding and plain tuples, regardless of the application's settings."""
     cursor = psycopg.Cursor(connection, row_factory=tuple_row)
     cursor.format = Format.BINARY
     cursor.adapters.register_dumper(BinaryValue, PackedDumper)
@@ -62,7 +62,7 @@ class Executor:
     def execute(
         self, statement: Statement, parameters: Mapping[str, Any] | None = None, *, prepare: bool | None = None
     ) -> psycopg.Cursor[tuple[Any, ...]]:
-        """Execute a statement; the cursor has its rows and its `rowcount`.
+        """Execute a statement. The returned cursor has the statement's rows and its `rowcount`.
 
         `prepare`: None leaves the decision to psycopg, which prepares frequent statements. False makes PostgreSQL plan
         with the actual values.
@@ -78,7 +78,7 @@ class Executor:
     def call(self, statement: Statement, values: Sequence[Any]) -> tuple[Any, ...] | None:
         """Return the first row of a statement with numbered parameters; for hot paths.
 
-        psycopg translates named parameters on each execution, numbered ones need no translation. The statement is
+        psycopg translates named parameters on each execution. Numbered parameters need no translation. The statement is
         prepared if the connection prepares statements.
         """
         cursor = psycopg.RawCursor(self.connection, row_factory=tuple_row)
@@ -107,9 +107,9 @@ class Executor:
         *,
         prepare: bool | None = None,
     ) -> list[_Row]:
-        """Return all rows as objects with fields named like the columns. Not for hot paths: names cost time."""
+        """Return all rows as objects whose fields are named like the columns. Too slow for hot paths."""
         cursor = self.execute(statement, parameters, prepare=prepare)
-        # Fetch first: on a connection in pipeline mode the result's description arrives with the result.
+        # Fetch the rows before reading the description, because in pipeline mode both arrive together.
         rows = cursor.fetchall()
         names = [column.name for column in cursor.description or ()]
         return [row_type(**dict(zip(names, row, strict=True))) for row in rows]
@@ -121,12 +121,12 @@ class Executor:
 
 # -- snapshots -------------------------------------------------------------------------------------
 #
-# PostgreSQL's snapshots as values: the transactions that a reader could see.
+# A snapshot of PostgreSQL as a value: it says which transactions a reader could see.
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """All transactions below `xmax` were visible except those `in_progress`; none from `xmax` on was."""
+    """A snapshot sees all transactions below `xmax` except those `in_progress`, and none from `xmax` on."""
 
     xmin: int
     xmax: int
@@ -144,5 +144,5 @@ class Snapshot:
         return f"{self.xmin}:{self.xmax}:{','.join(map(str, self.in_progress))}"
 
     def sees(self, xid: int) -> bool:
-        """Whether a transaction was visible."""
+        """Whether the snapshot sees a transaction."""
         return xid < self.xmax and xid not in self.in_progress

@@ -1,7 +1,7 @@
-"""Notifications between processes. They only shorten waits: everything also works by slow polling.
+"""Notifications between processes. They only shorten waits: without them, the processes poll slowly.
 
-A NOTIFY takes a lock on PostgreSQL's whole notification queue at commit. So it is always a separate statement after the
-commit that it announces, and one NOTIFY stands for a burst of commits.
+A NOTIFY takes a lock on PostgreSQL's whole notification queue at commit. So a process sends NOTIFY as a separate
+statement, after the commit that it announces. One NOTIFY announces a burst of commits.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class Channel(enum.StrEnum):
     DECIDED = "decided"
     """From producers to the sequencer: messages may be ready for their queues."""
     QUEUED = "queued"
-    """From the sequencer to consumers: queues have grown. Carries their ids, or nothing if there are many."""
+    """From the sequencer to consumers: queues have new entries. Carries the queue ids, unless there are many."""
     SHARED = "shared"
-    """From consumers to consumers: a group's members, leases or switches have changed."""
+    """From consumers to consumers: a group's members, its leases or its `paused` flag have changed."""
 
     def name_in(self, schema: str) -> str:
         """Return the PostgreSQL channel of a broker."""
@@ -69,7 +69,7 @@ def listen(run: Executor, *channels: Channel) -> None:
 
 
 def unlisten(run: Executor, channel: Channel) -> None:
-    """Stop listening on a channel: each notification costs every listening session a little."""
+    """Stop listening on a channel, because each notification costs every listening session some time."""
     run.connection.execute(sql.SQL("UNLISTEN {}").format(sql.Identifier(channel.name_in(run.schema))))
 
 
@@ -84,9 +84,10 @@ class Announcements:
         connection.add_notify_handler(lambda notification: self._add(notification.channel, notification.payload))
 
     def wait(self, timeout: float | None, wake_up: socket.socket | None = None) -> dict[str, set[str]]:
-        """Return the notifications since the last call by channel, or wait up to `timeout` seconds for one.
+        """Return the notifications since the last call, by channel. If there are none, wait up to `timeout` seconds.
 
-        Also returns when `wake_up` becomes readable. Raises psycopg.OperationalError when the connection is lost.
+        The method also returns when `wake_up` becomes readable. Raises psycopg.OperationalError when the connection is
+        lost.
         """
         self._consume()
         if not self._arrived:

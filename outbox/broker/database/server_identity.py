@@ -1,8 +1,8 @@
 """Find out by a lock whether two connections reach the same database of the same running server.
 
 A physical copy of a server has the same system identifier and the same database names. Only the lock table of a running
-server is unique: a lock that one connection takes is visible to the other one, or it is not. The locks belong to a
-transaction, so a pooler in transaction mode may be in between on either side.
+server is unique. If one connection sees a lock that the other one holds, both reach the same server. The locks belong
+to a transaction, so each connection may go through a pooler in transaction mode.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ from outbox.errors import BrokerUnavailable
 class ServerIdentity:
     """A database, and the start time of its server (seconds since 1970).
 
-    Another server, or a restart, makes it another identity.
+    Another server has another identity. The same server has another identity after a restart.
     """
 
     started_at: Decimal
     database: str
 
 
-# The epoch depends neither on the session's time zone nor on how the application loads timestamps.
+# The statement returns seconds since 1970. This number does not depend on the session's time zone, or on the loader
+# that the application uses for timestamps.
 _LOCK: Final = "SELECT pg_advisory_xact_lock(%s::bigint)"
 _SEEN: Final = """
 SELECT NOT pg_try_advisory_xact_lock(%s::bigint),
@@ -47,7 +48,8 @@ _HERE: Final = "SELECT extract(epoch FROM pg_postmaster_start_time())::numeric, 
 def marked(database: BrokerDatabase, *, timeout_seconds: float) -> Iterator[int]:
     """Hold a lock with a random 64-bit key in the broker's database during the block.
 
-    It uses a new connection: a pooled one may reach the server that the broker had before. Raises BrokerUnavailable.
+    The lock uses a new connection, because a pooled one may reach the server that the broker had before. Raises
+    BrokerUnavailable.
     """
     key = secrets.randbits(64) - (1 << 63)
     deadline = time.monotonic() + timeout_seconds
@@ -67,7 +69,7 @@ def marked(database: BrokerDatabase, *, timeout_seconds: float) -> Iterator[int]
 
 
 def find_mark(connection: Connection, key: int) -> ServerIdentity | None:
-    """Return where this connection is if it sees the lock of `marked`; None if it is elsewhere.
+    """Return the server and database of this connection if it sees the lock of `marked`, else None.
 
     The connection may be in a transaction of any isolation level: locks are not part of its snapshot. Never waits.
     Raises psycopg.Error.
@@ -79,7 +81,7 @@ def find_mark(connection: Connection, key: int) -> ServerIdentity | None:
 
 
 def here(connection: Connection) -> ServerIdentity:
-    """Return where this connection is. Raises psycopg.Error."""
+    """Return the server and database of this connection. Raises psycopg.Error."""
     with cursor_on(connection) as cursor:
         row = cursor.execute(_HERE).fetchone()
     assert row is not None

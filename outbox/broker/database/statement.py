@@ -48,10 +48,10 @@ class Statement:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A statement with numbered parameters, given as text; it is a transaction of its own.
+    """A statement with numbered parameters in text form, executed as a separate transaction.
 
-    It may be executed twice. `what` is for the log. `is_said_once`: of equal requests that are written together, only
-    the last one is sent.
+    If the connection breaks, the request may be executed twice. `what` names the request in the log. `is_said_once`: if
+    equal requests are written together, only the last one is sent.
     """
 
     text: bytes

@@ -1,7 +1,7 @@
-"""Lift the timeouts that a role or database sets for statements, locks and transactions; set own limits.
+"""Lift the timeouts that a role or database sets, and set the broker's own limits.
 
-Such timeouts are meant for applications. Under them the broker could never finish a long backlog: each attempt would be
-interrupted and start again from the beginning. The broker's own waits have their own limits.
+Such timeouts are meant for applications. With such timeouts the broker could never finish a long backlog. Each attempt
+would be interrupted and start again from the beginning. The broker's own waits have their own limits.
 
 See decision 025 and decision 182.
 """
@@ -26,20 +26,21 @@ WHERE current_setting(name, true) IS NOT NULL
 _LIFT_WHERE_DIRECT: Final = f"{_LIFT} AND pg_backend_pid() = %(told)s"
 _LIMIT: Final = "SELECT set_config('lock_timeout', '1s', true)"
 _LIMIT_SESSION: Final = "SELECT set_config('lock_timeout', '10s', false)"
-# To be sent together with other statements.
+# The statements that lift the timeouts, for callers that send them together with other statements.
 LIFT: Final = Statement(_LIFT)
 
 
 def lift_for_session(connection: Connection) -> None:
-    """Lift them for a direct connection. A pooler in transaction mode would pass the settings on to other clients."""
+    """Lift the timeouts of a direct connection. A pooler in transaction mode would pass this on to other clients."""
     _lift(connection, local=False)
 
 
 def lift_where_direct(connection: Connection) -> bool:
-    """Like `lift_for_session` if no pooler is in between; returns whether it was done. Otherwise use `lifted`.
+    """Like `lift_for_session`, but only without a pooler; returns whether it did so. If not, use `lifted`.
 
-    The server is asked, not the settings. With LISTEN_URL = "" a direct connection counts as one through a pooler, but
-    its session still has the timeouts of its role.
+    The function asks the server whether there is a pooler, and does not trust the settings. With LISTEN_URL = "" the
+    settings say that every connection goes through a pooler. Such a connection may still be direct, and its session
+    then has the timeouts of its role.
     """
     with cursor_on(connection) as cursor:
         cursor.execute(_LIFT_WHERE_DIRECT, {"local": False, "told": connection.info.backend_pid})
@@ -52,7 +53,7 @@ def limit_locks_for_session(connection: Connection) -> None:
 
 
 def lift_for_transaction(connection: Connection) -> None:
-    """Lift them for the open transaction only; safe behind a pooler. Make it the first statement."""
+    """Lift the timeouts for the open transaction only; safe behind a pooler. Call it before any other statement."""
     _lift(connection, local=True)
 
 
@@ -68,7 +69,8 @@ def lifted(connection: Connection) -> Iterator[None]:
 def lock_limited(connection: Connection) -> Iterator[None]:
     """Open a transaction (or savepoint) that waits at most one second for a lock; safe behind a pooler.
 
-    Its statements raise LockNotAvailable: the caller reports a table that stays locked instead of waiting for it.
+    After that second a statement raises LockNotAvailable. So the caller reports a locked table instead of waiting for
+    it.
     """
     with connection.transaction():
         connection.execute(_LIMIT)

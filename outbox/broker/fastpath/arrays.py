@@ -1,8 +1,8 @@
 """Encode the columns of a batch as PostgreSQL arrays in binary form.
 
-The code packs the arrays by hand: psycopg's general list dumper costs more per element than PostgreSQL needs to store
-it. The format is described in src/backend/utils/adt/arrayfuncs.c, array_recv. With the fast paths off, psycopg gets
-plain lists. Either way a cast in the statement names the type of the array.
+The code packs the arrays by hand: psycopg's general list dumper takes more CPU per element than PostgreSQL takes to
+store that element. The format is described in src/backend/utils/adt/arrayfuncs.c, array_recv. With the fast paths off,
+psycopg gets plain lists. In both cases a cast in the statement names the type of the array.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LENGTH: Final = struct.Struct("!i").pack
 _EPOCH: Final = datetime(2000, 1, 1, tzinfo=UTC)
 _MICROSECOND: Final = timedelta(microseconds=1)
 _NULL: Final = b"\xff\xff\xff\xff"
-# What a statement gets as the value of an array.
+# The value of an array parameter: its binary form, or a plain list with the fast paths off.
 Array: TypeAlias = BinaryValue | list[Any]
 
 _INT4, _INT8, _TEXT, _BYTEA, _UUID, _TIMESTAMPTZ, _JSONB, _XID8, _FLOAT8 = 23, 20, 25, 17, 2950, 1184, 3802, 5069, 701

@@ -1,8 +1,8 @@
 """Send requests without waiting for the answers: notifications and end messages.
 
 The sending thread writes the request and continues. It reads the answer when it uses the connection again. libpq's
-pipeline carries any number of requests, so no request waits for the answer to an earlier one. No background thread is
-used: none has to be restarted after a fork, and none competes for the interpreter's lock.
+pipeline carries any number of requests, so no request waits for the answer to an earlier one. There is no background
+thread, which would need a restart after a fork and would compete for the interpreter's lock.
 
 See decision 142.
 """
@@ -32,16 +32,16 @@ from outbox.utils.backoff import Backoff
 
 logger = logging.getLogger(__name__)
 
-# Some megabytes. A server with so much unfinished work is stuck.
+# The most queued requests, which take some megabytes. A server with so many unfinished requests is stuck.
 MAX_QUEUED: Final = 10_000
-# A socket has room for about 270 unread answers. Beyond that the server would wait for this client.
+# A socket has room for about 270 unread answers. With more answers, the server would wait for this client.
 _MAX_UNANSWERED: Final = 100
-# Seconds that a sender gives a slow server to catch up: once, until answers arrive again.
+# A sender waits this many seconds for a slow server. It waits once, and again only after new answers have arrived.
 _CATCH_UP_SECONDS: Final = 0.1
-# A request that was under way when the connection broke is sent once more.
+# The most times that a request is sent. If the connection breaks before the answer, the request is sent a second time.
 _MAX_SENT: Final = 2
-# A new connection takes some milliseconds. If it takes longer, the next use continues with it: publishing itself would
-# wait for such a server, too.
+# A new connection takes some milliseconds. If a connection takes longer than this limit, the next request continues to
+# connect. Publishing itself would also wait for such a server.
 _CONNECT_WAIT_SECONDS: Final = 1.0
 _CONNECT_SECONDS: Final = 3.0
 _RECONNECT: Final = Backoff(first_seconds=0.1, longest_seconds=5.0)
@@ -49,10 +49,10 @@ _RECONNECT: Final = Backoff(first_seconds=0.1, longest_seconds=5.0)
 _READ_ONLY: Final = b"25006"
 _GOOD: Final = (ExecStatus.TUPLES_OK, ExecStatus.COMMAND_OK)
 
-# The operating system reports a socket that was closed under this code, or poll refuses it.
+# If other code has closed the socket, the operating system reports an error, or poll refuses the closed socket.
 _BROKEN: Final = (psycopg.Error, OSError, ValueError)
 
-# Connections inherited by fork are kept open: closing one would end the parent's session.
+# A forked child keeps the inherited connections open, because closing one would end a session of its parent.
 _inherited: Final[list[object]] = []
 
 
@@ -65,7 +65,7 @@ class _PendingRequest:
 class OneWay:
     """One connection of this process, made at its first use. Thread-safe and fork-safe.
 
-    A request that cannot be sent is dropped and logged: without it, another process only waits longer.
+    A request that cannot be sent is dropped and logged. The only effect is that another process waits longer.
     """
 
     def __init__(self, database: BrokerDatabase, *, name: str = "outbox-one-way") -> None:
@@ -74,7 +74,7 @@ class OneWay:
         self._start_anew()
 
     def _start_anew(self) -> None:
-        """Start with empty queues, also after a fork: the parent sends what it had queued before."""
+        """Start with empty queues. After a fork, the parent process sends the requests that it had queued before."""
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._queued: deque[_PendingRequest] = deque()
@@ -91,17 +91,17 @@ class OneWay:
     def send(self, *requests: Request) -> None:
         """Write the requests in this order and return at once. No state of server or network makes it fail.
 
-        Two cases wait for a moment. A new connection waits up to 1 s if the server hangs; the next attempt follows some
-        seconds later. A server that is a hundred requests behind gets 0.1 s, once, to catch up. Requests that are
-        still queued then are written at the next use.
+        The call waits for a moment in two cases. If the server hangs during connecting, the call waits up to 1 s, and
+        the next attempt follows some seconds later. If a hundred requests have no answer yet, the call waits 0.1 s
+        once. The next call writes the requests that are still queued.
         """
         self._notice_fork()
         if len(self._queued) + len(requests) > MAX_QUEUED:
             self._drop(len(requests), "the server does not keep up")
             return
         self._queued.extend(map(_PendingRequest, requests))
-        # The thread that finds the connection free writes the requests of all threads. It looks again when it has
-        # released the connection. So no thread waits for the connection, and no request stays in the queue.
+        # The thread that finds the connection free writes the requests of all threads. After releasing the connection,
+        # this thread checks the queue again. So no thread waits for the connection, and no request stays in the queue.
         while self._queued and self._lock.acquire(blocking=False):
             try:
                 can_write = self._write()
@@ -157,8 +157,8 @@ class OneWay:
         try:
             return self._read_and_write()
         except BaseException as error:
-            # A signal handler (a time limit) may have raised an exception in here, or a request could not be written.
-            # It is then unknown how much was written and which answers were read.
+            # The signal handler of a time limit may have raised an exception during this call, or a request could not
+            # be written. Then this code does not know which requests were written and which answers were read.
             self._lose(error)
             raise
 
@@ -191,18 +191,18 @@ class OneWay:
                 pending = self._queued.popleft()
                 if last.get(pending.request, pending) is pending:
                     self._write_one(pgconn, pending)
-            # The rest, for which the socket's buffer has no room, goes out with the next use.
+            # If the socket's buffer is full, the next call sends the rest.
             pgconn.flush()
         return True
 
     def _write_one(self, pgconn: PGconn, pending: _PendingRequest) -> None:
-        """A request counts as unanswered once it is written. Otherwise the reader would wait forever."""
+        """Write a request, and count it as unanswered only then: the reader waits for each unanswered request."""
         pending.times_sent += 1
         try:
             pgconn.send_query_params(pending.request.text, list(pending.request.values))
             pgconn.pipeline_sync()
         except _BROKEN:
-            # Sent once more, like the unanswered requests.
+            # `_lose` queues this request again, like the unanswered ones.
             self._unanswered.append(pending)
             raise
         self._unanswered.append(pending)
@@ -221,14 +221,15 @@ class OneWay:
         pgconn.consume_input()
         self._take_answers(pgconn)
         if not self._unanswered:
-            # A server that ends a session sends its reason first; the end of the connection follows.
+            # A server that ends a session first sends the reason and then closes the connection. This second read finds
+            # the end.
             pgconn.consume_input()
 
     def _take_answers(self, pgconn: PGconn) -> None:
         while self._unanswered and not pgconn.is_busy():
             result = pgconn.get_result()
             if result is None:
-                # Between the results of a statement and its synchronisation point.
+                # libpq returns None between the results of a statement and its synchronisation point.
                 if pgconn.status != ConnStatus.OK:
                     raise psycopg.OperationalError(_message(pgconn))
             elif result.status == ExecStatus.PIPELINE_SYNC:
@@ -243,12 +244,12 @@ class OneWay:
     def _refused(self, result: PGresult) -> None:
         said = (result.error_message or b"").decode(errors="replace").strip()
         if result.error_field(DiagnosticField.SQLSTATE) == _READ_ONLY:
-            # The server was the primary; the next connection may reach the present primary.
+            # This server was the primary and only reads now. The next connection may reach the present primary.
             raise psycopg.OperationalError(said)
         logger.warning("%s was not done; polling makes up for it: %s", self._unanswered[0].request.what, said)
 
     def _lose(self, error: BaseException) -> None:
-        """The connection is lost: queue its unanswered requests again."""
+        """Close the lost connection, and queue its unanswered requests again."""
         logger.info("the connection for wake-ups and end messages broke: %s", str(error).strip())
         if self._pgconn is not None:
             self._pgconn.finish()
@@ -260,7 +261,7 @@ class OneWay:
         self._queued.extendleft(reversed(again))
 
     def _is_connected(self) -> bool:
-        """Connect if a connection is due, without waiting long."""
+        """Connect if the pause after a failure is over, without waiting long; returns whether there is a connection."""
         if self._pgconn is not None:
             return True
         now = time.monotonic()
@@ -296,9 +297,9 @@ class OneWay:
 
 
 class Waiting(OneWay):
-    """With the fast paths off: plain psycopg sends each request by itself and waits for its answer, at most a second.
+    """Used with the fast paths off: plain psycopg sends each request alone and waits for its answer, at most a second.
 
-    A server that is away for longer is left alone for a while; what is sent meanwhile is dropped, too.
+    If the server does not answer in that time, the object pauses and drops the requests of the pause.
     """
 
     def __init__(self, database: BrokerDatabase, *, name: str = "outbox-one-way") -> None:
@@ -325,7 +326,7 @@ class Waiting(OneWay):
                 self._failures = 0
                 return
             except (psycopg.OperationalError, BrokerUnavailable) as error:
-                # The server was restarted, so all idle connections are broken.
+                # The server may have been restarted, and then all idle connections are broken.
                 self._pool.clear()
                 reason = str(error).strip()
         self._failures += 1
@@ -333,7 +334,7 @@ class Waiting(OneWay):
         self._drop(1, reason)
 
     def flush(self, *, within_seconds: float) -> bool:
-        """True: nothing waits for an answer."""
+        """Return True, because `send` has already waited for all answers."""
         return True
 
     def close(self, *, within_seconds: float = 2.0) -> None:
@@ -342,12 +343,12 @@ class Waiting(OneWay):
 
 
 def one_way(database: BrokerDatabase) -> OneWay:
-    """Return what sends requests: without waiting for answers, or waiting for each with the fast paths off."""
+    """Return the sender of requests: OneWay, or Waiting with the fast paths off."""
     return OneWay(database) if switch.enabled else Waiting(database)
 
 
 def _wait(pgconn: PGconn, seconds: float) -> bool:
-    """Wait for data and return whether any arrived; unsent data may have to go out first."""
+    """Wait until answers arrive or unsent data can be written; returns whether this happened in time."""
     wanted = waiting.READY_RW if pgconn.flush() else waiting.READY_R
     return _poll(pgconn.socket, wanted, seconds)
 

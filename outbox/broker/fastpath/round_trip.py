@@ -1,7 +1,7 @@
-"""Send several statements together, and read their answers together, for paths where client CPU counts.
+"""Send several statements together, and read their answers together, for paths on which the client's CPU time matters.
 
-psycopg's pipeline costs a client more than a small statement costs the server. This module uses libpq's pipeline
-directly. Values travel as text: the caller converts the few types it uses.
+psycopg's pipeline mode takes more CPU in the client than a small statement takes in the server. This module uses
+libpq's pipeline directly. Values travel as text: the caller converts the few types it uses.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def array(values: Sequence[int]) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
-    """A statement under way; `text` and `name` are set if this one prepares it."""
+    """A sent command without its answer. `text` and `name` are set if the command prepares a statement."""
 
     text: bytes = b""
     name: bytes = b""
@@ -44,8 +44,8 @@ class RoundTrip:
     """One connection in autocommit, outside psycopg's own pipeline mode. Not thread-safe.
 
     `prepare`: whether statements may be prepared; a pooler in transaction mode does not allow it. `prepared`: the
-    statements that the connection has prepared already, for a connection that outlives this object. This object keeps
-    it up to date.
+    statements that the connection has already prepared. A caller passes them if the connection outlives this object,
+    and this object adds new ones.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class RoundTrip:
         self._sent: list[_Sent] = []
 
     def send(self, statement: Statement, parameters: Mapping[str, bytes | None] | None = None) -> int:
-        """Add a statement and return its number. `finish` sends it at the latest."""
+        """Add a statement and return its number. It is sent now or, at the latest, by `finish`."""
         pgconn = self._pipeline()
         text, names = statement.numbered(self._schema)
         values = [parameters[name] for name in names] if parameters is not None else []
@@ -67,7 +67,7 @@ class RoundTrip:
         else:
             name = self._prepared.get(text)
             if name is None:
-                # The name is unique to this process: behind an unknown pooler no other statement has this name.
+                # The name is unique, so even behind an unknown pooler no other statement has it.
                 name = b"outbox_%s" % uuid.uuid4().hex.encode()
                 pgconn.send_prepare(name, text)
                 self._sent.append(_Sent(text, name))
@@ -76,7 +76,7 @@ class RoundTrip:
         return sum(not sent.name for sent in self._sent) - 1
 
     def discard_prepared(self) -> None:
-        """Drop the prepared statements, each with its own command: later plans then see the current tables."""
+        """Deallocate the prepared statements one by one, so that later plans see the current tables."""
         for name in self._prepared.values():
             self._pipeline().send_query_params(b"DEALLOCATE " + name, [])
             self._sent.append(_Sent())
@@ -111,7 +111,7 @@ class RoundTrip:
         return rows, error
 
     def abandon(self) -> None:
-        """Drop the unfinished statements that the server has not executed yet; a transaction stays open."""
+        """Finish the sent statements and ignore their results. An open transaction stays open."""
         if self._sent and self._connection.pgconn.status == ConnStatus.OK:
             self.finish_all()
         self._sent = []
@@ -135,7 +135,7 @@ class RoundTrip:
                 if result.status == ExecStatus.PIPELINE_SYNC:
                     return results
                 results.append(result)
-            # Otherwise this is the None that follows the results of each statement.
+            # A None follows the results of each statement; the loop continues after it.
             if pgconn.status != ConnStatus.OK:
                 return results
 
@@ -145,7 +145,7 @@ class RoundTrip:
         poll.register(pgconn.socket, select.POLLIN)
         if writing:
             while pgconn.flush():
-                # Read what arrives, or both sides would wait for each other.
+                # Read the arriving answers while sending. Otherwise client and server could wait for each other.
                 poll.modify(pgconn.socket, select.POLLIN | select.POLLOUT)
                 poll.poll()
                 pgconn.consume_input()
@@ -159,7 +159,7 @@ class RoundTrip:
 
 
 class OneByOne(RoundTrip):
-    """With the fast paths off: plain psycopg sends each statement by itself and waits for its answer."""
+    """Used with the fast paths off: plain psycopg sends each statement alone and waits for its answer."""
 
     def __init__(self, connection: Connection, schema: str) -> None:
         super().__init__(connection, schema, prepare=False)
@@ -192,7 +192,7 @@ class OneByOne(RoundTrip):
 
 
 def round_trip(connection: Connection, schema: str, *, prepare: bool) -> RoundTrip:
-    """Return what sends statements on this connection: together, or one by one with the fast paths off."""
+    """Return the sender of statements on this connection: RoundTrip, or OneByOne with the fast paths off."""
     return RoundTrip(connection, schema, prepare=prepare) if switch.enabled else OneByOne(connection, schema)
 
 

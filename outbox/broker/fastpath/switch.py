@@ -1,8 +1,8 @@
 """The one switch of all fast paths: OUTBOX_FAST_PATHS=off, in the environment of a process.
 
-Each fast path does what a plain statement of psycopg or a plain `transaction.atomic` of Django does, with less CPU or
-fewer round trips. With the switch off the plain code runs. Everything works as before, but slower: use it to find out
-whether a fast path causes a problem.
+A fast path has the same effect as a plain statement of psycopg or a plain `transaction.atomic` of Django. It takes less
+CPU or fewer round trips. With the switch off the plain code runs, and outbox works in the same way, but slower. Use the
+switch to find out whether a fast path causes a problem.
 """
 
 from __future__ import annotations
@@ -27,5 +27,5 @@ def _read() -> bool:
     return given == "on"
 
 
-# Read once, at the start of a process. Only tests change it later.
+# A process reads the variable once, at its start. Only tests change the switch later.
 enabled = _read()

@@ -1,15 +1,17 @@
-"""Queue leases: the right of one consumer process to consume a queue for a group, for a limited time.
+"""A queue lease is the right of one consumer process to consume a queue for a group, for a limited time.
 
-A lease is a row with an owner, an epoch and an end on the database's clock. Its **epoch** is the fencing token. It
-grows with every change of owner, and every offset carries it. A write with an older epoch never wins.
+A lease is a row with an owner, an epoch, and an end by the clock of the database. The **epoch** is the fencing token.
+It grows with every change of owner, and every stored offset has the epoch of its lease. A row with an older epoch never
+counts.
 
-- Term: `lease_seconds`. A separate thread and connection renew it every third of the term, so a long handler keeps its
-  queue.
-- Trust: the owner trusts its lease until `lease_seconds` after the moment *before* it sent the last successful renewal.
-  It measures on a monotonic clock that also counts while the machine sleeps. The database's end is never earlier.
-- Failure: an owner that cannot renew stops starting handlers when its trust ends. A frozen owner finds its trust over
-  as soon as it runs again. Handlers that ran at that moment may still take effect. Two checks guard against this: the
-  inbox row collides, and an invoker calls `outbox.utils.fence.check` before it commits.
+- Term: a lease lasts for `lease_seconds`. A separate thread with its own connection renews it three times per term, so
+  a queue keeps its owner during a long handler call.
+- Trust: the owner relies on its lease until `lease_seconds` after the moment *before* it sent the last successful
+  renewal. It measures with a monotonic clock that also counts while the machine sleeps. In the database, the lease
+  never ends earlier.
+- Failure: an owner that cannot renew its lease starts no more handlers after that time. If an owner was frozen, it
+  finds its lease expired as soon as it runs again. Handlers that were running at that moment may still take effect. Two
+  checks guard against this: the inbox row collides, and an invoker calls `outbox.utils.fence.check` before it commits.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ QueueKey = tuple[int, int]
 
 
 def _clock() -> Callable[[], float]:
-    """Return a clock that never jumps back and includes suspended time, if the system has one."""
+    """Return a clock that never goes back and, if the system has such a clock, also counts while the machine sleeps."""
     boottime = getattr(time, "CLOCK_BOOTTIME", None)
     return time.monotonic if boottime is None else lambda: time.clock_gettime(boottime)
 
@@ -39,7 +41,7 @@ lease_clock: Final = _clock()
 
 @dataclass(slots=True)
 class Lease:
-    """A lease of this process, in one `life` of the server. Only the renewing thread extends `trusted_until`."""
+    """A lease of this process in one `life` of the server. Only the coordinator's thread extends `trusted_until`."""
 
     key: QueueKey
     epoch: int
@@ -47,7 +49,7 @@ class Lease:
     life: UUID
 
     def trusted(self) -> bool:
-        """Whether the owner may still act on it."""
+        """Return whether the owner may still rely on this lease."""
         return lease_clock() < self.trusted_until
 
 
@@ -66,7 +68,7 @@ RETURNING queue_id, epoch
 def acquire(
     run: Executor, owner: UUID, group_id: int, queue_ids: Sequence[int], *, life: UUID, term_seconds: float
 ) -> list[Lease]:
-    """Acquire leases that are free, expired, or held by this owner without being used; returns the acquired ones.
+    """Acquire leases that are free, expired, or already stored for this owner. Return the acquired leases.
 
     Leases of other owners stay unchanged.
     """
@@ -78,7 +80,8 @@ def acquire(
     return [Lease((group_id, queue_id), epoch, sent + term_seconds, life) for queue_id, epoch in rows]
 
 
-# Those of the named leases that the owner still holds. They are locked in one order, so two statements cannot deadlock.
+# Selects those of the given leases that the owner still holds. All statements lock the rows in the same order, so they
+# cannot deadlock.
 _THAT_ARE_OURS: Final = """
 FROM (
     SELECT * FROM unnest(%(group_ids)s::integer[], %(queue_ids)s::integer[], %(epochs)s::bigint[])
@@ -102,7 +105,7 @@ SET expires_at = clock_timestamp() + make_interval(secs => %(term)s)
 
 
 def renew(run: Executor, owner: UUID, held: Sequence[Lease], *, term_seconds: float) -> set[QueueKey]:
-    """Prolong leases and the trust in them; returns the keys that this owner still holds. The others are lost."""
+    """Prolong leases. Return the keys of the leases that this owner still holds; it has lost the others."""
     sent = lease_clock()
     rows = run.execute(_RENEW, _named(owner, held) | {"term": term_seconds})
     kept = {(group_id, queue_id) for group_id, queue_id in rows}
@@ -118,7 +121,10 @@ _RELEASE = Statement(
 
 
 def release(run: Executor, owner: UUID, held: Sequence[Lease]) -> int:
-    """Release leases, so that other owners need not wait for the end. The epoch stays; the next owner raises it."""
+    """Release leases, so that other processes can acquire them at once.
+
+    The epoch of a lease stays, and the next owner raises it.
+    """
     return run.count(_RELEASE, _named(owner, held))
 
 
@@ -128,7 +134,7 @@ UPDATE {schema}.queue_lease SET owner = NULL, expires_at = clock_timestamp() WHE
 
 
 def release_all(run: Executor, owner: UUID) -> int:
-    """Release all leases of an owner that is certainly dead."""
+    """Release all leases of an owner whose process has certainly ended."""
     return run.count(_RELEASE_ALL, {"owner": owner})
 
 
@@ -139,7 +145,7 @@ WHERE group_id = %(group_id)s AND queue_id = %(queue_id)s AND epoch = %(epoch)s 
 
 
 def stop(run: Executor, owner: UUID, lease: Lease, reason: str) -> bool:
-    """Mark a queue as stopped by a handler's on_error=STOP; False if this owner has lost the lease."""
+    """Mark a queue as stopped by on_error=STOP of a subscription. Return False if this owner has lost the lease."""
     parameters = {
         "reason": reason,
         "group_id": lease.key[0],

@@ -1,13 +1,13 @@
-"""Lives of the broker: a process may use a remembered position only in the life in which it read it.
+"""A process may use a remembered position only in the same life of the broker in which it read the position.
 
-A crash of the server loses the ticks that had not reached the disk. A failover or a restore loses more. Afterwards
-other messages get the lost offsets. So a start, a crash, a promotion and a restore each begin a new life. A restore may
-leave the connections of running processes open. Therefore each process that keeps positions asks for the life on each
-new connection, and in each turn of its coordinator.
+A crash of the server loses the ticks that had not reached the disk. A failover or a restore may lose more ticks.
+Afterwards other messages get the offsets of the lost ticks. So each start, crash, promotion or restore of the server
+begins a new life. A restore may leave the connections of running processes open. Therefore each process that remembers
+positions reads the life on each new connection, and in each turn of its coordinator.
 
-The first process that asks in a new life begins it. It raises the leases' epochs, so that no process can store anything
-under an older one. It also takes back offsets beyond the queues' ends. The leader makes no tick before the new life has
-begun.
+The first process that reads the life after such an event begins the new life. This process raises the epochs of the
+leases, so that no process can store anything under an older epoch. If a stored offset is beyond the end of its queue,
+the process moves the offset back to that end. The leader makes no tick before the new life has begun.
 
 See decision 170.
 """
@@ -27,9 +27,9 @@ _BEGIN = Statement("SELECT {schema}.begin_life_v18()")
 
 
 def current(run: Executor) -> UUID:
-    """Return the present life, and begin it if no process has.
+    """Return the present life. If no process has begun it yet, begin it now.
 
-    The connection is in autocommit, outside a transaction.
+    The connection must be in autocommit mode, outside a transaction.
     """
     life: UUID = run.one(_LASTING)[0] or run.one(_BEGIN)[0]
     return life
@@ -37,7 +37,11 @@ def current(run: Executor) -> UUID:
 
 @dataclass(frozen=True, slots=True)
 class Life:
-    """One life: when it began, and when the newest message at its beginning was stored (None without any)."""
+    """One life of the broker.
+
+    `began_at`: the time at which the life began. `stored_until`: the time at which the newest message of that moment
+    was stored; None without messages.
+    """
 
     life_id: UUID
     began_at: datetime
@@ -48,7 +52,7 @@ _LIFE = Statement("SELECT life_id, began_at, stored_until FROM {schema}.life WHE
 
 
 def described(run: Executor) -> Life:
-    """Return the present life, and begin it if no process has."""
+    """Return the present life. If no process has begun it yet, begin it now."""
     [life] = run.objects(Life, _LIFE, {"life": current(run)})
     return life
 
@@ -60,9 +64,11 @@ WHERE ordinal > coalesce((SELECT known.ordinal FROM {schema}.life known WHERE kn
 
 
 def heads_since(run: Executor, life: UUID) -> Sequence[Mapping[int, int]]:
-    """Return the next offsets by queue id at the beginning of each later life; a missing queue had none: 0.
+    """Return the heads of the queues at the beginning of each later life, by queue id.
 
-    For an unknown life it returns those of all lives: too many are safe, too few are not.
+    If a queue is missing, its head was 0.
+
+    For an unknown `life`, this returns the heads of all lives. Too many heads are safe, too few are not.
     """
     rows = run.rows(_HEADS_SINCE, {"life": life})
     return [dict(zip(queue_ids, heads, strict=True)) for queue_ids, heads in rows]

@@ -1,6 +1,7 @@
-"""The live members of a consumer group and its queues: the input of a rebalance. Also the pauses of members.
+"""The live members and the queues of a consumer group, and the outages of its members.
 
-A member records an outage while a service that the handlers of a subscription need is down: the subscription pauses.
+Members and queues are the input of a rebalance. If a service that the handlers of a subscription need is down, the
+subscription pauses. The member then records an outage.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class GroupState:
-    """The switches that an operator can change while a group runs, and whether it has messages in quarantine."""
+    """The settings of a group that an operator can change at run time, and whether it has quarantined messages."""
 
     group_id: int
     paused: bool
@@ -41,8 +42,8 @@ class GroupState:
 class QueueState:
     """A queue of a group as the database shows it.
 
-    `topic` is None for a retry queue. `retried_topic` then names the topic whose messages it carries; None for all
-    topics.
+    `topic` is None for a retry queue. Then `retried_topic` is the topic whose messages the queue has, or None if it has
+    messages of all topics.
     """
 
     group_id: int
@@ -57,7 +58,7 @@ class QueueState:
 
     @property
     def key(self) -> QueueKey:
-        """The queue of this group."""
+        """The ids of the group and of the queue."""
         return (self.group_id, self.queue_id)
 
 
@@ -72,7 +73,7 @@ ON CONFLICT (instance_id, group_id) DO UPDATE SET expires_at = excluded.expires_
 
 
 def heartbeat(run: Executor, instance: UUID, topics: Mapping[int, Sequence[str]], *, term_seconds: float) -> None:
-    """Prolong this instance's membership by one term; `topics` are its subscribed topics by group id."""
+    """Prolong the memberships of this instance by one term. `topics` has its subscribed topics by group id."""
     parameters = {
         "instance": instance,
         "group_ids": arrays.integers(list(topics)),
@@ -92,9 +93,9 @@ _LEAVE = Statement("DELETE FROM {schema}.consumer WHERE instance_id = %(instance
 
 
 def leave(run: Executor, instance: UUID) -> None:
-    """Remove this instance, so that the other members share its queues at once.
+    """Remove this instance from its groups, so that the other members acquire its queues at once.
 
-    Also removes its outages, and outages that no instance has updated for a day.
+    This also removes the outages of this instance, and outages that no instance has updated for a day.
     """
     run.execute(_FORGET_OUTAGES, {"instance": instance})
     run.execute(_LEAVE, {"instance": instance})
@@ -104,7 +105,7 @@ _FORGET = Statement("DELETE FROM {schema}.consumer WHERE expires_at < clock_time
 
 
 def forget_the_dead(run: Executor) -> None:
-    """Remove rows of instances that died without leaving, one day after they expired."""
+    """Remove the rows of instances that died without leaving their groups, one day after the rows expired."""
     run.execute(_FORGET)
 
 
@@ -127,7 +128,7 @@ WHERE instance_id = %(instance)s AND group_id = %(group_id)s AND topic_id = %(to
 
 
 def end_outage(run: Executor, instance: UUID, group_id: int, topic_id: int) -> None:
-    """Record that the subscription continues."""
+    """Remove the outage of a subscription of this instance, because the subscription continues."""
     run.execute(_END_OUTAGE, {"instance": instance, "group_id": group_id, "topic_id": topic_id})
 
 
@@ -146,13 +147,13 @@ _GROUPS = Statement(_SWITCHES)
 
 
 def groups(run: Executor, group_ids: Sequence[int]) -> dict[int, GroupState]:
-    """Return the groups' switches by group id."""
+    """Return the present settings of the groups by group id."""
     states = run.objects(GroupState, _GROUPS, {"group_ids": arrays.integers(group_ids)})
     return {state.group_id: state for state in states}
 
 
-# A queue is shared out once the group has consumed all queues of older generations of its topic (column `generation`).
-# Consumed queues of older generations are left out, so one generation at a time is shared out.
+# The members consume the queues of one layout of a topic at a time (column `generation`). The queues of a newer layout
+# follow when the group has consumed all queues of the older layouts.
 _SHARED: Final = (
     """
 WITH wanted AS (
@@ -201,9 +202,9 @@ def names(
 
 @dataclass(frozen=True, slots=True)
 class GroupSnapshot:
-    """The data that a consumer needs about its groups: switches and live members by group id, and queues.
+    """The data that a consumer needs about its groups: settings and live members by group id, and queues.
 
-    `life`: the present life (groups.lives); None if no process has begun it.
+    `life` is the present life (groups.lives); None if no process has begun it.
     """
 
     groups: Mapping[int, GroupState]
@@ -212,7 +213,7 @@ class GroupSnapshot:
     life: UUID | None
 
 
-# One statement, because every consumer process executes it every second, and normally nothing has changed.
+# This is one statement, because every consumer process runs it every second and usually finds no change.
 _LOOK = Statement(f"""
 SELECT (SELECT coalesce(jsonb_agg(to_jsonb(found)), '[]') FROM ({_SWITCHES}) AS found),
        (SELECT coalesce(jsonb_agg(to_jsonb(found)), '[]') FROM ({_LIVE}) AS found),
@@ -222,7 +223,10 @@ SELECT (SELECT coalesce(jsonb_agg(to_jsonb(found)), '[]') FROM ({_SWITCHES}) AS 
 
 
 def look(run: Executor, group_ids: Sequence[int]) -> GroupSnapshot:
-    """Read all of it at one moment. All members see the same order of members; the queues are those to consume now."""
+    """Read the data of these groups in one snapshot, with the queues that the groups should consume now.
+
+    All members see the members in the same order.
+    """
     states, alive, queues, life = run.one(_LOOK, {"group_ids": arrays.integers(group_ids)})
     found: dict[int, list[Member]] = {group_id: [] for group_id in group_ids}
     for row in alive:

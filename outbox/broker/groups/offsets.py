@@ -1,12 +1,14 @@
-"""Consumer offsets: an append-only table. Per group and queue the row with the greatest (epoch, ordinal) counts.
+"""Consumer offsets are rows of an append-only table.
 
-No row is updated, so dead rows never pile up on the hot path while a reader holds a snapshot. A row holds the group's
-position (`next_offset`) and the outcomes of all entries before it. For every row
+For each group and queue, only the row with the greatest (epoch, ordinal) counts.
+
+No statement updates a row, so no dead rows collect while a reader holds a snapshot. A row has the position of the group
+(`next_offset`), and counts the outcomes of all entries before that position. This equation is true for every row:
 
     next_offset - start_offset = handled + filtered + skipped + sent_back + dead + expired + moved
 
-holds. Each term is counted on its own (`moved`: entries that offset resets passed over or rewound). A former owner may
-still append rows under its old epoch; such a row never counts.
+The consumer counts each term separately. `moved` counts the entries that an offset reset skipped, minus those that it
+rewound. A former owner may still append rows under its old epoch, but such a row never counts.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from outbox.broker.groups.leases import QueueKey
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """A group's position on a queue, and its totals there since `start_offset`."""
+    """The position of a group on a queue, and the outcomes of the queue's entries since `start_offset`."""
 
     next_offset: int
     start_offset: int
@@ -39,7 +41,7 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class OffsetRow:
-    """A position to be stored under a lease."""
+    """A position that is to be stored under a lease."""
 
     key: QueueKey
     epoch: int
@@ -48,9 +50,11 @@ class OffsetRow:
 
 
 def newest_offset(group_id: LiteralString, queue_id: LiteralString, *, only: LiteralString = "") -> LiteralString:
-    """Return the SQL of a group's stored row that counts on a queue, for LATERAL; both ids are SQL expressions.
+    """Return the SQL (for LATERAL) of the stored row that counts for a group and a queue.
 
-    `only`: a condition without which the row is not needed, and is not read.
+    Both ids are SQL expressions.
+
+    `only` is an SQL condition. If it is false, PostgreSQL does not read the row.
     """
     return (
         "(SELECT stored.* FROM {schema}.consumer_offset stored WHERE stored.group_id = "
@@ -75,9 +79,9 @@ LEFT JOIN LATERAL """
 
 
 def load(run: Executor, group_id: int, queue_ids: Sequence[int]) -> dict[int, Position]:
-    """Return the positions by queue id. A queue without a row is newer than the group and starts at 0."""
+    """Return the positions by queue id. If a queue has no row, it is newer than the group, and its position is 0."""
     rows = run.rows(_LOAD, {"group_id": group_id, "queue_ids": arrays.integers(queue_ids)})
-    # The columns after the id are named and ordered as the fields of Position.
+    # The columns after the queue id have the names and the order of the fields of Position.
     return {queue_id: Position(*position) for queue_id, *position in rows}
 
 
@@ -96,7 +100,8 @@ _GIVEN = """
 """
 
 # If a crash of the server loses the newest offsets, the messages are delivered again, as after a crash of the consumer.
-# Nothing else is lost, so the commit does not wait for the disk. set_config(…, true) ends with the statement.
+# The crash loses nothing else, so the commit does not wait for the disk. The setting of set_config(…, true) ends with
+# the transaction.
 _STORE = Statement(
     "WITH relaxed AS MATERIALIZED (SELECT set_config('synchronous_commit', 'off', true))"
     + _INSERT
@@ -115,15 +120,15 @@ _COLUMNS = ("next_offset", "start_offset", "handled", "filtered", "skipped", "se
 
 
 def store(run: Executor, owner: UUID, rows: Sequence[OffsetRow]) -> set[QueueKey]:
-    """Store positions in one statement; returns the keys whose lease this owner still holds. The others are lost.
+    """Store positions in one statement. Return the keys whose lease this owner still holds; it has lost the others.
 
-    Every call needs new ordinals: after a lost acknowledgement the row may be stored already.
+    Every call needs new ordinals. If the answer to an earlier call was lost, its rows may be stored already.
     """
     return set(run.execute(_STORE, {**_parameters(rows), "owner": owner}))
 
 
 def place(run: Executor, rows: Sequence[OffsetRow]) -> None:
-    """Store positions under epochs that the caller has just raised."""
+    """Store positions without a check of the owner, under epochs that the caller has just raised."""
     run.execute(_PLACE, _parameters(rows))
 
 
@@ -136,7 +141,7 @@ ON CONFLICT DO NOTHING
 
 
 def store_starts(run: Executor, group_id: int, starts: Mapping[int, int]) -> None:
-    """Set the start of a group that has no position on these queues yet."""
+    """Store the start offsets of a group on those of these queues on which it has no position yet."""
     run.execute(
         _STORE_STARTS,
         {

@@ -1,15 +1,16 @@
-"""Quarantine of messages that may kill or hang their process: handled alone, then cleared or given up.
+"""Quarantine messages that may kill or hang their process: handle each alone, then clear it or give it up.
 
-The evidence comes from the parent process. It sees its child die and knows which calls were running. One of their
-messages is a poison message, so all of them go into quarantine. The table is named `suspect`. A quarantined message is
-handled alone in its process, one per group at a time. Before that the process commits a note. A message that returns,
-with a result or an error, is cleared. If a process dies while it handles only this message, one death is counted
-against the message. The third such death makes it a dead letter.
+The evidence comes from the parent process. It sees its child die, and knows which handler calls were running in the
+child. One of the messages of these calls may be a poison message, so all of them go into quarantine (table `suspect`).
+A consumer process handles a quarantined message alone, and a group handles one such message at a time. Before the
+attempt, the process commits a note. If the handler returns a result or raises an error, the process clears the message.
+If a process dies while it handles only this message, one death is counted against the message. After the third such
+death, the message becomes a dead letter.
 
 If a whole host fails, no parent has seen the death. The note then shows that an instance has vanished during an
-attempt. Vanished instances count once they are on two hosts. The note is withdrawn if the instance returns (it was
-frozen or cut off). An innocent message is given up only if its process is killed from outside in each of three
-attempts. It can be replayed from the dead letters.
+attempt. Vanished instances count as deaths if they were on at least two hosts. If the instance returns because it was
+only frozen or cut off, it withdraws the note. The group gives up an innocent message only if its process is killed from
+outside in each of three attempts. An operator can replay such a message from the dead letters.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ from outbox.broker.fastpath import arrays
 from outbox.broker.groups import leases, members
 
 DEATHS_TO_GIVE_UP: Final = 3
-# The wait while another instance handles a quarantined message of the group.
+# The wait (seconds) while another instance handles a quarantined message of the group.
 _LOOK_AGAIN_SECONDS: Final = 0.5
 
-# Seconds to wait after so many deaths and vanished instances: 0, 1, 4, 16, … up to ten minutes.
+# The wait (seconds) for 0, 1, 2, 3, … deaths and vanished instances: 0, 1, 4, 16, … up to ten minutes.
 _PAUSE: Final = "CASE WHEN {0} > 0 THEN least(600, power(4, least({0}, 10) - 1)) ELSE 0 END"
 
 
@@ -44,7 +45,10 @@ class RunningCall:
 
 @dataclass(frozen=True, slots=True)
 class QuarantinedMessage:
-    """A quarantined message as the instances of its group need it: see the columns of the table."""
+    """The data about a quarantined message that the instances of its group need.
+
+    The fields are columns of the table `suspect`.
+    """
 
     group_id: int
     log_id: int
@@ -56,7 +60,8 @@ class QuarantinedMessage:
 class QuarantineAttempt:
     """Whether a quarantined message may be handled now.
 
-    `wait_seconds`: the time until the caller may ask again, 0 for now. `deaths`: why the message is given up.
+    `wait_seconds`: the time after which the caller may ask again; 0 if the attempt may begin now. `deaths`: the reason
+    why the group gives the message up; '' if it does not.
     """
 
     wait_seconds: float = 0.0
@@ -85,15 +90,15 @@ _WITHDRAW = Statement("DELETE FROM {schema}.suspect_vanished WHERE instance_id =
 
 
 def record_death(run: Executor, instance: UUID, calls: Sequence[RunningCall], *, evidence: str, hung: bool) -> None:
-    """Record that an instance is dead while these calls ran: quarantine their messages and release its queues.
+    """Record that an instance has died during these calls: quarantine their messages and release its queues.
 
-    A single message that ran alone gets one more death. `hung` says that the process ended itself because of the calls.
-    The caller announces Channel.SHARED after its commit.
+    If one message was handled alone, one more death is counted against it. `hung` says that the process has ended
+    itself because handlers hang. After the commit, the caller sends a notification on Channel.SHARED.
     """
     alone = not hung and len(calls) == 1 and calls[0].alone and len(calls[0].log_ids) == 1
     quarantined = [(call.group_id, log_id, len(call.log_ids)) for call in calls for log_id in call.log_ids]
     with run.connection.transaction():
-        # The parent saw the death, so it does not count a second time as a vanished instance.
+        # The parent has seen this death, so the instance must not also count as vanished.
         run.execute(_WITHDRAW, {"instance": instance})
         run.execute(_END_ATTEMPTS, {"instance": instance})
         if quarantined:
@@ -125,10 +130,10 @@ def of_groups(run: Executor, group_ids: Sequence[int]) -> dict[int, dict[int, Qu
     return found
 
 
-# One attempt at a time in a group: an instance that wants to begin one waits for this row.
+# This lock allows only one attempt at a time in a group: an instance that wants to begin an attempt waits for this row.
 _LOCK_GROUP = Statement("SELECT 1 FROM {schema}.consumer_group WHERE group_id = %(group_id)s FOR UPDATE")
 
-# An attempt with several messages, or with other calls running, proves nothing if the instance vanishes.
+# If an instance vanishes during an attempt with several messages or with other running calls, that proves nothing.
 _NOTE_VANISHED = Statement(
     """
 WITH gone AS (
@@ -177,9 +182,9 @@ WHERE group_id = %(group_id)s AND log_id = ANY(%(log_ids)s::bigint[])
 def begin_attempt(
     run: Executor, instance: UUID, host: str, group_id: int, log_ids: Sequence[int], *, by_all: bool = False
 ) -> QuarantineAttempt:
-    """Note, durably on return, that this instance handles these messages now; or return why it may not.
+    """Commit a note that this instance handles these messages now, or return why it may not handle them.
 
-    `by_all`: every instance handles them (broadcast), so instances do not wait for each other.
+    `by_all` says that every instance handles these messages (broadcast), so the instances do not wait for each other.
     """
     values = {"group_id": group_id, "log_ids": arrays.bigints(log_ids), "instance": instance, "host": host}
     with run.connection.transaction():
@@ -194,7 +199,7 @@ def begin_attempt(
 def ask(
     run: Executor, instance: UUID, group_id: int, log_ids: Sequence[int], *, by_all: bool = False
 ) -> QuarantineAttempt:
-    """Return what `begin_attempt` would presumably return now, without storing a note."""
+    """Return the probable result of `begin_attempt`, without storing a note."""
     values = {"group_id": group_id, "log_ids": arrays.bigints(log_ids), "instance": instance}
     return _judge(run, values, by_all=by_all)
 
@@ -217,7 +222,7 @@ DELETE FROM {schema}.suspect WHERE group_id = %(group_id)s AND log_id = ANY(%(lo
 
 
 def clear(run: Executor, group_id: int, log_ids: Sequence[int]) -> None:
-    """Remove messages from quarantine: they returned, or they are given up."""
+    """Remove messages from quarantine, because their handler has returned or the group has given them up."""
     run.execute(_CLEAR, {"group_id": group_id, "log_ids": arrays.bigints(log_ids)})
 
 
@@ -233,17 +238,17 @@ WHERE group_id = %(group_id)s AND log_id = ANY(%(log_ids)s::bigint[])
 
 
 def record_hang(run: Executor, group_id: int, log_ids: Sequence[int], evidence: str) -> None:
-    """Count a hang of a quarantined message like a death."""
+    """Count a hang of a quarantined message in the same way as a death."""
     run.execute(_HANG, {"group_id": group_id, "log_ids": arrays.bigints(log_ids), "evidence": evidence})
 
 
 def end_attempts(run: Executor, instance: UUID) -> None:
-    """Delete this instance's notes: its attempts were not started, or it leaves."""
+    """Delete the notes of this instance, because its attempts were not started or because it leaves its groups."""
     run.execute(_END_ATTEMPTS, {"instance": instance})
 
 
 def withdraw_vanished(run: Executor, instance: UUID) -> None:
-    """Withdraw the notes that this instance has vanished: it was frozen or cut off."""
+    """Delete the rows that say that this instance has vanished, because it was only frozen or cut off."""
     run.execute(_WITHDRAW, {"instance": instance})
 
 
@@ -251,9 +256,9 @@ _FORGET = Statement("DELETE FROM {schema}.suspect WHERE seen_at < clock_timestam
 
 
 def forget_the_old(run: Executor) -> None:
-    """Delete messages that no instance has met for a week:
+    """Delete the quarantined messages that no instance has handled for a week.
 
-    skipped by a reset, expired, or of a group that does not run.
+    A reset may have skipped such a message, retention may have removed it, or its group does not run.
     """
     run.execute(_FORGET)
 
@@ -262,7 +267,8 @@ def forget_the_old(run: Executor) -> None:
 class QuarantineStatus:
     """A quarantined message for operators.
 
-    `hosts`: where instances vanished while they handled it. `tried_on`: the host that handles it now.
+    `hosts`: the hosts on which instances vanished while they handled the message. `tried_on`: the host that handles the
+    message now.
     """
 
     group: str
@@ -302,5 +308,5 @@ LIMIT %(limit)s
 
 
 def list_quarantined(run: Executor, *, limit: int = 100) -> Sequence[QuarantineStatus]:
-    """Return the quarantined messages, those with most deaths first."""
+    """Return the quarantined messages. Messages with the most deaths are first."""
     return run.objects(QuarantineStatus, _LIST, {"limit": limit})

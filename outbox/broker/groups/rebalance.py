@@ -1,8 +1,8 @@
-"""Compute which instance of a group consumes which queue. Pure functions of data that all instances see.
+"""Compute which instance of a group consumes which queue, by pure functions of data that all instances see.
 
-Every instance computes the whole assignment from the same members and queues and takes its own share, so no central
-coordinator is needed. While their views differ, two instances may want one queue. Then the lease decides, and
-correctness does not depend on the assignment.
+Every instance computes the whole assignment from the same members and queues, and takes its own share. So the group
+needs no central coordinator. If two instances see different members for a moment, both may want the same queue. Then
+only one of them gets the lease, so correctness does not depend on the assignment.
 """
 
 from __future__ import annotations
@@ -17,25 +17,28 @@ from outbox.broker.groups.members import Member, QueueState
 from outbox.errors import ConfigurationError
 
 Strategy = Callable[[Sequence[UUID], Sequence[QueueState]], "dict[QueueKey, UUID]"]
-"""Maps sorted instances and the sorted queues of one topic to owners. No instance consumes a queue that is left out."""
+"""A function from sorted instances and the sorted queues of one topic to owners.
+
+If a queue is missing in the result, no instance consumes it.
+"""
 
 _VIRTUAL_NODES = 64
 
 
 def averagely(instances: Sequence[UUID], queues: Sequence[QueueState]) -> dict[QueueKey, UUID]:
-    """Give neighbouring queues to instances in blocks of nearly equal size; the first instances get one more."""
+    """Give each instance a block of successive queues of nearly equal size. The first instances may get one more."""
     size, larger = divmod(len(queues), len(instances))
     owners = [instance for index, instance in enumerate(instances) for _ in range(size + (index < larger))]
     return {queue.key: owner for queue, owner in zip(queues, owners, strict=True)}
 
 
 def circle(instances: Sequence[UUID], queues: Sequence[QueueState]) -> dict[QueueKey, UUID]:
-    """Deal the queues out in turn."""
+    """Give the queues to the instances one by one, in turn."""
     return {queue.key: instances[index % len(instances)] for index, queue in enumerate(queues)}
 
 
 def consistent_hash(instances: Sequence[UUID], queues: Sequence[QueueState]) -> dict[QueueKey, UUID]:
-    """Use a hash ring: few queues move when an instance joins or leaves, but the shares are uneven."""
+    """Use a hash ring: few queues change their owner when an instance joins or leaves, but the shares are uneven."""
     ring = sorted((_hash(f"{instance}#{node}"), instance) for instance in instances for node in range(_VIRTUAL_NODES))
     points = [point for point, _ in ring]
     return {
@@ -51,8 +54,8 @@ def _hash(text: str) -> int:
 def by_name(name: str) -> Strategy | Collection[int]:
     """Return the strategy for a setting: averagely, circle, consistent_hash, or `config:0,2,5`.
 
-    `config` lists the queue numbers that this process consumes, of every topic; retry queues use `averagely`. All
-    processes of the group must be configured, and their lists should not overlap. Raises ConfigurationError.
+    `config` lists the numbers of the queues that this process consumes, for every topic. Retry queues use `averagely`.
+    Each process of the group needs such a list, and the lists should not overlap. Raises ConfigurationError.
     """
     strategies: dict[str, Strategy] = {
         "averagely": averagely,
@@ -74,7 +77,7 @@ def share(
 ) -> set[QueueKey]:
     """Return the keys among `queues` (of one group) that instance `me` should consume.
 
-    Only members that subscribe to a topic get its queues and its retry queue.
+    Only members that subscribe to a topic get the queues and the retry queue of that topic.
     """
     mine: set[QueueKey] = set()
     for topic in dict.fromkeys(queue.topic for queue in queues):
@@ -94,10 +97,10 @@ def share(
 def _owners_of_retries(
     assign: Strategy, members: Sequence[Member], queues: Sequence[QueueState]
 ) -> dict[QueueKey, UUID]:
-    """Share all retry queues among the members with the most topics, as version 0.1 does.
+    """Divide all retry queues among the members with the most topics, in the same way as version 0.1.
 
-    A queue whose topic its owner does not know goes to another member. So while both versions run, they agree if all
-    members have the same topics, and every queue has an owner.
+    If the owner of a queue does not know its topic, the queue goes to a member that does. While both versions run, they
+    agree about the owners if all members have the same topics.
     """
     topics = {member.instance_id: member.topics for member in members}
     most = max(map(len, topics.values()), default=0)

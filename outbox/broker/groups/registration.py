@@ -1,9 +1,10 @@
 """Register a subscription with its group and its start, and make the group's retry queues.
 
-A group has one retry queue per topic, made at the first failure of one of its messages. Processes of one group may
-subscribe to different topics; each topic's retries go to a process that knows the topic. The queues belong to the
-group's retry topic; their number is the id of the topic they serve. Number 0 carries all topics: version 0.1 made and
-filled it. Consumers drain it unchanged (docs/decisions/071).
+A group has one retry queue per topic. The first failure of a message of the topic makes the queue. Processes of one
+group may subscribe to different topics, and the retries of a topic go to a process that knows the topic. The retry
+queues belong to the retry topic of the group. The number of a retry queue is the id of the topic that it serves. Queue
+number 0, which version 0.1 made, has retries of all topics. The owner of queue 0 handles the topics that it knows, and
+moves all other messages to the retry queues of their topics (docs/decisions/071).
 """
 
 from __future__ import annotations
@@ -58,10 +59,10 @@ ORDER BY joined_at LIMIT 1
 
 
 def register(run: Executor, subscription: Subscription, *, instance: UUID | None = None) -> Registration:
-    """Register the subscription with its group and first offsets; idempotent, one transaction.
+    """Register a subscription with its group and its first offsets, in one idempotent transaction.
 
-    `instance` is the caller's own membership, which does not count as another. Raises InvalidFilter and UnknownTopic.
-    Raises InvalidSubscription when a live instance of the group has subscribed to the topic in another way. A
+    `instance` is the id of the caller. Raises InvalidFilter and UnknownTopic. Raises InvalidSubscription if another
+    live instance of the group uses another mode or filter for the topic, or if the group differs in `broadcast`. A
     definition that only dead instances used is replaced.
     """
     parse_filter(subscription.filter)
@@ -93,7 +94,7 @@ def register(run: Executor, subscription: Subscription, *, instance: UUID | None
 def _added_and_locked(run: Executor, values: dict[str, Any]) -> tuple[Any, ...]:
     while True:
         run.execute(_ADD_GROUP, values)
-        # None: the group existed and was deleted while this transaction waited for its row.
+        # The row is None if the group existed, but was deleted while this transaction waited for the row.
         if (row := run.row(_LOCK_GROUP, values)) is not None:
             return row
 
@@ -134,7 +135,7 @@ def unknown_group(group: str) -> UnknownGroup:
     )
 
 
-# A process that makes queues of a group, or registers with it, waits here for the others.
+# Only one process at a time may make queues of a group or register with it. The others wait for this row.
 _GROUP_NAME = Statement("SELECT name FROM {schema}.consumer_group WHERE group_id = %(group_id)s FOR NO KEY UPDATE")
 _ADD_RETRY_TOPIC = Statement("""
 INSERT INTO {schema}.topic (name, message_types, queue_count, retry_of)
@@ -154,9 +155,9 @@ WHERE topic.retry_of = %(group_id)s AND queue.number = %(of_topic)s
 
 
 def ensure_retry_queue(run: Executor, group_id: int, topic_id: int) -> int:
-    """Return the id of the queue for the group's retries of a topic, and make it if there is none.
+    """Return the id of a group's retry queue for a topic. Make the queue if there is none.
 
-    Raises UnknownGroup when the group was deleted meanwhile.
+    Raises UnknownGroup if the group was deleted meanwhile.
     """
     values = {"group_id": group_id, "of_topic": topic_id}
     found = run.row(_FIND_RETRY_QUEUE, values)

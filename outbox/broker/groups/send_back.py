@@ -1,7 +1,8 @@
-"""Judge failed messages and record the results: one statement, fenced by the lease, for all present failures.
+"""Decide what to do with failed messages, and record it in one statement that is fenced by the leases.
 
-This is RocketMQ's consumerSendMsgBack. The message is scheduled into the group's retry queue after its delay level.
-After the last attempt it becomes a dead letter. Every failed attempt leaves a `failure` row with its error.
+This module corresponds to RocketMQ's consumerSendMsgBack. The statement schedules the message for the group's retry
+queue, after the delay of its level. After the last attempt, the message becomes a dead letter. For every failed
+attempt, the table `failure` has a row with the error.
 """
 
 from __future__ import annotations
@@ -22,25 +23,26 @@ from outbox.subscription import Mode, OnError, Subscription
 from outbox.utils.safe_text import shown_text
 
 MAX_ERROR_CHARACTERS: Final = 4000
-_LAST_COUNTED: Final = 30_000  # of attempts: the column is a smallint
+# The largest number of attempts that is stored, because the column is a smallint.
+_LAST_COUNTED: Final = 30_000
 
 
 class FailureAction(enum.Enum):
-    """The handling of a message whose attempt failed."""
+    """What the consumer does with a message whose attempt has failed."""
 
     SEND_BACK = "send_back"
-    """Schedule the message into the retry queue; the consumer continues."""
+    """Schedule the message for the retry queue, and continue with the next message."""
     IN_PLACE = "in_place"
-    """Keep the message and try it again here."""
+    """Keep the message and try it again in this process."""
     DEAD = "dead"
     """Make the message a dead letter."""
     STOP = "stop"
-    """Stop the queue; the message stays its next one."""
+    """Stop the queue. The message stays the next one of the queue."""
 
 
 @dataclass(frozen=True, slots=True)
 class FailurePlan:
-    """An action and, for the two that try again, the wait in seconds."""
+    """An action and, if the message is tried again, the wait in seconds."""
 
     verdict: FailureAction
     delay_seconds: float = 0.0
@@ -51,9 +53,10 @@ def judge(
 ) -> FailurePlan:
     """Return what to do after an attempt raised `error`.
 
-    `retries` counts the attempts before this one that were sent back, `in_place` those repeated here since then.
-    `returned` says that the message comes from the retry queue. Such a message has given up its order already and is
-    never retried in place. A broadcast group has no retry queue, so every message is retried in place.
+    `retries` counts how often the message was sent back, and `in_place` counts the failed attempts in this process
+    since then. `returned` says that the message comes from the retry queue. Such a message has already given up its
+    order, so it is sent back and not retried in place. A broadcast group has no retry queue, so every message is
+    retried in place.
     """
     reaction = subscription.reaction(error)
     if reaction is OnError.STOP:
@@ -85,10 +88,10 @@ def describe(error: BaseException) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """One failed attempt. `attempts` counts the attempts made, this one included.
+    """One failed attempt. `attempts` is the number of attempts so far, including this one.
 
-    `offset` is its position in its queue, whose stored offset is `stored_offset`. Notes of messages sent away before
-    `swept_offset` are removed already.
+    `offset` is the offset of the message in its queue, and `stored_offset` is the stored offset of that queue. The
+    `finished_ahead` rows before `swept_offset` are deleted already.
     """
 
     lease: Lease
@@ -103,7 +106,7 @@ class Failure:
     next_attempt: int
 
 
-# A message that is retried in place for hours keeps its first errors and the newest one.
+# If a message is retried in place for hours, the table `failure` keeps its first errors and the newest error.
 _RECORD = Statement("""
 WITH failed AS MATERIALIZED (
     SELECT given.*
@@ -156,10 +159,10 @@ SELECT DISTINCT group_id, queue_id FROM failed
 
 
 def record(run: Executor, owner: UUID, failures: Sequence[Failure]) -> set[QueueKey]:
-    """Store failures and their consequences; returns the keys of queues whose lease this owner still holds.
+    """Store failures and their consequences. Return the keys of the queues whose lease this owner still holds.
 
-    A failure on a lost queue leaves no trace: the next owner decides about the message. One message appears at most
-    once. Recording twice has the effect of recording once.
+    If the owner has lost a queue, its failures are not stored, and the next owner decides about the messages. Each
+    message may appear only once in `failures`. A second call with the same failures has no further effect.
     """
     parameters = {
         "owner": owner,
@@ -187,7 +190,7 @@ WHERE group_id = %(group_id)s AND queue_id = ANY (%(queue_ids)s::integer[])
 
 
 def sent_away(run: Executor, group_id: int, queue_ids: Sequence[int]) -> dict[int, dict[int, bool]]:
-    """Return by queue the offsets that a former owner sent back or gave up; the value is True for dead letters."""
+    """Return by queue the offsets that a former owner sent back (False) or made dead letters (True)."""
     found: dict[int, dict[int, bool]] = {queue_id: {} for queue_id in queue_ids}
     for queue_id, offset, is_dead in run.rows(
         _SENT_AWAY, {"group_id": group_id, "queue_ids": arrays.integers(queue_ids)}
@@ -203,5 +206,5 @@ WHERE group_id = %(group_id)s AND queue_id = ANY (%(queue_ids)s::integer[])
 
 
 def forget_sent_away(run: Executor, group_id: int, queue_ids: Sequence[int]) -> None:
-    """Delete these notes, because an operator has the queues delivered again."""
+    """Delete the `finished_ahead` rows of these queues, because an operator lets the group handle the queues again."""
     run.execute(_FORGET, {"group_id": group_id, "queue_ids": arrays.integers(queue_ids)})

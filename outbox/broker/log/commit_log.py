@@ -1,7 +1,7 @@
 """Append decided and half messages to the commit log, with one statement per call.
 
-A message id that is sent again stores nothing. Rows are inserted in the order of the call, and messages of one key keep
-this order. Their ids are ascending, so concurrent resends of one call cannot deadlock.
+A message whose id is already stored is not stored again. Rows are inserted in the order of the call, and messages of
+one key keep this order. The message ids of a call are ascending, so concurrent resends of one call cannot deadlock.
 
 See decision 002.
 """
@@ -28,10 +28,11 @@ _Value = TypeVar("_Value")
 
 
 def _insert(rows: LiteralString) -> LiteralString:
-    """Return the INSERT of rows into the log; messages whose ids are stored already are left out.
+    """Return the INSERT of rows into the log. It leaves out messages whose ids are already stored.
 
-    All statements here use it. The functions append_one_v14 and publish_bytes have one of their own, because a shared
-    function would take 8 to 38 % more CPU per message (docs/decisions/196); a test compares the columns.
+    All statements of this module use this INSERT. The SQL functions append_one_v14 and publish_bytes each contain their
+    own INSERT, because a shared function would take 8 to 38 % more CPU per message (docs/decisions/196). A test
+    compares the columns.
     """
     return f"""
     INSERT INTO {{schema}}.commit_log (born_at, deliver_at, transaction_id, message_id, topic_id, shard,
@@ -41,9 +42,10 @@ def _insert(rows: LiteralString) -> LiteralString:
 
 
 def _insert_all(half: LiteralString, transactional: LiteralString) -> LiteralString:
-    """Return the INSERT of all messages of a call. `half`: the values of this column and of the three after it.
+    """Return the INSERT of all messages of a call. `half`: the values of the column `half` and of the next three.
 
-    A column that is equal in all rows travels once: the array stays empty and coalesce() takes the single value.
+    If all rows have the same value in a column, the value is sent once: the array stays empty, and coalesce() takes the
+    single value.
     """
     return _insert(f"""SELECT born_at, coalesce(deliver_at, clock_timestamp() + make_interval(secs => delay)),
         %(transaction_id)s, message_id, coalesce(topic_id, %(one_topic)s), shard, {half},
@@ -63,7 +65,7 @@ FROM stored HAVING count(*) > 0
 RETURNING log_ids, extract(epoch FROM pg_postmaster_start_time())::numeric, current_database()::text
 """)
 
-# Numbered parameters, because psycopg translates named ones on each execution.
+# The statement has numbered parameters, because psycopg translates named ones on each execution.
 _DECIDED_ONE: Final = Statement("""
 SELECT * FROM {schema}.append_one_v14($1, $2, $3, $4, $5, $6, $7, $8::text::jsonb, $9, $10, $11, $12, $13)
 """)
@@ -109,8 +111,8 @@ def append_decided(
 ) -> list[SendReceipt]:
     """Store messages together with the decision COMMIT, in the connection's present transaction.
 
-    In the application's own transaction (`transactional`), the messages commit or roll back with it. In autocommit they
-    are visible at once. None stands for a local transaction that has committed before.
+    In the application's own transaction (`transactional`), the messages commit or roll back with it. In autocommit the
+    messages are visible at once. `transactional=None` says that the local transaction has already committed.
 
     Raises the errors of TopicCatalog.prepare. Raises InvalidMessage when a message id belongs to another call. If
     `transactional`, raises TransactionalMessagesRejected when the operator has switched such messages off.
@@ -166,7 +168,7 @@ def _append_all(
 
 
 def append_half(run: Executor, catalog: TopicCatalog, half: HalfTransaction) -> list[SendReceipt]:
-    """Store the messages of a half transaction. They stay invisible until it is decided.
+    """Store the messages of a half transaction. Consumers do not see these messages until the transaction is decided.
 
     The connection is in autocommit. Raises TransactionalMessagesRejected when the operator has switched half messages
     off.
@@ -248,7 +250,7 @@ def _unless_equal(values: list[_Value]) -> tuple[list[_Value], _Value]:
 def _receipts(run: Executor, messages: Sequence[Message], log_ids: Sequence[int], *, half: bool) -> list[SendReceipt]:
     transaction_id = messages[0].message_id
     if len(log_ids) == len(messages):
-        # The ids were drawn in the order of the call.
+        # PostgreSQL assigned the log ids in the order of the call.
         return [
             SendReceipt(
                 message_id=message.message_id, transaction_id=transaction_id, topic=message.topic, position=log_id
@@ -272,7 +274,7 @@ def _existing(message: Message, stored: _Stored | None, half_of: UUID | None) ->
             f"message {message.message_id} is stored already, as a {kind} message: give the new message a new id."
         )
     if half and stored.decision is not None:
-        # The transaction is over: a second local transaction could not change the message's decision.
+        # The first transaction is already decided. A second local transaction could not change the message's decision.
         raise InvalidMessage(
             f"half message {message.message_id} for topic {message.topic!r} was sent before and is decided "
             f"({Decision(stored.decision).name}): build a new message for another transaction."

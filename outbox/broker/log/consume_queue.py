@@ -1,4 +1,4 @@
-"""The ends of queues: their floors, their heads, and the offset at which a new group starts."""
+"""Offsets of queues: the oldest one (floor), the next one (head), and the start offset of a new group."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ WHERE q.queue_id = ANY(%(queue_ids)s::integer[])
 
 
 def heads(run: Executor, queue_ids: Iterable[int]) -> dict[int, int]:
-    """Return the next offset of each queue. Retention raises a queue's floor when it removes rows:
+    """Return the next offset of each queue, from its rows and its floor.
 
-    rows and floor suffice.
+    Retention raises the floor of a queue when it removes rows. So the result is also right for a queue without rows.
     """
     return dict(run.rows(_HEADS, {"queue_ids": integers(list(queue_ids))}))
 
@@ -40,7 +40,8 @@ def floors(run: Executor, queue_ids: Iterable[int]) -> dict[int, int]:
 _FLOORS_OF_TOPIC = Statement("SELECT queue_id, floor FROM {schema}.queue WHERE topic_id = %(topic_id)s")
 
 # Binary search between floor and head for the first entry queued at or after the time. Entries are queued in the order
-# of their offsets, and there are no gaps from the floor on. An entry that retention has just removed was earlier.
+# of their offsets, and there are no gaps from the floor on. If retention has just removed an entry, the search counts
+# this entry as earlier than the time.
 _QUEUED_SINCE = Statement("""
 WITH RECURSIVE search (queue_id, low, high) AS (
     SELECT queue_id, low, high
@@ -58,8 +59,9 @@ WITH RECURSIVE search (queue_id, low, high) AS (
 SELECT queue_id, low FROM search WHERE low >= high
 """)
 
-# Entries from before the column queued_at existed: use the earliest moment at which each can have been queued. They are
-# not in the order of these moments, so all of them are read. Retention removes them with time.
+# Entries that are older than the column queued_at have no time. For such an entry, use the earliest moment at which it
+# can have been queued. These moments do not follow the order of the entries, so the statement reads all such entries.
+# Retention removes them with time.
 _OLD_SINCE = Statement("""
 SELECT entry.queue_id, min(entry.queue_offset)
 FROM {schema}.consume_queue entry
@@ -83,7 +85,7 @@ def starting_offsets(run: Executor, topic_id: int, start: Start | datetime) -> d
     """Return the start offset of a new group by queue id, for the queues that the topic has now.
 
     A start time means the time of queueing. The group receives every message that became visible to consumers at or
-    after it, even if the message was stored much earlier (delayed, decided late, held).
+    after the start time. The message may have been stored much earlier, if it was delayed, decided late or held.
     """
     begins: dict[int, int] = dict(run.rows(_FLOORS_OF_TOPIC, {"topic_id": topic_id}))
     if start is Start.EARLIEST:

@@ -1,8 +1,8 @@
-"""Notes in the broker's database about running processes with a failing part; without one the process looks absent.
+"""Notes in the broker's database about failing parts of running processes. Without a note, such a process looks absent.
 
-A part that fails twice in a row stores a note, an incident of the kind `process_failing`. It uses plain statements on
-its own connection: a broken statement, connection or privilege of the part need not break the note. It refreshes the
-note while it keeps failing. When the part works again, the note becomes `process_failed`.
+A part that fails twice in a row stores a note, an incident of the kind `process_failing`. The note uses plain
+statements on a separate connection. So the part can store the note even if its own statement, connection or privilege
+fails. The part refreshes the note while it keeps failing. When the part works again, the note becomes `process_failed`.
 
 See decision 180.
 """
@@ -32,11 +32,12 @@ from outbox.errors import BrokerUnavailable
 logger = logging.getLogger(__name__)
 
 _REFRESH_SECONDS: Final = 10.0
-# The limit for connecting, and then for the statements.
+# The limit in seconds for connecting, and again for the statements.
 _SECONDS: Final = 2.0
-# A part stores a note after this many failures in a row: one error may belong to one request or pass.
+# A part stores a note after this many failures in a row, because a single error may concern only one request or pass.
 _IN_A_ROW: Final = 2
-# Errors of a server that ends or refuses sessions; `unreachable` and the processes' logs report these.
+# The class of errors of a server that ends or refuses sessions. The condition `unreachable` and the processes' logs
+# report such errors.
 _SHUTTING_DOWN: Final = "57P"
 
 
@@ -53,7 +54,7 @@ class ProcessPart(StrEnum):
 
     @property
     def held_seconds(self) -> float:
-        """Return how long a note counts without a refresh: the part may run rarely, or its process may have ended."""
+        """Return for how long a note counts without a refresh; after that time, its process may have ended."""
         if self is ProcessPart.PASS:
             # Pruning runs every ten minutes.
             return 1500.0
@@ -77,7 +78,7 @@ ORDER BY at DESC LIMIT 1000
 
 @dataclass(frozen=True, slots=True)
 class FailingPart:
-    """A part that fails now. `of`: the groups that it works for, or the name of the pass, comma-separated."""
+    """A part that fails now. `of`: the groups that it works for (with commas), or the name of the pass."""
 
     part: ProcessPart
     of: str
@@ -92,7 +93,7 @@ class FailingPart:
 
 
 def failing(run: Executor) -> list[FailingPart]:
-    """Return the parts that fail now, the last seen first."""
+    """Return the parts that fail now, the most recent failure first."""
     longest = max(part.held_seconds for part in ProcessPart)
     parameters = {"seconds": longest, "kind": str(IncidentKind.PROCESS_FAILING)}
     found = (_parsed(*row) for row in run.rows(_FAILING, parameters))
@@ -120,7 +121,7 @@ class FailureNote:
         self._start_anew()
 
     def _start_anew(self) -> None:
-        """Start without a note, also after a fork: the note belongs to the parent."""
+        """Start without a note. After a fork, an existing note belongs to the parent process."""
         self._pid = os.getpid()
         self._failures = 0
         self._since = ""
@@ -128,7 +129,7 @@ class FailureNote:
         self._stored_at = 0.0
 
     def failed(self, error: BaseException, *, is_last: bool = False) -> None:
-        """Record one more failure, at most every ten seconds. `is_last`: the process ends now."""
+        """Count one more failure, and store the note at most every ten seconds. `is_last`: the process ends now."""
         if _is_about_connecting(error) or not self._lock.acquire(blocking=False):
             return
         try:
@@ -144,7 +145,7 @@ class FailureNote:
             self._lock.release()
 
     def worked(self) -> None:
-        """Record that the part works. Costs nothing if it has not failed."""
+        """Record that the part works. The call costs nothing if the part has not failed."""
         if not self._failures or not self._lock.acquire(blocking=False):
             return
         try:
@@ -188,7 +189,7 @@ class FailureNote:
 
 
 def _is_about_connecting(error: BaseException) -> bool:
-    """Whether the database was unreachable or ended the session: then it cannot store a note."""
+    """Whether the database was unreachable or ended the session. Such a database cannot store a note."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, psycopg.Error):
         cause = cause.__cause__

@@ -1,4 +1,4 @@
-"""Incidents for the operator: contradicting or refused ends, wrong ledgers, parked transactions and others."""
+"""Incidents for the operator: contradicting or refused end messages, wrong ledgers, parked transactions and others."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ class IncidentKind(enum.StrEnum):
     """The reason why an incident was recorded."""
 
     CONTRADICTED = "contradicted"
-    """A second decision differed from the first. The first one is final."""
+    """A second decision on a transaction differed from the first decision, which is final."""
     REFUSED = "refused"
     """An end message named an unknown transaction, or one of another producer group."""
     PARKED = "parked"
-    """A transaction has exceeded its check limits and waits for an operator or a late end."""
+    """A transaction has exceeded its check limits and waits for an operator or a late end message."""
     ALARM = "alarm"
     """A checker reported a fault, such as another ledger."""
     RESYNC = "resync"
     """The broker's transaction ids started over; the broker compared its log with its queues."""
     PATH = "path"
-    """A process found the broker on another server or database than it had proven."""
+    """A process found the broker on another server or database than the one that it had verified before."""
     EXPIRED = "expired"
     """Retention removed messages that a consumer group had not consumed."""
     PROCESS_DIED = "process_died"
@@ -84,6 +84,6 @@ def recent(
 ) -> list[Incident]:  # fmt: skip
     """Return a page of the incidents of a kind, or of all, the newest first.
 
-    The next page is `before` the last one's id.
+    To read the next page, pass the id of the last incident as `before`.
     """
     return run.objects(Incident, _RECENT, {"kind": kind, "before": before, "limit": limit})

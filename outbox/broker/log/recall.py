@@ -1,6 +1,7 @@
 """Recall messages that wait for their delivery time or for a retry.
 
-The process that deletes the scheduled row decides: the sequencer queues the message, or a recall removes it.
+Either the sequencer or the recall deletes the scheduled row of a message. If the sequencer deletes the row, the message
+is queued; if the recall deletes it, the message is recalled.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from outbox.broker.database.statement import Statement
 from outbox.broker.fastpath.arrays import uuids
 from outbox.recall import Recall, RecallStatus
 
-# For the rows `wanted` (log_id): delete their scheduled rows, and return the outcome for each message.
+# Delete the scheduled rows of the messages in `wanted` (log_id), and return the outcome for each message.
 _TAKE: Final = """, taken AS (
     DELETE FROM {schema}.scheduled WHERE log_id IN (SELECT log_id FROM wanted)
     RETURNING log_id, queue_id, attempt
@@ -57,7 +58,7 @@ WITH wanted AS MATERIALIZED (
     + _TAKE
 )
 
-# Start from the scheduled rows, not from the log, which keeps growing.
+# The statement starts from the scheduled rows instead of the log, because the log keeps growing.
 _BY_KEY: Final = Statement(
     """
 WITH wanted AS MATERIALIZED (
@@ -96,5 +97,5 @@ def recall(run: Executor, message_ids: Sequence[UUID]) -> list[Recall]:
 def recall_key(run: Executor, topic: str, key: str) -> list[Recall]:
     """Recall every waiting message of the topic and key; returns the recalled ones in the order of the log."""
     outcomes = [row.recall() for row in run.objects(_Row, _BY_KEY, {"topic": topic, "key": key})]
-    # Leave out those that the sequencer took at the same moment.
+    # Leave out the messages that the sequencer queued at the same moment.
     return [one for one in outcomes if one.status is RecallStatus.RECALLED]

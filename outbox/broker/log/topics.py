@@ -93,9 +93,10 @@ class Prepared:
 
 
 def declare_topics(run: Executor, topics: Sequence[Topic]) -> None:
-    """Create topics or change them to the declaration, deleted ones too; idempotent, in one transaction.
+    """Create topics, or change existing and deleted ones to the declaration; idempotent, in one transaction.
 
-    Another queue count starts a new generation of queues; consumer groups drain the old ones first.
+    A changed queue count starts a new generation of queues. Consumer groups first consume the older queues to their
+    ends.
     """
     with run.connection.transaction():
         for topic in sorted(topics, key=lambda topic: topic.name):
@@ -150,7 +151,8 @@ class TopicCatalog:
         topics = self._refresh(connection)
         if name not in topics and self._auto_create:
             declare_topics(Executor(connection, self._schema), [Topic(name=name)])
-            # Do not remember a topic that the caller's transaction has created: it may still roll back.
+            # Do not remember a topic that the caller's transaction has created, because the transaction may still roll
+            # back.
             if connection.info.transaction_status != pq.TransactionStatus.IDLE:
                 return _read(Executor(connection, self._schema))[name]
             topics = self._refresh(connection)

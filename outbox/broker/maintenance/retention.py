@@ -1,4 +1,4 @@
-"""Remove messages that all readers have passed, in bounded passes."""
+"""Remove messages that all consumer groups have passed, in passes of limited size."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from outbox.broker.groups.offsets import newest_offset
 from outbox.broker.log import incidents
 from outbox.broker.log.incidents import Incident, IncidentKind
 
-# The queues that can be cleared, and how far: past the retention time, and consumed by every group or past the cap. The
-# cap counts from the time of queueing. Entries without that time (stored by old versions) are as old as the last event
-# of their message. Entries of a deleted topic are cleared at once. `consumed` is the least position of the groups that
-# read the queue; without a group nothing is consumed yet. Broadcast groups store no positions and hold nothing back.
-# The statement reads in the order of the queue up to the first entry that stays, so a queue without cleared entries
-# costs one entry.
+# The queues that can be cleared, each with the offset up to which. An entry is cleared after its topic's retention time
+# if every group has consumed it, and after the hard cap in any case. The cap counts from the time of queueing. An entry
+# of an old version has no such time; its age then counts from the last event of its message. The entries of a deleted
+# topic are cleared at once. `consumed` is the smallest position of the groups that read the queue. If no group reads
+# the queue, no entry counts as consumed. Broadcast groups store no positions, so retention does not wait for them. The
+# statement reads each queue in order and stops at the first entry that stays. So it reads only one entry of a queue
+# that has nothing to clear.
 _LIMITS: Final = Statement(
     """
 WITH place AS (
@@ -92,7 +93,7 @@ FROM {schema}.queue JOIN {schema}.topic USING (topic_id) WHERE queue_id = %(queu
 """
 )
 
-# The messages in `free`, and the rows that belong to their transactions.
+# Delete the messages in `free`, and the rows that belong to their transactions.
 _REMOVAL: Final = """
 , messages AS (
     DELETE FROM {schema}.commit_log USING free WHERE commit_log.log_id = free.log_id
@@ -108,10 +109,11 @@ _REMOVAL: Final = """
 )
 """
 
-# Messages kept although their entries are cleared: dead, to be retried, or waiting in a retry queue. Their entries stay
-# below the floor as proof of queueing, and are removed later with the messages. Given `candidate`: waiting and dead
-# messages are read once and grouped with the candidates. A join, planned with old statistics, would compare each pair;
-# so would the deletions of errors and letters without IS TRUE.
+# Retention keeps some messages below the floor: dead letters, and messages that wait for a retry or in a retry queue.
+# Their entries stay below the floor as proof of queueing, and retention removes them later together with the messages.
+# The statement reads waiting and dead messages once and groups them with the rows of `candidate`. A join that is
+# planned with old statistics would compare each pair. Without IS TRUE, the deletions of errors and letters would have
+# the same problem.
 _FREE: Final = (
     """
 , waiting AS (
@@ -181,8 +183,8 @@ SELECT count(*) FROM free
 """
 )
 
-# Messages kept below the floors that have no reason to stay any more. All of them are looked at, so one that must stay
-# blocks none behind it.
+# Clear the messages below the floors that have no reason to stay any more. The statement looks at all messages below
+# the floors, so a message that must stay does not block later ones.
 _CLEAR_KEPT: Final = Statement(
     """
 WITH candidate AS (
@@ -207,8 +209,8 @@ WITH entries AS (
 SELECT count(*) FROM entries
 """)
 
-# Messages that were never queued: rolled back, or recalled before they were due. A rollback stays until the sequencer
-# has read it, because reading it unblocks the key of an old message.
+# Clear the messages that were never queued, because they were rolled back or recalled before they were due. A rollback
+# stays until the sequencer has read it, because reading it unblocks the key of an old message.
 _CLEAR_UNQUEUED: Final = Statement(
     """
 WITH ended AS (
@@ -304,7 +306,7 @@ class RetentionCounts:
 
 @dataclass(frozen=True, slots=True)
 class _Limit:
-    """How far a queue may be cleared. `consumed` is None without a reading group: then no group misses a message."""
+    """The offset up to which a queue may be cleared. `consumed` is None if no group reads the queue."""
 
     queue_id: int
     floor: int
@@ -319,18 +321,18 @@ class _Limit:
 
     @property
     def expired(self) -> int:
-        """The number of them that some group has not consumed."""
+        """The number of entries to clear that some group has not consumed."""
         return 0 if self.consumed is None else max(0, self.limit - max(self.floor, self.consumed))
 
 
 def run_once(run: Executor, *, settings: RetentionSettings | None = None) -> RetentionCounts:
     """Run one bounded pass over all queues, on an autocommit connection. Undecided and parked messages always stay.
 
-    A queue with nothing to remove costs one look at its oldest entry.
+    For a queue with nothing to remove, the pass reads only the oldest entry.
     """
     settings = settings or RetentionSettings()
     batch = {"batch": settings.batch}
-    # First the rows kept below a floor: they are removed as soon as no row refers to them.
+    # First remove the messages below a floor that have no reason to stay any more.
     [kept] = run.one(_CLEAR_KEPT, batch)
     limits = run.objects(_Limit, _LIMITS, batch | {"cap": settings.hard_cap_seconds})
     retries = sum(_clear_retries(run, limit) for limit in limits if limit.is_retry)
@@ -371,7 +373,7 @@ def _chunks(limits: Sequence[_Limit], batch: int) -> Iterator[list[_Limit]]:
 
 
 def _clear(run: Executor, limits: Sequence[_Limit], settings: RetentionSettings) -> int:
-    """Remove entries up to the limits of their queues, and the rows that only they refer to; returns how many."""
+    """Remove entries up to the limits of their queues, with their messages and other rows; returns how many entries."""
     parameters = {
         "queue_ids": integers([limit.queue_id for limit in limits]),
         "floors": bigints([limit.floor for limit in limits]),

@@ -22,10 +22,11 @@ from outbox.utils.periodic import BackgroundLoop
 def run_once(
     database: BrokerDatabase, check: CheckSettings, *, stopping: Callable[[], bool] = lambda: False
 ) -> RetentionCounts:
-    """Run one pass on a separate connection: scan for undecided halves, park overdue ones, then remove rows.
+    """Run one pass on a separate connection: scan for undecided half messages, park overdue ones, remove rows.
 
-    It removes until no batch is full any more. The database's clock times everything. Returns the counts of the last
-    round of retention. `more` is left only when `stopping` cut it short. Raises psycopg.Error or BrokerUnavailable.
+    The pass repeats the removal until no batch is full any more. All times are those of the database's clock. Returns
+    the counts of the last round of retention; their `more` is True only if `stopping` ended the pass early. Raises
+    psycopg.Error or BrokerUnavailable.
     """
     with contextlib.closing(database.open(name="outbox-maintenance", direct=True)) as connection:
         run = Executor(connection, database.schema)
@@ -37,7 +38,7 @@ def run_once(
 
 
 def _remove(run: Executor) -> RetentionCounts:
-    """Run one round of retention. It has a statement per queue, so timeouts are lifted once for all of them."""
+    """Run one round of retention. It has a statement per queue, so it lifts the timeouts once for all statements."""
     if timeouts.lasts(run.connection):
         timeouts.lift_for_session(run.connection)
         return retention.run_once(run)

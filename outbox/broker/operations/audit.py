@@ -1,8 +1,9 @@
-"""The audit of conservation: count every message, each term from rows of its own, and keep the result.
+"""The audit: count every message, check the equations below with separately counted terms, and store the result.
 
 `sent = committed + rolled back + undecided + parked`, `committed = unsequenced + held + scheduled + recalled + queued`,
-and per group `queued = handled + skipped + filtered + lag + retrying + dead + discarded + expired + recalled` (running
-handlers are part of the lag; a retry can be recalled). A broken equation means that a message is lost or doubled.
+and per group `queued = handled + skipped + filtered + lag + retrying + dead + discarded + expired + recalled` (messages
+of running handlers are part of the lag; a retry can be recalled). A broken equation means that a message is lost or
+doubled.
 """
 
 from __future__ import annotations
@@ -23,8 +24,10 @@ from outbox.broker.groups.offsets import newest_offset
 _TOPICS: Final = Statement("SELECT topic_id, name FROM {schema}.topic WHERE retry_of IS NULL ORDER BY name")
 _SNAPSHOT: Final = Statement("SELECT snapshot::text FROM {schema}.tick ORDER BY tick_id DESC LIMIT 1")
 
-# One row per topic and term. `sent` counts log rows. `committed` and `rolled back` count what decisions list.
-# `unsequenced` counts decisions that the last tick could not see. The other terms count rows of the table of that name.
+# One row per topic and term. `sent` counts log rows. `committed` and `rolled back` count the messages that decisions
+# list. `unsequenced` counts decisions that the last tick could not see. `undecided` and `parked` count half messages
+# without a decision. `held`, `scheduled`, `recalled` and `queued` count rows of the tables for these states. The last
+# SELECT adds the messages that retention has removed.
 _TERMS: Final = Statement("""
 WITH decided AS MATERIALIZED (
     SELECT log.topic_id, op.decision,
@@ -59,9 +62,10 @@ FROM {schema}.pruned CROSS JOIN LATERAL (VALUES ('sent', sent), ('committed', co
 GROUP BY topic_id, term
 """)
 
-# Per group and topic. `queued` comes from the heads that ticks carry and from the group's start. `lag` counts entries.
-# An entry of a retry queue counts for the topic to which its message was published. `missed`:
-# messages removed by retention before a group's position; the group counts them when its consumers return.
+# One row per group. `queued` is computed from the queue heads in the ticks and the start offsets of the group. `lag`
+# counts the entries of topics that the group has not passed. `retrying` counts its messages in retry queues and those
+# that wait for a retry. `missed` counts messages that retention removed before the group had passed them. The group
+# counts them as expired when its consumers return.
 _GROUPS: Final = Statement(
     """
 WITH heads AS MATERIALIZED (
@@ -140,10 +144,11 @@ class TopicTotals:
 
 @dataclass(frozen=True, slots=True)
 class GroupTotals:
-    """Messages of a consumer group since its start. `lag`: queued and unfinished ones, without the `retrying` ones.
+    """Messages of a consumer group since its start. `lag`: queued and unfinished messages, without the `retrying` ones.
 
     `discarded`: dead letters that an operator discarded. `expired`: messages that retention removed before the group
-    had consumed them; `missed` are those of them that its consumers, which have not run since, will count.
+    had consumed them; `missed`: the expired messages that the group has not counted yet, because its consumers have not
+    run since.
     """
 
     name: str
@@ -161,7 +166,7 @@ class GroupTotals:
     recalled: int = 0
 
     def differences(self) -> list[str]:
-        """Return the equation that does not hold, in words. A broadcast group has no stored positions to count."""
+        """Return the equation that does not hold, in words. A broadcast group stores no positions and has none."""
         if self.broadcast:
             return []
         ended = self.handled + self.skipped + self.filtered + self.dead + self.discarded + self.expired + self.recalled
@@ -176,7 +181,7 @@ class GroupTotals:
 
 @dataclass(frozen=True, slots=True)
 class MessageCounts:
-    """All messages of a broker in one snapshot: per topic and per group, by name."""
+    """The counts of a broker's messages in one snapshot, by name of topic and by name of group."""
 
     topics: dict[str, TopicTotals]
     groups: dict[str, GroupTotals]
@@ -190,7 +195,7 @@ class MessageCounts:
 
 
 def count_messages(run: Executor) -> MessageCounts:
-    """Count every retained message: all terms from one snapshot.
+    """Count every retained message, all in one snapshot.
 
     The connection must be in autocommit and outside a transaction.
     """
@@ -244,8 +249,8 @@ class Audit:
 def run_once(run: Executor) -> Audit:
     """Count every retained message, compare, and store the result, on an autocommit connection.
 
-    The connection is outside a transaction. It takes about a second per million messages. No other process waits for
-    it, but it holds one snapshot meanwhile.
+    The connection must be outside a transaction. The audit takes about a second per million messages. No other process
+    waits for the audit, but the audit holds one snapshot meanwhile.
     """
     started = time.monotonic()
     counted = count_messages(run)

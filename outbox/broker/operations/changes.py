@@ -47,7 +47,7 @@ def rejects_transactional(run: Executor) -> bool:
 
 
 def reject_transactional(run: Executor, rejecting: bool) -> bool:
-    """Refuse new transactional messages on both paths, or accept them again; returns whether that was a change."""
+    """Refuse new transactional messages on both paths, or accept them again; returns whether this changed anything."""
     changed = run.count(_REJECT, {"rejecting": rejecting}) > 0
     if changed:
         logger.warning("transactional messages are %s from now on", "refused" if rejecting else "accepted")
@@ -55,14 +55,14 @@ def reject_transactional(run: Executor, rejecting: bool) -> bool:
 
 
 def pause(run: Executor, group: str) -> None:
-    """Stop the group from starting handlers, within about a second; positions stay. Raises UnknownGroup."""
+    """Within about a second, the group starts no more handlers; its positions do not change. Raises UnknownGroup."""
     if run.row(_PAUSE, {"name": group, "paused": True}) is None:
         raise unknown_group(group)
     notify(run, Channel.SHARED)
 
 
 def resume(run: Executor, group: str) -> int:
-    """Undo `pause` and continue queues that on_error=STOP stopped; returns how many. Raises UnknownGroup."""
+    """Undo `pause`, and continue queues that on_error=STOP stopped; returns how many of these. Raises UnknownGroup."""
     with run.connection.transaction():
         row = run.row(_PAUSE, {"name": group, "paused": False})
         if row is None:
@@ -84,8 +84,8 @@ def raise_generation(run: Executor, group: str) -> int:
 # Move a group's offsets: to the first message, the end, a time or a number.
 #
 # A reset fences the owner of a queue: it raises the lease's epoch and stores the new offset under it. The former owner
-# detects that its lease is lost, drops its fetched messages, and acquires the queue again at the new offset. Calls that
-# ran at that moment may take effect once more or, without an inbox, twice.
+# detects that its lease is lost, drops its fetched messages, and acquires the queue again at the new offset. A message
+# whose handler ran at that moment may be handled again; without an inbox, it may take effect twice.
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ RETURNING queue_id, epoch
 
 
 def moved_to(position: Position, target: int) -> Position:
-    """Return the position after a reset: the counters continue, and `moved` keeps the equation true."""
+    """Return the position after a reset. The counters continue, and `moved` keeps the audit's equation true."""
     start = min(position.start_offset, target)
     counted = position.next_offset - position.start_offset - position.moved
     return replace(position, next_offset=target, start_offset=start, moved=target - start - counted)
@@ -128,16 +128,17 @@ def reset(
     reprocess: bool = False,
     dry_run: bool = False,
 ) -> Sequence[QueueReset]:
-    """Move a group on a topic, or only on its queue `number`; returns the queues that move, with both offsets.
+    """Move a group's offsets on a topic, or only on its queue `number`; returns the queues with both offsets.
 
-    Start.LATEST is the end. A number is limited to the messages that the broker still has. Moving back delivers
-    messages again. The inbox skips them unless `reprocess` raises the group's generation. Counters continue; entries
-    that were passed over or rewound are counted as `moved`.
+    Start.LATEST means the end of the queue. A number outside of the messages that the broker still has becomes the
+    nearest offset. If offsets move back, the group receives messages again. The inbox skips these messages unless
+    `reprocess` raises the group's generation. The counters continue; `moved` counts the entries that the reset passed
+    over or rewound.
 
-    `dry_run` returns the result without a change. Raises UnknownGroup and UnknownTopic. Raises UsageError when the
-    group does not consume the topic or the topic has no such queue.
+    With `dry_run` the function returns the result and changes nothing. Raises UnknownGroup and UnknownTopic. Raises
+    UsageError when the group does not consume the topic or the topic has no such queue.
     """
-    # Before the first lock: finding a time may read the topic once.
+    # Find the targets before the first lock, because finding a time may read the whole topic.
     targets = _targets(run, topic, target)
     with run.connection.transaction():
         group_id = group_id_of(run, group)
@@ -154,7 +155,8 @@ def reset(
 def _move(run: Executor, group_id: int, targets: dict[int, int]) -> None:
     values = {"group_id": group_id, "queue_ids": integers(list(targets))}
     epochs = dict(run.execute(_FENCE, values).fetchall())
-    # Read under the fence: it includes all that the former owner has stored until now, and nothing later counts.
+    # Read this position after fencing the former owner. It includes every position that the former owner has stored;
+    # later ones do not count.
     positions = offsets.load(run, group_id, list(targets))
     rows = [
         OffsetRow((group_id, queue_id), epochs[queue_id], 0, moved_to(positions[queue_id], target))
@@ -165,7 +167,7 @@ def _move(run: Executor, group_id: int, targets: dict[int, int]) -> None:
 
 
 def _targets(run: Executor, topic: str, target: Start | datetime | int) -> dict[int, int]:
-    """Return the target offsets by queue id; a number is not limited yet."""
+    """Return the target offsets by queue id; a given number is not limited to existing messages yet."""
     topic_id = TopicCatalog(run.schema).get(run.connection, topic).topic_id
     if isinstance(target, int):
         floors = starting_offsets(run, topic_id, Start.EARLIEST)
@@ -180,7 +182,7 @@ def _plan(run: Executor, group: str, topic: str, targets: Mapping[int, int], num
     if number is not None and number not in {queue.number for queue in queues}:
         raise UsageError(f"topic {topic!r} has no queue {number}: its queues are 0 to {max(q.number for q in queues)}.")
     moves = [
-        # A queue added since the targets were found is new to the group: its position stays.
+        # If a queue was added after the targets were found, the group's position on it does not change.
         QueueReset(q.topic, q.layout, q.number, q.queue_id, q.next_offset, min(targets[q.queue_id], q.head))
         for q in queues
         if q.queue_id in targets and number in (None, q.number)
@@ -189,24 +191,25 @@ def _plan(run: Executor, group: str, topic: str, targets: Mapping[int, int], num
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Rename a consumer group. All broker rows of a group refer to its id, so only two names change.
+# Rename a consumer group. All broker rows of a group refer to its id. So only the name of the group and the name of its
+# retry topic change.
 #
-# The inbox rows are in the databases of the application; they are copied between the two steps here. Until the second
-# step the old name is valid, and the new name belongs to a paused, empty group.
+# The inbox rows are in the databases of the application, and the caller copies them between the two steps of this
+# module. Until the second step the old name is valid, and the new name belongs to a paused, empty group.
 
 
 @dataclass(frozen=True, slots=True)
 class Reserved:
-    """A rename that has begun. A consumer of the group would raise an epoch, so `epochs` would differ then."""
+    """A rename that has begun. A consumer of the group that starts meanwhile raises an epoch, and `epochs` shows it."""
 
     epochs: str
 
 
-# Both at once, in one order.
+# Lock the rows of both groups in one statement, in the order of their ids.
 _LOCK = Statement("""
 SELECT name, group_id FROM {schema}.consumer_group WHERE name IN (%(old)s, %(new)s) ORDER BY group_id FOR NO KEY UPDATE
 """)
-# Its counters are stored with its offsets; a failed message leaves a row at once.
+# A group that has worked has counters in its offsets, or the row of a failed message or a dead letter.
 _HAS_WORKED = Statement("""
 SELECT EXISTS (SELECT FROM {schema}.consumer_offset
                WHERE group_id = %(group_id)s AND handled + skipped + sent_back + dead > 0)
@@ -218,7 +221,7 @@ INSERT INTO {schema}.consumer_group AS known (name, broadcast, paused)
 SELECT %(new)s, broadcast, true FROM {schema}.consumer_group WHERE name = %(old)s
 ON CONFLICT (name) DO UPDATE SET paused = true
 """)
-# As with a change of owner: rows that a former owner stores under an older epoch do not count.
+# Raise the epochs, as a change of owner does. Rows that a former owner stores under an older epoch then do not count.
 _FENCE_ALL = Statement("""
 UPDATE {schema}.queue_lease held SET owner = NULL, epoch = held.epoch + 1, expires_at = clock_timestamp()
 FROM (SELECT queue_id FROM {schema}.queue_lease WHERE group_id = %(group_id)s ORDER BY queue_id FOR UPDATE) AS its
@@ -245,9 +248,9 @@ def is_renamed(run: Executor, old: str, new: str) -> bool:
 def reserve(run: Executor, old: str, new: str, *, dry_run: bool = False) -> Reserved:
     """The first step: take the queues from former owners, and reserve the new name for this group.
 
-    A consumer that starts under the new name from now on is paused. Call it again after an interruption. Raises
-    UnknownGroup. Raises UsageError if consumers of either group are alive, or a group of the new name has worked
-    already.
+    A consumer that starts under the new name from now on is paused. After an interruption, the caller can repeat the
+    step. Raises UnknownGroup. Raises UsageError if consumers of either group are alive, or a group of the new name has
+    worked already.
     """
     names.check_group(new)
     if old == new:
@@ -264,8 +267,8 @@ def reserve(run: Executor, old: str, new: str, *, dry_run: bool = False) -> Rese
 def rename(run: Executor, old: str, new: str, reserved: Reserved) -> None:
     """The second step: give the group its new name.
 
-    Raises the errors of `reserve`, and UsageError if the group was consumed meanwhile. It deletes the group of the new
-    name, which was paused from the first step on.
+    Raises the errors of `reserve`, and UsageError if a consumer of the group has run since `reserve`. It deletes the
+    group of the new name, which was paused from the first step on.
     """
     with run.connection.transaction():
         group_id, other_id = _locked(run, old, new)
@@ -283,7 +286,7 @@ def rename(run: Executor, old: str, new: str, reserved: Reserved) -> None:
 
 
 def _locked(run: Executor, old: str, new: str) -> tuple[int, int | None]:
-    """Return the ids of both groups; no consumer of them is alive or starts until the transaction ends."""
+    """Lock both groups and return their ids. Until the transaction ends, no consumer of them is alive or can start."""
     ids = dict(run.rows(_LOCK, {"old": old, "new": new}))
     if old not in ids:
         raise unknown_group(old)

@@ -1,6 +1,7 @@
 """Results of comparing the application's databases with the broker, stored for status and metrics.
 
-The application runs the comparisons, because only it can reach both sides (outbox.contrib.django.operations.comparing).
+The application runs the comparisons, because only the application can reach both databases
+(outbox.contrib.django.operations.comparing).
 """
 
 from __future__ import annotations
@@ -28,17 +29,18 @@ class ComparisonKind(StrEnum):
     LEDGER = "ledger"
     """Committed transactions that the broker does not know: their messages are lost."""
     DECISION = "decision"
-    """Transactions committed in the broker that the ledger does not know: their business rows are lost."""
+    """Transactions that are committed in the broker and unknown to the ledger: their business rows are lost."""
     INBOX = "inbox"
-    """Messages that a group has passed and its inbox does not know: their effects are lost."""
+    """Messages that a group has passed and that its inbox does not know: their effects are lost."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DatabaseComparison:
     """The last comparison of one subject: a producer group, or a consumer group on `topic`.
 
-    `state`: the start of the next comparison. `ids`: at most twenty of the `missing` ones, which lie between `first_at`
-    and `last_at`. Between `unproven_from` and `unproven_to` data was lost for which no proof is left.
+    `state`: the point at which the next comparison starts. `missing`: the number of missing transactions or messages,
+    which date from `first_at` to `last_at`. `ids` names at most twenty of them. From `unproven_from` to `unproven_to`
+    data was lost, but no row is left that proves it.
     """
 
     kind: ComparisonKind
@@ -57,7 +59,7 @@ class DatabaseComparison:
 
     @property
     def is_clean(self) -> bool:
-        """Whether nothing is missing, as far as the rows prove."""
+        """Whether the comparison found neither missing data nor an unproven loss."""
         return not self.missing and self.unproven_to is None
 
 
@@ -126,7 +128,7 @@ def store(run: Executor, comparison: DatabaseComparison) -> None:
 
 
 def forget(run: Executor, comparison: DatabaseComparison) -> None:
-    """Delete the comparison: the next one starts with the data at that time."""
+    """Delete the comparison. The next comparison then starts with the data of its own time."""
     named = {"kind": comparison.kind.value, "subject": comparison.subject}
     run.execute(_FORGET, {**named, "topic": comparison.topic, "alias": comparison.alias})
 
@@ -136,7 +138,7 @@ def forget(run: Executor, comparison: DatabaseComparison) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """The time since which the broker must know every transaction: its installation, or the retention limit."""
+    """The times from which on the broker must know every transaction: its installation, and the retention limit."""
 
     installed_at: datetime
     kept_since: datetime | None
@@ -187,7 +189,7 @@ ORDER BY transaction_id LIMIT %(limit)s
 _REMOVE_MISSING = Statement("""
 DELETE FROM {schema}.missing_transaction WHERE kind = %(kind)s AND transaction_id = ANY (%(ids)s::uuid[])
 """)
-# The ledger keeps no row of a transaction this old, so no later comparison finds it.
+# The ledger does not keep the row of such an old transaction, so no later comparison finds it.
 _TRIM_MISSING = Statement("""
 DELETE FROM {schema}.missing_transaction
 WHERE producer_group = %(group)s AND settled_at < now() - make_interval(secs => %(keep)s)
@@ -205,7 +207,7 @@ WHERE kind = %(kind)s AND producer_group = %(group)s AND alias = %(alias)s AND s
 
 @dataclass(frozen=True, slots=True)
 class MissingTransactions:
-    """The transactions of one ledger that one side has and the other has not."""
+    """The transactions that only one of the two has: a ledger or the broker."""
 
     run: Executor
     kind: ComparisonKind
@@ -216,18 +218,18 @@ class MissingTransactions:
         return {"kind": self.kind.value, "group": self.producer_group, "alias": self.alias, **more}
 
     def add(self, found: Mapping[UUID, datetime]) -> None:
-        """Store them by id with their time. Settled ones stay settled."""
+        """Store missing transactions by id with their time. Transactions that are already settled stay settled."""
         if found:
             self.run.execute(
                 _ADD_MISSING, self._named(ids=arrays.uuids(list(found)), at=arrays.times(list(found.values())))
             )
 
     def open(self, after: UUID = UUID(int=0), *, limit: int) -> list[UUID]:
-        """Return the next ones, in order, that no operator has settled."""
+        """Return the next missing transactions, in order, that no operator has settled."""
         return [one for (one,) in self.run.rows(_OPEN_MISSING, self._named(after=after, limit=limit))]
 
     def remove(self, found: Sequence[UUID]) -> None:
-        """Remove them, because they are no longer missing."""
+        """Remove transactions that are no longer missing."""
         if found:
             self.run.execute(_REMOVE_MISSING, {"kind": self.kind.value, "ids": arrays.uuids(list(found))})
 
@@ -236,12 +238,12 @@ class MissingTransactions:
         self.run.execute(_TRIM_MISSING, {"group": self.producer_group, "keep": keep_seconds})
 
     def summed(self) -> tuple[int, datetime | None, datetime | None, list[UUID]]:
-        """Return the number of open ones, their first and last time, and up to twenty ids."""
+        """Return the number of unsettled transactions, their first and last time, and up to twenty ids."""
         count, first, last, ids = self.run.one(_SUM_MISSING, self._named(named=NAMED))
         return count, first, last, ids
 
     def settle(self) -> int:
-        """Mark all open ones as settled by an operator; returns how many."""
+        """Mark all unsettled transactions as settled by an operator; returns how many."""
         return self.run.count(_SETTLE_MISSING, self._named())
 
 
@@ -281,7 +283,8 @@ def passed(run: Executor, group: str, topic: str) -> list[Passed]:
     return run.objects(Passed, _PASSED, {"group": group, "topic": topic})
 
 
-# A message that failed once may have ended without an effect: dead, skipped by on_error, or still retried.
+# The statement leaves out messages that have ever failed. Such a message may have no effect, because it is dead, was
+# skipped by on_error, or is still retried.
 _ENTRIES = Statement("""
 SELECT entry.queue_offset, log.message_id, coalesce(entry.queued_at, log.stored_at) AS queued_at, log.tag,
        coalesce(log.headers, '{{}}') AS headers
@@ -307,6 +310,6 @@ class QueuedMessage:
 
 
 def finished_entries(run: Executor, queue: Passed, low: int, high: int, *, keep_seconds: float) -> list[QueuedMessage]:
-    """Return the messages from `low` up to `high` that never failed, except those stored before `keep_seconds`."""
+    """Return the messages from `low` up to `high` that never failed and are younger than `keep_seconds`."""
     values = {"queue_id": queue.queue_id, "group_id": queue.group_id, "low": low, "high": high, "keep": keep_seconds}
     return run.objects(QueuedMessage, _ENTRIES, values)

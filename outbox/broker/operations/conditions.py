@@ -1,7 +1,7 @@
-"""Conditions: what outbox says about its state. Status, probe, doctor, checks, metrics, alerts and page render them.
+"""Conditions describe the state of outbox. Status, probe, doctor, checks, metrics, alerts and operator page show them.
 
 The rules (`rules.py`) yield the conditions of the catalogue below. The doctor, `manage.py check` and the probe of a
-worker add conditions of the same form that only they can find; these state their meaning and next step themselves.
+worker add conditions of the same form that only they can find. Such a condition carries its own meaning and next step.
 
 See decision 091.
 """
@@ -25,9 +25,9 @@ class Severity(enum.IntEnum):
     """The severity of a condition; also the exit code of the status command and the value of the metric."""
 
     OK = 0
-    """Examined by the doctor, and well."""
+    """The doctor has examined it and found no fault."""
     WARNING = 1
-    """An operator should look at it; every promise is still kept in time."""
+    """An operator should look at it. outbox still keeps every promise in time."""
     CRITICAL = 2
     """Messages wait, or a promise is in danger."""
 
@@ -44,8 +44,8 @@ class ConditionKind:
 class Condition:
     """A condition that holds. `evidence` names at most twenty of `count` groups, queues, messages or sessions.
 
-    `meaning`: one to three sentences for the operator. `next_step`: what the operator does next. If they are not
-    given, they are those of the catalogue.
+    `meaning`: one to three sentences for the operator. `next_step`: what the operator does next. If `meaning` is not
+    given, both texts come from the catalogue.
     """
 
     name: str
@@ -77,7 +77,8 @@ class Condition:
 class ConditionReport:
     """All conditions that hold, the worst first.
 
-    `is_complete` is False if the broker did not answer. A condition that is not listed is then unknown.
+    `is_complete` is False if the broker did not answer. Then it is unknown whether a condition holds that is not
+    listed.
     """
 
     conditions: Sequence[Condition]
@@ -90,7 +91,7 @@ class ConditionReport:
 
     @property
     def is_healthy(self) -> bool:
-        """Whether no condition holds, and all are known."""
+        """Whether no condition holds and the report is complete."""
         return self.is_complete and not self.severity
 
     @property
@@ -108,7 +109,7 @@ class ConditionReport:
 
 
 def condition(name: str, judged: Iterable[Judged]) -> list[Condition]:
-    """One condition with all facts that have a severity, the worst first; an empty list if no fact has one."""
+    """Return a list of one condition with all facts that have a severity, the worst first; empty if no fact has one."""
     bad = [(severity, fact) for severity, fact in judged if severity]
     if not bad:
         return []
@@ -117,12 +118,12 @@ def condition(name: str, judged: Iterable[Judged]) -> list[Condition]:
 
 
 def of_text(name: str, severity: Severity, meaning: str, next_step: str = "") -> Condition:
-    """A condition that is not in the catalogue, in words of its own; one that is well needs no next step."""
+    """Return a condition that is not in the catalogue, with its own texts. With severity OK it needs no next step."""
     return Condition(name, severity, meaning=meaning, next_step=next_step)
 
 
 def worst_first(conditions: Iterable[Condition], *, is_complete: bool = True) -> ConditionReport:
-    """The report of these conditions."""
+    """Return the report of these conditions, the worst first."""
     return ConditionReport(sorted(conditions, key=lambda one: (-one.severity, one.name)), is_complete)
 
 
@@ -355,7 +356,7 @@ CATALOGUE: Final[Mapping[str, ConditionKind]] = {
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Values from which on a condition is a warning, and from which on it is critical.
+# Thresholds: the value from which a condition is a warning, and the value from which it is critical.
 
 _DAY: Final = 24 * 3600.0
 _GIBIBYTE: Final = 2.0**30
@@ -363,7 +364,7 @@ _GIBIBYTE: Final = 2.0**30
 
 @dataclass(frozen=True, slots=True)
 class Threshold:
-    """A warning from `warning` on, critical from `critical` on; None: never."""
+    """A value is a warning from `warning` on, and critical from `critical` on. None means never."""
 
     warning: float | None
     critical: float | None
@@ -380,14 +381,14 @@ class Threshold:
 
 
 def _limits(warning: float, critical: float | None, unit: str, meaning: str) -> Threshold:
-    """A field with its default, unit and meaning; the table of the thresholds in docs/operations.md is made of them."""
+    """Return a field with default, unit and meaning. The table of thresholds in docs/operations.md comes from it."""
     made: Any = field(default=Threshold(warning, critical), metadata={"unit": unit, "meaning": meaning})
     return made  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Thresholds:
-    """All limits. Names have the units."""
+    """All thresholds. The name of a field ends with its unit or what it counts."""
 
     no_sequencer_seconds: Threshold = _limits(0, 15, "seconds", "since the last process led")
     no_worker_seconds: Threshold = _limits(

@@ -43,7 +43,7 @@ class DeadLetter:
 class PagePosition(NamedTuple):
     """A position in the list of dead letters, newest first.
 
-    The next page starts after one, even if letters were settled since.
+    The next page starts after such a position, even if letters have been settled since then.
     """
 
     dead_at: datetime
@@ -55,10 +55,10 @@ class PagePosition(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LetterSelection:
-    """A selection of dead letters: those that meet all given criteria; all of them without criteria.
+    """Criteria that select dead letters. A letter must meet all given criteria; without criteria, all are selected.
 
-    `error` is contained in the last error, ignoring case. `error_type` is the name of its type. `since` (inclusive) and
-    `until` (exclusive) limit the time at which it was given up.
+    `error` is a text that the last error contains in upper or lower case. `error_type` is the name of the last error's
+    type. `since` (inclusive) and `until` (exclusive) limit the time at which the group gave the message up.
     """
 
     message_ids: Sequence[UUID] | None = None
@@ -75,7 +75,7 @@ class LetterSelection:
         return self == LetterSelection()
 
     def parameters(self) -> dict[str, Any]:
-        """Return the parameters for the statements here."""
+        """Return the parameters for the statements of this module."""
         return {
             "message_ids": None if self.message_ids is None else uuids(self.message_ids),
             "topic": self.topic,
@@ -142,8 +142,9 @@ def list_dead_letters(
 ) -> Sequence[DeadLetter]:
     """Return a page of the dead letters of one group or of all, the newest first.
 
-    `settled` includes the settled ones. The next page is `after` the place of the last one. Groups that gave up one
-    message at the same instant share a place and stay on one page, so a page may be longer than `limit`.
+    With `settled`, the page includes settled letters. To read the next page, pass the `place` of the last letter as
+    `after`. Groups that gave up one message at the same instant share a place and stay on one page, so a page may be
+    longer than `limit`.
     """
     values = selection.parameters() | {"group": group, "settled": settled, "limit": limit}
     place = {"after": after and after.dead_at, "after_id": after and after.log_id}
@@ -204,8 +205,9 @@ ON CONFLICT DO NOTHING
 def replay(run: Executor, group: str, selection: LetterSelection = ALL, *, limit: int = 10_000) -> int:
     """Deliver dead letters again through the group's retry queues, with new attempts; returns how many.
 
-    It takes up to `limit`, oldest first. A letter that fails all attempts again becomes a dead letter again. Announce
-    Channel.DECIDED afterwards to deliver them at once. Raises UnknownGroup.
+    The function takes up to `limit` letters, the oldest first. A message that fails all attempts again becomes a dead
+    letter again. To deliver the messages at once, the caller sends a notification on Channel.DECIDED afterwards. Raises
+    UnknownGroup.
     """
     with run.connection.transaction():
         values = selection.parameters() | {"group_id": group_id_of(run, group), "limit": limit}
@@ -232,9 +234,9 @@ SELECT count(*) FROM marked
 
 
 def discard(run: Executor, group: str, selection: LetterSelection, *, limit: int = 10_000) -> int:
-    """Discard up to `limit` dead letters, oldest first; returns how many. The group counts them.
+    """Discard up to `limit` dead letters, oldest first; returns how many. The group counts them as discarded.
 
-    Retention removes them with their messages. Raises UnknownGroup.
+    Retention removes discarded letters together with their messages. Raises UnknownGroup.
     """
     with run.connection.transaction():
         values = selection.parameters() | {"group_id": group_id_of(run, group), "limit": limit}

@@ -1,7 +1,8 @@
 """Delete a consumer group, its subscription to one topic, or a topic.
 
-No consumer may run meanwhile: the deletion refuses if one is alive, and a starting one waits for the group's row. The
-deletion first counts what is lost. A dry run uses the same statements.
+No consumer of the group or topic may run meanwhile. The deletion raises an error if a consumer is alive, and a starting
+consumer waits for the lock on the group's row. The deletion first counts the messages that will be lost. A dry run uses
+the same statements.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from outbox.message import Message
 class Loss:
     """The data that is deleted with a group's subscription to a topic.
 
-    `lag`: messages it has not consumed. `retrying`: messages that wait for another attempt. `dead`: dead letters.
+    `lag`: messages that the group has not consumed. `retrying`: messages that wait for another attempt. `dead`: dead
+    letters.
     """
 
     group: str
@@ -83,7 +85,7 @@ SELECT (SELECT count(*) FROM {schema}.held WHERE topic_id = %(topic_id)s)
           AND NOT EXISTS (SELECT FROM {schema}.op_log op WHERE op.transaction_id = pending.transaction_id))
 """)
 
-# Number 0 carries retries of all topics: it is deleted with the group's last subscription.
+# Retry queue 0 carries retries of all topics, so it is deleted with the group's last subscription.
 _RETRY_QUEUES = Statement("""
 SELECT queue_id, number,
        EXISTS (SELECT FROM {schema}.consume_queue entry WHERE entry.queue_id = queue.queue_id)
@@ -98,7 +100,8 @@ DELETE FROM {schema}.queue_lease WHERE group_id = %(group_id)s
   AND queue_id IN (SELECT queue_id FROM {schema}.queue WHERE topic_id = %(topic_id)s
                    UNION ALL SELECT unnest(%(retry_queues)s::integer[]))
 """),
-    # The sequencer may be about to queue these. Its tick ends first, and the next statement sees what it queued.
+    # A tick of the sequencer may be queueing these rows. This statement waits for the tick, and the next statement sees
+    # the new entries.
     Statement("DELETE FROM {schema}.scheduled WHERE queue_id = ANY (%(retry_queues)s::integer[])"),
     Statement("DELETE FROM {schema}.consume_queue WHERE queue_id = ANY (%(retry_queues)s::integer[])"),
     Statement("""
@@ -127,7 +130,8 @@ WHERE queue_id IN (SELECT queue_id FROM {schema}.queue JOIN {schema}.topic USING
                    WHERE retry_of = %(group_id)s)
 """
 _FORGET_GROUP = [
-    # Of topics to which it once subscribed. Leases before offsets, as everywhere (docs/internals/storage.md, Locks).
+    # Delete the rows of topics to which the group once subscribed. Leases come before offsets, as in all other
+    # statements (docs/internals/storage.md, Locks).
     Statement("DELETE FROM {schema}.queue_lease WHERE group_id = %(group_id)s"),
     Statement("DELETE FROM {schema}.scheduled" + _ITS_RETRY_QUEUES),
     Statement("DELETE FROM {schema}.consume_queue" + _ITS_RETRY_QUEUES),
@@ -148,7 +152,7 @@ _MARK = Statement("UPDATE {schema}.topic SET deleted_at = now() WHERE topic_id =
 
 
 def delete_group(run: Executor, group: str, *, topic: str | None = None, dry_run: bool = False) -> list[Loss]:
-    """Delete a group, or only its subscription to `topic`; returns by topic what was (or would be) lost.
+    """Delete a group, or only its subscription to `topic`; returns the loss by topic (in a dry run: the expected one).
 
     Its inbox rows stay in the application's database, and a later group of the same name finds them. Raises
     UnknownGroup. Raises UsageError when its consumers are alive or it has no such subscription.
@@ -173,16 +177,18 @@ def delete_group(run: Executor, group: str, *, topic: str | None = None, dry_run
 
 
 def delete_topic(run: Executor, topic: str, *, dry_run: bool = False) -> TopicLoss:
-    """Delete a topic with all subscriptions to it; returns what was (or would be) lost.
+    """Delete a topic with all subscriptions to it; returns the loss, or the expected loss in a dry run.
 
-    A process refuses to publish to it after it has read the topics again (within 30 s). Retention removes its messages.
-    Another declaration restores the topic. Raises UnknownTopic, and UsageError when its consumers are alive.
+    Each process refuses to publish to the deleted topic as soon as it has read the topics again (within 30 s).
+    Retention removes the topic's messages. Another declaration restores the topic. Raises UnknownTopic. Raises
+    UsageError when consumers of the topic are alive.
     """
     topic_id = TopicCatalog(run.schema).get(run.connection, topic).topic_id
     values = {"topic_id": topic_id}
     with run.connection.transaction(force_rollback=dry_run):
         run.execute(_LOCK_TOPIC, values)
-        # Lock groups before reading their members: a consumer that is about to join waits for the group's row.
+        # Lock the groups before reading their members, so that a consumer that is about to join waits for the group's
+        # row.
         groups = {name: group_id_of(run, name) for (name,) in run.rows(_GROUPS_OF, values)}
         refuse_live(run, topic=topic)
         [undelivered] = run.one(_UNDELIVERED, values)
@@ -192,7 +198,7 @@ def delete_topic(run: Executor, topic: str, *, dry_run: bool = False) -> TopicLo
 
 
 def refuse_live(run: Executor, *, group_id: int | None = None, topic: str | None = None) -> None:
-    """Raise UsageError if consumers of a group (None: of all) that consume a topic (None: any) are alive."""
+    """Raise UsageError if a consumer of this group (None: any group) and this topic (None: any topic) is alive."""
     live = run.rows(_LIVE, {"group_id": group_id, "topic": topic})
     if live:
         consumers = "; ".join(f"{group!r} on {host} (pid {pid})" for group, host, pid in live[:5])
@@ -211,7 +217,7 @@ def _unsubscribe(run: Executor, group: str, group_id: int, topic: str, topic_id:
 
 
 def _retry_queues_of(run: Executor, group: str, values: dict[str, Any], *, whole: bool) -> list[int]:
-    """Return the retry queues deleted with the subscription: its topic's and, with the last one, that of all topics."""
+    """Return the retry queues to delete with a subscription: that of its topic; with the last one also queue 0."""
     is_last = whole or len(run.rows(_SUBSCRIBED, values)) == 1
     found = []
     for queue_id, number, was_used in run.rows(_RETRY_QUEUES, values):
@@ -226,7 +232,7 @@ def _retry_queues_of(run: Executor, group: str, values: dict[str, Any], *, whole
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# For tests of applications with a real broker: see what it would deliver, and start with empty tables.
+# For tests of applications with a real broker: read the messages that it would deliver, and empty its tables.
 
 _VISIBLE = Statement("""
 SELECT topic.name AS topic, log.message_id, log.body, log.key, log.tag, coalesce(log.headers, '{{}}') AS headers,
@@ -251,7 +257,8 @@ TRUNCATE {schema}.topic, {schema}.queue, {schema}.commit_log, {schema}.op_log, {
 RESTART IDENTITY
 """)
 
-# The tables of the version numbers and of the broker's identity stay unchanged. Of these two, the newest row counts.
+# The tables of the version numbers and of the broker's identity stay unchanged. Of the ticks, only the newest row
+# counts, so a new empty tick takes its place.
 _REWIND_TICKS = Statement("""
 WITH newest AS (DELETE FROM {schema}.tick RETURNING tick_id, snapshot, incarnation)
 INSERT INTO {schema}.tick (tick_id, snapshot, incarnation, appended, queue_ids, heads, is_full)
@@ -267,7 +274,7 @@ def visible(run: Executor, topic: str) -> list[Message]:
 def empty(run: Executor) -> None:
     """Remove all messages, topics, groups and positions, as if the tables had just been installed.
 
-    No process may use them meanwhile: a consumer or leader would continue from positions that no longer exist.
+    No process may use the tables meanwhile. A consumer or leader would continue from positions that no longer exist.
     """
     with run.connection.transaction():
         run.execute(_EMPTY)

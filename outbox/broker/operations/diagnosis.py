@@ -25,7 +25,7 @@ SELECT name, current_setting(name) FROM unnest(ARRAY['server_version_num', 'fsyn
 """)
 _CONNECTIONS: Final = Statement("SELECT count(*) FROM pg_stat_activity WHERE backend_type = 'client backend'")
 
-# The settings of roles and databases, as they reach this session.
+# The settings of roles and databases that apply to this session.
 _TIMEOUTS: Final = Statement("""
 SELECT coalesce(role.rolname, 'every role'), coalesce(datname, 'every database'), setting
 FROM pg_db_role_setting
@@ -38,8 +38,9 @@ WHERE (setrole = 0 OR role.rolname = current_user) AND (setdatabase = 0 OR datna
 ORDER BY 3
 """)
 
-# Everything in the schema that the broker's own work uses. Functions run with the rights of their caller, so the caller
-# also needs the views that they read. The functions for publishing from SQL are for other roles.
+# The missing privileges on objects that the broker itself uses. Functions run with the rights of their caller, so the
+# caller also needs SELECT on the views that they read. The functions for publishing from SQL are left out, because
+# other roles use them.
 _GRANTS: Final = Statement("""
 SELECT name, string_agg(privilege, ', ' ORDER BY privilege), bool_and(is_needed)
 FROM (
@@ -117,7 +118,7 @@ def _server(run: Executor) -> Iterator[Condition]:
 
 
 def _pooler(run: Executor, database: BrokerDatabase) -> Condition:
-    """Whether a pooler is in between: it reports an invented process id to its clients."""
+    """Whether the connection goes through a pooler. A pooler reports an invented process id to its clients."""
     if database.listen_conninfo:
         return _listen_url(database)
     told = run.connection.info.backend_pid
@@ -183,7 +184,7 @@ def _grants(run: Executor, subject: str = "grants") -> Condition:
 
 
 def _direct_grants(database: BrokerDatabase) -> Iterator[Condition]:
-    """Check the role of the direct connection, which may be another one: ticks and retention run on it."""
+    """Check the grants of the direct connection's role, which may be another one. Ticks and retention need them."""
     if not database.listen_conninfo:
         return
     subject = "grants of LISTEN_URL"

@@ -16,7 +16,7 @@ from outbox.broker.groups.registration import unknown_group
 from outbox.broker.operations.trace import TracedAnswer, TracedMessage, trace
 from outbox.transaction import STILL_RUNNING
 
-# Dead letters can be as many as messages: the errors of a group are counted over this many of its newest letters.
+# A group may have as many dead letters as messages. So its errors are counted in this many of its newest letters.
 COUNTED: Final = 10_000
 # The most errors listed, for all groups together.
 MOST_ERRORS: Final = 200
@@ -74,7 +74,7 @@ _GROUP: Final = Statement("SELECT name, paused, broadcast FROM {schema}.consumer
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A consumer group's switches, as they are now."""
+    """A consumer group with its present flags."""
 
     name: str
     paused: bool
@@ -99,7 +99,7 @@ class ErrorGroup:
 
 @dataclass(frozen=True, slots=True)
 class WaitingMessage:
-    """A scheduled message: for its delivery time (`group` is None), or for a group's next attempt."""
+    """A message that waits for its delivery time (`group` is None) or for a group's next attempt."""
 
     schedule_id: int
     due_at: datetime
@@ -125,10 +125,10 @@ class Consumer:
 
 @contextmanager
 def bounded(run: Executor, *, seconds: float) -> Iterator[None]:
-    """Open a read-only transaction with limits: `seconds` per statement, and no waiting for locks.
+    """Open a read-only transaction with limits: `seconds` per statement, and one second per wait for a lock.
 
-    A statement past the limit raises psycopg's QueryCanceled. The limits apply only to this transaction: behind a
-    pooler the next one on the session has its own settings.
+    A statement past the limit raises psycopg's QueryCanceled. The limits end with this transaction. So they do not
+    reach the next transaction behind a pooler.
     """
     with run.connection.transaction():
         run.execute(_BOUND, {"milliseconds": str(round(seconds * 1000))})
@@ -160,9 +160,9 @@ def list_waiting(
     after: tuple[datetime, int] | None = None,
     limit: int = 100,
 ) -> list[WaitingMessage]:
-    """Return a page of scheduled messages, the next due first: retries (of one group), or `delayed` ones only.
+    """Return a page of scheduled messages, the next due first: of one group or topic if given, or only delayed ones.
 
-    The next page begins `after` the last one's `due_at` and `schedule_id`.
+    To read the next page, pass `due_at` and `schedule_id` of the last message as `after`.
     """
     after_at, after_id = after or (None, None)
     values = {"group": group, "topic": topic, "delayed": delayed, "after_at": after_at, "after_id": after_id}
@@ -175,18 +175,18 @@ def list_consumers(run: Executor, group: str, *, limit: int = 200) -> list[Consu
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Open transactions in the broker: stored halves without a decision, from any sender.
+# Open transactions in the broker: stored half messages without a decision, from any sender.
 #
-# There are no others: messages of a `message_transaction()` without a local transaction exist only in its process. An
-# open transaction blocks only its keys on FIFO topics.
+# Messages of a `message_transaction()` without a local transaction are not among them: they exist only in their
+# process. An open transaction blocks only its keys on FIFO topics.
 
 
 @dataclass(frozen=True, slots=True)
 class OpenTransaction:
     """A half transaction without a decision.
 
-    `state`: new (no check has looked for it yet), waiting (its group is asked at `due_at`) or parked. `is_immune`: its
-    immunity has not ended. `transactional_id` and `epoch` belong to a fenced producer, else None. `fenced`: a newer
+    `state`: new (the half scan has not found it yet), waiting (its group is asked at `due_at`) or parked. `is_immune`:
+    its immunity has not ended. `transactional_id` and `epoch` belong to a fenced producer, else None. `fenced`: a newer
     instance has replaced the producer. `key` is that of the first message, empty without one.
     """
 
@@ -207,11 +207,11 @@ class OpenTransaction:
 
     @property
     def may_run(self) -> str:
-        """Return why its local transaction may still run; empty without a reason. A parked one is past all limits."""
+        """Return why its local transaction may still run; empty if no reason is known or if it is parked."""
         if self.state == "parked":
             return ""
         if self.state == "new":
-            return "no check has looked for it yet"
+            return "the half scan has not found it yet"
         if self.is_immune:
             return "it is younger than its immunity"
         if (self.last_answer or "").startswith(STILL_RUNNING):
@@ -230,7 +230,7 @@ class Description:
 
 _LAST_SCAN: Final = Statement("SELECT snapshot::text FROM {schema}.half_scan ORDER BY scan_id DESC LIMIT 1")
 
-# Find rows that the half scan has not read yet as the scan would: by the snapshot of the last scan.
+# Find the rows that the half scan has not read yet. Like the scan, use the snapshot of the last scan.
 _NEW: Final = """
     SELECT transaction_id, log_id, NULL::timestamptz AS parked_at, 0 AS checks, NULL::timestamptz AS due_at,
            NULL::text AS last_answer, true AS is_immune, true AS new
@@ -283,8 +283,8 @@ def list_open(
 ) -> list[OpenTransaction]:
     """Return a page of open transactions, the oldest first: of a producer group or transactional id, or of all.
 
-    `parked`: only those past the limits of checks. The next page begins after the last transaction id of this one.
-    Changes nothing.
+    With `parked`, only transactions past the limits of checks are returned. To read the next page, pass the last
+    transaction id of this page as `after`. The function changes nothing.
     """
     return _find(run, group=group, transactional_id=transactional_id, parked=parked, after=after, limit=limit)
 
@@ -325,5 +325,5 @@ def _find(
         "after": after or UUID(int=0),
         "limit": limit,
     }
-    # Not prepared: without the snapshot's values, the plan would read the whole log.
+    # The statement is not prepared, because a plan without the snapshot's values would read the whole log.
     return run.objects(OpenTransaction, _OPEN, values, prepare=False)

@@ -1,6 +1,7 @@
-"""What the broker knows for the ledgers and inboxes of a project, which are in databases that it cannot read.
+"""Answers about the ledgers and inboxes of a project, which are in databases that the broker cannot read.
 
-Which transactions it has seen, which messages it could deliver again, and how far their pruning has come.
+The answers say which transactions the broker has seen, which messages it could deliver again, and how far the project
+has pruned.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ WHERE NOT EXISTS (SELECT FROM {schema}.op_log o WHERE o.transaction_id = given.i
 
 
 def unknown_transactions(run: Executor, ids: Sequence[UUID]) -> set[UUID]:
-    """Return those for which the broker has neither a half message nor a decision."""
+    """Return the transactions for which the broker has neither a half message nor a decision."""
     return {found for (found,) in run.rows(_UNKNOWN, {"ids": arrays.uuids(ids)})}
 
 
@@ -53,11 +54,12 @@ WHERE EXISTS (SELECT FROM {schema}.commit_log log WHERE log.message_id = given.m
 
 
 def deliverable(run: Executor, handled: Sequence[tuple[str, int, UUID]]) -> set[int]:
-    """Return which of the handled messages the broker could deliver again, by position in `handled`.
+    """Return the positions in `handled` of the messages that the broker could deliver again.
 
-    Each entry is a consumer group, its generation at that time, and a message id. Retention removes a message from the
-    log once no group waits for it, so a message that is not in the log is not delivered. An operator may move a group
-    back to any message in the log. An unknown group gets no messages, and no group returns to an older generation.
+    Each entry of `handled` is a consumer group, its generation when it handled the message, and the message id.
+    Retention removes a message from the log once no group waits for it, so a message that is not in the log is not
+    delivered. An operator may move a group back to any message in the log. An unknown group gets no messages, and no
+    group returns to an older generation.
     """
     values = {
         "groups": arrays.texts([group for group, _, _ in handled]),
@@ -76,7 +78,7 @@ INBOX: Final = "inbox"
 
 @dataclass(frozen=True, slots=True)
 class PruningBehind:
-    """A table of a service, by the alias of its database. The oldest unexamined row is `seconds` past its time."""
+    """A ledger or inbox of a service. Pruning should have examined its oldest unexamined row `seconds` ago."""
 
     producer_group: str
     alias: str
@@ -96,7 +98,7 @@ DO UPDATE SET keep_seconds = excluded.keep_seconds, pruned_to = excluded.pruned_
 def report_pruned(
     run: Executor, producer_group: str, alias: str, name: str, *, keep_seconds: float, pruned_to: datetime
 ) -> None:
-    """Store that all rows from before `pruned_to` were examined in the table `name` (LEDGER, INBOX) on `alias`."""
+    """Store that pruning has examined all rows before `pruned_to` in the table `name` (LEDGER, INBOX) on `alias`."""
     values = {
         "group": producer_group,
         "alias": alias,

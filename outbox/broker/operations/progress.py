@@ -1,14 +1,14 @@
-"""Progress: where each consumer group stands on each queue. All statements about lag and positions are made here.
+"""The progress of each consumer group on each queue. This module makes all statements about lag and positions.
 
-`list_queues` returns the queues of one group, for an operator. `GROUPS` is the same per group and topic, for the
-summary. Both select from the CTE `progress`, which is written once.
+`list_queues` returns the queues of one group, for an operator. `GROUPS` sums the same figures per group and topic, for
+the summary. Both select from the CTE `progress`.
 
-Two statements stand elsewhere. The audit (`audit.py`) counts entry by entry, so that it can contradict these figures.
-Retention (`maintenance/retention.py`) needs only the smallest position of each queue. All read the stored row that
-counts by `groups/offsets.py::newest_offset`.
+Two other modules also read positions. The audit (`audit.py`) counts entry by entry, so that it can contradict these
+figures. Retention (`maintenance/retention.py`) needs only the smallest position of each queue. All of them find the
+valid row of a position by `groups/offsets.py::newest_offset`.
 
-Running handlers are part of the lag: their number is stored nowhere. A retry that waits for its time is in no queue
-yet; the summary counts it per group (`GroupRest.retrying`).
+Messages of running handlers are part of the lag, because the tables do not store which messages these are. A retry that
+waits for its time is in no queue yet. The summary counts such retries per group (`GroupRest.retrying`).
 """
 
 from __future__ import annotations
@@ -27,16 +27,18 @@ from outbox.broker.groups.offsets import newest_offset
 
 @dataclass(frozen=True, slots=True)
 class QueueProgress:
-    """A group on one queue. Its position is `next_offset`, the end of the queue is `head`.
+    """The progress of a group on one queue. The group's position is `next_offset`, and the queue's end is `head`.
 
-    A retry queue's topic is `%RETRY%group/topic`. `layout` is the topic's generation: a change of its queue count
-    starts another. `floor` is the oldest offset that the broker still has; unconsumed entries below it are `expired`.
+    A retry queue's topic is `%RETRY%group/topic`. `layout` is the generation of the topic's queues. A change of the
+    queue count starts a new generation. `floor` is the oldest offset that the broker still has; unconsumed entries
+    below it are `expired`.
 
-    `lag` counts the entries from the position to the end, running ones included. `oldest_at`: the time since which the
-    first of them could be consumed. `queued` and the counters after it are totals since the group's start.
-    `owner` is None if no process holds a live lease. `stopped` is the error that stopped the queue, if one did.
-    `blocked_by` is the id of the next message if an attempt at it failed and the queue is consumed in order, with its
-    last error and the time since then.
+    `lag` counts the entries from the position to the end, including those in running handlers. `oldest_at`: the time
+    since which the first of these entries could be consumed. `queued` and the counters after it are totals since the
+    group's start. `owner` is None if no process holds a live lease. `stopped` is the error that stopped the queue, if
+    one did. `blocked_by` is set if the queue is consumed in order and an attempt at its next message has failed. It is
+    the id of this message. `blocked_error` is the message's last error, and `blocked_since` is the time of its first
+    failure.
     """
 
     group: str
@@ -72,8 +74,8 @@ greatest(queue.floor, coalesce((SELECT queue_offset + 1 FROM {schema}.consume_qu
                                 WHERE entry.queue_id = queue.queue_id ORDER BY queue_offset DESC LIMIT 1), 0))
 """
 
-# All positions, read once from end to end: a look-up for each of the 32,000 pairs of 200 topics and 20 groups takes
-# several times as long. Ends are looked up, one per queue.
+# All positions, read in one scan. A look-up for each of the 32,000 pairs of 200 topics and 20 groups takes several
+# times as long. The end of each queue is a look-up.
 EVERY: Final = (
     """
 newest AS MATERIALIZED (
@@ -89,7 +91,8 @@ newest AS MATERIALIZED (
 )
 _OF_EVERY: Final = "JOIN ends USING (queue_id) LEFT JOIN newest USING (group_id, queue_id) WHERE NOT broadcast"
 
-# The positions of one group or topic: a look-up per queue, so that it does not read those of the others.
+# The positions of one group or topic. There is a look-up per queue, so the statement does not read the positions of
+# other groups.
 _OF_WANTED: Final = (
     "CROSS JOIN LATERAL (SELECT "
     + END
@@ -104,7 +107,7 @@ _OF_WANTED: Final = (
 
 
 def _progress(positions: str) -> str:
-    """Return the CTE `progress` and those it reads; `positions` joins `ends` and `newest`, and has the condition."""
+    """Return the CTE `progress` and the CTEs that it reads. `positions` has the joins to `ends` and `newest`."""
     return (
         """
 place AS (
@@ -161,7 +164,7 @@ place AS (
     )
 
 
-# Per group and topic (or the group's retry queues).
+# The sums per group and topic; the retry queues of a group have a separate row.
 GROUPS: Final = (
     "WITH "
     + EVERY
@@ -194,7 +197,7 @@ _BLOCKED: Final = Statement(
 
 
 def list_queues(run: Executor, group: str | None = None, topic: str | None = None) -> Sequence[QueueProgress]:
-    """Return every queue of one group or of all, of one topic (with its retries) or of all; retry queues last.
+    """Return the queues of a group and topic; None means all. A topic includes its retry queues, which come last.
 
     Broadcast groups have no stored positions.
     """
@@ -207,15 +210,15 @@ def list_blocked(run: Executor, *, limit: int) -> Sequence[QueueProgress]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Consumer groups that are about to start on a topic with a history.
+# Consumer groups that are about to start on a topic that already has messages.
 
 
 @dataclass(frozen=True, slots=True)
 class Newcomer:
     """A group without a subscription to a topic that has about `messages` messages in its queues.
 
-    The groups `handled_by` have handled some of them. The groups `without_consumers` are those among them whose
-    consumers are not alive.
+    The groups `handled_by` have handled some of these messages. The groups `without_consumers` are part of
+    `handled_by`; none of their consumers is alive.
     """
 
     group: str
@@ -225,7 +228,8 @@ class Newcomer:
     without_consumers: list[str]
 
 
-# It reads the ends of every queue, and the position of each group: as much work on a long topic as on a short one.
+# The statement reads only the ends of each queue and the position of each group. So it takes as long for a long topic
+# as for a short one.
 _NEWCOMERS = Statement(
     """
 WITH wanted AS (
@@ -265,7 +269,7 @@ ORDER BY wanted.consumer_group, wanted.name
 
 
 def newcomers(run: Executor, wanted: Sequence[tuple[str, str]]) -> list[Newcomer]:
-    """Return the pairs of group and topic that are new to each other, if other groups have handled the topic."""
+    """Return the wanted pairs of a new group and a topic, if other groups have handled the topic."""
     if not wanted:
         return []
     groups, topics = zip(*wanted, strict=True)

@@ -1,6 +1,7 @@
-"""The rules: which conditions hold now. `survey` evaluates all of them once, `probe` the two that are cheap.
+"""The rules find the conditions that hold now. `survey` evaluates all rules, `probe` only the two cheap ones.
 
-A rule yields conditions of the catalogue (`conditions.py`). Status, probe, metrics, alerts and page render the result.
+A rule yields conditions of the catalogue (`conditions.py`). Status, probe, metrics, alerts and operator page show the
+result.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ SELECT (SELECT owner::text FROM {schema}.leader_lease WHERE role = 'sequencer' A
 FROM {schema}.broker, (SELECT snapshot, at FROM {schema}.tick ORDER BY tick_id DESC LIMIT 1) AS tick
 """)
 
-# The age of the oldest decision that the last tick could not see: the lowest transaction id stands for the oldest.
+# The age of the oldest decision that the last tick could not see. The decision with the lowest transaction id counts as
+# the oldest.
 _UNREAD: Final = Statement("""
 SELECT extract(epoch FROM clock_timestamp() - min(decided_at))::double precision
 FROM (
@@ -98,7 +100,8 @@ WHERE written.relation = '{schema}.op_log'::regclass AND written.mode = 'RowExcl
 ORDER BY age_seconds DESC NULLS LAST
 """)
 
-# The newest thousand of each kind: a flood of one kind hides no other. Only narrow rows are sorted for it.
+# The newest thousand incidents of each kind, so that many incidents of one kind do not hide another kind. The statement
+# sorts only narrow rows.
 _INCIDENTS: Final = Statement("""
 SELECT kind, open, count(*), (array_agg(subject ORDER BY incident_id DESC))[1:3],
        (array_agg(detail ORDER BY incident_id DESC))[1], max(at)::text
@@ -131,7 +134,7 @@ def _of_broker(run: Executor, limits: Thresholds, summary: Summary) -> Iterator[
     yield from _failing(failing)
     leader, gone_seconds, snapshot, tick_seconds, overdue_seconds, rejects = run.one(_BROKER)
     if leader is None and any(one.part is ProcessPart.SEQUENCING for one in failing):
-        # `process_failing` gives the reason why no process leads; another process would not help.
+        # `process_failing` already gives the reason why no process leads. Starting another process would not help.
         pass
     elif leader is None:
         fact = {"without_leader_seconds": gone_seconds, "last_tick_seconds": tick_seconds}
@@ -158,9 +161,9 @@ def _of_broker(run: Executor, limits: Thresholds, summary: Summary) -> Iterator[
 
 
 def probe(run: Executor, limits: Thresholds | None = None) -> ConditionReport:
-    """Return whether a process sequences, and in time: two look-ups by index, at any size. Raises psycopg.Error.
+    """Return whether a process sequences in time, by two look-ups by index at any size. Raises psycopg.Error.
 
-    It is the cheap part of `rules`, for load balancers that ask every second.
+    It is the cheap part of `survey`, for load balancers that ask every second.
     """
     leader, snapshot = run.one(_LEADER)
     if leader is None:
@@ -169,14 +172,14 @@ def probe(run: Executor, limits: Thresholds | None = None) -> ConditionReport:
 
 
 def _without_leader(limits: Thresholds, seconds: float | None) -> Severity | None:
-    """Also critical if no process has ever led."""
+    """Return the severity if no process leads: critical if none has ever led."""
     return Severity.CRITICAL if seconds is None else limits.no_sequencer_seconds.judge(seconds)
 
 
 def _undelivered(run: Executor, limits: Thresholds, snapshot: str) -> Judged:
-    """Judge how long the oldest decision waits that the tick with this snapshot could not see."""
+    """Judge the waiting time of the oldest decision that the tick with this snapshot could not see."""
     seen = Snapshot.parse(snapshot)
-    # Not prepared: without the values, the plan would read the whole table.
+    # The statement is not prepared, because a plan without the values would read the whole table.
     [seconds] = run.one(_UNREAD, {"xmax": str(seen.xmax), "xip": xids(seen.in_progress)}, prepare=False)
     return limits.tick_late_seconds.judge(seconds), {"waiting": "decided", "seconds": seconds}
 
@@ -279,8 +282,8 @@ def reset_command(one: DatabaseComparison) -> str:
 # ---------------------------------------------------------------------------------------------------------------------
 # Conditions of undecided transactions: no producer answers for them, or none knows the answer.
 
-# The first few of a producer group whose check is due. At most two hundred rows are read. Behind a backlog of checks
-# that were decided meanwhile, the condition names the command that lists them instead of examples.
+# The first few transactions of a producer group whose check is due. The statement reads at most two hundred rows. If
+# all of these are decided by now, the condition has no examples and names the command that lists the transactions.
 _UNANSWERED: Final = Statement("""
 SELECT transaction_id::text
 FROM (SELECT transaction_id FROM {schema}.pending_check WHERE producer_group = %(group)s AND parked_at IS NULL
@@ -335,17 +338,18 @@ def _parked(run: Executor, limits: Thresholds, summary: Summary) -> Iterator[Con
         }
         for transaction, group, age, reason, checks, answer in rows
     ]
-    # The oldest two hundred may have been decided meanwhile.
+    # The oldest two hundred transactions may have been decided meanwhile.
     yield Condition("parked", severity, facts or [{"list": "`outbox_transaction list --parked` lists them"}], count)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Conditions of consumer groups: no consumer, lag, blocked, failing; and of messages that retention leaves.
+# Conditions of consumer groups (no consumer, lag, blocked, failing) and of messages that retention has not removed in
+# time.
 
 _RATE_WINDOW_SECONDS: Final = 60.0
 
-# Broadcast groups store no positions: if none of their instances runs, no message waits. A consumer that leaves
-# releases its leases, and their `expires_at` is that moment; it is null if the group has never consumed the topic.
+# Broadcast groups store no positions, so no message waits if none of their instances runs. A consumer that leaves sets
+# the `expires_at` of its leases to that moment. The result is null if the group has never consumed the topic.
 _NO_WORKER: Final = Statement("""
 WITH alive AS MATERIALIZED (
     SELECT DISTINCT group_id, unnest(topics) AS topic FROM {schema}.consumer WHERE expires_at > clock_timestamp()
@@ -372,7 +376,7 @@ WHERE stopped IS NOT NULL ORDER BY 1, 2, 3
 
 
 def _of_groups(run: Executor, limits: Thresholds, summary: Summary) -> Iterator[Condition]:
-    """Return the conditions of consumer groups, and of messages that retention leaves."""
+    """Return the conditions of consumer groups, and of messages that retention has not removed in time."""
     yield from _no_worker(run, limits, summary.groups)
     yield from _lag(limits, summary)
     yield from condition(
@@ -401,7 +405,7 @@ def _no_worker(run: Executor, limits: Thresholds, groups: Iterable[GroupProgress
     lags = {(one.group, one.topic): one.lag for one in groups}
     by_group: dict[str, dict[str, float | None]] = {}
     rows = run.rows(_NO_WORKER)
-    # If a consumer runs and fails, `process_failing` reports it: another worker would not help.
+    # If a consumer runs and fails, `process_failing` reports it. Starting another worker would not help.
     failing = (
         [one for one in failing_parts.failing(run) if one.part in (ProcessPart.CONSUMING, ProcessPart.LEASES)]
         if rows
@@ -415,7 +419,7 @@ def _no_worker(run: Executor, limits: Thresholds, groups: Iterable[GroupProgress
         lag = sum(lags.get((group, topic), 0) for topic in topics)
         shown = ", ".join(list(topics)[:EVIDENCE]) + (" …" if len(topics) > EVIDENCE else "")
         known = [seconds for seconds in topics.values() if seconds is not None]
-        # A topic that the group has never consumed waits since its first message.
+        # If the group has never consumed a topic, it has no consumer since the topic's first message.
         since = None if len(known) < len(topics) else max(known)
         severity = Severity.CRITICAL if since is None else limits.no_worker_seconds.judge(since)
         if severity and not lag:
@@ -495,7 +499,7 @@ FROM (SELECT * FROM {schema}.incident
 GROUP BY subject HAVING count(*) >= %(deaths)s ORDER BY 2 DESC
 """)
 
-# The first of each kind: many messages that kill their process do not hide one that hangs.
+# The first suspects of each kind, so that many messages that kill their process do not hide one that hangs.
 _SUSPECTS: Final = Statement("""
 SELECT hung, consumer_group.name, log.message_id::text, log.key, deaths,
        extract(epoch FROM clock_timestamp() - suspected_at)::double precision, evidence, total
@@ -557,8 +561,8 @@ def _of_suspects(run: Executor, limits: Thresholds, summary: Summary) -> Iterato
 # ---------------------------------------------------------------------------------------------------------------------
 # Conditions of the broker's PostgreSQL: old transactions, locks, space, ages, replicas.
 
-# Sessions and prepared transactions that hold back vacuum here. Without pg_read_all_stats, PostgreSQL shows only the id
-# of another role's session.
+# Sessions and prepared transactions that hold back vacuum in this database. Without pg_read_all_stats, PostgreSQL shows
+# only the id of another role's session.
 _OPEN: Final = Statement("""
 SELECT 'session ' || pid, application_name, coalesce(state, 'not visible'), query_start::text,
        extract(epoch FROM clock_timestamp() - xact_start)::double precision
@@ -619,7 +623,7 @@ WHERE schemaname = (SELECT nspname FROM pg_namespace WHERE oid = '{schema}'::reg
 ORDER BY 2 DESC
 """)
 
-# On a replica the end of the log is the end of the received log.
+# On a replica, the end of the received WAL counts as the end of the WAL.
 _REPLICAS: Final = Statement("""
 WITH head AS (
     SELECT CASE WHEN pg_is_in_recovery() THEN pg_last_wal_receive_lsn() ELSE pg_current_wal_lsn() END AS lsn
@@ -667,7 +671,7 @@ def _of_server(run: Executor, limits: Thresholds, summary: Summary) -> Iterator[
 def shut_out(run: Executor) -> Iterator[Condition]:
     """Return the sessions that keep the broker's tables locked, or wait to lock them.
 
-    It works for a session that cannot even read these tables.
+    The function also works for a session that cannot read the locked tables.
     """
     names = ("session", "application", "state", "query_start", "age_seconds", "table")
     facts: list[Fact] = [dict(zip(names, row, strict=True)) for row in run.rows(_EXCLUSIVE)]
@@ -681,7 +685,7 @@ def _locks(run: Executor, limits: Thresholds) -> Iterator[Condition]:
 
 
 def _waiting(run: Executor) -> Iterator[tuple[float, Fact]]:
-    """Return the sessions that wait for a lock here, for how long, and the sessions that hold it."""
+    """Return the sessions that wait for a lock, how long they wait, and the sessions that hold the lock."""
     for session, application, state, began, age, waiting, waiting_name, waited in run.rows(_LOCKS):
         yield (
             waited,
@@ -745,13 +749,14 @@ class Survey:
 def survey(run: Executor, limits: Thresholds | None = None) -> Survey:
     """Return all conditions that hold now, on an autocommit connection outside a transaction.
 
-    If the tables do not fit this code, or a session keeps them locked for more than a second, that is the verdict.
+    If the tables do not fit this code, or a session keeps them locked for more than a second, the verdict says only
+    this.
     """
     limits = limits or Thresholds()
     try:
         with lock_limited(run.connection):
             check_schema(run.connection, run.schema)
-        # A new count is a separate transaction.
+        # If `read` counts anew, it does so in a separate transaction.
         summary = summaries.read(run)
         with lock_limited(run.connection):
             return Survey(worst_first(one for rules in _RULES for one in rules(run, limits, summary)), summary)
@@ -762,6 +767,6 @@ def survey(run: Executor, limits: Thresholds | None = None) -> Survey:
 
 
 def unusable(error: Exception) -> ConditionReport:
-    """Return the verdict on a broker that cannot be asked: a SchemaError, or an error of the connection."""
+    """Return the verdict on a broker that cannot answer, from a SchemaError or an error of the connection."""
     name = "schema_version" if isinstance(error, SchemaError) else "unreachable"
     return worst_first(condition(name, [(Severity.CRITICAL, {"error": str(error).strip()})]), is_complete=False)

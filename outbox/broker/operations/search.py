@@ -34,7 +34,8 @@ STATE: Final = """CASE WHEN recalled.log_id IS NOT NULL THEN 'recalled' WHEN op.
             WHEN op.decision = 'R' THEN 'rolled back' WHEN pending.parked_at IS NOT NULL THEN 'parked'
             ELSE 'undecided' END"""
 
-# There is no index by key: it would cost every message. For a span of time, the index by time finds the blocks.
+# There is no index by key, because every stored message would pay for it. The index by time finds the blocks of a span
+# of time.
 _FOUND: Final = Statement(f"""
 SELECT log.log_id, log.message_id, log.transaction_id, topic.name AS topic, log.key, log.tag, log.stored_at,
        {STATE} AS state
@@ -62,23 +63,24 @@ def find_messages(
 ) -> list[FoundMessage]:
     """Return a page of the messages with a key, of a topic, or of all, the newest first.
 
-    `since` (None: the last day) is inclusive and `until` exclusive; both are times of storing. The next page is
-    `before` the last log id of this one. It reads all messages stored in that time: seconds per ten million.
+    `since` (None: the last day) is inclusive and `until` exclusive; both are times of storing. To read the next page,
+    pass the last log id of this page as `before`. The function reads all messages stored in that time, which takes
+    seconds per ten million.
     """
     values = {"key": key, "topic": topic, "since": since, "until": until, "before": before, "limit": limit}
-    # Not prepared: the plan must see the length of the time.
+    # The statement is not prepared, because the plan must see the length of the time span.
     return run.objects(FoundMessage, _FOUND, values, prepare=False)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Browse the stored messages of a topic page by page, for operators; undecided ones too, on request.
+# Browse the stored messages of a topic page by page, for operators; on request also undecided messages.
 #
 # Consumers cannot do this: undecided or rolled-back messages never reach a queue.
 
 
 @dataclass(frozen=True, slots=True)
 class StoredMessage:
-    """A stored message. `state`: committed, rolled back, recalled, parked or undecided; only the first is delivered."""
+    """A stored message. `state`: committed (only these are delivered), rolled back, recalled, parked or undecided."""
 
     log_id: int
     message_id: UUID
@@ -115,7 +117,7 @@ class StoredMessage:
         return {name: getattr(self, name) for name in self.__slots__ if name != "body"} | {"body": self.text()}
 
 
-# There is no index by topic either (see search): the time limits the rows to read, and the newest come first.
+# There is no index by topic either. The time limits the rows to read, and the statement reads the newest rows first.
 _BROWSE: Final = Statement(f"""
 SELECT log.log_id, log.message_id, log.transaction_id, log.key, log.tag, coalesce(log.headers, '{{{{}}}}') AS headers,
        log.content_type, log.body, log.stored_at, log.deliver_at, {STATE} AS state
@@ -141,16 +143,16 @@ def browse(
 ) -> list[StoredMessage]:
     """Return a page of the stored messages of a topic, the newest first.
 
-    `since` limits them by time; None means the last day. It returns committed messages. `uncommitted` adds undecided,
-    rolled back and recalled ones, each with its state. The next page is `after` the last log id of this one. It reads
-    the messages of all topics in that time.
+    `since` limits the messages by time; None means the last day. The page has committed messages. `uncommitted` adds
+    undecided, rolled back and recalled ones, each with its state. To read the next page, pass the last log id of this
+    page as `after`. The function reads the messages of all topics in that time.
     """
     values = {"topic": topic, "uncommitted": uncommitted, "since": since, "after": after, "limit": limit}
     return run.objects(StoredMessage, _BROWSE, values, prepare=False)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# A message's body and headers. A separate statement, because only some operators may see them.
+# A message's body and headers. They have a separate statement, because only some operators may see them.
 
 _CONTENT: Final = Statement("""
 SELECT topic.name AS topic, content_type, octet_length(body) AS size, body, headers

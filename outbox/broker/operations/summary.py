@@ -1,8 +1,8 @@
 """The summary: numbers that take long to count, counted in the background and read as one row.
 
-The leading process refreshes it (`summaries`), at a pace that depends on the duration of counting. Readers get its age
-with it. If no process has refreshed it lately, because none leads, the reader counts at once instead. `overview` adds
-the leader and the live consumers. Times are seconds since 1970 by the database's clock.
+The leading process refreshes the summary (`summaries`). If counting takes long, it refreshes more rarely. Readers also
+get the age of the summary. If no process leads and the summary is old, the reader counts at once. `overview` adds the
+leader and the live consumers. Times are seconds since 1970 by the database's clock.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from outbox.broker.operations.progress import EVERY, GROUPS, QueueProgress, list
 from outbox.errors import BrokerUnavailable
 from outbox.utils.periodic import BackgroundLoop
 
-# Per group the data with separate rows: unsettled dead letters, and retries that wait for their time.
+# Per group, the figures outside of its queues: unsettled dead letters, and retries that wait for their time.
 _RESTS: Final = """
 SELECT consumer_group.name AS group, consumer_group.paused, consumer_group.broadcast,
        coalesce(letters.dead, 0) AS dead, extract(epoch FROM letters.newest)::double precision AS newest_dead_at,
@@ -43,7 +43,7 @@ LEFT JOIN (SELECT retry_of AS group_id, count(*) AS waiting
 ORDER BY consumer_group.name
 """
 
-# Per producer group: undecided half transactions. `unanswered`: those whose check has been due for `late`.
+# Per producer group: undecided and parked half transactions, the oldest ones, and the time since which a check is due.
 _PRODUCERS: Final = """
 SELECT producer_group AS group, count(*) FILTER (WHERE parked_at IS NULL) AS undecided,
        count(*) FILTER (WHERE parked_at IS NOT NULL) AS parked,
@@ -55,8 +55,8 @@ WHERE NOT EXISTS (SELECT FROM {schema}.op_log WHERE op_log.transaction_id = pend
 GROUP BY producer_group ORDER BY producer_group
 """
 
-# Per topic; `behind_since`: the time at which the oldest message that every group has consumed passed its retention
-# time.
+# Figures per topic. `behind_since`: the time at which the oldest message that every group has consumed passed its
+# retention time.
 _TOPICS: Final = (
     """
 WITH """
@@ -91,8 +91,8 @@ GROUP BY topic.topic_id ORDER BY topic.name
 """
 )
 
-# All of the above, the time, and the number of drawn log ids in one statement: separate ones would cost round trips
-# every few seconds, even when nothing happens.
+# One statement reads all figures above, the time, and the number of assigned log ids. Separate statements would cost
+# more round trips every few seconds, even when nothing happens.
 _COUNT: Final = Statement(f"""
 SELECT extract(epoch FROM clock_timestamp())::double precision,
        (SELECT CASE WHEN has_sequence_privilege(ids, 'SELECT, USAGE') THEN coalesce(pg_sequence_last_value(ids), 0) END
@@ -134,9 +134,10 @@ SELECT extract(epoch FROM at)::double precision, totals FROM {schema}.summary OR
 
 _Row = TypeVar("_Row")
 
-# A summary older than this is not read: its writer has stopped.
+# Readers do not use a summary older than this, because the process that wrote it has stopped.
 FRESH_SECONDS: Final = 60.0
-# The most time that counting in the background takes: if one count takes long, counts are rarer.
+# The largest share of the time that a process spends on counting in the background. If a count takes long, the next one
+# comes later.
 SHARE: Final = 0.05
 _BLOCKED_NAMED: Final = 20
 
@@ -194,9 +195,9 @@ class ProducerProgress:
 
 @dataclass(frozen=True, slots=True)
 class TopicProgress:
-    """A topic: messages ever `queued`, and unqueued ones. `behind_since`:
+    """The figures of a topic: messages ever `queued`, and messages that are in no queue yet.
 
-    the oldest message that retention is to remove.
+    `behind_since`: the time at which the oldest message that every group has consumed passed its retention time.
     """
 
     topic: str
@@ -223,11 +224,11 @@ class BlockedQueue:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """The whole summary. `at`: time of counting; `now`: time of reading. `blocked` names the first twenty.
+    """The whole summary. `at`: time of counting; `now`: time of reading. `blocked` names the first twenty queues.
 
-    `drawn`: the number of log ids drawn at the time of counting. It is None if the role may not see it, and in a stored
-    summary. `stored_age_seconds`: the age of the newest stored summary, None without any. `is_late`: it had to be
-    counted again.
+    `drawn`: the number of log ids that PostgreSQL had assigned at the time of counting. It is None if the role may not
+    see it, and in a stored summary. `stored_age_seconds`: the age of the newest stored summary, or None if there is
+    none. `is_late`: no stored summary was fresh, so the reader has counted.
     """
 
     at: float
@@ -248,7 +249,7 @@ class Summary:
         return max(0.0, self.now - self.at)
 
     def seconds_since(self, at: float | None) -> float | None:
-        """The time from then to the counting: messages consumed since the counting must not grow older."""
+        """The time from `at` to the counting. It stops there, because the messages may have been consumed since."""
         return None if at is None else max(0.0, self.at - at)
 
 
@@ -267,9 +268,9 @@ class Growth:
 class SummaryPoint:
     """One stored summary in short, of a group or of all. The counters are totals.
 
-    `stored` counts the drawn log ids: one for each stored message. An insert that was rolled back has drawn one, too.
+    `stored` counts the assigned log ids: one for each stored message, and one for each insert that was rolled back.
     `stored` and `queued` are None for a single group. `oldest_seconds`: the waiting time of the oldest unfinished
-    message; 0 without one. It and `lag` do not count retries.
+    message; 0 without one. Neither `lag` nor `oldest_seconds` includes retries.
     """
 
     at: float
@@ -291,16 +292,16 @@ _PARTS: Final[Mapping[str, type[Any]]] = {
 }
 
 
-# In the order of `_COUNT`.
+# The types of the rows, in the order in which `_COUNT` returns them.
 _COUNTED: Final[Sequence[type[Any]]] = (GroupProgress, GroupRest, ProducerProgress, TopicProgress)
 _LIMITS: Final = "SET LOCAL jit = off; SET LOCAL lock_timeout = '1s'"
 
 
 def count(run: Executor) -> Summary:
-    """Count now, all parts from one snapshot; in the caller's transaction, or else in a separate one.
+    """Count now, in one snapshot: in the caller's transaction if it has one, else in a separate transaction.
 
-    It reads every position and every unsettled message: at the largest sizes it takes seconds. Raises LockNotAvailable
-    when a session keeps a table locked.
+    The count reads every position and every unsettled message, which takes seconds at the largest sizes. Raises
+    LockNotAvailable when a session keeps a table locked.
     """
     started = time.monotonic()
     with _limited(run.connection):
@@ -339,8 +340,8 @@ def _blocked(queue: QueueProgress) -> BlockedQueue:
 
 @contextmanager
 def _limited(connection: Connection) -> Iterator[None]:
-    # Without the limit, the wait for a lock would count as work, and the next count would come later. `lock_held` names
-    # the session that holds the lock. Several statements in one message cannot be prepared.
+    # Without the limit, the wait for a lock would count as work, and the next count would come later. The condition
+    # `lock_held` names the session that holds the lock. PostgreSQL cannot prepare several statements in one message.
     if connection.info.transaction_status is not TransactionStatus.IDLE:
         with connection.transaction():
             connection.execute(_LIMITS, prepare=False)
@@ -354,7 +355,7 @@ def _limited(connection: Connection) -> Iterator[None]:
 
 
 def refresh(run: Executor) -> Summary:
-    """Count and store."""
+    """Count, and store the summary."""
     summary = count(run)
     facts = {name: _packed(row_type, getattr(summary, name)) for name, row_type in _PARTS.items()}
     values = {"took": summary.took_seconds, "facts": json.dumps(facts), "totals": json.dumps(_totals(summary))}
@@ -369,7 +370,7 @@ def read(run: Executor, *, fresh_seconds: float = FRESH_SECONDS) -> Summary:
     if row is None:
         return replace(count(run), is_late=True)
     at, took, now, facts = row
-    # If counting takes long, it is done more rarely.
+    # If a count takes long, the leading process counts more rarely.
     if now - at > max(fresh_seconds, 2 * took / SHARE):
         return replace(count(run), is_late=True, stored_age_seconds=now - at)
     parts: dict[str, Any] = {name: _unpacked(row_type, facts[name]) for name, row_type in _PARTS.items()}
@@ -383,7 +384,7 @@ def read(run: Executor, *, fresh_seconds: float = FRESH_SECONDS) -> Summary:
 
 
 def growth(run: Executor, *, window_seconds: float) -> list[Growth]:
-    """Return each group's progress between the newest summary and one `window_seconds` older; or nothing."""
+    """Return each group's progress since the summary `window_seconds` ago; empty if there is none that old."""
     rows = run.rows(_TOTALS, {"window": window_seconds})
     if len(rows) < 2:
         return []
@@ -410,7 +411,7 @@ def _moment(at: float, totals: Mapping[str, Any], group: str | None) -> SummaryP
     oldest = max((row[4] for row in rows), default=0.0)
     if group is not None:
         return SummaryPoint(at, None, None, handled, sent_back, dead, lag, oldest)
-    # Summaries of older code do not count the log.
+    # A summary that older code has stored does not count the log.
     return SummaryPoint(at, totals.get("stored"), totals["queued"], handled, sent_back, dead, lag, oldest)
 
 
@@ -427,7 +428,7 @@ def _totals(summary: Summary) -> dict[str, Any]:
 
 
 def _packed(row_type: type[Any], rows: Iterable[Any]) -> dict[str, Any]:
-    """Columns are named once: code of another version reads those it knows."""
+    """Name the columns once, so that code of another version reads the columns that it knows."""
     columns = [field.name for field in fields(row_type)]
     return {"columns": columns, "rows": [[getattr(row, name) for name in columns] for row in rows]}
 
@@ -502,7 +503,7 @@ def live_consumers(run: Executor) -> dict[str, int]:
 
 
 def overview(run: Executor, summary: Summary) -> Overview:
-    """Read the overview: two small statements beside the summary."""
+    """Read the overview, by two small statements in addition to the summary."""
     broker_id, incarnation, change, leader, tick, tick_seconds = run.one(_BROKER)
     consumers = live_consumers(run)
     places: dict[str, list[GroupProgress]] = {}
@@ -535,7 +536,7 @@ def overview(run: Executor, summary: Summary) -> Overview:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Refresh the summary while this process leads, at a pace that depends on the duration of counting.
+# Refresh the summary while this process leads. If counting takes long, refresh it more rarely.
 
 
 def run_once(database: BrokerDatabase) -> float:

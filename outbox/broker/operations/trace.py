@@ -1,4 +1,4 @@
-"""The path of one transaction through the broker: half, decision, queue entries, and each group's state."""
+"""The path of one transaction through the broker: half message, decision, queue entries, and each group's state."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ class EntryState(enum.StrEnum):
     NO_GROUP = "no group"
     """No group has subscribed to the topic."""
     WAITING = "waiting"
-    """The group has not finished it."""
+    """The group has not finished the entry."""
     EXPIRED = "expired"
-    """Retention removed it before the group had consumed it."""
+    """Retention removed the entry before the group had consumed it."""
     BEFORE_START = "before its start"
-    """The group began after it."""
+    """The start offset of the group is after the entry."""
     FILTERED = "filtered"
-    """The group's present filter excludes it."""
+    """The group's present filter excludes the message."""
     SENT_BACK = "sent back"
-    """It failed and was put into the group's retry queue."""
+    """The handling of the message failed, and the message was put into the group's retry queue."""
     DEAD = "dead"
-    """It failed and became a dead letter."""
+    """The handling of the message failed, and the message became a dead letter."""
     HANDLED = "handled"
-    """A handler has finished it."""
+    """A handler has finished the entry."""
     PASSED = "handled or skipped"
     """The group skipped some entries of this queue; their offsets are not stored.
 
@@ -44,7 +44,7 @@ class EntryState(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class EntryFacts:
-    """An entry as one group sees it, oldest first among those of its message. Positions are the group's."""
+    """A queue entry as one group sees it. The positions are those of the group."""
 
     log_id: int
     topic: str
@@ -65,12 +65,12 @@ class EntryFacts:
 
     @property
     def place(self) -> tuple[int, str | None]:
-        """The message and the group."""
+        """The log id of the message, and the group."""
         return self.log_id, self.group
 
     @property
     def is_filtered(self) -> bool:
-        """Whether the group's filter excludes it. Retries are not filtered again."""
+        """Whether the group's filter excludes the message. Retries are not filtered again."""
         headers = json.loads(self.headers) if self.headers else {}
         return not self.is_retry and not parse_filter(self.filter).evaluate(self.tag, headers)
 
@@ -81,14 +81,14 @@ def state_of(
     retrying: Collection[tuple[int, str | None]],
     dead: Collection[tuple[int, str | None]],
 ) -> EntryState:
-    """Return the state of an entry. `later`: further entries of its message for the group.
+    """Return the state of an entry. `later`: newer entries of the same message for the group.
 
-    A replayed dead letter starts again. `retrying` and `dead` hold (log id, group) of messages that wait for another
-    attempt, and of dead letters not replayed.
+    A replayed dead letter starts with new attempts. `retrying` and `dead` hold (log id, group) of messages that wait
+    for another attempt, and of dead letters not replayed.
     """
     if entry.group is None:
         return EntryState.NO_GROUP
-    # A group finishes messages ahead of its stored offset, so data about this entry comes first.
+    # A group can finish messages ahead of its stored offset. So check the data about this entry before the offset.
     if not later and entry.place in dead:
         return EntryState.DEAD
     if not later and entry.place in retrying:
@@ -109,18 +109,18 @@ def state_of(
 
 
 class Whereabouts(enum.StrEnum):
-    """A message's place for one consumer group."""
+    """The place of a message for one consumer group."""
 
     WAITING = "waiting"
-    """It is undecided, not queued yet, scheduled, held, queued before the group's offset, or waits for a retry."""
+    """The message is undecided, not queued yet, scheduled, held, queued ahead of the group, or waits for a retry."""
     DEAD = "dead"
-    """It is a dead letter that no operator has settled."""
+    """The message is a dead letter that no operator has settled."""
     DISCARDED = "discarded"
     """An operator has discarded the dead letter."""
     PASSED = "passed"
-    """The group's offset has passed it: it was handled, skipped, or filtered."""
+    """The group's offset has passed the message: it was handled, skipped or filtered."""
     GONE = "gone"
-    """The broker does not have it: it expired, its database was restored, or its transaction was rolled back."""
+    """The broker does not have the message: it expired, was lost by a restore, or its transaction was rolled back."""
 
 
 # A decided message without an entry is not sequenced yet, or retention has removed the entry before the message.
@@ -172,7 +172,7 @@ def whereabouts(run: Executor, group: str, message_ids: Sequence[UUID]) -> dict[
     return {message_id: found.get(message_id, Whereabouts.GONE) for message_id in message_ids}
 
 
-# By message id or transaction id: the first message's id is the transaction's.
+# Find a transaction by message id or transaction id. A transaction has the id of its first message.
 _MESSAGES: Final = Statement("""
 WITH named AS (
     SELECT transaction_id, xid, half, log_id FROM {schema}.commit_log WHERE message_id = %(id)s
@@ -208,7 +208,7 @@ SELECT checked_at::text, answer, detail FROM {schema}.check_history
 WHERE transaction_id = %(id)s::uuid ORDER BY checked_at
 """)
 
-# A first delivery concerns every group of the topic, a retry queue only its own.
+# An entry in a topic's queue concerns every group of the topic. An entry in a retry queue concerns only its group.
 _ENTRIES: Final = Statement(
     """
 SELECT entry.log_id, topic.name || coalesce('/' || retried.name, '') AS topic, queue.queue_id, queue.number AS queue,
@@ -256,7 +256,7 @@ WHERE log_id = ANY (%(log_ids)s) ORDER BY dead_at
 
 @dataclass(frozen=True, slots=True)
 class TracedMessage:
-    """A stored message; times are ISO-like text, None where they do not apply."""
+    """A stored message. Its times are ISO-like text; a time that does not apply is None."""
 
     log_id: int
     message_id: str
@@ -277,7 +277,7 @@ class TracedMessage:
 
 @dataclass(frozen=True, slots=True)
 class TracedDecision:
-    """The standing decision: C or R, reported by P (producer), K (check-back) or O (operator)."""
+    """The final decision: C (commit) or R (rollback), reported by P (producer), K (check-back) or O (operator)."""
 
     decision: str
     decided_by: str
@@ -286,7 +286,7 @@ class TracedDecision:
 
 @dataclass(frozen=True, slots=True)
 class TracedCheck:
-    """An undecided transaction in check-back; `due_at`: when its group is asked next. See ParkReason."""
+    """An undecided transaction in check-back. `due_at`: the time at which its group is asked next. See ParkReason."""
 
     checks: int
     immune_until: str
@@ -374,7 +374,7 @@ class Trace:
 
 
 def trace(run: Executor, message_or_transaction_id: UUID) -> Trace | None:
-    """Return the path of a message and the others of its transaction; None if the broker does not have it."""
+    """Return the path of a message's transaction; None if the broker does not have the message."""
     messages = run.objects(TracedMessage, _MESSAGES, {"id": message_or_transaction_id})
     if not messages:
         return None
@@ -400,7 +400,7 @@ def _entries(
     facts: Sequence[EntryFacts], retries: Sequence[TracedRetry], letters: Sequence[TracedDeath]
 ) -> list[TracedEntry]:
     retrying = {(retry.log_id, retry.group) for retry in retries}
-    # A discarded letter has its own note; its last entry still ended as a dead one.
+    # A discarded letter is in `dead`, too: its last entry has the state DEAD, and the letter itself shows the discard.
     dead = {(letter.log_id, letter.group) for letter in letters if letter.replayed_at is None}
     found = []
     for index, entry in enumerate(facts):

@@ -31,38 +31,41 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-# current.sql is what a new database gets. changes/ has the numbered files that lead there from version 0.1; each names
-# the tables of earlier files that it locks. functions/ has one file per function (docs/decisions/196).
+# current.sql creates the tables of a new database. changes/ has the numbered files that bring the tables of version 0.1
+# to the same state. Each of them names the tables of earlier files that it locks. functions/ has one file per function
+# (docs/decisions/196).
 _FOLDER: Final = resources.files("outbox.broker.schema")
 _CHANGES: Final = {
     int(file.name[:4]): file for file in _FOLDER.joinpath("changes").iterdir() if file.name.endswith(".sql")
 }
 SCHEMA_VERSION: Final = max(_CHANGES)
 _LOCKS: Final = re.compile(r"^-- Locks: (.+)$", re.MULTILINE)
-# They write with the rights of their owner or serve those that do, so each role needs a GRANT to execute them.
-# PostgreSQL lets every role execute a new function.
+# These functions write with the rights of their owner, or are parts of such functions. So each role needs a GRANT to
+# execute them. By default PostgreSQL lets every role execute a new function.
 _GRANTED_ONLY: Final = ("key_lock_number", "key_shard", "publish", "publish_bytes", "publish_complaint")
 
 # PostgreSQL 15 introduced UNIQUE NULLS NOT DISTINCT.
 MINIMUM_POSTGRESQL: Final = 15
 
-# Seconds for which one change is tried.
+# For so many seconds, `install` tries to make one change.
 DEFAULT_PATIENCE_SECONDS: Final = 60.0
-# This many attempts do not wait for a lock, and so delay no other transaction. Later attempts wait, each a little
-# longer.
+# The first attempts, of this number, do not wait for a lock, so they delay no other transaction. Later attempts wait,
+# each a little longer.
 _ATTEMPTS_WITHOUT_WAIT: Final = 20
 _FIRST_WAIT_SECONDS: Final = 0.01
 _WAIT_GROWTH: Final = 2.0
-# Shorter than PostgreSQL's deadlock_timeout (1 s): no transaction that waits behind this one is ended as a deadlock.
+# The longest wait is shorter than PostgreSQL's deadlock_timeout (1 s). So PostgreSQL does not end a transaction that
+# waits behind this one as a deadlock.
 _LONGEST_WAIT_SECONDS: Final = 0.8
-# A transaction that holds a table for longer than this is named before the first attempt. Younger ones will end soon.
+# Before the first attempt, `install` names each transaction that has held a table for longer than this. Younger
+# transactions will end soon.
 _NAMED_AFTER_SECONDS: Final = 1.0
 _REPORT_EVERY_SECONDS: Final = 10.0
 _NAMED: Final = 5
 
 _LOCK = Statement("SELECT pg_advisory_xact_lock(hashtextextended('outbox.install', 0))")
 _EXISTS = Statement("SELECT to_regclass(%(table)s) IS NOT NULL")
-# The second change added the column.
+# The second change added the column `change`, so the statement also works without it.
 _VERSION = Statement("""
 SELECT coalesce(max(version), 0), coalesce(max((to_jsonb(known) ->> 'change')::integer), max(version), 0)
 FROM {schema}.schema_version known
@@ -71,7 +74,7 @@ _CREATE_SCHEMA = Statement("CREATE SCHEMA IF NOT EXISTS {schema}")
 _SEARCH_PATH = Statement("SET LOCAL search_path TO {schema}, pg_temp")
 _GET_SEARCH_PATH = Statement("SELECT current_setting('search_path')")
 _SET_SEARCH_PATH = Statement("SELECT set_config('search_path', %(path)s, true)")
-# A function may call one that is created after it.
+# A function may call another function that is created after it.
 _UNCHECKED_BODIES = Statement("SET LOCAL check_function_bodies TO off")
 _FUNCTIONS = Statement("SELECT proname::text FROM pg_proc WHERE pronamespace = to_regnamespace(%(schema)s)")
 _RECORD_FIRST = Statement("INSERT INTO {schema}.schema_version (version, change) VALUES (1, %(version)s)")
@@ -88,9 +91,9 @@ class _Installed:
 
 @dataclass(frozen=True, slots=True)
 class Planned(Generic[T]):
-    """A change of the tables:
+    """A planned change of the tables.
 
-    the tables to lock before it, and the function that makes the change and returns its result.
+    `tables` are locked before the change. `change` makes the change and returns its result.
     """
 
     tables: Sequence[str]
@@ -135,8 +138,8 @@ def change_tables(
 ) -> T:
     """Make the planned change in one transaction, as soon as no other transaction uses its tables.
 
-    `plan` is called in the transaction, with the lock of all installations. Raises SchemaError after
-    `patience_seconds`; then nothing of the change is done. `what` is the participle for the error text, such as
+    `plan` is called in the transaction, under the lock that admits only one installation at a time. Raises SchemaError
+    after `patience_seconds`; then the tables are unchanged. `what` is the participle for the error text, such as
     "dropped".
     """
     began, attempt, reported_at = time.monotonic(), 0, -math.inf
@@ -160,7 +163,8 @@ def change_tables(
         logger.debug("tables %s are in use for %.1f s: %s", ", ".join(tables), passed, met)
         if time.monotonic() - reported_at > _REPORT_EVERY_SECONDS:
             reported_at = _report_holders(run, tables, report, reported_at)
-        # A random pause does not fall into step with periodic transactions. It is longer than the wait was.
+        # The pause is random, so that attempts do not always meet the same periodic transaction. It is longer than the
+        # wait before it.
         time.sleep(random.uniform(2, 6) * max(wait_seconds, _FIRST_WAIT_SECONDS))
         attempt += 1
 
@@ -173,7 +177,7 @@ def _wait_seconds(attempt: int) -> float:
 
 
 def _report_holders(run: Executor, tables: Sequence[str], report: Callable[[str], None], reported_at: float) -> float:
-    """Name the transactions that have long used the tables; returns the time of the last report."""
+    """Report the transactions that have used the tables for a long time; returns the time of the last report."""
     if found := table_locks.holders(run, tables, at_least_seconds=_NAMED_AFTER_SECONDS):
         report(f"these transactions block the change of the broker's tables in schema {run.schema!r}: {_named(found)}")
         return time.monotonic()
@@ -213,7 +217,7 @@ def create(run: Executor) -> int:
 def apply(run: Executor, version: int) -> int:
     """Apply the change with this number, and return the number. The last change also brings all functions up to date.
 
-    Before it, code of the previous release uses the functions that it knows.
+    Until the last change, the functions stay as code of the previous release knows them.
     """
     _execute(run, _CHANGES[version])
     if version == SCHEMA_VERSION:
@@ -224,7 +228,7 @@ def apply(run: Executor, version: int) -> int:
 
 
 def locked_tables(version: int) -> list[str]:
-    """Return the tables of earlier changes that a change locks, as its file says; a test compares them."""
+    """Return the tables of earlier changes that a change locks, read from its file; a test checks the list."""
     found = _LOCKS.search(_CHANGES[version].read_text("utf-8"))
     return found[1].split(", ") if found else []
 
@@ -306,7 +310,7 @@ def _create_functions(run: Executor) -> None:
     run.execute(_UNCHECKED_BODIES)
     _execute(run, *sorted(_FOLDER.joinpath("functions").iterdir(), key=lambda file: file.name))
     for name in _GRANTED_ONLY:
-        # Of an older function the present rights stay: an operator may have granted more.
+        # A function that already exists keeps its present rights, because an operator may have granted more.
         if name not in before:
             function = sql.Identifier(run.schema, name)
             run.connection.execute(sql.SQL("REVOKE ALL ON FUNCTION {} FROM PUBLIC").format(function))

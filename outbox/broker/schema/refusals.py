@@ -1,4 +1,4 @@
-"""Turn refusals of the broker's database into errors that say what was not done, why, and what to do next."""
+"""Turn errors of the broker's database into errors that name the failed operation, the reason and the next step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FULL: Final = (pg.DiskFull, pg.OutOfMemory, pg.TooManyConnections)
 
 @contextmanager
 def naming(what: str, schema: str) -> Iterator[None]:
-    """Raise each error of the driver as an outbox error that names `what` was not done."""
+    """Raise each error of the driver as an outbox error; `what` names the operation that was not done."""
     try:
         yield
     except psycopg.Error as error:

@@ -2,13 +2,14 @@
 
 A change of the tables needs ACCESS EXCLUSIVE locks while other transactions run. Two rules protect those transactions:
 
-- One message takes all locks of a change, before the change does anything else. Only the first lock is waited for.
-  During that wait the transaction holds no other lock. The other locks are taken NOWAIT.
+- One message takes all locks of a change, before the change does anything else. The transaction waits only for the
+  first lock. During that wait it holds no other lock. It takes the other locks with NOWAIT.
 - While a change waits for the first lock, every later transaction waits behind it. So the first attempts do not wait at
   all. Later attempts wait, at first for some milliseconds, then longer. The pauses between attempts are longer than the
   waits.
 
-The tables have one order, the busiest first: an attempt without a wait would hardly find a gap in the busiest table.
+All changes lock the tables in one order, the busiest first. The wait is for the busiest table, in which an attempt
+without a wait would hardly find a gap.
 
 See decision 183.
 """
@@ -26,7 +27,7 @@ from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
 from outbox.broker.fastpath import arrays
 
-# The order of all tables: these first, then the others by name.
+# The order in which tables are locked: these first, then the others by name.
 _BUSIEST: Final = (
     "commit_log",
     "op_log",
@@ -62,7 +63,8 @@ def take(run: Executor, tables: Iterable[str], *, wait_seconds: float) -> None:
     if others:
         statements.append(_lock(run.schema, others, waits=False))
     statements.append(sql.SQL("SET LOCAL lock_timeout = {}").format(sql.Literal(f"{_REST_MILLISECONDS}ms")))
-    # One message: between two messages, a transaction that has waited for the first table could lock another one.
+    # One message takes all locks. Between two messages, a transaction that has waited for the first table could lock
+    # another one.
     run.connection.execute(sql.SQL("; ").join(statements))
 
 

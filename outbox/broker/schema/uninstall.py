@@ -48,7 +48,7 @@ def uninstall(
 ) -> None:
     """Drop the schema with the broker's tables and their contents.
 
-    Objects of others that depend on them are dropped too.
+    Views and other objects that depend on these tables are dropped, too.
 
     Raises SchemaError, and changes nothing, in four cases: the tables are missing; they have another version than this
     code; the schema also holds other objects; or the tables were in use for `patience_seconds` without a gap.
@@ -62,7 +62,7 @@ def uninstall(
 
     def plan() -> Planned[None]:
         check_schema(connection, schema)
-        # Once for all attempts: it takes a hundred times as long as the rest of an attempt.
+        # Read the names once for all attempts, because this takes a hundred times as long as the rest of an attempt.
         own.update(own or _names_of_a_fresh_one(connection))
         foreign = sorted(_names(run) - own)
         if foreign:

@@ -1,8 +1,8 @@
-"""Order per key on FIFO topics: find the decided messages that must wait for an earlier one of their key.
+"""Order per key on FIFO topics: find decided messages that must wait for an earlier message of their key.
 
-This is a value in memory without a database, so that tests can check its rules alone. A decided message waits ("held")
-while an earlier row of its topic and key is open. Open means visible, half, undecided, and not released by an operator
-or the topic's settings.
+`KeyOrder` is only in memory and uses no database, so that tests can check its rules alone. A decided message is held
+(it waits) while an earlier row of its topic and key is open. A row is open if it is a visible half message and
+undecided, and neither an operator nor the settings of the topic have released it.
 """
 
 from __future__ import annotations
@@ -18,34 +18,36 @@ Key = tuple[int, str]
 
 @dataclass
 class KeyOrder:
-    """The open and the held rows of a broker. Log ids are positions; smaller ones come first."""
+    """The open and the held rows of a broker. Their log ids are their positions: smaller log ids are earlier."""
 
     _open: dict[int, tuple[Key, UUID]] = field(default_factory=dict)
     _open_by_key: dict[Key, list[int]] = field(default_factory=dict)
     _held_by_key: dict[Key, list[int]] = field(default_factory=dict)
-    # The time since which a key waits (monotonic seconds), and the keys whose check was requested already.
+    # `_waiting_since` has the time (time.monotonic) at which each key began to wait. `_hinted` has the transactions
+    # whose check was requested already.
     _waiting_since: dict[Key, float] = field(default_factory=dict)
     _hinted: set[UUID] = field(default_factory=set)
-    # Waiting keys whose first open row may have changed since the last look: for `new_blockers`, and for `hints` (a
-    # heap, the longest waiting first). Unchanged keys cost nothing, however many keys wait.
+    # Both fields have waiting keys whose first open row may have changed: `_reblocked` for `new_blockers`, and
+    # `_to_hint` for `hints`. `_to_hint` is a heap that begins with the key that has waited longest. Keys without a
+    # change cost no time.
     _reblocked: set[Key] = field(default_factory=set)
     _to_hint: list[tuple[float, Key]] = field(default_factory=list)
-    # Keys whose held messages may have become free.
+    # The keys of which held messages may be free now.
     _unsettled: set[Key] = field(default_factory=set)
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is open or held."""
+        """Whether no row is open and no message is held."""
         return not self._open and not self._held_by_key
 
     @property
     def has_held(self) -> bool:
-        """Whether any message waits."""
+        """Whether any decided message is held."""
         return bool(self._held_by_key)
 
     @property
     def has_new_blockers(self) -> bool:
-        """Whether keys wait behind a transaction that `new_blockers` has not named yet."""
+        """Whether keys wait for a transaction that `new_blockers` has not returned yet."""
         while self._reblocked:
             key = self._reblocked.pop()
             if key in self._held_by_key and self._first_open(key) is not None:
@@ -61,7 +63,7 @@ class KeyOrder:
             self._note_blocker(key)
 
     def settle(self, log_ids: Iterable[int]) -> None:
-        """Remove rows that were decided, or whose keys may continue: they block no message any more."""
+        """Remove rows that no longer block a message, because they are decided or released."""
         for log_id in log_ids:
             opened = self._open.pop(log_id, None)
             if opened is not None:
@@ -69,18 +71,18 @@ class KeyOrder:
                 self._note_blocker(opened[0])
 
     def hold(self, log_id: int, key: Key, now: float) -> None:
-        """Add a decided message that waits."""
+        """Add a decided message that must wait."""
         heapq.heappush(self._held_by_key.setdefault(key, []), log_id)
         if key not in self._waiting_since:
             self._waiting_since[key] = now
             self._note_blocker(key)
 
     def reconsider(self) -> None:
-        """Make the next `release` look at every held message, as after a takeover."""
+        """Make the next `release` check all held messages, because this process has just taken over."""
         self._unsettled.update(self._held_by_key)
 
     def must_wait(self, log_id: int, key: Key) -> bool:
-        """Whether a decided message is behind an open or held one of its key."""
+        """Return whether an earlier message of the same key is open or held."""
         held = self._held_by_key.get(key)
         if held and held[0] < log_id:
             return True
@@ -88,7 +90,7 @@ class KeyOrder:
         return first is not None and first < log_id
 
     def is_apart(self, log_id: int, key: Key) -> bool:
-        """Whether a decided message need not wait and no message waited for it."""
+        """Return whether a decided message need not wait, and no message has waited for it."""
         return log_id not in self._open and not self.must_wait(log_id, key)
 
     def release(self, limit: int) -> list[int]:
@@ -109,17 +111,20 @@ class KeyOrder:
 
     @property
     def has_releasable(self) -> bool:
-        """Whether a limit left keys to look at."""
+        """Whether the limit of `release` has left keys unchecked."""
         return bool(self._unsettled)
 
     def new_blockers(self) -> list[UUID]:
-        """Return the transactions that block keys with held messages, if they may have changed since the last call."""
+        """Return the transactions that now block keys with held messages.
+
+        The list has only keys whose blocker may have changed since the last call.
+        """
         keys, self._reblocked = self._reblocked, set()
         found = (self._first_open(key) for key in keys if key in self._held_by_key)
         return list({self._open[log_id][1] for log_id in found if log_id is not None})
 
     def hints(self, now: float, after_seconds: float) -> Sequence[UUID]:
-        """Return the blockers that messages have awaited for `seconds`, each once."""
+        """Return the transactions for which a key has waited for `after_seconds`. Each is returned only once."""
         overdue = []
         while self._to_hint and now - self._to_hint[0][0] >= after_seconds:
             _, key = heapq.heappop(self._to_hint)

@@ -1,8 +1,9 @@
 """Leader election for a role of the broker.
 
-The lease only saves work. Two sequencers at once are safe, because they collide on the tick. The lease expires by the
-database's clock. The owner decides when to renew it by its own monotonic clock, counted from before the last renewal
-was sent. A stand-in candidate leads only while no other candidate wants to: another one may take its lease at any time.
+The leader lease only saves work. Two sequencers at once are safe, because they collide on the tick. The lease expires
+by the clock of the database. The owner decides by its own monotonic clock when to renew the lease, and counts from the
+moment before it sent the last renewal. A stand-in candidate leads only while no other candidate wants to lead. Another
+candidate may take the lease of a stand-in at any time.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from outbox.broker.database.statement import Statement
 DEFAULT_TERM_SECONDS: Final = 3.0
 SEQUENCER: Final = "sequencer"
 
-# A candidate that does not lead reads first, so it writes nothing while another one leads.
+# A candidate that does not lead first reads the lease. So it writes nothing while another candidate leads.
 _REMAINING = Statement("""
 SELECT CASE WHEN owner IS NULL OR owner = %(owner)s OR (stands_in AND NOT %(stands_in)s) THEN 0
             ELSE greatest(0, extract(epoch FROM expires_at - clock_timestamp())) END::double precision
 FROM {schema}.leader_lease WHERE role = %(role)s
 """)
 
-# A lost renewal costs at most a change of leaders, so its commit does not wait for the disk.
+# If a crash loses a renewal, the worst result is a change of leaders. So the commit does not wait for the disk.
 _ACQUIRE = Statement("""
 INSERT INTO {schema}.leader_lease AS held (role, owner, epoch, expires_at, stands_in)
 SELECT %(role)s, %(owner)s, 1, clock_timestamp() + make_interval(secs => %(term)s), %(stands_in)s
@@ -46,7 +47,7 @@ WHERE role = %(role)s AND owner = %(owner)s
 
 
 def release_dead(run: Executor, owner: UUID) -> None:
-    """Release the lease of a dead process before its end."""
+    """Release the leader lease of a dead process before the lease expires."""
     run.execute(_RELEASE, {"role": SEQUENCER, "owner": owner})
 
 
@@ -68,7 +69,10 @@ class LeaderLease:
         self._renew_at = 0.0
 
     def hold(self, connection: Connection) -> float:
-        """Acquire or renew the lease if it is time. Returns 0.0 for the leader, else seconds until the next attempt."""
+        """Acquire or renew the lease if that is due.
+
+        Return 0.0 if this candidate leads, else the seconds until the next attempt.
+        """
         asked_at = time.monotonic()
         if asked_at < self._renew_at and not self._was_taken(connection):
             return 0.0
@@ -84,9 +88,10 @@ class LeaderLease:
         return 0.0
 
     def _was_taken(self, connection: Connection) -> bool:
-        """Whether a consumer process has taken the lease from this stand-in; it may do so at any time.
+        """Return whether a consumer process has taken the lease from this stand-in.
 
-        A tick of both would collide, and PostgreSQL would log an error each time a worker starts.
+        A consumer process may take it at any time. Without this check, the ticks of both would collide, and PostgreSQL
+        would log an error each time a worker starts.
         """
         if not self._parameters["stands_in"]:
             return False
@@ -94,7 +99,7 @@ class LeaderLease:
         return others is not None and others[0] > 0
 
     def ask_again(self) -> None:
-        """Ask again at the next `hold`, because another process acts as the leader."""
+        """Make the next `hold` check the lease in the database, because another process seems to lead."""
         self._renew_at = 0.0
 
     def release(self, connection: Connection) -> None:

@@ -1,8 +1,9 @@
-"""The sequencer: the only writer of the queues.
+"""The sequencer is the only writer of the queues.
 
-It reads decisions by snapshot: an id cursor would lose transactions that commit late, and an xmin horizon would stall
-behind any open one. It appends their messages with gapless offsets, in one transaction with a tick that records how far
-it has read. Any number of sequencers may run: all but one collide on the tick's number and roll back completely.
+The sequencer reads decisions by snapshot. A cursor over ids would miss transactions that commit late, and an xmin
+horizon would wait for any open transaction. The sequencer appends the messages to the queues with gapless offsets. In
+the same transaction it stores a tick, which records how far the sequencer has read. Any number of sequencers may run at
+once. They collide on the number of the tick, and all but one roll back completely.
 
 See decision 122.
 """
@@ -34,7 +35,7 @@ from outbox.utils import faults
 
 logger = logging.getLogger(__name__)
 
-# The function is outbox/broker/schema/functions/tick_v18.sql.
+# The source of this function is outbox/broker/schema/functions/tick_v18.sql.
 _TICK: Final = Statement("""
 SELECT obstacle, seen, stored, more, decision_count, appended_count, held_count, released_count, scheduled_count,
        due_count, next_due_seconds, nothing_due_before, met
@@ -47,10 +48,10 @@ FROM {schema}.tick_v18(
     batch => %(batch)s, is_full_tick => %(is_full)s)
 """)
 
-# Executed after the tick's COMMIT, in a separate transaction that does not wait for the disk: a commit with a
-# notification waits for all other commits with one. It announces entries that the tick has appended, if there are any.
-# If the queues are few it names them, so that only the owners of these queues look. The row of a full tick has the
-# heads of all queues.
+# The sequencer executes this after the COMMIT of the tick, in a separate transaction that does not wait for the disk.
+# Otherwise the tick's commit would wait for all other commits with a notification. The statement announces the entries
+# that the tick has appended, if there are any. If the queues are few, the notification names them, so that only their
+# owners look. The row of a full tick has the heads of all queues, so its notification names none.
 _ANNOUNCE: Final = Statement("""
 SELECT set_config('synchronous_commit', 'off', true),
        pg_notify(%(channel)s, CASE WHEN %(names_queues)s::boolean AND NOT is_full AND cardinality(queue_ids) <= 50
@@ -60,7 +61,8 @@ FROM {schema}.tick WHERE tick_id = %(tick_id)s::bigint + 1 AND appended > 0
 
 _ROLLBACK: Final = Statement("ROLLBACK")
 
-# Which FIFO messages the next tick will meet, in the same snapshot: rows (what, log_id, topic_id, key, transaction_id).
+# Reads the FIFO messages that the next tick will find in the same snapshot, as rows (what, log_id, topic_id, key,
+# transaction_id).
 #   h: a half row that became visible   c, r: a message decided COMMIT (and due now) or ROLLBACK   d: a due delayed one
 _READ_FIFO: Final = Statement("""
 WITH edge AS MATERIALIZED (
@@ -113,11 +115,11 @@ JOIN fifo USING (topic_id)
 WHERE due.queue_id IS NULL
 """)
 
-# The last time at which one of the now parked transactions was parked.
+# The newest `parked_at` of all transactions that are parked now.
 _NEWEST_PARKED: Final = Statement("SELECT max(parked_at) FROM {schema}.pending_check WHERE parked_at IS NOT NULL")
 
-# Among the transactions parked since then, and among these: those on topics where a parked message does not block
-# its key.
+# Finds the messages of transactions that were parked since `since`, and of the parked transactions in `ids`. Returns
+# only those on topics where a parked message does not block its key.
 _RELEASED_BY_PARKING: Final = Statement("""
 WITH pending AS (
     SELECT transaction_id, log_id FROM {schema}.pending_check
@@ -138,20 +140,23 @@ WHERE on_park = 'release'
 
 FULL_EVERY: Final = 500
 HINT_AFTER_SECONDS: Final = 1.0
-# Two processes may park transactions at once. The second commit may have the earlier time, which would not look new.
+# Two processes may park transactions at the same time. The later commit may have the earlier `parked_at`, which a
+# search for newer times would miss. So the sequencer reads all parked transactions at this interval.
 LOOK_AT_ALL_PARKED_SECONDS: Final = 10.0
-# The same for a row stored with a due time that a tick has passed a second ago.
+# A scheduled row may be stored with a due time that an earlier tick has already passed. So the sequencer looks for all
+# due rows at this interval.
 LOOK_AT_ALL_DUE_SECONDS: Final = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class TickCounts:
-    """The results of one pass.
+    """The results of one call of `Sequencer.run_once`.
 
-    `decisions`: read decisions (of both kinds). `appended`: queue entries. `held`: messages behind an undecided one.
-    `released`: held messages that became free. `scheduled`: messages for later. `due`: scheduled ones taken. `more`: a
-    backlog is left. `collided`: no work was done, because another leader was faster or other topics are FIFO now.
-    `next_due_seconds`: the time until the next scheduled message is due, None without one.
+    `decisions`: decisions read, COMMIT and ROLLBACK. `appended`: entries appended to queues. `held`: messages that must
+    wait for an undecided one. `released`: held messages that became free. `scheduled`: messages stored for a later
+    time. `due`: scheduled messages that became due and were taken. `more`: a backlog is left. `collided`: the sequencer
+    did no work, because another leader was faster or the FIFO topics have changed. `next_due_seconds`: the time until
+    the next scheduled message is due; None if there is none.
     """
 
     ticked: bool = False
@@ -168,7 +173,7 @@ class TickCounts:
 
 @dataclass
 class _Plan:
-    """The findings about FIFO messages before a tick."""
+    """The FIFO messages that the next tick must hold or release."""
 
     has_looked: bool = False
     hold: list[int] = field(default_factory=list)
@@ -177,7 +182,7 @@ class _Plan:
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """A FIFO message that the next tick will meet; `what` as in _READ_FIFO."""
+    """A FIFO message that the next tick will find. The values of `what` are listed at _READ_FIFO."""
 
     what: str
     log_id: int
@@ -192,7 +197,10 @@ class _Seen:
 
 @dataclass(frozen=True, slots=True)
 class _Ticked:
-    """The answer of _TICK. `met`: log ids and keys of FIFO messages that it decided without a look at them."""
+    """The result of _TICK.
+
+    `met` has the log ids and keys of FIFO messages that the tick decided before this process has checked their order.
+    """
 
     obstacle: str | None
     seen: str
@@ -230,24 +238,25 @@ class _Ticked:
 
 
 class _MustLook(Exception):
-    """The tick met FIFO messages that must be looked at first; nothing was done."""
+    """The tick found FIFO messages whose order must be checked first, so it changed nothing."""
 
 
 class _Outdated(Exception):
-    """The data in memory is outdated: another leader has ticked, or other topics are FIFO now."""
+    """The data in memory is outdated: the server restarted, another leader ticked, or the FIFO topics have changed."""
 
 
 class Sequencer:
-    """Runs ticks for one broker. Not thread-safe; its position in memory belongs to the connection.
+    """Runs ticks for one broker. It is not thread-safe, and its position in memory belongs to one connection.
 
-    `batch` limits the messages of a tick, except that one transaction's decisions stay together.
+    `batch` limits the messages of a tick. A tick may exceed it, because the decisions of one transaction stay together.
     """
 
     def __init__(
         self, database: BrokerDatabase, owner: UUID, *, batch: int = 20_000, check: CheckSettings | None = None
     ) -> None:
         self._schema = database.schema
-        # Whether settings apply to one transaction each, because the connection's session may not last.
+        # Whether the sequencer applies its settings in each transaction, because the session of the connection may not
+        # last.
         self._local = True
         self._owner = owner
         self._batch = batch
@@ -257,7 +266,7 @@ class Sequencer:
         self._state: TickState | None = None
 
     def run_once(self, connection: Connection) -> TickCounts:
-        """Run one bounded tick on an autocommit connection; does nothing if there is no new work.
+        """Run one bounded tick on an autocommit connection, if there is new work.
 
         The caller handles errors of the connection. The next call starts from the stored tick.
         """
@@ -269,7 +278,8 @@ class Sequencer:
             self._hint(connection, state)
             return counts
         except (UniqueViolation, SerializationFailure, DeadlockDetected, InvalidSqlStatementName, _Outdated) as error:
-            # Expected when another process has just become leader. PostgreSQL's text continues with the statement.
+            # This error is expected when another process has just become leader. Only the first line of PostgreSQL's
+            # error text is logged, because the following lines have details such as the statement.
             reason = str(error).partition("\n")[0]
             logger.debug("sequencer %s reads the stored position again: %s", self._owner, reason)
             self._forget(connection)
@@ -288,13 +298,13 @@ class Sequencer:
         return self._round_trip, self._state
 
     def _forget(self, connection: Connection) -> None:
-        # The data in memory may be ahead of the committed data: the next call reads the stored tick.
+        # The data in memory may be newer than the committed data, so the next call reads the stored tick.
         trip, self._round_trip, self._state = self._round_trip, None, None
         if not connection.closed:
             try:
                 if trip is not None:
                     trip.abandon()
-                # psycopg then drops all prepared statements, too.
+                # After a rollback, psycopg also drops all prepared statements of the connection.
                 connection.rollback()
             except psycopg.Error:
                 connection.close()
@@ -311,9 +321,9 @@ class Sequencer:
         return self._tick_in_order(trip, connection, state)
 
     def _tick_at_once(self, trip: RoundTrip, state: TickState) -> TickCounts:
-        """Tick in one round trip, or in two if FIFO messages appear while others wait:
+        """Tick in one round trip, or in two if FIFO messages may appear while others are open or held.
 
-        only this process knows the order.
+        The second round trip is needed because only this process knows the order of FIFO messages.
         """
         asks = state.meets_fifo and not state.order.is_idle
         self._begin(trip)
@@ -331,7 +341,7 @@ class Sequencer:
         return self._advance(state, ticked, _Plan())
 
     def _tick_in_order(self, trip: RoundTrip, connection: Connection, state: TickState) -> TickCounts:
-        """Tick in two round trips in one snapshot: read the FIFO messages, then tick with the list of held ones."""
+        """Tick in two round trips and one snapshot: read the FIFO messages, then tick with the messages to hold."""
         self._begin(trip)
         trip.send(_READ_FIFO, self._reading(state))
         trip.send(_NEWEST_PARKED)
@@ -367,7 +377,10 @@ class Sequencer:
         return trip.send(_TICK, parameters)
 
     def _commit(self, trip: RoundTrip, state: TickState) -> list[list[Row]]:
-        """Read all answers of this round trip after the tick's commit. The notification may fail without harm."""
+        """Commit the tick, send the notification, and return all answers of this round trip.
+
+        A failed notification does no harm.
+        """
         commit = trip.send(COMMIT)
         announced = {
             "tick_id": b"%d" % state.tick_id,
@@ -415,11 +428,13 @@ class Sequencer:
         for one in messages:
             if one.what == "h":
                 order.open(one.log_id, one.key, one.transaction_id)
-        # First add all of this tick's decisions: a message decided here must not wait for another one decided here.
+        # First add all decisions of this tick. A message that this tick decides must not wait for another message that
+        # it decides.
         order.settle(one.log_id for one in messages if one.what in "cr")
         order.settle(let_go)
         plan = _Plan(has_looked=True, release=order.release(self._batch))
-        # In the order of the log: a message that must wait makes the later ones of its key wait too.
+        # Process the messages in the order of the log. If a message must wait, the later messages of its key must wait,
+        # too.
         for one in sorted(messages, key=lambda message: message.log_id):
             if one.what in "cd" and order.must_wait(one.log_id, one.key):
                 order.hold(one.log_id, one.key, now)
@@ -436,7 +451,7 @@ class Sequencer:
         if ticked.obstacle is not None:
             raise _MustLook
         if plan.has_looked or not ticked.counts.more:
-            # Otherwise the rows beyond the cut have not been looked at.
+            # In all other cases, the rows beyond the cut of the tick have not been checked yet.
             state.half_snapshot = Snapshot.parse(ticked.seen)
         state.due_from = ticked.nothing_due_before.encode()
         if ticked.stored is not None:

@@ -1,4 +1,4 @@
-"""Take over as the sequencer: start from the stored tick, after a check that its transaction ids are still valid."""
+"""Take over as the sequencer: check that transaction ids are still valid, then continue from the stored tick."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from outbox.utils import faults, heartbeat
 
 logger = logging.getLogger(__name__)
 
-# Planning a tick would take longer than running it, so its statements are planned once, with bound values. Without
-# sequential scans and with the log behind OFFSET 0, only the plans that read just the new rows are possible. This also
-# holds on tables that have grown since and were never analysed (docs/decisions/130). `local`: for one transaction only,
-# where a pooler would pass the settings on to other clients.
+# To plan a tick would take longer than to run it. So PostgreSQL plans the statements of a tick once, for any
+# parameters. Without sequential scans and with the log behind OFFSET 0, PostgreSQL can only choose plans that read just
+# the new rows. This is also true for tables that have grown since and were never analysed (docs/decisions/130). If
+# `local`, the settings apply to one transaction only, because a pooler would pass them on to other clients.
 TICK_SETTINGS: Final = Statement("""
 SELECT set_config('plan_cache_mode', 'force_generic_plan', %(local)s), set_config('enable_seqscan', 'off', %(local)s),
        set_config('jit', 'off', %(local)s), set_config('enable_mergejoin', 'off', %(local)s),
@@ -40,7 +40,7 @@ COMMIT: Final = Statement("COMMIT")
 
 _LAST_TICK: Final = Statement("SELECT tick_id, snapshot::text FROM {schema}.tick ORDER BY tick_id DESC LIMIT 1")
 
-# A visible row has an id below the snapshot's end, unless another server gave the id.
+# A visible row has a transaction id below the end of the snapshot, unless another server assigned the id.
 _BROKER: Final = Statement("""
 SELECT incarnation, system_identifier, timeline, pg_current_snapshot()::text AS snapshot,
        (SELECT snapshot::text FROM {schema}.half_scan ORDER BY scan_id DESC LIMIT 1) AS half_scan,
@@ -54,8 +54,9 @@ FROM {schema}.broker
 
 _HELD: Final = Statement("SELECT log_id, topic_id, key FROM {schema}.held")
 
-# Open: visible, FIFO, not delayed, and without a decision that the last tick has read. Candidates are the half rows
-# that the scan found undecided, those that it has not read, and all rows decided since the last tick.
+# A row is open if it is visible, on a FIFO topic, not delayed, and without a decision that the last tick has read.
+# Candidates are the half rows that the half scan found undecided, half rows that it has not read, and all rows decided
+# since the last tick.
 _OPEN_HALVES: Final = Statement("""
 WITH candidate AS (
     SELECT log.log_id, pending.parked_at
@@ -91,7 +92,8 @@ UPDATE {schema}.broker SET incarnation = incarnation + 1, system_identifier = %(
 RETURNING incarnation
 """)
 
-# By log id, not by transaction id: a committed message that is in no queue becomes held, and the next tick releases it.
+# This compares log ids, because transaction ids are not valid any more. A committed message that is in no queue becomes
+# held, and the next tick releases it.
 _HOLD_LOST: Final = Statement("""
 WITH lost AS (
     SELECT log.log_id, log.topic_id, log.key, log.deliver_at
@@ -109,10 +111,10 @@ INSERT INTO {schema}.held (log_id, topic_id, key)
 SELECT log_id, topic_id, key FROM lost WHERE deliver_at IS NULL OR deliver_at <= now()
 """)
 
-# Transaction ids of decisions compared above that another server gave: their rows are visible although, by its id, the
-# snapshot could not see them. Replace these ids, or the rows would be read again when this server's ids reach them. 2
-# is PostgreSQL's own "frozen". After a failover or a physical restore ids continue and there are none. After a
-# logical restore most rows have such ids.
+# Some of the decisions compared above have transaction ids that another server assigned. Their rows are visible
+# although, by its id, the snapshot could not see them. Replace these ids by 2, PostgreSQL's own "frozen" id. Otherwise
+# a tick would read the rows again when this server reaches these ids. After a failover or a physical restore, the ids
+# continue, so no row has such an id. After a logical restore, most rows have one.
 _FREEZE_FOREIGN: Final = Statement("""
 UPDATE {schema}.op_log SET xid = '2'
 WHERE xid >= pg_snapshot_xmin(pg_current_snapshot()) AND NOT pg_visible_in_snapshot(xid, pg_current_snapshot())
@@ -123,7 +125,8 @@ INSERT INTO {schema}.resync (incarnation, reason, snapshot, life_ordinal)
 VALUES (%(incarnation)s, %(reason)s, pg_current_snapshot(), (SELECT coalesce(max(ordinal), 0) FROM {schema}.life))
 """)
 
-# The half scan starts again above the current snapshot; transactions that are undecided now become pending here.
+# The half scan starts again above the current snapshot. This statement stores all transactions that are undecided now
+# as pending.
 _RESET_HALF_SCAN: Final = Statement(
     f"""
 WITH moved AS ({insert_pending("{schema}.commit_log AS half_row", "half AND message_id = transaction_id")}
@@ -143,22 +146,24 @@ FROM {schema}.queue_head WHERE head > 0
 """)
 
 
-# Comparing all decisions with all queues takes minutes at most. If another process took over meanwhile, because this
-# one seems to hang, the comparison would never finish.
+# A comparison of all decisions with all queues takes at most minutes. If a process seems to hang during the comparison,
+# another process could take over, and no process would ever finish it. So the process counts as busy for this time.
 _RESYNC_SECONDS: Final = 3600.0
 
 
 @dataclass
 class TickState:
-    """The sequencer's position: the last tick, and the order of FIFO keys.
+    """The position of the sequencer: the last tick, and the order of FIFO keys.
 
-    `life`: the life of the server in which all this was read. `half_snapshot`: the FIFO half rows that `order` knows;
-    it can be ahead of the tick's `snapshot`. `fifo_topics`: the topics whose half rows `order` knows. `newest_parked`:
-    the time of the last parking, by the last look at all transactions that block a key. `due_from`: no scheduled
-    message is due earlier, except those stored late, for which the sequencer looks from time to time. `is_entangled`:
-    the last look found FIFO messages that wait, or may be waited for; the next tick begins with a look. `meets_fifo`:
-    the last messages were FIFO ones; if any are open or held, the next tick asks before it commits. `names_queues`: all
-    entries of earlier ticks are announced, so the next notification names only the queues of its own tick.
+    `life`: the life of the server in which this process read the position. `half_snapshot`: the snapshot up to which
+    `order` knows the FIFO half rows; it can be newer than `snapshot`, which belongs to the tick. `fifo_topics`: the
+    topics whose half rows `order` knows. `newest_parked`: the newest time of parking that this process has read.
+    `look_at_all_parked_at`: the time of the next look at all parked transactions. `due_from`: no scheduled message is
+    due earlier, except messages that were stored late. `look_at_all_due_at`: the time of the next look for such
+    messages. `is_entangled`: the last look found FIFO messages that wait, or for which others may wait, so the next
+    tick begins with a look. `meets_fifo`: the last messages were FIFO ones; if any message is open or held, the next
+    tick asks before it commits. `names_queues`: all entries of earlier ticks are announced, so the next notification
+    names only the queues of its own tick.
     """
 
     tick_id: int
@@ -177,7 +182,7 @@ class TickState:
     names_queues: bool = False
 
     def must_look(self, now: float) -> bool:
-        """Whether held messages may be free although the next tick meets no new message of their keys."""
+        """Return whether held messages may be free although the next tick finds no new message of their keys."""
         order = self.order
         return order.has_releasable or (
             order.has_held and (order.has_new_blockers or now >= self.look_at_all_parked_at)
@@ -198,7 +203,7 @@ class _Broker:
 
 
 def _prepare(run: Executor, *, local: bool) -> None:
-    """Apply the sequencer's settings: for the session, or for one transaction as its first statement."""
+    """Apply the sequencer's settings to the session or, if `local`, to the transaction that has just begun."""
     if local:
         timeouts.lift_for_transaction(run.connection)
     else:
@@ -207,16 +212,17 @@ def _prepare(run: Executor, *, local: bool) -> None:
 
 
 def adopt(run: Executor, check: CheckSettings, *, local: bool = False) -> TickState:
-    """Read the sequencer's position; resynchronise first if transaction ids started over (restore, failover).
+    """Return the position of the sequencer. If transaction ids started over (restore, failover), resynchronise first.
 
-    `local`: the connection's session may not last (see `_prepare`).
+    `local` says that the session of the connection may not last (see `_prepare`).
     """
     if not local:
         _prepare(run, local=False)
-    # First: positions remembered in another life of the server must be invalid before a tick is made.
+    # Begin the life first. Positions that processes remember from another life of the server must be invalid before the
+    # first tick.
     life = lives.current(run)
     if _broker(run).fifo_topics:
-        # Then the following reads only the transactions that the scan found undecided, not the whole log.
+        # After this scan, the statements below read only transactions that the scan found undecided, not the whole log.
         checks.scan(run, settings=check)
     _resync_if_needed(run, check, life, local=local)
     _begin(run, local=local)
@@ -228,7 +234,7 @@ def adopt(run: Executor, check: CheckSettings, *, local: bool = False) -> TickSt
     if broker.fifo_topics:
         for log_id, topic_id, key, transaction_id in run.rows(_OPEN_HALVES, _open_since(state, broker)):
             state.order.open(log_id, (topic_id, key), transaction_id)
-    # A decision between the last tick and now may have freed a held message; the next tick finds out.
+    # A decision since the last tick may have freed a held message, so the next tick checks all held messages.
     state.order.reconsider()
     run.execute(COMMIT)
     logger.info("sequencing from tick %d, incarnation %d", state.tick_id, state.incarnation)
@@ -269,7 +275,8 @@ def _open_since(state: TickState, broker: _Broker) -> dict[str, object]:
 
 
 def _resync_if_needed(run: Executor, check: CheckSettings, life: UUID, *, local: bool) -> None:
-    # The tick first: another leader may tick meanwhile, and an earlier snapshot would look overtaken.
+    # Read the tick before the snapshot. Another leader may tick in between, and its newer tick would look like a tick
+    # of the future.
     state = _last_tick(run, _broker(run), life)
     broker = _broker(run)
     reached = reached_server(run.connection)
@@ -292,15 +299,15 @@ def _resync_if_needed(run: Executor, check: CheckSettings, life: UUID, *, local:
 
 
 def _resync(run: Executor, check: CheckSettings, reached: ReachedServer, reason: str, *, local: bool) -> None:
-    """Compare all decisions with all queues once, and continue from the current snapshot in a new incarnation.
+    """Compare all decisions with all queues once. Then continue from the current snapshot in a new incarnation.
 
-    It uses one transaction, which waits for no publisher. A transaction in progress now, prepared ones included, may
-    commit later. It is not in this snapshot, and a later tick reads it, whatever incarnation it carries
+    This runs in one transaction, which waits for no publisher. A transaction that is now in progress or prepared may
+    commit later. The snapshot does not see such a transaction, so a later tick reads it, with any incarnation
     (docs/decisions/024).
     """
     _begin(run, local=local)
     [tick_id, _] = run.one(_LAST_TICK)
-    # This reads everything; the sequencer's own settings would do it by index.
+    # The comparison reads whole tables. With the sequencer's settings, PostgreSQL would read them by index.
     run.connection.execute("SET LOCAL enable_seqscan = on")
     [incarnation] = run.one(
         _RAISE_INCARNATION,

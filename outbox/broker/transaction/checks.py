@@ -31,15 +31,16 @@ from outbox.transaction import (
 
 _MAX_SCANS: Final = 100
 
-# The columns of _CheckRow's message and transaction.
+# The columns of _CheckRow that describe the message and the transaction.
 _ASKED_ABOUT: Final = """
 SELECT log.transaction_id, coalesce(log.producer_group, '') AS producer_group, log.ledger_id, log.checker,
        topic.name AS topic, log.body, log.key, log.tag, log.headers, log.content_type, log.deliver_at, log.shard,
        log.born_at, """
 
-# This statement drops the rows of transactions that were decided meanwhile. The decision itself does not, so an end
-# message touches no row that a check may hold. A check that was hinted before immunity ends is due again afterwards.
-# Parked transactions come last and fill the rest of the batch, so any number of them delays no other check.
+# This statement drops the rows of transactions that were decided meanwhile. The statement that decides does not drop
+# these rows, so an end message never waits for a row that a check has locked. If a check was hinted before immunity
+# ended, it is due again when immunity ends. Parked transactions only fill the rest of the batch, so they never delay
+# other checks.
 _CLAIM = Statement(
     """
 WITH pending AS MATERIALIZED (
@@ -79,7 +80,7 @@ ORDER BY claimed.stored_at
 """
 )
 
-# Like _CLAIM for one transaction, parked or not; it claims nothing.
+# Reads one undecided transaction, parked or not, in the columns of _CLAIM. The statement claims nothing.
 _UNDECIDED = Statement(
     _ASKED_ABOUT
     + """log.stored_at, extract(epoch FROM now() - log.stored_at)::double precision AS age_seconds,
@@ -92,7 +93,7 @@ WHERE log.message_id = %(id)s AND log.half
 """
 )
 
-# Only answers that count park a transaction here; parking.park_overdue parks by age, without an answer.
+# In this statement, only answers that count park a transaction. parking.park_overdue parks by age, without an answer.
 _POSTPONE = Statement("""
 WITH answer AS (
     SELECT transaction_id, counted = 1 AS counts, detail
@@ -189,8 +190,8 @@ def claim_checks(
 ) -> list[Check]:
     """Scan, then claim up to `limit` due checks of the group. No other process gets them before the recheck time.
 
-    `starts`: this process asks for the group for the first time. On a start, and when the group had been away, its
-    parked transactions are due at once, except those asked about a moment ago.
+    `starts`: this process asks for the group for the first time. On a start, or if the group had been away, its parked
+    transactions become due at once. Parked transactions about which a process asked a moment ago are left out.
     """
     scan(run, settings=settings)
     was_away = parking.note_asking(run, producer_group)
@@ -204,16 +205,16 @@ def claim_checks(
     }
     while True:
         with lifted(run.connection):
-            # Not prepared: the plan must see the values, like that of the half scan.
+            # The statement is not prepared, because its plan must see the values, like that of the half scan.
             rows = run.objects(_CheckRow, _CLAIM, parameters, prepare=False)
         checks = [row.check() for row in rows if row.transaction_id is not None]
-        # If all due transactions had been decided meanwhile, more may be due behind them.
+        # If all claimed transactions were already decided, more transactions may be due after them.
         if checks or not rows[0].dropped:
             return checks
 
 
 def find_undecided(run: Executor, transaction_id: UUID) -> Check | None:
-    """Return an undecided half transaction as a check that may write, for an operator; None if there is none."""
+    """Return the check of an undecided half transaction for an operator; it may write. None if it is not undecided."""
     found = run.objects(_CheckRow, _UNDECIDED, {"id": transaction_id})
     return found[0].check() if found else None
 
@@ -223,8 +224,8 @@ def report_answers(
 ) -> list[EndStatus | None]:
     """Apply a checker's answers in one transaction; returns one status per answer, None for UNKNOWN.
 
-    UNKNOWN uses up a check if the answer counts and immunity is over. After `max_checks` of them the transaction is
-    parked.
+    An answer UNKNOWN uses up one check if it counts and immunity is over. After `max_checks` such answers the
+    transaction is parked.
     """
     with lifted(run.connection):
         known = [answer for answer in answers if answer.decision is not Decision.UNKNOWN]

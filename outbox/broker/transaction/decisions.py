@@ -14,8 +14,9 @@ from outbox.broker.log.incidents import Incident, IncidentKind
 from outbox.errors import UsageError
 from outbox.transaction import DecidedBy, Decision, EndStatus, EndTransaction
 
-# The statement looks up the log ids, and it starts after the local answer is known: the caller's memory can neither add
-# nor omit a message. It sorts by key: inserts that may conflict must lock in one order.
+# The statement starts after the outcome of the local transaction is known, and it looks up the log ids in the log. So
+# the caller can neither add nor omit a message. It sorts by transaction id, because inserts that may conflict must lock
+# in one order.
 _DECIDE = Statement("""
 WITH given AS (
     SELECT * FROM unnest(%(ids)s::uuid[], %(decisions)s::text[], %(deciders)s::text[], %(groups)s::text[])
@@ -49,8 +50,8 @@ CROSS JOIN (SELECT set_config(
 ) AS synchronous_commit) AS durability
 """)
 
-# For one end message whose sender does not wait. The function records contradictions and refusals, and decides whether
-# its commit waits for the disk, as above.
+# Records one end message whose sender does not wait for the answer. The SQL function also records contradictions and
+# refusals. Like _DECIDE, it decides whether its commit waits for the disk.
 _END_ONE = Statement("""
 SELECT {schema}.end_one_v15(%(transaction_id)s, %(decision)s, %(producer_group)s)
 """)
@@ -82,10 +83,11 @@ class _Outcome:
 
 
 def record_ends(run: Executor, ends: Sequence[EndTransaction]) -> list[EndStatus]:
-    """Record decisions and return one status per end, in order. Contradicting and refused ends leave an incident."""
+    """Record decisions and return one status per end, in order. A contradicting or refused end leaves an incident."""
     if not ends:
         return []
-    # Per group: another group's end in the same batch must not block the owner's.
+    # The first end message per transaction and group. An end message of another group must not block that of the owner
+    # in the same batch.
     firsts: dict[_Key, EndTransaction] = {}
     for end in ends:
         if end.decision is Decision.UNKNOWN:
@@ -107,7 +109,7 @@ def end_request(schema: str, end: EndTransaction) -> Request:
 
 
 def standing_decisions(run: Executor, ids: Sequence[UUID]) -> dict[UUID, Decision]:
-    """Return the standing decisions of the decided transactions among these."""
+    """Return the final decision of each of these transactions that is decided."""
     if not ids:
         return {}
     rows = run.rows(_STANDING, {"ids": uuids(ids)})
@@ -131,8 +133,8 @@ def _decide(run: Executor, ends: Sequence[EndTransaction]) -> dict[_Key, _Outcom
         "decisions": texts([end.decision for end in ends]),
         "deciders": texts([end.decided_by for end in ends]),
         "groups": texts([end.producer_group for end in ends]),
-        # A producer's end message is one-way, and after a crash of the server a check-back asks the ledger again. So
-        # its commit does not wait for the disk. Without a ledger the answer may differ, so the commit waits.
+        # The commit of a producer's end message does not wait for the disk, because a check-back asks the ledger again
+        # after a crash of the server. Without a ledger the answer may differ, so that commit waits.
         "durable": any(end.decided_by is not DecidedBy.PRODUCER for end in ends),
     }
     rows = run.rows(_DECIDE, parameters, prepare=True)

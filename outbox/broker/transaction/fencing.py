@@ -1,9 +1,9 @@
 """Producers with a transactional id: the newest instance fences the older ones.
 
 Each instance that takes over an id raises its epoch. The transaction that stores messages under the id checks the epoch
-under a shared lock, and a newer instance waits for this lock. Once it has its epoch, no message of an older instance
-can become visible, if log and local transaction are one. A half message that was stored before keeps its state, and its
-ledger decides. `leftovers` lists the ones that a newer instance waits for.
+under a shared lock, and a newer instance waits for this lock. Once the newer instance has its epoch, an older instance
+can no longer commit messages in its local transaction. A half message that was stored before keeps its state, and its
+ledger decides. `leftovers` lists the half transactions for which a newer instance waits.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from outbox.broker.transaction.half_scan import hint_checks
 from outbox.errors import LeftoversUndecided, ProducerFenced
 from outbox.transaction import CheckSettings, ProducerEpoch
 
-# Needed in addition to the row's lock, which is not fair: overlapping transactions would share it forever, and an
-# instance that wants to raise the epoch would never get it.
+# This lock is needed in addition to the row's lock, which is not fair. Overlapping transactions could share the row's
+# lock forever, and an instance that wants to raise the epoch would never get it.
 _LOCK_NAME: Final = "hashtextextended(%(producer_group)s || chr(31) || %(transactional_id)s, 20)"
 
 _SHARE = Statement(f"SELECT pg_advisory_xact_lock_shared({_LOCK_NAME})")
 _EXCLUDE = Statement(f"SELECT pg_advisory_xact_lock({_LOCK_NAME})")
 _LIMIT_WAITING = Statement("SELECT set_config('lock_timeout', %(milliseconds)s || 'ms', true)")
 
-# FOR SHARE reads the newest version regardless of the transaction's snapshot, or fails.
+# FOR SHARE reads the newest version of the row regardless of the transaction's snapshot, or fails.
 _EPOCH = Statement("""
 SELECT epoch FROM {schema}.producer_epoch
 WHERE producer_group = %(producer_group)s AND transactional_id = %(transactional_id)s
@@ -43,11 +43,13 @@ ON CONFLICT (producer_group, transactional_id) DO UPDATE SET epoch = known.epoch
 RETURNING epoch
 """)
 
-# Retention never removes undecided halves from the log; it removes decided ones with their decisions.
+# Retention never removes undecided half messages from the log. It removes decided half messages together with their
+# decisions.
 _UNDECIDED: Final = """EXISTS (SELECT FROM {schema}.commit_log half WHERE half.message_id = noted.transaction_id)
     AND NOT EXISTS (SELECT FROM {schema}.op_log WHERE op_log.transaction_id = noted.transaction_id)"""
 
-# Decided halves need no row any more. An id has few open halves, so the table stays small.
+# The statement deletes the rows of decided half messages. A transactional id has few undecided ones, so the table stays
+# small.
 _NOTE = Statement(f"""
 WITH forgotten AS (
     DELETE FROM {{schema}}.fenced_half noted
@@ -130,8 +132,8 @@ def note_half(run: Executor, producer: ProducerEpoch, transaction_id: UUID) -> N
 def leftovers(run: Executor, producer: ProducerEpoch, *, settings: CheckSettings) -> list[UUID]:
     """Return the undecided half transactions of older instances; each becomes due for a check, immune or not.
 
-    Immunity avoids checks that ask too early. The senders of these transactions have given them up, and the ledger's
-    barrier answers UNKNOWN while one of them is still running.
+    Immunity avoids checks that ask too early, but a newer instance has replaced the senders of these transactions. If a
+    local transaction is still running, the ledger's barrier answers UNKNOWN.
     """
     rows = run.rows(
         _LEFTOVERS,

@@ -1,9 +1,9 @@
 """Find undecided half messages, at a cost proportional to the number of undecided ones.
 
-The scan reads new half rows by pairs of snapshots: rows whose transaction the last scan could not see. A cursor over
-ids would lose transactions that commit late. Using the oldest running transaction as a limit would stall behind any
-open one. The statement binds the upper end of the last snapshot as `%(xmax)s` and its running transactions as
-`%(xip)s`: as functions inside one OR they would cost a scan of the whole table.
+The scan compares two snapshots. It reads the half rows whose transactions the last scan could not see. A cursor over
+ids would miss transactions that commit late. If the oldest running transaction were the limit, any open transaction
+would stop the scan. The statement binds the upper end of the last snapshot as `%(xmax)s` and its running transactions
+as `%(xip)s`. With functions inside one OR instead, it would scan the whole table.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _IMMUNE_UNTIL: Final = "stored_at + make_interval(secs => coalesce(immunity_seco
 def insert_pending(source: LiteralString, where: LiteralString, *, due: LiteralString = _IMMUNE_UNTIL) -> LiteralString:
     """Return the INSERT of a pending row for each undecided transaction, due when immunity ends or at `due`.
 
-    Immunity is the value of the half message, else the setting of the process that finds it. It counts from the time at
-    which the half message was stored.
+    The length of immunity is that of the half message, or else the setting of the process that finds the message.
+    Immunity counts from the time at which the half message was stored.
 
-    `source` has the log's columns and the alias `half_row`. The rows are sorted: inserts that may conflict must lock in
-    one order.
+    `source` has the log's columns and the alias `half_row`. The rows are sorted, because inserts that may conflict must
+    lock in one order.
     """
     return f"""
 INSERT INTO {{schema}}.pending_check AS pending
@@ -48,10 +48,10 @@ ORDER BY transaction_id
 """
 
 
-# `edge`: the transaction id up to which to read: inside a long backlog, else the snapshot's end. About `batch` rows are
-# below it; the rows of one transaction stay together. The current snapshot bounds the query, because rows from before a
-# restore may carry higher ids than the present ones. The stored snapshot is the current one, with everything from the
-# cut on unread.
+# `edge` has the transaction id up to which the scan reads. In a long backlog, about `batch` rows are below this id;
+# else it is the end of the current snapshot. The rows of one transaction stay together. The current snapshot limits the
+# query, because rows from before a restore may have higher transaction ids than the present ones. The scan stores the
+# current snapshot, changed so that all transactions from the cut on count as unread.
 _SCAN = Statement(f"""
 WITH edge AS (
     SELECT coalesce(
@@ -92,7 +92,7 @@ WITH edge AS (
 SELECT fresh, moved, more FROM found
 """)
 
-# Ids begin with a time, so their order is nearly that of the transactions.
+# Transaction ids begin with a time, so their order is nearly the order of the transactions' starts.
 _WAITING = Statement("""
 SELECT transaction_id FROM {schema}.pending_check pending
 WHERE (%(group)s::text IS NULL OR producer_group = %(group)s) AND (NOT %(parked)s::boolean OR parked_at IS NOT NULL)
@@ -146,11 +146,11 @@ def scan_halves(run: Executor, *, immunity_seconds: int, batch: int = DEFAULT_BA
         "immunity": immunity_seconds,
     }
     try:
-        # Not prepared: without the values, the plan would read the whole log.
+        # The statement is not prepared, because a plan without the values would read the whole log.
         with lifted(run.connection):
             scanned, moved, more = run.one(_SCAN, parameters, prepare=False)
     except UniqueViolation:
-        # Whether the other scan has left a backlog is unknown here.
+        # This scan does not know whether the other scan has left a backlog.
         return ScanCounts(more=True)
     return ScanCounts(scanned=scanned, moved=moved, more=more)
 
@@ -170,7 +170,7 @@ class Undecided:
 
 
 def undecided_below(run: Executor, ledger_id: UUID, below: UUID, *, limit: int) -> list[Undecided]:
-    """Return the first undecided transactions of a ledger by id, parked ones included. Only scanned halves are seen."""
+    """Return the first undecided transactions of a ledger by id, parked ones included. It sees only scanned ones."""
     return run.objects(Undecided, _UNDECIDED_BELOW, {"ledger_id": ledger_id, "below": below, "limit": limit})
 
 

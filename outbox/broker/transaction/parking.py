@@ -1,4 +1,4 @@
-"""Parking: an undecided half transaction that check-back has not settled in time, and how it is decided later.
+"""Park half transactions that check-back has not settled in time, until they are decided later.
 
           scan                 claimed by its group, immunity over
 HALF ───────────► PENDING ◄──────────────────────────────────┐
@@ -32,9 +32,9 @@ from outbox.transaction import GROUP_AWAY_SECONDS, CheckSettings, ParkReason
 
 _BATCH: Final = 1000
 
-# Age counts from the end of immunity, so a long immunity is respected. The statement skips rows that a check holds; the
-# next pass sees them. A transaction whose group never answered is due at once: the first process of the group asks
-# about it.
+# The age counts from the end of immunity, so a long immunity does not lead to parking. The statement skips rows that a
+# check has locked; the next pass sees them. If no process of its group asks for checks, a parked transaction is due at
+# once. So the next process of the group asks about it.
 _PARK_OVERDUE = Statement("""
 WITH overdue AS MATERIALIZED (
     SELECT transaction_id, coalesce(seen_at < now() - make_interval(secs => %(away)s), true) AS unanswered, seen_at
@@ -51,7 +51,8 @@ FROM overdue WHERE pending.transaction_id = overdue.transaction_id
 RETURNING pending.transaction_id, pending.producer_group, park_reason AS reason, checks, last_answer, seen_at
 """)
 
-# One note per ten seconds is exact enough, and processes of one group do not wait for each other's.
+# A group has at most one note per ten seconds, which is exact enough. So its processes do not wait for each other's
+# row.
 _NOTE_ASKING = Statement("""
 WITH before AS (
     SELECT seen_at FROM {schema}.producer_group WHERE name = %(group)s
@@ -63,7 +64,7 @@ WITH before AS (
 SELECT coalesce((SELECT seen_at FROM before) < now() - make_interval(secs => %(away)s), true)
 """)
 
-# `lately`: a transaction asked about within this many seconds waits for its turn; 0 asks about all.
+# `lately`: leave out transactions about which a process has asked within this many seconds. 0 leaves out none.
 _ASK_PARKED = Statement("""
 WITH chosen AS (
     SELECT transaction_id FROM {schema}.pending_check pending
@@ -106,8 +107,8 @@ class _Parked:
 def park_overdue(run: Executor, *, settings: CheckSettings) -> int:
     """Park transactions still undecided `max_age_seconds` after their immunity; returns how many.
 
-    Each one leaves an incident with the reason. This is a pass of maintenance. It needs no producer, so it also reports
-    a transaction whose group has no running process.
+    Each one leaves an incident with the reason. This function is a pass of maintenance. It needs no producer, so it
+    also reports a transaction whose group has no running process.
     """
     parameters = {
         "away": GROUP_AWAY_SECONDS,
@@ -135,7 +136,7 @@ def note_asking(run: Executor, producer_group: str) -> bool:
 def ask_parked(run: Executor, producer_group: str, *, lately_seconds: float = 0.0) -> int:
     """Make the parked transactions of a group due for a check now; returns how many.
 
-    It leaves out those that were asked about within `lately_seconds`.
+    Transactions about which a process has asked within `lately_seconds` are left out.
     """
     with lifted(run.connection):
         return run.count(_ASK_PARKED, {"group": producer_group, "lately": lately_seconds})

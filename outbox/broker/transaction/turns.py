@@ -11,10 +11,12 @@ from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
 
 CHECK_BACK = "check_back"
-# Begins the name of a receiver's pass. If it is late, no transaction stays undecided, but messages are not received.
+# The name of a receiver's pass begins with this. If such a pass is late, no transaction stays undecided, but messages
+# are not received.
 RECEIVE = "receive:"
 
-# clock_timestamp() and not now(): after waiting for the row, the comparison must use the present time.
+# The statement uses clock_timestamp() instead of now(). After a wait for the row, the comparison must use the present
+# time.
 _TAKE_TURN = Statement("""
 INSERT INTO {schema}.periodic_pass AS known (producer_group, name, interval_seconds, began_at)
 VALUES (%(group)s, %(name)s, %(interval)s, clock_timestamp())
@@ -25,7 +27,8 @@ WHERE known.began_at NOT BETWEEN clock_timestamp() - make_interval(secs => %(res
 RETURNING 1
 """)
 
-# Overdue by several intervals: a claimed check is due again only after its recheck time.
+# A check counts as unasked if it is overdue by several intervals, because a claimed check is due again only after its
+# recheck time.
 _UNASKED = Statement("""
 SELECT pending.producer_group, count(*) AS transactions,
        extract(epoch FROM now() - min(pending.due_at))::double precision AS overdue_seconds,
@@ -48,7 +51,7 @@ _DEFAULT_INTERVAL_SECONDS = 30.0
 class IdleProducerGroup:
     """A producer group that has undecided transactions to check and does not ask for them.
 
-    `last_pass_seconds`: the time since the last pass began; None if none ever did.
+    `last_pass_seconds`: the time since the last pass began; None before the first pass.
     """
 
     producer_group: str
@@ -70,7 +73,8 @@ def take_turn(
 ) -> bool:
     """Whether the caller is to run the pass now: no, if another process began it less than `rest_seconds` ago.
 
-    The default is half of `interval_seconds`, so that one of several drivers suffices and none has to be punctual.
+    The default of `rest_seconds` is half of `interval_seconds`. So one of several drivers is enough, and each may be a
+    little late.
     """
     rest = interval_seconds / 2 if rest_seconds is None else rest_seconds
     parameters = {"group": producer_group, "name": name, "interval": interval_seconds, "rest": rest}
@@ -86,5 +90,5 @@ def forget(run: Executor, name: str) -> int:
 
 
 def unasked(run: Executor) -> list[IdleProducerGroup]:
-    """Return the producer groups without check-back whose transactions wait for it."""
+    """Return the producer groups whose transactions wait for check-back although no process runs it."""
     return run.objects(IdleProducerGroup, _UNASKED, {"name": CHECK_BACK, "interval": _DEFAULT_INTERVAL_SECONDS})

@@ -1,6 +1,6 @@
-"""The ledger, reconciliation's findings and the operations page's audit in the admin, read-only.
+"""Read-only admin pages of the ledger, the reconciliation findings and the audit of operator actions.
 
-The admin cannot show tables with composite keys, so the inbox is missing.
+The inbox has no admin page, because the admin cannot show tables with composite keys.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ else:
 
 
 class ReadOnly:
-    """Read-only: a change of a ledger by hand can lose or invent messages."""
+    """Makes an admin page read-only, because a change of the ledger by hand can lose or invent messages."""
 
     def has_add_permission(self, request: HttpRequest) -> bool:
         """Always False."""
@@ -41,7 +41,10 @@ class ReadOnly:
 
 @admin.register(LedgerEntry)
 class LedgerEntryAdmin(ReadOnly, _Entries):
-    """Local transactions that published messages, and the tombstones of those that did not commit."""
+    """The admin page of local transactions that published messages, and of tombstones.
+
+    A tombstone belongs to a local transaction that did not commit.
+    """
 
     list_display = ("transaction_id", "state", "created_at")
     list_filter = ("state",)
@@ -52,14 +55,17 @@ class LedgerEntryAdmin(ReadOnly, _Entries):
 
 @admin.register(LedgerIdentity)
 class LedgerIdentityAdmin(ReadOnly, _Identities):
-    """The id of this database's ledger."""
+    """The admin page with the id of this database's ledger."""
 
     list_display = ("ledger_id", "pruned_before")
 
 
 @admin.register(Finding)
 class FindingAdmin(ReadOnly, _Findings):
-    """The findings of the last reconciliation. A finding disappears with the next run after its data is corrected."""
+    """The admin page of the last reconciliation's findings.
+
+    After its data is corrected, a finding disappears with the next run.
+    """
 
     list_display = ("finding_class", "rule", "group", "key", "detail", "at")
     list_filter = ("finding_class", "severity", "rule", "group", "output")
@@ -74,13 +80,13 @@ class FindingAdmin(ReadOnly, _Findings):
 
     @admin.display(description="operations page")
     def operations_page(self, finding: Finding) -> str:
-        """A link to the message on the operations page, if that is mounted."""
+        """A link to the message on the operations page, if the project has mounted the page."""
         return link("message", finding.message_id, finding.message_id)
 
 
 @admin.register(OperatorAction)
 class OperatorActionAdmin(ReadOnly, _Actions):
-    """The actions run on the operations page."""
+    """The admin page of operator actions, run by a command or on the operations page."""
 
     list_display = ("at", "who", "action", "subject", "why", "outcome")
     list_filter = ("action", "outcome")
@@ -95,7 +101,7 @@ class OperatorActionAdmin(ReadOnly, _Actions):
 
 
 def link(name: str, argument: object, text: str) -> str:
-    """A link to the operations page; empty if the value is empty or the page is not mounted."""
+    """A link to the operations page; '' if the page has no address for `argument` or is not mounted."""
     try:
         address = reverse(f"outbox:{name}", args=[argument])
     except NoReverseMatch:

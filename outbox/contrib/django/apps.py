@@ -8,7 +8,7 @@ from django.db.models.signals import post_migrate
 
 
 class OutboxConfig(AppConfig):
-    """Transactional messages for Django: add 'outbox.contrib.django' to INSTALLED_APPS."""
+    """The app of outbox. To install it, add 'outbox.contrib.django' to INSTALLED_APPS."""
 
     name = "outbox.contrib.django"
     label = "outbox"
@@ -16,7 +16,7 @@ class OutboxConfig(AppConfig):
     verbose_name = "Outbox"
 
     def ready(self) -> None:
-        """Connect the signals needed before the first request; nothing here touches a database."""
+        """Connect the signals that are needed before the first request. This method uses no database."""
         from outbox.contrib.django import saga
         from outbox.contrib.django.database import in_tests
         from outbox.contrib.django.database.transactions import watch_connection

@@ -1,4 +1,4 @@
-"""Connects a project's Celery app: the worker option `--outbox`, and the periodic passes in the beat schedule.
+"""Adds outbox to a project's Celery app: the worker option `--outbox`, and periodic passes in the beat schedule.
 
     app = Celery("shop")
     app.config_from_object("django.conf:settings", namespace="CELERY")
@@ -24,10 +24,10 @@ __all__ = ["TransactionalTask", "setup", "subscriber_task"]
 def setup(app: Any) -> None:
     """Add `--outbox` and `--outbox-roles` to the app's worker, and check-back and pruning to its beat schedule.
 
-    Transactional tasks join their transaction even if they are sent by name.
+    A transactional task joins the caller's transaction even if it is sent by name.
 
-    Tasks and schedule are added when the app is finalised, because a Celery module may be imported before Django is set
-    up. If the app is finalised already, they are added at once.
+    The tasks and the schedule are added when Celery finalises the app, because a Celery module may be imported before
+    Django is set up. If the app is already finalised, they are added at once.
     """
     bootstep.install(app, supervisor, roles=list(Role))
     bootstep.flush_at_end(flush)

@@ -1,4 +1,4 @@
-"""Entries of DATABASES from URLs, for settings files."""
+"""Makes entries of DATABASES from URLs, for settings files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from outbox.broker.database.connection import read_conninfo
 def database_from_url(url: str, **options: Any) -> dict[str, Any]:
     """A DATABASES entry for a PostgreSQL URL or libpq connection string; `options` adds further keys.
 
-    Raises ConfigurationError if it cannot be read.
+    Raises ConfigurationError if the URL cannot be parsed.
     """
     info = read_conninfo(url, "the database URL")
     names = {"dbname": "NAME", "user": "USER", "password": "PASSWORD", "host": "HOST", "port": "PORT"}

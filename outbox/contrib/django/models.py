@@ -36,9 +36,9 @@ class LedgerEntry(models.Model):
 
 
 class LedgerIdentity(models.Model):
-    """The ledger's id, in its only row. Half messages carry the id, so that no other ledger answers for them.
+    """The ledger's id, in its only row. Half messages contain the id, so that only this ledger answers their checks.
 
-    Entries of transactions with an id below `pruned_before` may be deleted, so their absence proves nothing.
+    Ledger entries with a transaction id below `pruned_before` may have been deleted, so a missing entry proves nothing.
     Transaction ids are ordered by time, and comparing them needs no synchronised clocks.
     """
 
@@ -57,9 +57,9 @@ class LedgerIdentity(models.Model):
 
 
 class InboxEntry(models.Model):
-    """A message whose effect is in this database: the handler's own transaction writes the row.
+    """A message whose effect is in this database. The handler's own transaction writes the row.
 
-    `generation` rises when a consumer group processes messages again.
+    `generation` is increased when an operator lets a consumer group process messages again.
     """
 
     pk = models.CompositePrimaryKey("group", "generation", "message_id")
@@ -79,7 +79,7 @@ class InboxEntry(models.Model):
 
 
 class SagaState(models.TextChoices):
-    """The state of a saga. RUNNING and UNDOING: a message for its step is on its way."""
+    """The state of a saga. In the states RUNNING and UNDOING, a message for the saga's step is on its way."""
 
     RUNNING = "running", "Running"
     WAITING = "waiting", "Waiting for an answer"
@@ -89,9 +89,12 @@ class SagaState(models.TextChoices):
 
 
 class SagaProgress(models.Model):
-    """The progress of one record's saga. Only outbox.contrib.django.saga writes it: no write to the record resets it.
+    """The progress of one record's saga.
 
-    `message_id` is the message that moves it on: of the step, of its compensation, or of the deadline at `late_at`.
+    Only outbox.contrib.django.saga writes this row, so saving the record does not reset it.
+
+    `message_id` is the message that continues the saga: the message of the step, of its compensation, or of the
+    deadline at `late_at`.
     """
 
     saga = models.CharField(max_length=127)
@@ -108,7 +111,7 @@ class SagaProgress(models.Model):
         db_table = "outbox_saga"
         verbose_name = "saga"
         constraints: ClassVar = [models.UniqueConstraint(fields=["saga", "record"], name="outbox_saga_of_record")]
-        # The moving sagas, those that have been at their step for the longest time first.
+        # For sagas in a given state, in the order of the time since they reached their step.
         indexes: ClassVar = [models.Index(fields=["state", "changed_at"], name="outbox_saga_changed_at")]
 
     def __str__(self) -> str:
@@ -116,7 +119,7 @@ class SagaProgress(models.Model):
 
 
 class KeyLock(models.Model):
-    """A row to lock per FIFO key, on databases without transaction-scoped advisory locks."""
+    """One row per FIFO key that a transaction locks, on databases without transaction-scoped advisory locks."""
 
     key_hash = models.BigIntegerField(primary_key=True)
     taken = models.BigIntegerField(default=0)
@@ -130,7 +133,10 @@ class KeyLock(models.Model):
 
 
 class Finding(models.Model):
-    """The findings of the last reconciliation run into `output`. `manage.py outbox_reconcile --save` replaces them."""
+    """A finding of the last reconciliation run.
+
+    `manage.py outbox_reconcile --save` replaces all findings of an `output`.
+    """
 
     output = models.TextField()
     run = models.CharField(max_length=63)
@@ -157,9 +163,10 @@ class Finding(models.Model):
 
 
 class OperatorAction(models.Model):
-    """An operator's action, by a command or on the operations page: stored before it runs, completed afterwards.
+    """An audit entry of an operator's action, run by a command or on the operations page.
 
-    An entry that stays `begun` was interrupted: the broker may have done it or not.
+    The entry is stored before the action runs, and completed afterwards. If an entry stays `begun`, its action was
+    interrupted, and may or may not have taken effect.
     """
 
     class Outcome(models.TextChoices):

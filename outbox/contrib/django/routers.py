@@ -1,4 +1,4 @@
-"""Keeps other tables out of a database that only the broker uses."""
+"""A database router that keeps the tables of all models out of a database that only the broker uses."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from outbox.errors import ConfigurationError
 
 
 class BrokerRouter:
-    """For DATABASE_ROUTERS, when OUTBOX['BROKER'] names an alias that no model uses.
+    """A router for DATABASE_ROUTERS, if OUTBOX['BROKER'] names an alias that no model uses.
 
-    `migrate --database=broker` then installs the broker there and nothing else.
+    Then `migrate --database=broker` installs only the broker in that database.
     """
 
     def allow_migrate(self, db: str, app_label: str, model_name: str | None = None, **hints: Any) -> bool | None:
-        """The broker's database takes no model's table; for other databases this router returns None."""
+        """False for the broker's database, so it gets no model's table. None for other databases."""
         try:
             return False if is_dedicated(db) else None
         except ConfigurationError:
-            # Checks call the router too, and one of them reports the error in the settings. `migrate` starts with the
-            # checks.
+            # The system checks also call the router, and one check reports the error in the settings. `migrate` starts
+            # with the checks.
             return None
 
     def allow_relation(self, obj1: Model, obj2: Model, **hints: Any) -> bool | None:
-        """Always None."""
+        """Return None: this router has no opinion about relations."""
         return None
 
 
 def is_dedicated(alias: str) -> bool:
-    """Whether the alias is the broker's and not the default one."""
+    """Whether the alias is the broker's alias and not the default alias."""
     return alias == get_settings().broker and alias != DEFAULT_DB_ALIAS

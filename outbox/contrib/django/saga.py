@@ -1,18 +1,19 @@
-"""Sagas: several steps for one record, each in its own transaction; if a step is refused, earlier steps are undone.
+"""Sagas: several steps for one record, each in its own transaction. A refused step undoes the earlier steps.
 
-A saga is a helper over subscribers, not an engine. The record is a row of the application. The table `outbox_saga` in
-the same database stores the progress of its saga. Each step is a subscriber that locks both rows, does its work, and
-publishes the next message, all in the handler's transaction. So a step takes effect once, whichever process is killed,
-and a late message finds that the saga has moved on. A step that must wait (for a payment, for another service) returns
-WAIT; then `proceed`, `refuse` or its deadline continues the saga. The deadline is a delayed message with a key of its
-record and step. It is recalled when it is no longer needed.
+Sagas consist of subscribers and need no further process. The record is a row of the application. A row of the table
+`outbox_saga`, in the same database, stores the progress of the record's saga. Each step is a subscriber. In its
+handler's transaction, it locks the record and the saga's row, does its work, and publishes the next message. So a step
+takes effect once, even if a process is killed, and a late message has no effect. A step that must wait (for a payment,
+for another service) returns WAIT. Then `proceed`, `refuse` or the step's deadline continues the saga. The deadline is a
+delayed message whose key contains the record and the step. When the deadline is no longer needed, the saga recalls this
+message.
 
     booking = Saga("booking", Booking, topic="bookings")
 
     @booking.step(undo=release_room)
     def reserve_room(record): ...
 
-Import this from modules of installed apps; it needs loaded apps.
+Import this module only from modules of installed apps, because it needs loaded apps.
 
 See decision 186.
 """
@@ -55,14 +56,17 @@ logger = logging.getLogger(__name__)
 
 
 class StepRefused(Exception):
-    """Raised by a step for a business refusal. Its effects are rolled back, and earlier steps are undone.
+    """A step raises this exception for a business refusal.
 
-    Its text is stored as the saga's `reason`. Any other exception is a failure, and the step is tried again.
+    The effects of the step are rolled back, and earlier steps are undone.
+
+    The text of the exception is stored as the saga's `reason`. Any other exception is a failure, and the step is tried
+    again.
     """
 
 
 class StepAnswer(Enum):
-    """The values that a step may return besides None (done)."""
+    """The values that a step may return besides None, which means that the step is done."""
 
     WAIT = "wait"
 
@@ -79,7 +83,7 @@ _LATE: Final = "late."
 
 @dataclass(frozen=True, kw_only=True)
 class Step(Generic[Record]):
-    """One step: its function, its compensation, and the longest wait after it returned WAIT."""
+    """One step: its function, its compensation, and its longest wait for an answer after it has returned WAIT."""
 
     name: str
     work: Callable[[Record], StepAnswer | None]
@@ -90,9 +94,9 @@ class Step(Generic[Record]):
 class Saga(Generic[Record]):
     """The steps for a kind of record, in order of declaration.
 
-    `topic` carries the saga's messages. If steps have deadlines, declare it with the types NORMAL, DELAY and
-    TRANSACTION. Each step is a consumer group `NAME.STEP` of it. Steps are found by name: renaming one strands the
-    records at that step.
+    The saga's messages are published to `topic`. If steps have deadlines, declare the topic with the types NORMAL,
+    DELAY and TRANSACTION. Each step is a consumer group `NAME.STEP` of the topic. The saga finds a step by its name.
+    After a step is renamed, the saga cannot continue the records at this step.
     """
 
     def __init__(self, name: str, record: type[Record], *, topic: str) -> None:
@@ -112,11 +116,12 @@ class Saga(Generic[Record]):
         within: timedelta | None = None,
         retry: RetryPolicy | None = None,
     ) -> Callable[[Work], Work]:
-        """Declare the next step: a function of the locked record, run in the transaction of its message.
+        """Declare the next step: a function of the locked record. It runs in the transaction of the step's message.
 
-        It returns None if it is done, or WAIT. It raises StepRefused to have the earlier steps undone. `undo` reverses
-        its effects and must not refuse. `within`: a waiting step is refused after this time. `retry` applies to
-        failures of both; after the last attempt the message is a dead letter, and replaying it continues the saga.
+        The function returns None if the step is done, or WAIT. It raises StepRefused to undo the earlier steps. `undo`
+        reverses the effects of the step, and must not refuse. `within`: a waiting step is refused after this time.
+        `retry` applies to failures of the function and of `undo`. After the last attempt the message is a dead letter;
+        replaying the dead letter continues the saga.
         """
 
         def declare(work: Work) -> Work:
@@ -126,9 +131,9 @@ class Saga(Generic[Record]):
         return declare
 
     def start(self, record: Record) -> None:
-        """Start the saga when the open transaction commits; call it in the transaction that creates the row.
+        """Start the saga when the open transaction commits. Call it in the transaction that creates the record.
 
-        Raises UsageError without a transaction, and for a record whose saga was started before.
+        Raises UsageError if no transaction is open, or if the record's saga was started before.
         """
         if not self._steps:
             raise ConfigurationError(f"saga {self.name!r} has no steps: import the module that declares them.")
@@ -152,19 +157,19 @@ class Saga(Generic[Record]):
         return self._progress(pk).first()
 
     def proceed(self, pk: object, *, at: str) -> bool:
-        """Give a positive answer to step `at`, which waits for it: the saga continues with the next step.
+        """Give a positive answer to the waiting step `at`: the saga continues with the next step.
 
-        It runs in the open transaction, else in its own. Returns False, and does nothing, if the record no longer waits
-        at this step: its deadline passed, or it was answered before.
+        It uses the open transaction, or else begins one. If the record no longer waits at this step, it does nothing
+        and returns False: the deadline has passed, or the step was answered before.
         """
         return self._answer(pk, at, self._go_on)
 
     def refuse(self, pk: object, reason: str, *, at: str) -> bool:
-        """Give a negative answer to step `at`: undo it and the steps before. Otherwise like `proceed`."""
+        """Give a negative answer to the waiting step `at`: undo it and all earlier steps. Otherwise like `proceed`."""
         return self._answer(pk, at, lambda progress, step: self._turn_back(progress, step, reason))
 
     def deadline_key(self, pk: object, step: str) -> str:
-        """The key of a record's deadline at a step: no other message has it."""
+        """The key of the deadline message of a record and a step. No other message has this key."""
         return f"{self.name}/{pk}/{step}"
 
     # -- declaration ------------------------------------------------------------------------------------
@@ -203,7 +208,7 @@ class Saga(Generic[Record]):
     # -- messages ---------------------------------------------------------------------------------------
 
     def _handle(self, step: Step[Record], delivery: Delivery) -> None:
-        """Handle a message of `step`: run it, undo it, or refuse it after its deadline."""
+        """Handle a message of `step`: run the step, undo it, or refuse it after its deadline."""
         pk = delivery.body["pk"]
         try:
             record = self._locked(pk)
@@ -224,7 +229,7 @@ class Saga(Generic[Record]):
 
     def _run(self, record: Record, progress: SagaProgress, step: Step[Record]) -> None:
         try:
-            # A savepoint: the effects of a refused step are rolled back, its messages too.
+            # The savepoint is needed to roll back the effects and messages of a refused step.
             with transaction.atomic(using=self._alias):
                 answer = step.work(record)
         except StepRefused as refusal:
@@ -250,7 +255,7 @@ class Saga(Generic[Record]):
                 return False
             act(progress, step)
             if step.within is not None:
-                # Recalling saves the delivery of a deadline that would find that the saga has moved on.
+                # After this answer the deadline message has no effect, so recall it to save its delivery.
                 recalled = partial(recall_key, self.topic, self.deadline_key(record.pk, step.name))
                 transaction.on_commit(recalled, using=self._alias, robust=True)
         return True
@@ -273,7 +278,7 @@ class Saga(Generic[Record]):
         self._save(progress, SagaState.RUNNING, step)
 
     def _turn_back(self, progress: SagaProgress, last_done: Step[Record] | None, reason: str) -> None:
-        """Undo `last_done`, and then the steps before; None if no step was done."""
+        """Undo `last_done` and then all earlier steps. `last_done` is None if no step was done."""
         progress.reason = reason
         step = last_done
         while step is not None and step.undo is None:
@@ -288,7 +293,10 @@ class Saga(Generic[Record]):
         return self._steps[place - 1] if place else None
 
     def _progress(self, pk: object) -> QuerySet[SagaProgress]:
-        """Lock it after the record: application code that has locked its record may answer the saga."""
+        """The row of the saga's progress.
+
+        Lock it after the record, because application code may lock the record first and then answer the saga.
+        """
         value = self._record._meta.pk.to_python(pk)
         return SagaProgress.objects.using(self._alias).filter(saga=self.name, record=str(value))
 
@@ -303,7 +311,7 @@ class Saga(Generic[Record]):
         progress.save(using=self._alias)
 
     def _announce(self, progress: SagaProgress, step: Step[Record]) -> None:
-        """Publish the message that moves the saga on. It has none while it waits for an answer without a deadline."""
+        """Publish the message that continues the saga. A step that waits without a deadline needs no message."""
         state, pk, delay = progress.state, progress.record, None
         key = f"{self.name}/{pk}"
         if state == SagaState.RUNNING:
@@ -321,9 +329,9 @@ class Saga(Generic[Record]):
     # -- stranded sagas -------------------------------------------------------------------------------------
 
     def publish_again(self, progress: SagaProgress) -> bool:
-        """Publish the message of a saga that has lost it.
+        """Publish a new message for a saga whose message is lost. Returns whether it was published.
 
-        False if the saga has moved on, or a handler holds its lock.
+        It returns False if the saga has continued meanwhile, or if a handler has locked the saga's row.
         """
         with transaction.atomic(using=self._alias):
             same = self._progress(progress.record).filter(
@@ -336,22 +344,22 @@ class Saga(Generic[Record]):
             if found is None or step is None:
                 return False
             if found.state == SagaState.WAITING:
-                # Its deadline has passed: do not wait the full time again.
+                # The deadline of the step has passed, so the new message has no delay.
                 step = replace(step, within=timedelta(0))
             self._announce(found, step)
             found.save(using=self._alias, update_fields=["message_id"])
         return True
 
     def _forget(self, instance: models.Model, using: str, **_: Any) -> None:
-        """The record was deleted: another one may get its primary key."""
+        """Delete the progress of a deleted record, because another record may get the same primary key."""
         SagaProgress.objects.using(using).filter(saga=self.name, record=str(instance.pk)).delete()
 
 
 CONDITION: Final = "saga_stalled"
 PASS_INTERVAL_SECONDS: Final = 60.0
-# Examine a message only after this time, because it may still be on its way.
+# Examine a saga's message only after this time, because the message may still be on its way.
 _GRACE: Final = timedelta(seconds=60)
-# The condition examines this many of the sagas that have been at their step the longest; the pass examines more.
+# The condition examines at most this many sagas, longest at their step first. The periodic pass examines more.
 _LOOKED_AT: Final = 200
 _MENDED: Final = 10_000
 
@@ -365,7 +373,7 @@ _sagas: Final[dict[str, Saga[Any]]] = {}
 
 
 def rule(run: Executor) -> Sequence[Condition]:
-    """The condition, if it holds. Reads a bounded number of rows, by an index."""
+    """The condition of stalled sagas, if there are any. It reads a limited number of rows by an index."""
     return condition(
         CONDITION,
         (
@@ -387,7 +395,7 @@ def rule(run: Executor) -> Sequence[Condition]:
 
 
 def mend() -> Mapping[str, Any]:
-    """Publish a new message for every saga whose message is lost. An operator settles a dead letter."""
+    """Publish a new message for every saga whose message is lost. An operator must settle dead letters."""
     if not get_settings().has_database:
         return {}
     published = 0
@@ -404,7 +412,7 @@ def _stalled(run: Executor, *, limit: int) -> Iterator[tuple[SagaProgress, Where
     before = timezone.now() - _GRACE
     moves = Q(state__in=(SagaState.RUNNING, SagaState.UNDOING), changed_at__lt=before)
     late = Q(state=SagaState.WAITING, late_at__lt=before)
-    # Only where the records of declared sagas are: a database of a former broker has no table for sagas.
+    # Read only databases with records of declared sagas. The database of a former broker has no table for sagas.
     for alias in sorted({saga._alias for saga in _sagas.values()}):
         by_group: dict[str, list[SagaProgress]] = defaultdict(list)
         for one in SagaProgress.objects.using(alias).filter(moves | late).order_by("changed_at")[:limit]:
@@ -414,6 +422,6 @@ def _stalled(run: Executor, *, limit: int) -> Iterator[tuple[SagaProgress, Where
             for one in mine:
                 where = places[one.message_id] if one.message_id is not None else Whereabouts.GONE
                 same = {"pk": one.pk, "message_id": one.message_id, "state": one.state, "step": one.step}
-                # Read it again: it may have moved on since the first query.
+                # Read the saga again, because it may have continued since the first query.
                 if where in _WHY and SagaProgress.objects.using(alias).filter(**same).exists():
                     yield one, where

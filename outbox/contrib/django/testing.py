@@ -1,7 +1,8 @@
 """Test brokers for applications, and `drain`, which runs the project's subscribers.
 
-The broker in memory works in any test. A message counts as published when its own atomic blocks have ended, even inside
-the transaction that a TestCase wraps around the test. `captureOnCommitCallbacks` is not needed, and does no harm:
+The in-memory broker works in any test. A message is published when the atomic blocks of the code under test have ended.
+This also applies inside the transaction that a TestCase wraps around the test. `captureOnCommitCallbacks` is not
+needed, but it can be used:
 
     class PayTests(OutboxTestMixin, TestCase):
         def test_pay(self):
@@ -9,12 +10,13 @@ the transaction that a TestCase wraps around the test. `captureOnCommitCallbacks
             self.assertEqual([m.key for m in self.outbox.messages("order-paid")], [str(order.pk)])
             self.outbox.drain()
 
-The broker's test database is for what only a real broker does (both paths, check-back, order, handler threads):
+Use the broker's test database to test features that only a real broker has (both paths, check-back, order, handler
+threads):
 
     class PayForReal(OutboxBrokerTestMixin, TransactionTestCase):
         databases = {"default", "broker"}
 
-Under pytest the fixtures `outbox` and `outbox_broker` (outbox.pytest_plugin) are the same two.
+With pytest, the fixtures `outbox` and `outbox_broker` (outbox.pytest_plugin) provide the same two brokers.
 """
 
 from __future__ import annotations
@@ -45,26 +47,27 @@ from outbox.ports import AnyHandler
 
 
 class OutboxForTests(ABC):
-    """A broker as a test sees it: the one in memory or a real one."""
+    """The interface of a broker in a test: the in-memory broker or a real one."""
 
     def __init__(self, groups: Sequence[str] = ()) -> None:
-        """`groups`: those whose subscribers `drain` runs; without any, all groups."""
+        """`groups`: `drain` runs only the subscribers of these groups. If empty, it runs those of all groups."""
         self._groups = groups
         self._errors: list[Exception] = []
         autodiscover()
 
     @abstractmethod
     def messages(self, topic: str) -> list[Message]:
-        """The messages that subscribers of the topic can see: those of committed transactions, queue by queue."""
+        """The messages of committed transactions that subscribers of the topic can see, queue by queue."""
 
     def bodies(self, topic: str) -> list[Any]:
         """The decoded bodies of `messages`."""
         return [get_codecs().decode(item.content_type, item.body) for item in self.messages(topic)]
 
     def drain(self, *, raise_errors: bool = True) -> int:
-        """Run subscribers until no message is deliverable, new ones included; returns the number of deliveries.
+        """Run subscribers until no message is deliverable, also no new one. Returns the number of deliveries.
 
-        Raises the first error of a handler unless `raise_errors` is off; then failed messages wait for their retry.
+        Raises the first error of a handler. If `raise_errors` is off, it raises no error, and failed messages wait for
+        their retry.
         """
         total = 0
         self._errors.clear()
@@ -78,7 +81,7 @@ class OutboxForTests(ABC):
 
     @abstractmethod
     def _drain_once(self) -> int:
-        """Settle, and run subscribers; returns the number of deliveries."""
+        """Decide half messages, then run subscribers. Returns the number of deliveries."""
 
     @abstractmethod
     def reset(self) -> None:
@@ -97,7 +100,7 @@ class OutboxForTests(ABC):
 
 
 class InMemoryOutbox(OutboxForTests):
-    """The broker in this process; `broker.advance(seconds)` adds to its time."""
+    """An in-memory broker for tests. `broker.advance(seconds)` moves the broker's clock forward."""
 
     broker: InMemoryBroker
 
@@ -121,12 +124,12 @@ class InMemoryOutbox(OutboxForTests):
         return self.broker.drain()
 
     def settle(self) -> None:
-        """Decide every half message whose transaction has ended, by its ledger row, as check-back would."""
+        """Decide each half message whose transaction has ended. As in check-back, the ledger row gives the decision."""
         get_engine().settle()
 
 
 class BrokerOutbox(OutboxForTests):
-    """The broker's test database. Handlers run in threads, in their own transactions, as in a worker."""
+    """A real broker in its test database. Handlers run in threads, in their own transactions, as in a worker."""
 
     def __init__(self, groups: Sequence[str] = ()) -> None:
         super().__init__(groups)
@@ -143,7 +146,7 @@ class BrokerOutbox(OutboxForTests):
             run = Executor(connection, settings.schema)
             deletion.empty(run)
             declare_topics(run, [declared.topic for declared in settings.topics.values()])
-        # Rebuild the broker of this process: the topics it knows are deleted.
+        # Rebuild the broker of this process, because the topics in its cache were deleted.
         reset_broker()
 
     def messages(self, topic: str) -> list[Message]:
@@ -161,14 +164,17 @@ class BrokerOutbox(OutboxForTests):
 
 @contextmanager
 def in_memory_outbox(*, groups: Sequence[str] = (), **settings: Any) -> Iterator[InMemoryOutbox]:
-    """A fresh in-memory broker for the block, with the project's subscribers; `settings` are further keys of OUTBOX."""
+    """A new in-memory broker for the block, with the project's subscribers.
+
+    `settings` are further keys of OUTBOX.
+    """
     with _changed({**settings, "IN_MEMORY": True, "LEDGER": True}):
         yield InMemoryOutbox(groups)
 
 
 @contextmanager
 def broker_outbox(*, groups: Sequence[str] = (), **settings: Any) -> Iterator[BrokerOutbox]:
-    """The empty test database of the broker for the block; otherwise like `in_memory_outbox`.
+    """The broker's emptied test database for the block. The parameters are those of `in_memory_outbox`.
 
     Raises ConfigurationError if the broker's alias is not among the databases of the running test.
     """
@@ -188,7 +194,7 @@ def _changed(keys: dict[str, Any]) -> Iterator[None]:
 
 
 class OutboxTestMixin:
-    """Gives every test of a TestCase or TransactionTestCase a fresh `self.outbox`, in memory."""
+    """Gives every test of a TestCase or TransactionTestCase a new in-memory broker as `self.outbox`."""
 
     outbox: InMemoryOutbox
 
@@ -198,7 +204,7 @@ class OutboxTestMixin:
 
 
 class OutboxBrokerTestMixin:
-    """Gives every test of a TransactionTestCase an empty real broker, `self.outbox`.
+    """Gives every test of a TransactionTestCase an empty real broker as `self.outbox`.
 
     The `databases` of the test must contain the broker's alias.
     """

@@ -1,4 +1,4 @@
-"""`path("outbox/", include("outbox.contrib.django.urls"))`: the operations page, and health/, status/ and metrics/."""
+"""`path("outbox/", include("outbox.contrib.django.urls"))`: operations pages, health/, status/, metrics/."""
 
 from __future__ import annotations
 

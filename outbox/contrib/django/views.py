@@ -1,4 +1,4 @@
-"""For load balancers, monitoring and scrapers: health, status and metrics over HTTP."""
+"""The views for load balancers, monitoring and scrapers: health, status and metrics."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _REFUSED: Final = (
 @never_cache
 @require_safe
 def health(request: HttpRequest) -> HttpResponse:
-    """200 while messages are delivered, else 503.
+    """Answer 200 while messages are delivered, else 503.
 
-    Every client may ask; the details need permission to see the status.
+    Every client gets an answer. The answer contains the problems only if the client may see the status.
     """
     with deadline.within(SECONDS):
         found = probe()
@@ -40,9 +40,9 @@ def health(request: HttpRequest) -> HttpResponse:
 @never_cache
 @require_safe
 def status(request: HttpRequest) -> HttpResponse:
-    """Verdict and overview as JSON. The status is 200, or 503 if the verdict is critical.
+    """Answer with the verdict and the overview as JSON. The HTTP status is 503 if the verdict is critical, else 200.
 
-    Needs the page's permission or the token.
+    The client needs the permission to see the operations page, or the token.
     """
     if not _may_see(request):
         return JsonResponse({"error": _REFUSED}, status=403)
@@ -54,7 +54,11 @@ def status(request: HttpRequest) -> HttpResponse:
 @never_cache
 @require_safe
 def metrics(request: HttpRequest) -> HttpResponse:
-    """Metrics for Prometheus. Needs the page's permission or the token, because it names groups and topics."""
+    """Answer with the metrics for Prometheus.
+
+    The client needs the permission to see the operations page, or the token, because the metrics name groups and
+    topics.
+    """
     if not _may_see(request):
         return HttpResponse(f"{_REFUSED}\n", status=403, content_type="text/plain; charset=utf-8")
     with deadline.within(SECONDS):
@@ -62,7 +66,8 @@ def metrics(request: HttpRequest) -> HttpResponse:
 
 
 def _may_see(request: HttpRequest) -> bool:
-    # Check the token first: a scraper has no account, and must get an answer while accounts cannot be read.
+    # Check the token first, because a scraper has no account. A scraper must also get an answer while the accounts
+    # cannot be read.
     if telemetry.is_authorized(request.headers.get("Authorization", "")):
         return True
     try:

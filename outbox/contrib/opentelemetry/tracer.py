@@ -33,8 +33,8 @@ _RECORDED: Final = 5
 class OpenTelemetryTracer:
     """Implements outbox.tracing.Tracer.
 
-    Without `provider` it uses the global one, even if that is set later. The headers come from the global propagator:
-    by default W3C's `traceparent`, `tracestate` and `baggage`.
+    Without `provider` it uses the global provider, even if the application sets it later. The headers come from the
+    global propagator: by default W3C's `traceparent`, `tracestate` and `baggage`.
     """
 
     def __init__(self, provider: TracerProvider | None = None) -> None:
@@ -42,10 +42,10 @@ class OpenTelemetryTracer:
 
     @contextmanager
     def publishing(self, messages: Sequence[Message]) -> Iterator[Sequence[Message]]:
-        """A span `publish TOPIC`; the messages carry its context and no other.
+        """A span `publish TOPIC`; the messages carry the context of this span only.
 
-        Its parent is the span of the publishing code. Without one (a foreign message is stored), its parent is the
-        context that the first message carries.
+        Its parent is the span of the publishing code. If there is no such span because a foreign message is stored, its
+        parent is the context that the first message carries.
         """
         inside = trace.get_current_span().get_span_context().is_valid
         with self._tracer.start_as_current_span(
@@ -114,7 +114,7 @@ def _name(operation: str, messages: Sequence[Message]) -> str:
 
 
 def _about(operation: str, kind: str, messages: Sequence[Message]) -> dict[str, AttributeValue]:
-    """`kind` is one of the operation types in the conventions."""
+    """Return the attributes of a span; `kind` is one of the operation types in the conventions."""
     first = messages[0]
     found: dict[str, AttributeValue] = {
         "messaging.system": SYSTEM,
@@ -156,7 +156,7 @@ def _context_of(message: Message) -> Context:
 
 
 def _links(messages: Sequence[Message]) -> list[Link]:
-    """Use each publish call once."""
+    """Return one link per publish call, even if the call published several of the messages."""
     fields = propagate.get_global_textmap().fields
     carriers = {tuple(message.headers.get(field) for field in fields): message for message in messages}
     found = (trace.get_current_span(_context_of(message)).get_span_context() for message in carriers.values())

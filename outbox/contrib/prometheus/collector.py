@@ -1,4 +1,4 @@
-"""Metrics from the broker's tables at scrape time: conditions, lag, undecided, dead letters, the last audit."""
+"""Metrics from the broker's tables at scrape time: conditions, lag, undecided messages, dead letters, last audit."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _KEPT_SECONDS: Final = 5.0
 
 @dataclass(frozen=True, slots=True)
 class ScrapeState:
-    """The figures of a scrape. If the broker cannot be reached, only the verdict."""
+    """The figures of a scrape. If the broker cannot be reached, it has only the verdict."""
 
     verdict: ConditionReport
     overview: Overview | None = None
     summary: Summary | None = None
     audit: Audit | None = None
-    # Bytes by table, of the broker and of the application: ledger and inbox.
+    # Bytes by table: the tables of the broker, and the application's ledger and inbox.
     sizes: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -48,7 +48,7 @@ class BrokerCollector:
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """The metrics."""
+        """Return the metrics of this scrape."""
         state = self._state()
         yield from _conditions(state)
         if state.overview is not None:
@@ -102,7 +102,7 @@ def _broker(broker: Overview) -> Iterator[Metric]:
 
 
 def _pairs(summary: Summary) -> Iterator[Metric]:
-    """Per group and topic; retry queues are a topic of their own."""
+    """Return the metrics per group and topic; the retry queues of a group count as a separate topic."""
     pairs: dict[tuple[str, str], list[GroupProgress]] = {}
     for one in sorted(summary.groups, key=lambda one: (one.group, one.topic)):
         pair = (one.group, one.topic) if len(pairs) < MOST_PAIRS else (one.group, OTHERS)
@@ -129,7 +129,7 @@ def _pairs(summary: Summary) -> Iterator[Metric]:
 
 
 def _lag_seconds(summary: Summary, of: Sequence[GroupProgress]) -> float | None:
-    """0.0 if no message waits; None if messages wait and the time of the oldest is unknown."""
+    """Return the age of the oldest waiting message: 0.0 if none waits, None if its time is unknown."""
     known = [age for one in of if (age := summary.seconds_since(one.oldest_at)) is not None]
     return max(known) if known else None if any(one.lag for one in of) else 0.0
 

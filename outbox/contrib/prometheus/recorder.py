@@ -10,11 +10,12 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from outbox.transaction import CheckCounts
 
-# At most this many topics, and pairs of group and topic, have their own series per process. The others share one.
+# At most this many topics, and pairs of group and topic, have their own series per process. The others share one
+# series.
 MOST_TOPICS: Final = 200
 MOST_PAIRS: Final = 200
 OTHERS: Final = "(others)"
-# At most this many waits of a batch are observed: the cost per message stays small.
+# At most this many waits of a batch are observed, so that the cost per message stays small.
 _SAMPLES: Final = 10
 _BUCKETS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 60.0, 600.0)
 
@@ -67,7 +68,7 @@ class PrometheusRecorder:
             "outbox_checks", "Check-backs by answer.", ["producer_group", "answer"], registry=registry
         )
 
-        # Keep the labelled metrics: finding one by its labels costs more than adding to it.
+        # Keep the labelled metrics, because finding a metric by its labels costs more than adding to it.
         self._paths: dict[str, Histogram] = {}
         self._sent: dict[tuple[str, str], Counter] = {}
         self._places: dict[tuple[str, str], _Place] = {}
@@ -105,7 +106,7 @@ class PrometheusRecorder:
             self._checks.labels(producer_group, answer).inc(count)
 
     def _place(self, group: str, topic: str) -> _Place:
-        """The metrics of a subscription. Beyond MOST_PAIRS all subscriptions share those of (others)."""
+        """The metrics of a subscription. After MOST_PAIRS subscriptions, all further ones share those of (others)."""
         with self._lock:
             pair = (group, topic) if len(self._places) < MOST_PAIRS else (OTHERS, OTHERS)
             if pair not in self._places:

@@ -20,7 +20,7 @@ _SEVERITY: Final = "{{ if ge $value 2.0 }}critical{{ else }}warning{{ end }}"
 
 
 def alert_name(condition: str) -> str:
-    """no_sequencer -> OutboxNoSequencer."""
+    """Return the name of the alert, such as OutboxNoSequencer for no_sequencer."""
     return "Outbox" + "".join(part.capitalize() for part in condition.split("_"))
 
 
@@ -46,7 +46,10 @@ def alerts() -> str:
 
 
 def _holds(name: str) -> str:
-    """True if the condition holds, or held when last known: no alert resolves while the broker is down."""
+    """Return an expression that is true if the condition holds, or held when it was last known.
+
+    So no alert resolves while the broker is down.
+    """
     now = f'max by (name) (outbox_condition{{name="{name}"}})'
     last = f'max by (name) (last_over_time(outbox_condition{{name="{name}"}}[{_REMEMBERED}]))'
     return f"{now} > 0 or ({last} > 0 unless on (name) {now})"
@@ -77,7 +80,7 @@ def _summed(of_group_and_topic: str) -> str:
     return f"sum by (group) (max by (group, topic) ({of_group_and_topic}))"
 
 
-# Title, unit, and the expressions with their legends.
+# The panels: title, unit, and the expressions with their legends.
 PANELS: Final[list[tuple[str, str, list[tuple[str, str]]]]] = [
     ("Conditions (1 warning, 2 critical)", "none", [("max by (name) (outbox_condition) > 0", "{{name}}")]),
     ("A process sequences", "none", [("max(outbox_leader)", "leader")]),

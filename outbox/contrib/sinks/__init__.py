@@ -1,1 +1,1 @@
-"""The sinks for forwarded messages: webhooks, RabbitMQ, Redis, SQS, Kafka. Without Django; one extra for each."""
+"""The sinks for forwarded messages: webhooks, RabbitMQ, Redis, SQS, Kafka. They need an extra each, but not Django."""

@@ -1,4 +1,4 @@
-"""The formats of forwarded messages: plain, or a CloudEvent (1.0) in structured or binary mode."""
+"""The formats of forwarded messages: plain, or a CloudEvent 1.0 in structured or binary mode."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STRUCTURED: Final = "cloudevents-structured"
 BINARY: Final = "cloudevents-binary"
 NAMES: Final = (PLAIN, STRUCTURED, BINARY)
 
-# Attributes of CloudEvents that a message header must not overwrite.
+# Attributes of CloudEvents that a header of the message must not overwrite.
 _RESERVED: Final = frozenset(
     ("id", "source", "specversion", "type", "datacontenttype", "dataschema", "subject", "time", "data")
 )
@@ -29,9 +29,9 @@ _JSON: Final = re.compile(r"application/(json|.+\+json)\s*(;.*)?")
 
 
 def format_named(name: str, *, binding: str, source: str = "") -> Format:
-    """The format of this name for a sink of this binding. Raises ConfigurationError.
+    """Return the format with this name for a sink with this binding. Raises ConfigurationError.
 
-    `source` is the CloudEvents attribute of that name: a URI reference that identifies the publisher.
+    `source` is the CloudEvents attribute `source`: a URI reference that identifies the publisher.
     """
     if name not in NAMES:
         raise ConfigurationError(f"format={name!r} does not exist: use one of {', '.join(NAMES)}.")
@@ -45,7 +45,7 @@ def format_named(name: str, *, binding: str, source: str = "") -> Format:
 
 
 def plain(delivery: Delivery, topic: str, *, encode: Callable[[str], str] = str) -> Outgoing:
-    """The body unchanged; the message's other fields in headers whose names begin with `outbox-`."""
+    """Keep the body unchanged. Put the message's other fields into headers whose names begin with `outbox-`."""
     message = delivery.message
     headers = {
         "outbox-message-id": str(message.message_id),
@@ -60,7 +60,7 @@ def plain(delivery: Delivery, topic: str, *, encode: Callable[[str], str] = str)
 
 
 def _percent_encoded(value: str) -> str:
-    """Encode as the HTTP binding of CloudEvents does: everything except printable ASCII, and the quoting characters."""
+    """Percent-encode like the HTTP binding of CloudEvents: all but printable ASCII, and also `"` and `%`."""
     return quote(value, safe=_SAFE)
 
 
@@ -88,7 +88,7 @@ def _binding(name: str) -> ModuleType:
 
 
 def _event(delivery: Delivery, topic: str, source: str, *, binary: bool) -> Any:
-    """id and source together identify the event, so a repeated send has the same."""
+    """Make the CloudEvent of a delivery. Its id and source identify it, so a repeated send has the same two values."""
     from cloudevents.core.v1.event import CloudEvent
 
     message = delivery.message
@@ -112,7 +112,7 @@ def _event(delivery: Delivery, topic: str, source: str, *, binary: bool) -> Any:
 
 
 def _extensions(headers: Mapping[str, str]) -> dict[str, str]:
-    """Headers as extension attributes: lower-case letters and digits only, at most twenty characters."""
+    """Return headers as extension attributes. Names have only lower-case letters and digits, at most twenty."""
     named = {re.sub("[^a-z0-9]", "", name.lower())[:20]: value for name, value in headers.items()}
     return {name: value for name, value in named.items() if name and name not in _RESERVED}
 

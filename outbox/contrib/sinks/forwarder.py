@@ -1,6 +1,6 @@
-"""A handler that forwards in order per key and finishes a message after the endpoint has acknowledged it.
+"""A handler that forwards in order per key. A message is finished after the endpoint has acknowledged it.
 
-After a crash between the acknowledgement and the stored offset, the message is sent again under the same message id.
+If the process dies after the acknowledgement and before the offset is stored, the message is sent again with its id.
 
 See decision 125.
 """
@@ -23,12 +23,12 @@ from outbox.utils.faults import point
 
 Format = Callable[[Delivery, str], Outgoing]
 
-# A rejected message is offered again at this interval, because the receiver may be corrected meanwhile.
+# A rejected message is sent again at this interval, because the receiver may be corrected in the meantime.
 SUSPEND_SECONDS: Final = 5.0
 
 
 class RawCodecs(Codecs):
-    """Bodies are passed on unchanged: a message that this process cannot decode is forwarded like any other."""
+    """Codecs that leave bodies unchanged, so that a message that this process cannot decode is forwarded too."""
 
     def decode(self, content_type: str, data: bytes) -> Any:
         """Return the bytes unchanged."""
@@ -36,7 +36,7 @@ class RawCodecs(Codecs):
 
 
 class Forwarder:
-    """A handler that sends deliveries to a sink; `topic` is the messages' topic there, `form` their format."""
+    """A handler that sends deliveries to a sink. `topic` is the topic's name at the sink, `form` the format."""
 
     def __init__(self, sink: Sink, topic: str, form: Format) -> None:
         self._sink = sink
@@ -44,7 +44,7 @@ class Forwarder:
         self._form = form
 
     def __call__(self, given: Delivery | Sequence[Delivery]) -> None:
-        """Send all deliveries. Raises PartialFailure, or the one error that affected all of them."""
+        """Send all deliveries. If some fail, raises PartialFailure. If all fail for one reason, raises that error."""
         deliveries = [given] if isinstance(given, Delivery) else given
         lines = _lines(deliveries)
         failed: dict[UUID, Exception] = {}
@@ -60,7 +60,7 @@ class Forwarder:
             raise _verdict(deliveries, failed)
 
     def _send(self, wave: Sequence[Delivery], *, first: bool) -> Sequence[Exception | None]:
-        """Send at most one message per key. Raises LeaseLost if this process no longer owns the queue."""
+        """Send a list with at most one message per key. Raises LeaseLost if this process no longer owns the queue."""
         fence.check()
         errors: list[Exception | None] = [None] * len(wave)
         ready: list[tuple[int, Outgoing]] = []
@@ -82,7 +82,7 @@ class Forwarder:
 
 
 def _lines(deliveries: Iterable[Delivery]) -> list[deque[Delivery]]:
-    """The deliveries that must be sent one after the other. Messages without a key have no order."""
+    """Return lists of deliveries that must be sent one after the other. Messages without a key have no order."""
     lines: dict[object, deque[Delivery]] = {}
     for delivery in deliveries:
         lines.setdefault(delivery.key or delivery.message_id, deque()).append(delivery)
@@ -102,7 +102,7 @@ def _hold_back(line: deque[Delivery], behind: Delivery, failed: dict[UUID, Excep
 
 
 def _verdict(deliveries: Sequence[Delivery], failed: dict[UUID, Exception]) -> Exception:
-    """Return a single failure as itself: an outage is detected by failures that are alike."""
+    """Return the error to raise. One delivery raises its own error, because equal errors in a row show an outage."""
     return failed[deliveries[0].message_id] if len(deliveries) == 1 else PartialFailure(failed)
 
 
@@ -119,10 +119,10 @@ def subscription(
     suspend_seconds: float = SUSPEND_SECONDS,
     start: Start = Start.EARLIEST,
 ) -> Subscription:
-    """How a forwarding group consumes: in order per key, with unlimited retries in place.
+    """Return the subscription of a forwarding group: in order per key, with unlimited retries in place.
 
-    A rejected message blocks its key. With `dead_letter` it goes to the dead letters, and later messages of the key
-    pass it.
+    A rejected message blocks its key. With `dead_letter` the rejected message goes to the dead letters, and later
+    messages of the key pass it.
     """
     return Subscription(
         group=group,

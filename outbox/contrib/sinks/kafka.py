@@ -1,7 +1,7 @@
-"""Kafka, by an idempotent producer: all in-sync replicas acknowledge a message before the next one of its key is sent.
+"""Sends to Kafka through an idempotent producer. All in-sync replicas acknowledge a message before the next of its key.
 
-The producer removes duplicates only while it lives. After a crash of this process a message may be written again.
-Readers that must see it once compare its id, in the header `message-id`.
+The producer removes duplicates only while it lives. After a crash of this process it may write a message again. Readers
+that must process a message once compare its id, which is in the header `message-id`.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ logger = logging.getLogger(__name__)
 
 _POLL_SECONDS: Final = 0.05
 _REJECTED: Final = frozenset((KafkaError.MSG_SIZE_TOO_LARGE, KafkaError.INVALID_MSG, KafkaError.INVALID_RECORD))
-# The sink sets these. With other values a message of a key could overtake one that is not acknowledged.
+# The sink sets these options itself. With other values a message could overtake an unacknowledged one of its key.
 _FIXED: Final = {"enable.idempotence": True, "acks": "all"}
 
 
 class KafkaSink:
-    """Sends to a cluster. `servers` are host:port, separated by commas; `config` adds settings of librdkafka.
+    """Sends to a cluster. `servers` are host:port, separated by commas. `config` has further options of librdkafka.
 
-    The topic there has the name given in the message; the key chooses the partition as in Java (murmur2). Topics must
-    exist, or the cluster must create them. `timeout_seconds` is the time limit for an acknowledgement.
+    The message names its topic in Kafka. The key chooses the partition as in Java (murmur2). The topics must exist, or
+    the cluster must create them. `timeout_seconds` is the time limit for an acknowledgement.
     """
 
     binding = "kafka"
@@ -57,7 +57,7 @@ class KafkaSink:
         self._producer: Producer | None = self._made()
 
     def send(self, messages: Sequence[Outgoing]) -> Sequence[Exception | None]:
-        """Send messages. Raises ServiceUnavailable if none was acknowledged in time."""
+        """Send messages. If Kafka acknowledges none of them in time, raises ServiceUnavailable."""
         producer = self._current()
         outcomes: dict[int, KafkaError | None] = {}
         for place, message in enumerate(messages):
@@ -71,7 +71,7 @@ class KafkaSink:
         return [self._result(messages[place], outcomes[place]) for place in range(len(messages))]
 
     def close(self) -> None:
-        """Close the connections; messages that are not acknowledged yet count as not sent."""
+        """Close the connections. A message that is not acknowledged yet counts as not sent."""
         with self._lock:
             producer, self._producer = self._producer, None
         if producer is not None:
@@ -104,7 +104,7 @@ class KafkaSink:
         said = f"kafka {self._servers} did not take a message for {message.topic!r}: {error.name()}: {error.str()}"
         if error.code() in _REJECTED:
             return Rejected(f"{said} (message {message.message_id})")
-        # Leave out the id: repeated errors of different messages must be alike to be detected as an outage.
+        # The text has no message id, because an outage is detected by equal errors of different messages.
         return NotAcknowledged(said)
 
     def _current(self) -> Producer:
@@ -114,7 +114,7 @@ class KafkaSink:
             return self._producer
 
     def _drop(self, producer: Producer) -> None:
-        """Drop a producer after a fatal error: it cannot send again."""
+        """Forget a producer after a fatal error, because it cannot send again."""
         with self._lock:
             if self._producer is producer:
                 self._producer = None

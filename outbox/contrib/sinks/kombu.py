@@ -1,7 +1,8 @@
-"""RabbitMQ, Redis and SQS through kombu: persistent messages, each confirmed before the next one of its key.
+"""Sends to RabbitMQ, Redis and SQS through kombu. The server confirms a message before the next of its key is sent.
 
-RabbitMQ confirms a message when it is on disk in a durable queue, and returns one that no queue takes (mandatory).
-Redis acknowledges from memory: its `appendfsync` setting decides how much survives a crash. SQS answers after storing.
+RabbitMQ confirms a message when it is on disk in a durable queue. It returns a message that no queue takes (mandatory).
+Redis acknowledges a message in memory, and its `appendfsync` setting decides how much survives a crash. SQS answers
+after it has stored the message.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ _CONFIRMING: Final = frozenset(("amqp", "pyamqp", "amqps"))
 
 
 class KombuSink:
-    """Sends to one server: to `exchange` with a routing key, or without an exchange directly into the named queue.
+    """Sends to one server: to `exchange` with a routing key, or without an exchange to the queue of that name.
 
-    `routing_key` is a template of `{topic}` and `{key}`. Without an exchange, `declare` creates the durable queue. The
-    application that binds queues to an exchange declares it. Only AMQP reports an exchange without a matching queue, so
-    other transports refuse an exchange. `timeout_seconds` bounds connecting, and the wait for each confirmation.
+    `routing_key` is a template of `{topic}` and `{key}`. Without an exchange, `declare` creates the durable queue. With
+    an exchange, the application that binds queues to it declares it. Only AMQP reports that no queue matches, so the
+    sink refuses an exchange on other transports. `timeout_seconds` limits connecting and each wait for a confirmation.
     """
 
     binding = "amqp"
@@ -65,12 +66,12 @@ class KombuSink:
         self._declare = declare and not exchange
         self._timeout_seconds = timeout_seconds
         self._options = {**({"confirm_publish": True} if self._confirms else {}), **(transport_options or {})}
-        # A channel may be used by one thread at a time.
+        # Channels that no thread uses now. Only one thread may use a channel at a time.
         self._idle: list[_Channel] = []
         self._lock = threading.Lock()
 
     def send(self, messages: Sequence[Outgoing]) -> Sequence[Exception | None]:
-        """Send each message after the confirmation of the one before.
+        """Send each message after the server has confirmed the one before.
 
         Raises ServiceUnavailable if the server is down.
         """
@@ -117,12 +118,12 @@ class KombuSink:
         except MessageNacked:
             return NotAcknowledged(f"{self._name} refused the message (nack)")
         except channel.errors as error:
-            # The last message may have arrived. A channel with an unfinished operation cannot be used again.
+            # The broker may already have this message. A channel with an unfinished operation cannot be used again.
             channel.close()
             raise ServiceUnavailable(f"{self._name} is unavailable: {type(error).__name__}: {error}") from error
         if channel.returned:
             channel.returned.clear()
-            # Leave out the id: repeated errors of different messages must be alike to be detected as an outage.
+            # The text has no message id, because an outage is detected by equal errors of different messages.
             return NotAcknowledged(
                 f"no queue of {self._name} is bound to exchange {self._exchange!r} with routing key {routing_key!r}"
             )
@@ -130,7 +131,7 @@ class KombuSink:
 
 
 class _Channel:
-    """A connection with one channel, opened when needed, and the queues it has declared."""
+    """A connection with one channel, opened when it is needed. It knows which queues it has declared."""
 
     def __init__(self, url: str, options: Mapping[str, Any], timeout_seconds: float, *, confirms: bool) -> None:
         self._template = Connection(url, connect_timeout=timeout_seconds, transport_options=dict(options))
@@ -147,7 +148,7 @@ class _Channel:
         return (*self._template.connection_errors, *self._template.channel_errors, KombuError, OSError)
 
     def open(self) -> Any:
-        """The producer, on a connection opened if needed."""
+        """Return the producer. Open the connection if necessary."""
         if self._producer is None:
             self._connection = self._template.clone()
             channel = self._connection.channel()
@@ -155,13 +156,13 @@ class _Channel:
         return self._producer
 
     def declare(self, name: str) -> None:
-        """Declare the durable queue of this name, once per connection."""
+        """Declare the durable queue with this name, once per connection."""
         if name not in self._declared:
             Queue(name, exchange=Exchange(""), durable=True).bind(self._producer.channel).queue_declare()
             self._declared.add(name)
 
     def close(self) -> None:
-        """Close the connection; the next `open` makes another."""
+        """Close the connection. The next `open` makes another connection."""
         if self._connection is not None:
             self._connection.release()
         self._connection = self._producer = None

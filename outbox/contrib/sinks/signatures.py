@@ -1,6 +1,6 @@
-"""Sign and verify webhooks by the Standard Webhooks scheme (version v1: HMAC-SHA256).
+"""Signs and verifies webhooks by the Standard Webhooks scheme (version v1: HMAC-SHA256).
 
-A receiver in Python can use `verify` directly; docs/forwarding.md shows the same with openssl.
+A receiver in Python can use `verify` directly. docs/forwarding.md shows the same check with openssl.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Final
 from outbox.errors import ConfigurationError, OutboxError
 
 PREFIX: Final = "whsec_"
-# The allowed difference between a timestamp and the receiver's clock.
+# The allowed difference in seconds between a timestamp and the receiver's clock.
 TOLERANCE_SECONDS: Final = 300
 _LEAST_BYTES, _MOST_BYTES = 24, 64
-# The digits of a timestamp. No clock gives more, and Python refuses to convert a text of several thousand digits.
+# The limit for the digits of a timestamp. No clock gives more, and Python refuses to convert thousands of digits.
 _MOST_DIGITS: Final = 18
 _SHOWN_CHARACTERS: Final = 200
 
@@ -28,7 +28,7 @@ class InvalidSignature(OutboxError):
 
 
 def secret_bytes(secret: str) -> bytes:
-    """The key encoded in `whsec_…`. Raises ConfigurationError, without showing the secret."""
+    """Return the key encoded in `whsec_…`. Raises ConfigurationError, which does not show the secret."""
     try:
         key = base64.b64decode(secret.removeprefix(PREFIX), validate=True)
     except (binascii.Error, ValueError):
@@ -42,7 +42,7 @@ def secret_bytes(secret: str) -> bytes:
 
 
 def sign(keys: Sequence[bytes], message_id: str, timestamp: int, body: bytes) -> str:
-    """The header webhook-signature: one signature per key, so that the receiver needs only one of the keys."""
+    """Return the header webhook-signature. It has one signature per key, so the receiver needs only one of the keys."""
     return " ".join("v1," + _mac(key, message_id, timestamp, body) for key in keys)
 
 
@@ -54,17 +54,17 @@ def verify(
     now: float,
     tolerance_seconds: float = TOLERANCE_SECONDS,
 ) -> str:
-    """Check a received webhook, with its body as received; returns its id. `now` is the time since the epoch.
+    """Check a received webhook, with its body as received; return its id. `now` is the time since the epoch.
 
-    Store the id with the effect, in one transaction: a repetition has the same id, whether the sender or an attacker
-    repeats the request within the tolerance. If several senders have a secret, store the sender with the id, because
-    two senders may choose the same id. Raises InvalidSignature.
+    Store the id with the effect, in one transaction. If the sender or an attacker repeats the request within the
+    tolerance, the id is the same. If several senders have a secret, store the sender with the id, because two senders
+    may choose the same id. Raises InvalidSignature.
     """
     given = {name.lower(): value for name, value in headers.items()}
     message_id, stamp = given.get("webhook-id", ""), given.get("webhook-timestamp", "")
     if not message_id or not stamp:
         raise InvalidSignature("the request has no header webhook-id or no header webhook-timestamp: refuse it.")
-    # Check the signature first: before that the headers may come from any caller, and no value is read from them.
+    # Check the signature first. Before that, any caller may have written the headers, and their values are not used.
     if not _is_signed(secrets, message_id, stamp, body, given.get("webhook-signature", "")):
         raise InvalidSignature(
             f"no signature of webhook {message_id[:_SHOWN_CHARACTERS]!r} matches a known secret: refuse the request."
@@ -84,7 +84,7 @@ def verify(
 
 
 def _is_signed(secrets: Sequence[str], message_id: str, stamp: str, body: bytes, header: str) -> bool:
-    """Whether one of the secrets made a signature of the header. Compares in constant time."""
+    """Whether one of the secrets made a signature in the header. The comparison takes constant time."""
     versions = [part.partition(",") for part in header.split(" ")]
     signatures = [_encoded(signature) for version, _, signature in versions if version == "v1"]
     expected = [_mac(secret_bytes(secret), message_id, stamp, body).encode() for secret in secrets]
@@ -92,7 +92,7 @@ def _is_signed(secrets: Sequence[str], message_id: str, stamp: str, body: bytes,
 
 
 def _encoded(text: str) -> bytes:
-    """Encode as UTF-8. A server may pass headers with lone surrogates, for which the strict codec raises."""
+    """Encode as UTF-8. A server may pass headers with lone surrogates, which the strict codec refuses."""
     return text.encode(errors="surrogatepass")
 
 

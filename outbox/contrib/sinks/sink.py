@@ -1,4 +1,4 @@
-"""The protocol of every sink: it sends messages to an endpoint and reports for each whether it was acknowledged."""
+"""The protocol of every sink. A sink sends messages to an endpoint and reports whether each one was acknowledged."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class NotAcknowledged(HandlerError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outgoing:
-    """One message to send: `body` and `headers` are in the chosen format.
+    """One message to send. `body` and `headers` are in the chosen format.
 
     `message_id` is the same on every send, so receivers can recognise repetitions. `topic` is the topic's name at the
-    endpoint. `headers` are those of the format; the sink adds what its transport needs.
+    endpoint. `headers` are those of the format. The sink adds the headers that its transport needs.
     """
 
     message_id: UUID
@@ -39,15 +39,15 @@ class Outgoing:
 
 
 class Sink(Protocol):
-    """Sends messages to one endpoint. Several threads call its methods at a time.
+    """Sends messages to one endpoint. Several threads may call its methods at a time.
 
-    `binding` chooses how CloudEvents name their attributes there (`http`, `amqp`, `kafka`). `batch` and `threads` are
-    its defaults; a declaration can override them.
+    `binding` chooses the form of CloudEvents attributes at the endpoint (`http`, `amqp`, `kafka`). `batch` and
+    `threads` are the sink's defaults. A declaration in the settings can override them.
     """
 
     @property
     def binding(self) -> str:
-        """`http`, `amqp` or `kafka`."""
+        """The name of the CloudEvents binding: `http`, `amqp` or `kafka`."""
 
     @property
     def batch(self) -> int:
@@ -58,10 +58,10 @@ class Sink(Protocol):
         """The number of calls at a time."""
 
     def send(self, messages: Sequence[Outgoing]) -> Sequence[Exception | None]:
-        """Send messages, at most one per key; returns None for each acknowledged one, else the error.
+        """Send messages, at most one per key. Return None for each acknowledged message, and the error for the others.
 
-        Rejected says that the endpoint will never accept the message. Raises ServiceUnavailable if the endpoint is
-        unavailable; then none of these messages counts as sent.
+        Rejected says that the endpoint will never accept the message. If the endpoint is unavailable, raises
+        ServiceUnavailable; then none of these messages counts as sent.
         """
 
     def close(self) -> None:
@@ -71,9 +71,10 @@ class Sink(Protocol):
 def one_by_one(
     messages: Sequence[Outgoing], send: Callable[[Outgoing], Exception | None]
 ) -> Sequence[Exception | None]:
-    """Send each message by itself.
+    """Send the messages one after the other.
 
-    ServiceUnavailable on the first message is raised; on a later one it is the result of that message and all after it.
+    If the first message raises ServiceUnavailable, raise it. If a later one does, it is the result of that message and
+    of all messages after it.
     """
     results: list[Exception | None] = []
     for message in messages:

@@ -1,7 +1,7 @@
-"""Webhooks: one POST per message, signed by the Standard Webhooks scheme, in order per key.
+"""Sends webhooks: one POST per message, signed by the Standard Webhooks scheme, in order per key.
 
-A name is resolved once per request and each of its addresses is checked. The request then goes to a checked address by
-its number. A name that resolves differently a moment later (DNS rebinding) has no effect.
+The sink resolves the host name once per request and checks each address. It then connects to a checked address
+directly. So it does not matter if the name resolves to another address a moment later (DNS rebinding).
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from outbox.errors import ConfigurationError, ServiceUnavailable
 
 Address = IPv4Address | IPv6Address
 
-# Well-known prefix of NAT64: the last 32 bits are an IPv4 address.
+# The well-known prefix of NAT64. The last 32 bits of such an address are an IPv4 address.
 _NAT64: Final = IPv6Network("64:ff9b::/96")
 
 _MOST_RESPONSE_BYTES: Final = 64 * 1024
 _SHOWN_CHARACTERS: Final = 200
 _LONGEST_PAUSE_SECONDS: Final = 3600.0
 
-# Statuses about the whole endpoint: another message would fail in the same way. Redirects are, too.
+# Statuses about the whole endpoint: another message would fail in the same way. A redirect counts as one of them.
 _ENDPOINT: Final = frozenset((401, 403, 404, 405, 407, 410, 425, 429, 502, 503))
-# Statuses about this attempt. Whether the endpoint is down shows when other messages fail alike.
+# Statuses about this attempt only. If other messages fail with the same status, the endpoint is down.
 _ATTEMPT: Final = frozenset((408, 421, 423))
 
 
 class WebhookSink:
     """Sends to one URL.
 
-    `secrets` are `whsec_…` texts. With two, each request carries both signatures, so that the receiver can change from
-    one to the other. Private addresses, plain http and other certificate authorities (`ca_file`) must be allowed
-    explicitly. The sink follows no redirects and ignores the environment's proxies, so a request goes only to the
-    declared URL. `timeout_seconds` bounds connecting, and each wait for the receiver.
+    `secrets` are `whsec_…` texts. With two secrets, each request has both signatures, so that the receiver can change
+    from one secret to the other. Private addresses, plain http and another certificate authority (`ca_file`) must be
+    allowed explicitly. The sink follows no redirects and ignores the proxies of the environment, so a request goes only
+    to the declared URL. `timeout_seconds` limits connecting, and each wait for the receiver.
     """
 
     binding = "http"
@@ -114,15 +114,15 @@ class WebhookSink:
         if status in _ENDPOINT or (pause is not None and status >= 500):
             raise ServiceUnavailable(said, pause_seconds=pause)
         if status >= 500 or status in _ATTEMPT:
-            # Leave out the id: three alike in a row, of different messages, are an outage.
+            # The text has no message id: three equal errors in a row, of different messages, are an outage.
             return NotAcknowledged(said)
         return Rejected(f"{said} to message {message.message_id}: {text[:_SHOWN_CHARACTERS]!r}")
 
 
 def retry_after_seconds(value: str | None, now: float) -> float | None:
-    """The seconds that the header Retry-After asks for, as a number or a date.
+    """Return the seconds for which the header Retry-After asks. Its value is a number or a date.
 
-    At most an hour; None for any other text.
+    The result is at most an hour, and None for any other text.
     """
     if value is None:
         return None
@@ -132,7 +132,7 @@ def retry_after_seconds(value: str | None, now: float) -> float | None:
         try:
             moment = parsedate_to_datetime(value)
         except (ValueError, OverflowError):
-            # The C library refuses a number of the date that is too large.
+            # The C library refuses a date with a number that is too large.
             return None
         seconds = (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp() - now
     return min(max(0.0, seconds), _LONGEST_PAUSE_SECONDS)
@@ -153,9 +153,9 @@ def _checked(text: str, allow_http: bool) -> httpx.URL:
 
 
 def _beginning(response: httpx.Response) -> str:
-    """The first bytes of the answer, undecoded, so that a receiver cannot fill the memory.
+    """Return the first bytes of the answer, not decompressed, so that a receiver cannot fill the memory.
 
-    An answer that was read completely keeps its connection open.
+    If the answer was read completely, its connection stays open.
     """
     body = b""
     for chunk in response.iter_raw(4096):
@@ -169,11 +169,11 @@ def _beginning(response: httpx.Response) -> str:
 
 
 class AddressRefused(httpx.TransportError):
-    """The name resolves only to private, local or reserved addresses."""
+    """The host name resolves only to private, local or reserved addresses."""
 
 
 def is_public(address: Address) -> bool:
-    """Whether it is an address of the public internet, also if it contains an IPv4 address."""
+    """Whether an address belongs to the public internet. If it contains an IPv4 address, that address decides."""
     if isinstance(address, IPv6Address):
         inner = address.ipv4_mapped or address.sixtofour or (address.teredo or (None, None))[1]
         if inner is None and address in _NAT64:
@@ -184,7 +184,7 @@ def is_public(address: Address) -> bool:
 
 
 def resolve(host: str, port: int) -> list[Address]:
-    """The addresses of a host name, or the address itself. Raises httpx.ConnectError."""
+    """Return the addresses of a host name. For an address, return the address itself. Raises httpx.ConnectError."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError as error:
@@ -193,7 +193,7 @@ def resolve(host: str, port: int) -> list[Address]:
 
 
 class PinnedTransport(httpx.HTTPTransport):
-    """Connects to allowed addresses only; the certificate and the Host header are still checked against the name."""
+    """Connects to allowed addresses only. The certificate and the Host header still use the host name."""
 
     def __init__(self, *, allow_private: bool, ca_file: str | None, connections: int) -> None:
         limits = httpx.Limits(max_connections=connections, max_keepalive_connections=connections)
@@ -201,7 +201,7 @@ class PinnedTransport(httpx.HTTPTransport):
         self._allow_private = allow_private
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
-        """Try the allowed addresses in turn until one can be connected to."""
+        """Try the allowed addresses one after the other, until a connection succeeds."""
         host, url = request.url.host, request.url
         found = resolve(host, url.port or {"http": 80, "https": 443}[url.scheme])
         allowed = [address for address in found if self._allow_private or is_public(address)]

@@ -1,1 +1,1 @@
-"""The sources of received messages: queues of RabbitMQ, topics of Kafka. Without Django; one extra for each."""
+"""The sources of received messages: queues of RabbitMQ, topics of Kafka. They need an extra each, but not Django."""

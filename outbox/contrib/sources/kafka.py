@@ -1,4 +1,4 @@
-"""A topic of Kafka. Offsets are committed only after the messages are stored."""
+"""Receives a topic of Kafka. Offsets are committed only after the messages are stored."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from outbox.errors import ConfigurationError, ServiceUnavailable
 
 logger = logging.getLogger(__name__)
 
-# The source sets these. With other values Kafka would count messages as read that are not stored yet.
+# The source sets these options itself. With other values Kafka could count messages as read before they are stored.
 _FIXED: Final = {"enable.auto.commit": False, "enable.auto.offset.store": False}
 _ID_HEADERS: Final = ("message-id", "outbox-message-id", "ce-id")
 _MORE_SECONDS: Final = 0.02
 
 
 class KafkaSource:
-    """Receives one topic as a member of a consumer group; a new group starts at the beginning.
+    """Receives one topic as a member of a consumer group. A new group starts at the beginning of the topic.
 
-    The id of a message comes from its headers (`message-id`, `ce_id`), else from its partition, offset and time. A
-    CloudEvent is identified by its source and its id instead.
+    The id of a message comes from its headers (`message-id`, `ce_id`). Without such a header it comes from partition,
+    offset and time. A CloudEvent is identified by its source and its id instead.
     """
 
     def __init__(self, *, servers: str, topic: str, group: str, config: Mapping[str, Any] | None = None) -> None:
@@ -46,7 +46,7 @@ class KafkaSource:
         self._consumer: Consumer | None = None
 
     def receive(self, limit: int, *, wait_seconds: float) -> Sequence[Incoming]:
-        """Raises ServiceUnavailable."""
+        """Return messages. Raises ServiceUnavailable."""
         try:
             consumer = self._open()
             first = consumer.consume(1, wait_seconds)
@@ -59,7 +59,7 @@ class KafkaSource:
         return [self._incoming(message) for message in found]
 
     def acknowledge(self, messages: Sequence[Incoming]) -> None:
-        """Commit offsets. Raises ServiceUnavailable, also if the partition has another reader by now."""
+        """Commit the offsets. Raises ServiceUnavailable, even if only another consumer reads the partition now."""
         ends: dict[int, int] = {}
         for message in messages:
             partition, offset = message.handle
@@ -73,7 +73,7 @@ class KafkaSource:
             raise self._unavailable(error.args[0]) from error
 
     def close(self) -> None:
-        """Leave the group; the next `receive` joins again."""
+        """Leave the group. The next `receive` joins it again."""
         if self._consumer is not None:
             self._consumer.close()
             self._consumer = None
@@ -107,7 +107,7 @@ class KafkaSource:
 
 
 def _name(header: str) -> str:
-    """Kafka's CloudEvents write `ce_id`, other transports `ce-id`."""
+    """Return a header name in the form of other transports: `ce-id` for `ce_id`, which Kafka's CloudEvents use."""
     return f"ce-{header[3:]}" if header.startswith("ce_") else header
 
 

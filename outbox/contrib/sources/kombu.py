@@ -1,4 +1,4 @@
-"""A queue of RabbitMQ, through kombu."""
+"""Receives a queue of RabbitMQ, through kombu."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from outbox.contrib.sources.source import Incoming
 from outbox.errors import ServiceUnavailable
 from outbox.utils.safe_text import mask_passwords
 
-# After the first message, wait this long for further ones.
+# The time to wait for further messages after the first one.
 _MORE_SECONDS: Final = 0.01
 
 
 class KombuSource:
-    """Receives from one queue; at most `prefetch` messages are received and not acknowledged.
+    """Receives from one queue. At most `prefetch` messages are received and not yet acknowledged.
 
-    `declare` creates the durable queue if it is missing. Without it, the source waits until the queue exists.
+    `declare` creates the durable queue if it is missing. Without `declare` the source waits until the queue exists.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class KombuSource:
         self._errors = (*self._template.connection_errors, *self._template.channel_errors, KombuError, OSError)
 
     def receive(self, limit: int, *, wait_seconds: float) -> Sequence[Incoming]:
-        """Raises ServiceUnavailable."""
+        """Return messages. Raises ServiceUnavailable."""
         try:
             connection = self._open()
             while len(self._waiting) < limit:
@@ -62,7 +62,7 @@ class KombuSource:
         return [self._incoming(message) for message in taken]
 
     def acknowledge(self, messages: Sequence[Incoming]) -> None:
-        """Raises ServiceUnavailable."""
+        """Acknowledge messages. Raises ServiceUnavailable."""
         try:
             for message in messages:
                 message.handle.ack()
@@ -70,7 +70,7 @@ class KombuSource:
             raise self._unavailable(error) from error
 
     def close(self) -> None:
-        """Close the connection; the next `receive` opens another."""
+        """Close the connection. The next `receive` opens another connection."""
         self._waiting.clear()
         if self._connection is not None:
             self._connection.release()

@@ -1,7 +1,8 @@
-"""Stores foreign messages as messages of a topic: it stores first, then acknowledges at the source.
+"""Stores foreign messages in a topic. A message is acknowledged at its source only after it is stored.
 
-After a crash between the two steps the source delivers the message again. It then has the same id and is stored once.
-Once stored it is like any other message: subscribers handle it with the inbox, in order, with retries and dead letters.
+If the process dies between the two steps, the source delivers the message again. The message then has the same id, so
+it is stored once. A stored message is like any other message: subscribers handle it with the inbox, in order, with
+retries and dead letters.
 
 See decision 189.
 """
@@ -45,17 +46,17 @@ class UnstorableMessage(OutboxError):
 
 @dataclass
 class Received:
-    """The counts: messages stored (repetitions included), and messages put into the poison topic."""
+    """The counts of a receiver: messages stored (repetitions included), and messages put into the poison topic."""
 
     stored: int = 0
     put_aside: int = 0
 
 
 class Receiver:
-    """Receives from one source into one topic.
+    """Receives messages from one source into one topic.
 
-    `name` scopes the ids of its senders: the same name must always mean the same senders. A message that cannot be
-    stored in `topic` goes unchanged into `poison_topic`, with the reason. Without a poison topic the receiver stops.
+    The ids of messages depend on `name`, so a name must always mean the same senders. If a message cannot be stored in
+    `topic`, it goes unchanged into `poison_topic`, with the reason. Without a poison topic the receiver stops.
     """
 
     def __init__(
@@ -80,11 +81,11 @@ class Receiver:
         self._batch = batch
 
     def run(self, stop: threading.Event, *, on_round: Callable[[], None] | None = None) -> None:
-        """Receive until `stop`; wait while the source or the broker is unavailable.
+        """Receive until `stop`. While the source or the broker is unavailable, wait and try again.
 
         Raises UnstorableMessage, or a usage error.
 
-        `on_round` is called after each successful round, even if no message came.
+        `on_round` is called after each successful round, even if the round had no message.
         """
         failures = 0
         while not stop.is_set():
@@ -94,7 +95,7 @@ class Receiver:
                 if on_round is not None:
                     on_round()
             except (ServiceUnavailable, BrokerUnavailable, SendFailed) as error:
-                # The source delivers the received messages again, to the next connection.
+                # The source delivers the unacknowledged messages again, to the next connection.
                 self._source.close()
                 failures += 1
                 pause = _AGAIN.pause_seconds(failures)
@@ -102,7 +103,7 @@ class Receiver:
                 stop.wait(pause)
 
     def run_once(self, *, wait_seconds: float = _WAIT_SECONDS) -> Received:
-        """Receive, store and acknowledge one batch. Raises Poison, ServiceUnavailable or BrokerError."""
+        """Receive, store and acknowledge a batch. Raises UnstorableMessage, ServiceUnavailable or BrokerError."""
         incoming = self._source.receive(self._batch, wait_seconds=wait_seconds)
         done = Received()
         if not incoming:
@@ -120,7 +121,7 @@ class Receiver:
         return done
 
     def _all_at_once(self, incoming: Sequence[Incoming]) -> bool:
-        """Store all in one statement, if none of them is a repetition or invalid."""
+        """Store all messages in one call. Return False if one of them is invalid."""
         try:
             self._broker.send([self._convert(one, self._name, self._topic) for one in incoming])
         except (InvalidMessage, InvalidName, ValueError):
@@ -130,12 +131,12 @@ class Receiver:
     def _store(self, one: Incoming) -> bool:
         """Store one message and return True, or put it into the poison topic and return False.
 
-        Raises Poison without one.
+        Without a poison topic, raises UnstorableMessage.
         """
         try:
             self._broker.send([self._convert(one, self._name, self._topic)])
         except MessageTypeMismatch:
-            # The topic accepts no message from here, with any content.
+            # The topic accepts no message from this receiver, whatever its content is.
             raise
         except (InvalidMessage, InvalidName, ValueError) as error:
             if self._poison_topic is None:
@@ -149,7 +150,7 @@ class Receiver:
         return True
 
     def _aside(self, one: Incoming, topic: str, error: Exception) -> Message:
-        """Without an id, each repetition is a message of its own. A body that is too long is cut."""
+        """Make the message for the poison topic. A long body is cut. A message without an id gets a new id."""
         headers = {
             "reason": _text(str(error)),
             "received-from": _text(one.where),

@@ -1,4 +1,4 @@
-"""The protocol of every source: it delivers foreign messages in order, and deletes them when they are acknowledged."""
+"""The protocol of every source. A source delivers foreign messages in order, and deletes acknowledged messages."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from outbox.message import Message
 _NAMESPACE: Final = uuid.uuid5(uuid.NAMESPACE_URL, "outbox:receive")
 _HEADER: Final = "outbox-header-"
 _STRUCTURED: Final = "application/cloudevents+json"
-# The prefixes of CloudEvents attributes in the headers of Kafka and of AMQP.
+# The prefixes of CloudEvents attributes in the headers of Kafka (`ce_`) and of AMQP.
 _PREFIXES: Final = ("ce_", "cloudevents:", "cloudevents_")
 _SHOWN_CHARACTERS: Final = 255
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Incoming:
-    """A message as received. `message_id` is its sender's, '' if there is none; `where` says where it was stored.
+    """A message as received. `message_id` is the id that its sender gave it, or ''. `where` is its place at the source.
 
-    `sender` is the application that chose the id, '' if the transport does not name it. `handle` belongs to the source.
+    `sender` is the application that chose the id, or '' if the transport does not name it. Only the source uses
+    `handle`.
     """
 
     message_id: str
@@ -40,22 +41,22 @@ class Source(Protocol):
     """Receives from one queue or topic. Only one thread calls it."""
 
     def receive(self, limit: int, *, wait_seconds: float) -> Sequence[Incoming]:
-        """Up to `limit` messages, oldest first; empty if none came in time. Raises ServiceUnavailable."""
+        """Return up to `limit` messages, oldest first; none if none came in time. Raises ServiceUnavailable."""
 
     def acknowledge(self, messages: Sequence[Incoming]) -> None:
-        """Acknowledge stored messages. Raises ServiceUnavailable; then the source delivers them again."""
+        """Acknowledge stored messages. If it raises ServiceUnavailable, the source delivers them again."""
 
     def close(self) -> None:
-        """Close the connections; messages that are not acknowledged are delivered again."""
+        """Close the connections. The source delivers messages again that are not acknowledged."""
 
 
 Convert = Callable[[Incoming, str, str], Message]
 
 
 def identity(incoming: Incoming) -> tuple[str, str]:
-    """A message's sender and the id that the sender gave it; '' for an unknown one.
+    """Return a message's sender, and the id that the sender gave it. Each is '' if it is unknown.
 
-    A CloudEvent is identified by its source and its id together, independent of its transport.
+    A CloudEvent is identified by its source and its id, on any transport.
     """
     event = _event(incoming)
     if event.get("id") and event.get("source"):
@@ -64,10 +65,11 @@ def identity(incoming: Incoming) -> tuple[str, str]:
 
 
 def message_id_of(name: str, incoming: Incoming) -> uuid.UUID:
-    """The id under which it is stored: the same for every repetition, and unique to the message. Raises InvalidMessage.
+    """Return the id under which a message is stored. Every repetition has the same id. Raises InvalidMessage.
 
-    The id is derived even from a UUID: a message of this broker that returns by a detour is another message. The sender
-    is a namespace of its own, so the end of a sender's name is never read as the beginning of an id.
+    The id is derived even if the sender's id is a UUID. If a message of this broker comes back from outside, it is
+    another message and needs another id. Each sender has a separate namespace, so that the end of a sender's name is
+    never read as the beginning of an id.
     """
     sender, message_id = identity(incoming)
     if not message_id:
@@ -80,9 +82,10 @@ def message_id_of(name: str, incoming: Incoming) -> uuid.UUID:
 
 
 def convert(incoming: Incoming, name: str, topic: str) -> Message:
-    """The message to store in `topic`: the body unchanged; key, tag and headers if the sender set them.
+    """Return the message to store in `topic`. The body is unchanged. Key, tag and headers are those the sender set.
 
-    Reads what a sink sends as `plain`, and CloudEvents in binary mode. Raises InvalidMessage or InvalidName.
+    The function reads messages that a sink sent as `plain`, and CloudEvents in binary mode. Raises InvalidMessage or
+    InvalidName.
     """
     given = {_attribute(header): value for header, value in incoming.headers.items()}
     own = {name[len(_HEADER) :]: value for name, value in incoming.headers.items() if name.lower().startswith(_HEADER)}
@@ -100,7 +103,7 @@ def convert(incoming: Incoming, name: str, topic: str) -> Message:
 
 
 def _event(incoming: Incoming) -> Mapping[str, str]:
-    """The text attributes of a CloudEvent, from its headers (binary mode) or its body (structured mode)."""
+    """Return the text attributes of a CloudEvent, from the headers (binary mode) or the body (structured mode)."""
     if not incoming.content_type.lower().startswith(_STRUCTURED):
         named = {_attribute(header): value for header, value in incoming.headers.items()}
         return {name[len("ce-") :]: value for name, value in named.items() if name.startswith("ce-")}
@@ -112,7 +115,7 @@ def _event(incoming: Incoming) -> Mapping[str, str]:
 
 
 def _attribute(header: str) -> str:
-    """A header's name as CloudEvents over HTTP and RabbitMQ write it: Kafka and AMQP have other prefixes."""
+    """Return a header's name in the form of HTTP and RabbitMQ (`ce-`). Kafka and AMQP write other prefixes."""
     lower = header.lower()
     prefix = next((prefix for prefix in _PREFIXES if lower.startswith(prefix)), "")
     return f"ce-{lower[len(prefix) :]}" if prefix else lower

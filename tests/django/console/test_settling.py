@@ -154,7 +154,7 @@ def test_a_transaction_that_may_still_run_cannot_be_decided(world: World, operat
         given = {"id": str(transaction_id), "decision": "rollback"}
         forced = {**given, "confirmed": "yes", "why": "a guess", "force": "yes"}
         pages = ("/outbox/undecided/", f"/outbox/messages/{transaction_id}/")
-        for reason in ("no check has looked for it yet", "its immunity", "it still ran when check-back asked last"):
+        for reason in ("the half scan has not found it yet", "its immunity", "it still ran when check-back asked last"):
             if reason == "its immunity":
                 checks.scan(world.run, settings=CheckSettings())
                 world.sql("UPDATE outbox.pending_check SET immune_until = now() + interval '1 minute'")

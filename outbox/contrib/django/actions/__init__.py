@@ -1,1 +1,1 @@
-"""The operator actions, each declared once. Commands, pages and the audit are made from the declarations."""
+"""The operator actions, each declared once. Commands, pages and the audit use the declarations."""

@@ -1,7 +1,7 @@
-"""The audit of operator actions: an entry is stored before the action runs, and completed with its outcome.
+"""The audit of operator actions: stores an entry before the action runs, and adds the outcome afterwards.
 
-A command must work while the application's database is down, because the operator then needs the broker most. Its
-entry goes to the log instead (decision 197).
+A command must work while the application's database is down, because the operator then needs the broker most. If the
+database does not store the audit entry, the command writes the entry to the log (decision 197).
 """
 
 from __future__ import annotations
@@ -28,29 +28,29 @@ logger = logging.getLogger(__name__)
 
 
 def recorded(action: str, plan: ActionPlan, *, who: str, why: str) -> OperatorAction:
-    """Store the intention, run the action, store the outcome; returns the entry. For the page.
+    """Store the audit entry, run the action, and store its outcome. Returns the entry. For the page.
 
-    An OutboxError of the action is an outcome. Every other error is stored and raised. Raises Django's DatabaseError
-    before the action if the entry cannot be stored.
+    If the action raises OutboxError, the entry records it as the outcome. Every other error is recorded and raised. If
+    the entry cannot be stored, Django's DatabaseError is raised before the action runs.
     """
     return _run(_entry(action, plan, who=who, why=why), plan, _stored)[0]
 
 
 def recorded_command(action: str, plan: ActionPlan, *, why: str) -> tuple[OperatorAction, OutboxError | None]:
-    """Like `recorded`, for a command; returns the error of a failed action, too.
+    """Like `recorded`, but for a command. Also returns the OutboxError of a failed action.
 
-    If the application's database takes no entry, the log does, as one line of JSON. Raises UsageError before the action
-    if the table is missing.
+    If the application's database cannot store the entry, the entry is logged as one line of JSON. If the audit table is
+    missing, UsageError is raised before the action runs.
     """
     return _run(_entry(action, plan, who=operator(), why=why), plan, _stored_or_logged)
 
 
 def operator() -> str:
-    """The operating system's user and host, marked as a command."""
+    """The operating system's user and host, marked with `(command)`."""
     try:
         user = getpass.getuser()
     except (KeyError, OSError):
-        # The user has no entry in the system's list, as in many containers.
+        # The operating system has no entry for this user, as in many containers.
         user = f"uid {os.getuid()}"
     return f"{user}@{socket.gethostname()} (command)"
 
@@ -109,7 +109,7 @@ def _stored_or_logged(entry: OperatorAction) -> None:
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The value without what PostgreSQL's JSON cannot store."""
+    """The values as JSON, without NUL characters, which PostgreSQL's JSON cannot store."""
     text = json.dumps(values, cls=DjangoJSONEncoder)
     plain: dict[str, Any] = json.loads(text.replace("\\u0000", "\\ufffd"))
     return plain

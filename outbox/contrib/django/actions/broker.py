@@ -1,4 +1,4 @@
-"""The broker: its topics, its tables, and what it remembers of comparisons and receivers."""
+"""Actions on the broker: its topics, its tables, and its stored state of comparisons and receivers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All actions, by name. The name is part of the page's address, the button, and the audit.
+"""All actions, by name. The page's address, the button and the audit contain the name.
 
 See decision 106.
 """

@@ -1,7 +1,8 @@
-"""An operator action is declared once. From the declaration come a command's arguments, a page's form and the audit.
+"""Operator actions. Each is declared once; its command, its form on the page and its audit use the declaration.
 
-Planning changes nothing and says the effect in words. `ActionPlan.do` runs the action. A command shows the plan with
-`--dry-run`; a page shows it before the operator confirms it with a reason.
+`DeclaredAction.plan` changes nothing and describes the effect in words. `ActionPlan.do` runs the action. With
+`--dry-run`, a command only shows the plan. The operations page shows the plan, and the operator then confirms it with a
+reason.
 """
 
 from __future__ import annotations
@@ -11,13 +12,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-# The permission of an action that the operations page offers.
+# The permission that a user needs to run actions on the operations page.
 ACT: Final = "outbox.act"
-# The key in `before` and `after` that lists what was asked for and is not done. A command then exits with 1.
+# The key in `before` and `after` that lists the requested parts that were not done. If the key is present, the command
+# exits with 1.
 LEFT: Final = "not_done"
 
 Values = Mapping[str, Any]
-"""The values of an action's fields by name: parsed, None where none was given, a list where several are allowed."""
+"""The parsed values of an action's fields, by name.
+
+A field that was not given has its default. A field that allows several values has a list.
+"""
 
 
 class FieldKind(enum.Enum):
@@ -33,7 +38,7 @@ class FieldKind(enum.Enum):
     SECONDS = enum.auto()
     """A number of seconds, at least 0."""
     TIME = enum.auto()
-    """A time; without a zone it is refused by a command, and in Django's current zone on a page."""
+    """A time. A command refuses a time without a zone; the page reads it in Django's current zone."""
     FLAG = enum.auto()
 
 
@@ -41,9 +46,9 @@ class FieldKind(enum.Enum):
 class ActionField:
     """One field of an action: an argument of its command and an input of its form.
 
-    `positional`: without an option's name on the command line. `many`: may be given several times. `one_of`: exactly
-    one of the fields with the same text is given. `on_page`: the page has it. `with_confirmation`: the page asks for it
-    together with the reason.
+    `positional`: on the command line, the value has no option name. `many`: the field may have several values.
+    `one_of`: the operator gives exactly one of the fields with the same `one_of` text. `on_page`: the page shows the
+    field. `with_confirmation`: the page asks for the field together with the reason.
     """
 
     name: str
@@ -61,19 +66,21 @@ class ActionField:
 
     @property
     def title(self) -> str:
-        """The label of its input."""
+        """The label of the field's input on the page."""
         return self.label or self.name.replace("_", " ").capitalize()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ActionPlan:
-    """The effect of an action with given values. The page makes it again when the action is confirmed.
+    """The planned effect of an action with given values.
 
-    `subject`: the object of the action, as the audit names it. `effect`: the effect, in words. `caution`: an effect
-    that cannot be undone, or that may go wrong. `dangerous`: a command asks for a confirmation. `before`: the present
-    state. `do` runs the action and returns the state afterwards. `pinned`: values of this plan, so that the confirmed
-    plan is the shown one. `nothing`: there is nothing to do. `refusal`: why `do` would be refused now; empty if it
-    would not.
+    The page makes the plan again when the operator confirms the action.
+
+    `subject`: the object of the action, as the audit names it. `effect`: the effect in words. `caution`: a warning, for
+    example that the action cannot be undone. `dangerous`: a command asks for a confirmation. `before`: the state before
+    the action. `do` runs the action and returns the state afterwards. `pinned`: values that the confirmation repeats,
+    so that the confirmed plan is the shown plan. `nothing`: the action has nothing to do. `refusal`: the reason why the
+    action would be refused now, or ''.
     """
 
     subject: str
@@ -91,9 +98,9 @@ class ActionPlan:
 class DeclaredAction:
     """One kind of action.
 
-    `name` is the action in the audit and in the page's address. `command` is its command, as it is written in a shell.
-    `permission` is needed on the page; None: the page does not offer it, and it takes a shell. `plan` raises UsageError
-    for an impossible action.
+    `name`: the action's name in the audit and in the page's address. `command`: the command as an operator writes it in
+    a shell. `permission`: the permission that the page requires. If it is None, the page does not offer the action, and
+    only a command runs it. `plan` raises UsageError for an impossible action.
     """
 
     name: str
@@ -105,5 +112,5 @@ class DeclaredAction:
 
     @property
     def subcommand(self) -> str:
-        """The word after the command's name; an option for a command without subcommands."""
+        """The word after the command's name. For a command without subcommands, it is an option such as `--drop`."""
         return self.command.partition(" ")[2]

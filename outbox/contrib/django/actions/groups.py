@@ -1,4 +1,4 @@
-"""Consumer groups: pause, resume, reset, rename and delete."""
+"""Actions on consumer groups: pause, resume, reset, rename and delete."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from outbox.contrib.django.operations.renaming import rename_group
 from outbox.errors import UsageError
 from outbox.subscription import Start
 
-# At most this many queues are named in the audit.
+# The audit names at most this many queues.
 _NOTED: Final = 200
 
 
 def describe_losses(losses: Sequence[Loss]) -> str:
-    """The text for what a deletion removes."""
+    """A text with the numbers of messages that a deletion removes."""
     lag, retrying, dead = (sum(getattr(one, name) for one in losses) for name in ("lag", "retrying", "dead"))
     return f"{lag} messages not consumed, {retrying} that are retried, {dead} dead letters"
 

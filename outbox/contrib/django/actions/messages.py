@@ -1,4 +1,4 @@
-"""Messages: recall of waiting ones, and settling dead letters."""
+"""Actions on messages: recall waiting messages, and replay or discard dead letters."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from outbox.errors import UsageError
 from outbox.recall import Recall
 
 LIMIT: Final = 10_000
-# At most this many messages are named in the audit.
+# The audit names at most this many messages.
 _NOTED: Final = 100
 
 _NOW = Statement("SELECT clock_timestamp()")
@@ -29,9 +29,10 @@ _Settle = Callable[..., int]
 
 
 def replay_dead_letters(group: str, selection: LetterSelection, *, limit: int, dry_run: bool) -> int:
-    """Replay dead letters of a group; returns their number.
+    """Replay dead letters of a group and return their number.
 
-    Raises UnknownGroup. Raises UsageError if one of the ids is not a dead letter of the group; then none is replayed.
+    Raises UnknownGroup. If one of the ids is not a dead letter of the group, it raises UsageError and replays no
+    message.
     """
     count = _settle(dead_letters.replay, "replayed", group, selection, limit=limit, dry_run=dry_run)
     if not dry_run:
@@ -40,7 +41,10 @@ def replay_dead_letters(group: str, selection: LetterSelection, *, limit: int, d
 
 
 def discard_dead_letters(group: str, selection: LetterSelection, *, limit: int, dry_run: bool) -> int:
-    """Discard dead letters of a group; returns their number. Raises as `replay_dead_letters`."""
+    """Discard dead letters of a group and return their number.
+
+    Raises the same errors as `replay_dead_letters`.
+    """
     return _settle(dead_letters.discard, "discarded", group, selection, limit=limit, dry_run=dry_run)
 
 
@@ -86,7 +90,7 @@ def _settling(values: Values, settle: _Settle, effect: str, caution: str, *, dan
     selection = _selection(values)
     which = _described(selection)
     if values["until"] is None:
-        # Dead letters that arrive after this plan are not included.
+        # The action leaves out dead letters that arrive after this plan.
         with broker_connection() as (connection, schema):
             [now] = Executor(connection, schema).one(_NOW)
         selection = replace(selection, until=now)
@@ -110,7 +114,10 @@ def _settling(values: Values, settle: _Settle, effect: str, caution: str, *, dan
 
 
 def _selection(values: Values) -> LetterSelection:
-    """The selection. Settling all of them needs `all`: a field that was left out by mistake must not mean all."""
+    """The selection of dead letters.
+
+    To select all dead letters, the operator must pass `all`. Otherwise a forgotten field would select all of them.
+    """
     parts = _parts(values)
     narrowed = any(value is not None for name, value in parts.items() if name != "until")
     if (values["all"] and narrowed) or not (values["all"] or narrowed or parts["until"]):

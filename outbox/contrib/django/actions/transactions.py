@@ -1,4 +1,4 @@
-"""Undecided transactions: an operator's decision, another check, and the switch that refuses new ones."""
+"""Undecided transactions: decide one, check them again, and refuse new transactional messages."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ _FORCED = {
 
 
 def decide(transaction_id: UUID, decision: Decision, *, force: bool = False) -> EndStatus:
-    """Apply an operator's decision about an undecided (mostly: parked) transaction.
+    """Apply an operator's decision about an undecided (usually parked) transaction.
 
-    The ledger is read first. For a rollback its barrier runs, so that a late commit fails. Raises UsageError if the
-    ledger does not agree, unless `force`; and if there is no such undecided transaction.
+    First the checker reads the ledger. For a rollback, the checker also runs the barrier, so that a late commit fails.
+    `force` skips the ledger. Raises UsageError if the ledger does not agree, or if the transaction is not undecided.
     """
     check = _undecided(transaction_id)
     if not force:
@@ -59,11 +59,11 @@ def decide(transaction_id: UUID, decision: Decision, *, force: bool = False) -> 
 def ask_again(
     ids: Sequence[UUID] = (), *, group: str | None = None, parked: bool = False, limit: int = LIMIT, dry_run: bool
 ) -> list[UUID]:
-    """Make undecided transactions due for a check now, wherever their producers run; returns them, oldest first.
+    """Request a check of undecided transactions now. Returns their ids, oldest first.
 
-    They are those in `ids`, else up to `limit` of a producer group (None: of all), optionally only the `parked` ones.
-    Their group's next pass of check-back checks them. Raises UsageError if one of the ids is not undecided; then none
-    is due.
+    The transactions are those in `ids`. Without `ids`, they are up to `limit` transactions of producer group `group`,
+    or of all groups if it is None. `parked` selects only parked transactions. The next check-back pass of their
+    producer group checks them. If one of the ids is not undecided, UsageError is raised, and no check is requested.
     """
     settings = get_settings().check
     with broker_connection() as (connection, schema), connection.transaction(force_rollback=dry_run):
@@ -79,7 +79,7 @@ def ask_again(
 
 
 def switch_transactional(rejecting: bool) -> bool:
-    """Refuse new transactional messages, or accept them again; returns whether that is a change."""
+    """Refuse new transactional messages, or accept them again. Returns whether the state changed."""
     with broker_connection() as (connection, schema), connection.transaction():
         return changes.reject_transactional(Executor(connection, schema), rejecting)
 
@@ -101,7 +101,7 @@ def _decision(transaction_id: UUID, decision: Decision, force: bool, running: bo
         _refuse_running(transaction_id)
     answer = _asked(replace(check, may_write=False))
     said = f"{answer.decision.name}: {answer.detail}" if answer.detail else answer.decision.name
-    # The barrier of a rollback writes, so a plan only announces it.
+    # The barrier of a rollback writes a tombstone, and a plan must not write. So the plan only announces the barrier.
     barrier = decision is Decision.ROLLBACK and answer.decision is Decision.UNKNOWN and not answer.alarm
     refusal = "" if force or barrier or answer.decision is decision else _not_proven(check, decision, answer)
 

@@ -1,4 +1,4 @@
-"""Permissions to see and use the operations page, its answers to errors, and its headers: no cache, a strict policy."""
+"""The operations page's permissions, error pages and response headers (no cache, a strict content security policy)."""
 
 from __future__ import annotations
 
@@ -27,12 +27,15 @@ View = Callable[..., HttpResponse]
 
 
 def seeing(view: View) -> View:
-    """Wrap a page view: read only, for staff with the permission to see."""
+    """Wrap a page view: it accepts only GET and HEAD, from staff with the permission to see the page."""
     return _guarded(require_safe, view, [SEE])
 
 
 def acting(permission: str) -> Callable[[View], View]:
-    """Wrap a view that changes something: for staff who also have this permission; POST only, with the CSRF token."""
+    """Wrap a view that changes something: it accepts only POST, from staff who also have this permission.
+
+    The request must contain the CSRF token.
+    """
     return lambda view: _guarded(require_POST, view, [SEE, permission])
 
 
@@ -41,7 +44,7 @@ def _guarded(method: Callable[[View], View], view: View, permissions: list[str])
     def wrapped(request: HttpRequest, *args: Any, **kwargs: Any) -> HttpResponse:
         with deadline.within(SECONDS):
             response = _answer(view, permissions, request, *args, **kwargs)
-        # Keep a header that the application or a proxy has set for its site.
+        # Keep a header that the response already has.
         response.headers.setdefault("Content-Security-Policy", _policy())
         response.headers.setdefault("Referrer-Policy", "same-origin")
         response.headers.setdefault("X-Content-Type-Options", "nosniff")
@@ -91,7 +94,10 @@ def _answer(view: View, permissions: list[str], request: HttpRequest, *args: Any
 
 
 def _unanswered(request: HttpRequest, error: Exception) -> HttpResponse:
-    """Answer a failed database request. The driver's error is the cause of outbox's and of Django's error."""
+    """Answer a failed database request with an error page.
+
+    The `__cause__` of an error of outbox or Django is the driver's error.
+    """
     driver = error if isinstance(error, psycopg.Error) else error.__cause__
     said = str(error).strip()
     if isinstance(driver, psycopg.errors.LockNotAvailable):
@@ -116,7 +122,7 @@ def _unanswered(request: HttpRequest, error: Exception) -> HttpResponse:
 
 
 def _policy() -> str:
-    """Allow only this site's own files, and those of the static files' host if it is another."""
+    """The Content-Security-Policy: allows only files of this site and of the static files' host."""
     files: Final = urlsplit(static("outbox/console.css"))
     sources = "'self'" + (f" {files.scheme or 'https'}://{files.netloc}" if files.netloc else "")
     return f"default-src {sources}; object-src 'none'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'"

@@ -1,4 +1,4 @@
-"""Database access of a page, in bounded transactions; and the parameters of a request."""
+"""A page's database access in transactions with a time limit, and the parsing of request parameters."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.models import OperatorAction
 from outbox.errors import UsageError
 
-# The time limit for all database requests of a page, or of an action's plan.
+# The time limit for all database requests of one page, or of one action's plan, together.
 SECONDS: Final = 5.0
-# The longer limit for a confirmed action: it repeats the plan's work and commits it.
+# The time limit for a confirmed action. It is longer, because the action repeats the plan's work and commits it.
 ACTION_SECONDS: Final = 20.0
 
 
@@ -31,7 +31,7 @@ ACTION_SECONDS: Final = 20.0
 def reading() -> Iterator[Executor]:
     """A read-only transaction on the broker, within the deadline of the request.
 
-    Raises BrokerUnavailable; its cause is psycopg's QueryCanceled or LockNotAvailable if a limit was reached.
+    Raises BrokerUnavailable. If a limit was reached, the cause is psycopg's QueryCanceled or LockNotAvailable.
     """
     with broker_connection() as (connection, schema):
         run = Executor(connection, schema)
@@ -47,7 +47,10 @@ def application() -> Iterator[None]:
 
 
 def text(given: Mapping[str, str], name: str) -> str | None:
-    """A parameter; None if it is empty or missing. Raises UsageError for a text that PostgreSQL cannot store."""
+    """The text of a parameter; None if it is empty or missing.
+
+    Raises UsageError for a text that PostgreSQL cannot store.
+    """
     value = given.get(name, "")
     if "\0" in value:
         raise UsageError(f"{name}: PostgreSQL cannot store a text with a NUL character; remove it.")
@@ -55,7 +58,7 @@ def text(given: Mapping[str, str], name: str) -> str | None:
 
 
 def uuid(given: Mapping[str, str], name: str) -> UUID | None:
-    """A parameter that is an id. Raises UsageError."""
+    """The value of an id parameter; None if it is empty or missing. Raises UsageError for any other text."""
     value = text(given, name)
     found = None if value is None else as_uuid(value)
     if value is not None and found is None:
@@ -72,7 +75,7 @@ def as_uuid(value: str) -> UUID | None:
 
 
 def required(given: Mapping[str, str], name: str) -> str:
-    """A required parameter. Raises UsageError."""
+    """The text of a required parameter. Raises UsageError if it is missing."""
     value = text(given, name)
     if value is None:
         raise UsageError(f"{name} is missing: go back to the page that had the button.")
@@ -90,7 +93,7 @@ def number(given: Mapping[str, str], name: str) -> int | None:
 
 
 def moment(given: Mapping[str, str], name: str) -> datetime | None:
-    """A parameter that is a time; without a zone it is in Django's current one. Raises UsageError."""
+    """The value of a time parameter. A time without a zone is in Django's current zone. Raises UsageError."""
     value = text(given, name)
     if value is None:
         return None
@@ -102,7 +105,7 @@ def moment(given: Mapping[str, str], name: str) -> datetime | None:
 
 
 def place(given: Mapping[str, str]) -> PagePosition | None:
-    """The start of a page in a list ordered by time: `after` and `after_id`. Raises UsageError."""
+    """The start position of a page in a list ordered by time, from `after` and `after_id`. Raises UsageError."""
     at, row = moment(given, "after"), number(given, "after_id")
     return None if at is None or row is None else PagePosition(at, row)
 

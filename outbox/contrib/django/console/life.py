@@ -15,7 +15,10 @@ _DECISIONS: Final = {"C": "Committed", "R": "Rolled back"}
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One event. `tone`: good, bad, warn or plain; `seconds`: since the event before."""
+    """One event of a message.
+
+    `tone`: good, bad, warn or plain. `seconds`: the time since the previous event.
+    """
 
     at: datetime
     title: str
@@ -28,7 +31,8 @@ class Event:
 class GroupDelivery:
     """The message's state in one group.
 
-    `due_at`: its next attempt; failed attempts are (number, time, seconds since it was queued, error).
+    `due_at`: the time of the next attempt. `failures`: for each failed attempt its number, its time, the seconds since
+    the message was first queued, and the error.
     """
 
     group: str
@@ -50,7 +54,7 @@ _TONES: Final = {
 }
 
 
-# The heading of a message is the worst state among its groups.
+# The heading of a message shows the worst of its states in the groups.
 _WORST_FIRST: Final = (
     (EntryState.DEAD, "dead letter"),
     (EntryState.EXPIRED, "expired"),
@@ -60,7 +64,7 @@ _WORST_FIRST: Final = (
 
 
 def state_of(trace: Trace, message: TracedMessage) -> tuple[str, str]:
-    """One state for the whole message, and its tone."""
+    """The state of the message over all its groups, as text, and its `tone` (good, bad, warn or plain)."""
     if trace.decision is None:
         return ("parked", "bad") if trace.pending and trace.pending.parked_at else ("undecided", "warn")
     if trace.decision.decision == "R":
@@ -77,7 +81,7 @@ def state_of(trace: Trace, message: TracedMessage) -> tuple[str, str]:
 def _state_in_groups(trace: Trace, message: TracedMessage) -> tuple[str, str]:
     newest = _newest_entries(trace, message)
     if not newest:
-        # It is in no queue yet, or its topic has no subscribed group.
+        # The message is in no queue yet, or its topic has no subscribed group.
         return "committed", "good"
     discarded = {one.group for one in trace.dead_letters if one.log_id == message.log_id and one.discarded_at}
     states = [entry.state for group, entry in newest.items() if group not in discarded]
@@ -91,10 +95,11 @@ def _state_in_groups(trace: Trace, message: TracedMessage) -> tuple[str, str]:
 
 
 def events(trace: Trace, message: TracedMessage) -> list[Event]:
-    """All events in order: each comes after the events that must precede it.
+    """All events of the message. Each event comes after the events that must precede it.
 
-    The clocks of the producer and the database differ, and a time taken at the beginning of a transaction is earlier
-    than the transaction's events. If two times contradict the order of the steps, the order of the steps decides.
+    The clocks of the producer and the database differ. Also, a time taken at the beginning of a transaction is earlier
+    than the transaction's events. If two times contradict the order of the steps, the events keep the order of the
+    steps.
     """
     found: list[tuple[datetime, Event]] = []
     for steps in (_sent(trace, message), _consumed(trace, message)):
@@ -108,10 +113,10 @@ def events(trace: Trace, message: TracedMessage) -> list[Event]:
 
 
 def _sent(trace: Trace, message: TracedMessage) -> Iterator[tuple[datetime, Event]]:
-    """The events up to the decision, each with the time it is sorted by."""
+    """The events before the message is queued, each with its sort time."""
     by = f"by {message.producer_group}" if message.producer_group else ""
     stored_at = at(message.stored_at)
-    # The producer's clock may be ahead of the database's.
+    # The producer's clock may be ahead of the database's clock.
     yield min(at(message.born_at), stored_at), Event(at(message.born_at), "Published", by)
     kind = "Stored as a half message" if message.half else "Stored with its decision"
     yield stored_at, Event(stored_at, kind, "invisible until it is decided" if message.half else "")
@@ -128,7 +133,7 @@ def _sent(trace: Trace, message: TracedMessage) -> Iterator[tuple[datetime, Even
         who = _DECIDERS.get(trace.decision.decided_by, trace.decision.decided_by)
         word = _DECISIONS.get(trace.decision.decision, trace.decision.decision)
         tone = "good" if word == "Committed" else "plain"
-        # The check-back's answer precedes the decision that it causes.
+        # A check-back's answer comes before the decision that it causes.
         last = max(decided_at, last if trace.decision.decided_by == "K" else stored_at)
         yield last, Event(decided_at, word, f"decided by {who}", tone)
     if message.held_since:
@@ -140,7 +145,7 @@ def _sent(trace: Trace, message: TracedMessage) -> Iterator[tuple[datetime, Even
 
 
 def _consumed(trace: Trace, message: TracedMessage) -> Iterator[tuple[datetime, Event]]:
-    """The events after the decision, each with the time they are sorted by."""
+    """The events since the message was queued, each with its sort time."""
     decided_at = at(trace.decision.decided_at) if trace.decision else at(message.stored_at)
     queued = set()
     for entry in trace.entries:
@@ -158,8 +163,7 @@ def _consumed(trace: Trace, message: TracedMessage) -> Iterator[tuple[datetime, 
         if letter.log_id == message.log_id:
             settled_at = letter.replayed_at or letter.discarded_at
             dead_at = at(letter.dead_at)
-            # The last failure is the reason for the dead letter; failures after a replay belong to the next series of
-            # attempts.
+            # The last failure caused the dead letter. Failures after a replay belong to the next series of attempts.
             failed = [
                 at(one.failed_at)
                 for one in trace.failures
@@ -178,12 +182,15 @@ def _consumed(trace: Trace, message: TracedMessage) -> Iterator[tuple[datetime, 
 
 
 def _newest_entries(trace: Trace, message: TracedMessage) -> dict[str, TracedEntry]:
-    """The message's newest queue entry of each group."""
+    """The newest queue entry of the message in each group."""
     return {entry.group: entry for entry in trace.entries if entry.log_id == message.log_id and entry.group}
 
 
 def parts(trace: Trace, message: TracedMessage) -> list[GroupDelivery]:
-    """Every group that has the message, by name; the newest queue entry gives its state."""
+    """The message's state in every group that has it, sorted by group name.
+
+    The newest queue entry of a group gives the state.
+    """
     newest = _newest_entries(trace, message)
     queued = {
         entry.group: entry.queued_at
@@ -208,7 +215,7 @@ def parts(trace: Trace, message: TracedMessage) -> list[GroupDelivery]:
 
 
 def at(text: str) -> datetime:
-    """A time in a trace."""
+    """The time that a trace contains as text."""
     return datetime.fromisoformat(text)
 
 

@@ -16,7 +16,10 @@ _UNREADABLE: Final = 4 * 1024
 
 @dataclass(frozen=True, slots=True)
 class ShownContent:
-    """A content to show. `note` says which part of the body is missing, and why."""
+    """The content of a message as a page shows it.
+
+    `note` says which part of the body is missing or changed, and why.
+    """
 
     content_type: str
     size: int
@@ -26,7 +29,7 @@ class ShownContent:
 
 
 def shown(content: Content, masked: Mapping[str, frozenset[str]]) -> ShownContent:
-    """The body and headers as text: escaped, without masked fields, and short enough for a page."""
+    """The body and headers of a message as text: escaped, without masked fields, and short enough for a page."""
     names = masked_names(masked, content.topic)
     body, note = _body(content, names)
     if len(body) > SHOWN:

@@ -50,7 +50,10 @@ REMEDIES: Final[Mapping[str, Remedy]] = {
         "The body of a committed message cannot be read as declared.",
         "If the message is right, correct the rule; else correct the publisher, and publish the row again.",
     ),
-    "LATE": Remedy("As declared, but later than the declared limit.", "Nothing is missing: acknowledge it."),
+    "LATE": Remedy(
+        "The message or the effect exists, but it is later than the limit that the rule declares.",
+        "Nothing is missing: acknowledge it.",
+    ),
     "RECOVERED": Remedy("A finding of the previous result that no longer holds.", "Nothing to do."),
     "EXPIRED": Remedy(
         "A finding of an earlier run can no longer be judged.",

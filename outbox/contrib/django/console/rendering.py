@@ -1,4 +1,4 @@
-"""Renders a page, or only its live part, for the current user."""
+"""Renders an operations page, or only its live part, for the current user."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PER_PAGE: Final = 50
 # The interval at which an open page reloads its live part.
 REFRESH_SECONDS: float = 5
 
-# The pages: the name of a URL, and its title. A new page is one row here and one in urls.py.
+# The URL name and the title of each page. To add a page, add a row to this list and a path to urls.py.
 PAGES: Final = (
     ("overview", "Overview"),
     ("search", "Messages"),
@@ -39,7 +39,7 @@ Row = TypeVar("Row")
 
 @dataclass(frozen=True, slots=True)
 class Page(Generic[Row]):
-    """Some rows, and the query string of the next page; empty on the last page."""
+    """The rows of one page. `more` is the query string of the next page, or '' on the last page."""
 
     rows: Sequence[Row]
     more: str
@@ -47,7 +47,10 @@ class Page(Generic[Row]):
 
 
 def paged(request: HttpRequest, rows: Sequence[Row], place: Callable[[Row], Mapping[str, object]]) -> Page[Row]:
-    """A page from rows read with the limit PER_PAGE + 1; `place` gives the parameters of the page after a row."""
+    """The page for rows that were read with the limit PER_PAGE + 1.
+
+    `place` returns the URL parameters of the page that begins after a given row.
+    """
     shown = rows[:PER_PAGE]
     more = ""
     if len(rows) > PER_PAGE:
@@ -81,11 +84,11 @@ def _permitted(request: HttpRequest) -> dict[str, Any]:
     try:
         may_see, may_act, may_see_bodies = (may(request, permission) for permission in (SEE, ACT, BODIES))
     except DatabaseError:
-        # The error page is rendered also if accounts cannot be read.
+        # If the accounts cannot be read, the error page must still be rendered.
         may_see = may_act = may_see_bodies = False
     return {"pages": PAGES if may_see else (), "may_act": may_act, "may_see_bodies": may_see_bodies}
 
 
 def problem(request: HttpRequest, title: str, text: str, *, status: int) -> HttpResponse:
-    """Render a page that says what failed and what to do."""
+    """Render an error page: what failed, and what to do."""
     return render(request, "problem", {"title": title, "text": text}, status=status)

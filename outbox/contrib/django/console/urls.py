@@ -1,4 +1,4 @@
-"""The addresses of the operations page; those of actions come from the catalogue."""
+"""The addresses of the operations pages. The addresses of actions come from the catalogue."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The broker's database: the broker's own connections to an alias of DATABASES."""
+"""The broker's own connections to its database, which is an alias of DATABASES."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from outbox.contrib.django.settings.conf import OutboxSettings, get_settings
 from outbox.errors import ConfigurationError
 from outbox.utils.safe_text import mask_passwords
 
-# Connection parameters of Django or psycopg, which libpq does not know.
+# Connection parameters of Django or psycopg that libpq does not know.
 _NOT_LIBPQ: Final = frozenset(
     {"client_encoding", "cursor_factory", "context", "prepare_threshold", "row_factory", "autocommit"}
 )
@@ -39,26 +39,35 @@ def broker_database(settings: OutboxSettings | None = None) -> BrokerDatabase:
 
 
 def database_of(settings: OutboxSettings) -> BrokerDatabase:
-    """Like `broker_database`, but allowed in any test: for a broker that is built before it is used."""
+    """Like `broker_database`, but without the check whether the running test may use the database.
+
+    A broker can be built in any test, as long as the test does not use it.
+    """
     conninfo = alias_conninfo(settings.broker)
     listen = settings.listen_url and _in_role(settings.listen_url, _alias(settings.broker))
     if running_tests():
-        # LISTEN_URL names one database. In a test run the alias leads to another, which is polled instead.
+        # LISTEN_URL names the database of the settings. In a test run the alias leads to a test database, and the
+        # broker polls that one.
         listen = None if listen is None else ""
     return BrokerDatabase(conninfo=conninfo, schema=settings.schema, listen_conninfo=listen)
 
 
 def database_at(alias: str, settings: OutboxSettings) -> BrokerDatabase:
-    """A broker on another alias than OUTBOX['BROKER'], with its schema. Raises as `broker_database` does."""
+    """The database of a broker on another alias than OUTBOX['BROKER'].
+
+    The schema is that of the settings. Raises ConfigurationError.
+    """
     refuse_in_tests(alias)
     return BrokerDatabase(conninfo=alias_conninfo(alias), schema=settings.schema, listen_conninfo="")
 
 
 @contextmanager
 def broker_connection() -> Iterator[tuple[Connection, str]]:
-    """A connection to the broker's database and its schema; the driver's errors on it are raised as BrokerError.
+    """A connection to the broker's database, and the name of the broker's schema.
 
-    Raises BrokerUnavailable, ConfigurationError, or SchemaError if the tables are missing or of another version.
+    The driver's errors on the connection are raised as BrokerError.
+
+    Raises BrokerUnavailable or ConfigurationError. Raises SchemaError if the tables are missing or of another version.
     """
     settings = get_settings()
     require_database(settings)
@@ -110,8 +119,11 @@ def _in_role(conninfo: str, connection: BaseDatabaseWrapper) -> str:
 
 
 def place_named_by(alias: str) -> tuple[object, ...]:
-    """A value that changes when the alias leads to another database: test runners change it. Every publish reads it."""
-    # One dictionary for all threads: finding this thread's connection would cost more.
+    """A value that changes when the alias leads to another database, as in a test run.
+
+    Every publish call reads this value.
+    """
+    # All threads share this dictionary. Finding this thread's connection would cost more.
     entry = connections.settings.get(alias) or _alias(alias).settings_dict
     role = entry["OPTIONS"].get("assume_role")
     return entry["NAME"], entry["HOST"], entry["PORT"], entry["USER"], entry["PASSWORD"], role

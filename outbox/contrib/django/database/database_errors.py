@@ -1,4 +1,4 @@
-"""What the errors of a database mean: which are named, and which a repetition mends."""
+"""Explains the errors of a database, and repeats a transaction that another transaction has stopped."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 _AGAIN: Final = "run the whole operation again, in a new transaction"
 
-# By SQLSTATE, or by its class (the first two characters).
+# The reason and the remedy by SQLSTATE, or by the class of the SQLSTATE (its first two characters).
 _STATES: Final = {
     "42501": ("its role lacks a right", "grant it (docs/operations.md), then run the whole operation again"),
     "25006": ("it is read-only (a replica?)", "let the alias lead to the primary"),
@@ -35,13 +35,13 @@ _STATES: Final = {
     "08": ("the connection broke", _AGAIN),
     "57": ("the connection was ended", _AGAIN),
 }
-# By SQLite's primary result code.
+# The reason and the remedy by SQLite's primary result code.
 _SQLITE_CODES: Final = {8: _STATES["25006"], 13: _STATES["53"]}
 
 
 @contextmanager
 def naming(what: str, connection: BaseDatabaseWrapper) -> Iterator[None]:
-    """Raise SendFailed, naming the operation that failed, from any error of Django or its driver."""
+    """Turn a database error of Django or the driver into SendFailed, which names the failed operation."""
     try:
         with connection.wrap_database_errors:
             yield
@@ -74,13 +74,14 @@ def _judged(error: Error) -> tuple[str, str]:
 #
 # Repeats a handler's transaction at once if another transaction stopped it.
 #
-# PostgreSQL ends one of two transactions that conflict (a serialisation failure, a deadlock), and allows a repetition.
-# The handler is not at fault and nothing has happened, so this uses neither an attempt nor a delay of the retry queue.
+# If two transactions conflict (a serialisation failure, a deadlock), PostgreSQL ends one of them, and the client may
+# repeat it. The handler has made no error, and no effect remains. So the repetition does not count as an attempt, and
+# does not wait in the retry queue.
 
 
 Result = TypeVar("Result")
 
-# serialization_failure, deadlock_detected; SQLITE_BUSY and SQLITE_LOCKED.
+# PostgreSQL: serialization_failure and deadlock_detected. SQLite: SQLITE_BUSY and SQLITE_LOCKED.
 _CONTENDED_STATES: Final = frozenset({"40001", "40P01"})
 _CONTENDED_SQLITE_CODES: Final = frozenset({5, 6})
 
@@ -89,7 +90,7 @@ _LONGEST_PAUSE_SECONDS: Final = 0.1
 
 
 def repeated(attempt: Callable[[], Result], name: str) -> Result:
-    """Return the result of `attempt`, tried up to ten times while other transactions stop it. Raises its error."""
+    """Call `attempt` up to ten times while other transactions stop it. Returns its result or raises its error."""
     for tries in range(1, MAX_TRIES):
         try:
             return attempt()
@@ -97,14 +98,15 @@ def repeated(attempt: Callable[[], Result], name: str) -> Result:
             if not was_in_the_way(error) or fence.is_lost():
                 raise
             logger.info("%s conflicted with another transaction and starts again (%d): %s", name, tries, error)
-        # The first repetition starts at once; later ones wait for different times, so that they do not collide again.
+        # The first repetition starts at once. Later repetitions wait for random times, so that the same transactions do
+        # not conflict again.
         time.sleep(random.uniform(0, min(_LONGEST_PAUSE_SECONDS, 0.001 * (2**tries - 2))))
     return attempt()
 
 
 def was_in_the_way(error: BaseException | None) -> bool:
     """Whether the error, or one of its causes, says that another transaction stopped the statement."""
-    # An error may be raised `from` itself.
+    # An error can be its own cause (`raise error from error`).
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))

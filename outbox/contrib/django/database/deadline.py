@@ -1,7 +1,7 @@
-"""One deadline for all database requests of a request to the operations page.
+"""One deadline for all database requests of one HTTP request to the operations page.
 
-Two limits enforce it. The session's own limits end a statement whose web process has died. The deadline in this process
-ends what those limits cannot: several statements in a row, and a server that does not answer.
+Two kinds of limits enforce the deadline. The session's own limits end a statement whose web process has died. The
+deadline in this process also ends a series of statements, and the wait for a server that does not answer.
 
 See decision 191.
 """
@@ -20,7 +20,7 @@ from outbox.broker.database.connection import BrokerConnection
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
 
-# A lock that another session holds this long is reported instead of waited for.
+# If another session holds a needed lock for longer than this, the request fails and reports the lock.
 LOCK_SECONDS: Final = 1.0
 
 _LIMIT: Final = """
@@ -32,7 +32,7 @@ _deadline: ContextVar[float | None] = ContextVar("outbox_deadline", default=None
 
 @contextlib.contextmanager
 def within(seconds: float) -> Iterator[None]:
-    """Until the end of the block, all database requests together have `seconds`."""
+    """Limit all database requests in the block together to `seconds`."""
     token = _deadline.set(time.monotonic() + seconds)
     try:
         yield
@@ -41,13 +41,13 @@ def within(seconds: float) -> Iterator[None]:
 
 
 def seconds_left() -> float | None:
-    """The remaining time, at least a millisecond; None without a deadline."""
+    """The seconds until the deadline, at least 0.001; None without a deadline."""
     deadline = _deadline.get()
     return None if deadline is None else max(0.001, deadline - time.monotonic())
 
 
 def limits() -> dict[str, str] | None:
-    """statement_timeout and lock_timeout for the next transaction in milliseconds; None without a deadline."""
+    """The next transaction's statement_timeout and lock_timeout in milliseconds; None without a deadline."""
     left = seconds_left()
     if left is None:
         return None
@@ -56,9 +56,9 @@ def limits() -> dict[str, str] | None:
 
 @contextlib.contextmanager
 def kept(connection: BrokerConnection) -> Iterator[None]:
-    """Enforce the deadline on a connection to the broker, if there is one. A late statement is cancelled.
+    """Enforce the deadline (if one is set) on a connection to the broker: cancel a late statement.
 
-    Raises psycopg's QueryCanceled, or BrokerUnavailable if the server does not answer the cancellation either.
+    Raises psycopg's QueryCanceled. Raises BrokerUnavailable if the server does not answer the cancellation either.
     """
     deadline = _deadline.get()
     if deadline is None:
@@ -70,15 +70,15 @@ def kept(connection: BrokerConnection) -> Iterator[None]:
 
 @contextlib.contextmanager
 def kept_in_transaction(connection: BrokerConnection, schema: str) -> Iterator[None]:
-    """Like `kept`, and in one transaction whose statements the server limits too.
+    """Like `kept`, but also begin one transaction with a statement timeout and a lock timeout in the server.
 
-    Without a deadline it does nothing.
+    Without a deadline, this function does nothing.
     """
     values = limits()
     if values is None:
         yield
     else:
-        # The settings end with the transaction: behind a pooler, the next transaction on the session has its own again.
+        # The timeouts end with the transaction. So behind a pooler they do not apply to the session's next transaction.
         with kept(connection), connection.transaction():
             Executor(connection, schema).execute(Statement(_LIMIT), values)
             yield
@@ -86,7 +86,9 @@ def kept_in_transaction(connection: BrokerConnection, schema: str) -> Iterator[N
 
 @contextlib.contextmanager
 def kept_by_application(alias: str) -> Iterator[None]:
-    """A transaction on the application's database with limits on its statements; without a deadline, no transaction.
+    """A transaction on the application's database with a statement timeout and a lock timeout.
+
+    Without a deadline, or on another database than PostgreSQL, this function does nothing.
 
     Raises Django's OperationalError for a cancelled statement.
     """

@@ -1,7 +1,8 @@
-"""Guards an application's tests: only databases that Django allows them to use.
+"""Guards an application's tests: they use only the databases that Django allows them to use.
 
-The broker has connections of its own. So neither the test runner's new name for a database nor Django's guard against
-undeclared databases would stop them. A test would publish into the development broker, and its worker would act on it.
+The broker has its own connections. A test runner's new names for databases and Django's guard against undeclared
+databases do not apply to them. Without this module, a test would publish into the development broker, and a worker
+would handle the message.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from django.db.backends.base.base import NO_DB_ALIAS, BaseDatabaseWrapper
 
 from outbox.errors import ConfigurationError
 
-# Alias -> NAME when the process was set up. Later a test runner gives its databases other names.
+# The NAME of each alias when the process was set up. Later a test runner gives other names to its databases.
 _configured: Final[dict[str, Any]] = {}
 
 _REMEDY: Final = (
@@ -26,14 +27,17 @@ _REMEDY: Final = (
 
 
 def remember_configured_names() -> None:
-    """Record the names when the application is ready, and again when a test overrides INSTALLED_APPS."""
+    """Record the configured names of the databases.
+
+    Django calls it when the application is ready, and again when a test overrides INSTALLED_APPS.
+    """
     for alias in connections:
         _configured.setdefault(alias, connections.settings[alias]["NAME"])
 
 
 def running_tests() -> bool:
     """Whether a test runner of Django (or pytest-django) has set up this process."""
-    # Do not detect it by the mailbox: django.core.mail.backends.locmem makes one, too.
+    # Do not detect a test run by the mailbox `mail.outbox`: django.core.mail.backends.locmem creates it, too.
     utils = sys.modules.get("django.test.utils")
     return hasattr(getattr(utils, "_TestState", None), "saved_data")
 
@@ -41,32 +45,32 @@ def running_tests() -> bool:
 def makes_or_drops_databases(connection: BaseDatabaseWrapper) -> bool:
     """Whether a test runner has made this connection to create or drop test databases.
 
-    The broker opens no session for it: PostgreSQL refuses to drop a database that has sessions.
+    The broker must then have no open session, because PostgreSQL refuses to drop a database that has sessions.
     """
     return running_tests() and connection.alias == NO_DB_ALIAS
 
 
 def refuse_in_tests(alias: str) -> None:
-    """Raise ConfigurationError if the running test must not use the database of `alias`. It does not connect."""
+    """Raise ConfigurationError if the running test must not use the database of `alias`. Opens no connection."""
     if not running_tests() or alias not in connections:
-        # The code that uses a missing alias reports it.
+        # The code that uses the alias will report that it is missing.
         return
     if forbidden := guarded_off(alias) or _not_made_for_tests(alias):
         raise _refusal(alias, forbidden)
 
 
 def guarded_off(alias: str) -> str:
-    """Why the running test's guard forbids the database of `alias`, or ''. It does not connect."""
+    """The reason why the running test must not use the database of `alias`, or ''. Opens no connection."""
     try:
         _ask_guard(alias)
     except (AssertionError, RuntimeError) as error:
-        # The errors that Django and pytest-django raise.
+        # The guards of Django and pytest-django raise these errors.
         return str(error) or type(error).__name__
     return ""
 
 
 def refuse_processes_in_tests() -> None:
-    """Raise ConfigurationError in a test: a new process would use the databases of the settings."""
+    """Raise ConfigurationError in a test, because a new process would use the databases of the settings."""
     if running_tests():
         raise ConfigurationError(
             "a worker that a test starts would use the databases of the settings, not those of the test: run the "
@@ -87,15 +91,16 @@ def _is_guarded() -> bool:
 
 
 def _ask_guard(alias: str) -> None:
-    """Call the active guard, if there is one; its error passes."""
-    # A connection behind the guard refuses coroutines. That error does not come from the guard.
+    """Call the guard of the running test, if there is one. The caller gets the guard's error."""
+    # If the guard allows the database, Django may still refuse to connect in a coroutine. The guard does not raise this
+    # error.
     if _is_guarded():
         with suppress(SynchronousOnlyOperation):
             BaseDatabaseWrapper.ensure_connection(_Probe(alias))
 
 
 class _Probe(BaseDatabaseWrapper):
-    """A connection that the guard sees, and that does not connect."""
+    """A connection object for the guard to check. It never connects to a database."""
 
     def __init__(self, alias: str) -> None:
         self.alias = alias

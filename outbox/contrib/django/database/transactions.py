@@ -1,4 +1,4 @@
-"""The local transaction of a publish call: which one it is, and whether its block is still whole."""
+"""Finds the local transaction of a publish call, and checks that its atomic block still has that transaction."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from outbox.errors import ConfigurationError, TransactionUsageError
 
 # -- the watch of a block --------------------------------------------------------------------------
 #
-# Watches the transaction of an atomic block beyond what Django knows of it.
+# Watches the transaction of an atomic block, because Django does not see every end of a transaction.
 #
 # Django assumes that a block is one transaction from BEGIN to COMMIT. Application code can end that transaction earlier
-# by hand. The rest of the block then runs in another transaction (on SQLite, in none), and earlier writes may be gone,
-# or already committed. A message must not be bound to such a block.
+# by hand. The rest of the block then runs in another transaction (on SQLite, in none), and the earlier writes are
+# already committed or rolled back. A message must not be bound to such a block.
 #
-# The watch sees every statement that passes Django's cursors. It also notices a statement on the driver's own
-# connection if no transaction is open afterwards. The remaining case (`ROLLBACK; BEGIN` on the driver's connection) is
-# found by reading the ledger or inbox row again.
+# The watch sees every statement that Django's cursors execute. It also detects a statement on the driver's own
+# connection if no transaction is open afterwards. It does not see `ROLLBACK; BEGIN` on the driver's connection. To
+# detect this, the package reads the ledger row or inbox row again.
 
 
-# A statement that ends the transaction; ROLLBACK TO SAVEPOINT does not. After a semicolon it is searched only in texts
-# that contain no string constant and no function body.
+# Matches a statement that ends the transaction (not ROLLBACK TO SAVEPOINT). A text is split at its semicolons only if
+# it contains no string constant and no function body.
 _ENDS: Final = re.compile(
     r"(?:\s|--[^\n]*\n|/\*.*?\*/)*"
     r"(commit|end|abort|prepare\s+transaction|rollback(?!\s+(?:work\s+|transaction\s+)?to\b))\b",
@@ -44,21 +44,24 @@ _QUOTES: Final = re.compile(r"['\"$]")
 
 @dataclass(slots=True)
 class BlockHalves:
-    """The half transactions of one run of a block, and, after a look-up, which of them the ledger has."""
+    """The two-phase transactions that one run of an `atomic` block has begun.
+
+    After a look-up, `in_ledger` contains those with a committed row in the ledger.
+    """
 
     ids: list[UUID] = field(default_factory=list)
     in_ledger: set[UUID] | None = None
 
     def add(self, transaction_id: UUID) -> None:
-        """Add a half transaction; it invalidates the earlier look-up."""
+        """Add a transaction, and discard the result of the earlier look-up."""
         self.ids.append(transaction_id)
         self.in_ledger = None
 
 
 class BlockWatch:
-    """Watches one connection, as an execute wrapper of Django, installed when the connection is made.
+    """An execute wrapper of Django that watches the atomic blocks of one connection.
 
-    Its state belongs to one run of an outermost block.
+    It is installed when Django opens the connection. Its state belongs to one run of an outermost block.
     """
 
     def __init__(self, connection: BaseDatabaseWrapper) -> None:
@@ -67,14 +70,14 @@ class BlockWatch:
         self.begin()
 
     def begin(self) -> None:
-        """Start with an outermost block."""
+        """Reset the state, because an outermost block begins."""
         self._started = False
         self._ended = ""
         self._bound_to = ""
         self.halves = BlockHalves()
 
     def __call__(self, execute: Callable[..., Any], sql: Any, params: Any, many: bool, context: dict[str, Any]) -> Any:
-        """See Django's database instrumentation."""
+        """Check a statement, then execute it (see "Database instrumentation" in Django's documentation)."""
         if self._connection.in_atomic_block:
             if not switch.enabled:
                 self.notice_block()
@@ -85,7 +88,7 @@ class BlockWatch:
         return execute(sql, params, many, context)
 
     def notice_block(self) -> None:
-        """With the fast paths off: begin if another outermost block is open than at the last call."""
+        """With the fast paths off: call `begin` if the open outermost block is not the block of the last call."""
         if self._mark.is_new(self._connection):
             self.begin()
 
@@ -103,11 +106,11 @@ class BlockWatch:
         self._ended = word
 
     def bind(self, what: str) -> None:
-        """Refuse from now on statements that would end the block's transaction by hand. `what` is for the error."""
+        """From now on, refuse statements that end the block's transaction by hand. `what` is for the error text."""
         self._bound_to = self._bound_to or what
 
     def what_ended(self) -> str:
-        """Why the block's transaction is no longer whole, or ''."""
+        """The reason why the block's transaction has ended or cannot commit, or ''."""
         if self._ended:
             return f"{self._ended} was executed by hand inside it"
         raw = self._connection.connection
@@ -128,16 +131,16 @@ def watch_connection(sender: object, connection: BaseDatabaseWrapper, **_: objec
 
 
 def watch_of(connection: BaseDatabaseWrapper) -> BlockWatch:
-    """The watch of a connection; it is installed if missing."""
+    """The watch of a connection. If the connection has no watch, this function installs one."""
     watch = next((item for item in connection.execute_wrappers if isinstance(item, BlockWatch)), None)
     if watch is None:
         watch = BlockWatch(connection)
-        # Installed outermost, so that it also sees the statements of other wrappers.
+        # The watch must be the outermost wrapper, so that it also sees the statements of other wrappers.
         connection.execute_wrappers.insert(0, watch)
     if not switch.enabled:
         watch.notice_block()
     elif not isinstance(connection.atomic_blocks, WatchedBlocks):
-        # Django makes a new list with every new connection of the driver.
+        # Django makes a new list of blocks with every new connection of the driver.
         blocks = WatchedBlocks(watch.begin)
         blocks.extend(connection.atomic_blocks)
         connection.atomic_blocks = blocks
@@ -145,10 +148,10 @@ def watch_of(connection: BaseDatabaseWrapper) -> BlockWatch:
 
 
 def require_whole(connection: BaseDatabaseWrapper, what: str) -> BlockWatch:
-    """The watch of a block whose transaction is still the one it began with.
+    """Return the watch of a block if the block still has the transaction that it began with.
 
-    Otherwise it raises TransactionUsageError: `what` was not done. The caller rolls the block back (see
-    transactions.failing_takes_the_block_along).
+    Otherwise raise TransactionUsageError, which says that `what` was not done. The caller then rolls the block back
+    (see `failing_takes_the_block_along`).
     """
     watch = watch_of(connection)
     if connection.needs_rollback:
@@ -171,7 +174,10 @@ def require_whole(connection: BaseDatabaseWrapper, what: str) -> BlockWatch:
 
 
 def sync_pipeline(connection: BaseDatabaseWrapper) -> None:
-    """Wait until a psycopg pipeline has executed its statements; before that the transaction's status is not known."""
+    """Wait until a psycopg pipeline has executed its statements.
+
+    Before that, the client does not know the status of the transaction.
+    """
     raw = connection.connection
     if isinstance(raw, Connection) and raw.pgconn.pipeline_status:
         with raw.pipeline():
@@ -179,19 +185,20 @@ def sync_pipeline(connection: BaseDatabaseWrapper) -> None:
 
 
 def in_pipeline(connection: BaseDatabaseWrapper) -> bool:
-    """Whether COMMIT would be queued instead of executed."""
+    """Whether the connection is in a psycopg pipeline, which would only queue COMMIT."""
     raw = connection.connection
     return isinstance(raw, Connection) and bool(raw.pgconn.pipeline_status)
 
 
 def begun_by_hand(connection: BaseDatabaseWrapper) -> bool:
-    """Whether a transaction is open that Django does not know of (BEGIN outside of atomic())."""
+    """Whether the connection has a transaction that Django does not know of (BEGIN outside of atomic())."""
     raw = connection.connection
     if connection.in_atomic_block or raw is None:
         return False
     if isinstance(raw, Connection):
         with suppress(DriverError):
-            # An error in the pipeline belongs to the application; the status is right nevertheless.
+            # The application must handle an error in its pipeline. The transaction status is correct in spite of the
+            # error.
             sync_pipeline(connection)
         return raw.info.transaction_status in (pq.TransactionStatus.INTRANS, pq.TransactionStatus.INERROR)
     return connection.vendor == "sqlite" and bool(raw.in_transaction)
@@ -226,11 +233,11 @@ def lost(connection: BaseDatabaseWrapper, name: str, reason: str) -> Transaction
 
 
 def current_transaction(using: str | None) -> BaseDatabaseWrapper | None:
-    """The connection whose transaction a publish call joins; None if there is none.
+    """The connection whose transaction a publish call joins; None if no transaction is open.
 
-    `using` names the alias. Without it, the alias is the only one on which this thread has a transaction. The
-    transaction that a TestCase wraps around a test does not count. Raises TransactionUsageError if the transaction is
-    ambiguous.
+    `using` names the alias. Without `using`, this thread may have a transaction on one alias only. The transaction that
+    a TestCase wraps around a test does not count. Raises TransactionUsageError if transactions are open on several
+    aliases, or if Django did not begin the transaction.
     """
     if using is not None:
         if using not in connections:
@@ -257,8 +264,8 @@ def current_transaction(using: str | None) -> BaseDatabaseWrapper | None:
 def failing_takes_the_block_along(using: str | None) -> Iterator[None]:
     """Mark the atomic block of a publish call for rollback if the call fails for any reason.
 
-    Otherwise a caller that continues would commit its row without the message. If the transaction of the call is
-    ambiguous, no block is marked; the error says so.
+    Otherwise a caller that swallows the error would commit its row without the message. If it is not clear which
+    transaction the call joins, no block is marked, and the error gives the reason.
     """
     try:
         yield
@@ -271,7 +278,7 @@ def failing_takes_the_block_along(using: str | None) -> Iterator[None]:
 
 
 def in_transaction(connection: BaseDatabaseWrapper) -> bool:
-    """Whether an atomic block is open on the connection, other than that of a TestCase."""
+    """Whether an atomic block is open on the connection. The block of a TestCase does not count."""
     return not all(map(is_test_case, connection.atomic_blocks))
 
 
@@ -284,7 +291,7 @@ def _refuse_manual_commit(connection: BaseDatabaseWrapper) -> None:
     if connection.in_atomic_block:
         manual = not connection.commit_on_exit
     elif connection.connection is None:
-        # Do not connect to find out: this database may have no part in the message.
+        # Do not connect only to find this out: the message may have nothing to do with this database.
         manual = not connection.settings_dict["AUTOCOMMIT"]
     else:
         manual = not connection.get_autocommit()

@@ -1,4 +1,4 @@
-"""The engine of this process, chosen by the settings, and its broker, built at its first use."""
+"""The engine of this process, which the settings choose, and its broker. Both are built at the first use."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _FLUSH_SECONDS: Final = 2.0
 
 
 class _Current:
-    """The objects built from one settings object for one database."""
+    """The engine, the broker and the caches that belong to one settings object and one database."""
 
     def __init__(self, settings: OutboxSettings) -> None:
         self.settings = settings
@@ -40,9 +40,10 @@ class _Current:
         self.codecs = self.engine.codecs
         self.catalog = self.engine.catalog
         self.broker = self.engine.broker
-        # For each alias, by its target: the place where the atomic path was proven, or None for two-phase.
+        # By the target of an alias: the server on which the atomic path was proven, or None for the two-phase path.
         self.paths: dict[tuple[object, ...], ServerIdentity | None] = {}
-        # When the process last recorded that an alias leads elsewhere (time.monotonic).
+        # By alias: the last time (time.monotonic) at which this process recorded that the alias leads to another
+        # database.
         self.path_reports: dict[str, float] = {}
 
     def _place(self) -> tuple[object, ...]:
@@ -58,7 +59,7 @@ _lock = threading.Lock()
 
 
 def engine_of(settings: OutboxSettings) -> Engine:
-    """The engine that the settings choose, apart from the one of this process: for checks and commands."""
+    """A new engine for these settings, separate from the engine of this process. For checks and commands."""
     return _ENGINES[settings.engine](settings)
 
 
@@ -82,7 +83,7 @@ def get_engine() -> Engine:
 
 
 def get_broker() -> Broker:
-    """The broker of the settings; the same object until they change. Raises ConfigurationError."""
+    """The broker of this process; the same object until the settings change. Raises ConfigurationError."""
     current = _get()
     if current.has_database:
         refuse_in_tests(current.settings.broker)
@@ -90,7 +91,7 @@ def get_broker() -> Broker:
 
 
 def get_codecs() -> Codecs:
-    """The codec of this project, and those of its topics."""
+    """The default codec of this project, and the codecs of its topics."""
     return _get().codecs
 
 
@@ -100,7 +101,7 @@ def get_catalog() -> TopicCatalog:
 
 
 def flush(*, within_seconds: float = _FLUSH_SECONDS) -> bool:
-    """Wait until the decisions of this process are sent or given up; False if the time ran out first."""
+    """Wait until this process has sent or given up its decisions. Returns False if the time runs out first."""
     return _current is None or _current.broker.flush(within_seconds=within_seconds)
 
 
@@ -108,7 +109,10 @@ atexit.register(flush)
 
 
 def reset_broker() -> None:
-    """Close the broker; the next use builds another. For use between tests, and after the database was replaced."""
+    """Close the broker; the next use builds a new one.
+
+    Call it between tests, and after the database was replaced.
+    """
     global _current
     with _lock:
         if _current is not None:
@@ -124,10 +128,10 @@ def let_go_of_test_databases(sender: object, connection: BaseDatabaseWrapper, **
 
 
 def remembered_paths() -> dict[tuple[object, ...], ServerIdentity | None]:
-    """This process's decisions about paths (see the module `path`), until the settings change."""
+    """The path decisions of this process (see the module `path`). A change of the settings discards them."""
     return _get().paths
 
 
 def path_reports() -> dict[str, float]:
-    """When this process last recorded, per alias, that its path leads elsewhere; until the settings change."""
+    """By alias: the last time at which this process recorded that the alias leads to another database."""
     return _get().path_reports

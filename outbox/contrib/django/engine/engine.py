@@ -1,4 +1,4 @@
-"""What every engine is on Django's side: publishers, workers, checks and commands ask it what depends on the engine."""
+"""The interface of every engine on Django's side. Publishers, workers, checks and commands use it."""
 
 from __future__ import annotations
 
@@ -19,10 +19,12 @@ from outbox.subscription import Subscription
 
 
 class Engine(ABC):
-    """One engine of these settings. Making it connects to nothing; a method that an engine does not need does nothing.
+    """One engine with its settings.
 
-    `has_broker_process`: whether a worker runs a process that sequences. `pass_names`: further periodic passes of a
-    producer service.
+    Creating an engine opens no connection. If an engine does not need a method, the method does nothing.
+
+    `has_broker_process`: whether a worker runs a broker process, which sequences messages. `pass_names`: further
+    periodic passes that a producer service runs.
     """
 
     refusals: ClassVar[Refusals]
@@ -35,11 +37,11 @@ class Engine(ABC):
     @cached_property
     @abstractmethod
     def broker(self) -> Broker:
-        """The broker's port for this process. Raises ConfigurationError."""
+        """The broker of this process (an implementation of `ports.Broker`). Raises ConfigurationError."""
 
     @cached_property
     def codecs(self) -> Codecs:
-        """The codec of this project, and those of its topics. Raises ConfigurationError."""
+        """The default codec of this project, and the codecs of its topics. Raises ConfigurationError."""
         settings = self.settings
         default = None if settings.codec is None else _codec("OUTBOX['CODEC']", settings.codec)
         by_topic = {
@@ -62,10 +64,10 @@ class Engine(ABC):
 
     @abstractmethod
     def check(self) -> Iterator[CheckMessage]:
-        """What is wrong with the settings and the declarations on this engine, for `manage.py check`."""
+        """The problems of the settings and declarations with this engine, for `manage.py check`."""
 
     def refused(self) -> Iterator[str]:
-        """The declarations that this engine refuses, with what works instead. Raises ConfigurationError."""
+        """One text for each declaration that this engine refuses, with an alternative. Raises ConfigurationError."""
         return iter(())
 
     def require(self) -> None:
@@ -75,17 +77,19 @@ class Engine(ABC):
 
     @abstractmethod
     def consumers(self, wanted: Sequence[tuple[Subscription, AnyHandler]], *, leads: bool = False) -> Consumers:
-        """What runs these subscriptions in this process. `leads`: it sequences too, where an engine sequences.
+        """The consumers that run these subscriptions in this process.
+
+        `leads`: the process also runs the leader, which sequences messages, if the engine has a leader.
 
         Raises ConfigurationError.
         """
 
     def sequence(self) -> int:
-        """Put all decided messages into their queues now; returns their number. Raises BrokerError."""
+        """Put all decided messages into their queues now, and return their number. Raises BrokerError."""
         return 0
 
     def settle(self) -> int:
-        """Decide half messages that no commit decides, in a test on the broker in memory; returns their number."""
+        """In a test on the in-memory broker: decide the half messages that no commit decides. Returns their number."""
         return 0
 
     def run_pass(self, name: str) -> Mapping[str, Any]:
@@ -93,16 +97,16 @@ class Engine(ABC):
         raise NotImplementedError(name)
 
     def is_asked(self) -> bool:
-        """Whether check-back can ask this process: a part of its readiness."""
+        """Whether check-back can reach this process. Its readiness depends on this."""
         return True
 
     def server_problems(self) -> Iterator[str]:
-        """What the engine's server lacks for the declared topics. Raises BrokerError."""
+        """One text for each problem of the engine's server with the declared topics. Raises BrokerError."""
         return iter(())
 
     @abstractmethod
     def left(self, brokers: Sequence[str] = ()) -> LeftoverWork:
-        """What the broker has not finished of the project's topics and groups, before a move to another broker.
+        """The unfinished work of the project's topics and groups, to be checked before a move to another broker.
 
         `brokers`: administration ports (HOST:PORT), for an engine that needs them. Raises BrokerError or UsageError.
         """

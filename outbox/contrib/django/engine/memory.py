@@ -1,6 +1,6 @@
-"""The broker in memory, on Django's side: for tests.
+"""The in-memory engine, for tests.
 
-In a TestCase nothing commits, so the ledger's rows show what would have committed.
+In a TestCase no transaction commits. So the ledger rows show which transactions would have committed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from outbox.transaction import Decision, EndTransaction
 
 
 class MemoryEngine(Engine):
-    """OUTBOX['IN_MEMORY']: the messages exist only in this process."""
+    """The engine for OUTBOX['IN_MEMORY']: messages exist only in this process."""
 
     refusals: ClassVar[Refusals] = Refusals(
         "in memory (OUTBOX['IN_MEMORY'])",
@@ -61,7 +61,10 @@ class MemoryEngine(Engine):
         return InMemoryConsumers(self.broker.groups, wanted)
 
     def settle(self) -> int:
-        """Decide every half message whose transaction has ended, by its ledger row, as check-back would."""
+        """Decide each half message whose transaction has ended.
+
+        As in check-back, the ledger row gives the decision.
+        """
         connected = [connections[alias] for alias in ledger_aliases(usable=True)]
         undecided = self.broker.undecided()
         if not undecided or any(in_transaction(connection) for connection in connected):

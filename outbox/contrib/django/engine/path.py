@@ -1,7 +1,9 @@
-"""Chooses the path of a publish call: proven once per alias and process, and verified with every message.
+"""Chooses the path of a publish call.
 
-The proof (outbox.broker.database.server_identity) is a lock: taken through the broker's connection, it must be visible
-through the application's connection. The result holds until the process ends, so a failover never changes the path
+Each process proves the path of an alias once, and verifies it with every message.
+
+The proof is a lock (see outbox.broker.database.server_identity). The broker's connection takes the lock, and the
+application's connection must see it. The result holds until the process ends. So a failover never changes the path
 silently.
 
 See decision 026.
@@ -35,8 +37,9 @@ logger = logging.getLogger(__name__)
 def takes_atomic_path(connection: BaseDatabaseWrapper, settings: OutboxSettings) -> bool:
     """Whether this connection's open transaction writes the messages itself (the atomic path).
 
-    Raises WrongDatabase if only that path is allowed, but the connection does not reach the broker. Raises
-    BrokerUnavailable or SendFailed if this could not be determined, and ConfigurationError.
+    Raises WrongDatabase if only the atomic path is allowed, but the connection does not reach the broker. Raises
+    BrokerUnavailable or SendFailed if the path could not be determined. Raises ConfigurationError if PATH is 'atomic'
+    and the database is not PostgreSQL.
     """
     if not settings.has_database or settings.path is PathChoice.TWO_PHASE:
         return False
@@ -59,11 +62,12 @@ def takes_atomic_path(connection: BaseDatabaseWrapper, settings: OutboxSettings)
 
 
 def confirm(connection: BaseDatabaseWrapper, settings: OutboxSettings, place: ServerIdentity) -> None:
-    """Verify that the row just written by this connection, at `place`, is in the broker's own database.
+    """Verify that this connection has written its row into the broker's own database.
 
-    It costs nothing while the place is the proven one. If the place differs (the server was restarted, or the
-    connection leads elsewhere now), it is proven again in the same transaction. Raises as `prove` does, and
-    WrongDatabase if the broker is not there: the transaction must not commit.
+    `place` is the server that stored the row. If it is the proven server, the verification costs nothing. If it is
+    another server, the server was restarted, or the connection now leads elsewhere. Then the proof is repeated in the
+    same transaction. Raises the errors of `prove`. Raises WrongDatabase if the broker is not on that server; then the
+    transaction must not commit.
     """
     paths = remembered_paths()
     named = place_named_by(connection.alias)
@@ -75,9 +79,9 @@ def confirm(connection: BaseDatabaseWrapper, settings: OutboxSettings, place: Se
 
 
 def prove(connection: BaseDatabaseWrapper, settings: OutboxSettings) -> ServerIdentity | None:
-    """The place of this connection if it is the broker's own database, else None.
+    """The server that this connection reaches if it is the broker's own server and database, else None.
 
-    Raises BrokerUnavailable if the broker does not answer, and SendFailed if this connection does not.
+    Raises BrokerUnavailable if the broker does not answer, and SendFailed if this connection does not answer.
     """
     with marked(broker_database(settings), timeout_seconds=settings.send_timeout_seconds) as key:
         try:
@@ -90,12 +94,15 @@ def prove(connection: BaseDatabaseWrapper, settings: OutboxSettings) -> ServerId
             ) from error
 
 
-# Limit it: every publish would record the same problem again.
+# The limit is needed because every publish call would record the same problem again.
 _REPORT_EVERY_SECONDS: Final = 60.0
 
 
 def _reported(error: WrongDatabase, alias: str, settings: OutboxSettings) -> WrongDatabase:
-    """Record for the broker's status what only this process can see. Never raises: the original error matters more."""
+    """Record the error as an incident in the broker, because only this process can see it. Returns the error.
+
+    It never raises, because the original error is more important.
+    """
     now, reports = time.monotonic(), path_reports()
     if now - reports.get(alias, -_REPORT_EVERY_SECONDS) >= _REPORT_EVERY_SECONDS:
         reports[alias] = now

@@ -1,4 +1,7 @@
-"""The bundled broker in PostgreSQL, on Django's side. What only workers run is imported where it is used."""
+"""The engine of the bundled broker in PostgreSQL.
+
+Code that only workers run is imported inside the functions that use it.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,8 @@ from outbox.ports import AnyHandler, Consumers, LeftoverWork
 from outbox.refusals import Refusals
 from outbox.subscription import Subscription
 
-# Fields of TopicTotals and GroupTotals: running workers finish the first, an operator must settle the second.
+# Fields of TopicTotals and GroupTotals. Running workers finish the messages of the MOVING fields. An operator must
+# settle the messages of the STUCK fields.
 _MOVING_OF_TOPIC: Final = ("undecided", "unsequenced", "held", "scheduled")
 _STUCK_OF_TOPIC: Final = ("parked",)
 _MOVING_OF_GROUP: Final = ("lag", "retrying")
@@ -35,7 +39,7 @@ _WORDS: Final = {"unsequenced": "not queued yet", "lag": "not handled"}
 
 
 class PostgresEngine(Engine):
-    """A broker in the database of the alias OUTBOX['BROKER']. It refuses nothing."""
+    """The engine for a broker in the database of the alias OUTBOX['BROKER']. It refuses no declaration."""
 
     refusals: ClassVar[Refusals] = Refusals("PostgreSQL")
 
@@ -109,7 +113,7 @@ class PostgresEngine(Engine):
 
 
 def undelivered(counted: MessageCounts) -> Iterator[str]:
-    """The unfinished messages, in words."""
+    """One text for each kind of unfinished messages of a topic or group."""
     for name, topic in counted.topics.items():
         yield from _of_topic(name, topic, _MOVING_OF_TOPIC + _STUCK_OF_TOPIC)
     for group in counted.groups.values():

@@ -1,4 +1,7 @@
-"""Apache RocketMQ on Django's side. Its client library is an extra, so it is imported where it is used."""
+"""The engine of Apache RocketMQ.
+
+The client library is an optional dependency, so it is imported inside the functions that use it.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,10 @@ if TYPE_CHECKING:
 
 
 class RocketMQEngine(Engine):
-    """OUTBOX['BROKER'] = 'rocketmq://PROXY:8081?brokers=BROKER:10911'. RocketMQ is the broker process itself."""
+    """The engine for OUTBOX['BROKER'] = 'rocketmq://PROXY:8081?brokers=BROKER:10911'.
+
+    A worker runs no broker process, because RocketMQ is the broker.
+    """
 
     refusals: ClassVar[Refusals] = declarations.REFUSALS
     has_broker_process: ClassVar[bool] = False
@@ -118,9 +124,10 @@ class RocketMQEngine(Engine):
         )
 
     def run_pass(self, name: str) -> Mapping[str, Any]:
-        """Decide by the ledger the transactions that RocketMQ gave up. Raises BrokerError.
+        """Decide, by the ledger, the transactions that RocketMQ gave up. Returns the counts. Raises BrokerError.
 
-        If two processes do so at once, messages are published twice; the inbox removes the duplicates.
+        If two processes run this pass at the same time, they publish messages twice. The inbox then removes the
+        duplicates.
         """
         return asdict(self.broker.settle_exhausted(self.settings.required_producer_group(), LedgerChecker()))
 
@@ -131,9 +138,10 @@ class RocketMQEngine(Engine):
         return self.broker.topic_problems()
 
     def create(self, address: str) -> tuple[int, int]:
-        """Create or update the declared topics and groups at a broker's administration port; returns their numbers.
+        """Create or update the declared topics and groups through a broker's administration port.
 
-        Raises UsageError for a subscriber of a topic that is not declared, and BrokerError.
+        Returns the number of topics and the number of groups. Raises UsageError for a subscriber of a topic that is not
+        declared. Raises BrokerError.
         """
         admin = parse_address(address)
         topics = {name: declared.topic for name, declared in self.settings.topics.items()}
@@ -146,17 +154,20 @@ class RocketMQEngine(Engine):
         return len(topics), len(subscribers())
 
     def given_up(self) -> int:
-        """The messages that RocketMQ gave up asking about and the ledger has not decided yet. Raises BrokerError."""
+        """The number of messages that RocketMQ gave up and the ledger has not decided yet. Raises BrokerError."""
         group = self.settings.required_producer_group()
         return sum(waiting(broker, group) for broker in brokers_of(self.settings.broker))
 
     @cached_property
     def _timers(self) -> Timers:
-        # One instance for all looks of `left`.
+        # All calls of `left` share one instance.
         return Timers()
 
     def left(self, brokers: Sequence[str] = ()) -> LeftoverWork:
-        """As `Engine.left`; `brokers` are the administration ports of all brokers, if BROKER does not name them."""
+        """See `Engine.left`.
+
+        `brokers`: the administration ports of all brokers. They are needed if OUTBOX['BROKER'] does not name them.
+        """
         settings = self.settings
         wanted = [(item.subscription.group, item.subscription.topic) for item in subscribers()]
         topics = sorted({*settings.topics, *(topic for _, topic in wanted)})
@@ -172,7 +183,7 @@ class RocketMQEngine(Engine):
 
 
 def _mixed_groups() -> Iterator[str]:
-    """The refusals for groups: a RocketMQ group as a whole is orderly or not, and has one limit of attempts."""
+    """One text for each group with both modes: a RocketMQ group consumes either in order or concurrently."""
     kinds: dict[str, set[bool]] = {}
     for item in subscribers():
         kinds.setdefault(item.subscription.group, set()).add(item.subscription.mode == "concurrent")

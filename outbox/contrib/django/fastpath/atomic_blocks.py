@@ -1,7 +1,7 @@
-"""Tells the watch of a connection where each outermost atomic block begins.
+"""Notifies the watch of a connection when an outermost atomic block begins.
 
-Django has no signal for it. This list takes the place of Django's own list of open blocks, so a block costs nothing
-more. With the fast paths off, Django keeps its list and `BlockMark` finds out at each statement.
+Django has no signal for this. `WatchedBlocks` replaces Django's own list of open blocks, so a block has no further
+cost. With the fast paths off, Django keeps its own list, and `BlockMark` detects a new block at each statement.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ class WatchedBlocks(list[Atomic]):
 
 
 class BlockMark:
-    """A mark among the on_commit callbacks of a block: Django drops them when the outermost block ends."""
+    """A mark in the list of on_commit callbacks. Django empties this list when the outermost block ends."""
 
     def __init__(self) -> None:
         self._savepoint: str | None = None
 
     def __call__(self) -> None:
-        """Do nothing, as a callback."""
+        """Do nothing when Django calls the mark as a callback."""
 
     def is_new(self, connection: BaseDatabaseWrapper) -> bool:
-        """Whether another outermost block is open than at the last call; False without a block."""
+        """Whether the open outermost block is not the block of the last call. False if no block is open."""
         outside = sum(map(is_test_case, connection.atomic_blocks))
         if len(connection.atomic_blocks) == outside:
             return False
-        # Inside a TestCase no callback is dropped, but each block has a savepoint of its own.
+        # Inside a TestCase, Django drops no callback, but each block has its own savepoint.
         savepoint = connection.savepoint_ids[outside - 1] if outside else None
         callbacks: list[Any] = connection.run_on_commit
         is_marked = any(callback is self for _, callback, *_ in callbacks)
         if not is_marked:
-            # Without savepoints, so that the rollback of an inner block leaves it.
+            # The empty set of savepoints keeps the mark in the list when an inner block rolls back.
             callbacks.append((set(), self, True))
         is_same = is_marked and savepoint == self._savepoint
         self._savepoint = savepoint

@@ -1,12 +1,12 @@
 """A handler's transaction with few round trips, on PostgreSQL.
 
-Django sends BEGIN, every statement and COMMIT one by one. Here BEGIN is sent with the first statement (it writes the
-inbox row), and COMMIT with the last one (it checks that row). If the check fails, the server does not execute the
-COMMIT after it. Otherwise Django finds the transaction ended, as it should be, runs the registered on_commit callbacks,
-and ends its block. With the fast paths off, the inbox executes its statements through Django.
+Django sends BEGIN, every statement and COMMIT one by one. This module sends BEGIN together with the first statement,
+which writes the inbox row. It sends COMMIT together with the last statement, which checks that row. If the check fails,
+the server does not execute COMMIT. If the check succeeds, the transaction has ended; Django then runs the on_commit
+callbacks and leaves its block. With the fast paths off, the inbox executes its statements through Django.
 
-The statements for a single message are prepared if the connection leads directly to its server, because planning them
-costs the server more than executing them.
+For a single message, planning a statement costs the server more than executing it. So these statements are prepared if
+the connection leads directly to its server.
 
 See decision 150.
 """
@@ -31,22 +31,23 @@ _COMMIT: Final = Statement("COMMIT")
 _ROLLBACK: Final = Statement("ROLLBACK")
 _PID: Final = Statement("SELECT pg_backend_pid()")
 
-# No table of these statements is in the broker's schema.
+# These statements use no table of the broker's schema.
 _NO_SCHEMA: Final = "public"
-# A plan is kept for this many messages: one made while the inbox was nearly empty reads the whole table later.
+# After this number of messages, the prepared plans are discarded: a plan made for a nearly empty inbox would later read
+# the whole table.
 _PLANS_LAST: Final = 200
 
 
 @dataclass(slots=True)
 class _Session:
-    """The state of a connection: whether statements may be prepared on it, and which are."""
+    """The prepared statements of one connection, and whether the connection allows them."""
 
     prepares: bool = False
     prepared: dict[bytes, bytes] = field(default_factory=dict)
     messages: int = 0
 
 
-# By the driver's connection, which Django's pool lends to different threads in turn.
+# The sessions by the driver's connection. Django's pool gives one connection to different threads in turn.
 _sessions: Final[WeakKeyDictionary[Connection, _Session]] = WeakKeyDictionary()
 
 
@@ -56,13 +57,13 @@ class ShortTransaction:
     def __init__(self, connection: BaseDatabaseWrapper) -> None:
         self._connection = connection
         self._raw: Connection = connection.connection
-        # None until the first transaction of this connection has asked which server it reaches.
+        # None until the first transaction of this connection has found out whether statements may be prepared.
         self._session = _sessions.get(self._raw)
         self._trip = RoundTrip(self._raw, _NO_SCHEMA, prepare=False)
 
     @staticmethod
     def is_possible(connection: BaseDatabaseWrapper) -> bool:
-        """Whether the entered block is the outermost one and plain, and its statements are not logged."""
+        """Whether the entered block is the outermost one, has default options, and its statements are not logged."""
         raw = connection.connection
         return (
             switch.enabled
@@ -74,9 +75,9 @@ class ShortTransaction:
         )
 
     def begin(self, statement: Statement, values: Mapping[str, bytes], *, prepare: bool) -> list[Row]:
-        """Begin with this statement; returns its rows. With `prepare`, it is prepared where that is possible.
+        """Begin the transaction with this statement, and return the statement's rows.
 
-        Django does not see this BEGIN.
+        `prepare`: prepare the statement if the connection allows it. Django does not see the BEGIN.
         """
         with self._connection.wrap_database_errors:
             try:
@@ -104,15 +105,16 @@ class ShortTransaction:
         return rows
 
     def _may_prepare(self, pid: list[Row]) -> bool:
-        """Whether statements may be prepared: not behind a pooler, and not if psycopg prepares.
+        """Whether statements may be prepared: only without a pooler, and only if psycopg prepares none itself.
 
-        A pooler is recognised because it reports a process id of its own. It may lend another server to the next
-        transaction. psycopg deallocates all prepared statements of its connection when it deallocates its own.
+        A pooler reports its own process id, not the server's. A pooler may also use another server session for the next
+        transaction. When psycopg deallocates its own prepared statements, it deallocates all prepared statements of the
+        connection.
         """
         return self._raw.prepare_threshold is None and pid == [(b"%d" % self._raw.info.backend_pid,)]
 
     def _prepare_no_more(self) -> None:
-        """The application has deallocated the prepared statements (DEALLOCATE ALL), and may do so again."""
+        """Stop preparing statements: the application has deallocated them (DEALLOCATE ALL), and may do so again."""
         _sessions[self._raw] = self._session = _Session()
         self._trip = RoundTrip(self._raw, _NO_SCHEMA, prepare=False)
 
@@ -121,7 +123,7 @@ class ShortTransaction:
         return _status(self._connection.connection) == pq.TransactionStatus.INTRANS
 
     def commit(self, check: Statement | None, values: Mapping[str, bytes]) -> bool:
-        """Commit if `check` finds what it expects. If it divides by zero, commit nothing and return False."""
+        """Run `check` and commit. If the check fails by a division by zero, commit nothing and return False."""
         with self._connection.wrap_database_errors:
             if check is not None:
                 self._trip.send(check, values)
@@ -137,5 +139,5 @@ class ShortTransaction:
 
 
 def _status(raw: Connection) -> pq.TransactionStatus | None:
-    """None in a psycopg pipeline, whose statements may not be executed yet."""
+    """The transaction status; None in a psycopg pipeline, whose statements may not be executed yet."""
     return None if raw.pgconn.pipeline_status else raw.info.transaction_status

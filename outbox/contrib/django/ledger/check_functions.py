@@ -16,7 +16,7 @@ _lookups: dict[str, Lookup] = {}
 
 
 def register_lookup(name: str, lookup: Lookup) -> None:
-    """Register the look-up of a checker name ('module:qualname' of the decorated function)."""
+    """Register a look-up under a checker name ('module:qualname' of the decorated function)."""
     if not callable(lookup):
         raise ConfigurationError(
             f"check= of {name} must be a function of the message that returns True if it committed, not {lookup!r}."
@@ -25,7 +25,10 @@ def register_lookup(name: str, lookup: Lookup) -> None:
 
 
 def find_lookup(name: str) -> Lookup | None:
-    """The look-up of a checker name, importing its module if it belongs to an installed app; else None."""
+    """The look-up of a checker name; None if it is not found.
+
+    The function imports the look-up's module if the module belongs to an installed app.
+    """
     known = _lookups.get(name)
     if known is not None or not name:
         return known

@@ -18,13 +18,16 @@ from django.utils.dateparse import parse_datetime
 from outbox.contrib.django.ledger.ledger import without_timeouts
 from outbox.contrib.django.settings.conf import for_column
 
-# Below the parameter limit of every database that Django supports.
+# This list length is below the parameter limit of every database that Django supports.
 _LARGEST_LIST: Final = 500
 
 
 @dataclass(frozen=True, slots=True)
 class Handled:
-    """A row of the inbox. `at` is its time in UTC as the database's driver gives it; pass it back unchanged."""
+    """A row of the inbox.
+
+    `at` is its time in UTC, in the type that the database's driver returns; the statements need this type.
+    """
 
     group: str
     generation: int
@@ -34,7 +37,7 @@ class Handled:
 
 @dataclass(frozen=True, slots=True)
 class HandledPosition:
-    """A position in the order of time: at the rows of the moment `at`, or, if `is_behind`, behind them."""
+    """A position in the order of time: before the rows of the time `at`. With `is_behind`, after these rows."""
 
     at: Any
     is_behind: bool = False
@@ -42,7 +45,7 @@ class HandledPosition:
 
 _SELECT: Final = "SELECT consumer_group, generation, message_id, {at} FROM outbox_inbox WHERE handled_at < %s"
 
-# Times in UTC, in any time zone of the session: local time repeats an hour of the year.
+# Times are read and compared in UTC, because a session's local time repeats one hour of the year.
 _IN_UTC: Final = {"postgresql": "handled_at AT TIME ZONE 'UTC'"}
 _FROM_UTC: Final = {"postgresql": "(%s::timestamp AT TIME ZONE 'UTC')"}
 
@@ -50,7 +53,10 @@ _FROM_UTC: Final = {"postgresql": "(%s::timestamp AT TIME ZONE 'UTC')"}
 def oldest(
     connection: BaseDatabaseWrapper, place: HandledPosition | None, *, older_than: datetime, limit: int
 ) -> list[Handled]:
-    """The next rows from a position (None: the first), handled before `older_than`, in the order of time."""
+    """The next rows after a position, handled before `older_than`, in the order of time.
+
+    If the position is None, these are the first rows.
+    """
     parameters: list[Any] = [connection.ops.adapt_datetimefield_value(for_column(older_than, connection.alias))]
     statement = _SELECT.format(at=_IN_UTC.get(connection.vendor, "handled_at"))
     if place is not None:
@@ -66,22 +72,22 @@ def oldest(
 
 
 def place_behind(batch: Sequence[Handled], *, is_stuck: bool) -> HandledPosition:
-    """The position after a batch: its last moment, because more rows may have it.
+    """The position after a batch: the time of its last row, because more rows may have the same time.
 
-    `is_stuck`: all rows of the batch have one moment and stay. Further rows of that moment wait until the next sweep
-    reads the inbox from its beginning.
+    `is_stuck`: no row of the batch was removed. If all of them have the same time, the position is after this time. The
+    next sweep, which reads the inbox from its beginning, examines further rows of this time.
     """
     return HandledPosition(batch[-1].at, is_behind=is_stuck and batch[0].at == batch[-1].at)
 
 
 def moment_of(place: HandledPosition) -> datetime:
-    """The time of a position, aware."""
+    """The time of a position, as an aware datetime."""
     at = parse_datetime(place.at) if isinstance(place.at, str) else place.at
     assert isinstance(at, datetime)
     return at if at.tzinfo is not None else at.replace(tzinfo=UTC)
 
 
-# The bounds keep the planner from reading the whole table for a batch, whose rows are adjacent.
+# The rows of a batch are adjacent. With the bounds, the planner does not read the whole table for a batch.
 _DELETE_POSTGRESQL: Final = """
 DELETE FROM outbox_inbox AS known
 USING unnest(%s::text[], %s::integer[], %s::uuid[]) AS gone (consumer_group, generation, message_id)
@@ -94,7 +100,7 @@ _DELETE: Final = "DELETE FROM outbox_inbox WHERE consumer_group = %s AND generat
 
 
 def delete(connection: BaseDatabaseWrapper, rows: Sequence[Handled]) -> int:
-    """Remove rows, given in the order of time; returns their number."""
+    """Remove inbox rows, which must be in the order of time. Returns the number of removed rows."""
     if not rows:
         return 0
     with without_timeouts(connection), connection.cursor() as cursor:

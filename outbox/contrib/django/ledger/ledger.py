@@ -1,6 +1,7 @@
 """The statements of the ledger (tables outbox_ledger, outbox_ledger_identity); the caller passes the connection.
 
-The plain INSERTs are the barrier: of a local transaction's 'C' and a check-back's 'R' only one can exist.
+The plain INSERTs are the barrier: for one transaction, either the local transaction's row 'C' or the check-back's row
+'R' can exist.
 
 See decision 029.
 """
@@ -22,7 +23,7 @@ TABLE: Final = "outbox_ledger"
 COMMITTED: Final = "C"
 ROLLED_BACK: Final = "R"
 
-# Below the parameter limit of every database that Django supports.
+# This list length is below the parameter limit of every database that Django supports.
 _LARGEST_LIST: Final = 500
 
 
@@ -36,11 +37,11 @@ class Identity:
 
 @dataclass(frozen=True, slots=True)
 class LedgerWrite:
-    """Where the row of a local transaction was written.
+    """The place of a local transaction's ledger row.
 
     `xid`: the database's own id of that transaction, which `is_rolled_back` uses later; '' if there is none.
-    `ledger_id`: None if the ledger has no identity. `table_oid`: on PostgreSQL the table, because a search path chooses
-    it.
+    `ledger_id`: None if the ledger has no identity. `table_oid`: the table on PostgreSQL, where the search path chooses
+    the table.
     """
 
     xid: str
@@ -52,7 +53,7 @@ _INSERT_COMMITTED: Final = "INSERT INTO outbox_ledger (transaction_id, state) VA
 
 _SELECT_LEDGER_ID: Final = "SELECT ledger_id FROM outbox_ledger_identity"
 
-# One statement, so that the same search path finds row and identity.
+# One statement, so that the same search path finds the row's table and the identity's table.
 _INSERT_COMMITTED_POSTGRESQL: Final = """
 INSERT INTO outbox_ledger (transaction_id, state) VALUES (%s, 'C')
 RETURNING pg_current_xact_id()::text, (SELECT ledger_id FROM outbox_ledger_identity), tableoid
@@ -60,9 +61,9 @@ RETURNING pg_current_xact_id()::text, (SELECT ledger_id FROM outbox_ledger_ident
 
 
 def insert_committed(connection: BaseDatabaseWrapper, transaction_id: UUID) -> LedgerWrite:
-    """Write the row of the open local transaction on `connection`; returns where it was written.
+    """Write the row of the open local transaction on `connection`, and return its place.
 
-    Raises IntegrityError if there is a tombstone.
+    Raises IntegrityError if the ledger has a tombstone of the transaction.
     """
     with connection.cursor() as cursor:
         if connection.vendor == "postgresql":
@@ -78,13 +79,14 @@ _CURRENT_XID: Final = "SELECT pg_current_xact_id()::text"
 
 
 def current_xid(connection: BaseDatabaseWrapper) -> str:
-    """PostgreSQL only: the id of the open transaction."""
+    """The id of the open transaction. PostgreSQL only."""
     with connection.cursor() as cursor:
         cursor.execute(_CURRENT_XID)
         return str(cursor.fetchone()[0])
 
 
-# A replica may not have received the commit yet, so its answer proves nothing. (A balancer or pooler may lead to one.)
+# A load balancer or pooler may lead to a replica. A replica may not have received the commit yet, so its answer proves
+# nothing.
 _COMMITTED_POSTGRESQL: Final = """
 SELECT transaction_id FROM outbox_ledger
 WHERE transaction_id = ANY (%s) AND state = 'C' AND NOT pg_is_in_recovery()
@@ -92,9 +94,9 @@ WHERE transaction_id = ANY (%s) AND state = 'C' AND NOT pg_is_in_recovery()
 
 
 def committed(connection: BaseDatabaseWrapper, transaction_ids: Sequence[UUID]) -> set[UUID]:
-    """The transactions whose row 'C' is visible here. Nothing is known of the others.
+    """The transactions whose row 'C' is visible on `connection`. The other transactions may also have committed.
 
-    Inside the writing transaction a visible row is part of it; outside, a visible row is committed.
+    Inside the transaction that wrote it, the row is visible before the commit. Outside, a visible row is committed.
     """
     if connection.vendor != "postgresql":
         return {value for value, state in states(connection, transaction_ids).items() if state == COMMITTED}
@@ -103,7 +105,8 @@ def committed(connection: BaseDatabaseWrapper, transaction_ids: Sequence[UUID]) 
         return {row[0] for row in cursor.fetchall()}
 
 
-# The whole transaction aborted; or it is open, and a savepoint rolled back the row.
+# True in two cases. The whole transaction was aborted; or it is still open, and the rollback of a savepoint removed the
+# row.
 _ROLLED_BACK_POSTGRESQL: Final = """
 SELECT NOT pg_is_in_recovery()
    AND (pg_xact_status(%(xid)s::xid8) = 'aborted'
@@ -113,10 +116,13 @@ SELECT NOT pg_is_in_recovery()
 
 
 def is_rolled_back(connection: BaseDatabaseWrapper, transaction_id: UUID, xid: str) -> bool:
-    """Whether the local transaction of this row can certainly never commit it; ask on the database that wrote it.
+    """Whether it is certain that the local transaction can never commit its ledger row.
 
-    PostgreSQL reports how the transaction `xid` (from `insert_committed`) ended. SQLite has one file and one writer: a
-    row that its own connection does not see is gone. On other databases, and in case of doubt: False.
+    `connection` must reach the database that wrote the row.
+
+    PostgreSQL reports how the transaction `xid` (from `insert_committed`) ended. SQLite has one file and one writer, so
+    a row that the writing connection does not see no longer exists. On other databases, and in case of doubt, it
+    returns False.
     """
     if connection.vendor == "sqlite":
         return not states(connection, [transaction_id])
@@ -127,7 +133,8 @@ def is_rolled_back(connection: BaseDatabaseWrapper, transaction_id: UUID, xid: s
         return bool(cursor.fetchone()[0])
 
 
-# The INSERT itself reads the identity: a ledger emptied or pruned since the checker chose it gets no tombstone.
+# The INSERT itself reads the identity. So a ledger that was emptied or pruned after the checker read its identity gets
+# no tombstone.
 _INSERT_TOMBSTONE: Final = """
 INSERT INTO outbox_ledger (transaction_id, state)
 SELECT %s, 'R' FROM outbox_ledger_identity
@@ -136,9 +143,11 @@ WHERE ledger_id = %s AND (pruned_before IS NULL OR pruned_before <= %s)
 
 
 def insert_tombstone(connection: BaseDatabaseWrapper, transaction_id: UUID, *, ledger_id: UUID) -> bool:
-    """Write a tombstone, so that a late 'C' fails. Returns whether this is still that ledger, and complete for the id.
+    """Write a tombstone, so that a late row 'C' fails. Returns whether the tombstone was written.
 
-    Raises IntegrityError, or OperationalError if it would have to wait.
+    It is written only if the ledger still has this `ledger_id`, and is complete for the transaction's id.
+
+    Raises IntegrityError if the row exists, or OperationalError if the statement would have to wait for a lock.
     """
     value = _stored(connection, transaction_id)
     with connection.cursor() as cursor:
@@ -146,7 +155,7 @@ def insert_tombstone(connection: BaseDatabaseWrapper, transaction_id: UUID, *, l
         return bool(cursor.rowcount == 1)
 
 
-# transaction_timeout came with PostgreSQL 17.
+# PostgreSQL before version 17 has no transaction_timeout.
 _LIFT_TIMEOUTS: Final = """
 SELECT set_config(name, CASE name WHEN 'lock_timeout' THEN %s WHEN 'statement_timeout' THEN %s ELSE '0' END, true)
 FROM unnest(ARRAY['statement_timeout', 'lock_timeout', 'transaction_timeout', 'idle_in_transaction_session_timeout'])
@@ -157,11 +166,13 @@ WHERE current_setting(name, true) IS NOT NULL
 
 @contextmanager
 def without_timeouts(connection: BaseDatabaseWrapper, *, lock_timeout_milliseconds: int = 0) -> Iterator[None]:
-    """On PostgreSQL, a transaction without the timeouts of role and database; on others, nothing.
+    """On PostgreSQL, a transaction without the timeouts of the role and the database.
 
-    A request of the operations page sets its deadline instead (database/deadline.py). The transaction is begun unless
-    `connection`, which belongs to the caller, is in an atomic block. The settings end with the transaction, so a
-    pooler's next client does not get them.
+    On other databases, this function does nothing.
+
+    In a request of the operations page, the deadline of the request sets the timeouts (database/deadline.py). If
+    `connection` is not in an atomic block, this function begins and ends the transaction. The settings end with the
+    transaction, so a pooler's next client does not get them.
     """
     if connection.vendor != "postgresql":
         yield
@@ -184,7 +195,7 @@ def without_timeouts(connection: BaseDatabaseWrapper, *, lock_timeout_millisecon
         cursor.execute("COMMIT")
 
 
-# Sorted, because two checkers that insert in different orders would wait for each other.
+# The ids are sorted, because two checkers that insert in different orders would wait for each other.
 _INSERT_TOMBSTONES_POSTGRESQL: Final = """
 INSERT INTO outbox_ledger (transaction_id, state)
 SELECT transaction_id, 'R'
@@ -202,7 +213,7 @@ def insert_tombstones(
     ledger_id: UUID,
     lock_timeout_milliseconds: int,
 ) -> set[UUID]:
-    """PostgreSQL only: write all tombstones for which this ledger is complete, or none; returns their ids.
+    """Write all tombstones for which this ledger is complete, or none. Returns their ids. PostgreSQL only.
 
     Raises like `insert_tombstone`.
     """
@@ -218,7 +229,7 @@ _SELECT_STATES: Final = "SELECT transaction_id, state FROM outbox_ledger WHERE t
 
 
 def states(connection: BaseDatabaseWrapper, transaction_ids: Sequence[UUID]) -> dict[UUID, str]:
-    """The states of those transactions that have a row."""
+    """The states of those transactions that have a ledger row, by id."""
     found: dict[UUID, str] = {}
     with connection.cursor() as cursor:
         for part in _parts(transaction_ids):
@@ -244,7 +255,7 @@ _SELECT_REACHED: Final = "SELECT 'outbox_ledger'::regclass::oid, ledger_id FROM 
 
 
 def reached(connection: BaseDatabaseWrapper) -> tuple[int, UUID] | None:
-    """PostgreSQL only: the table and the identity that the connection's search path finds."""
+    """The ledger's table and identity that the connection's search path finds. PostgreSQL only."""
     with connection.cursor() as cursor:
         cursor.execute(_SELECT_REACHED)
         row: tuple[int, UUID] | None = cursor.fetchone()
@@ -255,7 +266,10 @@ _READ_ONLY: Final = "SELECT current_setting('transaction_read_only') = 'on'"
 
 
 def is_read_only(connection: BaseDatabaseWrapper) -> bool:
-    """Whether the connection reaches a replica. It must not answer: it may not have received a commit yet."""
+    """Whether the connection reaches a replica.
+
+    A replica must not answer a check, because it may not have received a commit yet.
+    """
     if connection.vendor != "postgresql":
         return False
     with connection.cursor() as cursor:
@@ -269,7 +283,7 @@ SELECT transaction_id FROM outbox_ledger WHERE transaction_id > %s AND transacti
 
 
 def ids_between(connection: BaseDatabaseWrapper, after: UUID, below: UUID, *, limit: int) -> list[UUID]:
-    """The next transaction ids in order, both bounds excluded."""
+    """The next transaction ids between both bounds (exclusive), in order."""
     with connection.cursor() as cursor:
         statement = f"{_SELECT_BETWEEN} {connection.ops.limit_offset_sql(0, limit)}"
         cursor.execute(statement, [_stored(connection, after), _stored(connection, below)])
@@ -295,7 +309,7 @@ UPDATE outbox_ledger_identity SET pruned_before = %s WHERE pruned_before IS NULL
 
 
 def advance_pruned_before(connection: BaseDatabaseWrapper, below: UUID) -> None:
-    """Record that rows of transactions below this id may be missing. The id never decreases."""
+    """Record that rows of transactions below this id may be missing. The recorded id never decreases."""
     value = _stored(connection, below)
     with connection.cursor() as cursor:
         cursor.execute(_ADVANCE_PRUNED, [value, value])
@@ -303,7 +317,7 @@ def advance_pruned_before(connection: BaseDatabaseWrapper, below: UUID) -> None:
 
 _DELETE: Final = "DELETE FROM outbox_ledger WHERE transaction_id IN "
 
-# The bounds keep the planner from reading the whole table for a batch, whose ids are adjacent.
+# The ids of a batch are adjacent. With the bounds, the planner does not read the whole table for a batch.
 _DELETE_POSTGRESQL: Final = """
 DELETE FROM outbox_ledger USING unnest(%s::uuid[]) AS gone (id)
 WHERE transaction_id = gone.id AND transaction_id BETWEEN %s AND %s
@@ -311,7 +325,7 @@ WHERE transaction_id = gone.id AND transaction_id BETWEEN %s AND %s
 
 
 def delete(connection: BaseDatabaseWrapper, transaction_ids: Sequence[UUID]) -> int:
-    """Remove rows; returns their number."""
+    """Remove ledger rows and return their number."""
     if not transaction_ids:
         return 0
     deleted = 0

@@ -1,11 +1,11 @@
-"""The default checker: answers from the ledger, and by the barrier if the ledger has no row.
+"""The default checker: answers from the ledger's rows. If a row is missing, it answers by the barrier.
 
-A row 'C' was committed together with the business write; 'R' is a tombstone. If there is no row, the checker tries to
-write the tombstone itself, by a plain INSERT in autocommit with a very short lock wait:
+A row 'C' was committed together with the business write. A row 'R' is a tombstone. If there is no row, the checker
+tries to write the tombstone itself, by a plain INSERT in autocommit with a very short lock wait:
 
-- it succeeds: the local transaction has not committed, and now never can, because its own row would collide;
-- it would have to wait: the local transaction is still running, so the answer is UNKNOWN and no check is used up;
-- it collides: another transaction committed the row meanwhile, and a new statement reads it.
+- The INSERT succeeds: the local transaction has not committed. It can never commit, because its own row would collide.
+- The INSERT would have to wait: the local transaction is still running. The answer is UNKNOWN, and no check is counted.
+- The INSERT collides: another transaction has committed the row meanwhile. A new statement reads this row.
 
 Tested on PostgreSQL and SQLite. The settings for MySQL and Oracle exist but are untested.
 """
@@ -32,10 +32,10 @@ from outbox.utils.faults import point
 
 logger = logging.getLogger(__name__)
 
-# Long enough for another checker's INSERT to end, and short enough not to delay other answers.
+# Another checker's INSERT ends within this time, and the wait hardly delays other answers.
 LOCK_TIMEOUT_MILLISECONDS: Final = 20
 
-# A request with a deadline does not wait longer for an unresponsive server.
+# The longest wait for a server that does not respond, in a request with a deadline.
 _CONNECT_SECONDS: Final = 3
 
 # PostgreSQL: lock_not_available, serialization_failure, deadlock_detected.
@@ -51,7 +51,10 @@ class LedgerChecker:
         self._aliases = ledger_aliases(usable=True) if aliases is None else list(aliases)
 
     def check_local_transactions(self, checks: Sequence[Check]) -> Iterator[Answer]:
-        """See ports.Checker. Each ledger is read on a connection of its own, on the primary that its alias names."""
+        """See ports.Checker.
+
+        The checker reads each ledger on a new connection to the primary that the ledger's alias names.
+        """
         yield from map(_by_lookup, [check for check in checks if check.ledger_id is None])
         waiting = [check for check in checks if check.ledger_id is not None]
         unreadable: list[str] = []
@@ -77,9 +80,9 @@ class LedgerChecker:
 
 
 def ledger_aliases(*, usable: bool = False) -> list[str]:
-    """The aliases whose databases have a ledger, by the routers.
+    """The aliases on which the database routers allow a ledger.
 
-    `usable`: without those that the running test must not use (nothing was published there).
+    `usable`: leave out the aliases that the running test must not use. The test cannot have published there.
     """
     from outbox.contrib.django.models import LedgerEntry
 
@@ -91,15 +94,15 @@ def ledger_aliases(*, usable: bool = False) -> list[str]:
 
 
 def open_connection(alias: str) -> BaseDatabaseWrapper:
-    """A connection of its own in autocommit, independent of this thread's use of the alias."""
+    """A new connection in autocommit mode, independent of this thread's own connection to the alias."""
     connection = connections.create_connection(alias)
     options = dict(connection.settings_dict["OPTIONS"])
-    # Django's pool hands out connections that still have the search path of their last user.
+    # Do not use Django's pool: its connections still have the search path of their last user.
     options.pop("pool", None)
     if connection.vendor == "sqlite":
         options["timeout"] = LOCK_TIMEOUT_MILLISECONDS / 1000
     if connection.vendor == "postgresql":
-        # Separate from the application's connections and its pool, so that it can be recognised among the sessions.
+        # With this name, an operator can recognise the connection among the server's sessions.
         options["application_name"] = "outbox-ledger"
         if deadline.seconds_left() is not None:
             options.setdefault("connect_timeout", _CONNECT_SECONDS)
@@ -110,7 +113,7 @@ def open_connection(alias: str) -> BaseDatabaseWrapper:
 def answer_by_ledger(
     connection: BaseDatabaseWrapper, checks: Sequence[Check], *, pruned_before: UUID | None = None
 ) -> Iterator[Answer]:
-    """Answers from the ledger that all of `checks` name: first from its rows, then by the barrier."""
+    """Answer checks that all name the ledger on `connection`: first from the ledger's rows, then by the barrier."""
     try:
         states = _states(connection, checks)
     except DatabaseError as error:
@@ -139,7 +142,10 @@ def _states(connection: BaseDatabaseWrapper, checks: Sequence[Check]) -> dict[UU
 
 
 def _limit_waiting(connection: BaseDatabaseWrapper) -> None:
-    """PostgreSQL's limit is part of the statement, SQLite's of the connection; the others are set here."""
+    """Limit the wait for locks on MySQL and Oracle.
+
+    On PostgreSQL the statement sets the limit, and on SQLite the connection.
+    """
     if connection.vendor == "mysql":
         with connection.cursor() as cursor:
             cursor.execute("SET SESSION innodb_lock_wait_timeout = 1")
@@ -149,7 +155,7 @@ def _limit_waiting(connection: BaseDatabaseWrapper) -> None:
 
 
 def _barrier(connection: BaseDatabaseWrapper, checks: Sequence[Check]) -> Iterator[Answer]:
-    """Write tombstones for all of `checks`, halving the batch while one of them fails."""
+    """Write tombstones for all of `checks`. If a statement fails, divide the batch into halves and try each half."""
     point("check.before_tombstone")
     ledger_id = checks[0].ledger_id
     assert ledger_id is not None
@@ -175,9 +181,12 @@ def _barrier(connection: BaseDatabaseWrapper, checks: Sequence[Check]) -> Iterat
 
 
 def settle(connection: BaseDatabaseWrapper, transaction_ids: Sequence[UUID], *, ledger_id: UUID) -> set[UUID]:
-    """Run the barrier without answering a check; returns the ids that still have no row (they are running).
+    """Run the barrier without answering a check.
 
-    For half messages past their immunity. A transaction with a row afterwards can be answered at any later time.
+    Returns the ids that still have no row, because their transactions run.
+
+    Call it for half messages whose immunity has ended. A transaction that then has a row can be answered at any later
+    time.
     """
     known = ledger.states(connection, transaction_ids)
     absent = [transaction_id for transaction_id in transaction_ids if transaction_id not in known]
@@ -194,11 +203,11 @@ def settle(connection: BaseDatabaseWrapper, transaction_ids: Sequence[UUID], *, 
 
 
 class _OneAtATime(DatabaseError):
-    """Other databases differ too much in how a batch fails half-way."""
+    """Raised for a batch on other databases than PostgreSQL, because they differ in the effects of a failed batch."""
 
 
 def is_contention(error: DatabaseError) -> bool:
-    """Whether a statement failed because of another transaction, and might succeed when that has ended."""
+    """Whether a statement failed because of another transaction, and may succeed after that transaction has ended."""
     cause = error.__cause__
     state = getattr(cause, "sqlstate", None)
     if state is not None:
@@ -207,7 +216,10 @@ def is_contention(error: DatabaseError) -> bool:
 
 
 def _insert(connection: BaseDatabaseWrapper, transaction_ids: Sequence[UUID], *, ledger_id: UUID) -> set[UUID]:
-    """Write tombstones if the ledger is still `ledger_id` and complete for the ids; returns the written ones."""
+    """Write tombstones and return their ids.
+
+    They are written only if the ledger still has this `ledger_id` and is complete for the ids.
+    """
     if connection.vendor == "postgresql":
         return ledger.insert_tombstones(
             connection, transaction_ids, ledger_id=ledger_id, lock_timeout_milliseconds=LOCK_TIMEOUT_MILLISECONDS
@@ -219,14 +231,14 @@ def _insert(connection: BaseDatabaseWrapper, transaction_ids: Sequence[UUID], *,
 
 
 def _after_conflict(connection: BaseDatabaseWrapper, checks: Sequence[Check]) -> Iterator[Answer]:
-    """Rows were committed meanwhile: read them with a new statement, and try the rest again."""
+    """Answer from the rows that were committed meanwhile, and run the barrier again for the other checks."""
     states = _states(connection, checks)
     rest = [check for check in checks if check.transaction_id not in states]
     for check in checks:
         if check.transaction_id in states:
             yield _decided(check, states[check.transaction_id])
     if len(rest) == len(checks):
-        # The row that collided is gone again: this attempt proves nothing.
+        # The row that collided no longer exists, so this attempt proves nothing.
         yield from (_unknown(check, "the ledger changed while it was read", counts=False) for check in rest)
     elif rest:
         yield from _barrier(connection, rest)
@@ -236,7 +248,7 @@ def _after_conflict(connection: BaseDatabaseWrapper, checks: Sequence[Check]) ->
 
 
 def _decided(check: Check, state: str) -> Answer:
-    """The ledger's answer; a given look-up is also run, and a disagreement is reported."""
+    """The answer from a ledger row. If the check has a look-up, run it too, and report a disagreement."""
     decision = _DECISIONS[state]
     said = f"the ledger says {decision.name}"
     lookup = find_lookup(check.checker) if check.checker else None
@@ -259,7 +271,7 @@ def _decided(check: Check, state: str) -> Answer:
 
 
 def _by_lookup(check: Check) -> Answer:
-    """The answer without a ledger row: True proves the commit, False proves nothing."""
+    """The answer of a look-up if no ledger is used. True proves the commit; False proves nothing."""
     lookup = find_lookup(check.checker)
     if lookup is None:
         return _unknown(check, f"no look-up {check.checker!r} is registered in this process", counts=False)

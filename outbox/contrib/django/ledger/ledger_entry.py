@@ -1,7 +1,7 @@
 """Writes the ledger row of a publish call, which check-back reads later.
 
-One statement writes the row and reads the ledger's id. A ledger found by a search path that was set at run time is
-refused: check-back uses a connection of its own, which does not have that search path.
+One statement writes the row and reads the ledger's id. If a search path that was set at run time leads to another
+ledger, the publish call is refused. The reason is that check-back uses its own connection, without that search path.
 """
 
 from __future__ import annotations
@@ -23,18 +23,20 @@ from outbox.message import Message
 
 logger = logging.getLogger(__name__)
 
-# Table and identity: the search path finds each of them separately.
+# The ledger's table and identity. Both are needed, because the search path finds each table separately.
 _Ledger = tuple[int | None, UUID]
 
-# The ledger that a new connection of the alias reaches. An id names one ledger for ever, so this never expires.
+# The ledgers that a new connection of an alias has reached. An id always names the same ledger, so entries never
+# expire.
 _reachable: Final[set[tuple[str, _Ledger]]] = set()
 
 
 def enter(connection: BaseDatabaseWrapper, first: Message) -> tuple[str, UUID]:
-    """Write the row of the publish call whose first message is `first`; returns its `xid` and the ledger's id.
+    """Write the ledger row of a publish call. Returns the row's `xid` and the ledger's id.
 
-    Raises TransactionAlreadyRolledBack if there is a tombstone, and ConfigurationError if the ledger is missing or
-    check-back could not find it. The caller must then roll back the surrounding block.
+    `first` is the first message of the call; its id is the transaction id. Raises TransactionAlreadyRolledBack if the
+    ledger has a tombstone. Raises ConfigurationError if the ledger is missing or check-back could not find it. The
+    caller must then roll back the surrounding block.
     """
     alias = connection.alias
     try:
@@ -68,7 +70,7 @@ def _refuse_unreachable(alias: str, entered: _Ledger) -> None:
     try:
         found = _reached_from_outside(alias)
     except DatabaseError as error:
-        # This publish call is not affected: its half message names the ledger that holds its row.
+        # This publish call can continue, because its half message names the ledger that has its row.
         logger.warning("the ledger of %r could not be read on another connection: %s", alias, error)
         return
     if found != entered:
@@ -83,7 +85,8 @@ def _refuse_unreachable(alias: str, entered: _Ledger) -> None:
 
 def _reached_from_outside(alias: str) -> _Ledger | None:
     with closing(open_connection(alias)) as outside, outside.cursor() as cursor:
-        # This transaction may have locked the table; without a limit the second connection would wait for it.
+        # This transaction may have locked the table. Without a lock timeout, the second connection would wait for this
+        # transaction.
         cursor.execute("BEGIN; SET LOCAL lock_timeout = '1s'")
         try:
             return ledger.reached(outside)

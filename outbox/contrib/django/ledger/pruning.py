@@ -31,18 +31,18 @@ from outbox.contrib.django.ledger.ledger_checker import ledger_aliases, open_con
 from outbox.contrib.django.settings.conf import OutboxSettings, get_settings
 from outbox.errors import LedgerUnavailable
 
-# Shorter than the broker keeps its decisions, longer than any decision or check is under way.
+# Shorter than the time for which the broker keeps its decisions. Longer than any decision or check takes.
 LEDGER_KEEP_SECONDS: Final = 3600.0
-# Rows per statement: its locks last some tens of milliseconds, and many rows share a round trip.
+# Rows per statement. The locks of one statement last some tens of milliseconds, and many rows share one round trip.
 _BATCH: Final = 5000
-# A table whose rows stay long is read from its beginning for at most this share of the time.
+# The largest share of the time that is spent on reading a table again from its beginning.
 _SWEEP_SHARE: Final = 0.05
 _SHORT_SWEEP_SECONDS: Final = 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PruneCounts:
-    """The rows that one pruning pass removed. `more`: the time ran out before every table was examined to the end."""
+    """The rows that one pruning pass removed. `more`: the time ran out before all tables were examined."""
 
     ledger: int = 0
     inbox: int = 0
@@ -51,7 +51,7 @@ class PruneCounts:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """The work of a pass on one table. `pruned_to`: rows from before it were examined; None if none were."""
+    """The work of a pass on one table. `pruned_to`: all rows before this time were examined; None if none were."""
 
     removed: int = 0
     more: bool = False
@@ -60,9 +60,9 @@ class _Part:
 
 @dataclass(slots=True)
 class _Sweep:
-    """One sweep through a table, over as many passes as needed: it examines once each row that stays.
+    """One sweep through a table. It takes as many passes as necessary, and examines each remaining row once.
 
-    `place`: where it continues; None: at the beginning.
+    `place`: the position at which the sweep continues; None is the beginning of the table.
     """
 
     place: Any = None
@@ -75,8 +75,10 @@ _sweeps: dict[tuple[str, str], _Sweep] = {}
 
 @contextmanager
 def _sweeping(alias: str, table: str) -> Iterator[_Sweep]:
-    """The sweep of a table. After its end it continues with rows that reach their retention time, until a new sweep may
-    begin.
+    """The current sweep of a table.
+
+    A sweep that has reached the end of the table continues with rows that reach their retention time, until a new sweep
+    may begin.
     """
     sweep = _sweeps.setdefault((alias, table), _Sweep())
     started = time.monotonic()
@@ -87,7 +89,7 @@ def _sweeping(alias: str, table: str) -> Iterator[_Sweep]:
 
 
 def _is_through(sweep: _Sweep) -> None:
-    """Record the end. After a sweep that took long, the next one begins later."""
+    """Record that the sweep has reached the end. If it took long, the next sweep begins later."""
     if sweep.rests_until is None:
         rest = sweep.spent_seconds / _SWEEP_SHARE if sweep.spent_seconds > _SHORT_SWEEP_SECONDS else 0.0
         sweep.rests_until = time.monotonic() + rest
@@ -96,9 +98,9 @@ def _is_through(sweep: _Sweep) -> None:
 def run_prune(*, now: datetime | None = None, max_seconds: float | None = None) -> PruneCounts:
     """Remove ledger rows of transactions that the broker shows as decided, and inbox rows past their retention.
 
-    It ends when no row is left, or after about `max_seconds`; the next call in this process then continues there. Each
-    statement and each transaction covers at most some thousand rows. Raises BrokerError. Raises LedgerUnavailable if a
-    database failed, after it has pruned all others.
+    It ends when all tables are examined, or after about `max_seconds`. Then the next call in this process continues at
+    the same position. Each statement and each transaction covers at most some thousand rows. Raises BrokerError. If a
+    database failed, it prunes the others and then raises LedgerUnavailable.
     """
     now = now or datetime.now(UTC)
     half = None if max_seconds is None else max_seconds / 2
@@ -111,10 +113,10 @@ def run_prune(*, now: datetime | None = None, max_seconds: float | None = None) 
 def prune_ledgers(*, older_than: datetime, max_seconds: float | None = None) -> PruneCounts:
     """Remove ledger rows of transactions before `older_than` that the broker shows as decided.
 
-    Rows of transactions unknown to the broker belong to the engine that OUTBOX['BROKER'] named before. They are kept
-    for as long as that engine can ask (OUTBOX['INBOX_RETENTION_SECONDS']). Before rows are removed, the ledger records
-    from when on it is complete (`pruned_before`). So a check for an older transaction without a row is never answered
-    by guessing.
+    If the broker does not know a transaction, the row belongs to the engine that OUTBOX['BROKER'] named before. Such a
+    row stays for as long as that engine can ask (OUTBOX['INBOX_RETENTION_SECONDS']). Before rows are removed,
+    `pruned_before` records the id from which on the ledger is complete. So a missing row of an older transaction is
+    never taken as an answer.
     """
     settings = get_settings()
     if settings.in_memory:
@@ -126,7 +128,7 @@ def prune_ledgers(*, older_than: datetime, max_seconds: float | None = None) -> 
     below = first_id_at(older_than)
     with _broker(settings) as run:
         if scan(run, settings=settings.check).more:
-            # Undecided transactions may be among the half messages that are not scanned yet.
+            # The half messages that are not scanned yet may belong to undecided transactions.
             return PruneCounts()
 
         def prune(alias: str, ends: float) -> _Part:
@@ -164,7 +166,7 @@ def _counts(*, ledger: Sequence[_Part] = (), inbox: Sequence[_Part] = ()) -> Pru
 
 
 def _of_each(prune: Callable[[str, float], _Part], max_seconds: float | None) -> list[_Part]:
-    """The results per alias; each alias gets its share of the time.
+    """The results of all aliases. Each alias gets an equal share of the time.
 
     A database that cannot be pruned does not stop the others.
     """
@@ -191,7 +193,7 @@ def _of_each(prune: Callable[[str, float], _Part], max_seconds: float | None) ->
 def _has_tables(alias: str) -> bool:
     """False if the routers allow the tables but no migration made them.
 
-    This is a former broker's own database after OUTBOX was changed to another engine.
+    No migration makes the tables in a former broker's own database, after OUTBOX was changed to another engine.
     """
     from outbox.contrib.django.models import LedgerEntry
 
@@ -207,10 +209,10 @@ def _retained_from(settings: OutboxSettings) -> UUID:
 
 
 def _prune_ledger(alias: str, run: Executor | None, below: UUID, ends: float) -> _Part:
-    """Remove rows below an id, until a moment of the monotonic clock.
+    """Remove ledger rows below an id, until the time `ends` (time.monotonic).
 
-    Without a broker to ask (`run`), rows are removed by age: RocketMQ shows no decisions, but it keeps no message for
-    as long as OUTBOX['INBOX_RETENTION_SECONDS'].
+    If `run` is None, no broker can be asked, and rows are removed by age. RocketMQ shows no decisions, but it keeps
+    messages for a shorter time than OUTBOX['INBOX_RETENTION_SECONDS'].
     """
     with closing(open_connection(alias)) as connection, _sweeping(alias, presence.LEDGER) as sweep:
         identity = ledger.identity(connection)
@@ -236,7 +238,7 @@ def _prune_ledger(alias: str, run: Executor | None, below: UUID, ends: float) ->
 
 
 def _over(run: Executor, batch: Sequence[UUID], foreign_below: UUID) -> set[UUID]:
-    """The transactions that no check can ask about any more."""
+    """The transactions of a batch that no check can ask about any more."""
     over = set(standing_decisions(run, batch))
     old = [one for one in batch if one < foreign_below and one not in over]
     if old:
@@ -247,10 +249,10 @@ def _over(run: Executor, batch: Sequence[UUID], foreign_below: UUID) -> set[UUID
 
 
 def _lowest_open(connection: BaseDatabaseWrapper, run: Executor, ledger_id: UUID, below: UUID) -> UUID:
-    """The first id below which every undecided transaction of the ledger has a row, at most `below`.
+    """An id, at most `below`, below which every undecided transaction of the ledger has a row.
 
-    The barrier writes a row for those that were not checked for long (parked ones). Below `pruned_before` a missing row
-    could no longer be answered.
+    For transactions without a recent check (parked ones), the barrier writes a row. Without a row, a check below
+    `pruned_before` could no longer be answered.
     """
     undecided = undecided_below(run, ledger_id, below, limit=_BATCH)
     open_ids = settle(connection, [half.transaction_id for half in undecided if not half.immune], ledger_id=ledger_id)
@@ -263,7 +265,7 @@ def _lowest_open(connection: BaseDatabaseWrapper, run: Executor, ledger_id: UUID
 def prune_inboxes(*, older_than: datetime, max_seconds: float | None = None) -> PruneCounts:
     """Remove inbox rows handled before `older_than` whose group cannot get the message again.
 
-    If the broker cannot be asked about a single message (RocketMQ, and the one in memory), rows are removed by age.
+    RocketMQ and the in-memory broker cannot be asked about a single message. With them, rows are removed by age.
     """
     settings = get_settings()
     if not settings.has_database:
@@ -304,15 +306,15 @@ def _undeliverable(run: Executor, batch: Sequence[handled.Handled]) -> list[hand
 
 
 def first_id_at(moment: datetime) -> UUID:
-    """The smallest UUIDv7 of a moment: transaction ids are ordered by time."""
+    """The smallest UUIDv7 of a time. Transaction ids are ordered by time."""
     return UUID(int=(int(moment.timestamp() * 1000) << 80) | 0x7 << 76 | 0x8 << 60)
 
 
 def moment_of(transaction_id: UUID) -> datetime:
-    """When a transaction with this id began."""
+    """The time at which a transaction with this id began."""
     return datetime.fromtimestamp((transaction_id.int >> 80) / 1000, UTC)
 
 
 def first_id_after(value: UUID) -> UUID:
-    """The next id."""
+    """The id that follows `value` in the order of ids."""
     return UUID(int=value.int + 1)

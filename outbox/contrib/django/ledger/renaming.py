@@ -12,13 +12,13 @@ from outbox.contrib.django.ledger.ledger import without_timeouts
 from outbox.errors import UsageError
 from outbox.utils.faults import point
 
-# Rows per statement, which is one transaction.
+# Rows per statement. Each statement is one transaction.
 BATCH: Final = 5000
-# The time limit for the transactions of handlers to end.
+# The longest wait for the end of the handlers' transactions.
 PATIENCE_SECONDS: Final = 30.0
 _PAUSE_SECONDS: Final = 0.1
 
-# Transactions that have written to the table and are open; prepared transactions have no session.
+# Open transactions that have written to the inbox. A prepared transaction has no session.
 _WRITERS: Final = """
 SELECT virtualtransaction, coalesce('session ' || pid, 'a prepared transaction')
 FROM pg_locks
@@ -31,9 +31,9 @@ WHERE locktype = 'relation' AND relation = 'outbox_inbox'::regclass AND mode = '
 def wait_for_writers(connection: BaseDatabaseWrapper) -> None:
     """Wait for open transactions that have written to the inbox, because their rows cannot be copied yet.
 
-    A frozen handler process may have one although it has lost its queue. Later transactions write nothing: their
-    process sees that its lease has expired before it commits. PostgreSQL only; other databases do not wait. Raises
-    UsageError if they do not end in time.
+    A frozen handler process may have such a transaction although it has lost its queue. Transactions that begin later
+    commit nothing, because their process sees before the commit that its lease has expired. On other databases than
+    PostgreSQL, this function does not wait. Raises UsageError if the transactions do not end in time.
     """
     if connection.vendor != "postgresql":
         return
@@ -74,10 +74,10 @@ WHERE consumer_group = %s AND generation = %s AND message_id > %s {bound}
 
 
 def copy(connection: BaseDatabaseWrapper, old: str, new: str) -> int:
-    """Copy a group's inbox rows to another name; returns the number of added rows.
+    """Copy a group's inbox rows to another name, and return the number of added rows.
 
-    It works in batches, and is complete when it returns if no handler of the group runs. Another call adds missing
-    rows.
+    It copies in batches. If no handler of the group runs, all rows are copied when it returns. Another call adds
+    missing rows.
     """
     copied, generation = 0, _next_generation(connection, old, -1)
     while generation is not None:
@@ -99,7 +99,7 @@ def _next_generation(connection: BaseDatabaseWrapper, group: str, generation: in
 
 
 def _id_after(connection: BaseDatabaseWrapper, group: str, generation: int, after: Any) -> Any:
-    """The last id of the next batch; None for the last batch."""
+    """The last message id of the next batch. None if the next batch is the last one."""
     with connection.cursor() as cursor:
         place = connection.ops.limit_offset_sql(BATCH - 1, BATCH)
         cursor.execute(f"{_NEXT_ID} {place}", [group, generation, after])
@@ -123,7 +123,7 @@ WHERE known.consumer_group = %s AND twin.consumer_group = %s
 
 
 def has_copies(connection: BaseDatabaseWrapper, old: str, new: str) -> bool:
-    """Whether rows of a group exist under the other name too."""
+    """Whether some inbox rows of group `old` also exist under the name `new`."""
     with connection.cursor() as cursor:
         cursor.execute(f"{_HAS_COPIES} {connection.ops.limit_offset_sql(0, 1)}", [old, new])
         return cursor.fetchone() is not None

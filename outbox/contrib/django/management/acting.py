@@ -1,4 +1,4 @@
-"""Commands made from declared actions: the arguments, `--dry-run`, `--json`, the confirmation, and the audit."""
+"""The base of commands that run declared actions: arguments, `--dry-run`, `--json`, the confirmation, and the audit."""
 
 from __future__ import annotations
 
@@ -40,10 +40,13 @@ _TYPES: Final[Mapping[FieldKind, Callable[[str], Any]]] = {
 
 
 class ActionCommand(OutboxCommand):
-    """A command with subcommands: the declared actions, and those that only read, which are methods of the class."""
+    """A command with subcommands.
+
+    A subcommand is a declared action, or a method of the class that only reads.
+    """
 
     def add_subcommands(self, parser: CommandParser, *, required: bool = True) -> Any:
-        """Add the declared actions of this command; returns what adds the other subcommands."""
+        """Add the declared actions of this command. Returns the object to which the other subcommands are added."""
         subcommands = parser.add_subparsers(dest="action", required=required)
         for action in of_command(self.command_name):
             self.add_action(subcommands.add_parser(action.subcommand, help=action.title), action)
@@ -62,7 +65,7 @@ class ActionCommand(OutboxCommand):
 
     @property
     def command_name(self) -> str:
-        """The name of the command, as it is written in a shell."""
+        """The name of the command as an operator writes it in a shell."""
         return type(self).__module__.rpartition(".")[2]
 
     def handle(self, *args: Any, **options: Any) -> None:

@@ -23,21 +23,21 @@ _CLOSED_PIPE: Final = 141
 
 
 class OutboxCommand(BaseCommand):
-    """A command that calls one function; an OutboxError becomes its text instead of a traceback."""
+    """A command that calls one function. For an OutboxError, it prints the text and no traceback."""
 
     # A command that repairs something must run even if a check fails.
     requires_system_checks: tuple[str, ...] = ()
 
     def add_json(self, parser: CommandParser) -> None:
-        """The option --json."""
+        """Add the option --json."""
         parser.add_argument("--json", action="store_true", help="print JSON instead of text")
 
     def add_dry_run(self, parser: CommandParser, what: str = "say what would change, change nothing") -> None:
-        """The option --dry-run."""
+        """Add the option --dry-run."""
         parser.add_argument("--dry-run", action="store_true", help=what)
 
     def add_page(self, parser: CommandParser, place: str, what: str, parse: Callable[[str], object] = str) -> None:
-        """The options of a list shown page by page: --limit and --after."""
+        """Add the options of a list that is shown page by page: --limit and --after."""
         parser.add_argument("--limit", type=positive, default=100, help="the number of rows (default: %(default)s)")
         parser.add_argument("--after", type=parse, metavar=place, help=what)
 
@@ -47,7 +47,8 @@ class OutboxCommand(BaseCommand):
             self.stdout.flush()
             return found
         except BrokenPipeError:
-            # The reader, such as `head`, has closed the pipe. Discard Python's buffer, or the exit would fail.
+            # The reader, such as `head`, has closed the pipe. Discard Python's buffer, because writing it at exit would
+            # fail.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             sys.exit(_CLOSED_PIPE)
         except OutboxError as error:
@@ -55,11 +56,11 @@ class OutboxCommand(BaseCommand):
         except CommandError as error:
             raise CommandError(for_people(str(error)), returncode=error.returncode) from error
         finally:
-            # Ends background threads and reports what they could not send.
+            # This ends the background threads, and reports the decisions that they could not send.
             reset_broker()
 
     def add_no_input(self, parser: CommandParser, dry_run: str) -> None:
-        """The options of an action that asks for a confirmation: --dry-run and --no-input."""
+        """Add the options of an action that asks for a confirmation: --dry-run and --no-input."""
         self.add_dry_run(parser, dry_run)
         parser.add_argument("--no-input", action="store_true", help="do it without a confirmation")
 
@@ -88,11 +89,11 @@ class OutboxCommand(BaseCommand):
             self.say(f"    -> {condition.next_step}")
 
     def say(self, text: str, style: Callable[[str], str] | None = None) -> None:
-        """Print one line, with control characters escaped. All text output goes through here."""
+        """Print one line, with control characters escaped. All text output uses this method."""
         self.stdout.write(inert(text), style)
 
     def say_more(self, shown: int, limit: int, place: object = None) -> None:
-        """Say that a full page may not be the last one, and how to get the next: after a position, or by repeating."""
+        """After a full page, say that there may be more rows, and how to get the next page."""
         if shown >= limit:
             self.say(
                 f"there may be more: {'that is as many as --limit allows' if place is None else f'--after {place}'}"
@@ -107,7 +108,7 @@ class OutboxCommand(BaseCommand):
         self.stdout.write(json.dumps(value, indent=2, default=_plain))
 
     def print_rows(self, header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-        """Print an aligned table; an empty one prints a sentence."""
+        """Print an aligned table. If it has no rows, print "none"."""
         lines = [tuple("" if cell is None else inert(str(cell)) for cell in row) for row in rows]
         if not lines:
             self.say("none")
@@ -118,19 +119,19 @@ class OutboxCommand(BaseCommand):
 
 
 def first_line(text: str | None) -> str:
-    """An error in a table; --json has all of it."""
+    """The first line of an error text, for a table. With --json, a command prints the whole text."""
     return text.splitlines()[0] if text else ""
 
 
 def positive(text: str) -> int:
-    """For argparse: a number of rows."""
+    """Parse a number of rows, for argparse."""
     if not text.isdigit() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, at least 1")
     return int(text)
 
 
 def moment(text: str) -> datetime:
-    """For argparse: a time with its zone."""
+    """Parse a time with its zone, for argparse."""
     try:
         found = datetime.fromisoformat(text)
     except ValueError:

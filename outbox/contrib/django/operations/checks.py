@@ -1,6 +1,6 @@
 """Checks that `manage.py check` and `migrate` run to find problems before they occur.
 
-A new group on a topic with a history: decision 178.
+For the check of groups that are new to a topic, see decision 178.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ def check_databases(*, databases: Iterable[str] | None = None, **options: Any) -
     try:
         settings = get_settings()
     except ConfigurationError:
-        # check_settings reports the problem.
+        # check_settings reports this error.
         return []
     if settings.in_memory:
         return []
@@ -195,8 +195,8 @@ def _application_database(alias: str, settings: OutboxSettings) -> Iterator[Chec
         yield Error(f"the database {alias!r} cannot be read: {error}.", id="outbox.E020")
         return
     if missing and _MIGRATIONS in tables:
-        # A warning: `migrate` runs these checks before it creates the tables, and stops at errors. Before its first run
-        # the tables are expected to be missing, so no message is given.
+        # This is a warning, because `migrate` runs these checks before it creates the tables, and stops at errors.
+        # Before the first `migrate` the tables cannot exist yet, so the check says nothing.
         yield Warning(
             f"{' and '.join(missing)} are missing in {alias!r}, where publish() or a subscriber may need them.",
             hint=f"Run `manage.py migrate --database={alias}`.",
@@ -232,7 +232,7 @@ def _forced_path(alias: str) -> Iterator[CheckMessage]:
     try:
         refuse_in_tests(get_settings().broker)
     except ConfigurationError:
-        # Test databases are being made without the broker's, so no test can publish there.
+        # Django is creating test databases, but none for the broker. So no test can publish through this alias.
         return
     try:
         same = prove(connection, get_settings()) is not None
@@ -263,7 +263,7 @@ def _broker_database(settings: OutboxSettings) -> Iterator[CheckMessage]:
                 if not _durable("postgresql", cursor):
                     yield _not_durable(settings.broker)
     except SchemaError as error:
-        # As above: `migrate` repairs it.
+        # This is a warning, because `migrate` installs the tables. Before the first `migrate` the check says nothing.
         if _MIGRATIONS in connections[settings.broker].introspection.table_names():
             yield from _unusable(error, Warning, "outbox.W026")
     except ConfigurationError as error:
@@ -273,7 +273,7 @@ def _broker_database(settings: OutboxSettings) -> Iterator[CheckMessage]:
 
 
 def _unusable(error: Exception, level: type[Error] | type[Warning], check_id: str) -> Iterator[CheckMessage]:
-    """The condition that the status shows for this error, as a check."""
+    """Return the check messages for an error of the broker, with the texts that `outbox_status` shows for it."""
     for one in unusable(error).conditions:
         yield level(one.text, hint=one.next_step, id=check_id)
 
@@ -282,7 +282,7 @@ def _foreign_ledger(alias: str, settings: OutboxSettings) -> Iterator[CheckMessa
     try:
         unknown = unknown_to_broker(alias, settings)
     except (OutboxError, psycopg.Error, DatabaseError) as error:
-        # The checks of that database report the problem.
+        # The other checks of these two databases report the error.
         logger.debug("the ledger on %r cannot be compared with the broker: %s", alias, error)
         return
     if unknown:
@@ -300,7 +300,7 @@ def _former_broker(alias: str, settings: OutboxSettings) -> Iterator[CheckMessag
     try:
         left = left_behind(alias, settings)
     except (OutboxError, psycopg.Error) as error:
-        # A broker that the project cannot read is not its own.
+        # If this project cannot read a broker on the alias, the broker was not its own.
         logger.debug("whether %r holds a broker cannot be determined: %s", alias, error)
         return
     if left:
@@ -324,7 +324,7 @@ def _new_groups(run: Executor) -> Iterator[CheckMessage]:
     try:
         found = new_groups(run)
     except OutboxError as error:
-        # check_settings reports why the subscribers cannot be imported.
+        # check_settings reports the subscribers that cannot be imported.
         logger.debug("new groups cannot be determined: %s", error)
         return
     for one in found:
@@ -344,13 +344,13 @@ def _undeclared(settings: OutboxSettings, known: Mapping[str, Topic]) -> Iterato
 # ---------------------------------------------------------------------------------------------------------------------
 # Finds consumer groups that are new to a topic whose messages other groups have handled.
 #
-# Such a group is either new, or a renamed one that would handle the messages again.
+# Such a group is either a new group, or an old group under a new name. A renamed group would handle the messages again.
 
 
 def new_groups(run: Executor) -> list[Condition]:
-    """The project's groups without a `start` that would begin with messages that other groups have handled.
+    """Return the project's groups without `start` that would begin with messages that other groups have handled.
 
-    Raises what `autodiscover` raises.
+    Raises the errors of `autodiscover`.
     """
     known = autodiscover()
     wanted = [
@@ -367,7 +367,7 @@ def new_groups(run: Executor) -> list[Condition]:
 
 
 def warn_of_new_groups(groups: Collection[str]) -> None:
-    """Log them when a worker of these groups starts. An unreachable broker is handled elsewhere."""
+    """Log a warning for each of `groups` that is new to a topic. If the broker cannot be reached, log none."""
     try:
         with broker_connection() as (connection, schema):
             found = new_groups(Executor(connection, schema))

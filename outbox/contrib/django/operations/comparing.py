@@ -1,6 +1,6 @@
 """Compares the application's databases with the broker, to find what a restore of one side has removed.
 
-There are three comparisons, each of rows that commit or vanish together with what they prove:
+There are three comparisons. Each compares rows with the fact that they prove: row and fact commit or vanish together.
 
 - The ledger has a row 'C' whose transaction the broker does not know. The half message was durable before the row
   committed, so the broker's database was restored, or a failover lost the message.
@@ -8,8 +8,8 @@ There are three comparisons, each of rows that commit or vanish together with wh
   pruned. So the application's database was restored.
 - A group has passed a message without a failure, but its inbox has no row. So the handlers' database was restored.
 
-Each comparison is incremental. It remembers the newest rows that both sides had; if one of them is gone, it compares
-everything.
+Each comparison is incremental. If a sign shows that one side was restored, the comparison reads all rows again. The
+sign is a new life of the broker, or a missing row among the newest that both sides had at the last comparison.
 
 See decision 171 and decision 172.
 """
@@ -47,9 +47,11 @@ from outbox.filters.filter import parse_filter
 logger = logging.getLogger(__name__)
 
 COMPARE_INTERVAL_SECONDS: Final = 600.0
-# A transaction may still commit for this long after a comparison that its id precedes.
+# A comparison begins this long before the previous comparison, because transactions with ids from that time may have
+# committed later.
 _OVERLAP: Final = timedelta(minutes=15)
-# Everything is compared for this long after a life began, because earlier transactions may still commit.
+# For this long after the start of a new life of the broker, the ledger comparison reads all rows, because
+# transactions from before may still commit.
 _YOUNG: Final = timedelta(hours=1)
 _BATCH: Final = 5000
 _CANARIES: Final = 20
@@ -61,7 +63,7 @@ _NIL: Final = UUID(int=0)
 
 @dataclass(frozen=True, slots=True)
 class CompareCounts:
-    """The transactions missing after this pass, in all databases of the project."""
+    """The transactions that this pass counts as missing, in all databases of the project."""
 
     lost_messages: int = 0
     lost_commits: int = 0
@@ -69,7 +71,7 @@ class CompareCounts:
 
 
 def compare_when_due() -> CompareCounts | None:
-    """`run_compare` if the broker began another life, or the last pass is ten minutes old; else None."""
+    """Call `run_compare` if the broker began another life, or the last pass is ten minutes old; else return None."""
     if not get_settings().has_database:
         return None
     with broker_connection() as (connection, schema):
@@ -87,7 +89,7 @@ def compare_when_due() -> CompareCounts | None:
 def run_compare(*, max_batches: int = 400) -> CompareCounts:
     """Compare every ledger and inbox of the project with the broker, and store the findings for status and metrics.
 
-    Raises BrokerError. Raises LedgerUnavailable if a database failed, after it has compared all others.
+    Raises BrokerError. If a database fails, raises LedgerUnavailable after the comparison of all other databases.
     """
     settings = get_settings()
     if not settings.has_database:
@@ -122,7 +124,7 @@ def run_compare(*, max_batches: int = 400) -> CompareCounts:
 
 
 def settle() -> int:
-    """Mark everything that this project's comparisons found as settled by an operator; returns the counts."""
+    """Mark all findings of this project's comparisons as settled by an operator; return the number of findings."""
     with broker_connection() as (connection, schema):
         run = Executor(connection, schema)
         known = {(one.kind, one.subject, one.topic, one.alias): one for one in comparisons.every(run)}
@@ -142,13 +144,13 @@ def settle() -> int:
 
 
 def found() -> list[DatabaseComparison]:
-    """The findings of the last comparisons of all projects."""
+    """Return the findings of the last comparisons. They include those of other projects on the broker."""
     with broker_connection() as (connection, schema):
         return comparisons.every(Executor(connection, schema))
 
 
 def _has_tables(alias: str) -> bool:
-    """False if the routers allow the tables but no migration made them."""
+    """Return False if the routers allow the tables on `alias` but no migration has created them."""
     try:
         with closing(open_connection(alias)) as connection:
             return ledger.TABLE in connection.introspection.table_names()
@@ -158,7 +160,7 @@ def _has_tables(alias: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Context:
-    """Shared data of all comparisons of a pass."""
+    """The data that all comparisons of a pass share."""
 
     run: Executor
     life: Life
@@ -170,7 +172,7 @@ class _Context:
 
     @property
     def is_young(self) -> bool:
-        """Whether transactions from before this life may still commit."""
+        """Whether transactions that began before this life of the broker may still commit."""
         return self.life.began_at > datetime.now(UTC) - _YOUNG
 
 
@@ -226,19 +228,20 @@ def _counts(
 
 
 def moment_of(transaction_id: UUID) -> datetime:
-    """The time at which an id was made."""
+    """Return the time at which this UUIDv7 was generated."""
     return datetime.fromtimestamp((transaction_id.int >> 80) / 1000, UTC)
 
 
 def _compare_ledger(context: _Context, application: BaseDatabaseWrapper) -> None:
-    """Committed rows of the ledger that the broker does not know."""
+    """Find committed rows of the ledger whose transactions the broker does not know."""
     identity = ledger.identity(application)
     if identity is None:
         return
     run, alias = context.run, application.alias
     known = context.known.get((ComparisonKind.LEDGER, context.producer_group, "", alias))
     missing = MissingTransactions(run, ComparisonKind.LEDGER, context.producer_group, alias)
-    # The broker may have removed older ones, or another engine may have them; pruning removes such a row by its age.
+    # The broker may have removed older transactions, or another engine may have them. Pruning removes the ledger rows
+    # of those transactions by age.
     oldest = max(context.bounds.installed_at, datetime.now(UTC) - context.keep, context.bounds.kept_since or _LONG_AGO)
     same_ledger = known is not None and known.state.get("ledger") == str(identity.ledger_id)
     is_first = known is None or known.life_id != context.life.life_id or not same_ledger
@@ -251,7 +254,7 @@ def _compare_ledger(context: _Context, application: BaseDatabaseWrapper) -> None
     cut = ""
     for number in range(context.max_batches):
         batch = ledger.committed_after(application, after, limit=_BATCH)
-        # Read after the rows: the broker got each of these messages before its row committed.
+        # The broker is read after the ledger, because the broker stored each half message before the row committed.
         missing.add({one: moment_of(one) for one in sorted(unknown_transactions(run, batch))})
         if len(batch) < _BATCH:
             break
@@ -270,10 +273,10 @@ _LONG_AGO: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 def _unproven(context: _Context, identity: ledger.Identity) -> tuple[datetime, datetime] | None:
-    """The span of transactions whose rows were pruned, and which the broker does not know any more.
+    """Return the time span of transactions that the broker has lost and whose ledger rows were already pruned.
 
-    A ledger is pruned up to a transaction that the broker showed as decided. If the broker does not know that
-    transaction any more, and its log ends before it, the broker was restored to an earlier time.
+    A ledger is pruned up to a transaction that the broker showed as decided. If the broker no longer knows that
+    transaction, and the broker's log ends before it, the broker was restored to an earlier time.
     """
     if identity.pruned_before is None or not context.is_young:
         return None
@@ -286,7 +289,7 @@ def _unproven(context: _Context, identity: ledger.Identity) -> tuple[datetime, d
 
 
 def _compare_decisions(context: _Context, application: BaseDatabaseWrapper) -> None:
-    """Transactions that the broker committed on the ledger's word, and that the ledger does not have."""
+    """Find transactions that the ledger does not have, although the broker committed them because of a ledger row."""
     before = ledger.identity(application)
     if before is None or ledger.is_read_only(application):
         return
@@ -305,7 +308,7 @@ def _compare_decisions(context: _Context, application: BaseDatabaseWrapper) -> N
     for number in range(context.max_batches):
         batch = comparisons.committed_of_ledger(run, before.ledger_id, after, limit=_BATCH)
         absent = _absent(application, batch)
-        # Read after the rows: pruning records its limit before it removes rows.
+        # The pruning limit is read after the rows, because pruning records its limit before it removes rows.
         now = ledger.identity(application)
         if now is None or now.ledger_id != before.ledger_id:
             return
@@ -367,9 +370,9 @@ def _store(
 
 @dataclass(slots=True)
 class _Queue:
-    """The state of a queue: offsets from `valid_from` on are judged; they were examined up to `position`.
+    """The state of a queue. `valid_from`: the comparison ignores lower offsets. `position`: the next offset to examine.
 
-    `look_from`: the lowest offset whose effect was missing.
+    `moved`: the number of resets so far. `look_from`: the lowest offset whose effect was missing.
     """
 
     valid_from: int
@@ -391,7 +394,7 @@ class _InboxLook:
     highest: int = -1
 
     def look(self, queue: Passed, low: int, high: int) -> int | None:
-        """Examine the offsets from `low` up to `high`; returns the lowest whose effect is missing."""
+        """Examine the offsets from `low` up to `high`; return the lowest offset whose effect is missing."""
         keep = (self.context.keep - _YOUNG).total_seconds()
         matches = parse_filter(self.item.subscription.filter)
         lowest: int | None = None
@@ -402,7 +405,7 @@ class _InboxLook:
                 for entry in comparisons.finished_entries(self.context.run, queue, start, end, keep_seconds=keep)
                 if matches.evaluate(entry.tag or "", entry.headers)
             ]
-            # Read after the offset: an effect commits before its offset is stored.
+            # The inbox is read after the offset, because an effect commits before the consumer stores its offset.
             there = inbox.handled(
                 self.application,
                 self.item.subscription.group,
@@ -419,7 +422,7 @@ class _InboxLook:
         return lowest
 
     def look_back(self, queue: Passed, low: int, high: int) -> int | None:
-        """Like `look`, backwards from the end, until a whole batch has no missing effect."""
+        """Like `look`, but batch by batch from `high` down to `low`. Stop at a batch without a missing effect."""
         lowest: int | None = None
         newest: list[UUID] = []
         while high > low:
@@ -434,7 +437,7 @@ class _InboxLook:
         return lowest
 
     def present_from(self, queue: Passed) -> int:
-        """The offset from which the inbox has every message, within the limit of batches."""
+        """Return the offset from which the inbox has a row of every message. Examine at most `_FIRST_LOOK` batches."""
         high = queue.next_offset
         for _ in range(_FIRST_LOOK):
             low = max(queue.floor, high - _BATCH)
@@ -450,10 +453,11 @@ class _InboxLook:
 
 
 def _compare_inbox(context: _Context, application: BaseDatabaseWrapper, item: Subscriber) -> None:
-    """Messages that the group has passed without a failure, and whose rows the inbox does not have.
+    """Find messages that the group has passed without a failure, although the inbox has no row of them.
 
-    The first comparison judges nothing, because the inbox may have been switched on later. It only finds the offset
-    from which all rows exist. Messages that a reset passed over, or that another filter chose, are not judged either.
+    The first comparison reports nothing, because the inbox may have been switched on later. It only finds the offset
+    from which all rows exist. Messages that a reset passed over are never reported, and neither are messages that
+    another filter chose.
     """
     subscription = item.subscription
     group, topic, alias = _inbox_key(item)
@@ -469,11 +473,11 @@ def _compare_inbox(context: _Context, application: BaseDatabaseWrapper, item: Su
     for queue in passed:
         seen = queues.get(queue.queue_id)
         if seen is None:
-            # A queue that is new since the last comparison is judged from its beginning.
+            # If the queue is new since the last comparison, all its offsets are compared.
             begin = queue.floor if state else look.present_from(queue)
             seen = queues[queue.queue_id] = _Queue(begin, queue.floor if state else queue.next_offset, queue.moved)
         if queue.moved > seen.moved:
-            # An operator's reset passed over them.
+            # An operator's reset has passed over the messages before `next_offset`.
             seen.valid_from = seen.position = queue.next_offset
             seen.look_from = None
         seen.moved = queue.moved

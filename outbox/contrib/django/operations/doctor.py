@@ -1,4 +1,4 @@
-"""Examines settings, databases, ledgers and retention for coming problems, each with its remedy."""
+"""Examines settings, databases, ledgers and retention for problems that may occur, and names a remedy for each."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from outbox.topic import Topic
 
 
 def examine() -> list[Condition]:
-    """All results of the examination, good and bad, and the conditions that hold.
+    """Return all results of the examination, good and bad, and the broker's conditions that hold.
 
-    A broker that does not answer is a result too.
+    If the broker does not answer, a result says so.
     """
     found = list(_system_checks())
     try:
@@ -41,7 +41,7 @@ def examine() -> list[Condition]:
             run = Executor(connection, schema)
             found += diagnose(run, broker_database(settings))
             found += _retention(settings, list_topics(run))
-            # Last: afterwards the session waits for a lock for a second at most.
+            # The survey comes last, because afterwards the session waits for a lock for a second at most.
             found += with_application(survey(run, settings.thresholds).verdict, run).conditions
     except ConfigurationError as error:
         found.append(of_text("settings", Severity.CRITICAL, str(error), "Correct OUTBOX in the settings."))
@@ -51,7 +51,7 @@ def examine() -> list[Condition]:
 
 
 def _system_checks() -> Iterator[Condition]:
-    """The messages of `manage.py check` about outbox, databases included."""
+    """Return the messages of `manage.py check` about outbox; the checks that read databases are included."""
     aliases = {*ledger_aliases(), *_broker_alias()}
     messages = [*checks.check_settings(), *check_databases(databases=aliases)]
     for message in messages:
@@ -92,9 +92,10 @@ def _ledgers() -> Iterator[Condition]:
 
 
 def _retention(settings: OutboxSettings, topics: list[Topic]) -> Iterator[Condition]:
-    """Check retentions: decisions must outlive the ledger rows whose removal they allow.
+    """Check that the retention of topics and inbox is long enough.
 
-    The inbox must outlive possible redeliveries.
+    The broker must keep a decision for longer than the ledger keeps its row, because the decision allows pruning of
+    the row. The inbox must keep a row for as long as the message may be delivered again.
     """
     short = [topic.name for topic in topics if topic.retention_seconds < 2 * LEDGER_KEEP_SECONDS]
     remedy = (
@@ -115,7 +116,10 @@ def _retention(settings: OutboxSettings, topics: list[Topic]) -> Iterator[Condit
 
 
 def _inbox_retention(settings: OutboxSettings, topics: list[Topic]) -> Condition:
-    """Check the inbox's retention. Rows of messages in the log stay; a restored broker may deliver the others again."""
+    """Check the inbox's retention.
+
+    The inbox keeps the rows of messages that the log has. A restored broker may deliver other messages again.
+    """
     name, kept = "retention of the inbox", settings.inbox_retention_seconds
     longest = max((topic.retention_seconds for topic in topics), default=0)
     cap = max(DEFAULT_HARD_CAP_SECONDS, longest)
@@ -137,6 +141,6 @@ def _inbox_retention(settings: OutboxSettings, topics: list[Topic]) -> Condition
 
 
 def _retry_seconds(subscription: Subscription) -> float:
-    """The longest total time of a subscription's attempts; without a limit, of the first sixteen."""
+    """Return the sum of the waits between a subscription's attempts. Without a limit, count sixteen attempts."""
     attempts = subscription.retry.max_attempts or 16
     return sum(subscription.retry.delay_seconds(attempt) for attempt in range(1, attempts))

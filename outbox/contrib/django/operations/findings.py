@@ -17,9 +17,10 @@ _BATCH: Final = 1_000
 
 
 def replace(output: str, lines: Iterable[str]) -> int:
-    """Replace the findings of `output` in the table (given as JSON, one per line); returns their number.
+    """Replace the table's findings of `output` by `lines`, one JSON text per finding; return the number of lines.
 
-    It is one transaction: readers see the previous result or this one. Saving the same result again changes nothing.
+    The replacement is one transaction, so a reader sees the previous findings or the new ones. Saving the same result
+    again changes nothing.
     """
     alias = router.db_for_write(Finding)
     rows = [_row(output, json.loads(line), alias) for line in lines]
@@ -41,7 +42,10 @@ def _row(output: str, found: dict[str, Any], alias: str) -> Finding:
 
 
 def _fitting(name: str, value: str | None) -> str:
-    """NULL as the empty text; cut to the column; without NUL characters, which PostgreSQL's text cannot store."""
+    """Return a text that fits the column. None becomes the empty text, and a text that is too long is cut.
+
+    NUL characters are replaced, because PostgreSQL's type `text` cannot store them.
+    """
     field = Finding._meta.get_field(name)
     assert isinstance(field, models.Field)
     return (value or "").replace("\0", "\N{REPLACEMENT CHARACTER}")[: field.max_length]

@@ -1,6 +1,6 @@
 """Installs and removes the broker's schema, its topics, and the ledger's identity (`migrate`, `outbox_install`).
 
-Before a project leaves a broker: what it has not delivered there (`left_behind`).
+`left_behind` finds the messages that a project has not delivered on a broker that it used before.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 def after_migrate(
     *, using: str, apps: Apps = global_apps, plan: Sequence[tuple[Any, bool]] = (), **options: Any
 ) -> None:
-    """Receiver of post_migrate, which Django also sends after a flush (then without `apps` and `plan`).
+    """Receive post_migrate. Django also sends it after a flush, then without `apps` and `plan`.
 
     Raises CommandError, which `migrate` and `flush` print as a message, if the broker's tables cannot be installed.
     """
@@ -65,11 +65,11 @@ def after_migrate(
 
 
 def name_ledger(alias: str, apps: Apps) -> None:
-    """Give the ledger an id if it has none: after a flush its rows are gone, so it is another ledger."""
+    """Give the ledger an id if it has none. A flush removes the id and the rows, so the ledger gets a new id."""
     try:
         identity = apps.get_model("outbox", "LedgerIdentity")
     except LookupError:
-        # Migrated back to zero.
+        # All migrations were reversed, so the model does not exist.
         return
     if router.allow_migrate_model(alias, identity):
         identity._base_manager.using(alias).get_or_create(singleton=True)
@@ -81,9 +81,9 @@ def install_broker(
     patience_seconds: float = DEFAULT_PATIENCE_SECONDS,
     report: Callable[[str], None] = logger.warning,
 ) -> tuple[int, int]:
-    """Install or upgrade the broker's tables and declare the topics of the settings. Idempotent.
+    """Install or upgrade the broker's tables and declare the topics of the settings. A second call changes nothing.
 
-    Returns the versions before and after. `patience_seconds` and `report` are those of `install`. Raises SchemaError,
+    Returns the versions before and after. `install` gets `patience_seconds` and `report`. Raises SchemaError,
     BrokerUnavailable or ConfigurationError.
     """
     with _administering(settings) as connection:
@@ -91,13 +91,13 @@ def install_broker(
         version = install(connection, settings.schema, patience_seconds=patience_seconds, report=report)
         declare_topics(Executor(connection, settings.schema), [declared.topic for declared in settings.topics.values()])
     logger.info("broker on %r: schema %r at version %d", settings.broker, settings.schema, version)
-    # This process's cached topics may be out of date.
+    # The topics that this process has cached may be out of date.
     reset_broker()
     return before, version
 
 
 def planned_installation(settings: OutboxSettings) -> tuple[int, int]:
-    """The versions before and after an `install_broker`; changes nothing. Raises as it does."""
+    """Return the versions before and after an `install_broker`, but change nothing. Raises the same errors."""
     with _administering(settings) as connection:
         before = installed_version(connection, settings.schema)
         if before >= SCHEMA_VERSION:
@@ -113,9 +113,10 @@ def remove_broker(
     patience_seconds: float = DEFAULT_PATIENCE_SECONDS,
     report: Callable[[str], None] = logger.warning,
 ) -> list[str]:
-    """Drop the broker's tables with all messages; returns the processes in use and the undelivered messages.
+    """Drop the broker's tables with all messages; return texts about processes in use and undelivered messages.
 
-    Without `force` it raises UsageError if there is any. Raises SchemaError, BrokerUnavailable or ConfigurationError.
+    If there is such a process or an undelivered message, and `force` is False, raises UsageError. Also raises
+    SchemaError, BrokerUnavailable or ConfigurationError.
     """
     with _administering(settings) as connection:
         check_schema(connection, settings.schema)
@@ -132,7 +133,7 @@ def remove_broker(
 
 
 def _left_in(run: Executor) -> Iterator[str]:
-    """Messages that would be lost, and processes that would fail, without the tables."""
+    """Yield a text for each loss without the tables: processes that would fail, and undelivered messages."""
     if has_leader(run):
         yield "a broker process runs"
     for group, consumers in live_consumers(run).items():
@@ -154,15 +155,15 @@ def _administering(settings: OutboxSettings) -> Iterator[Connection]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Finds unfinished messages in a broker that the project used before, and where none of its workers runs any more.
+# Finds unfinished messages in a broker that the project used before. No worker of the project serves that broker now.
 
 _SAMPLE: Final = 100
 
 
 def left_behind(alias: str, settings: OutboxSettings) -> list[str]:
-    """The project's undelivered messages in a broker on `alias` other than OUTBOX['BROKER']; empty if there are none.
+    """Return the project's undelivered messages in a broker on `alias` that is not OUTBOX['BROKER'].
 
-    Raises BrokerUnavailable, or psycopg.Error if the tables cannot be read.
+    The list is empty if there are none. Raises BrokerUnavailable, or psycopg.Error if the tables cannot be read.
     """
     groups = sorted({item.subscription.group for item in subscribers()})
     with database_at(alias, settings).connect(name="outbox-check") as connection:
@@ -175,10 +176,10 @@ def left_behind(alias: str, settings: OutboxSettings) -> list[str]:
 
 
 def unknown_to_broker(alias: str, settings: OutboxSettings) -> int:
-    """How many of the oldest ledger rows on `alias` are of transactions that the broker has never seen.
+    """Count the transactions in the oldest ledger rows on `alias` that the broker has never seen.
 
-    Pruning removes a row only when the broker shows it as decided. So rows for another broker stay, and are the oldest.
-    Raises BrokerError, psycopg.Error, or django.db.Error.
+    Pruning removes a row only if the broker shows its transaction as decided. So the rows for another broker stay, and
+    become the oldest. Raises BrokerError, psycopg.Error, or django.db.Error.
     """
     below = first_id_at(datetime.now(UTC) - timedelta(minutes=1))
     ids = ledger.ids_between(connections[alias], UUID(int=0), below, limit=_SAMPLE)

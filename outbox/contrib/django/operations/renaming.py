@@ -28,18 +28,19 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Renamed:
-    """The result. `renamed` is False if the group already had the new name; `copied` counts rows by alias."""
+    """The result of a rename. `renamed`: False if nothing was left to do. `copied`: the inbox rows by alias."""
 
     renamed: bool
     copied: Mapping[str, int]
 
 
 def rename_group(old: str, new: str, *, dry_run: bool = False) -> Renamed:
-    """Rename a group whose consumers are stopped; call it again after an interruption.
+    """Rename a group whose consumers are stopped. If the rename is interrupted, call it again.
 
-    No message is handled twice under either name. Until the broker has the new name, a group that starts under it is
-    paused. The rows of the former name stay in the inboxes until they are pruned. Raises UnknownGroup, UsageError,
-    BrokerError, or LedgerUnavailable if an inbox cannot be reached.
+    A message that the group has handled under its former name is not handled again under the new name. A group that
+    starts under the new name is paused until the broker has the new name. Rows with the former name stay in the inboxes
+    until pruning removes them. Raises UnknownGroup, UsageError, BrokerError, or LedgerUnavailable if an inbox cannot be
+    reached.
     """
     with broker_connection() as (connection, schema):
         run = Executor(connection, schema)
@@ -54,7 +55,7 @@ def rename_group(old: str, new: str, *, dry_run: bool = False) -> Renamed:
     _on_each(rows.wait_for_writers)
     copied = _on_each(lambda inbox: rows.copy(inbox, old, new))
     point("rename.copied")
-    # Copying may take long, so the earlier connection may be gone.
+    # Copying the rows may take long, so the first connection to the broker may be gone.
     with broker_connection() as (connection, schema):
         changes.rename(Executor(connection, schema), old, new, reserved)
     point("rename.renamed")
@@ -62,7 +63,7 @@ def rename_group(old: str, new: str, *, dry_run: bool = False) -> Renamed:
 
 
 def _on_each(work: Callable[[BaseDatabaseWrapper], T]) -> dict[str, T]:
-    """The result of a function of a connection for each database with an inbox."""
+    """Call `work` with a connection to each database that has an inbox; return the results by alias."""
     from outbox.contrib.django.models import InboxEntry
 
     found: dict[str, T] = {}

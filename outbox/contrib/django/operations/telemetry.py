@@ -1,8 +1,8 @@
-"""Metrics and traces of a project: what its processes measure, the figures of the broker's tables, and spans.
+"""Metrics and traces of a project: figures of its processes, figures of the broker's tables, and spans.
 
-Metrics need `prometheus-client` (the extra `metrics`). The figures of a process go to prometheus_client's own
-registry, with the application's metrics. With several processes set PROMETHEUS_MULTIPROC_DIR, as for every application
-of prometheus_client; a worker sets it for its own processes.
+Metrics need `prometheus-client` (the extra `metrics`). A process writes its figures to prometheus_client's default
+registry, like the application's own metrics. If several processes serve metrics, set PROMETHEUS_MULTIPROC_DIR, as
+prometheus_client requires. A worker sets this variable for its own processes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from outbox.contrib.prometheus.collector import BrokerCollector, ScrapeState
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What a process measures.
+# The figures that a process measures about itself.
 
 DIRECTORY_VARIABLE: Final = "PROMETHEUS_MULTIPROC_DIR"
 
@@ -45,7 +45,7 @@ def require() -> None:
 
 
 def record() -> None:
-    """Measure this process from now on. Raises ConfigurationError without prometheus-client."""
+    """Start to measure this process. Raises ConfigurationError without prometheus-client."""
     global _recording
     if _recording:
         return
@@ -59,7 +59,7 @@ def record() -> None:
 
 
 def record_if_wanted() -> None:
-    """Call `record` if OUTBOX['METRICS'] is on. `manage.py check` reports settings that cannot be read."""
+    """Call `record` if OUTBOX['METRICS'] is on. Invalid settings are ignored: `manage.py check` reports them."""
     try:
         wanted = get_settings().metrics
     except ConfigurationError:
@@ -86,13 +86,15 @@ _collector: BrokerCollector | None = None
 
 
 def is_authorized(header: str) -> bool:
-    """Whether an Authorization header has the token of OUTBOX['METRICS_TOKEN']; False without that setting."""
+    """Whether an Authorization header has the token of OUTBOX['METRICS_TOKEN']; False if the setting is not set."""
     token = get_settings().metrics_token
     return token is not None and hmac.compare_digest(header.encode(), f"Bearer {token}".encode())
 
 
 def render() -> bytes:
-    """All metrics in Prometheus's format: of every process that shares the directory, and of the broker.
+    """Return all metrics in Prometheus's format: those of the broker, and those of this process.
+
+    With PROMETHEUS_MULTIPROC_DIR they are those of all processes that share the directory.
 
     Raises ConfigurationError without prometheus-client.
     """
@@ -130,7 +132,7 @@ def state() -> ScrapeState:
 
 
 def _application_sizes() -> dict[str, Any]:
-    """The sizes of ledger and inbox, on PostgreSQL."""
+    """Return the sizes of the tables ledger and inbox, on PostgreSQL."""
     sizes: dict[str, Any] = {}
     for alias in ledger_aliases():
         if connections[alias].vendor != "postgresql":
@@ -149,7 +151,7 @@ def _application_sizes() -> dict[str, Any]:
 
 
 def trace_if_wanted() -> None:
-    """Trace messages if the settings say so. `manage.py check` reports settings that cannot be read.
+    """Trace messages if OUTBOX['TRACING'] is on. Invalid settings are ignored: `manage.py check` reports them.
 
     Raises ConfigurationError without opentelemetry-api.
     """

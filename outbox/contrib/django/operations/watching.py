@@ -1,6 +1,6 @@
-"""Reads the broker's state for a project: the conditions that hold, the cheap probe, and the audit.
+"""Reads the broker's state for a project: the conditions that hold, the probe for load balancers, and the audit.
 
-The application may add rules for its own tables, which the broker does not know (`add_rule`).
+The application may add rules for its own tables (`add_rule`), because the broker does not know these tables.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ _rules: dict[str, Rule] = {}
 
 
 def add_rule(name: str, rule: Rule) -> None:
-    """Evaluate `rule` whenever the conditions are evaluated; registering it twice has no further effect.
+    """Evaluate `rule` each time the conditions are evaluated. A second registration of a name replaces the first.
 
-    `name`: the condition that it may return.
+    `name`: the condition that the rule may return.
     """
     _rules[name] = rule
 
 
 def with_application(verdict: ConditionReport, run: Executor) -> ConditionReport:
-    """The verdict on the broker, and the conditions of the application's tables."""
+    """Add the conditions of the application's tables to a verdict on the broker."""
     return worst_first([*verdict.conditions, *_all(run)])
 
 
@@ -51,25 +51,25 @@ def _all(run: Executor) -> Iterator[Condition]:
         try:
             yield from rule(run)
         except DatabaseError as error:
-            # A condition whose table could not be read is unknown, not false.
+            # If the table cannot be read, the condition is unknown, not false.
             logger.warning("whether %r holds is unknown, its table could not be read: %s", name, error)
             yield from condition(name, [(Severity.WARNING, {"unknown": str(error).strip()})])
 
 
 @dataclass(frozen=True, slots=True)
 class BrokerView:
-    """The verdict, and the broker's figures, or None for them if the broker does not answer."""
+    """The verdict and the broker's figures; `overview` is None if the broker does not answer."""
 
     verdict: ConditionReport
     overview: Overview | None
 
     def as_json(self) -> dict[str, Any]:
-        """Return plain values."""
+        """Return the view as plain values for JSON."""
         return {**self.verdict.as_json(), "broker": self.overview.as_json() if self.overview else None}
 
 
 def look() -> BrokerView:
-    """Read everything once. An unreachable broker is a verdict too. Raises ConfigurationError."""
+    """Read verdict and figures once. If the broker is unreachable, the verdict says so. Raises ConfigurationError."""
     limits = get_settings().thresholds
     try:
         with asking() as run:
@@ -83,7 +83,7 @@ def look() -> BrokerView:
 
 
 def probe() -> ConditionReport:
-    """The cheap probe. An unreachable broker is a condition too. Raises ConfigurationError."""
+    """Evaluate the rules of the probe. If the broker is unreachable, a condition says so. Raises ConfigurationError."""
     settings = get_settings()
     require_database(settings)
     try:
@@ -94,13 +94,13 @@ def probe() -> ConditionReport:
 
 
 def run_audit() -> dict[str, Any]:
-    """Count every message, compare, store the result. Raises BrokerError or ConfigurationError."""
+    """Count all messages, compare the counts and store the result. Raises BrokerError or ConfigurationError."""
     with broker_connection() as (connection, schema):
         return dataclasses.asdict(audit.run_once(Executor(connection, schema)))
 
 
 def audit_when_due() -> dict[str, Any]:
-    """`run_audit`, unless any process has audited within most of OUTBOX['AUDIT_INTERVAL_SECONDS']."""
+    """Call `run_audit`, unless a process has audited within 90 percent of OUTBOX['AUDIT_INTERVAL_SECONDS']."""
     if not get_settings().has_database:
         return {}
     with broker_connection() as (connection, schema):
@@ -113,7 +113,7 @@ def audit_when_due() -> dict[str, Any]:
 
 @contextmanager
 def asking() -> Iterator[Executor]:
-    """A connection that accepts any version of the tables."""
+    """Open a connection to the broker, whatever version its tables have."""
     settings = get_settings()
     require_database(settings)
     with (

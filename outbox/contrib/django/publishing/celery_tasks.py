@@ -1,4 +1,4 @@
-"""Celery tasks stored with the transaction that calls them, and tasks called by messages."""
+"""Celery tasks that are stored with the calling transaction, and Celery tasks that messages call."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ from outbox.subscription import Subscription
 
 AnyTask = TypeVar("AnyTask", bound=Callable[..., Any])
 
-# Celery's broker may be down for longer than any number of attempts.
+# There is no limit of attempts, because Celery's broker may be down for a long time.
 _UNTIL_IT_IS_THERE: Final = RetryPolicy(delays_seconds=[1, 5, 10, 30, 60], max_attempts=None)
 
 
 class TransactionalTask(RecordedTask):
-    """A task that is stored with the transaction, for every form of call inside `atomic()`.
+    """A Celery task whose calls inside `atomic()` are stored with the transaction.
 
     A consumer process sends it to Celery's broker after the transaction has committed. If the transaction rolls back,
-    nothing is sent. docs/celery.md lists the forms. Outside of `atomic()` it is an ordinary task. `self.retry()` and
-    `self.replace()` are sent at once. Use it as `@shared_task(base=TransactionalTask)`, or for all tasks:
-    `Celery("shop", task_cls=TransactionalTask)`. `using` names the database alias if transactions are open on several.
-    It needs OUTBOX['CELERY_APP'] and a consumer process.
+    nothing is sent. docs/celery.md lists the forms of a call. A call outside of `atomic()` is an ordinary call.
+    `self.retry()` and `self.replace()` are sent at once. Use it as `@shared_task(base=TransactionalTask)`, or for all
+    tasks: `Celery("shop", task_cls=TransactionalTask)`. `using` names the database alias if transactions are open on
+    several aliases. The task needs OUTBOX['CELERY_APP'] and a consumer process.
     """
 
     abstract = True
     using: str | None = None
 
     def delay_on_commit(self, *args: Any, **kwargs: Any) -> None:
-        """The same call as Celery's own task for Django; here the task cannot be lost."""
+        """The same method as in Celery's own task class for Django, but here the task cannot be lost."""
         self.apply_async(args, kwargs)
 
     def apply_async_on_commit(self, *args: Any, **kwargs: Any) -> None:
-        """As `delay_on_commit`, with the arguments of `apply_async`."""
+        """Like `delay_on_commit`, with the arguments of `apply_async`."""
         self.apply_async(*args, **kwargs)
 
     def _record_now(self, name: str) -> bool:
@@ -72,7 +72,7 @@ class TransactionalTask(RecordedTask):
 
 
 def register_hand_over() -> None:
-    """Subscribe the service to its own tasks, which OUTBOX['CELERY_APP'] names."""
+    """Subscribe the service to the tasks of its own Celery app (OUTBOX['CELERY_APP'])."""
     topic = tasks_topic(get_settings())
     register(
         Subscriber(
@@ -88,15 +88,15 @@ def _hand_over(delivery: Delivery) -> None:
 
 
 def subscriber_task(topic: str, *, group: str, **options: Any) -> Callable[[AnyTask], AnyTask]:
-    """Let a Celery task handle the messages of a topic: it is called with the decoded body, in Celery's pool.
+    """Let a Celery task handle the messages of a topic. Celery's pool calls it with the decoded body.
 
         @subscriber_task("order.paid", group="mail")
         @shared_task
         def send_receipt(order): ...
 
-    The consumer process sends the call to Celery's broker, and the message counts as handled once Celery's broker has
-    the call. From then on Celery's rules apply (acks_late, retries). A call that is sent twice has the same task id.
-    `options` are those of `subscriber`.
+    The consumer process sends the call to Celery's broker, and the message counts as handled when Celery's broker has
+    the call. Then Celery's rules apply (acks_late, retries). If the call is sent twice, both calls have the same task
+    id. `options` are those of `subscriber`.
     """
     options.setdefault("retry", _UNTIL_IT_IS_THERE)
 

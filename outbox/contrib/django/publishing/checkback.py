@@ -1,4 +1,4 @@
-"""Check-back of this service's producer group, and which process runs its periodic pass."""
+"""Check-back of this service's producer group, and the choice of the process that runs its periodic pass."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ logger = logging.getLogger(__name__)
 
 
 def run_check_back(*, max_batches: int = 100, parked: bool = False) -> CheckCounts:
-    """Answer all due checks of this producer group now. Any number of processes may do so at once.
+    """Answer all due checks of this producer group now. Several processes may call it at the same time.
 
-    `parked` also checks the group's parked transactions, before they are due. Raises ConfigurationError without
-    PRODUCER_GROUP, and BrokerError if the broker does not answer.
+    With `parked`, it also checks the group's parked transactions, before their checks are due. Raises
+    ConfigurationError if PRODUCER_GROUP is not set, and BrokerError if the broker does not answer.
     """
     is_my_turn(CHECK_BACK, get_settings().check_interval_seconds, rest_seconds=0)
     if parked:
@@ -28,16 +28,16 @@ def run_check_back(*, max_batches: int = 100, parked: bool = False) -> CheckCoun
 
 
 def check_back(*, max_batches: int = 100) -> CheckCounts:
-    """Run one pass of check-back, whichever process is due to run it; raises as `run_check_back` does."""
+    """Run one pass of check-back, even if another process should run it. Raises the errors of `run_check_back`."""
     group = get_settings().required_producer_group()
     broker = get_broker()
     return CheckBack(broker, group, LedgerChecker()).run_once(max_batches=max_batches)
 
 
 def is_my_turn(name: str, interval_seconds: float, *, rest_seconds: float | None = None) -> bool:
-    """Whether this process should run the periodic pass `name` now; it records the start of the pass.
+    """Whether this process should run the periodic pass `name` now. If so, the broker records the start of the pass.
 
-    Also True if the broker does not answer: an extra pass is harmless.
+    If the broker does not answer, it returns True, because an extra pass is harmless.
     """
     group, broker = get_settings().producer_group, get_broker()
     if not group:

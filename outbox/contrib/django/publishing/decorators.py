@@ -42,16 +42,17 @@ from outbox.utils.faults import point
 
 # -- the parts of a message ------------------------------------------------------------------------
 #
-# The parts of a message under `@transactional_message`: values, or functions of the decorated function's arguments.
+# The parts of a message under `@transactional_message`: each part is a value, or a function of the decorated function's
+# arguments.
 
 
 # The parameter of a part that receives the return value of the decorated function.
 RESULT: Final = "result"
 
-# The value of a part that was not given; None is a valid value.
+# The mark for a part that was not given. None would be a valid value.
 NOT_GIVEN: Final[Any] = object()
 
-# The parameter kinds that a caller cannot name.
+# `*args` and `**kwargs`: a caller cannot pass a value by the name of such a parameter.
 _COLLECTING: Final = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
@@ -59,8 +60,8 @@ _COLLECTING: Final = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KE
 class MessagePart:
     """One property of the message: a value, or a function and the names of its arguments.
 
-    `optional` are the arguments with a default. `others` names the `**kwargs` of the decorated function, where a name
-    may also be found; '' without one.
+    `wanted`: the arguments without a default. `optional`: the arguments with a default. `others`: the name of the
+    decorated function's `**kwargs`, which may also contain an argument, or ''.
     """
 
     what: str
@@ -71,13 +72,13 @@ class MessagePart:
 
     @property
     def needs_result(self) -> bool:
-        """Whether it can be built only after the function has run."""
+        """Whether the part can be built only after the decorated function has run."""
         return self.wanted is not None and RESULT in (*self.wanted, *self.optional)
 
     def of(self, arguments: Mapping[str, Any], name: str) -> Any:
-        """The value for one call of the function `name`. An error of the part is raised.
+        """The part's value for one call of the function `name`. Raises the errors of the part's function.
 
-        Raises UsageError for an argument that was not passed.
+        Raises UsageError if the call did not pass an argument that the part needs.
         """
         if self.wanted is None:
             return self.value
@@ -93,9 +94,9 @@ class MessagePart:
 
 
 def part(function: Callable[..., Any], what: str, value: Any, *, may_yield: bool = False) -> MessagePart:
-    """The part `what` of the messages of `function`. Raises ConfigurationError for one that cannot be called.
+    """The message part named `what`, for the messages of `function`. Raises ConfigurationError if it cannot be built.
 
-    `may_yield`: it may be a generator, which runs to its end when the messages are built.
+    `may_yield`: the part may be a generator. It runs to its end when the messages are built.
     """
     if not callable(value):
         return MessagePart(what, value)
@@ -138,7 +139,7 @@ def _unknown(name: str, what: str, parameter: inspect.Parameter, known: Iterable
 
 
 def arguments_of(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of one call by name, defaults included. Raises TypeError where the function would."""
+    """The arguments of one call by name, with defaults. Raises TypeError if they do not match the signature."""
     bound = signature.bind(*args, **kwargs)
     bound.apply_defaults()
     return bound.arguments
@@ -146,13 +147,13 @@ def arguments_of(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Ma
 
 # -- writes to another database --------------------------------------------------------------------
 #
-# Refuses writes to a database other than the one whose transaction decides about the message.
+# Refuses a write to another database if it is not the database whose transaction decides about the message.
 #
-# A router may send a model's write to another alias than the one that `@transactional_message` chose without `using`.
-# If the function then failed, the row would stay and the message would be rolled back. Such a write is refused.
+# Without `using`, `@transactional_message` chooses an alias, but a router may send a model's write to another alias. If
+# the function then failed, the row would stay, and the message would be rolled back. So such a write is refused.
 
 
-# A statement that changes rows, after comments and parentheses; WITH may contain one.
+# Matches a statement that changes rows, also after comments and parentheses, and inside WITH.
 _WRITES: Final = re.compile(
     r"(?:\s|\(|--[^\n]*\n|/\*.*?\*/)*"
     r"(?:(?:INSERT|UPDATE|DELETE|MERGE|REPLACE|TRUNCATE|COPY)\b"
@@ -162,7 +163,7 @@ _WRITES: Final = re.compile(
 
 
 class _Watch:
-    """Refuses a function's writes on aliases other than its own."""
+    """Refuses the writes of a decorated function on other aliases than the alias of its transaction."""
 
     def __init__(self, alias: str, name: str) -> None:
         self.alias = alias
@@ -170,7 +171,7 @@ class _Watch:
         self.refused: TransactionUsageError | None = None
 
     def __call__(self, execute: Callable[..., Any], statement: Any, params: Any, many: bool, context: Any) -> Any:
-        """See Django's `execute_wrapper`."""
+        """Refuse or execute a statement (see Django's `execute_wrapper`)."""
         if _watching.get() is self and _WRITES.match(_text(statement)):
             self.refused = self._refusal(context["connection"].alias, _text(statement))
             raise self.refused
@@ -191,10 +192,10 @@ _watching: ContextVar[_Watch | None] = ContextVar("outbox_watching", default=Non
 
 @contextmanager
 def writes_stay_on(alias: str | None, name: str) -> Iterator[None]:
-    """Refuse, within the block and this thread, writes on every other alias; None: allow them again.
+    """Inside the block, refuse this thread's writes on every other alias than `alias`. None allows all writes again.
 
-    Raises TransactionUsageError before the write is executed. If the caller swallows it, it is raised again at the end
-    of the block. Only writes through Django's cursors are seen. With one database it costs nothing.
+    Raises TransactionUsageError before the write is executed. If the caller swallows the error, it is raised again at
+    the end of the block. It detects only writes through Django's cursors. With one database, this check costs nothing.
     """
     watch = _Watch(alias, name) if alias is not None else None
     token = _watching.set(watch)
@@ -222,7 +223,7 @@ def _text(statement: Any) -> str:
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-# The part that gives complete messages, instead of a topic and the parts of one.
+# The name of the part that returns complete messages. It replaces the topic and the other parts.
 MESSAGES: Final = "messages"
 
 
@@ -269,25 +270,26 @@ def transactional_message(
     using: str | None = None,
     durable: bool = False,
 ) -> Callable[[Function], Function]:
-    """Run the decorated function in `atomic()` together with a message that is delivered if and only if it commits.
+    """Run the decorated function in `atomic()`, and publish a message that is delivered if and only if it commits.
 
     `body`, `key`, `tag`, `headers` and `deliver_at` are values, or functions whose parameters are named like parameters
-    of the decorated function. A function with a parameter `result` gets the return value (with an id made by the
-    database, for example). The message is then built after the function ran, before COMMIT. Keyword arguments that go
-    into `**kwargs` are found under their names.
+    of the decorated function. If such a function has a parameter `result`, it gets the return value of the decorated
+    function, for example an object with a database id. The message is then built after the decorated function has run,
+    before COMMIT. A parameter may also name a keyword argument that the decorated function takes by `**kwargs`.
 
-    `messages`, in place of a topic and parts, is such a function that returns or yields any number of messages, of any
-    topics, made by `message(…)`; they become visible together or never.
+    `messages` replaces the topic and the parts. It is a function of the same kind that returns or yields any number of
+    messages, of any topics, made by `message(…)`. The messages become visible together or never.
 
-    `check` is a look-up by message (the first of several), for example `lambda m: Order.objects.filter(pk=m.key,
-    status="paid").exists()`. With the ledger it runs in addition, and a disagreement is reported. Without the ledger it
-    decides. `immunity_seconds` is how long the broker waits before the first check (for a function that runs long;
-    default OUTBOX['IMMUNITY_SECONDS']). `using` is the alias of the transaction. Without it, the database routers
-    choose it, and a write to another alias is refused. `durable` refuses to be nested in another transaction.
+    `check` is a look-up by the message (by the first one of several), for example `lambda m:
+    Order.objects.filter(pk=m.key, status="paid").exists()`. With the ledger, check-back also runs the look-up and
+    reports a disagreement. Without the ledger, the look-up decides. `immunity_seconds` is how long the broker waits
+    before the first check (default OUTBOX['IMMUNITY_SECONDS']). Raise it for a function that runs long. `using` is the
+    alias of the transaction. Without it, the database routers choose it, and a write to another alias is refused. With
+    `durable`, a call inside another transaction is refused.
 
-    Nested in another `atomic()` (ATOMIC_REQUESTS too) the message follows the outermost commit. Async functions run
-    with the transaction on their own synchronous thread. An exception that leaves the function rolls back. Raises
-    ConfigurationError at decoration for an impossible declaration.
+    Inside another `atomic()` (also that of ATOMIC_REQUESTS), the outermost commit decides about the message. For an
+    async function, the transaction is on one synchronous thread. An exception that leaves the function rolls the
+    transaction back. Raises ConfigurationError at decoration for an impossible declaration.
     """
     parts = {"body": body, "key": key, "tag": tag, "headers": headers, "deliver_at": deliver_at}
     if messages is None:
@@ -332,7 +334,7 @@ def _check_several(messages: Any, **others: Any) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class _Decorator:
-    """The declared parts of the messages, to be applied to a function.
+    """The decorator with its declared parts, before it is applied to a function.
 
     `topic` is empty if `messages` gives the topics.
     """
@@ -357,7 +359,7 @@ class _Decorator:
         return cast(Function, _wrap(function, call))
 
     def _register_check(self, function: Callable[..., Any]) -> str:
-        """The name by which other processes find the look-up, or ''."""
+        """Register the look-up. Returns the name by which other processes find it, or ''."""
         if self.check is None:
             return ""
         if not has_a_name(function):
@@ -374,7 +376,7 @@ class _Decorator:
         return f"topic {self.topic!r}" if self.topic else "several messages"
 
     def build(self, values: dict[str, Any], name: str) -> list[Message]:
-        """The messages of one call of the function `name`, from the values of its parts."""
+        """Build the messages of one call of the function `name` from the values of the parts."""
         if MESSAGES in values:
             return messages_of(values[MESSAGES], f"messages= of {name}")
         return [message(self.topic, values.pop("body"), delay=self.delay, **values)]
@@ -382,7 +384,7 @@ class _Decorator:
 
 def _wrap(function: Callable[..., Any], call: _Call) -> Callable[..., Any]:
     if is_asynchronous(function):
-        # The transaction is on one synchronous thread; the coroutine's ORM calls run on it too.
+        # The transaction is on one synchronous thread. The coroutine's ORM calls run on the same thread.
         synchronous = async_to_sync(cast(Callable[..., Awaitable[Any]], function))
         run = sync_to_async(functools.partial(call.run, synchronous), thread_sensitive=True)
 
@@ -440,7 +442,7 @@ class _Call:
     checker: str
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Open the block, publish, run, leave the block; report a rollback if it is certain."""
+        """Open the block, publish the messages, run the function and leave the block. Report a certain rollback."""
         arguments = arguments_of(self.signature, args, kwargs)
         alias = self.decorator.using or _default_alias()
         watched = None if self.decorator.using else alias
@@ -459,7 +461,7 @@ class _Call:
         return result
 
     def _inside(self, block: _Block, function: Callable[[], Any], arguments: Mapping[str, Any]) -> Any:
-        """Publish and run, in the order that the parts need."""
+        """Publish the messages and run the function, in the order that the parts need."""
         connection = block.connection
         is_late = any(part.needs_result for part in self.parts.values())
         if not is_late:
@@ -476,7 +478,7 @@ class _Call:
         return result
 
     def _publish(self, connection: BaseDatabaseWrapper, arguments: Mapping[str, Any]) -> Published | None:
-        """Publish the built messages; None if there are none."""
+        """Build and publish the messages. Returns None if there are no messages."""
         built = self.decorator.build(
             {what: part.of(arguments, self.name) for what, part in self.parts.items()}, self.name
         )
@@ -492,19 +494,19 @@ class _Call:
 
 @dataclass
 class _Block:
-    """One run of a block, and the messages published in it."""
+    """One run of a decorated function's block, and the messages published in the block."""
 
     connection: BaseDatabaseWrapper
     published: Published | None = None
 
     def report_rollback(self) -> None:
-        """Report a certain rollback to the broker, if it has a half message."""
+        """Report the rollback to the broker, if the broker has a half message of the block."""
         if self.published is not None and self.published.half is not None:
             report_rollback(self.connection, self.published.half, self.published.xid)
 
 
 def _default_alias() -> str:
-    """The default alias: the one that the routers choose for writes to the ledger."""
+    """The default alias: the database routers choose this alias for writes to the ledger."""
     from outbox.contrib.django.models import LedgerEntry
 
     return router.db_for_write(LedgerEntry)

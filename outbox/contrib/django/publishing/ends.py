@@ -1,9 +1,9 @@
-"""A producer's reports after its transaction: a decision if it is certain, otherwise a hint to check soon.
+"""A producer's reports after its transaction: a certain decision, otherwise a request for a check.
 
 Django runs `on_commit` after it has called COMMIT, which does not prove a commit. If a statement failed and the
 application swallowed the error, PostgreSQL answers COMMIT with ROLLBACK and no error. `on_commit` also runs for work
 that a manual `savepoint_rollback` undid. So COMMIT is reported only if the ledger row is visible. A missing row proves
-nothing (a lagging replica hides it); then check-back is asked to check soon.
+nothing, because a lagging replica may not have it yet. Then the producer asks for an early check.
 
 See decision 022.
 """
@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """The receipts of one call, and its half transaction if it took the two-phase path.
+    """The receipts of one publish call. On the two-phase path, also its half message.
 
     `xid` is the database's id of the local transaction (see ledger.insert_committed).
     """
@@ -73,23 +73,27 @@ def _after_commit(alias: str, half: HalfTransaction, halves: BlockHalves) -> Non
 
 
 def _in_ledger(connection: BaseDatabaseWrapper, halves: BlockHalves) -> set[UUID]:
-    """One look-up for all half messages of the block, on the connection that wrote them."""
+    """The ids with a committed ledger row, among all half messages of the block.
+
+    One look-up reads all of them, on the connection that wrote the ledger rows.
+    """
     if halves.in_ledger is None:
         try:
             sync_pipeline(connection)
             halves.in_ledger = ledger.committed(connection, halves.ids)
         except Exception as error:
-            # The transaction has ended, even if its connection has changed since.
+            # The error must not be raised, because the transaction has already ended. Its connection may have changed
+            # since.
             logger.info("the ledger on %r cannot be read, check-back will: %s", connection.alias, error)
             halves.in_ledger = set()
     return halves.in_ledger
 
 
 def confirm_before_commit(connection: BaseDatabaseWrapper, published: Published, name: str) -> None:
-    """The last statement of a block of this package: verify that its first message still belongs to its transaction.
+    """Verify, as a block's last statement, that its first message still belongs to its transaction.
 
-    Otherwise it raises TransactionUsageError, because `name` must not seem to have succeeded. A block that the
-    application marked for rollback is not checked, unless its connection is gone.
+    Otherwise raise TransactionUsageError, because the caller must not think that `name` has succeeded. A block that the
+    application marked for rollback is not checked, unless its connection was closed.
     """
     if connection.closed_in_transaction:
         raise lost(connection, name, "its connection was closed")
@@ -113,12 +117,12 @@ def _is_there(connection: BaseDatabaseWrapper, published: Published) -> bool:
 
 def _is_half_there(connection: BaseDatabaseWrapper, half: HalfTransaction) -> bool:
     if half.ledger_id is None:
-        # There is no row to read, so the report after COMMIT is only a hint.
+        # The ledger is off, so there is no row to read. After COMMIT, the producer only asks for a check.
         return True
     halves = watch_of(connection).halves
     found = ledger.committed(connection, halves.ids)
     if len(connection.atomic_blocks) == 1 and not in_pipeline(connection):
-        # Only COMMIT follows, so no look-up is needed after it.
+        # Only COMMIT follows, so `_after_commit` needs no further look-up.
         halves.in_ledger = found
     return half.transaction_id in found
 
@@ -129,7 +133,7 @@ def _is_decision_there(connection: BaseDatabaseWrapper, transaction_id: UUID) ->
 
 
 def mark_transaction(connection: BaseDatabaseWrapper, name: str) -> str:
-    """A mark that shows later whether the transaction is the same, for a block that publishes at its end."""
+    """A mark of the open transaction, for a block that publishes at its end. See `require_marked`."""
     if connection.vendor != "postgresql":
         return ""
     # In a pipeline psycopg sends BEGIN together with the statement.
@@ -139,7 +143,7 @@ def mark_transaction(connection: BaseDatabaseWrapper, name: str) -> str:
 
 
 def require_marked(connection: BaseDatabaseWrapper, mark: str, name: str) -> None:
-    """Raise TransactionUsageError if the transaction differs from the marked one; nothing is published yet."""
+    """Raise TransactionUsageError if the open transaction is not the marked one. Nothing is published yet."""
     require_whole(connection, f"publishing for {name}")
     with naming(f"publishing for {name}", connection):
         is_same = not mark or ledger.current_xid(connection) == mark
@@ -148,7 +152,10 @@ def require_marked(connection: BaseDatabaseWrapper, mark: str, name: str) -> Non
 
 
 def report_rollback(connection: BaseDatabaseWrapper, half: HalfTransaction, xid: str) -> None:
-    """After a block of this package ended without a commit: report ROLLBACK if it is certain, else ask for a check."""
+    """Report ROLLBACK if it is certain, else ask for a check.
+
+    Called after a block of this package has ended without a commit.
+    """
     if half.ledger_id is not None and _is_rolled_back(connection, half, xid):
         _end_soon(half, Decision.ROLLBACK)
     else:
@@ -158,7 +165,8 @@ def report_rollback(connection: BaseDatabaseWrapper, half: HalfTransaction, xid:
 def _is_rolled_back(connection: BaseDatabaseWrapper, half: HalfTransaction, xid: str) -> bool:
     raw = connection.connection
     if raw is None or getattr(raw, "closed", False) or connection.needs_rollback:
-        # Do not open a new connection for it. It also fails if Django allows no statement before the outer block ends.
+        # Do not open a new connection for this look-up. If the outer block needs a rollback, Django allows no statement
+        # before it ends.
         return False
     try:
         sync_pipeline(connection)
@@ -175,7 +183,7 @@ def _is_rolled_back(connection: BaseDatabaseWrapper, half: HalfTransaction, xid:
 
 
 def _end_soon(half: HalfTransaction, decision: Decision) -> None:
-    """Report a decision without waiting."""
+    """Report a decision to the broker without waiting for the answer."""
     if tracing.tracer is not None:
         tracing.tracer.decided(half, decision)
     end = EndTransaction(transaction_id=half.transaction_id, decision=decision, producer_group=half.producer_group)

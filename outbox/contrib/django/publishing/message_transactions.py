@@ -1,8 +1,8 @@
 """`message_transaction()`: several messages, to several topics, that become visible together or never.
 
-Inside `atomic()` they share one ledger row, one half batch, one decision and one row of the op log, whatever their
-number. Outside, one statement stores them when the block is left. So no transaction is ever open in the broker: an
-abandoned one delays no other, because only its own process knows of it.
+Inside `atomic()`, all messages share one ledger row, one half batch, one decision and one row of the op log. Outside,
+one statement stores the messages when the block is left. So no transaction is ever open in the broker. Only its own
+process knows of an abandoned transaction, so it delays no other transaction.
 
 See decision 095.
 """
@@ -46,15 +46,15 @@ def message_transaction(
             tx.publish("points", {...}, key=order.customer_id)
 
     Inside `atomic()` it joins that transaction (`using` names its alias if several are open). The messages are stored
-    when the block is left, with the keys of FIFO topics locked in one order. Outside of `atomic()` they are sent when
-    the block is left, if it was open for at most `timeout_seconds`. An exception that leaves the block drops them. So
-    does an exception of `publish`, even if it was caught inside.
+    when the block is left, with the keys of FIFO topics locked in one order. Outside of `atomic()`, the messages are
+    sent when the block is left, if it was open for at most `timeout_seconds`. If an exception leaves the block, no
+    message is sent. The same applies if `publish` raises an exception and the block catches it.
     """
     return MessageTransaction(using=using, timeout_seconds=timeout_seconds)
 
 
 class MessageTransaction:
-    """The messages of one `message_transaction()` block. For one thread, and one use."""
+    """The messages of one `message_transaction()` block. An object is for one thread and one use."""
 
     def __init__(
         self, *, using: str | None = None, timeout_seconds: float, producer: ProducerEpoch | None = None
@@ -95,9 +95,11 @@ class MessageTransaction:
         delay: float | timedelta | None = None,
         deliver_at: datetime | None = None,
     ) -> UUID:
-        """Add a message and return its id; it is encoded and checked now, and stored when the block is left.
+        """Add a message and return its id.
 
-        The parameters are those of `publish`. Raises UsageError for a message that can never be sent; then no message
+        The message is encoded and checked now, and stored when the block is left.
+
+        The parameters are those of `publish`. Raises UsageError for a message that can never be sent. Then no message
         of the transaction is sent.
         """
         with failing_takes_the_block_along(self._alias):
@@ -119,7 +121,7 @@ class MessageTransaction:
 
     @property
     def _alias(self) -> str | None:
-        """The alias of the joined transaction, else the one that the caller named."""
+        """The alias of the joined transaction, or else the alias that the caller named."""
         return self._using if self._connection is None else self._connection.alias
 
     def _store(self) -> None:
@@ -150,7 +152,10 @@ class MessageTransaction:
         self._messages.append(built)
 
     def _refuse_another_block(self, name: str) -> None:
-        """The rollback of an inner savepoint would leave the message: it is stored outside of the savepoint."""
+        """Refuse a message inside another atomic block than the one in which this transaction began.
+
+        The message is stored outside of an inner savepoint, so the rollback of the savepoint would not remove it.
+        """
         found = current_transaction(self._alias)
         if found is self._connection and _innermost(found) is self._block:
             return
@@ -178,7 +183,8 @@ def _innermost(connection: BaseDatabaseWrapper | None) -> object:
 
 # -- fenced producers ------------------------------------------------------------------------------
 #
-# A producer with at most one active instance: an instance that takes over its id fences the older ones.
+# A fenced producer has at most one active instance. A new instance takes over the transactional id and fences the older
+# instances.
 
 
 _BACKOFF: Final = Backoff(first_seconds=0.05, longest_seconds=1.0, factor=2)
@@ -193,17 +199,17 @@ class FencedProducer:
     def transaction(
         self, *, using: str | None = None, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS
     ) -> MessageTransaction:
-        """Like `message_transaction()`; leaving it raises ProducerFenced if there is a newer instance."""
+        """Like `message_transaction()`. If a newer instance exists, leaving the block raises ProducerFenced."""
         return MessageTransaction(using=using, timeout_seconds=timeout_seconds, producer=self.instance)
 
 
 def fenced_producer(transactional_id: str, *, wait_seconds: float = 30.0) -> FencedProducer:
-    """Take over `transactional_id` within this service's PRODUCER_GROUP; call it once, when the process starts.
+    """Take over `transactional_id` within this service's PRODUCER_GROUP. Call it once, when the process starts.
 
-    From then on older instances are refused. Their undecided transactions are settled first, by check-backs that do not
-    wait for immunity, for at most `wait_seconds`. Raises LeftoversUndecided if that was not enough: an older instance
-    is still inside its transaction, or no process can answer. The older instances are fenced then, too, unless the
-    message says otherwise.
+    Afterwards the broker refuses older instances. Before it returns, the function decides their undecided transactions
+    by check-backs, which do not wait for immunity. This takes at most `wait_seconds`. If transactions are still
+    undecided then, it raises LeftoversUndecided: an older instance is inside its transaction, or no process can answer.
+    The older instances are also fenced then, unless the error says otherwise.
     """
     names.check_group(transactional_id)
     group = get_settings().required_producer_group()

@@ -1,8 +1,9 @@
-"""`publish`: binds messages to the open local transaction, or sends them at once if there is none.
+"""`publish`: binds messages to the open local transaction. Without a transaction, it sends them at once.
 
-Inside `atomic()`, in this order: the lock of a FIFO key, the ledger row, the half message (durable before the business
-work continues), the business work, COMMIT, the end message. If the application's connection leads to the broker's own
-database, that connection writes the message instead, as part of its transaction.
+Inside `atomic()`, the two-phase path has these steps: FIFO key lock, ledger row, half message, business work, COMMIT,
+end message. The broker has stored the half message before the business work continues. If the application's connection
+leads to the broker's own database, that connection writes the message as part of its transaction (the atomic path). No
+half message is needed then.
 
 See decision 076.
 """
@@ -69,15 +70,16 @@ def publish(
 ) -> SendReceipt:
     """Publish one message and return its receipt.
 
-    Inside `atomic()` it is delivered if and only if that transaction commits; outside it is sent at once. `body` is
-    encoded by the topic's codec (JSON unless declared otherwise). `key` orders messages on FIFO topics; ints and UUIDs
-    are written as text. `delay` (seconds or timedelta, counted by the broker from when it stores the message) or
-    `deliver_at` (aware, unless USE_TZ is off) postpones delivery, on topics of type DELAY. `immunity_seconds` is how
-    long the broker waits before its first check of this transaction (for one that runs long; default
-    OUTBOX['IMMUNITY_SECONDS']). `using` names the alias of the transaction if several are open.
+    Inside `atomic()`, the message is delivered if and only if that transaction commits. Outside, it is sent at once.
+    `body` is encoded by the topic's codec (JSON unless declared otherwise). `key` orders messages on FIFO topics; ints
+    and UUIDs are written as text. On topics of type DELAY, `delay` or `deliver_at` postpones the delivery. `delay` is
+    seconds or a timedelta, counted from the time at which the broker stores the message. `deliver_at` is an aware
+    datetime, unless USE_TZ is off. `immunity_seconds` is how long the broker waits before its first check of this
+    transaction (default OUTBOX['IMMUNITY_SECONDS']). Raise it for a transaction that runs long. `using` names the alias
+    of the transaction if several are open.
 
-    Raises UsageError for a message that can never be sent, and BrokerError if the broker did not store it. Either way
-    the surrounding atomic block is marked for rollback, even if the caller swallows the exception.
+    Raises UsageError for a message that can never be sent. Raises BrokerError if the broker did not store the message.
+    In both cases the surrounding atomic block is marked for rollback, even if the caller swallows the exception.
     """
     with failing_takes_the_block_along(using):
         built = message(topic, body, key=key, tag=tag, headers=headers, delay=delay, deliver_at=deliver_at)
@@ -96,10 +98,10 @@ def publish_many(
     immunity_seconds: int | None = None,
     using: str | None = None,
 ) -> list[SendReceipt]:
-    """Publish one message per body: one transaction id, one statement, all or none.
+    """Publish one message per body, all or none, with one transaction id and one statement.
 
-    `key` and `tag` may be functions of a body. Otherwise like `publish`. If messages differ in more, or in their
-    topics, build them with `message` and pass them to `publish_messages`.
+    `key` and `tag` may be functions of a body. The other parameters are those of `publish`. If messages differ in
+    further properties or in their topics, build them with `message` and pass them to `publish_messages`.
     """
     with failing_takes_the_block_along(using):
         if isinstance(bodies, (str, bytes, Mapping)):
@@ -124,7 +126,7 @@ def publish_many(
 def publish_messages(
     messages: Sequence[Message], *, immunity_seconds: int | None = None, using: str | None = None
 ) -> list[SendReceipt]:
-    """Publish ready-made messages in one call, all or none; also to several topics. Otherwise like `publish`."""
+    """Publish messages made by `message`, to one or several topics, all or none. Otherwise like `publish`."""
     with failing_takes_the_block_along(using):
         return _publish_all(messages_of(messages, "publish_messages"), immunity_seconds, using)
 
@@ -140,7 +142,8 @@ def _awaitable(
 ) -> Callable[Parameters, Coroutine[Any, Any, Result]]:
     @functools.wraps(function)
     async def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
-        # Thread-sensitive: it runs on the thread, and so in the transaction, of the async code's database calls.
+        # Thread-sensitive: the function runs on the thread of the async code's database calls, and so in their
+        # transaction.
         return await sync_to_async(function, thread_sensitive=True)(*args, **kwargs)
 
     call.__name__ = call.__qualname__ = f"a{function.__name__}"
@@ -175,8 +178,8 @@ def publish_bound(
     """Like `publish_messages`.
 
     `checker` names the look-up that check-back runs (`transactional_message(check=…)`). `producer` is the instance that
-    must be the newest of its transactional id. If it raises, the caller must roll back the block. The half may still
-    have been stored; without its ledger row check-back rolls it back.
+    must be the newest of its transactional id. If the call raises an error, the caller must roll back the block. The
+    broker may still have stored the half message. Because its ledger row is missing, check-back rolls it back.
     """
     with tracing.publishing(messages) as traced:
         return _publish(traced, using, _HalfTerms(checker, immunity_seconds, producer))
@@ -205,7 +208,7 @@ def _publish(messages: Sequence[Message], using: str | None, terms: _HalfTerms) 
 
 @contextmanager
 def _measured(messages: Sequence[Message], path: str) -> Iterator[None]:
-    """Pass the publish call and its duration to the recorder, if there is one."""
+    """Report the publish call and its duration to the metrics recorder, if there is one."""
     recorder = measures.recorder
     if recorder is None:
         yield
@@ -270,7 +273,7 @@ def _wake_after_commit() -> None:
 
 @dataclass(frozen=True, slots=True)
 class _HalfTerms:
-    """The other fields of a half message, besides its messages (see HalfTransaction)."""
+    """The fields of a half message besides its messages (see HalfTransaction)."""
 
     checker: str
     immunity_seconds: int | None
@@ -329,14 +332,14 @@ def _lock_keys(connection: BaseDatabaseWrapper, topics: Sequence[Topic], message
 
 
 def _topic(settings: OutboxSettings, name: str) -> Topic:
-    """The topic as declared in the settings, else as the broker knows it. Raises UnknownTopic."""
+    """The topic as the settings declare it, or else as the broker has stored it. Raises UnknownTopic."""
     declared = settings.topics.get(name)
     return get_broker().topic(name) if declared is None else declared.topic
 
 
 # -- messages --------------------------------------------------------------------------------------
 #
-# Builds messages from an application's values: any body, any key, a delay.
+# Builds messages from an application's values: a body, a key, a delay.
 
 
 def message(
@@ -349,7 +352,7 @@ def message(
     delay: float | timedelta | None = None,
     deliver_at: datetime | None = None,
 ) -> Message:
-    """An encoded message, to be passed to `publish_messages`. Parameters as in `publish`. Raises UsageError."""
+    """An encoded message for `publish_messages`. The parameters are those of `publish`. Raises UsageError."""
     encoded, content_type = get_codecs().encode(topic, body)
     return Message(
         topic=topic,
@@ -364,7 +367,7 @@ def message(
 
 
 def messages_of(given: Iterable[Message], name: str) -> list[Message]:
-    """Several messages, as a list. Raises UsageError for anything else; `name` is the calling function."""
+    """The given messages as a list. Raises UsageError, which names the function `name`, for other values."""
     found: list[Any] = list(given) if isinstance(given, Iterable) else [given]
     wrong = [item for item in found if not isinstance(item, Message)]
     if wrong or isinstance(given, Message):
@@ -375,7 +378,7 @@ def messages_of(given: Iterable[Message], name: str) -> list[Message]:
 
 
 def key_text(key: object) -> str:
-    """A key as text; ints and UUIDs are converted."""
+    """The key as text. Ints and UUIDs are converted."""
     if isinstance(key, (int, UUID)) and not isinstance(key, bool):
         return str(key)
     return cast(str, key)
@@ -403,14 +406,15 @@ def wait_of(topic: str, delay: float | timedelta | None, deliver_at: datetime | 
 
 # -- refusals --------------------------------------------------------------------------------------
 #
-# The refusals of `publish` before anything is stored: messages without their transaction, and leaks from tests.
+# `publish` refuses a message before it stores anything: if the required transaction is missing, or if the message would
+# leave a test.
 
 
 _MAX_IMMUNITY_SECONDS: Final = 366 * 24 * 3600
 
 
 def check_immunity(topic: str, immunity_seconds: object) -> None:
-    """Raise UsageError unless it is None or a number of seconds that the broker can store."""
+    """Raise UsageError unless `immunity_seconds` is None or a number that the broker can store."""
     if immunity_seconds is None or (type(immunity_seconds) is int and 0 <= immunity_seconds <= _MAX_IMMUNITY_SECONDS):
         return
     raise UsageError(
@@ -454,12 +458,13 @@ def leak_from_test(what: str) -> TransactionUsageError:
 
 # -- the lock of a FIFO key ------------------------------------------------------------------------
 #
-# The lock per FIFO key: taken in the local transaction before the log position is drawn, held until it ends.
+# The local transaction locks each FIFO key before the message gets its log position, and holds the lock until it ends.
 
 
-# One statement; unnest() returns the numbers in their order.
+# One statement takes all locks. unnest() returns the numbers in their order.
 _LOCK_POSTGRESQL: Final = "SELECT pg_advisory_xact_lock(number) FROM unnest(%s::bigint[]) AS number"
-# A lock uses the server's shared memory until the transaction ends; 16,000 at once exhausted it.
+# Each lock uses the server's shared memory until the transaction ends. 16,000 locks at the same time have exhausted
+# this memory.
 MAX_KEYS: Final = 1_000
 
 _LOCK_ROW: Final = "UPDATE outbox_key_lock SET taken = taken + 1 WHERE key_hash = %s"
@@ -467,7 +472,7 @@ _ADD_ROW: Final = "INSERT INTO outbox_key_lock (key_hash, taken) VALUES (%s, 0)"
 
 
 def lock_keys(connection: BaseDatabaseWrapper, keys: Iterable[tuple[str, str]]) -> None:
-    """Lock these (topic, key) pairs until the transaction ends, waiting if necessary.
+    """Lock these (topic, key) pairs until the transaction ends. If another transaction holds a lock, wait for it.
 
     The pairs are sorted, so that two publish calls with the same keys do not deadlock. Raises InvalidMessage for more
     than MAX_KEYS of them.
@@ -495,7 +500,10 @@ def _lock_number(topic: str, key: str) -> int:
 
 
 def _lock_row(connection: BaseDatabaseWrapper, number: int) -> None:
-    """Unlike SELECT FOR UPDATE, an UPDATE locks its row on every database, and the whole database on SQLite."""
+    """Lock the row of a key by an UPDATE.
+
+    Unlike SELECT FOR UPDATE, this locks the row on every database. On SQLite it locks the whole database.
+    """
     with connection.cursor() as cursor:
         cursor.execute(_LOCK_ROW, [number])
         if cursor.rowcount:
@@ -504,5 +512,5 @@ def _lock_row(connection: BaseDatabaseWrapper, number: int) -> None:
             with transaction.atomic(using=connection.alias):
                 cursor.execute(_ADD_ROW, [number])
         except IntegrityError:
-            # Another transaction has added and committed it meanwhile.
+            # Another transaction has added the row and committed meanwhile.
             cursor.execute(_LOCK_ROW, [number])

@@ -1,4 +1,4 @@
-"""Requests of an application or its operator to the broker besides publishing: recall, and the switch."""
+"""Further requests of an application or operator to the broker: recall messages, or refuse transactional messages."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from outbox.recall import Recall
 
 @async_unsafe("recall() waits for a database: in a coroutine write `await sync_to_async(recall)(…)`.")
 def recall(message_id: UUID) -> Recall:
-    """Recall a message that waits for its delivery time, or for a retry; the result gives its outcome.
+    """Recall a message that waits for its delivery time or for a retry. Returns the outcome.
 
-    It takes effect at once and cannot be undone. So it is refused inside a transaction, which could roll back: call it
-    in `transaction.on_commit`. A message that is already in its queue is delivered. Raises BrokerError.
+    A recall takes effect at once and cannot be undone. So it is refused inside a transaction, which could roll back.
+    Call it in `transaction.on_commit`. A message that is already in its queue is delivered. Raises BrokerError.
     """
     _refuse_in_transaction("recall(…)")
     return _settled_broker().recall([message_id])[0]
@@ -27,7 +27,7 @@ def recall(message_id: UUID) -> Recall:
 
 @async_unsafe("recall_key() waits for a database: in a coroutine write `await sync_to_async(recall_key)(…)`.")
 def recall_key(topic: str, key: object) -> list[Recall]:
-    """Recall every waiting message of the topic and key; returns the recalled ones. Otherwise like `recall`.
+    """Recall every waiting message of the topic and key. Returns the recalled messages. Otherwise like `recall`.
 
     Raises UnknownTopic.
     """
@@ -36,16 +36,17 @@ def recall_key(topic: str, key: object) -> list[Recall]:
 
 
 def reject_transactional(rejecting: bool = True) -> bool:
-    """Refuse new transactional messages on the broker, or accept them again (False); returns whether the state changed.
+    """Refuse new transactional messages on the broker, or accept them again. Returns whether the state changed.
 
-    It applies to all producers there, on both paths: `publish` in a transaction raises TransactionalMessagesRejected,
-    and the transaction rolls back. Stored messages continue. Raises BrokerError.
+    The switch applies to all producers of the broker, on both paths. While it is on, `publish` in a transaction raises
+    TransactionalMessagesRejected, and the transaction rolls back. Stored messages are still delivered. Raises
+    BrokerError.
     """
     return get_broker().reject_transactional(rejecting)
 
 
 def _settled_broker() -> Broker:
-    # In a TestCase nothing commits, so the broker in memory has no decisions yet.
+    # In a TestCase no transaction commits. So the in-memory broker has no decisions before this call.
     get_engine().settle()
     return get_broker()
 

@@ -1,1 +1,1 @@
-"""Applies a repair plan of the reconciliation: verified again, limited in number and rate, audited, repeatable."""
+"""Applies a repair plan of the reconciliation. Every step is verified again and audited, and may be repeated."""

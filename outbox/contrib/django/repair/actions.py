@@ -1,4 +1,4 @@
-"""One step of a plan: verified again, then done. Doing it twice has the same effect as doing it once.
+"""Verifies one step of a repair plan again, then does it. Doing a step twice has the same effect as doing it once.
 
 See decision 050.
 """
@@ -30,7 +30,7 @@ from outbox.transaction import Decision, EndStatus
 from outbox.utils.faults import point
 
 Publisher = Callable[[Mapping[str, Any]], Message]
-"""Makes the message of a row (its columns by name), as `outbox.contrib.django.message` does."""
+"""Makes the message of a row, as `outbox.contrib.django.message` does. The row's columns are given by name."""
 
 _LIVE: Final = ("committed", "recalled")
 _OPEN: Final = ("undecided", "parked")
@@ -41,20 +41,20 @@ class StepOutcome(enum.StrEnum):
 
     DONE = "done"
     WOULD_BE_DONE = "would be done"
-    """Verified, without --apply."""
+    """The step was verified but not done, because --apply was not given."""
     SETTLED = "settled"
-    """The finding no longer holds: nothing to do."""
+    """The finding no longer holds, so there is nothing to do."""
     REFUSED = "refused"
-    """It cannot be done now; the detail says why."""
+    """The step cannot be done now; the detail says why."""
     REPORTED = "reported"
-    """A person must do it."""
+    """A person must do the step."""
     LEFT = "left"
-    """Not examined: the limit --most was reached."""
+    """The step was not examined, because the limit --most was reached."""
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The outcome of a step, and the evidence before and after it."""
+    """The outcome of a step, with the evidence before and after the step."""
 
     outcome: StepOutcome
     detail: str
@@ -64,9 +64,7 @@ class Result:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PublishSources:
-    """The data that publishing steps need: the rules' sources, the alias of each of their databases, publishers by
-    rule.
-    """
+    """The data for steps that publish: sources and publishers by the name of the rule, aliases by database."""
 
     sources: Mapping[str, RuleSource]
     aliases: Mapping[str, str]
@@ -78,7 +76,7 @@ class Refusal(Exception):
 
 
 def take(step: RepairStep, means: PublishSources, *, dry_run: bool) -> Result:
-    """Verify one step and, unless `dry_run`, do it. A refusal of the broker or a database is an outcome."""
+    """Verify one step and, unless `dry_run`, do it. If the broker or a database refuses it, the outcome is REFUSED."""
     try:
         if step.action is RepairAction.PUBLISH:
             return _publish(step, means, dry_run)
@@ -95,14 +93,14 @@ def take(step: RepairStep, means: PublishSources, *, dry_run: bool) -> Result:
         return Result(StepOutcome.REFUSED, f"the row cannot be read with the rule's SQL: {str(error).strip()}")
 
 
-# -- LOST: published again -----------------------------------------------------------------------------
+# -- LOST: the message is published again -----------------------------------------------------------------
 
 
 def derived_id(rule: str, key: str, row_at: datetime) -> UUID:
-    """The id under which a row's message is published again: the same for the same rule, key and time of the row.
+    """Return the id under which a row's message is published again. Rule, key and row time determine it.
 
-    It is a UUID version 7 with the row's time, because readers take a message's age from its id. Retention must be able
-    to see from an inbox entry that its message is gone.
+    The id is a UUIDv7 with the row's time, because the reconciliation takes a message's time from its id. With the
+    row's time, it can tell an inbox row whose message retention has removed from an effect without a message.
     """
     digest = int.from_bytes(hashlib.blake2b(json.dumps(["repair", rule, key]).encode(), digest_size=10).digest())
     milliseconds = int(row_at.timestamp() * 1000) & (1 << 48) - 1
@@ -119,7 +117,8 @@ def _publish(step: RepairStep, means: PublishSources, dry_run: bool) -> Result:
         )
     connection = connections[means.aliases[source.database]]
     with transaction.atomic(using=connection.alias):
-        # Held until the message is stored: publishers for this key on a FIFO topic, and another apply, wait.
+        # The lock is held until the message is stored. Until then publishers for this key on a FIFO topic wait, and so
+        # does another apply.
         lock_keys(connection, [(source.topic, step.key)])
         result = _settled(step, source, connection)
         if isinstance(result, Result):
@@ -138,7 +137,7 @@ def _publish(step: RepairStep, means: PublishSources, dry_run: bool) -> Result:
 def _settled(
     step: RepairStep, source: RuleSource, connection: BaseDatabaseWrapper
 ) -> Result | tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """The row and the evidence; or the result, if nothing is left to do. Raises Refusal."""
+    """Return the row and the evidence, or the result if nothing is left to do. Raises Refusal."""
     assert step.row_at is not None
     message_id = derived_id(step.rule, step.key, step.row_at)
     rows = evidence.lock_row(connection, source, step.key)
@@ -161,9 +160,9 @@ def _settled(
 def _refuse_what_was_handled(
     step: RepairStep, source: RuleSource, means: PublishSources, connection: BaseDatabaseWrapper
 ) -> None:
-    """Raise Refusal if the row's message has another key, or a group has already acted on the row.
+    """Raise Refusal if the row's message may exist under another key, or if a group has already acted on the row.
 
-    The inbox knows the message by its id: under another id it would be handled a second time.
+    The inbox knows a message by its id. If the message were published under another id, a group would handle it twice.
     """
     assert step.row_at is not None
     misplaced = evidence.message_naming(connection, source, step, step.row_at)
@@ -205,7 +204,7 @@ def _built(
     return replace(message, message_id=message_id)
 
 
-# -- DEAD: replayed ------------------------------------------------------------------------------------
+# -- DEAD: the message is replayed ------------------------------------------------------------------------
 
 
 def _replay(step: RepairStep, dry_run: bool) -> Result:
@@ -221,12 +220,12 @@ def _replay(step: RepairStep, dry_run: bool) -> Result:
     return Result(StepOutcome.DONE, "it is delivered again", before, {"dead_at": None})
 
 
-# -- HALF_STUCK: asked again ---------------------------------------------------------------------------
+# -- HALF_STUCK: the ledger is asked again -----------------------------------------------------------------
 
 
 def _ask(step: RepairStep, dry_run: bool) -> Result:
     assert step.transaction_id is not None
-    # A transaction has the id of its first message.
+    # The id of a transaction is the id of its first message.
     half = evidence.message(step.transaction_id)
     if half is None or half.state not in _OPEN:
         state = "gone" if half is None else half.state
@@ -242,7 +241,7 @@ def _ask(step: RepairStep, dry_run: bool) -> Result:
 
 
 def _asked(transaction_id: UUID) -> tuple[Decision | None, str]:
-    """Record the decision that the ledger proves. Try COMMIT first, because its check only reads."""
+    """Record the decision that the ledger proves. COMMIT is tried first, because its check only reads the ledger."""
     answers = ""
     for decision in (Decision.COMMIT, Decision.ROLLBACK):
         try:

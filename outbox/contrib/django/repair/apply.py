@@ -1,4 +1,4 @@
-"""Applies a whole plan, step by step, within a limit and a rate, and audits each step before and after."""
+"""Applies a whole plan step by step, within a limit and a rate, and audits the evidence before and after each step."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from outbox.utils.faults import point
 
 @dataclass(frozen=True, slots=True)
 class ApplyLimits:
-    """The limits: steps with an effect in total, and per second."""
+    """The limits of an apply: `most` steps with an effect in total, and `per_second` verified steps per second."""
 
     most: int
     per_second: float
 
 
 class RateLimiter:
-    """Spaces calls evenly: `turn` returns when the next may start. Tests pass clock and waiting."""
+    """Spaces calls evenly: `turn` returns when the next call may start. Tests pass their own `clock` and `wait`."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class RateLimiter:
         self._next = clock()
 
     def turn(self) -> None:
-        """Wait for the next slot; unused slots are not saved."""
+        """Wait for the next slot. A slot that no call has used is lost."""
         pause = self._next - self._clock()
         if pause > 0:
             self._wait(pause)
@@ -52,9 +52,9 @@ def apply(
     reason: str | None,
     pace: RateLimiter | None = None,
 ) -> Iterator[tuple[RepairStep, Result]]:
-    """Yield each step with its result when it ends. Without a `reason` steps are only verified.
+    """Yield each step with its result as soon as the step has ended. Without a `reason` steps are only verified.
 
-    Raises BrokerError or a database's error if one cannot be reached; the audit has all steps done until then.
+    If the broker or a database cannot be reached, raises its error. The audit then has all steps done before.
     """
     pace = pace or RateLimiter(limits.per_second)
     acted = 0
@@ -74,7 +74,7 @@ def apply(
 
 
 def _done(plan: RepairPlan, step: RepairStep, means: PublishSources, verified: Result, reason: str) -> Result:
-    """Do a verified step, with an entry in the audit of operator actions. The step verifies again under its locks."""
+    """Do a verified step and record it in the audit of operator actions. The step verifies again under its locks."""
     results: list[Result] = []
 
     def do() -> Mapping[str, Any]:

@@ -1,4 +1,4 @@
-"""Reads the evidence of a finding again, on the primaries.
+"""Reads the evidence of a finding again, from the primary servers.
 
 See decision 194.
 """
@@ -22,15 +22,15 @@ from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.repair.plan import Effects, RepairStep, RuleSource
 from outbox.errors import BrokerError, UsageError
 
-# A half message precedes its row's time by the duration of its transaction; check-back parks older ones.
+# A half message is older than its row by at most the duration of the transaction. Check-back parks older half messages.
 _BEFORE_ROW: Final = timedelta(hours=72)
-# Twice: the first condition uses the index, the second compares the exact text.
+# The statement has two conditions on the key: the first uses the index, the second compares the exact text.
 _ROW: Final = "SELECT * FROM {table} WHERE {key} = %s AND ({key})::text = %s{when} LIMIT 2 FOR SHARE"
 _OF_KEY: Final = (
     "SELECT message_id, state FROM {view} WHERE topic = %(topic)s AND key = %(key)s "
     "AND (%(tag)s::text IS NULL OR tag = %(tag)s) AND stored_at >= %(since)s{when} ORDER BY log_id"
 )
-# Messages of other keys whose bodies contain the key's text; only these bodies are parsed.
+# Selects messages of other keys whose bodies contain the text of the key. Only these bodies are parsed.
 _NAMING: Final = (
     "SELECT message_id, state, key, content_type, body FROM {view} WHERE topic = %(topic)s AND key <> %(key)s "
     "AND (%(tag)s::text IS NULL OR tag = %(tag)s) AND stored_at >= %(since)s AND state <> 'rolled_back'{when} "
@@ -53,14 +53,14 @@ _DEAD: Final = (
 
 @dataclass(frozen=True, slots=True)
 class BrokerMessage:
-    """A message of the broker. `state` as in message_v1."""
+    """A message of the broker. `state` has a value of the view message_v1."""
 
     message_id: UUID
     state: str
 
 
 def lock_row(connection: BaseDatabaseWrapper, source: RuleSource, key: str) -> list[dict[str, Any]]:
-    """The rows of the key that satisfy the rule (at most two), locked until the transaction ends."""
+    """Return the rows of the key that satisfy the rule (at most two), locked until the transaction ends."""
     statement = _ROW.format(table=_literal(source.table), key=_literal(source.key), when=_and(source.when))
     with connection.cursor() as cursor:
         cursor.execute(statement, [key, key])
@@ -69,7 +69,7 @@ def lock_row(connection: BaseDatabaseWrapper, source: RuleSource, key: str) -> l
 
 
 def messages_of(source: RuleSource, step: RepairStep, row_at: datetime) -> list[BrokerMessage]:
-    """The rule's messages in the broker with the key of `step`."""
+    """Return the rule's messages in the broker that have the key of `step`."""
     statement = _OF_KEY.replace("{when}", _and(source.message_when).replace("{", "{{").replace("}", "}}"))
     values = {"topic": source.topic, "tag": source.tag, "key": step.key, "since": row_at - _BEFORE_ROW}
     return [BrokerMessage(*row) for row in _rows(statement, "message_v1", values)]
@@ -83,10 +83,10 @@ def has_effect(connection: BaseDatabaseWrapper, effects: Effects, key: str) -> b
 def message_naming(
     connection: BaseDatabaseWrapper, source: RuleSource, step: RepairStep, row_at: datetime
 ) -> BrokerMessage | None:
-    """A message of another key whose body names the key of `step`, unless it is known to be about another row.
+    """Return a message of another key whose body names the key of `step`; None if there is none.
 
-    It is about another row if it is the message which that row needs. None if there is none. Raises UsageError if too
-    many bodies contain the key's text.
+    A message is left out if a row has its key and the row needs the message: then the message is about that row. Raises
+    UsageError if too many bodies contain the key's text.
     """
     statement = _NAMING.replace("{when}", _and(source.message_when).replace("{", "{{").replace("}", "}}"))
     values = {"topic": source.topic, "tag": source.tag, "key": step.key, "since": row_at - _BEFORE_ROW}
@@ -108,14 +108,14 @@ def message_naming(
 
 
 def _with_several(source: RuleSource, keys: Sequence[str], values: Mapping[str, Any]) -> set[str]:
-    """Those of `keys` that have more than one message."""
+    """Return the keys among `keys` that have more than one message."""
     statement = _COUNTED.replace("{when}", _and(source.message_when).replace("{", "{{").replace("}", "}}"))
     return {row[0] for row in _rows(statement, "message_v1", {**values, "keys": list(set(keys))})} if keys else set()
 
 
 def _is_there(connection: BaseDatabaseWrapper, table: str, key: str, when: str | None, value: str) -> bool:
     statement = _HAS_ROW.format(table=_literal(table), key=_literal(key), when=_and(when))
-    # A text that is no valid value of the column is the key of no row.
+    # If the text is not a valid value of the column's type, no row has this key.
     with suppress(DataError), transaction.atomic(using=connection.alias), connection.cursor() as cursor:
         cursor.execute(statement, [value, value])
         return cursor.fetchone() is not None
@@ -123,7 +123,10 @@ def _is_there(connection: BaseDatabaseWrapper, table: str, key: str, when: str |
 
 
 def _written(key: str) -> list[bytes]:
-    """The forms of the key in a body: unchanged, escaped by JSON, and a UUID without hyphens or in capitals."""
+    """Return the forms that the key may have in a body.
+
+    They are the key itself, the key as JSON escapes it, and for a UUID the forms without hyphens or in capitals.
+    """
     texts = {key, json.dumps(key)[1:-1], json.dumps(key)[1:-1].replace("/", "\\/")}
     with suppress(ValueError):
         identifier = UUID(key)
@@ -132,7 +135,7 @@ def _written(key: str) -> list[bytes]:
 
 
 def _names(body: bytes, content_type: str, key: str) -> bool:
-    """Whether a value of the body is the key; in a body that is not JSON, whether a word is."""
+    """Whether a value of a JSON body is the key. In a body that is not JSON: whether a word is the key."""
     text = body.decode("utf-8", "replace")
     with suppress(ValueError, RecursionError):
         if content_type.startswith("application/json"):
@@ -163,13 +166,13 @@ def _same(value: str, key: str) -> bool:
 
 
 def message(message_id: UUID) -> BrokerMessage | None:
-    """One message; None if the broker has none with this id."""
+    """Return the message with this id; None if the broker has none."""
     rows = _rows(_OF_IDS, "message_v1", {"ids": [message_id]})
     return BrokerMessage(*rows[0]) if rows else None
 
 
 def dead_since(group: str, message_id: UUID) -> datetime | None:
-    """When the message became a dead letter of the group; None if it is none, or is being delivered again."""
+    """Return the time since which the message is a dead letter of the group; None if it is none or was replayed."""
     rows = _rows(_DEAD, "dead_letter_v1", {"group": group, "message_id": message_id})
     return rows[0][0] if rows else None
 
@@ -179,7 +182,7 @@ def _and(condition: str | None) -> str:
 
 
 def _literal(fragment: str) -> str:
-    """SQL with its % escaped, so that the driver takes none as a placeholder."""
+    """Return the SQL with each % escaped, so that the driver does not read it as a placeholder."""
     return fragment.replace("%", "%%")
 
 
@@ -188,6 +191,6 @@ def _rows(statement: str, view: str, values: Mapping[str, Any]) -> Sequence[tupl
         recovering = connection.execute("SELECT pg_is_in_recovery()").fetchone()
         if recovering is None or recovering[0]:
             raise BrokerError("the broker's alias leads to a replica, which may lack newer messages: use the primary.")
-        # The condition is the rules' own SQL: the plan's author may write the rules.
+        # The statement contains the rules' SQL unchanged, because the author of the plan may write the rules.
         text = sql.SQL(statement).format(view=sql.Identifier(schema, view))
         return connection.execute(text, values).fetchall()

@@ -1,4 +1,4 @@
-"""Reads a plan as `outbox-reconcile plan` writes it."""
+"""Reads a plan that `outbox-reconcile plan` has written."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class RepairAction(enum.StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Effects:
-    """The effects of a rule's group. `table`, `key` and `when` are SQL."""
+    """The effects of a rule's group. `table`, `key` and `when` are SQL texts."""
 
     group: str
     database: str
@@ -39,9 +39,9 @@ class Effects:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RuleSource:
-    """A rule's rows and messages. `table`, `key`, `when` and `message_when` are SQL.
+    """A rule's rows and messages. `table`, `key`, `when` and `message_when` are SQL texts.
 
-    `messages`: exactly_one or at_least_one, the number of messages of a row.
+    `messages` is the number of messages of a row: exactly_one or at_least_one.
     """
 
     database: str
@@ -57,7 +57,7 @@ class RuleSource:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RepairStep:
-    """One finding and its action; `why` is given for those that are only reported."""
+    """One finding and its action. `why` says why a finding is only reported."""
 
     step: str
     action: RepairAction
@@ -74,7 +74,7 @@ class RepairStep:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RepairPlan:
-    """A whole plan. `digest` identifies its text in the audit."""
+    """A whole plan. `digest` is the hash by which the audit identifies the plan."""
 
     digest: str
     run: str
@@ -83,7 +83,7 @@ class RepairPlan:
 
 
 def read(path: Path) -> RepairPlan:
-    """Read the plan in a file. Raises UsageError with the line if it is not a plan."""
+    """Read the plan in a file. If the file is not a plan, raises UsageError with the line."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -1,4 +1,4 @@
-"""All settings: each is defined here, once, and read when it is needed.
+"""All settings. Each setting is defined here once, and the program reads it when it needs it.
 
     OUTBOX = {
         "BROKER": "broker",                     # alias of the broker's database (default: DEFAULT_DB_ALIAS)
@@ -7,8 +7,8 @@
     }
 
 Every key is a field of `OutboxSettings` in capitals. The keys of nested dictionaries are fields of `TopicOptions`,
-`DeclaredForward`, `DeclaredReceive` and `Thresholds`; TASKS[alias]["OPTIONS"] are `TaskOptions`. After a change run
-`python -m outbox.contrib.django.settings.tables`, which writes the tables in the documents.
+`DeclaredForward`, `DeclaredReceive` and `Thresholds`; TASKS[alias]["OPTIONS"] are `TaskOptions`. After a change to a
+definition run `python -m outbox.contrib.django.settings.tables`, which writes the tables in the documents.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class TopicOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeclaredTopic:
-    """One entry of TOPICS. `codec` and `selector` are dotted paths, imported when first needed."""
+    """One entry of TOPICS. `codec` and `selector` are dotted paths, which are imported at their first use."""
 
     topic: Topic
     codec: str | None = None
@@ -160,7 +160,7 @@ def _filter(where: str, value: Any) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeclaredForward:
-    """One entry of FORWARD. `topics` maps the names here to those at the sink."""
+    """One entry of FORWARD. `topics` maps the topic names of this broker to the topic names at the sink."""
 
     topics: Mapping[str, str] = required(
         Rule("`[topic]` or `{topic: name}`", _names_there),
@@ -214,7 +214,7 @@ SOURCES: Final[Mapping[str, str]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeclaredReceive:
-    """One entry of RECEIVE. `convert` is imported when it is needed."""
+    """One entry of RECEIVE. `convert` is a dotted path, which is imported at its first use."""
 
     source: str = required(named_or_path(SOURCES), meaning="where the messages come from; the path is of a class")
     topic: str = required(text("topic"), meaning="the topic here that stores them; declare it in `TOPICS`")
@@ -254,29 +254,29 @@ def _limits(where: str, value: Any) -> Threshold:
 
 
 class PathChoice(enum.StrEnum):
-    """The way of a transactional publish to the broker."""
+    """The path on which a transactional publish reaches the broker."""
 
     AUTO = "auto"
-    """Chosen per live connection: atomic if it leads to the broker's own database."""
+    """The path is chosen per live connection: atomic if the connection leads to the broker's own database."""
     TWO_PHASE = "two_phase"
-    """Always half message, local transaction, end message."""
+    """Every transactional publish sends a half message, runs the local transaction, and sends an end message."""
     ATOMIC = "atomic"
-    """Always through the application's own connection; an error if the broker is elsewhere."""
+    """Every transactional publish uses the application's connection. If the broker is elsewhere, publishing fails."""
 
 
 class EngineName(enum.StrEnum):
-    """An engine, by what the settings say. `outbox.contrib.django.engine.broker` has the class of each."""
+    """The engine that the settings choose. `outbox.contrib.django.engine.broker` maps each name to its class."""
 
     POSTGRES = "postgres"
-    """`BROKER` is an alias of DATABASES."""
+    """The engine if `BROKER` is an alias of DATABASES."""
     ROCKETMQ = "rocketmq"
-    """`BROKER` is an address rocketmq://…"""
+    """The engine if `BROKER` is an address rocketmq://…"""
     MEMORY = "memory"
-    """`IN_MEMORY` is on."""
+    """The engine if `IN_MEMORY` is on."""
 
 
 def _by_group(kind: type[Entry], example: str) -> Rule[Mapping[str, Entry]]:
-    """Entries whose names are consumer groups, or are stored like them."""
+    """Return the rule for a dictionary of entries whose names follow the rules for consumer groups."""
 
     def entry(where: str, name: str, given: object) -> Entry:
         group.check(where, name)
@@ -287,7 +287,7 @@ def _by_group(kind: type[Entry], example: str) -> Rule[Mapping[str, Entry]]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OutboxSettings:
-    """The checked settings. Times are in seconds."""
+    """The checked settings of a project. All times are in seconds."""
 
     broker: str = setting(
         DEFAULT_DB_ALIAS,
@@ -495,7 +495,7 @@ class OutboxSettings:
     )
 
     def required_producer_group(self) -> str:
-        """The producer group; ConfigurationError if there is none."""
+        """Return the producer group. Raises ConfigurationError if it is not set."""
         if not self.producer_group:
             raise ConfigurationError(
                 "OUTBOX['PRODUCER_GROUP'] is not set: name this service (for example 'orders'), unlike any other "
@@ -517,7 +517,7 @@ class OutboxSettings:
 
     @property
     def check(self) -> CheckSettings:
-        """When the broker checks half messages, and when it parks them."""
+        """The limits that say when the broker checks a half message, and when it parks the message."""
         return CheckSettings(
             immunity_seconds=self.immunity_seconds,
             recheck_seconds=self.check_retry_seconds,
@@ -530,7 +530,7 @@ _cached: tuple[object, OutboxSettings] | None = None
 
 
 def get_settings() -> OutboxSettings:
-    """The current settings. Raises ConfigurationError with the key and what to write.
+    """Return the current settings. Raises ConfigurationError, which names the wrong key and the allowed values.
 
     The result is kept while `settings.OUTBOX` is the same object, so `override_settings` takes effect at once.
     """
@@ -549,18 +549,18 @@ def parse_settings(raw: object) -> OutboxSettings:
     settings = read(OutboxSettings, "OUTBOX", raw, noun="setting")
     if settings.celery_app is None:
         return settings
-    # The topic of transactional Celery tasks is declared with the application's own.
+    # The topic of transactional Celery tasks is added to the topics that the application declares.
     name = tasks_topic(settings)
     return replace(settings, topics={name: _topic(f"OUTBOX['TOPICS'][{name!r}]", name, {}), **settings.topics})
 
 
 def tasks_topic(settings: OutboxSettings) -> str:
-    """The topic of the service's transactional Celery tasks. Raises ConfigurationError without PRODUCER_GROUP."""
+    """Return the topic of the service's Celery tasks. Raises ConfigurationError without PRODUCER_GROUP."""
     return f"{settings.required_producer_group()}.celery-tasks"
 
 
 def imported(where: str, dotted_path: str) -> Any:
-    """The object of a dotted path in the settings; ConfigurationError with the setting if it does not exist."""
+    """Import the object at a dotted path in the settings. If that fails, raises ConfigurationError with the setting."""
     try:
         return import_string(dotted_path)
     except ImportError as error:
@@ -568,7 +568,10 @@ def imported(where: str, dotted_path: str) -> Any:
 
 
 def chosen(where: str, declared: Mapping[str, Entry], names: Sequence[str], purpose: str) -> dict[str, Entry]:
-    """The entries with these names, or all. Raises ConfigurationError for an unknown name, and if there is no entry."""
+    """Return the entries with these names; without names, all entries.
+
+    Raises ConfigurationError for an unknown name, and if nothing is declared.
+    """
     if not declared:
         raise ConfigurationError(f"{where} declares nothing {purpose}.")
     if missing := sorted(set(names) - set(declared)):
@@ -607,9 +610,9 @@ class TaskOptions:
 
 
 def aware(moment: datetime) -> datetime:
-    """A project's time as an aware one: without USE_TZ a naive time is in TIME_ZONE, as everywhere in such a project.
+    """Return a project's time as an aware time. Without USE_TZ, a naive time counts as a time in TIME_ZONE.
 
-    With USE_TZ a naive time stays naive; the caller refuses it.
+    With USE_TZ a naive time is returned unchanged, and the caller refuses it.
     """
     if moment.tzinfo is not None or django_settings.USE_TZ:
         return moment
@@ -617,9 +620,9 @@ def aware(moment: datetime) -> datetime:
 
 
 def for_column(moment: datetime, alias: str) -> datetime:
-    """An aware time for the alias's DateTimeFields: without USE_TZ only PostgreSQL has aware ones.
+    """Return an aware time in the form that DateTimeFields on `alias` need. PostgreSQL always needs an aware time.
 
-    Other databases get the naive time in UTC, which is what CURRENT_TIMESTAMP writes there.
+    Without USE_TZ other databases get the naive time in UTC, because CURRENT_TIMESTAMP also writes UTC there.
     """
     if django_settings.USE_TZ or connections[alias].vendor == "postgresql":
         return moment
@@ -631,7 +634,7 @@ def for_column(moment: datetime, alias: str) -> datetime:
 
 @dataclass(frozen=True, slots=True)
 class Variable:
-    """An environment variable that the product reads."""
+    """An environment variable that outbox reads."""
 
     name: str
     set_by: str

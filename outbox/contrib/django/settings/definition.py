@@ -1,9 +1,9 @@
-"""What a setting is: its definition, the rules for its value, and how a dictionary of settings is read.
+"""Defines settings: the definition of one setting, the rules for its value, and the reading of a dictionary.
 
     drain_seconds: float = setting(20.0, seconds(0), word="drain", meaning="how long processes may take to stop")
 
-A field of a frozen dataclass is one setting. From its definition come the check of a value, the text of the error, and
-the tables in the documents (`tables.py`). Reading a setting is an attribute access.
+A field of a frozen dataclass is one setting. The check of a value, the text of the error, and the tables in the
+documents (`tables.py`) use its definition. The program reads a setting as an attribute.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ REQUIRED: Final = dataclasses.MISSING
 
 @dataclass(frozen=True, slots=True)
 class Rule(Generic[Value]):
-    """Which values are allowed. `kind` says it in the documents; `unit` is set for numbers, and part of `kind`.
+    """The rule for the values of a setting. `kind` describes them in the documents, with the unit of a number (`unit`).
 
-    `check` gets the place of the setting, as in "OUTBOX['BROKER']", and the given value. It returns the value to use,
-    or raises ConfigurationError with the place, the given value and what is allowed.
+    `check` gets the place of the setting, as in "OUTBOX['BROKER']", and the given value. It returns the value to use.
+    If the value is not allowed, it raises ConfigurationError with the place, the given value and the allowed values.
     """
 
     kind: str
@@ -45,10 +45,10 @@ class Rule(Generic[Value]):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
-    """The definition of one setting. `name` is as a project writes it; `shown` is the default as documents show it.
+    """The definition of one setting. `name` is the name that a project writes; `shown` is the documented default.
 
-    `word` is the term behind the name (docs/names.md), `section` the table in the guide; a field without one is in that
-    of the field before it. `bundled_only`: on another engine it has no effect, or is refused.
+    `word` is the term behind the name (docs/names.md). `section` is the table in the guide. A field without a section
+    is in the section of the field before it. `bundled_only`: another engine ignores the setting or refuses it.
     """
 
     name: str
@@ -72,7 +72,7 @@ def setting(
     bundled_only: bool = False,
     secret: bool = False,
 ) -> Entry:
-    """A field of a dataclass of settings; for the type checker, its default. `secret`: the repr does not show it."""
+    """Return a dataclass field for a setting. The type checker sees its default. `secret`: the repr hides the value."""
     definition = {
         "rule": rule,
         "meaning": meaning,
@@ -90,13 +90,13 @@ def setting(
 
 
 def required(rule: Rule[Entry], *, meaning: str) -> Entry:
-    """As `setting`, without a default: a dictionary that lacks it is refused."""
+    """Like `setting`, but without a default: a dictionary without this key is refused."""
     made: Any = setting(REQUIRED, rule, meaning=meaning)
     return made  # type: ignore[no-any-return]
 
 
 def definitions(kind: type) -> Mapping[str, Setting]:
-    """Name of the attribute -> definition, in order. Settings with a section are written in capitals."""
+    """Return the settings of a dataclass by attribute name. The names of settings with a section are in capitals."""
     found: dict[str, Setting] = {}
     section = ""
     for item in dataclasses.fields(kind):
@@ -108,7 +108,7 @@ def definitions(kind: type) -> Mapping[str, Setting]:
 
 
 def read(kind: type[Entry], where: str, given: object, *, noun: str = "option") -> Entry:
-    """The checked settings of one dictionary. `where` is its place, as in "OUTBOX['TOPICS']['orders']".
+    """Return the checked settings of a dictionary. `where` is its place, as in "OUTBOX['TOPICS']['orders']".
 
     Raises ConfigurationError for an unknown name (with the nearest known one), a wrong value, and a missing one.
     """
@@ -116,7 +116,7 @@ def read(kind: type[Entry], where: str, given: object, *, noun: str = "option") 
     needed = [name for name, (_, item) in known.items() if item.default is REQUIRED]
     if not isinstance(given, Mapping):
         options = ", ".join(map(repr, needed)) or f"options like {next(iter(known))!r}"
-        # Without the value: it may contain secrets.
+        # The error does not show the value, because it may contain secrets.
         raise ConfigurationError(f"{where} must be a dictionary with {options}, not a {type(given).__name__}.")
     values = {}
     for name, value in given.items():
@@ -134,7 +134,7 @@ def read(kind: type[Entry], where: str, given: object, *, noun: str = "option") 
 
 
 def unknown(where: str, name: object, noun: str, known: Iterable[str]) -> ConfigurationError:
-    """The error for a name that does not exist: with the nearest one, or with all."""
+    """Return the error for an unknown name. It names the most similar known name, or all known names."""
     by_capitals = {one.upper(): one for one in known}
     near = difflib.get_close_matches(str(name).upper(), by_capitals, n=1, cutoff=0.5)
     if near:
@@ -146,7 +146,7 @@ def unknown(where: str, name: object, noun: str, known: Iterable[str]) -> Config
 
 
 def wrong(where: str, value: object, allowed: str) -> ConfigurationError:
-    """The error for a value that is not allowed. Passwords in it are masked."""
+    """Return the error for a value that is not allowed. The error masks passwords in the value."""
     return ConfigurationError(
         f"{where} must be {allowed}; it is {mask_passwords(repr(value))} ({type(value).__name__})."
     )
@@ -162,7 +162,7 @@ def _text(where: str, value: Any) -> str:
 
 
 def text(kind: str) -> Rule[str]:
-    """A text that is not empty."""
+    """Return the rule for a text that is not empty."""
     return Rule(kind, _text)
 
 
@@ -170,7 +170,7 @@ any_text: Final = text("text")
 
 
 def or_none(rule: Rule[Entry]) -> Rule[Entry | None]:
-    """The same, or None."""
+    """Return the rule that allows None, and all values that `rule` allows."""
 
     def check(where: str, value: Any) -> Entry | None:
         return None if value is None else rule.check(where, value)
@@ -188,7 +188,7 @@ flag: Final = Rule("`True`, `False`", _flag)
 
 
 def whole(minimum: int, unit: str) -> Rule[int]:
-    """A whole number of `unit`."""
+    """Return the rule for a whole number of `unit`."""
 
     def check(where: str, value: Any) -> int:
         if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
@@ -199,7 +199,7 @@ def whole(minimum: int, unit: str) -> Rule[int]:
 
 
 def seconds(minimum: float) -> Rule[float]:
-    """A number of seconds."""
+    """Return the rule for a number of seconds."""
 
     def check(where: str, value: Any) -> float:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not minimum <= value < float("inf"):
@@ -210,7 +210,7 @@ def seconds(minimum: float) -> Rule[float]:
 
 
 def one_of(*allowed: str, because: str = "") -> Rule[str]:
-    """One of some texts. `because` explains them in the error."""
+    """Return the rule for one of some texts. `because` explains the texts in the error."""
     listed = because or (" or " if len(allowed) == 2 else ", ").join(map(repr, allowed))
 
     def check(where: str, value: Any) -> str:
@@ -226,13 +226,13 @@ def _quoted(values: Iterable[str]) -> str:
 
 
 def member(kind: type[Choice]) -> Rule[Choice]:
-    """A value of an enumeration."""
+    """Return the rule for a value of an enumeration."""
     named = one_of(*map(str, kind))
     return Rule(named.kind, lambda where, value: kind(named.check(where, value)))
 
 
 def members(kind: type[Choice]) -> Rule[frozenset[Choice]]:
-    """A list of values of an enumeration, at least one."""
+    """Return the rule for a list of values of an enumeration. The list has at least one value."""
     allowed = f"a list of {', '.join(map(repr, map(str, kind)))}"
 
     def check(where: str, value: Any) -> frozenset[Choice]:
@@ -246,7 +246,7 @@ def members(kind: type[Choice]) -> Rule[frozenset[Choice]]:
 
 
 def named_or_path(known: Mapping[str, str]) -> Rule[str]:
-    """A dotted path, or a short name for one."""
+    """Return the rule for a dotted path, or for one of the short names in `known`."""
 
     def check(where: str, value: Any) -> str:
         name = _text(where, value)
@@ -258,11 +258,11 @@ def named_or_path(known: Mapping[str, str]) -> Rule[str]:
 
 
 def entries(entry: Callable[[str, str, Any], Entry], *, name: str, example: str) -> Rule[Mapping[str, Entry]]:
-    """A dictionary {name: entry}. `entry` gets the place, the name and the value, and checks both."""
+    """Return the rule for a dictionary {name: entry}. `entry` checks a name and its value, and gets their place."""
 
     def check(where: str, value: Any) -> Mapping[str, Entry]:
         if not isinstance(value, Mapping):
-            # Without the value: it may contain secrets.
+            # The error does not show the value, because it may contain secrets.
             raise ConfigurationError(f"{where} must be a dictionary {example}, not a {type(value).__name__}.")
         return {one: entry(f"{where}[{one!r}]", one, given) for one, given in value.items()}
 
@@ -271,7 +271,7 @@ def entries(entry: Callable[[str, str, Any], Entry], *, name: str, example: str)
 
 def _keywords(where: str, value: Any) -> Mapping[str, Any]:
     if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
-        # Without the value: it contains secrets.
+        # The error does not show the value, because it contains secrets.
         raise ConfigurationError(f"{where} must be a dictionary of options, not a {type(value).__name__}.")
     return dict(value)
 

@@ -1,7 +1,7 @@
-"""The tables of settings and options in the documents, written from their definitions.
+"""Writes the tables of settings and options in the documents from the definitions.
 
-`python -m outbox.contrib.django.settings.tables` rewrites, in docs/*.md of the current folder, what stands between
-`<!-- table: NAME -->` and `<!-- end of table -->`.
+`python -m outbox.contrib.django.settings.tables` rewrites the tables in docs/*.md of the current folder. A table is
+between `<!-- table: NAME -->` and `<!-- end of table -->`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from outbox.contrib.django.settings.conf import (
 from outbox.contrib.django.settings.definition import REQUIRED, Setting, definitions
 from outbox.subscription import Subscription
 
-# Parameters of @subscriber that are no part of the subscription: default and meaning.
+# The default and the meaning of each parameter of @subscriber that is not a field of Subscription.
 AROUND_THE_HANDLER: Final[Mapping[str, tuple[str, str]]] = {
     "tag": ("all", "only messages with this tag, or with one of a list of tags; in place of `filter`"),
     "idempotent": (
@@ -40,12 +40,12 @@ _UNITS: Final = (("days", 24 * 3600), ("hours", 3600), ("minutes", 60))
 
 
 def rendered(page: str) -> str:
-    """The text of a page with its tables as they should be. Raises KeyError for an unknown table."""
+    """Return the text of a page with current tables. Raises KeyError for an unknown table."""
     return _BLOCK.sub(lambda found: f"{found[1]}{TABLES[found[2]]()}{found[3]}", page)
 
 
 def names_of_tables(page: str) -> list[str]:
-    """The tables that a page has."""
+    """Return the names of the tables on a page."""
     return [found[2] for found in _BLOCK.finditer(page)]
 
 
@@ -55,7 +55,7 @@ def _table(header: tuple[str, ...], rows: Iterable[Iterable[str]]) -> str:
 
 
 def _shown(value: object, shown: str = "", *, unit: str = "") -> str:
-    """A default as a project would write it; long times also in larger units."""
+    """Return a default value as a project writes it. A long time is also given in a larger unit."""
     if shown:
         return shown
     if value is REQUIRED:
@@ -156,7 +156,7 @@ TABLES: Final[Mapping[str, Callable[[], str]]] = {
 
 
 def write(folder: Path) -> list[Path]:
-    """Rewrite the tables in the pages of a folder; returns the pages that have changed."""
+    """Rewrite the tables in the pages of a folder; return the changed pages."""
     changed = []
     for page in sorted(folder.glob("*.md")):
         before = page.read_text(encoding="utf-8")

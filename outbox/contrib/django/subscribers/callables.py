@@ -1,6 +1,6 @@
-"""Examines a decorated callable: plain or async, its parameters, its name.
+"""Examines a decorated callable: whether it is async, its parameters, and its name.
 
-Python's own functions see plain functions only. These also see what `functools.partial` fills in, objects with a
+Python's `inspect` handles plain functions only. These functions also handle `functools.partial`, objects with a
 `__call__`, and views that Django has marked as asynchronous.
 """
 
@@ -15,22 +15,22 @@ from asgiref.sync import iscoroutinefunction
 
 from outbox.errors import TransactionUsageError
 
-# The place where django.utils.decorators.method_decorator tries a decorator on a function of its own.
+# The module in which Django's method_decorator defines the function on which it tries a decorator.
 _METHOD_DECORATOR: Final = "django.utils.decorators"
 
 
 def is_asynchronous(function: Callable[..., Any]) -> bool:
-    """Whether calling it gives a coroutine."""
+    """Whether a call of the function returns a coroutine."""
     return any(iscoroutinefunction(part) for part in _layers(function))
 
 
 def is_generator(function: Callable[..., Any]) -> bool:
-    """Whether calling it gives a generator, synchronous or not."""
+    """Whether a call of the function returns a generator, synchronous or asynchronous."""
     return any(inspect.isgeneratorfunction(part) or inspect.isasyncgenfunction(part) for part in _layers(function))
 
 
 def _layers(function: Any) -> list[Any]:
-    """The function, and the function it finally calls: behind partial, a bound method or `__call__`."""
+    """Return the function and every function behind it: behind a partial, a bound method or `__call__`."""
     layers = [function]
     while (inner := _inner(layers[-1])) is not None:
         layers.append(inner)
@@ -48,7 +48,7 @@ def _inner(function: Any) -> Any:
 
 
 def signature_of(function: Callable[..., Any]) -> inspect.Signature:
-    """The parameters that a caller fills in. Raises ValueError if they cannot be read (`dict`, some built-ins)."""
+    """Return the signature that a caller sees. Raises ValueError if it cannot be read (`dict`, some built-ins)."""
     if isinstance(function, functools.partial):
         # method_decorator gives its partial the method's name, so Python would read the method's signature.
         function = functools.partial(function.func, *function.args, **function.keywords)
@@ -56,27 +56,27 @@ def signature_of(function: Callable[..., Any]) -> inspect.Signature:
 
 
 def name_of(function: Any) -> str:
-    """`module.function`, for errors and logs."""
+    """Return `module.function`, for errors and logs."""
     named = _named(function)
     return f"{named.__module__}.{named.__qualname__}"
 
 
 def path_of(function: Any) -> str:
-    """`module:function`, by which another process finds it."""
+    """Return `module:function`, the path by which another process finds the function."""
     named = _named(function)
     return f"{named.__module__}:{named.__qualname__}"
 
 
 def has_a_name(function: Any) -> bool:
-    """Whether the name belongs to the callable itself.
+    """Whether the callable has a name of its own.
 
-    It is not if it is copied from its parts, or if this is the function on which Django tries a decorator.
+    A callable without a name gets one from its parts. The function on which Django tries a decorator has no own name.
     """
     return hasattr(function, "__qualname__") and not is_stand_in(function)
 
 
 def is_stand_in(function: Any) -> bool:
-    """Whether this is the stand-in that `method_decorator` passes to a decorator instead of the method."""
+    """Whether this is the function that `method_decorator` passes to a decorator in place of the method."""
     return getattr(function, "__module__", "") == _METHOD_DECORATOR
 
 
@@ -87,9 +87,9 @@ def _named(function: Any) -> Any:
 
 
 def refuse_work_to_come(result: Any, name: str) -> None:
-    """Raise TransactionUsageError for a result whose work would run after the transaction."""
+    """Raise TransactionUsageError if the result is a coroutine or a generator: its work would run after the commit."""
     if inspect.iscoroutine(result):
-        # Close it: no caller will await it, and Python would warn of that later.
+        # Close the coroutine, because no caller will await it. Otherwise Python warns about it later.
         result.close()
     elif not (inspect.isawaitable(result) or inspect.isgenerator(result) or inspect.isasyncgen(result)):
         return

@@ -1,7 +1,7 @@
-"""The inbox: a handler's effects and the row that records them commit together, so they happen once.
+"""The inbox: a handler's effects and the inbox row commit in one transaction, so the effects happen once.
 
-The inbox row is written first. A second delivery of the same message, even by another process at the same moment, waits
-for the first one's transaction at the unique key and then finds the row: the handler is skipped.
+The inbox row is written first. A second delivery of the same message waits at the unique key for the first delivery's
+transaction. It then finds the row, and the handler is not called.
 
 See decision 075 and decision 114.
 """
@@ -41,17 +41,17 @@ logger = logging.getLogger(__name__)
 
 # -- the connections of handlers -------------------------------------------------------------------
 #
-# The database connections of handler threads: kept, returned to a pool, or closed between messages.
+# The database connections of handler threads. Between two messages a connection is kept, returned to a pool, or closed.
 #
-# The threads belong to the runtime, which has no Django requests that would close them.
+# The threads belong to the consumer runtime. Django closes connections at the end of a request, and here there is none.
 
 
-# psycopg_pool.ConnectionPool(min_size=4, max_size=None).
+# The default of psycopg_pool.ConnectionPool(min_size=4, max_size=None).
 _POOL_SIZE: Final = 4
 
 
 class _Closing:
-    """Closes its connections when it is deleted."""
+    """Closes the connections it holds when it is deleted."""
 
     def __init__(self) -> None:
         self.connections: Sequence[BaseDatabaseWrapper] = ()
@@ -63,9 +63,9 @@ class _Closing:
 
 
 class _OfThread(threading.local):
-    """The connections of one handler thread, closed when the thread and its locals end.
+    """The connections of one handler thread. They are closed when the thread ends, because its locals are deleted then.
 
-    Otherwise they would stay open until the garbage collector finds them.
+    Without this, they would stay open until the garbage collector finds them.
     """
 
     def __init__(self) -> None:
@@ -76,12 +76,12 @@ _of_thread = _OfThread()
 
 
 def refresh_connections() -> None:
-    """Return this thread's connections to Django's pool, and close those that are broken or past CONN_MAX_AGE.
+    """Return this thread's connections to Django's pool. Close connections that are broken or past CONN_MAX_AGE.
 
-    A pool may have fewer connections than there are threads, so keeping one would block another thread. Without a pool,
-    connections with CONN_MAX_AGE = 0 are kept, unlike in Django's close_old_connections: that setting means "for one
-    request", and a worker would otherwise reconnect for every message. They are closed with their thread when it is
-    idle.
+    A pool may have fewer connections than there are threads, so a thread that keeps a connection would block another
+    thread. Without a pool, connections with CONN_MAX_AGE = 0 are kept. Django's close_old_connections closes them,
+    because 0 means "for one request"; a worker would then reconnect for every message. These connections are closed
+    when their idle thread ends.
     """
     opened = _of_thread.closing.connections = connections.all(initialized_only=True)
     for connection in opened:
@@ -98,15 +98,15 @@ def refresh_connections() -> None:
         connection.errors_occurred = False
 
 
-# A lock per file, so that the threads of a process wait for each other instead of failing in SQLite's busy loop.
+# One lock per file. With it, the threads of a process wait for each other and do not fail in SQLite's busy loop.
 _turns: Final[dict[str, threading.RLock]] = {}
 
 
 @contextlib.contextmanager
 def one_writer(connection: BaseDatabaseWrapper) -> Iterator[None]:
-    """On SQLite, which has one writer at a time, let the handlers of this process take turns; on others, nothing.
+    """Let the handlers of this process take turns on SQLite, which has one writer at a time. Elsewhere do nothing.
 
-    Without it, a handler that waits longer than `timeout` for the others would fail with "database is locked".
+    Without turns, a handler that waits for the others for longer than `timeout` fails with "database is locked".
     """
     if connection.vendor != "sqlite":
         yield
@@ -120,14 +120,14 @@ def _has_pool(settings: Mapping[str, Any]) -> bool:
 
 
 def handler_alias(subscriber: Subscriber) -> str:
-    """The alias of a subscriber's transaction and inbox."""
+    """Return the alias of the database with a subscriber's transaction and its inbox."""
     from outbox.contrib.django.models import InboxEntry
 
     return subscriber.using or router.db_for_write(InboxEntry)
 
 
 def pool_shortages(subscribers: Iterable[Subscriber]) -> Iterator[str]:
-    """Warnings for each consumer process with more handler threads than connections in a pool."""
+    """Return a warning for each pool that has fewer connections than a consumer process has handler threads."""
     handlers: dict[str, list[Subscriber]] = {}
     for item in subscribers:
         alias = handler_alias(item)
@@ -152,9 +152,9 @@ def pool_shortages(subscribers: Iterable[Subscriber]) -> Iterator[str]:
 # -- rows of the inbox -----------------------------------------------------------------------------
 
 
-# One text for every connection to PostgreSQL, by way of Django or of a ShortTransaction. The statement itself sets the
-# timeouts, for this transaction only (safe behind a pooler), before it can wait. A handler frozen together with its
-# lease must not block the next owner of the queue.
+# Every connection to PostgreSQL gets the same text, through Django or through a ShortTransaction. The statement sets
+# the timeouts before it can wait, for this transaction only, which is safe behind a pooler. A handler that is frozen
+# until its lease has expired must not block the next owner of the queue.
 _ENTER: Final = """
 INSERT INTO outbox_inbox (consumer_group, generation, message_id)
 SELECT %(group)s, %(generation)s::integer, {ids}
@@ -163,12 +163,12 @@ WHERE set_config('lock_timeout', %(lock)s, true) IS NOT NULL
 ON CONFLICT DO NOTHING
 RETURNING message_id
 """
-# The variant for a single message is planned faster. The ids of a batch are sorted, so two batches cannot deadlock.
+# PostgreSQL plans the variant for one message faster. The ids of a batch are sorted, so two batches cannot deadlock.
 _ENTER_ONE_TEXT: Final = _ENTER.format(ids="%(message_ids)s::uuid")
 _ENTER_ALL_TEXT: Final = _ENTER.format(ids="unnest(%(message_ids)s::uuid[])")
 _ENTER_ONE: Final = Statement(_ENTER_ONE_TEXT)
 _ENTER_ALL: Final = Statement(_ENTER_ALL_TEXT)
-# Divides by zero if a row is gone.
+# The statement divides by zero, and so fails, if a row is missing.
 _ALL_THERE: Final = Statement("""
 SELECT 1 / (count(*) = %(count)s::integer)::integer FROM outbox_inbox
 WHERE consumer_group = %(group)s AND generation = %(generation)s::integer AND message_id = ANY (%(message_ids)s::uuid[])
@@ -179,7 +179,7 @@ _INSERT_SQLITE: Final = f"{_INSERT} ON CONFLICT DO NOTHING"
 
 _SELECT: Final = "SELECT message_id FROM outbox_inbox WHERE consumer_group = %s AND generation = %s AND message_id"
 
-# Below the parameter limit of every database that Django supports.
+# A list of this length is below the parameter limit of every database that Django supports.
 _LARGEST_LIST: Final = 500
 
 _DELETE: Final = """
@@ -194,13 +194,14 @@ class InboxEntries:
         self._connection = connection
         self._key: list[Any] = [group, generation]
         self._short: ShortTransaction | None = None
-        # Whether only COMMIT was left to do; a failure then happened in it or after it.
+        # True if only COMMIT was left to do. A later failure then happened in COMMIT or after it.
         self.is_confirmed = False
 
     def enter(self, deliveries: Sequence[Delivery], *, lease_seconds: float) -> list[Delivery]:
-        """Write the rows inside the open transaction; returns the deliveries whose row was new.
+        """Write the rows in the open transaction; return the deliveries whose rows are new.
 
-        A batch may contain one message twice: redelivered, and back from the retry queue. The first of them is handled.
+        A batch may contain a message twice: once delivered again, and once from the retry queue. Only the first of the
+        two is handled.
         """
         firsts: dict[UUID, Delivery] = {}
         for delivery in deliveries:
@@ -215,8 +216,8 @@ class InboxEntries:
         lock, idle = (str(round(lease_seconds * share * 1000)) for share in (0.5, 0.8))
         is_one = len(message_ids) == 1
         if ShortTransaction.is_possible(self._connection):
-            # The watch does not see this BEGIN. Tell the watch of the block: a transaction that began in another way
-            # is not the block's.
+            # The watch does not see this BEGIN. Report it, because the watch otherwise takes the transaction for one
+            # that does not belong to the block.
             watch_of(self._connection).note_begun()
             self._short = ShortTransaction(self._connection)
             values = {
@@ -257,17 +258,17 @@ class InboxEntries:
             return True
 
     def leave(self, message_ids: Iterable[UUID]) -> None:
-        """Remove the rows of messages whose effects the handler undid."""
+        """Remove the rows of messages whose effects the handler has undone."""
         rows = [[*self._key, self._stored(value)] for value in sorted(message_ids)]
         if rows:
             with self._connection.cursor() as cursor:
                 cursor.executemany(_DELETE, rows)
 
     def confirm(self, deliveries: Sequence[Delivery], name: str) -> None:
-        """The last statement of the transaction: verify that the rows, and so the effects, are still part of it.
+        """Verify, as the last statement, that the rows and so the effects are still part of the transaction.
 
-        It commits at once if that saves a round trip. Raises TransactionUsageError if the rows are not part of it:
-        COMMIT would succeed and store nothing.
+        If that saves a round trip, it also commits. If the rows are not part of the transaction, raises
+        TransactionUsageError, because COMMIT would succeed and store nothing.
         """
         if self._connection.needs_rollback:
             raise TransactionUsageError(
@@ -297,9 +298,9 @@ class InboxEntries:
         return short.commit(_ALL_THERE, {**self._key_as_text(), "count": b"%d" % len(deliveries), "message_ids": ids})
 
     def still_there(self, deliveries: Sequence[Delivery]) -> set[UUID]:
-        """After a failed attempt: messages whose row was committed nevertheless, by a COMMIT of the handler's own."""
+        """Return the messages whose rows are committed although the attempt failed, because the handler ran COMMIT."""
         if not deliveries or fence.is_lost():
-            # No rows to read; or another owner may have written the row by now.
+            # There are no rows to read, or another owner of the queue may have written them.
             return set()
         try:
             return self._present(deliveries)
@@ -330,7 +331,7 @@ def _array(values: Sequence[UUID]) -> bytes:
 def handled(
     connection: BaseDatabaseWrapper, group: str, generations: Sequence[int], message_ids: Sequence[UUID]
 ) -> set[UUID]:
-    """The messages among these that the group's inbox has, in any generation."""
+    """Return the messages among `message_ids` that the group's inbox has, in any of the generations."""
     found: set[UUID] = set()
     native = connection.features.has_native_uuid_field
     for start in range(0, len(message_ids), _LARGEST_LIST):
@@ -350,7 +351,7 @@ Result = Disposition | Exception
 
 
 class InboxInvoker:
-    """Implements ports.Invoker for Django handlers: transaction, inbox, timeouts, replacement of broken connections."""
+    """Calls Django handlers (ports.Invoker): transaction, inbox, timeouts, replacement of broken connections."""
 
     def __init__(
         self, *, lease_seconds: float = 10.0, masked_fields: Mapping[str, frozenset[str]] = MappingProxyType({})
@@ -415,7 +416,7 @@ class InboxInvoker:
                 raise
             if not inbox.is_confirmed:
                 return [_half_done(registered.name, error) if d.message_id in stayed else error for d in deliveries]
-            # The error came from an on_commit callback, or from a COMMIT that succeeded nevertheless.
+            # The error came from an on_commit callback, or from a COMMIT that succeeded although it raised.
             logger.exception("%s has committed; its later failure is not tried again", registered.name)
         point("consumer.after_inbox_commit")
         called = set(map(id, fresh))
@@ -423,7 +424,7 @@ class InboxInvoker:
 
 
 def _handle(subscription: Subscription, handler: AnyHandler, deliveries: Sequence[Delivery]) -> dict[UUID, Exception]:
-    """Run the handler; returns the failures that a batch reports. Any other exception passes through and rolls back."""
+    """Run the handler; return the failures that it reports for a batch. Any other exception rolls everything back."""
     if not deliveries:
         return {}
     try:
@@ -461,9 +462,9 @@ def _result(delivery: Delivery, called: bool, failed: dict[UUID, Exception]) -> 
 
 
 def require_inboxes(subscriptions: Iterable[Subscription]) -> None:
-    """Raise ConfigurationError if handlers need an inbox that no migration made: each message would fail.
+    """Raise ConfigurationError if handlers need an inbox that no migration has created: each message would fail.
 
-    An unreachable database is no reason to end: its messages are tried again later.
+    If a database cannot be reached, the worker continues, and messages for it are tried again later.
     """
     from outbox.contrib.django.models import InboxEntry
 

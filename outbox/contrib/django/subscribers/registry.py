@@ -1,4 +1,4 @@
-"""`@subscriber`: the function that handles a topic for a consumer group."""
+"""`@subscriber`: registers the function that handles the messages of a topic for a consumer group."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ _OPTIONS: Final = frozenset({"suspend_seconds", "max_suspends", "timeout_seconds
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Subscriber:
-    """A registered handler. `using`: alias of the inbox and the transaction; None lets the routers choose.
+    """A registered handler. `using` is the alias of inbox and transaction; if it is None, the routers choose.
 
-    `names_start`: whether the project declares where a group that is new to the topic begins.
+    `names_start`: whether the project declares at which message a group that is new to the topic begins.
     """
 
     subscription: Subscription
@@ -71,18 +71,18 @@ def subscriber(
 ) -> Callable[[Function], Function]:
     """Handle the messages of a topic for a consumer group.
 
-    The function gets a `Delivery` (a list of them with `batch` > 1); it may be async. With `idempotent` (the default)
-    it runs inside `atomic()` on `using`, together with the inbox row that makes its effects in that database happen
-    once. A broadcast group has no inbox, because with one a single instance would handle a message for all of them.
-    `tag` selects by tags, `filter` by an SQL92 expression over headers (`"amount > 10"`).
+    The function gets a `Delivery`, or a list of deliveries with `batch` > 1. It may be async. With `idempotent` (the
+    default) it runs inside `atomic()` on `using`, together with the inbox row. This row makes its effects in that
+    database happen once. A broadcast group has no inbox, because otherwise one instance would handle a message for all
+    instances. `tag` selects messages by tags, `filter` by an SQL92 expression over headers (`"amount > 10"`).
 
-    A group that is new to the topic begins at `start`: by default at the earliest message in the broker. If another
+    A group that is new to the topic begins at `start`, by default at the earliest message in the broker. If another
     group has handled messages of the topic, checks and workers warn until `start` is given. `mode`, `batch`, `threads`,
-    `retry`, `on_error`, `start` and further `options` (suspend_seconds, max_suspends, timeout_seconds, broadcast) are
-    those of `outbox.Subscription`.
+    `retry`, `on_error`, `start` and the other `options` (suspend_seconds, max_suspends, timeout_seconds, broadcast) are
+    fields of `outbox.Subscription`.
 
-    Put subscribers into the module `subscribers` of an installed app (OUTBOX['SUBSCRIBER_MODULE'] names another):
-    workers import it. Raises InvalidSubscription or InvalidFilter at decoration.
+    Put subscribers into the module `subscribers` of an installed app, because workers import this module.
+    OUTBOX['SUBSCRIBER_MODULE'] gives it another name. The decorator raises InvalidSubscription or InvalidFilter.
     """
     begins = Start.EARLIEST if start is None else start
     given = {"mode": mode, "tag": tag, "filter": filter, "on_error": on_error, "start": begins, "batch": batch}
@@ -106,7 +106,7 @@ def subscriber(
 
 
 def _subscription(topic: str, group: str, given: Mapping[str, Any], further: Mapping[str, Any]) -> Subscription:
-    """The subscription from the parameters of `subscriber` and its options.
+    """Make the subscription from the parameters and options of `subscriber`.
 
     Raises InvalidSubscription or InvalidFilter.
     """
@@ -158,7 +158,7 @@ def _filter(where: str, tag: str | Sequence[str], expression: str) -> str:
 
 
 def _handler(function: Callable[..., Any]) -> AnyHandler:
-    """The synchronous function that a worker calls; its work is done when it returns."""
+    """Return the synchronous function that a worker calls. When it returns, its work is done."""
     if not callable(function):
         raise InvalidSubscription(f"@subscriber takes a function, not {function!r}.")
     name = name_of(function)
@@ -172,7 +172,7 @@ def _handler(function: Callable[..., Any]) -> AnyHandler:
         pass  # A built-in without a signature.
     if is_generator(function):
         raise InvalidSubscription(f"{name} is a generator: a subscriber must do its work before it returns.")
-    # The coroutine gets its own event loop; its ORM calls run on the handler's thread, in its transaction.
+    # The coroutine runs in an event loop of its own. Its ORM calls run on the handler's thread, in the transaction.
     call = async_to_sync(function) if is_asynchronous(function) else function
 
     def handle(given: Any) -> None:
@@ -182,7 +182,7 @@ def _handler(function: Callable[..., Any]) -> AnyHandler:
 
 
 def register(new: Subscriber) -> None:
-    """Add a subscriber. Raises InvalidSubscription if another function of the group handles the topic."""
+    """Add a subscriber. Raises InvalidSubscription if the group has another function for the topic."""
     key = (new.subscription.group, new.subscription.topic)
     known = _subscribers.get(key)
     if known is not None and known.name != new.name:
@@ -194,19 +194,19 @@ def register(new: Subscriber) -> None:
 
 
 def subscribers() -> list[Subscriber]:
-    """All subscribers registered so far; after `autodiscover`, all of the project."""
+    """Return all subscribers registered so far. After `autodiscover` these are all subscribers of the project."""
     return list(_subscribers.values())
 
 
 def find_subscriber(subscription: Subscription) -> Subscriber | None:
-    """The registration of a subscription."""
+    """Return the registered subscriber of a subscription, or None."""
     return _subscribers.get((subscription.group, subscription.topic))
 
 
 def subscriptions(*, groups: Sequence[str] = ()) -> list[tuple[Subscription, AnyHandler]]:
-    """The subscriptions for a ConsumerRuntime, limited to some groups if given.
+    """Return the subscriptions and handlers for a ConsumerRuntime, only those of `groups` if given.
 
-    Raises ConfigurationError for unknown ones.
+    Raises ConfigurationError for unknown groups.
     """
     known = {item.subscription.group for item in subscribers()}
     unknown = sorted(set(groups) - known)
@@ -220,20 +220,20 @@ def subscriptions(*, groups: Sequence[str] = ()) -> list[tuple[Subscription, Any
 
 
 def unregister_all() -> None:
-    """Remove every subscriber: for tests."""
+    """Remove all subscribers, for tests."""
     _subscribers.clear()
 
 
 def add_discovery(further: Callable[[], None]) -> None:
-    """Let `autodiscover` call `further` too, which registers subscribers. Adding it twice has no further effect."""
+    """Let `autodiscover` also call `further`, which registers subscribers. A second addition has no effect."""
     if further not in _further:
         _further.append(further)
 
 
 def autodiscover() -> list[Subscriber]:
-    """Import the module OUTBOX['SUBSCRIBER_MODULE'] of every installed app that has it; returns all subscribers.
+    """Import the module OUTBOX['SUBSCRIBER_MODULE'] of every installed app that has it; return all subscribers.
 
-    Raises ConfigurationError with the module that cannot be imported, and the cause.
+    If a module cannot be imported, raises ConfigurationError with its name and the cause.
     """
     module = get_settings().subscriber_module
     for app in apps.get_app_configs():

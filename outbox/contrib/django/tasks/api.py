@@ -1,4 +1,4 @@
-"""The API of tasks: Django's from version 6 on, before that the package django-tasks."""
+"""The API of tasks: Django's own since version 6, and the package django-tasks for older versions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The backend for TASKS: enqueueing in the caller's transaction, results, and checks."""
+"""The backend for TASKS: it enqueues tasks in the caller's transaction, reads results, and checks its settings."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _topic_of(backend: object) -> str | None:
 
 
 class OutboxBackend(BaseTaskBackend):
-    """Tasks as rows of the application's database, with a message each; run by subscribers in the outbox's workers."""
+    """Stores a task as a row of the application's database and publishes a message for it. Subscribers run tasks."""
 
     supports_defer = True
     supports_async_task = True
@@ -64,12 +64,12 @@ class OutboxBackend(BaseTaskBackend):
 
     @property
     def groups(self) -> dict[str, str]:
-        """Consumer group -> the queue whose tasks it runs; '' if QUEUES is empty, which allows any queue."""
+        """The queue of each consumer group. It is '' if QUEUES is empty, because then any queue name is allowed."""
         topic = self.settings.topic
         return {f"{topic}.{queue}": queue for queue in sorted(self.queues)} or {topic: ""}
 
     def enqueue(self, task: Task[_P, _R], args: Any, kwargs: Any) -> TaskResult[_P, _R]:
-        """Store a call of the task; it runs after the surrounding transaction has committed.
+        """Store a call of the task. The task runs after the surrounding transaction has committed.
 
         Raises InvalidTask, TypeError or ValueError for arguments that JSON cannot represent, and the errors of
         `publish`.
@@ -98,13 +98,14 @@ class OutboxBackend(BaseTaskBackend):
         return result
 
     def announce(self, entry: TaskEntry, deliver_at: datetime | None, *, using: str, waits: int = 0) -> None:
-        """Publish the entry's next message, in the open transaction on `using`, and record it in the entry.
+        """Publish the next message of an entry in the open transaction on `using`, and record the message in the entry.
 
-        The caller saves the entry, if it has locked it. `waits`: how often its message has found it locked.
+        If the caller has locked the entry, it saves the entry. `waits` counts how often in a row a message of the entry
+        has found the entry locked.
         """
         if deliver_at is not None and timezone.is_naive(deliver_at):
             deliver_at = timezone.make_aware(deliver_at)
-        # Code from before migration 0002 reads the priority.
+        # Workers with code from before migration 0002 read the priority.
         body = {"task": str(entry.id), "attempts": entry.attempts, "priority": entry.priority, "waits": waits}
         receipt = publish(
             self.settings.topic, body, key=entry.id, tag=entry.queue_name, deliver_at=deliver_at, using=using
@@ -112,11 +113,11 @@ class OutboxBackend(BaseTaskBackend):
         entry.message_id, entry.announced_at = receipt.message_id, deliver_at or timezone.now()
 
     def group_of(self, queue: str) -> str:
-        """The consumer group that runs the tasks of a queue."""
+        """Return the consumer group that runs the tasks of a queue."""
         return f"{self.settings.topic}.{queue}" if self.queues else self.settings.topic
 
     def get_result(self, result_id: str) -> TaskResult[..., Any]:
-        """The stored result of a call, read on the primary. Raises TaskResultDoesNotExist."""
+        """Return the stored result of a call, read from the primary. Raises TaskResultDoesNotExist."""
         from outbox.contrib.django.tasks.models import TaskEntry
         from outbox.contrib.django.tasks.results import result_of
 
@@ -131,7 +132,7 @@ class OutboxBackend(BaseTaskBackend):
         return result_of(entry)
 
     def check(self, **kwargs: Any) -> list[CheckMessage]:
-        """The problems in the settings for tasks."""
+        """Return the problems in the settings for tasks."""
         return list(self._complaints())
 
     def _complaints(self) -> Iterator[CheckMessage]:
@@ -156,7 +157,7 @@ class OutboxBackend(BaseTaskBackend):
         try:
             declared = get_settings().topics.get(self.settings.topic)
         except ConfigurationError:
-            # The check of the settings reports the problem.
+            # The check of the settings reports this error.
             return
         if declared is None or not declared.topic.types >= _NEEDED:
             yield Error(

@@ -1,4 +1,4 @@
-"""The table of tasks, in the application's own database: the calls and their results."""
+"""The table of tasks in the application's database. It has the calls and their results."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from outbox.utils.ids import uuid7
 class TaskEntry(models.Model):
     """One call of a task, written by `enqueue` in the caller's transaction.
 
-    Every entry that is READY has its own message: `message_id`, published at `announced_at`. Its handler runs this
-    entry, or a more urgent one; then it publishes the next message of this entry in the same transaction.
+    Every READY entry has its own message: `message_id`, published at `announced_at`. The handler of that message runs
+    this entry, or a more urgent entry. If it runs another entry, it publishes the next message of this entry in the
+    same transaction.
     """
 
     if TYPE_CHECKING:
         objects: ClassVar[models.Manager[TaskEntry]]
 
     class Status(models.TextChoices):
-        """As in django.tasks. Only the task itself sees RUNNING: outcome and effects are committed together."""
+        """The states of django.tasks. Only the task itself sees RUNNING: outcome and effects commit together."""
 
         READY = "READY", "ready"
         RUNNING = "RUNNING", "running"
@@ -35,10 +36,10 @@ class TaskEntry(models.Model):
     args: models.JSONField[Any, Any] = models.JSONField()
     kwargs: models.JSONField[Any, Any] = models.JSONField()
     status = models.CharField(max_length=15, choices=Status, default=Status.READY)
-    # False until the message of a postponed attempt has arrived: only the broker's clock decides when it is due. Only
-    # its own message runs an entry that is not due.
+    # False until the message of a postponed attempt has arrived, because only the broker's clock decides when the
+    # attempt is due. While it is False, only the entry's own message can run the entry.
     is_due = models.BooleanField(default=True)
-    # Null in entries from before migration 0002.
+    # Entries from before migration 0002 have NULL here.
     message_id = models.UUIDField(null=True, editable=False)
     announced_at = models.DateTimeField(null=True, editable=False)
     attempts = models.PositiveSmallIntegerField(default=0)
@@ -60,7 +61,7 @@ class TaskEntry(models.Model):
                 fields=["backend", "queue_name", "status", "is_due", "-priority", "enqueued_at"],
                 name="outbox_task_next",
             ),
-            # The READY entries, those with the oldest published message first.
+            # For reading the READY entries, ordered by the time of their message.
             models.Index(fields=["status", "announced_at"], name="outbox_task_announced_at"),
             models.Index(fields=["finished_at"], name="outbox_task_finished_at"),
         ]

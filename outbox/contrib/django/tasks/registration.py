@@ -1,4 +1,4 @@
-"""One subscriber for each queue of each backend in TASKS."""
+"""Registers one subscriber for each queue of each backend in TASKS."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Converts entries of the table to the API's results, and values to storable ones."""
+"""Converts entries of the table to results of the tasks API, and values to a form that the table can store."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from outbox.contrib.django.tasks.api import Task, TaskError, TaskResult, TaskRes
 from outbox.contrib.django.tasks.models import TaskEntry
 from outbox.errors import ConfigurationError
 
-# An escaped NUL, which PostgreSQL's jsonb refuses; not an escaped backslash before "u0000".
+# Matches an escaped NUL, which PostgreSQL's jsonb refuses. It does not match an escaped backslash before "u0000".
 _NUL: Final = re.compile(r"(?<!\\)(?:\\\\)*\\u0000")
 
 
 def storable(value: Any) -> Any:
-    """The value after a JSON round trip (tuples become lists).
+    """Return the value after encoding to JSON and decoding (a tuple becomes a list).
 
     Raises TypeError or ValueError if it cannot be stored.
     """
@@ -30,7 +30,7 @@ def storable(value: Any) -> Any:
 
 
 def error_of(error: BaseException) -> dict[str, str]:
-    """The stored form of a TaskError."""
+    """Return the fields of a TaskError in the form that the table stores."""
     text = "".join(format_exception(error)).replace("\0", "\N{REPLACEMENT CHARACTER}")
     kind = type(error)
     return {
@@ -40,7 +40,7 @@ def error_of(error: BaseException) -> dict[str, str]:
 
 
 def task_of(entry: TaskEntry) -> Task[..., Any]:
-    """The task of an entry. Raises ConfigurationError if it no longer exists."""
+    """Return the task of an entry. Raises ConfigurationError if the task no longer exists."""
     try:
         found = import_string(entry.task_path)
     except ImportError as error:
@@ -53,7 +53,7 @@ def task_of(entry: TaskEntry) -> Task[..., Any]:
 
 
 def result_of(entry: TaskEntry, task: Task[..., Any] | None = None) -> TaskResult[..., Any]:
-    """The entry as a TaskResult. Raises ConfigurationError if its task no longer exists."""
+    """Return the entry as a TaskResult. Raises ConfigurationError if the entry's task no longer exists."""
     result: TaskResult[..., Any] = TaskResult(
         task=task or task_of(entry),
         id=str(entry.id),
@@ -68,6 +68,6 @@ def result_of(entry: TaskEntry, task: Task[..., Any] | None = None) -> TaskResul
         errors=[TaskError(**error) for error in entry.errors],
         worker_ids=list(entry.worker_ids),
     )
-    # The API itself sets it this way: a field without a constructor parameter, in a frozen class.
+    # The tasks API sets this field in the same way: the class is frozen, and its constructor has no such parameter.
     object.__setattr__(result, "_return_value", entry.return_value)
     return result

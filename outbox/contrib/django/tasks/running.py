@@ -1,4 +1,4 @@
-"""Runs tasks: a subscriber's work for one message, within the transaction of its inbox row.
+"""Runs tasks: a subscriber handles one message in the transaction of the message's inbox row.
 
 See decision 185.
 """
@@ -31,16 +31,16 @@ Status = TaskEntry.Status
 # The inbox ends a transaction that is idle for most of a lease. A task may be idle for its whole time limit.
 _ALLOW_IDLING: Final = "SELECT set_config('idle_in_transaction_session_timeout', %s, true)"
 
-# The longest wait of a message before it checks an entry that another handler runs again.
+# If another handler runs the entry, the entry's next message is delivered after at most this time.
 _LONGEST_WAIT_SECONDS: Final = 60
 
 
 def handler_for(backend: OutboxBackend, queue: str, *, using: str) -> Callable[[Delivery], None]:
-    """The handler of one queue's messages (of all queues: ''). `using`: the alias of the entries.
+    """Return the handler for the messages of one queue, or of all queues if `queue` is ''. `using` has the entries.
 
-    A message runs one entry: its own, or a more urgent one that is due. It locks only that entry while the task runs.
-    If its own entry is still READY afterwards, its next message is published in the same transaction. So a READY
-    entry always has a message, also after any failure. Only the end of the entry's last attempt leaves it without one.
+    A message runs one entry: its own, or a more urgent entry that is due. It locks only that entry while the task runs.
+    If the message's own entry is READY afterwards, the handler publishes its next message in the same transaction. So a
+    READY entry has a message, even after a failure. Only the end of the last attempt leaves an entry without one.
     """
 
     def run_a_task(delivery: Delivery) -> None:
@@ -56,7 +56,7 @@ def handler_for(backend: OutboxBackend, queue: str, *, using: str) -> Callable[[
         elif entry := _locked(announced):
             _run(backend, entry, using=using)
         else:
-            # Another handler runs it. If that rolls back, only this message can run the entry.
+            # Another handler runs the entry. If that handler rolls back, only this entry's next message can run it.
             _announce_again(backend, announced, using=using, waits=delivery.body.get("waits", 0) + 1)
 
     return run_a_task
@@ -74,21 +74,22 @@ def _ready(backend: str, queue: str, *, using: str) -> QuerySet[TaskEntry]:
 
 
 def _locked(entries: QuerySet[TaskEntry]) -> TaskEntry | None:
-    """The most urgent entry that no other handler runs, locked until the transaction ends."""
+    """Return the most urgent entry that no other handler runs, locked until the transaction ends."""
     if connections[entries.db].features.has_select_for_update_skip_locked:
-        # On others (SQLite) the inbox row, written first, admits one handler at a time.
+        # Other databases (SQLite) need no lock: the inbox row, written first, admits one handler at a time.
         entries = entries.select_for_update(skip_locked=True)
     return entries.order_by("-priority", "enqueued_at", "pk").first()
 
 
 def _announce_again(backend: OutboxBackend, announced: QuerySet[TaskEntry], *, using: str, waits: int) -> None:
-    """Publish the next message of an entry that its message has not run, unless another message has run it meanwhile.
+    """Publish the next message of an entry that has not run yet. If another message has run it, do nothing.
 
-    `waits`: how often in a row its message has found it locked; the waits in between grow up to a minute.
+    `waits` counts how often in a row a message of the entry has found it locked. The delay grows with it, up to a
+    minute.
     """
     entry = _locked(announced)
     if entry is not None:
-        # Its message has arrived, so it is due: from now on other messages may run it too.
+        # The entry's message has arrived, so the entry is due: from now on messages of other entries may run it too.
         entry.is_due = True
         backend.announce(entry, None, using=using)
         entry.save(using=using, update_fields=["is_due", "message_id", "announced_at"])
@@ -110,16 +111,16 @@ def _run(backend: OutboxBackend, entry: TaskEntry, *, using: str) -> None:
         with transaction.atomic(using=using):
             entry.return_value = storable(_call(result))
     except OperationalError:
-        # The database failed, not the task: the whole attempt is rolled back and the message is delivered again.
+        # The error is the database's, not the task's. The attempt is rolled back, and the message is delivered again.
         raise
     except (Exception, SystemExit) as error:
         entry.return_value = None
         entry.errors = [*entry.errors, error_of(error)]
-        # A task that this process cannot start may be newer than its code, during a deployment.
+        # During a deployment a task may be newer than the code of this process, which then cannot start it.
         retry = backend.retry if result is not None else RetryPolicy()
         if retry.exhausted(entry.attempts):
             entry.status = Status.FAILED
-            # Inside the exception handler, because receivers log the exception.
+            # This call is inside the exception handler, because signal receivers log the current exception.
             _finish(backend, entry, using=using, known=result is not None)
         else:
             wait = timedelta(seconds=retry.delay_seconds(entry.attempts))

@@ -1,8 +1,8 @@
-"""Finds READY entries that have no message, reports them as a condition, and publishes a new message for each.
+"""Finds READY entries without a message, reports them as a condition, and publishes a new message for each of them.
 
-The handlers leave no such entry (running.py). An entry can still lose its message: the broker's database was restored,
-retention removed a message that was never consumed, an operator moved the offset past it, or code from before migration
-0002 consumed it.
+The handlers always leave a READY entry with a message (running.py). The entry can lose the message in four ways: the
+broker's database was restored; retention removed a message that no group consumed; an operator moved the offset past
+it; or code from before migration 0002 consumed it.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ Status = TaskEntry.Status
 
 CONDITION: Final = "task_stranded"
 PASS_INTERVAL_SECONDS: Final = 60.0
-# Examine a message only after this time, because it may still be on its way.
+# A message is examined only after this time, because a worker may still be handling it.
 _GRACE: Final = timedelta(seconds=60)
-# The condition examines this many entries with the oldest messages; the pass examines more.
+# The condition examines only this many entries, those with the oldest messages. The periodic pass examines more.
 _LOOKED_AT: Final = 200
 _BATCH: Final = 1000
 _BATCHES: Final = 20
@@ -49,14 +49,14 @@ _WHY: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Stranded:
-    """An entry without a message, and what happened to its last one."""
+    """An entry without a message. `where` says what happened to the last message of the entry."""
 
     entry: TaskEntry
     where: Whereabouts
 
 
 def rule(run: Executor) -> Sequence[Condition]:
-    """The condition, if it holds. Reads a bounded number of rows, by an index."""
+    """Return the condition, if it holds. An index limits the number of rows to read."""
     alias = router.db_for_write(TaskEntry)
     judged = (
         (
@@ -75,7 +75,7 @@ def rule(run: Executor) -> Sequence[Condition]:
 
 
 def mend() -> Mapping[str, Any]:
-    """Publish a new message for every entry without one. The task of a discarded dead letter is FAILED instead."""
+    """Publish a new message for every entry without one. If its dead letter was discarded, mark the entry FAILED."""
     if not get_settings().has_database:
         return {}
     alias = router.db_for_write(TaskEntry)
@@ -89,7 +89,7 @@ def mend() -> Mapping[str, Any]:
             for one in found:
                 if (done := _mend(one, using=alias)) is not None:
                     counts[done] += 1
-            # Entries with a new message are no longer among the oldest.
+            # An entry with a new message is no longer among the oldest.
             looked_at += len(entries) - len(found)
             if len(entries) < _BATCH:
                 break
@@ -98,7 +98,7 @@ def mend() -> Mapping[str, Any]:
 
 def _oldest(count: int, *, using: str, offset: int = 0) -> list[TaskEntry]:
     before = timezone.now() - _GRACE
-    # Entries from before migration 0002 name no message. While one is not due, its message has not arrived.
+    # Entries from before migration 0002 have no message id. Until such an entry is due, its message has not arrived.
     unknown = Q(announced_at__isnull=True, enqueued_at__lt=before, is_due=True)
     ready = TaskEntry.objects.using(using).filter(Q(announced_at__lt=before) | unknown, status=Status.READY)
     return list(ready.order_by("announced_at", "pk")[offset : offset + count])
@@ -113,13 +113,13 @@ def _stranded(run: Executor, entries: Sequence[TaskEntry]) -> Iterator[Stranded]
         places = whereabouts(run, group, [entry.message_id for entry in mine if entry.message_id is not None])
         for entry in mine:
             where = places[entry.message_id] if entry.message_id is not None else Whereabouts.GONE
-            # Read it again: its message may have run it since the first query.
+            # Read the entry again, because the entry's message may have run the task since the first query.
             if where in _WHY and _unlocked(entry, using=entry._state.db or "default"):
                 yield Stranded(entry, where)
 
 
 def _unlocked(entry: TaskEntry, *, using: str) -> TaskEntry | None:
-    """The entry's present state, if it is READY with the same message and no handler runs it."""
+    """Return the entry as it is now. Return None if it has changed, or if a handler runs it."""
     same = TaskEntry.objects.using(using).filter(
         pk=entry.pk, status=Status.READY, attempts=entry.attempts, message_id=entry.message_id
     )
@@ -148,6 +148,6 @@ def _mend(stranded: Stranded, *, using: str) -> str | None:
 
 
 def _backend_of(entry: TaskEntry) -> OutboxBackend | None:
-    """The backend of an entry; None if TASKS no longer has it."""
+    """Return the backend of an entry, or None if TASKS no longer has it."""
     found = [one for one in task_backends.all() if one.alias == entry.backend]
     return found[0] if found and isinstance(found[0], OutboxBackend) else None

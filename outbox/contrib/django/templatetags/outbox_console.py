@@ -22,26 +22,26 @@ register = template.Library()
 
 @register.filter
 def inert(value: object) -> str:
-    """Escape a key, a tag or a name from outside, so that its control characters have no effect."""
+    """Escape a key, tag or name that other programs have chosen, so that its control characters have no effect."""
     return "" if value is None else harmless(str(value))
 
 
 @register.filter
 def told(value: object) -> str:
-    """An error's lines, without passwords."""
+    """Return all lines of an error, with passwords masked."""
     return "" if value is None else for_people(str(value))
 
 
 @register.filter
 def first_line(value: object) -> str:
-    """The first line of an error."""
+    """Return the first line of an error, with passwords masked."""
     lines = for_people(str(value or "")).splitlines()
     return lines[0] if lines else ""
 
 
 @register.filter
 def marked(text: str) -> SafeString:
-    """A sentence with its `backtick` parts as code."""
+    """Return a sentence as HTML: parts between backticks become code."""
     return format_html_join(
         "", "{}", ((format_html("<code>{}</code>", part) if odd else part,) for odd, part in _alternating(text))
     )
@@ -53,7 +53,7 @@ def _alternating(text: str) -> Iterator[tuple[bool, str]]:
 
 @register.filter
 def span(seconds: float | None) -> str:
-    """A readable time span; short ones to the millisecond."""
+    """Return a duration as a readable text. A duration under a second is in milliseconds."""
     if seconds is None:
         return "–"
     if abs(seconds) < 1:
@@ -63,13 +63,13 @@ def span(seconds: float | None) -> str:
 
 @register.filter
 def amount(value: int | float | None) -> str:
-    """A number with separated thousands."""
+    """Return a number with a space between groups of three digits."""
     return "–" if value is None else f"{value:,}".replace(",", "\N{NARROW NO-BREAK SPACE}")
 
 
 @register.filter
 def moment(value: datetime | None) -> SafeString | str:
-    """A time, to the second, in Django's time zone; its title has the full precision."""
+    """Return a time to the second, in Django's time zone. The HTML title has the full precision."""
     if value is None:
         return "–"
     aware = value if value.tzinfo is not None else value.replace(tzinfo=UTC)
@@ -81,7 +81,7 @@ def moment(value: datetime | None) -> SafeString | str:
 
 @register.filter
 def ago(value: datetime | None) -> SafeString | str:
-    """The time since or until a moment; its title has the moment itself."""
+    """Return the time since a moment, or until it. The HTML title has the moment itself."""
     if value is None:
         return "–"
     aware = value if value.tzinfo is not None else value.replace(tzinfo=UTC)
@@ -92,7 +92,7 @@ def ago(value: datetime | None) -> SafeString | str:
 
 @register.inclusion_tag("outbox/console/button.html", takes_context=True)
 def act(context: dict[str, Any], name: str, label: str, tone: str = "plain", **fields: object) -> dict[str, Any]:
-    """A button that leads to the action's confirmation page; empty if the user may not act."""
+    """A button that leads to the confirmation page of an action. It is empty if the user may not run actions."""
     return {
         "may_act": context.get("may_act"),
         "csrf_token": context.get("csrf_token"),
@@ -106,6 +106,9 @@ def act(context: dict[str, Any], name: str, label: str, tone: str = "plain", **f
 
 @register.inclusion_tag("outbox/console/action_form.html", takes_context=True)
 def action_form(context: dict[str, Any], name: str, label: str, **given: object) -> dict[str, Any]:
-    """The form of an action: an input for each declared field but those given, and those asked with the reason."""
+    """The form of an action. It has an input for each declared field that `given` lacks.
+
+    The confirmation page asks for the fields that belong with the reason.
+    """
     fields = [one for one in ACTIONS[name].fields if one.on_page and not one.with_confirmation]
     return {**act(context, name, label), "given": given, "fields": [one for one in fields if one.name not in given]}

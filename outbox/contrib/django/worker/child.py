@@ -28,7 +28,7 @@ from outbox.contrib.django.worker.workers import (
 )
 from outbox.errors import HandlersHung, OutboxError
 
-# The time an interpreter with hanging threads has to end normally.
+# If threads hang, the interpreter has this time to end normally.
 _HUNG_SECONDS: Final = 5.0
 
 logger = logging.getLogger("outbox.contrib.django.worker.child")
@@ -69,7 +69,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def set_up(name: str) -> None:
-    """Set up Django, and afterwards the log, even if that failed: Django first configures the project's logging."""
+    """Set up Django, then the log, even if the first step fails. Django itself configures the project's logging."""
     try:
         django.setup()
     finally:
@@ -77,7 +77,7 @@ def set_up(name: str) -> None:
 
 
 def run_roles(roles: Sequence[str], stop: threading.Event, *, groups: Sequence[str], shared_lead: bool = False) -> None:
-    """Run roles of a worker in this process until `stop`. `shared_lead` as in `SHARED_LEAD`."""
+    """Run roles of a worker in this process until `stop`. `shared_lead`: the option `SHARED_LEAD` was given."""
     name = " and ".join(roles)
     logger.info("%s starts", name)
     if Role.CONSUMER in roles:

@@ -1,4 +1,4 @@
-"""A worker that ends by itself: when no work is due now, or when nothing is left and the project can move away."""
+"""Workers that end by themselves: after all work that is due now, or when no message is left on the broker."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from outbox.ports import AnyHandler, ConsumeCounts, LeftoverWork
 logger = logging.getLogger(__name__)
 
 _LOOK_SECONDS: Final = 5.0
-# Each count reads every message in the broker: pause longer than the count took.
+# Each count reads every message in the broker. So the pause before the next count is this many times as long.
 _REST_FACTOR: Final = 5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DrainCounts:
-    """The counts: messages put into queues, and deliveries handled or failed."""
+    """The counts of a drain: messages put into queues, and deliveries handled or failed."""
 
     queued: int = 0
     handled: int = 0
@@ -34,7 +34,7 @@ class DrainCounts:
 
 
 def settle() -> int:
-    """Report ends, check back and sequence; returns the number of messages put into queues. Raises their errors."""
+    """Send end messages, check back and sequence; return the number of queued messages. Raises their errors."""
     flush()
     run_check_back()
     return get_engine().sequence()
@@ -43,9 +43,9 @@ def settle() -> int:
 def drain(*, groups: Sequence[str] = (), wrap: Callable[[AnyHandler], AnyHandler] | None = None) -> DrainCounts:
     """Settle and consume repeatedly until no work is due.
 
-    `groups`: only these; `wrap`: gets every handler, and returns the function to call instead. It does not wait for
-    messages and retries that are due later. Workers may run at the same time. Raises the errors of its parts, and
-    NotSupported on an engine that cannot know what is due.
+    `groups` limits it to these groups. `wrap` gets every handler and returns the function to call in its place.
+    Messages and retries that are due later stay. Workers may run at the same time. Raises the errors of the steps. If
+    the engine cannot know what is due, raises NotSupported.
     """
     get_engine().refusals.require("run_once", "handling what is due now")
     runtime, queued, handled, failed = consumer_runtime(groups=groups, wrap=wrap), 0, 0, 0
@@ -58,10 +58,10 @@ def drain(*, groups: Sequence[str] = (), wrap: Callable[[AnyHandler], AnyHandler
 
 
 def run_until_drained(stop: threading.Event, brokers: Sequence[str] = ()) -> LeftoverWork:
-    """Run all roles until no message waits on OUTBOX['BROKER'] any more, or until `stop`; returns the last count.
+    """Run all roles until no message waits on OUTBOX['BROKER'], or until `stop`; return the last count.
 
-    Only handlers of this project that run there may still publish there. `brokers`: see `Engine.left`, whose usage
-    errors end the worker, because it could never finish.
+    During that time only handlers of this project may publish on that broker. `brokers`: see `Engine.left`. A usage
+    error of `Engine.left` ends the worker, because the worker could never finish.
     """
     autodiscover()
     engine = engine_of(get_settings())
@@ -86,9 +86,9 @@ def run_until_drained(stop: threading.Event, brokers: Sequence[str] = ()) -> Lef
 
 
 def _until_nothing_waits(stop: threading.Event, look: Callable[[], LeftoverWork]) -> LeftoverWork:
-    """Wait for two looks in a row that find nothing, with nothing written in between.
+    """Wait until two looks in a row find no message, and nothing was written between them.
 
-    Returns the last look, also on `stop`.
+    Return the last look. On `stop`, return it even if it found messages.
     """
     before, said = LeftoverWork(["the broker was not examined"]), ""
     while True:

@@ -1,4 +1,4 @@
-"""The groups of OUTBOX['FORWARD'], run by `outbox_worker --role forward`: each sends its messages to its sink."""
+"""Runs the groups of OUTBOX['FORWARD'] for `outbox_worker --role forward`. Each group sends messages to its sink."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ _PURPOSE: Final = (
 
 
 def run_forward(stop: threading.Event, *, groups: Sequence[str] = ()) -> None:
-    """Forward for the given groups, by default all, until `stop`; then finish the sends in progress.
+    """Forward the messages of the given groups until `stop`, then finish the sends in progress. Default: all groups.
 
-    Raises ConfigurationError for a group that is not declared, or a sink that cannot be made.
+    Raises ConfigurationError for a group that is not declared, or a sink that cannot be created.
     """
     refuse_processes_in_tests()
     with probes.alone("forward"), forwarding(groups=groups) as consumers:
@@ -38,14 +38,14 @@ def run_forward(stop: threading.Event, *, groups: Sequence[str] = ()) -> None:
 
 
 def forward_once(*, groups: Sequence[str] = ()) -> ConsumeCounts:
-    """Send the messages queued now. Raises like `run_forward`."""
+    """Send the messages that are queued now. Raises the errors of `run_forward`."""
     with forwarding(groups=groups) as consumers:
         return consumers.run_once()
 
 
 @contextlib.contextmanager
 def forwarding(*, groups: Sequence[str] = ()) -> Iterator[Consumers]:
-    """Consumers of the groups, and their sinks, which are closed at the end of the block."""
+    """Make consumers for the groups, and their sinks. The sinks are closed at the end of the block."""
     settings = get_settings()
     engine_of(settings).require()
     with contextlib.ExitStack() as sinks:
@@ -65,7 +65,7 @@ def _sink(where: str, declared: DeclaredForward) -> Sink:
 
 
 def made(where: str, kind: Callable[..., Any], options: Mapping[str, Any]) -> Any:
-    """A sink or a source with its options. Raises ConfigurationError for wrong options."""
+    """Create a sink or a source with its options. Raises ConfigurationError for wrong options."""
     try:
         return kind(**options)
     except TypeError as error:

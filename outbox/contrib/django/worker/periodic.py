@@ -1,4 +1,4 @@
-"""The periodic passes of a service: check-back, pruning of ledger and inbox, and comparing both with the broker."""
+"""The periodic passes of a service: check-back, pruning of ledger and inbox, audit, and comparing with the broker."""
 
 from __future__ import annotations
 
@@ -24,36 +24,36 @@ from outbox.utils.periodic import PeriodicPass
 logger = logging.getLogger(__name__)
 
 PRUNE_INTERVAL_SECONDS: Final = 600.0
-# The time limit of one turn: check-back, on the same thread, waits no longer. Later turns do the rest.
+# The time limit of one turn of pruning, because check-back waits for it on the same thread. Later turns do the rest.
 PRUNE_TURN_SECONDS: Final = 2.0
-# How soon a new life of the broker is noticed; otherwise such a pass is one query.
+# A new life of the broker is noticed within this time. If there is none, the pass is one query.
 _LOOK_INTERVAL_SECONDS: Final = 60.0
 
 _LEFT: Final = {"left_to": "another process, which has just begun it"}
 
-# Passes that have left work: they continue here, although they began recently.
+# The names of passes that have left work. They continue in this process, although they began recently.
 _unfinished: set[str] = set()
 
 _added: dict[str, tuple[float, Callable[[], Mapping[str, Any]]]] = {}
 
 
 def add_pass(name: str, interval_seconds: float, work: Callable[[], Mapping[str, Any]]) -> None:
-    """Run `work` periodically too; for apps beside `outbox.contrib.django`, when they are ready.
+    """Run `work` periodically too. Other apps call this in their `ready`.
 
-    Registering it twice has no further effect.
+    A second call with the same name replaces the first.
     """
     _added[name] = (interval_seconds, work)
 
 
 def passes() -> list[PeriodicPass]:
-    """The periodic passes of a producer service, run by a worker's role "check" or by Celery beat.
+    """Return the periodic passes of a producer service. A worker's role "check" or Celery beat runs them.
 
-    Each runs unless another process of the service has recently begun it. Without PRODUCER_GROUP there is no
+    A pass does not run if another process of the service has recently begun it. Without PRODUCER_GROUP there is no
     check-back, because no message can be published on the two-phase path.
     """
     settings = get_settings()
     prune = _in_turn("prune", PRUNE_INTERVAL_SECONDS, lambda: asdict(run_prune(max_seconds=PRUNE_TURN_SECONDS)))
-    # Asked more often than it is due, because workers start and stop.
+    # The pass runs more often than the audit is due, because workers start and stop.
     audit_seconds = min(3600.0, settings.audit_interval_seconds)
     audit = PeriodicPass(name="audit", interval_seconds=audit_seconds, run=partial(_watched, "audit", audit_when_due))
     always = [_in_turn("compare", _LOOK_INTERVAL_SECONDS, _compared), prune, audit]
@@ -105,5 +105,5 @@ def _watched(name: str, work: Callable[[], Mapping[str, Any]]) -> Mapping[str, A
 
 @functools.cache
 def _note(database: BrokerDatabase, of: str) -> FailureNote:
-    # A pass runs rarely, so each failure is logged.
+    # A pass runs rarely, so the first failure is noted at once.
     return FailureNote(database, ProcessPart.PASS, of=of, in_a_row=1)

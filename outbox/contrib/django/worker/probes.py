@@ -1,7 +1,7 @@
-"""Liveness and readiness of a worker: from the heartbeats of its processes, also served over HTTP.
+"""Liveness and readiness of a worker, from the heartbeats of its processes. The worker also serves both over HTTP.
 
-Live: every process has a recent heartbeat; if not, restart the worker. Ready: each can also reach the broker. Neither
-reads a database, so an unreachable database restarts no worker.
+A worker is live if every process has a recent heartbeat; otherwise restart it. It is ready if every process can also
+reach the broker. Neither probe reads a database, so an unreachable database causes no restart.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from outbox.utils import heartbeat
 
 logger = logging.getLogger(__name__)
 
-# A loop runs every second. A broken connection is noticed within 15 s. A database that accepts and never answers looks
-# like a hanging loop.
+# A loop writes its heartbeat every second. It notices a broken connection within 15 s. If a database accepts
+# connections and never answers, the probe cannot tell the loop from one that hangs.
 LIVE_SECONDS: Final = 30.0
 
 
 @contextmanager
 def alone(name: str) -> Iterator[None]:
-    """This process is a worker by itself: during the block it writes its own heartbeat, and serves it."""
+    """Write and serve a heartbeat of this process during the block. Use it if the process has no supervisor."""
     files = prepare_health_files([name])[name]
     os.environ.update({key: value for key, value in files.items() if key == heartbeat.VARIABLE})
     with served():
@@ -42,12 +42,12 @@ def alone(name: str) -> Iterator[None]:
 
 
 def live() -> ConditionReport:
-    """Whether every process that the worker started has a recent heartbeat."""
+    """Return whether every process that the worker has started has a recent heartbeat."""
     return worst_first(_not_live(_hearts()))
 
 
 def ready() -> ConditionReport:
-    """Whether all are live, and each can work."""
+    """Return whether every process is live and can do its work."""
     hearts = _hearts()
     waiting = [
         of_text(
@@ -94,7 +94,7 @@ def _figures() -> bytes:
     try:
         return telemetry.render()
     finally:
-        # Each request has a thread of its own, so close that thread's connections here.
+        # Each request runs on a new thread, so that thread's connections are closed here.
         connections.close_all()
 
 
@@ -113,7 +113,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(404, "text/plain", b"there are /live, /ready and /metrics\n")
 
     def _may_scrape(self) -> bool:
-        """With OUTBOX['METRICS_TOKEN'] its bearer may read; without it, callers on this machine."""
+        """With OUTBOX['METRICS_TOKEN'], callers with the token may read. Without it, callers on this machine may."""
         if get_settings().metrics_token is None:
             return ip_address(self.client_address[0]).is_loopback
         return telemetry.is_authorized(self.headers.get("Authorization", ""))
@@ -131,9 +131,9 @@ class _Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def served() -> Iterator[tuple[Any, ...] | None]:
-    """Serve /live, /ready and /metrics at OUTBOX['HEALTH_ADDRESS'] during the block; nothing without that setting.
+    """Serve /live, /ready and /metrics at OUTBOX['HEALTH_ADDRESS'] during the block. Without the setting do nothing.
 
-    Raises OSError if the port is taken.
+    Raises OSError if another process uses the port.
     """
     address = get_settings().health_address
     if address is None:

@@ -1,4 +1,4 @@
-"""The entries of OUTBOX['RECEIVE'], run by `outbox_worker --role receive`: each stores foreign messages in a topic."""
+"""Runs the entries of OUTBOX['RECEIVE'] for `outbox_worker --role receive`. Each stores foreign messages in a topic."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from outbox.utils import heartbeat
 
 logger = logging.getLogger(__name__)
 
-# How often a receiver reports to the broker that it runs.
+# A receiver reports to the broker at this interval that it runs.
 ROUND_SECONDS: Final = 30.0
 _PURPOSE: Final = (
     "to receive: {'partner': {'source': 'kombu', 'topic': 'partner.orders', "
@@ -34,8 +34,9 @@ _PURPOSE: Final = (
 
 
 def run_receive(stop: threading.Event, *, names: Sequence[str] = ()) -> None:
-    """Receive for the given entries, by default all, until `stop`. If one entry fails, all end, and its error is
-    raised.
+    """Receive for the given entries until `stop`. Default: all entries. If one entry fails, all entries end.
+
+    Raises the error of the entry that failed.
     """
     refuse_processes_in_tests()
     failed: list[BaseException] = []
@@ -64,14 +65,14 @@ def run_receive(stop: threading.Event, *, names: Sequence[str] = ()) -> None:
 
 
 class ReceiverHeartbeat:
-    """Reports that a receiver runs: to this process's probe, and at intervals to the broker (`receiver_late`)."""
+    """Reports that a receiver runs: to this process's probe, and to the broker (condition `receiver_late`)."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._at = self._told_at = -math.inf
 
     def note(self) -> None:
-        """Record a completed round."""
+        """Record a completed round of the receiver."""
         self._at = time.monotonic()
         if self._at - self._told_at < ROUND_SECONDS / 2:
             return
@@ -85,19 +86,19 @@ class ReceiverHeartbeat:
             logger.warning("the broker could not record that %r is received: %s", self._name, error)
 
     def is_recent(self) -> bool:
-        """Whether the last round is recent."""
+        """Whether the receiver's last round is recent."""
         return time.monotonic() - self._at < probes.LIVE_SECONDS
 
 
 def forget_receivers(names: Sequence[str]) -> int:
-    """Delete receivers that are no longer used, so that no condition reports them; returns the number of known ones."""
+    """Delete receivers that the project no longer uses: no condition reports them then. Return how many were known."""
     with broker_connection() as (connection, schema):
         run = Executor(connection, schema)
         return sum(turns.forget(run, f"{turns.RECEIVE}{name}") for name in names)
 
 
 def receive_once(*, names: Sequence[str] = (), wait_seconds: float = 2.0) -> Received:
-    """Receive until no message has come for this long. Raises like `run_receive`, and ServiceUnavailable."""
+    """Receive until no message comes for `wait_seconds`. Raises the errors of `run_receive`, and ServiceUnavailable."""
     total = Received()
     with receiving(names) as receivers:
         for receiver in receivers.values():
@@ -109,7 +110,7 @@ def receive_once(*, names: Sequence[str] = (), wait_seconds: float = 2.0) -> Rec
 
 @contextlib.contextmanager
 def receiving(names: Sequence[str]) -> Iterator[Mapping[str, Receiver]]:
-    """The receivers by name; their sources are closed at the end of the block."""
+    """Make the receivers, by name. Their sources are closed at the end of the block."""
     settings = get_settings()
     engine_of(settings).require()
     with contextlib.ExitStack() as sources:

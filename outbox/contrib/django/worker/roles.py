@@ -1,4 +1,4 @@
-"""The processes of a worker: the role of each, and its files in OUTBOX['HEALTH_DIRECTORY'] (heartbeat, metrics)."""
+"""The processes of a worker: their roles, and their files in OUTBOX['HEALTH_DIRECTORY'] (heartbeat, metrics)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from outbox.utils import heartbeat
 
 logger = logging.getLogger(__name__)
 
-# Tells each process of a worker that the consumer sequences and the broker's process is the standby.
+# With this option the worker's consumer process sequences, and its broker process is the standby.
 SHARED_LEAD: Final = "--shared-lead"
 
 SUFFIX: Final = ".heartbeat"
@@ -32,10 +32,10 @@ FIGURES: Final = "metrics"
 
 
 class Role(StrEnum):
-    """The role of a process of a worker."""
+    """The role of a process in a worker."""
 
     BROKER = "broker"
-    """Sequences and retains, while it holds the leader's lease."""
+    """Sequences messages and runs retention, while it holds the leader's lease."""
     CONSUMER = "consumer"
     """Runs the project's subscribers."""
     CHECK = "check"
@@ -45,7 +45,7 @@ class Role(StrEnum):
 
 
 def supervisor(roles: Sequence[str] = (), *, environment: Mapping[str, str] | None = None) -> Supervisor:
-    """The supervisor of a worker's processes. Raises ConfigurationError if one of them could never work."""
+    """Return the supervisor of a worker's processes. Raises ConfigurationError if one of them could never work."""
     specs = child_specs(roles)
     consume = any(spec.name.startswith(Role.CONSUMER) for spec in specs)
     groups: dict[str, list[str]] = {}
@@ -60,10 +60,10 @@ def supervisor(roles: Sequence[str] = (), *, environment: Mapping[str, str] | No
 
 
 def child_specs(roles: Sequence[str] = ()) -> list[ChildSpec]:
-    """The processes for `roles`: by default all, but no consumers in a project without subscribers.
+    """Return the processes for `roles`; by default all roles, but no consumers in a project without subscribers.
 
-    One process runs the broker and check-back; OUTBOX['CONSUMER_PROCESSES'] run consumers. A single consumer also leads
-    the broker, with the broker's process as its standby (docs/decisions/163).
+    One process runs the roles broker and check. OUTBOX['CONSUMER_PROCESSES'] processes run consumers. A worker's only
+    consumer process also leads the broker, and its broker process is the standby (docs/decisions/163).
     """
     refuse_processes_in_tests()
     settings = get_settings()
@@ -106,7 +106,7 @@ def _has_subscribers() -> bool:
 
 
 def required_subscriptions(*, groups: Sequence[str] = ()) -> list[tuple[Subscription, AnyHandler]]:
-    """Log the project's subscriptions. Raises ConfigurationError if there are none."""
+    """Return the project's subscriptions and handlers. Raises ConfigurationError if there are none."""
     autodiscover()
     wanted = subscriptions(groups=groups)
     if not wanted:
@@ -119,10 +119,10 @@ def required_subscriptions(*, groups: Sequence[str] = ()) -> list[tuple[Subscrip
 
 
 def prepare_health_files(names: Iterable[str]) -> dict[str, dict[str, str]]:
-    """Prepare the directory for processes of these names; returns the environment variables of each.
+    """Prepare the directory for processes with these names; return the environment variables of each process.
 
-    A former worker's files are removed. Each process gets a first heartbeat, so that one whose loop never runs is
-    noticed. The variables are empty without OUTBOX['HEALTH_DIRECTORY'].
+    Files of an earlier worker are removed. Each process gets a first heartbeat, so that the probe notices a process
+    whose loop never runs. Without OUTBOX['HEALTH_DIRECTORY'] there are no variables.
     """
     folder = get_settings().health_directory
     if folder is None:
@@ -140,6 +140,6 @@ def prepare_health_files(names: Iterable[str]) -> dict[str, dict[str, str]]:
 
 
 def monitor_environment() -> dict[str, str]:
-    """The variables of the process that serves the others' heartbeats and metrics."""
+    """Return the variables of the process that serves the heartbeats and metrics of the other processes."""
     folder = get_settings().health_directory
     return {DIRECTORY_VARIABLE: str(Path(folder) / FIGURES)} if folder else {}

@@ -1,4 +1,4 @@
-"""The work of a worker's processes: the broker, the consumers, and check-back."""
+"""The work of a worker's processes: broker, consumers, and periodic passes."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ _BEAT_SECONDS: Final = 1.0
 
 
 def run_broker_role(stop: threading.Event, *, stands_in: bool = False) -> None:
-    """Sequence and retain, while this process holds the leader's lease, until `stop`.
+    """Sequence messages and run retention until `stop`, while this process holds the leader's lease.
 
-    `stands_in`: only while no consumer's process does.
+    `stands_in`: the process leads only while no consumer process leads.
     """
     run_broker(broker_database(), stop, settings=LeaderSettings(check=get_settings().check, stands_in=stands_in))
 
@@ -44,10 +44,10 @@ def run_broker_role(stop: threading.Event, *, stands_in: bool = False) -> None:
 def consumer_runtime(
     *, groups: Sequence[str] = (), wrap: Callable[[AnyHandler], AnyHandler] | None = None, leads: bool = False
 ) -> Consumers:
-    """What runs the project's subscribers, or what `wrap` makes of each handler.
+    """Return the consumers of the project's subscribers. `wrap` gets each handler and returns the function to call.
 
-    It also sequences if it `leads` (outbox.broker.leading). Raises ConfigurationError if there are no subscribers, or
-    the engine refuses one.
+    With `leads` the consumers also sequence (outbox.broker.leading). Raises ConfigurationError if there are no
+    subscribers, or if the engine refuses one of them.
     """
     wanted = required_subscriptions(groups=groups)
     require_inboxes([subscription for subscription, _ in wanted])
@@ -59,7 +59,7 @@ def consumer_runtime(
 
 
 def run_consumer_role(stop: threading.Event, *, groups: Sequence[str] = (), leads: bool = False) -> None:
-    """Consume for the project's subscribers until `stop`, then finish the held messages. `leads`: sequence too."""
+    """Consume for the project's subscribers until `stop`, then finish the held messages. `leads`: also sequence."""
     consumer_runtime(groups=groups, leads=leads).run(stop)
 
 
@@ -70,7 +70,7 @@ def run_monitor_role(stop: threading.Event) -> None:
 
 
 def _compare_topics() -> None:
-    """Log at the start what the server lacks for the declared topics, before the first message is refused."""
+    """Log what the server lacks for the declared topics. It runs at the start, before the server refuses a message."""
     engine = get_engine()
     try:
         for problem in engine.server_problems():
@@ -82,7 +82,7 @@ def _compare_topics() -> None:
 def run_check_role(stop: threading.Event, *, alone: bool = True) -> None:
     """Run the periodic passes, each at its own interval, until `stop`.
 
-    `alone`: no other loop of this process writes heartbeats.
+    `alone`: no other loop in this process writes heartbeats.
     """
     _compare_topics()
     due = {item.name: 0.0 for item in passes()}
@@ -95,7 +95,7 @@ def run_check_role(stop: threading.Event, *, alone: bool = True) -> None:
                     began = time.monotonic()
                     has_more = run_pass(item).get("more")
                     due[item.name] = began if has_more else began + item.interval_seconds
-            # Some passes use the thread's own connections, which Django renews for requests only.
+            # Some passes use this thread's Django connections. Django renews those only at the start of a request.
             close_old_connections()
             pause = max(0.05, min(due.values()) - time.monotonic())
             stop.wait(min(pause, _BEAT_SECONDS) if alone else pause)
@@ -104,7 +104,7 @@ def run_check_role(stop: threading.Event, *, alone: bool = True) -> None:
 
 
 def run_pass(item: PeriodicPass) -> Mapping[str, Any]:
-    """Run one pass and return its counts. An error is logged; the next pass tries again."""
+    """Run one pass and return its counts. If it fails, log the error; the pass runs again later."""
     try:
         counts = item.run()
         logger.debug("%s: %s", item.name, counts)
@@ -117,7 +117,7 @@ def run_pass(item: PeriodicPass) -> Mapping[str, Any]:
 
 
 def run_broker_and_check_roles(stop: threading.Event, *, stands_in: bool = False) -> None:
-    """Run both in one process: a thread instead of 40 MB. Raises the error of either."""
+    """Run both roles in one process, because a thread needs 40 MB less than a process. Raises the error of either."""
     failed: list[BaseException] = []
 
     def check() -> None:
@@ -127,7 +127,7 @@ def run_broker_and_check_roles(stop: threading.Event, *, stands_in: bool = False
             failed.append(error)
             stop.set()
 
-    # A daemon thread: a hanging look-up of the application does not delay the end of the process.
+    # A daemon thread, so that the process can end while a look-up that the application gave (`check=`) hangs.
     checking = threading.Thread(target=check, name="outbox-check", daemon=True)
     checking.start()
     try:
@@ -140,7 +140,7 @@ def run_broker_and_check_roles(stop: threading.Event, *, stands_in: bool = False
 
 
 def run_all(stop: threading.Event) -> None:
-    """Supervise all roles in their own processes until `stop`."""
+    """Run all roles in their own processes, under a supervisor, until `stop`."""
     log = process_log.told_to_children(level=logging.getLogger().getEffectiveLevel(), file=None)
     processes = supervisor(environment=log)
     processes.start()
@@ -148,7 +148,7 @@ def run_all(stop: threading.Event) -> None:
         stop.wait()
         processes.stop()
     except BaseException:
-        # End at once on a second Ctrl-C: the operator does not want to wait.
+        # On a second Ctrl-C end the processes at once, because the operator does not want to wait.
         processes.kill()
         raise
 
@@ -158,7 +158,7 @@ def _by_itself(name: str, role: Callable[[], None]) -> None:
         role()
 
 
-# The roles of `outbox_worker --role`: functions of the stop event and the group names.
+# The functions of `outbox_worker --role`, by role. Each gets the stop event and the group names.
 ROLES: Final[Mapping[str, Callable[[threading.Event, Sequence[str]], None]]] = {
     "all": lambda stop, groups: run_all(stop),
     Role.BROKER: lambda stop, groups: _by_itself("broker", lambda: run_broker_role(stop)),

@@ -1,4 +1,4 @@
-"""Running an action: shown first, then confirmed with a reason, then recorded in the audit."""
+"""The view that runs an action: it shows the plan, asks for a reason, and records the action in the audit."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _NOT_PASSED_ON: Final = frozenset({"csrfmiddlewaretoken", "confirmed", "why"})
 
 
 def view_of(action: DeclaredAction) -> Callable[..., HttpResponse]:
-    """The view of an action: it shows the plan, and runs it after a confirmation with a reason."""
+    """The view of an action: it shows the plan, and runs the action after the operator confirms it with a reason."""
 
     assert action.permission is not None
 
-    # The audit is committed even if the request fails.
+    # The audit entry must stay committed even if the request fails.
     @transaction.non_atomic_requests
     @acting(action.permission)
     def view(request: HttpRequest) -> HttpResponse:
@@ -58,5 +58,8 @@ def view_of(action: DeclaredAction) -> Callable[..., HttpResponse]:
 
 
 def _local(address: str) -> str:
-    """A path of this site only, because the page to return to comes from a form."""
+    """The address if it is a path of this site, else ''.
+
+    The check is needed because a form contains the address of the page to return to.
+    """
     return address if address.startswith("/") and not address.startswith(("//", "/\\")) else ""

@@ -1,4 +1,4 @@
-"""Dead letters: by group and error, and one by one."""
+"""The pages of dead letters: counted by group and error, and listed one by one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from outbox.contrib.django.console.rendering import PER_PAGE, paged, render
 
 @seeing
 def dead_letters(request: HttpRequest) -> HttpResponse:
-    """The errors, most frequent first."""
+    """The page with the errors of dead letters, most frequent first."""
     group = text(request.GET, "group")
     with reading() as run:
         errors = list_errors(run, group)
@@ -30,7 +30,7 @@ def dead_letters(request: HttpRequest) -> HttpResponse:
 
 @seeing
 def letters(request: HttpRequest) -> HttpResponse:
-    """The dead letters of a group, newest first; optionally of one error, topic or key."""
+    """The page with a group's dead letters, newest first. Filters for the error, topic and key are optional."""
     given = request.GET
     selection = LetterSelection(
         topic=text(given, "topic"),

@@ -1,4 +1,4 @@
-"""Consumer groups and topics: the progress of each group, its processes, and each queue with its obstacle."""
+"""The pages of groups and topics: a group's progress and processes, and each queue with its obstacle."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CONSUMERS: Final = 200
 
 @seeing
 def groups(request: HttpRequest) -> HttpResponse:
-    """All groups, from the summary."""
+    """The page of all groups. The figures come from the stored summary."""
     with reading() as run:
         found = summary.overview(run, summary.read(run))
     page = _slice(request, [one for one in found.groups if (text(request.GET, "q") or "") in one.name])
@@ -29,7 +29,7 @@ def groups(request: HttpRequest) -> HttpResponse:
 
 @seeing
 def group(request: HttpRequest) -> HttpResponse:
-    """One group: its topics, its consumer processes, and the queues of one of its topics."""
+    """The page of one group: its topics, its consumer processes, and the queues of one of its topics."""
     name, topic = required(request.GET, "name"), text(request.GET, "topic")
     with reading() as run:
         counted = summary.read(run)
@@ -56,7 +56,7 @@ def group(request: HttpRequest) -> HttpResponse:
 
 @seeing
 def topics(request: HttpRequest) -> HttpResponse:
-    """All topics, from the summary."""
+    """The page of all topics. The figures come from the stored summary."""
     with reading() as run:
         counted = summary.read(run)
     page = _slice(request, [one for one in counted.topics if (text(request.GET, "q") or "") in one.topic])
@@ -65,7 +65,7 @@ def topics(request: HttpRequest) -> HttpResponse:
 
 @seeing
 def topic(request: HttpRequest) -> HttpResponse:
-    """One topic: its declaration, and the groups that consume it."""
+    """The page of one topic: its declaration, and the groups that consume it."""
     name = required(request.GET, "name")
     with reading() as run:
         counted = summary.read(run)
@@ -85,6 +85,6 @@ def topic(request: HttpRequest) -> HttpResponse:
 
 
 def _slice(request: HttpRequest, rows: list[Row]) -> Page[Row]:
-    """A page of a list that is completely in memory."""
+    """One page of a list that is completely in memory."""
     begin = number(request.GET, "after") or 0
     return paged(request, rows[begin : begin + PER_PAGE + 1], lambda _: {"after": begin + PER_PAGE})

@@ -1,4 +1,4 @@
-"""Searching messages, and one message with its history."""
+"""The page that searches messages, and the page of one message with its history."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from outbox.contrib.django.models import OperatorAction
 from outbox.contrib.django.settings.conf import get_settings
 
 _HOUR: Final = timedelta(hours=1)
-# The periods of a search, by name; the first one is the default.
+# The periods of a search, by name. The first period is the default.
 _SPANS: Final = {"hour": _HOUR, "day": 24 * _HOUR, "week": 7 * 24 * _HOUR}
 
 
 @seeing
 def search(request: HttpRequest) -> HttpResponse:
-    """Search by id, transaction id, business key, topic or time; without any of them, show the newest messages."""
+    """Search by id, transaction id, business key, topic or time. Without any of them, show the newest messages."""
     given = request.GET
     wanted, topic = text(given, "q"), text(given, "topic")
     found = as_uuid(wanted) if wanted else None
@@ -63,7 +63,7 @@ def search(request: HttpRequest) -> HttpResponse:
 
 @seeing
 def message(request: HttpRequest, message_id: UUID) -> HttpResponse:
-    """One message, or the first one of a transaction."""
+    """The page of one message, or of the first message of a transaction."""
     with reading() as run:
         found = trace(run, message_id)
         content = None

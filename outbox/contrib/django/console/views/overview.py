@@ -1,4 +1,4 @@
-"""The overview: the verdict with its evidence, the figures of the broker, and the last 15 minutes."""
+"""The overview page: the verdict with its evidence, the figures of the broker, and diagrams of the last 15 minutes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class EvidenceItem:
 
 @dataclass(frozen=True, slots=True)
 class ConditionCard:
-    """A condition for display."""
+    """A condition as the overview page shows it."""
 
     condition: Condition
     severity: str
@@ -59,7 +59,7 @@ class ConditionCard:
 
 @seeing
 def overview(request: HttpRequest) -> HttpResponse:
-    """The verdict, its conditions, and the broker's figures."""
+    """The overview page: the verdict, its conditions, and the broker's figures."""
     found = look()
     context = {
         "title": "Overview",
@@ -74,7 +74,10 @@ def overview(request: HttpRequest) -> HttpResponse:
 
 @seeing
 def history(request: HttpRequest) -> HttpResponse:
-    """The last 15 minutes as JSON, for the diagrams: messages per second, and the age of the oldest waiting message."""
+    """The data of the diagrams as JSON, for the last 15 minutes.
+
+    The data contain the messages per second and the age of the oldest waiting message.
+    """
     with reading() as run:
         moments = summary.history(run, text(request.GET, "group"))
     pairs = list(pairwise(moments))
@@ -96,7 +99,7 @@ def _rate(before: SummaryPoint, after: SummaryPoint, name: str) -> float | None:
     old, new = getattr(before, name), getattr(after, name)
     if old is None or new is None:
         return None
-    # A total falls when a group or a topic is deleted.
+    # If a group or a topic was deleted, the newer total may be smaller. The rate is 0 then.
     return round(float(max(0, new - old)) / max(0.001, after.at - before.at), 3)
 
 

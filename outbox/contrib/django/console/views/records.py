@@ -1,4 +1,4 @@
-"""Records: incidents of the broker, reconciliation's findings, and operator actions."""
+"""The pages of incidents of the broker, of reconciliation findings, and of operator actions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from outbox.contrib.django.operations.findings import MAX_SAVED
 
 @seeing
 def incidents(request: HttpRequest) -> HttpResponse:
-    """Incidents, newest first; optionally of one kind."""
+    """The page of incidents, newest first. A filter for the kind is optional."""
     kind = text(request.GET, "kind")
     with reading() as run:
         found = noted.recent(run, kind, before=number(request.GET, "after"), limit=PER_PAGE + 1)
@@ -33,7 +33,7 @@ def incidents(request: HttpRequest) -> HttpResponse:
 
 @seeing
 def findings(request: HttpRequest) -> HttpResponse:
-    """The findings of the last saved reconciliation, each with its meaning and remedy."""
+    """The page of findings of the last saved reconciliation, each with its meaning and remedy."""
     kind = text(request.GET, "class")
     found = Finding.objects.order_by("id").filter(id__gt=number(request.GET, "after") or 0)
     with application():
@@ -54,7 +54,7 @@ def findings(request: HttpRequest) -> HttpResponse:
 
 @seeing
 def audit(request: HttpRequest) -> HttpResponse:
-    """Operator actions, newest first."""
+    """The page of operator actions, newest first."""
     who, before = text(request.GET, "who"), number(request.GET, "after")
     found = OperatorAction.objects.order_by("-id")
     found = found.filter(id__lt=before) if before is not None else found
@@ -66,7 +66,7 @@ def audit(request: HttpRequest) -> HttpResponse:
 
 @seeing
 def audit_entry(request: HttpRequest, number: int) -> HttpResponse:
-    """One complete entry; an action redirects here when it ends."""
+    """The page of one complete audit entry. A finished action redirects to this page."""
     with application():
         entry = OperatorAction.objects.filter(pk=number).first()
     if entry is None:

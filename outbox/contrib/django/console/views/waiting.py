@@ -1,4 +1,4 @@
-"""Waiting work: undecided transactions, delayed messages, and retries."""
+"""The pages of waiting work: undecided transactions, delayed messages, and retries."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from outbox.contrib.django.console.rendering import PER_PAGE, paged, render
 
 @seeing
 def undecided(request: HttpRequest) -> HttpResponse:
-    """Undecided transactions, oldest first."""
+    """The page of undecided transactions, oldest first."""
     group, parked = text(request.GET, "group"), request.GET.get("parked") == "yes"
     with reading() as run:
         rows = list_open(run, group, parked=parked, after=uuid(request.GET, "after"), limit=PER_PAGE + 1)
@@ -27,7 +27,7 @@ def undecided(request: HttpRequest) -> HttpResponse:
 
 @seeing
 def waiting(request: HttpRequest) -> HttpResponse:
-    """Waiting messages, the next due first."""
+    """The page of waiting messages. The message that is due next comes first."""
     given = request.GET
     group, topic, delayed = text(given, "group"), text(given, "topic"), given.get("delayed") == "yes"
     with reading() as run:

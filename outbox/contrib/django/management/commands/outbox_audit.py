@@ -15,7 +15,7 @@ from outbox.contrib.django.operations.watching import run_audit
 
 
 class Command(ActionCommand):
-    """Parses, then calls run_audit, or run_compare."""
+    """Parses the arguments, then calls run_audit or run_compare."""
 
     help = (
         "Count every message by state and compare. The result is stored for the status. Exits with 2 if an equation "

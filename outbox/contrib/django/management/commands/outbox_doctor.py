@@ -13,7 +13,7 @@ from outbox.contrib.django.operations.doctor import examine
 
 
 class Command(OutboxCommand):
-    """Parses, then calls examine."""
+    """Parses the arguments, then calls examine."""
 
     help = "Examine settings, databases, ledgers, server and declarations. Exits with 0, 1 (warning) or 2 (critical)."
 

@@ -1,4 +1,7 @@
-"""`manage.py outbox_install [--drop]`: the broker's tables; on RocketMQ, its topics and groups."""
+"""`manage.py outbox_install [--drop]`: checks or installs the broker.
+
+On PostgreSQL the broker consists of tables, on RocketMQ of topics and groups.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +19,16 @@ from outbox.contrib.django.operations.installation import install_broker, planne
 from outbox.contrib.django.settings.conf import EngineName, OutboxSettings, get_settings
 from outbox.contrib.django.subscribers.registry import autodiscover
 
-# RocketMQ's proxy caches for about 20 s that a topic was missing, or its former type.
+# For about 20 s, RocketMQ's proxy caches that a topic is missing, or the topic's former type.
 _SETTLE_SECONDS: Final = 30.0
 _PAUSE_SECONDS: Final = 0.5
 
 
 class Command(ActionCommand):
-    """Parses, then calls one function. On RocketMQ it compares, and creates only with --create."""
+    """Parses the arguments, then calls one function.
+
+    On RocketMQ it compares the topics with the declared ones. It creates topics and groups only with --create.
+    """
 
     help = (
         "Install or upgrade the broker's tables and declare OUTBOX['TOPICS'], as `migrate` does; or drop them. On "
@@ -75,9 +81,11 @@ class Command(ActionCommand):
         self.say(f"the broker's {where} {change}; topics {would}declared: {topics}")
 
     def _check_rocketmq(self, settings: OutboxSettings, *, create: str | None) -> None:
-        """Compare the topics with the declared ones, after creating them and the groups at the address `create`.
+        """Compare RocketMQ's topics with the declared topics.
 
-        Raises CommandError for what is missing, and for transactions that RocketMQ gave up and no worker has decided.
+        If `create` is an address, first create the topics and groups there.
+
+        Raises CommandError if something is missing, or if RocketMQ gave up transactions that no worker has decided.
         """
         engine = cast(RocketMQEngine, get_engine())
         autodiscover()
@@ -97,7 +105,7 @@ class Command(ActionCommand):
 
 
 def _problems(look: Callable[[], Iterable[str]], seconds: float) -> list[str]:
-    """The problems that remain after checking again for this long."""
+    """The problems that remain. The check is repeated for at most `seconds`."""
     deadline = time.monotonic() + seconds
     while (problems := list(look())) and time.monotonic() < deadline:
         time.sleep(_PAUSE_SECONDS)

@@ -17,12 +17,12 @@ from outbox.contrib.django.management.output import moment
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.utils.safe_text import masked_names
 
-# The part of a body in a line of the table; --json has all of it.
+# The number of characters of a body that a line of the table shows. With --json, the whole body is printed.
 _SHOWN_CHARACTERS = 60
 
 
 class Command(ActionCommand):
-    """Parses, then calls one function."""
+    """Parses the arguments, then calls one function."""
 
     help = "List the stored messages of a topic or key, show the path of one, or recall waiting ones."
 
@@ -70,7 +70,7 @@ class Command(ActionCommand):
     def _list_key(self, options: dict[str, Any]) -> None:
         with broker_connection() as (connection, schema):
             narrowed = {name: options[name] for name in ("topic", "since", "limit")}
-            # Newest first, so the next page is older.
+            # The newest message comes first, so the next page has older messages.
             found = find_messages(Executor(connection, schema), options["key"], before=options["after"], **narrowed)
         if options["json"]:
             self.print_json(found)

@@ -1,4 +1,4 @@
-"""`manage.py outbox_reconcile`: reconciliation on Spark, as a process with the project's own databases."""
+"""`manage.py outbox_reconcile`: runs the reconciliation on Spark, in its own process, on the project's databases."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from outbox.contrib.django.operations.findings import MAX_SAVED, replace
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.errors import ConfigurationError
 
-# Installed; in a checkout of this project.
+# The name of the installed package, and its name in a checkout of this project.
 _PACKAGES = ("outbox_spark", "spark")
-# The pipeline's exit codes. A CommandError's own 1 would say "findings".
+# The pipeline's exit codes. CommandError's default exit code 1 would mean "findings".
 _CLEAN, _FINDINGS, _USAGE, _INCOMPLETE = range(4)
 
 
 class Command(OutboxCommand):
-    """Parses, starts the process, and ends with its exit code."""
+    """Parses the arguments, starts the process, and ends with the exit code of the process."""
 
     help = (
         "Compare business tables, messages and effects with Spark. Exit codes: 0 clean, 1 findings, 2 something "
@@ -80,7 +80,7 @@ class Command(OutboxCommand):
             raise SystemExit(done.returncode)
 
     def save(self, output: str) -> None:
-        """Replace the findings in the table. Raises CommandError; the result in `output` stays valid."""
+        """Replace the findings in the table. If it raises CommandError, the result in `output` is still valid."""
         command = [sys.executable, "-m", package(), "findings", "--output", output, "--limit", str(MAX_SAVED + 1)]
         printed = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
         problem = f"The result is in {output}, but its findings were not saved in the table"
@@ -98,7 +98,7 @@ class Command(OutboxCommand):
         self.stderr.write(f"saved {saved} findings in the table{rest}")
 
     def plan(self, file: Path, rules: str, output: str, variables: Mapping[str, str]) -> None:
-        """Write the plan of the valid result. Raises CommandError; the result stays valid."""
+        """Write the repair plan of the valid result. If it raises CommandError, the result is still valid."""
         command = [sys.executable, "-m", package(), "plan", "--rules", rules, "--output", output]
         printed = subprocess.run(command, env=variables, stdout=subprocess.PIPE, text=True, check=False)
         if printed.returncode:
@@ -116,7 +116,7 @@ class Command(OutboxCommand):
 
 
 def package() -> str:
-    """The module to run. Raises CommandError if it is not installed."""
+    """The name of the module to run. Raises CommandError if the module is not installed."""
     for name in _PACKAGES:
         if importlib.util.find_spec(name) and importlib.util.find_spec(f"{name}.cli"):
             return name
@@ -145,7 +145,10 @@ def project() -> dict[str, str]:
 
 
 def given(databases: Sequence[str]) -> dict[str, str]:
-    """RECONCILE_… variables of --database; they override the environment. Raises CommandError for unknown aliases."""
+    """RECONCILE_… variables from the option --database.
+
+    They override the environment. Raises CommandError for unknown aliases.
+    """
     variables = {}
     for item in databases:
         name, separator, alias = item.partition("=")

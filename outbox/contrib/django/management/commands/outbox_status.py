@@ -17,7 +17,7 @@ from outbox.contrib.django.worker.probes import live, ready
 
 
 class Command(OutboxCommand):
-    """Parses, then calls look, or one of the probes."""
+    """Parses the arguments, then calls `look` or one of the probes."""
 
     help = (
         "Show what needs attention, topics and groups; exits with 0, 1 (warning) or 2 (critical). --probe, --live and "

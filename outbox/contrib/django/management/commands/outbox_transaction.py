@@ -17,7 +17,7 @@ from outbox.contrib.django.publishing.checkback import run_check_back
 
 
 class Command(ActionCommand):
-    """Parses, then calls one function."""
+    """Parses the arguments, then calls one function."""
 
     help = "List and settle the open transactions of the broker, or refuse new ones."
 

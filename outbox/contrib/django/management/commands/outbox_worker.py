@@ -1,4 +1,4 @@
-"""`manage.py outbox_worker`: the broker, the consumers, check-back, forwarding and receiving, without Celery."""
+"""`manage.py outbox_worker`: runs the broker, the consumers, check-back, forwarding and receiving, without Celery."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from outbox.contrib.django.worker.workers import ROLES
 from outbox.errors import HandlersHung
 
 _FORWARD, _RECEIVE = "forward", "receive"
-# `all` leaves these two out: they need credentials of other systems, and run where those are.
+# The role `all` does not include these two roles. Both roles need credentials of other systems, so an operator runs
+# them where these are available.
 _ROLES: Final[Mapping[str, Callable[[threading.Event, Sequence[str]], None]]] = {
     **ROLES,
     _FORWARD: lambda stop, names: run_forward(stop, groups=names),
@@ -31,7 +32,7 @@ _HUNG_SECONDS: Final = 5.0
 
 
 class Command(ActionCommand):
-    """Parses, then runs one role until SIGTERM or SIGINT, or what is due once."""
+    """Parses the arguments, then runs one role until SIGTERM or SIGINT, or runs the due work once."""
 
     help = "Run the broker, the consumers and check-back until SIGTERM, then drain; or forward, or receive."
 
