@@ -48,7 +48,7 @@ _BORN_V6, _STORED_V6 = 1 << 4, 1 << 5
 
 
 def parse_address(text: str) -> Admin:
-    """Return the administration port in a text HOST:PORT. Raises UsageError."""
+    """Parse a text HOST:PORT, and return the `Admin` of this port. Raises UsageError."""
     host, _, port = text.rpartition(":")
     if not host or not port.isdigit():
         raise UsageError(f"{text!r} must be the HOST:PORT of a broker's administration port (listenPort, 10911).")

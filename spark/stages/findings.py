@@ -53,8 +53,7 @@ class FindingCounts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class JudgedRule:
-    """A rule with its final counts. Each suspect counts by its class on the second look, all other keys by their class
-    on the first look."""
+    """A rule with its final counts: a suspect under its class of the second look, each other key under that of the first."""
 
     confirmed: ConfirmedRule
     counts: Counts

@@ -87,7 +87,7 @@ class RecordedTask(Task):  # type: ignore[misc]
         return super().apply_async(*args, **kwargs)
 
     def retry(self, *args: Any, **kwargs: Any) -> Any:
-        """Send the retry at once, because the exception that follows would roll a stored message back."""
+        """Send the retry at once: Celery's `retry` then raises, and the rollback would remove a stored message."""
         with _at_once():
             return super().retry(*args, **kwargs)
 

@@ -439,7 +439,7 @@ def refuse_without_transaction(settings: OutboxSettings, first: Message, immunit
 
 
 def refuse_leak_from_test(settings: OutboxSettings, using: str | None) -> None:
-    """Raise TransactionUsageError for a message that would leave a TestCase."""
+    """Raise TransactionUsageError if a TestCase would publish to a real broker, beyond its own rollback."""
     if settings.in_memory:
         return
     opened = [connections[using]] if using else connections.all(initialized_only=True)
