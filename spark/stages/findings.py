@@ -53,7 +53,7 @@ class FindingCounts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class JudgedRule:
-    """A rule with its final counts: a suspect under its class of the second look, each other key under that of the first."""
+    """A rule with its final counts: a suspect by its class of the second look, any other key by that of the first."""
 
     confirmed: ConfirmedRule
     counts: Counts

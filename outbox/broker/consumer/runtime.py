@@ -561,6 +561,6 @@ def _check(subscriptions: Sequence[tuple[Subscription, AnyHandler]]) -> None:
         seen.add(place)
         if broadcast.setdefault(subscription.group, subscription.broadcast) != subscription.broadcast:
             raise InvalidSubscription(
-                f"group {subscription.group!r} has subscriptions with broadcast=True and without it, but all subscriptions "
-                "of a group must have the same: give one of them another group."
+                f"group {subscription.group!r} has subscriptions with broadcast=True and without it, but all "
+                "subscriptions of a group must have the same: give one of them another group."
             )
