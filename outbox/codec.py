@@ -125,3 +125,8 @@ class Codecs:
             return codec.decode(data)
         except ValueError as error:
             raise UndecodableBody(f"the body is not valid {content_type}: {error}") from error
+        except Exception as error:
+            # A codec of the application may raise anything. Every engine treats its failure as a body without a codec.
+            raise UndecodableBody(
+                f"the codec for {content_type!r} failed with {type(error).__name__}: {error}"
+            ) from error

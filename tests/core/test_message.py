@@ -102,6 +102,17 @@ def test_codec_per_topic_and_content_type() -> None:
         codecs.decode("application/json", b"{")
 
 
+def test_whatever_a_codec_raises_is_an_undecodable_body() -> None:
+    class Broken(BytesCodec):
+        content_type = "application/x-broken"
+
+        def decode(self, data: bytes) -> bytes:
+            raise KeyError("schema 7")
+
+    with pytest.raises(UndecodableBody, match=r"'application/x-broken' failed with KeyError: 'schema 7'"):
+        Codecs(Broken()).decode("application/x-broken", b"")
+
+
 def test_ids_increase_and_are_version_7() -> None:
     ids = [uuid7() for _ in range(20_000)]
     assert ids == sorted(ids)

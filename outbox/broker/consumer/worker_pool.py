@@ -259,12 +259,6 @@ class Caller:
             except UndecodableBody as error:
                 results[place] = error
                 continue
-            except Exception as error:
-                results[place] = UndecodableBody(
-                    f"the codec for {message.content_type!r} failed on message {message.message_id} with "
-                    f"{type(error).__name__}: {error}"
-                )
-                continue
             deliveries.append(deliver(item.row, message, body, group, item.queue.name, item.offset, item.attempt))
             places.append(place)
         return deliveries, places
