@@ -25,10 +25,10 @@ class Message:
     """One message to send: an encoded body, its topic and its routing.
 
     `message_id` is the idempotency key of a send: a message that is sent twice with one id is stored once. `key` orders
-    messages on FIFO topics, and names the business object on others. `shard` chooses the queue (shard modulo queue
-    count). None spreads messages evenly. `deliver_at` (aware) is the earliest time of delivery, by the broker's clock.
-    `delay` counts from the time at which the broker stores the message, and the broker turns it into `deliver_at`.
-    Raises InvalidName, InvalidMessage or BodyTooLarge if the message cannot be sent.
+    messages on FIFO topics, and names the business object on other topics. `shard` chooses the queue (shard modulo
+    queue count). None spreads messages evenly. `deliver_at` (aware) is the earliest time of delivery, by the broker's
+    clock. `delay` counts from the time at which the broker stores the message, and the broker turns it into
+    `deliver_at`. Raises InvalidName, InvalidMessage or BodyTooLarge if the message cannot be sent.
     """
 
     topic: str
@@ -109,7 +109,7 @@ class SendReceipt:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Delivery:
-    """One message handed to one handler.
+    """One message that a consumer passes to one handler.
 
     `body` is decoded by the codec of the message's content type. `attempt` counts from 1. The message was read at
     `offset` of `queue` for the consumer group. `transaction_id` is the transaction id of the publish call (see

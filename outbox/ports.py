@@ -46,14 +46,14 @@ class Broker(Protocol):
         committed: bool = False,
         producer: ProducerEpoch | None = None,
     ) -> list[SendReceipt]:
-        """Store messages that are visible at once: all or none. Raises ProducerFenced for a producer's older instance.
+        """Store all messages or none, visible at once. Raises ProducerFenced if the producer is an older instance.
 
         `committed` says that the local transaction of the messages has already committed (a repair). Topics that
         require a local transaction then accept them.
         """
 
     def send_half(self, half: HalfTransaction, *, timeout_seconds: float = 3.0) -> list[SendReceipt]:
-        """Store messages that stay invisible until `end` decides them: all or none. They are durable on return."""
+        """Store all messages or none, invisible until `end` decides them. When the call returns, they are durable."""
 
     def take_over(self, producer_group: str, transactional_id: str, *, timeout_seconds: float = 3.0) -> ProducerEpoch:
         """Make the caller the newest instance of a transactional id.
@@ -68,7 +68,7 @@ class Broker(Protocol):
         """Record decisions. Return one status per decision, in order. The first decision of a transaction is final."""
 
     def hint_checks(self, transaction_ids: Sequence[UUID]) -> None:
-        """Ask for an early check of half transactions. If the broker cannot take this request, it raises nothing."""
+        """Ask for an early check of half transactions. A failure raises no error."""
 
     def claim_checks(self, producer_group: str, *, limit: int = 500) -> list[Check]:
         """Claim the group's undecided half messages that are due for a check."""
@@ -98,7 +98,7 @@ class Broker(Protocol):
         """Return the topic as the broker knows it. Raises UnknownTopic."""
 
     def declare(self, topics: Sequence[Topic]) -> None:
-        """Create topics, or change them to the declaration. An engine that can do neither raises NotSupported."""
+        """Create topics, or change them to the declaration. If the engine can do neither, raises NotSupported."""
 
     def take_turn(
         self, producer_group: str, name: str, *, interval_seconds: float, rest_seconds: float | None = None
@@ -108,10 +108,11 @@ class Broker(Protocol):
         An engine that records no turns returns True, so every process runs the pass.
         """
 
-    # The methods from here on return at once and never fail. An engine that does not need a method does nothing in it.
+    # The methods from here on return at once and never fail. If an engine does not need one of them, that method does
+    # nothing.
 
     def end_one_way(self, end: EndTransaction) -> None:
-        """Like `end`, but do not wait for the answer. If the decision is lost, check-back finds it."""
+        """Like `end`, but do not wait for the answer. If the request is lost, check-back finds the decision."""
 
     def hint_one_way(self, transaction_id: UUID) -> None:
         """Like `hint_checks` for one transaction, but do not wait for the answer."""
@@ -146,13 +147,13 @@ class Consumers(Protocol):
     """Runs the handlers of one process's subscriptions. Delivery is at least once. Each group has its own offsets."""
 
     def run(self, stop: threading.Event) -> None:
-        """Consume until `stop` is set. Then start no more handlers, and finish the running ones.
+        """Consume until `stop` is set. Then start no more handlers, and finish the running handlers.
 
         If the subscriptions are invalid, raises the error. If too many handlers hang, raises HandlersHung.
         """
 
     def run_once(self) -> ConsumeCounts:
-        """Handle the messages that can be delivered to these subscriptions now. Do not wait for later ones.
+        """Handle the messages that can be delivered to these subscriptions now. Do not wait for later messages.
 
         An engine that cannot know which messages are due raises NotSupported.
         """
@@ -211,8 +212,8 @@ class LeftoverWork:
     Workers finish the work in `waiting` by themselves. The work in `staying` needs an operator.
 
     `written` counts all messages ever written to the places that were read. It is 0 for an engine that reads one
-    snapshot. Other engines compare two looks. If both looks found nothing and `written` is the same, no message moved
-    between the places in the meantime.
+    snapshot. For other engines, the caller compares two looks. If both looks found nothing and `written` is the same,
+    no message moved between the places in the meantime.
     """
 
     waiting: list[str] = field(default_factory=list)

@@ -55,11 +55,11 @@ class Producer:
 
 
 class TransactionProducer:
-    """Sends half messages around local transactions and answers check-backs for its group.
+    """Sends half messages, runs their local transactions, and answers check-backs for its group.
 
-    All producers of a group must have the same listeners, because every producer must be able to answer for the others.
-    RocketMQ's sample reports ROLLBACK for any exception. This producer reports it only for LocalTransactionRolledBack,
-    because an error from COMMIT does not prove a rollback.
+    All producers of a group must have the same listeners, because each producer must be able to answer checks of the
+    other producers' transactions. RocketMQ's sample reports ROLLBACK for any exception. This producer reports it only
+    for LocalTransactionRolledBack, because an error from COMMIT does not prove a rollback.
     """
 
     def __init__(

@@ -36,8 +36,8 @@ class DeclaredSubscription:
 class Refusals:
     """The refusals of one engine.
 
-    An entry of `topics` or `subscriptions` is a predicate and a refusal. If the predicate is true for a topic or a
-    subscription, it is refused. `calls` has the refused calls, by the name of the port's method or of the feature.
+    An entry of `topics` or `subscriptions` is a predicate and a refusal. The engine refuses a topic or subscription for
+    which the predicate is true. `calls` has the refused calls, by the name of the port's method or of the feature.
     """
 
     engine: str

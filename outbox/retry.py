@@ -46,5 +46,5 @@ class RetryPolicy:
         return self.level_seconds(attempt)
 
     def level_seconds(self, level: int) -> float:
-        """Return the wait of a delay level (from 1). A level past the end of the list is the last level."""
+        """Return the wait of a delay level (from 1). A level past the end of the list counts as the last level."""
         return self.delays_seconds[min(max(level, 1), len(self.delays_seconds)) - 1]

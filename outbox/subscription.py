@@ -34,7 +34,7 @@ class OnError(enum.StrEnum):
     """The reaction to a message whose handler raised an error."""
 
     RETRY = "retry"
-    """Concurrent mode: put the message into the retry queue. Ordered modes: suspend, then try again in place."""
+    """Concurrent mode: put the message into the retry queue. Ordered modes: wait, then try it again in place."""
     SKIP = "skip"
     """Put the message into the retry queue. Later messages pass it, so an ordered mode loses its order."""
     DEAD_LETTER = "dead_letter"

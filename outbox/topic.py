@@ -29,7 +29,10 @@ class MessageType(enum.StrEnum):
     DELAY = "DELAY"
     """Messages that may have a delivery time."""
     TRANSACTION = "TRANSACTION"
-    """Messages that may be half messages of a local transaction. If a topic has only this type, they must be."""
+    """Messages that may be half messages of a local transaction.
+
+    A topic with only this type takes no other messages.
+    """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,7 +79,7 @@ class Topic:
         return self.types == {MessageType.TRANSACTION}
 
     def check_accepts(self, message: Message, *, transactional: bool | None) -> None:
-        """Raise MessageTypeMismatch or InvalidMessage unless the topic accepts this message in this form.
+        """Raise MessageTypeMismatch or InvalidMessage if the topic does not accept this message in this form.
 
         `transactional` says whether the message is bound to an open local transaction. None says that the message's
         local transaction has already committed (a repair).

@@ -1,7 +1,7 @@
 """Traces the work of a process through one tracer. Without a tracer, nothing is traced or imported.
 
-The trace context is in the headers of a message. So it lasts as long as the message: for the half message, check-back,
-retries, and a replay days later.
+The trace context is in the headers of a message. So the half message, check-back, the retries, and a replay days later
+all have the same trace context.
 """
 
 from __future__ import annotations

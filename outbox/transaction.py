@@ -48,11 +48,11 @@ class ProducerEpoch:
 class HalfTransaction:
     """The messages of one publish call, stored invisibly until the local transaction is decided.
 
-    `transaction_id` is the id of the first message (as in RocketMQ). `producer_group` names the producers of which each
-    can answer a check-back. `ledger_id` names the ledger that the answer must come from; None: there is no ledger.
-    `checker` names the registered look-up to run, if any. `immunity_seconds` is the minimum age before the first check
-    that may write; None: the broker's default. `producer` is the sending instance if the producer has a transactional
-    id, because the broker refuses an older instance.
+    `transaction_id` is the id of the first message (as in RocketMQ). `producer_group` names a group of producers, and
+    each of them can answer a check-back. `ledger_id` names the ledger that the answer must come from; if it is None,
+    there is no ledger. `checker` names the registered look-up to run, if any. `immunity_seconds` is the minimum age
+    before the first check that may write; if it is None, the broker's default applies. `producer` is the sending
+    instance if the producer has a transactional id, because the broker refuses an older instance.
     """
 
     producer_group: str
@@ -79,7 +79,7 @@ class EndTransaction:
 
 
 class ParkReason(enum.StrEnum):
-    """Why an undecided transaction was parked. The status lists parked transactions. Checks for them are rare."""
+    """Why an undecided transaction was parked. The status lists parked transactions. The broker checks them rarely."""
 
     CHECKS = "checks"
     """The producer group gave MAX_CHECKS answers that count, and none of them was a decision."""
@@ -101,7 +101,10 @@ class EndStatus(enum.StrEnum):
     REFUSED = "refused"
     """There is no such half message, or it belongs to another producer group; an incident is recorded."""
     ACCEPTED = "accepted"
-    """The engine has accepted the decision and reports no more. An earlier decision may hold in its place."""
+    """The engine has accepted the decision and reports nothing further.
+
+    If an earlier decision exists, the earlier decision may be the valid one.
+    """
     LEFT_TO_CHECK = "left to check"
     """The engine cannot take the decision now, so check-back settles the transaction."""
 
@@ -156,12 +159,14 @@ class CheckCounts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckSettings:
-    """The limits of checking half messages. The defaults are RocketMQ's. If its sources differ, the longer is used.
+    """The limits of checking half messages.
 
-    `immunity_seconds`: the minimum age before the first check, unless the half message has its own. `recheck_seconds`:
-    the wait after an UNKNOWN. `max_checks`: this number of UNKNOWN answers that count parks the transaction.
-    `max_age_seconds`: so long after immunity ended, the broker's maintenance parks the transaction, with or without
-    answers. A parked transaction is checked every `parked_recheck_seconds`, and when its group returns.
+    Defaults are RocketMQ's; if its sources give two values, the longer is used. `immunity_seconds`: the minimum age
+    before the first check, if the half message has no minimum age of its own. `recheck_seconds`: the wait after an
+    UNKNOWN. `max_checks`: after this number of UNKNOWN answers that count, the broker parks the transaction.
+    `max_age_seconds`: this long after immunity has ended, the broker's maintenance parks the transaction, even if no
+    answer came. A parked transaction is checked every `parked_recheck_seconds`, and when its producer group asks for
+    checks again after an absence.
     """
 
     immunity_seconds: int = 6
@@ -172,7 +177,7 @@ class CheckSettings:
 
 
 GROUP_AWAY_SECONDS: Final = 300.0
-"""If a producer group has not asked for checks for this number of seconds, it is away.
+"""If a producer group has not asked for checks for this number of seconds, it counts as away.
 
 When the group returns, or when one of its processes starts, its parked transactions are checked at once. This happens
 at most once in this interval.

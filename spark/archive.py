@@ -1,11 +1,11 @@
 """`outbox-reconcile archive`: keeps the broker's log as Parquet files before retention removes the messages.
 
-    archive.json                           passes with their counts and checksums, and gaps
-    message_v1/pass=<name>/day=<date>/…    Parquet, one row per message of that pass, by the day it was stored
+    archive.json                           the passes with their counts and checksums, and the gaps
+    message_v1/pass=<name>/day=<date>/…    Parquet, one row per message of the pass that was stored on this day
 
-A pass takes the messages that were settled (decided, due, recalled) since the previous pass. A message is settled once,
-so no message is in two passes. A pass is part of the archive once `archive.json` names it. If a pass was killed, the
-next pass removes its files.
+A pass takes the messages that were settled (decided and due, or recalled) since the previous pass. A message is settled
+once, so no message is in two passes. A pass is part of the archive once `archive.json` names it. If a pass was killed,
+the next pass removes its files.
 """
 
 from __future__ import annotations
@@ -136,7 +136,8 @@ class Archive:
     def _account(self, manifest: Manifest, until: str) -> list[Gap]:
         """The gaps: messages that retention removed before a pass took them.
 
-        The first pass returns no gap. It only records how many messages retention had removed before.
+        The first pass returns no gap. It only records the number of messages that retention had removed before this
+        pass.
         """
         gaps = []
         for topic, removed, taken, horizon in removed_by_topic(self._source, self._schema, manifest.until):

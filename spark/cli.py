@@ -158,7 +158,11 @@ def _verdict(result: dict[str, Any], output: str) -> str:
 
 
 def _watch(given: argparse.Namespace) -> int:
-    """Run `watch`. With --available-now it ends with the exit codes of `run`; else SIGTERM or SIGINT ends it with 0."""
+    """Run `watch`, and return its exit code.
+
+    With --available-now, this is the exit code of `run`. Without it, the function waits for SIGTERM or SIGINT and then
+    returns 0.
+    """
     options = RunOptions(rules=given.rules, output=given.output, metrics=given.metrics)
     progress = Progress(quiet=given.quiet)
     rules_file.load(options.rules)
@@ -184,8 +188,8 @@ def _watch(given: argparse.Namespace) -> int:
 
 
 def _archive(given: argparse.Namespace) -> int:
-    """Return 0 if the archive is complete, else 1: retention removed messages before a pass took them, or files of the
-    archive have changed."""
+    """Return 0 if the archive is complete. Return 1 if retention removed messages before a pass took them, or if files
+    of the archive have changed."""
     rules = rules_file.load(given.rules)
     progress = Progress(quiet=given.quiet)
     progress.say("stage start: Spark")

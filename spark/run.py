@@ -3,8 +3,8 @@
     open       snapshots of all databases                       sources/databases.py
     prepare    per rule: its window, its tables checked         stages/prepare.py    -> PreparedRule
     compare    per rule: buckets of time with equal checksums   stages/checksums.py  -> ComparedChecksums
-    scan       per rule: every key classified, suspects written stages/scan.py       -> ScannedRule
-    confirm    per rule: suspects read again by key             stages/confirm.py    -> ConfirmedRule
+    scan       per rule: classify all keys, write the suspects  stages/scan.py       -> ScannedRule
+    confirm    per rule: read the suspects again by key         stages/confirm.py    -> ConfirmedRule
     collect    all rules: new, still open, recovered            stages/findings.py   -> Findings
     publish    report, result.json, then history and metrics    output/result.py
 

@@ -3,7 +3,7 @@
 A batch reads the sources under its own snapshots and continues from the result in force, as `outbox-reconcile run`
 does. The stream itself contains only moments: the time up to which each batch judges. `result.json` names the query and
 the batch that wrote it. Spark may repeat a batch after a crash. If the result of this batch is in force, the batch does
-not judge again. Otherwise its new findings would count as known (docs/decisions/054-a-stream-of-moments.md).
+not judge again. If it judged again, its new findings would count as known (docs/decisions/054-a-stream-of-moments.md).
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class Watch:
 
 
 def _stream_failure(error: Exception) -> ReconcileError:
-    # The text after this mark is Spark's plans, which do not show the cause.
+    # After this mark, the text contains Spark's plans, which do not show the cause.
     reason = " ".join(str(error).partition("=== Streaming Query ===")[0].split())
     return RunIncomplete(
         f"the streaming query failed: {reason}. The previous result stays in force. Start it again; if its checkpoint "

@@ -24,13 +24,13 @@ from outbox.broker.log.incidents import Incident, IncidentKind
 from outbox.broker.supervisor import ChildDeath
 from outbox.errors import BrokerUnavailable
 
-# While a supervisor stops, it waits at most this long (seconds) for the record of a death. Service managers commonly
-# kill a process after 30 s, and draining may take 20 s of this time.
+# While a supervisor stops, it waits at most this long (seconds) until the death of a child is recorded. Service
+# managers commonly kill a process after 30 s, and draining may take 20 s of this time.
 _TIMEOUT_SECONDS: Final = 5.0
 
 
 def record(database: BrokerDatabase, death: ChildDeath) -> None:
-    """Store the death and release the leases of the dead process; both are committed on return.
+    """Store the death, release the leases of the dead process, and commit both changes before the return.
 
     If the process was asked to stop, this only releases the leases, because the death proves nothing about the
     messages. Raises BrokerUnavailable if the database does not answer now.
@@ -65,6 +65,6 @@ def _record(run: Executor, death: ChildDeath) -> None:
 
             leader.release_dead(run, left.instance)
             quarantine.record_death(run, left.instance, calls, evidence=f"{process} {event}", hung=death.hung)
-    # Send the notification after the commit. In the same transaction, it could let the commit return before the commit
-    # is on the disk.
+    # Send the notification after the commit. A notification in the same transaction could let the commit return before
+    # the commit is on the disk.
     notify(run, Channel.SHARED)

@@ -27,10 +27,11 @@ _USER_FOR_ROOT: Final = "pgserver"
 
 
 def server_url(data_directory: Path, *, settings: Mapping[str, str] | None = None) -> str:
-    """Return the URL of a running server: $OUTBOX_POSTGRES_URL if set, else an embedded one on `data_directory`.
+    """Return the URL of a running server: $OUTBOX_POSTGRES_URL if set, else an embedded server on `data_directory`.
 
-    `settings` are server parameters for the embedded one. Raises ConfigurationError when the variable is not a
-    PostgreSQL URL, and BrokerUnavailable when that server cannot be reached or the embedded one cannot be started.
+    `settings` are server parameters for the embedded server. Raises ConfigurationError when the variable is not a
+    PostgreSQL URL. Raises BrokerUnavailable when the server of the variable cannot be reached, or when the embedded
+    server cannot be started.
     """
     url = os.environ.get(URL_VARIABLE)
     if url:
@@ -51,7 +52,7 @@ def _check_reachable(url: str) -> None:
 
 
 def start(data_directory: Path, *, settings: Mapping[str, str] | None = None) -> str:
-    """Start (or join) the embedded server on `data_directory` and return its URL. It runs until `stop`.
+    """Start the embedded server on `data_directory`, or use the running one; returns its URL. It runs until `stop`.
 
     Only the user who started it can connect. Raises BrokerUnavailable.
     """

@@ -1,9 +1,10 @@
 """The leader loop: acquire the leader lease, make ticks, run the background work, and release the lease.
 
 The broker process runs this loop on its own connection (outbox/broker/process.py). If a worker has only one consumer
-process, that process leads (`LeadingConsumer`). It makes ticks on the session on which it then fetches the queued
-messages. So the way from commit to handler needs one process, one notification and two cold sessions less. The broker
-process of such a worker stands in while the consumer process does not lead (docs/decisions/163).
+process, that process leads (`LeadingConsumer`). This consumer process makes the ticks and fetches the queued messages
+on the same database session. So a message on its way from commit to handler needs one process less, one notification
+less, and two cold sessions less. The broker process of such a worker is a stand-in: it leads while the consumer process
+does not lead (docs/decisions/163).
 """
 
 from __future__ import annotations
@@ -70,8 +71,8 @@ class Leader:
         self._loops: list[BackgroundLoop] = []
         self.leads = False
         self._decided = False
-        # The times of the next turn without a notification, of the end of gathering notifications, and of the end of a
-        # pause.
+        # `_look_at`: the time of the next turn if no notification arrives. `_gathers_until`: the time until which
+        # notifications are gathered. `_rests_until`: the time at which the pause after a failure ends.
         self._look_at = 0.0
         self._gathers_until = 0.0
         self._rests_until = 0.0
@@ -118,7 +119,7 @@ class Leader:
         return counts.appended > 0
 
     def wait_seconds(self) -> float:
-        """Return the time in seconds until the next turn has work without a notification."""
+        """Return how many seconds the caller may wait for a notification until the next turn is due."""
         return max(0.0, self._act_at() - time.monotonic())
 
     @property
@@ -129,8 +130,8 @@ class Leader:
     def interrupted(self, *, join: bool = False) -> None:
         """Note that the leader lease or the connection is lost, and stop the background work.
 
-        Unless `join`, this does not wait until the background work has ended, because this process may become leader
-        again immediately.
+        If `join` is false, the method does not wait until the background work has ended, because this process may
+        become leader again immediately.
         """
         self.leads = False
         loops, self._loops = self._loops, []
@@ -160,7 +161,7 @@ class Leader:
         return counts
 
     def _idle_seconds(self, counts: TickCounts) -> float:
-        """Return the time in seconds from a tick to the next one if no notification arrives."""
+        """Return the time in seconds from this tick to the next tick if no notification arrives."""
         waits = [self._settings.poll_seconds, self._settings.lease_term_seconds / 3]
         if counts.next_due_seconds is not None:
             waits.append(max(0.0, counts.next_due_seconds))
@@ -195,7 +196,10 @@ class Leader:
 
 
 class LeadingConsumer(Leader):
-    """The SessionTask with which a consumer process leads. After an error it logs and pauses, so consuming goes on."""
+    """The SessionTask with which a consumer process leads.
+
+    After an error, it logs the error and pauses this work, while the process continues to consume.
+    """
 
     _failures = 0
 
@@ -212,9 +216,9 @@ class LeadingConsumer(Leader):
             return False
 
     def _rest(self) -> float:
-        """Set the pause after a failure, and return its seconds.
+        """Set the pause after a failure, and return its length in seconds.
 
-        The pause also applies to the next connection. Without it, one connection after another would fail, and the
+        The pause also applies to the next connection. Without a pause, one connection after another would fail, and the
         process could not consume.
         """
         now = time.monotonic()
@@ -242,8 +246,8 @@ class LeadingConsumer(Leader):
 def _gathers(counts: TickCounts) -> bool:
     """Return whether the next tick should wait some milliseconds for more decisions.
 
-    Under load it should wait, because one tick per message costs several times as much as one tick for several
-    messages. Without load it should not wait, because the wait would delay each single message that arrives during a
-    tick.
+    Under load, the next tick should wait, because one tick per message costs several times as much as one tick for
+    several messages. Without load, the next tick should not wait, because the wait would delay each single message that
+    arrives during a tick.
     """
     return counts.decisions > 1 and not counts.more

@@ -62,7 +62,8 @@ class PostgresBroker:
         self._schema_known = False
         self._asked_for: set[str] = set()
         self._one_way = one_way(database)
-        # Fewer failures in a row may concern only single requests of the application.
+        # The note is stored after three failures in a row. One or two failures may concern only single requests of the
+        # application.
         self._note = FailureNote(database, ProcessPart.PUBLISHING, in_a_row=3)
         self._wake = notify.announcement(database.schema, notify.Channel.DECIDED)
 
@@ -232,7 +233,7 @@ class PostgresBroker:
     def end_one_way(self, end: EndTransaction) -> None:
         """Send a producer's own end message without waiting for the answer; returns at once, never fails.
 
-        Contradictions and refusals leave the same incidents as with `end`. The message may be lost: then check-back
+        Contradictions and refusals are recorded as incidents, as with `end`. The message may be lost: then check-back
         decides.
         """
         try:
@@ -247,7 +248,7 @@ class PostgresBroker:
         self._one_way.send(half_scan.hint_request(self.database.schema, transaction_id, settings=self._check))
 
     def flush(self, *, within_seconds: float) -> bool:
-        """Wait for the answers to one-way requests; False when time ran out first."""
+        """Wait for the answers to one-way requests; returns False if the time ran out before all answers arrived."""
         return self._one_way.flush(within_seconds=within_seconds)
 
     def close(self) -> None:
@@ -257,7 +258,7 @@ class PostgresBroker:
         self._note.worked()
 
     def publishing_failed(self, error: Exception) -> None:
-        """Record a refused append, also on the application's connection; the status shows three in a row."""
+        """Record a refused append, on any connection; the status shows three failures in a row."""
         self._note.failed(error)
 
     def publishing_worked(self) -> None:
@@ -299,7 +300,7 @@ class PostgresBroker:
 
     def _refused(self, what: str, error: psycopg.Error) -> BrokerError:
         named = refused(what, error, self.database.schema)
-        # The other errors become SendFailed, the failure of this one request.
+        # All other errors become SendFailed, because only this one request has failed.
         return named if isinstance(named, (SchemaError, BrokerUnavailable)) else SendFailed(str(named))
 
 

@@ -2,8 +2,8 @@
 
 - The server listens on no port. Its socket is in the data directory. If that path is too long for a socket, the socket
   is in a folder of the temporary directory. Only the server's user may enter this folder.
-- The server asks the kernel for the connecting user (`peer`). It accepts only the user who started it, as any role,
-  regardless of the permissions of the folders. So there is no password to steal.
+- The server asks the kernel for the connecting user (`peer`). It accepts only the user who started it. This user may
+  take any role. The permissions of the folders do not matter. So there is no password to steal.
 - PostgreSQL refuses to run as root. If root starts it, it runs under a separate user account. That account gets the
   right to enter the folders above the data directory, but cannot list them.
 """
@@ -50,7 +50,7 @@ class PrivateServer:
     account: pwd.struct_passwd
 
     def start(self, settings: Mapping[str, str]) -> str:
-        """Start or join the server and return its URL. Raises OSError or subprocess.SubprocessError."""
+        """Start the server unless it runs, and return its URL. Raises OSError or subprocess.SubprocessError."""
         self._prepare()
         with self._locked():
             if not (self.data / "PG_VERSION").exists():
@@ -142,9 +142,9 @@ class PrivateServer:
         return made
 
     def _remembered(self) -> Path | None:
-        """Return the folder of the last start, as long as it belongs to the server.
+        """Return the socket's folder of the last start, if this folder still belongs to the server's user.
 
-        If the server was killed and is started again, processes that know the URL find it there.
+        If the server was killed and is started again, processes that know its URL can connect again.
         """
         try:
             folder = Path((self.data / _REMEMBERED).read_text(encoding="utf-8"))
@@ -156,7 +156,7 @@ class PrivateServer:
     # -- the server -----------------------------------------------------------------------------
 
     def _is_up(self) -> bool:
-        """Whether the server runs and answers. If it is just stopping, wait for its end."""
+        """Whether the server runs and answers. If the server is stopping, wait until it has ended."""
         deadline = time.monotonic() + _SETTLE_SECONDS
         while self._is_running() and time.monotonic() < deadline:
             with contextlib.suppress(psycopg.OperationalError, OSError, IndexError):

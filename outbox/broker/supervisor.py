@@ -1,4 +1,4 @@
-"""The supervisor keeps the broker's processes alive: it starts children, restarts dead ones, and drains all on a stop.
+"""The supervisor keeps the broker's processes alive: it starts, restarts and drains its child processes.
 
 If a child with `on_death` dies, the supervisor reads which handler calls were running in the child
 (`outbox.broker.consumer.running_calls`). The supervisor calls `on_death` before it starts the child again. It also
@@ -63,8 +63,8 @@ class ChildDeath:
 class ChildSpec:
     """One process to keep alive.
 
-    The supervisor calls `on_death` for each death of the child. If that raises BrokerUnavailable, the supervisor calls
-    it again later.
+    The supervisor calls `on_death` for each death of the child. If `on_death` raises BrokerUnavailable, the supervisor
+    calls it again later.
     """
 
     name: str
@@ -73,7 +73,7 @@ class ChildSpec:
     on_death: Callable[[ChildDeath], None] | None = None
 
 
-# After a child has run for 10 s, the pause before a restart starts over.
+# If a child has run for 10 s before it ends, the pause before its restart is the shortest pause again.
 _TELL_AGAIN: Final = Backoff(first_seconds=0.5, longest_seconds=10.0)
 RESTART: Final = Backoff(first_seconds=0.2, longest_seconds=30.0, healthy_seconds=10.0)
 
@@ -172,7 +172,8 @@ class Supervisor:
         descriptors = [calls.fileno()] if calls is not None else []
         if descriptors:
             environment[running_calls.VARIABLE] = str(descriptors[0])
-        # Start the process without the lock. The start waits for the new program, and `stop` must not wait for that.
+        # Do not hold the lock while the process starts. The start waits for the new program, and `stop` must not wait
+        # for that start.
         process = subprocess.Popen(
             list(spec.argv),
             env=environment,
@@ -192,7 +193,8 @@ class Supervisor:
 
         Otherwise the child would again handle the message that killed it.
 
-        While this supervisor stops, it calls `on_death` only once, because the service manager does not wait longer.
+        While this supervisor stops, it does not repeat a failed call of `on_death`, because the service manager does
+        not wait longer.
         """
         is_stopping = self._stopping.is_set()
         left = _left_behind(name, calls)

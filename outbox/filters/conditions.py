@@ -12,7 +12,8 @@ from decimal import Decimal
 from typing import Final, Protocol
 
 TAG_NAME: Final = "TAGS"
-# A header with this form counts as a number. It has no exponent, because a short text could overflow the server's type.
+# A header with this form counts as a number. The form has no exponent, because a short text with an exponent could
+# overflow the server's number type.
 NUMBER: Final = r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)"
 COMPARISONS: Final = frozenset({"=", "<>", "<", "<=", ">", ">="})
 
@@ -109,7 +110,7 @@ class Membership:
 
 @dataclass(frozen=True, slots=True)
 class Like:
-    """The condition `name LIKE pattern`: % is any text, _ any character. `escape` makes the next one literal."""
+    """The condition `name LIKE pattern`: % is any text, _ any character. `escape` makes the next character literal."""
 
     name: str
     pattern: str

@@ -32,7 +32,10 @@ _ALL = "*"
 
 @dataclass(frozen=True, slots=True)
 class Filter:
-    """A parsed filter. It has `tags` (one of them must match) or a `condition`. Without both, every message passes."""
+    """A parsed filter. It has `tags` (one of them must match) or a `condition`.
+
+    Without `tags` and `condition`, every message passes.
+    """
 
     text: str
     tags: tuple[str, ...] = ()

@@ -116,7 +116,7 @@ class ConsumerGroups:
     def drain(self, only: Collection[tuple[str, str]] | None = None) -> int:
         """Run handlers until no message can be delivered now; return the number of handled deliveries.
 
-        `only` limits it to these pairs of group and topic.
+        The parameter `only` limits the run to these pairs of group and topic.
         """
         handled = 0
         while (round_handled := sum(self._drain_one(consumer) for consumer in self._chosen(only))) > 0:

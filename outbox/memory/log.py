@@ -78,7 +78,7 @@ class Log:
         self._topics.update((topic.name, topic) for topic in topics)
 
     def topic(self, name: str) -> Topic:
-        """Return the topic. If topics are created automatically, create an undeclared one. Else raises UnknownTopic."""
+        """Return the topic. If automatic creation is on, create an undeclared topic. Else raises UnknownTopic."""
         if name not in self._topics:
             if not self._auto_create:
                 raise UnknownTopic(
@@ -97,7 +97,10 @@ class Log:
     def store(
         self, messages: Sequence[Message], *, half: HalfTransaction | None, immune_until: datetime | None = None
     ) -> Transaction:
-        """Store messages as one transaction. It is due for a check at `immune_until`. A repetition changes nothing."""
+        """Store messages as one transaction. It is due for a check at `immune_until`.
+
+        A second call with the same messages changes nothing.
+        """
         known = self._entries.get(messages[0].message_id)
         if known is not None:
             return known.transaction
@@ -152,7 +155,7 @@ class Log:
         self.sequence()
 
     def sequence(self) -> None:
-        """Put the decided messages into queues in log order. A message behind an undecided one of its key waits."""
+        """Put the decided messages into queues in log order. A message waits behind an undecided message of its key."""
         while self._scheduled and self._scheduled[0][0] <= self._now():
             self._held.append(heapq.heappop(self._scheduled)[2])
         waiting, self._held = sorted(self._held, key=lambda entry: entry.log_id), []
@@ -243,7 +246,10 @@ class CheckBackSide:
                 transaction.due_at = min(transaction.due_at, self._now())
 
     def claim(self, producer_group: str, limit: int) -> list[Check]:
-        """Claim the group's due transactions, parked ones last. If the group was away, its parked ones become due."""
+        """Claim the group's due transactions, parked transactions last.
+
+        If the group was away, its parked transactions become due.
+        """
         if self._is_away(producer_group):
             self.ask_parked(producer_group, lately_seconds=GROUP_AWAY_SECONDS)
         self._seen_at[producer_group] = self._now()

@@ -1,8 +1,8 @@
-"""The administration port of a broker: it creates topics and groups, and reads stored messages. gRPC clients cannot.
+"""The administration port of a broker: it creates topics and groups, and reads stored messages.
 
-The port uses RocketMQ's remoting protocol in JSON: a frame has two lengths, a header and a body. For topics and groups
-an operator may use `mqadmin` instead. The proxy refuses system topics ("40002, cannot access system topic"). So this
-module reads them, from one queue of one broker at a time.
+A gRPC client can do none of these. The port uses RocketMQ's remoting protocol in JSON: a frame has two lengths, a
+header and a body. For topics and groups an operator may use `mqadmin` instead. The proxy refuses system topics ("40002,
+cannot access system topic"). So this module reads system topics, from one queue of one broker at a time.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _BORN_V6, _STORED_V6 = 1 << 4, 1 << 5
 
 
 def parse_address(text: str) -> Admin:
-    """Parse a text HOST:PORT, and return the `Admin` of this port. Raises UsageError."""
+    """Parse a text HOST:PORT, and return the `Admin` of this port. Raises UsageError for a text of another form."""
     host, _, port = text.rpartition(":")
     if not host or not port.isdigit():
         raise UsageError(f"{text!r} must be the HOST:PORT of a broker's administration port (listenPort, 10911).")
@@ -118,7 +118,7 @@ class Admin:
                 self._ask((self.host, self.port), _UPDATE_OFFSET, {**queue, "commitOffset": 0})
 
     def stored_offset(self, group: str, topic: str, queue: int = 0) -> int:
-        """Return the offset that a group has stored for a queue; 0 if there is none. Names are those in RocketMQ."""
+        """Return the offset that a group has stored for a queue; 0 if there is none. Names have RocketMQ's form."""
         return self._offset({"consumerGroup": group, "topic": topic, "queueId": queue})
 
     def store_offset(self, group: str, topic: str, offset: int, queue: int = 0) -> None:
@@ -178,7 +178,7 @@ class Admin:
 
 
 def _answer(connection: socket.socket) -> tuple[int, Mapping[str, Any], bytes]:
-    """Read one frame. Raises OSError. If it is not RocketMQ's, raises ValueError, KeyError or TypeError."""
+    """Read one frame. Raises OSError. For a frame of another program, raises ValueError, KeyError or TypeError."""
     total, length = struct.unpack(">II", _exactly(connection, 8))
     # The highest byte is the encoding of the header.
     length &= 0xFFFFFF
@@ -226,7 +226,7 @@ class Stored:
 
     @property
     def topic(self) -> str:
-        """The topic to which the message was sent. A system topic may store it for that topic."""
+        """The topic to which the message was sent. A system topic may store the message in the meantime."""
         return self.properties.get("REAL_TOPIC", "")
 
     @property
@@ -253,7 +253,7 @@ def end_of_queue(broker: Admin, topic: str, queue: int = 0) -> int:
 def read_stored(broker: Admin, group: str, topic: str, offset: int, queue: int = 0) -> Iterator[Stored]:
     """Return the messages from `offset` to the present end of the queue, oldest first. Raises BrokerError.
 
-    `group` is an existing consumer group. The reading changes nothing for this group.
+    `group` is an existing consumer group. The function does not change the stored offset of this group.
     """
     end = end_of_queue(broker, topic, queue)
     while offset < end:

@@ -99,7 +99,10 @@ class RocketMQBroker:
         committed: bool = False,
         producer: ProducerEpoch | None = None,
     ) -> list[SendReceipt]:
-        """Send messages. If one may have been stored, raises OutcomeUnknown: a resend could store a second copy."""
+        """Send messages.
+
+        If a failed message may be stored, raises OutcomeUnknown: a resend could store a second copy.
+        """
         if producer is not None:
             REFUSALS.refuse("take_over", "a fenced producer")
         if len(messages) > 1:
@@ -183,7 +186,7 @@ class RocketMQBroker:
         return [_end_status(producer, end, decisions) for end, decisions in sent]
 
     def end_one_way(self, end: EndTransaction) -> None:
-        """Send a decision soon, on another thread. If too many decisions are queued, it is dropped."""
+        """Send a decision soon, on another thread. If too many decisions are queued, this decision is dropped."""
         self._flushing.put(end)
 
     def flush(self, *, within_seconds: float) -> bool:
@@ -228,10 +231,10 @@ class RocketMQBroker:
         return [_status(answer, was_taken()) for answer, was_taken in zip(answers, sent, strict=True)]
 
     def settle_exhausted(self, producer_group: str, checker: Checker) -> CheckCounts:
-        """Ask `checker` about the transactions that RocketMQ gave up. Publish the messages of committed ones again.
+        """Ask `checker` about the transactions that RocketMQ gave up.
 
-        If the address names no brokers, do nothing, because the proxy cannot read these transactions. Raises
-        BrokerError.
+        Publish the messages of committed transactions again. If the address names no brokers, do nothing, because the
+        proxy cannot read these transactions. Raises BrokerError.
         """
         if self._exhausted is None:
             brokers = brokers_of(self.url)
@@ -305,13 +308,19 @@ class RocketMQBroker:
             ) from None
 
     def topic_problems(self) -> Iterator[str]:
-        """Yield the faults of the declared topics on the server, with the next step. Raises BrokerUnavailable."""
+        """Yield the faults of the declared topics on the server, each with the next step for the operator.
+
+        Raises BrokerUnavailable.
+        """
         producer = self._started()
         for topic in self._topics.values():
             yield from topic_problems(topic, producer.accepted_types(topic.name))
 
     def unrouted(self) -> list[str]:
-        """Return the topics about which RocketMQ cannot ask this process. Before the first use the list is empty."""
+        """Return the topics for which RocketMQ cannot send checks to this process.
+
+        Before the first use the list is empty.
+        """
         with self._lock:
             producer = self._producer
         missing = set() if producer is None else set(client.unrouted(producer))
@@ -371,7 +380,7 @@ def _receipt(message: Message, transaction_id: UUID, receipt: Any) -> SendReceip
 
 
 def _decided(producer: CheckingProducer, end: EndTransaction) -> Iterator[Future[Any]]:
-    """Send the decision for each half message of the transaction that this process has sent."""
+    """For each half message of the transaction that this process has sent, send the decision."""
     for half in producer.take_open(end.transaction_id):
         yield producer.decide(half, end.decision)
 

@@ -89,7 +89,8 @@ __all__ = [
     "unrouted",
 ]
 
-# Errors with which the server refuses a request, or the library before it asks the server. No attempt stored anything.
+# The library raises these errors if the server refuses a request, or if the library itself refuses it before asking the
+# server. In both cases, no attempt has stored a message.
 REFUSALS: Final = (
     BadRequestException,
     ForbiddenException,
@@ -113,7 +114,7 @@ _started_in: int | None = None
 def configuration(url: str, *, timeout_seconds: float = 3.0) -> Any:
     """Return the library's configuration for `rocketmq://[ACCESS_KEY:SECRET@]HOST:PORT`. Raises ConfigurationError.
 
-    Other code reads the broker addresses in the URL (outbox.rocketmq.admin.brokers_of). They are administration ports.
+    The URL may also have the addresses of administration ports, which outbox.rocketmq.admin.brokers_of reads.
     """
     parts = urlsplit(url)
     try:

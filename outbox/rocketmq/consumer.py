@@ -262,7 +262,7 @@ class _Poller:
             return None
         limit = self._subscription.retry.max_attempts
         if limit is not None and (wire.delivery_attempt or 1) > limit:
-            # The last attempt ended when its process died, so the process could not report it.
+            # The process of the last attempt died during the attempt, so it could not report the failure.
             self._let_go(wire, KillsItsProcess(), wire.delivery_attempt, str(message.message_id))
             return None
         if not self._filter.evaluate(message.tag, message.headers):
@@ -304,7 +304,8 @@ class _Poller:
     def _invoked(self, deliveries: Sequence[Delivery], attempt: Attempt) -> Sequence[Disposition | Exception]:
         """Call the invoker and return its results.
 
-        While a database or a service is down, the messages stay here, because a new delivery would use up an attempt.
+        While a database or a service is down, the messages stay in this process, because a new delivery would use up an
+        attempt.
         """
         while True:
             results = self._invoker(self._subscription, self._handler, deliveries, generation=_GENERATION)
@@ -351,7 +352,10 @@ class _Poller:
         client.MessagingResultChecker.check(answer.status)
 
     def _quietly(self, wire: Any, request: Callable[[], object]) -> None:
-        """Release a message with a request that may be lost. If it is, the inbox recognises the second delivery."""
+        """Release a message with a request that may be lost.
+
+        If the request is lost, the inbox recognises the second delivery.
+        """
         self._release(wire)
         try:
             request()
@@ -359,7 +363,10 @@ class _Poller:
             logger.info("message %s is delivered again: %s", wire.message_id, client.described(error))
 
     def _release(self, wire: Any) -> None:
-        """Stop extending a message, because an extension replaces the receipt that acknowledging it needs."""
+        """Stop extending the invisible time of a message.
+
+        The acknowledgement needs the message's receipt, and an extension would replace this receipt.
+        """
         with self._lock:
             held = self._held.pop(id(wire), None)
         if held is not None:

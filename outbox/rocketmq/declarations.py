@@ -112,7 +112,7 @@ def wire_name(name: str) -> str:
 
 
 def collisions(names: Iterable[str]) -> Iterator[str]:
-    """Yield a text for each two names that are the same name in RocketMQ."""
+    """Yield a text for each pair of names that become the same name in RocketMQ."""
     known: dict[str, str] = {}
     for name in names:
         other = known.setdefault(wire_name(name), name)

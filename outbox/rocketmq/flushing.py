@@ -38,7 +38,7 @@ class FlushingThread:
 
         The child process does not have the parent's thread, and the parent sends its own messages.
         """
-        # This is no queue.Queue, because gevent replaces that class by one that a thread cannot wait for.
+        # This is not a queue.Queue, because gevent replaces that class by a class on which a thread cannot wait.
         self._queue: deque[EndTransaction] = deque()
         self._changed = threading.Condition()
         # The number of end messages that are queued, or taken from the queue and not sent yet.

@@ -1,7 +1,8 @@
 """Counts the unfinished work on a RocketMQ broker through its administration port, before a project moves away.
 
-RocketMQ keeps undecided half messages in a queue of its own. Another such queue has the messages that a consumer holds
-or that wait for a retry. So both can be counted only for the whole broker, with the messages of other services.
+RocketMQ keeps the undecided half messages of all services in one internal queue. Another internal queue has the
+messages of all services that a consumer holds or that wait for a retry. So the counts of these two queues include the
+messages of other services.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ _QUEUES: Final = re.compile(rb"(\{[^{}]*\}):(\{[^{}]*\})")
 class Timers:
     """The delayed messages of the brokers, read from RocketMQ's queue for them. Use one instance for all looks.
 
-    RocketMQ stores its own counts (GET_TIMER_METRICS) only every ten seconds. After a crash they permanently lack the
-    changes since the last time. So a count may become negative, or it may never become zero.
+    RocketMQ stores its own counts (GET_TIMER_METRICS) only every ten seconds. After a crash, these counts permanently
+    lack the changes since they were last stored. So a count may become negative, or it may never become zero.
     """
 
     def __init__(self) -> None:
@@ -83,7 +84,8 @@ def left(
         groups.setdefault(group, set()).add(topic)
     written = 0
     for broker in brokers:
-        # The order of these looks is against the flow of messages. So a message that moves on is seen, or in `written`.
+        # These looks are in the order in which messages move. So a message that moves during the looks is seen by a
+        # later look, or it is counted in `written`.
         halves, undecided = _halves(broker)
         written += halves
         found["half messages are undecided, or not examined yet (of all services)"] += undecided
@@ -124,7 +126,7 @@ def _number(broker: Admin, code: int, fields: dict[str, Any]) -> int:
 
 
 def _group(broker: Admin, group: str, topics: Iterable[str]) -> tuple[int, int]:
-    """Return the number of messages ever written for the group, redeliveries included, and of unacknowledged ones."""
+    """Return two numbers: messages ever written for the group, redeliveries included, and unacknowledged messages."""
     status, answer, body = broker.ask(_CONSUMER_STATISTICS, {"consumerGroup": wire_name(group)})
     if status:
         raise BrokerError(f"RocketMQ does not know group {group!r}: {answer.get('remark') or status}.")

@@ -31,7 +31,8 @@ logger = logging.getLogger(__name__)
 
 # The proxy forgets a check 30 s after sending it (transactionDataExpireMillis). This limit leaves time for the answer.
 _ANSWERABLE_SECONDS: Final = 25.0
-# The producer keeps this many half messages without an end. It drops older ones, and check-back settles them.
+# The producer keeps this many half messages without an end message. It drops older half messages, and check-back
+# settles their transactions.
 _MAX_OPEN: Final = 10_000
 _LOOK_SECONDS: Final = 5.0
 
@@ -88,9 +89,10 @@ class CheckingProducer(client.Producer):  # type: ignore[misc]
             return self._open.pop(transaction_id, [])
 
     def decide(self, half: OpenHalf, decision: Decision, *, asked: bool = False) -> Future[Any]:
-        """Send COMMIT or ROLLBACK. `asked`: it answers a check. Pass the future to `taken`.
+        """Send COMMIT or ROLLBACK. `asked`: the decision answers a check. Pass the returned future to `taken`.
 
-        This uses no executor, because the interpreter shuts down every executor before the last ends are sent.
+        This method uses no executor, because the interpreter shuts down every executor before the last end messages are
+        sent.
         """
         request = client.EndTransactionRequest()
         request.topic.name = half.wire.topic
@@ -155,10 +157,11 @@ class CheckingProducer(client.Producer):  # type: ignore[misc]
             return list(taken.values())
 
     def answer(self, transaction_id: UUID, decision: Decision) -> Callable[[], bool]:
-        """Answer the claimed checks of a transaction. Return a function that waits: False if the answer is lost.
+        """Answer the claimed checks of a transaction. Return a function that waits for the server's reply.
 
-        UNKNOWN is not sent. The proxy matches an answer with the newest copy of the half message that it knows, and
-        then forgets that copy. A later decision would find no copy. So one decision answers all checks.
+        The function returns False if the answer is lost. UNKNOWN is not sent. The proxy matches an answer with the
+        newest copy of the half message that it knows, and then forgets that copy. A later decision would find no copy.
+        So one decision answers all checks.
         """
         with self.arrived:
             claimed = self._claimed.pop(transaction_id, [])
@@ -256,7 +259,7 @@ class AnsweringThread:
                 self._answer(group)
 
     def _note_routes(self) -> None:
-        """Log each change of the list of topics about which RocketMQ cannot ask this process."""
+        """Log each change of the list of topics for which RocketMQ cannot send checks to this process."""
         before, self._unrouted = self._unrouted, client.unrouted(self._producer)
         if self._unrouted and self._unrouted != before:
             logger.error(

@@ -1,1 +1,1 @@
-"""Helpers that know nothing about messages: waiting, time, text, identifiers, and fault points of tests."""
+"""General helpers: waiting, time, text, identifiers, and fault points for tests."""

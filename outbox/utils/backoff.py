@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Backoff:
-    """Pauses in seconds. The first is `first_seconds`. Each next one is `factor` times as long, up to a maximum.
+    """Pauses in seconds. The first is `first_seconds`. Each next pause is `factor` times as long, up to a maximum.
 
-    The maximum is `longest_seconds`. After a run of at least `healthy_seconds` the next pause is the first.
+    The maximum is `longest_seconds`. After a run of at least `healthy_seconds`, the next pause is `first_seconds` long
+    again.
     """
 
     first_seconds: float

@@ -1,4 +1,4 @@
-"""Adds the id, key and topic of a message to log records, both of handlers and of outbox itself.
+"""Adds the id, key and topic of a message to the log records of handlers and of outbox itself.
 
     LOGGING = {
         "filters": {"outbox": {"()": "outbox.utils.log_context.MessageFilter"}},
@@ -83,7 +83,7 @@ def _about_transaction(group: str, first: Message) -> dict[str, str]:
 
 
 def suffix(record: logging.LogRecord) -> str:
-    """Return the attributes that the filter has added as the end of a line, ` [key=o-1 …]`, or an empty text."""
+    """Return a text for the end of a log line: the attributes that the filter has added (` [key=o-1 …]`), or ''."""
     found = [f"{field}={value}" for field in FIELDS if (value := getattr(record, PREFIX + field, ""))]
     return f" [{' '.join(found)}]" if found else ""
 

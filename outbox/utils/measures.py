@@ -20,7 +20,7 @@ class Recorder(Protocol):
         """
 
     def ticked(self, seconds: float, appended: int) -> None:
-        """Record one tick of the sequencer that found work."""
+        """Record one tick in which the sequencer found work."""
 
     def checked(self, producer_group: str, counts: CheckCounts) -> None:
         """Record one pass of check-back."""

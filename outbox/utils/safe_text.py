@@ -25,7 +25,7 @@ def mask_passwords(text: str) -> str:
 
 
 def masked_names(masked: Mapping[str, frozenset[str]], topic: str) -> frozenset[str]:
-    """Return the names of the fields that are masked on a topic, in lower case. '*' has the fields of all topics."""
+    """Return the names of the fields that are masked on a topic, in lower case. The entry '*' is for all topics."""
     return masked.get("*", frozenset()) | masked.get(topic, frozenset())
 
 
@@ -53,7 +53,10 @@ def masked_text(text: str, values: Collection[Any], names: Collection[str]) -> s
 
 
 def show_as(error: BaseException, text: str) -> None:
-    """Make `shown_text` return `text` for the error. It is stored and logged in place of the error's own text."""
+    """Make `shown_text` return `text` for the error.
+
+    This text is stored and logged in place of the error's own text.
+    """
     error.outbox_shown_text = text  # type: ignore[attr-defined]
 
 
@@ -80,7 +83,7 @@ def _held(value: Any, names: Collection[str], *, below: bool = False) -> Iterato
 
 
 def inert(text: str, *, keep: str = "") -> str:
-    r"""Return `text` with escapes (`\x1b`) for unprintable characters. Those in `keep` stay.
+    r"""Return `text` with escapes (`\x1b`) for unprintable characters. Characters in `keep` stay.
 
     Other programs choose keys, tags, headers and errors. Without escapes, a character could clear the screen, overwrite
     lines above, or reverse the direction of the text after it.

@@ -12,7 +12,8 @@ FINDINGS: Final = 1
 USAGE: Final = 2
 INCOMPLETE: Final = 3
 FAILURE: Final = "outbox-reconcile read failed:"
-"""An executor's error about a source starts with this text, by which the driver finds it in Spark's error."""
+"""An executor's error about a source starts with this text. By this text, the driver finds the executor's error inside
+of Spark's error."""
 _STACK: Final = re.compile(r"\s+(at |\.\.\. \d+ more)|Driver stacktrace|JVM stacktrace")
 # Spark's error texts for a damaged file. Another attempt to read the file would fail too.
 _DAMAGED: Final = ("FAILED_READ_FILE", "is not a Parquet file", "MALFORMED_")
@@ -35,7 +36,7 @@ class TableMissing(UsageProblem):
 
 
 class RulesInvalid(UsageProblem):
-    """The rules file has errors; each names its line, the key and the remedy."""
+    """The rules file has errors. Each error names its line, its key and the remedy."""
 
     def __init__(self, path: str, problems: list[str]) -> None:
         self.problems = problems
@@ -43,7 +44,7 @@ class RulesInvalid(UsageProblem):
 
 
 class RunIncomplete(ReconcileError):
-    """The run could not read or judge all that it had to. The same run may succeed later."""
+    """The run could not read all its data, or could not judge all its subjects. The same run may succeed later."""
 
 
 @contextmanager

@@ -17,7 +17,8 @@ _UNITS: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A micro-batch of a continuous reconciliation: the id of its query, and its number. Restarts keep the id."""
+    """A micro-batch of a continuous reconciliation: the id of its query, and its number. A restart does not change the
+    id of the query."""
 
     query: str
     number: int
@@ -30,7 +31,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class LookBack:
-    """How far to judge rows of earlier runs again; None means the `look_back` of each rule."""
+    """How far back a run judges the rows of earlier runs again. None means the `look_back` of each rule."""
 
     seconds: float | None = None
 
@@ -39,10 +40,11 @@ class LookBack:
 class RunOptions:
     """The command's options as values.
 
-    Without `since` and `until`, a run continues at the end of the result in `output`. The first run, and a run with
-    `full`, reads everything. With `since` and `until`, a run judges exactly this interval, and carries no subject over
-    to a later run. With `look_back`, a run judges rows of earlier runs again, even if no look back of the rules is due.
-    A continuous reconciliation sets `batch` and `no_later_than`; the next batch judges the rows after `no_later_than`.
+    Without `since` and `until`, a run continues at the time up to which the result in `output` has judged. The first
+    run, and a run with `full`, reads everything. With `since` and `until`, a run judges exactly this interval, and
+    carries no subject over to a later run. With `look_back`, a run judges rows of earlier runs again, even if no rule's
+    look back is due. A continuous reconciliation sets the options `batch` and `no_later_than`. The next batch judges
+    the rows that are younger than the time `no_later_than`.
     """
 
     rules: Path
@@ -62,7 +64,7 @@ class RunOptions:
 
 
 def parse_moment(value: str) -> datetime:
-    """An ISO 8601 time; without an offset it is UTC. Raises UsageProblem."""
+    """Parse a time in ISO 8601. A time without an offset is in UTC. Raises UsageProblem for any other text."""
     try:
         moment = datetime.fromisoformat(value)
     except ValueError as error:

@@ -1,7 +1,7 @@
 """Makes texts safe to show: masks passwords, and escapes characters that control a terminal.
 
 `outbox/utils/safe_text.py` masks passwords in the same way. This module is a copy, because this package imports nothing
-of the framework. tests/core/test_safe_text.py checks that both give the same results."""
+of the framework. tests/core/test_safe_text.py checks that both modules give the same results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The output folder. A result is in force once `result.json` is written. A run writes all files that it names earlier.
+"""The output folder. A result is in force once `result.json` is written. A run first writes all files that
+`result.json` names.
 
     result.json             the result in force
     report.html             the report of the result, replaced after result.json
@@ -37,7 +38,7 @@ _SCHEME: Final = re.compile(r"[a-z][a-z0-9+.-]*://")
 
 
 class Store:
-    """A local folder, or a URI that both Spark and Arrow know (s3a://, s3://, gs://, hdfs://).
+    """A local folder, or a URI that both Spark and Arrow support (s3a://, s3://, gs://, hdfs://).
 
     On a local disk, files get the permissions `mode`. New folders get the same permissions, and users who may read a
     folder may also enter it. An existing folder keeps its permissions.
@@ -65,8 +66,8 @@ class Store:
     def check_writable(self) -> None:
         """Raise UsageProblem if this process cannot write files. A run calls this method before any other work.
 
-        If the local folder is missing, the method creates it with the permissions of the rules. By default only this
-        user may read it, because findings contain keys of rows.
+        If the local folder is missing, the method creates it with the permissions of the rules. By default only the
+        user of this process may read the folder, because findings contain keys of rows.
         """
         try:
             if self._is_local:
@@ -136,7 +137,7 @@ class Store:
             yield json.dumps({"run": result["run"], **finding}, default=plain_json)
 
     def rows(self, name: str) -> Iterator[dict[str, Any]]:
-        """The rows of a Parquet folder that the result names. Raises UsageProblem if it is damaged or missing."""
+        """The rows of a Parquet folder that the result names. Raises UsageProblem for a damaged or missing folder."""
         try:
             folder = pads.dataset(f"{self._root}/{name}", filesystem=self._files, format="parquet")
             for batch in folder.to_batches():
@@ -147,10 +148,9 @@ class Store:
             ) from error
 
     def table(self, name: str, columns: Sequence[str]) -> pa.Table | None:
-        """A Parquet file or folder as a table, with those `columns` that it has; None if it does not exist.
+        """A Parquet file or folder as a table, with those of the `columns` that the file has; None if there is no file.
 
-        Raises UsageProblem if it is damaged.
-        """
+        Raises UsageProblem if the file is damaged."""
         try:
             dataset = pads.dataset(f"{self._root}/{name}", filesystem=self._files, format="parquet")
             return dataset.to_table(columns=[column for column in columns if column in dataset.schema.names])
@@ -168,7 +168,7 @@ class Store:
         self.write(name, buffer.getvalue().to_pybytes())
 
     def write(self, name: str, content: str | bytes) -> None:
-        """Write a small file. On a local disk and in object stores, readers see the whole file or none.
+        """Write a small file. On a local disk and in object stores, a reader sees the whole file or no file.
 
         On HDFS, a killed process may leave a part of the file. The next reader then reports the file as damaged.
         """
@@ -210,8 +210,8 @@ class Store:
         return self._mode | (self._mode & 0o444) >> 2
 
     def protect(self, name: str) -> None:
-        """Set the permissions of the files that Spark wrote below `name`. Before this, the permissions of the folder
-        around them keep other users out."""
+        """Set the permissions of the files that Spark wrote below `name`. Until then, the permissions of the enclosing
+        folder keep other users out."""
         if not self._is_local:
             return
         for folder, _, files in os.walk(f"{self._root}/{name}"):
@@ -220,11 +220,13 @@ class Store:
                 Path(folder, file).chmod(self._mode)
 
     def path(self, name: str) -> str:
-        """The path of `name` as messages show it."""
+        """The path of `name`, as a text for messages to the user."""
         return f"{self._location}/{name}"
 
     def remove_old_runs(self, current: str) -> None:
-        """Remove the folders of old runs; KEPT_RUNS folders stay. If a removal fails, the next run tries it again."""
+        """Remove the folders of old runs except the newest KEPT_RUNS folders. If a removal fails, the next run tries it
+        again.
+        """
         with contextlib.suppress(OSError):
             for name in self.folders("runs")[:-KEPT_RUNS]:
                 if name != current:

@@ -1,7 +1,8 @@
-"""Gives each key its class. The class depends only on the evidence, the rule and the window: no clock, no source.
+"""Gives each key its class. The class depends only on the evidence, the rule and the window.
 
-A key is judged once as a message. If its row exists and its message is committed, it is also judged once per consumer
-group. If several conditions hold, the first in the order of `FindingClass` names the finding; `flags` has all of them.
+The functions of this module read no clock and no source. They judge a key once as a message. If the key's row exists
+and its message is committed, they also judge the key once per consumer group. If several conditions hold, the first in
+the order of `FindingClass` names the finding; `flags` has all of them.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class FindingClass(enum.StrEnum):
     LOST = "LOST"
     """A business row without a message."""
     UNREADABLE = "UNREADABLE"
-    """The body (or a compared field) of a committed message cannot be read as declared."""
+    """The body (or a compared field) of a committed message cannot be read as the rule declares."""
     DUPLICATE = "DUPLICATE"
     """More messages than rows, more rows than keys, or more effects than messages."""
     DEAD = "DEAD"
@@ -44,9 +45,11 @@ class FindingClass(enum.StrEnum):
     OK = "OK"
     """Everything about the subject is as the rule declares."""
     RECOVERED = "RECOVERED"
-    """A finding of the previous result that holds no more. The run finds it by comparing results, not by evidence."""
+    """A finding of the previous result that no longer holds. The run finds this class by comparing results, not by
+    evidence."""
     EXPIRED = "EXPIRED"
-    """A subject that an earlier run left open. It is closed because retention may have removed its evidence."""
+    """A subject that an earlier run left open. The run closes this subject because retention may have removed its
+    evidence."""
 
 
 CLASSES = tuple(FindingClass)
@@ -56,12 +59,12 @@ ORDER = {name: number for number, name in enumerate(CLASSES)}
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The judged rows: `since <= time < until`. All sides are complete below `watermark`.
+    """The interval of the rows that a run judges: `since <= time < until`. All sides are complete up to `watermark`.
 
     Lateness is judged against the watermark and not against a clock. So the same data and window always give the same
     classes. Retention may have removed the messages of rows before `floor`. If the window `is_exact`, no subject
-    outside of it is carried over to the next run. On the second look, `carried` names a column. If it is true, the key
-    is judged at any age; else the key is judged if its time is not before `floor`.
+    outside of it is carried over to the next run. On the second look, `carried` names a column. If this column is true,
+    the key is judged at any age. Else the key is judged if its time is not before `floor`.
     """
 
     since: datetime | None
@@ -76,7 +79,8 @@ class Window:
         return F.coalesce((time < F.lit(self.until)) & self.not_before(time), F.lit(False))
 
     def not_before(self, time: Column) -> Column:
-        """Whether a time is not in an earlier window, which has judged its subjects or carried them over."""
+        """Whether a time is not in an earlier window. An earlier run has judged or carried over the subjects of such a
+        window."""
         if self.carried is not None:
             return F.col(self.carried) | self._above_floor(time)
         return F.lit(True) if self.since is None else time >= F.lit(self.since)
@@ -104,7 +108,8 @@ class Window:
 
 
 def message_conditions(rule: Rule, window: Window) -> dict[FindingClass, Column]:
-    """The condition of each class of a key's message, in order of precedence. A judged key that meets none is OK."""
+    """The condition of each class of a key's message, in order of precedence. A judged key that meets no condition is
+    OK."""
     has_row, committed, undecided = F.col("rows") > 0, F.col("committed") > 0, F.col("undecided") > 0
     row_judged = has_row & window.looks_at(F.col("row_at"))
     message_judged = ~has_row & window.covers(F.col("message_at"))
@@ -158,11 +163,12 @@ def group_conditions(rule: Rule, number: int, window: Window) -> dict[FindingCla
 
 
 def _unhandled(rule: Rule, number: int, window: Window) -> tuple[Column, Column]:
-    """For a rule whose every message owes effects: whether the group has not handled one, and whether the limit of this
-    message has passed.
+    """For a rule whose messages each owe effects: whether the group has not handled a message, and whether the limit of
+    this message has passed.
 
-    Effects without message ids do not show whether the group writes one effect per message or one for all of them. A
-    message is counted as unhandled if there are fewer effects than messages, and no effect came after the message.
+    Effects without message ids do not show whether the group writes one effect per message or one effect for all
+    messages. A message is counted as unhandled if there are fewer effects than messages, and no effect came after the
+    message.
     """
     if not rule.counts_each_message:
         return F.lit(False), F.lit(False)
@@ -185,7 +191,7 @@ def _is_sent(judges: Callable[[Column], Column]) -> Column:
 
 
 def _is_owed(rule: Rule, number: int) -> Column:
-    """Whether the rule's group `number` owes an effect of the sent messages."""
+    """Whether the rule's group `number` owes an effect for the sent messages."""
     return F.col(f"owed_{number}") > 0 if rule.groups[number].owed_when else F.lit(True)
 
 
@@ -201,8 +207,9 @@ def _has_no_key() -> Column:
 def with_classes(evidence: DataFrame, rule: Rule, window: Window) -> DataFrame:
     """Add the columns `holds` and, per group, `holds_0`…: the conditions that hold, as bits in order of precedence.
 
-    The value 0 means that there was nothing to judge. Spark's optimizer copies a column's expression to each of its
-    uses. It could not plan the copies of a chain of CASE per class and group, but it can plan bits.
+    The value 0 means that there was nothing to judge. Spark's optimizer copies the expression of a column to each use
+    of the column. If each class and group had a chain of CASE, the optimizer could not plan all the copies. It can plan
+    the copies of bits.
     """
     judged = (F.col("rows") > 0) & window.covers(F.col("row_at"))
     columns = {"holds": _bits(message_conditions(rule, window), judged)}

@@ -1,8 +1,9 @@
-"""Collects all evidence about a key in one row: brings all sides to one narrow form, unites and aggregates them once.
+"""Collects all evidence about a key in one row.
 
-This needs one shuffle instead of a chain of joins. The narrow form has only fixed-width columns besides the key, so
-that Spark can aggregate by hashing in place. The compared fields become one 64-bit hash; a field with a tolerance
-becomes a number. The functions of this module take and return data frames or columns, and read no source.
+The functions bring all sides to one narrow form, unite the sides, and aggregate them once. This aggregation needs one
+shuffle instead of a chain of joins. The narrow form has only fixed-width columns besides the key, so that Spark can
+aggregate by hashing in place. The compared fields become one 64-bit hash; a field with a tolerance becomes a number.
+The functions take and return data frames or columns, and read no source.
 
 See decision 047 and decision 192.
 """
@@ -53,7 +54,7 @@ _VERSION_7: Final = "^[0-9a-f]{8}-[0-9a-f]{4}-7"
 _NO_TIME: Final = "CAST(NULL AS timestamp)"
 
 
-# The bounds of each type, for the error text about a value that looks right but exceeds them.
+# The bounds of each type, for the error text about a value that looks right but exceeds the bounds.
 _BOUNDS: Final = {
     FieldType.INTEGER: " of up to 26 digits",
     FieldType.DECIMAL: " of up to 26 digits before the point",
@@ -62,7 +63,7 @@ _BOUNDS: Final = {
 
 
 def configure(spark: SparkSession) -> None:
-    """Make Spark read bodies as PostgreSQL's jsonb does: if a key occurs twice in an object, the last one counts.
+    """Make Spark read bodies as PostgreSQL's jsonb does: if a key occurs twice in an object, its last value counts.
 
     The function also bounds the batches that Spark sends to Python.
     """
@@ -205,7 +206,8 @@ def body_values(rule: Rule) -> list[Column]:
 
 
 def why_unreadable(rule: Rule) -> Column:
-    """The part of a message's body that cannot be read, with the reason, as the column `why`; '' if all can be read."""
+    """The part of a message's body that cannot be read, with the reason, as the column `why`; '' if the whole body can
+    be read."""
     text = F.col("body").cast("string")
     document = F.try_parse_json(text)
     is_json = F.coalesce(F.col("content_type").startswith("application/json"), F.lit(False))
@@ -222,8 +224,8 @@ def why_unreadable(rule: Rule) -> Column:
 
 
 def why_row_unreadable(rule: Rule) -> Column:
-    """The compared columns of a business row whose values do not have their types, as the column `why`; '' if all
-    have them."""
+    """The compared columns of a business row whose values do not have the declared types, as the column `why`; '' if
+    all values have their types."""
     raw = [F.col(f"f{number}") for number in range(len(rule.fields))]
     values = [from_column(column, field) for column, field in zip(raw, rule.fields, strict=True)]
     return _why_fields(raw, values, [field.column for field in rule.fields], rule).alias("why")
@@ -248,12 +250,12 @@ def _why_fields(raw: list[Column], values: list[Column], names: list[str], rule:
 
 
 def with_keys(effects: DataFrame, ids: DataFrame, rule: Rule, floor: datetime | None) -> DataFrame:
-    """Effects that have a message id instead of a key, with the key of this message.
+    """Effects that name a message id instead of a key, with the key of the message that has this id.
 
-    `ids` has the columns message_id, key, topic and tag. Effects of other topics' messages are removed. If a message is
-    not among `ids` (it is older, or missing), its effects keep the message id as their key. If retention has removed
-    messages (`floor`), such an effect is kept only if its id, a UUID of version 7, was made after the floor. Else
-    retention may have removed its message.
+    `ids` has the columns message_id, key, topic and tag. The function removes effects of messages of other topics. If a
+    message is not among `ids` (it is older, or missing), its effects keep the message id as their key. If retention has
+    removed messages (`floor`), the function keeps such an effect only if its id, a UUID of version 7, was made after
+    the floor. For an older id, retention may have removed the message.
     """
     known = ids.where(F.col("message_id").isNotNull()).select("message_id", F.col("key").alias("of"), "topic", "tag")
     found = effects.join(known, effects["key"] == known["message_id"], "left")
@@ -315,7 +317,7 @@ def gather(sides: list[DataFrame], rule: Rule, watermark: datetime) -> DataFrame
         for number in range(len(rule.groups)):
             aggregates += _of_each_message(rule, number, watermark)
     # First spread the rows by key. A key has two or three rows, so Spark's own partial aggregation before the shuffle
-    # would combine few of them, and would send each as a wide buffer.
+    # would combine few rows, and would send each row as a wide buffer.
     return united.repartition("key").groupBy("key").agg(*aggregates)
 
 
@@ -332,11 +334,11 @@ def _of_group(rule: Rule, number: int) -> Iterator[Column]:
 
 
 def _in_order_of_commit(rule: Rule) -> Iterator[Column]:
-    """The values of the message committed last, by two orders.
+    """The values of the message that was committed last, computed by two orders.
 
-    The order `prompt` is the order of the decisions. In the order `early`, a decision that came some time after its
-    commit counts as early as possible. The log has the messages that the transaction of their row stored in the order
-    of their commits.
+    The order `prompt` is the order of the decisions. The order `early` differs for a message that was decided some time
+    after its commit: it assumes the earliest possible commit of this message. Messages that the transaction of their
+    row stored are in the log in the order of their commits.
     """
     kind, way = F.col("kind"), F.col("way")
     is_sent = kind.isin(COMMITTED, RECALLED)
@@ -353,7 +355,8 @@ def _in_order_of_commit(rule: Rule) -> Iterator[Column]:
 
 
 def commit_place(time: Column, log_id: Column, is_live: Column) -> Column:
-    """A number that grows with the time of commit, and at the same time with the log id. Recalled messages come first.
+    """A number that orders messages by their time of commit and, for equal times, by log id. Recalled messages come
+    first.
 
     The result is not a struct, because Spark aggregates structs by sorting.
     """
@@ -364,8 +367,8 @@ def commit_place(time: Column, log_id: Column, is_live: Column) -> Column:
 def _of_each_message(rule: Rule, number: int, watermark: datetime) -> Iterator[Column]:
     """The times that show whether a group has handled each message.
 
-    If effects have message ids, this is the time of the oldest message without an effect. Else these are the times of
-    the newest message, the newest overdue message, and the newest effect.
+    If effects have message ids, the result is the time of the oldest message without an effect. Else the result is the
+    times of the newest message, the newest overdue message, and the newest effect.
     """
     kind, group = F.col("kind"), rule.groups[number]
     if group.key is None:

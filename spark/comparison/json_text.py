@@ -1,6 +1,7 @@
 """Finds the reason why Spark's parser refuses a text: it is not JSON (RFC 8259), or it exceeds a limit of the parser.
 
-The code is in Python and slow, so it is used only for the few refused texts. It reads them without recursion.
+The code is in Python and slow, so a run uses it only for the few texts that Spark's parser refuses. The code reads a
+text without recursion.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ _BLANK: Final = re.compile(r"[ \t\n\r]*+")
 
 
 class _Malformed(Exception):
-    """The text is not JSON. The text of this exception names the error."""
+    """The input is not JSON. The text of this exception names the error."""
 
 
 def why_refused(text: str, *, is_object: bool) -> str:
-    """The error in a body, or the limit of Spark's parser that it exceeds; '' if it has neither.
+    """The error in a body, or the limit of Spark's parser that the body exceeds; '' if Spark can read the body.
 
     With `is_object`, the body must be one JSON object. If the body is not JSON, the result starts with NOT_JSON.
     """

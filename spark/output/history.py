@@ -1,6 +1,6 @@
 """The history of findings over the runs: two Parquet tables in the output folder, one file of each per day.
 
-    history/counts/day=2025-06-01/counts.parquet        per run: how many keys of which class
+    history/counts/day=2025-06-01/counts.parquet        per run: the number of keys of each class
     history/findings/day=2025-06-01/findings.parquet    per run: findings that are new, changed their class, or ended
 
 A run adds its rows after its result is in force. If the run is killed before that, the next run adds them. The rows
@@ -39,7 +39,8 @@ SCHEMAS: Final = {
 }
 _FAULTS: Final = [name.value for name in classify.FAULTS]
 _CLOSED: Final = [classify.FindingClass.RECOVERED.value, classify.FindingClass.EXPIRED.value]
-# The counts of these classes are recorded even if they are 0, so that the table has a clean run too.
+# The counts of these classes are recorded even if they are 0, so that the table also has rows of a run without
+# findings.
 _ALWAYS: Final = (classify.FindingClass.OK.value, classify.FindingClass.PENDING.value)
 
 
@@ -56,7 +57,7 @@ class Entries:
 
 
 def of_result(store: Store, result: Mapping[str, Any]) -> Entries:
-    """The rows of one run, from its result and the findings that it names."""
+    """The rows of one run, from its result and the findings that the result names."""
     finished = datetime.fromisoformat(result["finished_at"])
     head = {"run": result["run"], "finished_at": finished}
     counts = [
@@ -93,7 +94,7 @@ def _changes(found: pa.Table | None, run: str, finished: datetime) -> pa.Table:
 
 def keep(store: Store, entries: Entries) -> None:
     """Add the rows of one run to the tables, unless the tables have rows of this run. Raises OSError."""
-    # Write the counts last: if they are there, `make_up` assumes that the tables have all rows of the run.
+    # Write the counts last: if the counts exist, `make_up` assumes that the tables have all rows of the run.
     for name, table in ((FINDINGS, entries.findings), (COUNTS, entries.counts)):
         if not len(table):
             continue
@@ -115,7 +116,7 @@ def make_up(store: Store, result: Mapping[str, Any]) -> None:
 def until(store: Store, last: date) -> Entries:
     """The rows of the REPORTED_DAYS days up to `last`.
 
-    Of a day that is _WHOLE_DAYS or more before `last`, only the counts of the day's last run are returned.
+    For a day that is _WHOLE_DAYS or more before `last`, the function returns the counts of the day's last run only.
     """
     first = (last - timedelta(days=REPORTED_DAYS)).isoformat()
     whole = (last - timedelta(days=_WHOLE_DAYS)).isoformat()

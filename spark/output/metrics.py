@@ -24,7 +24,8 @@ _OWNER: Final = "# From the rules file "
 
 
 def target(given: Path, rules: Path) -> Path:
-    """The metrics file of a rules file: `given`, or if `given` is a folder, a file in it named after the rules file.
+    """The metrics file of a rules file. If `given` is a folder, this is a file in the folder, named after the rules
+    file. Else it is `given`.
 
     Raises UsageProblem if the file cannot be written, or if another rules file writes it. A run calls this function
     before any other work.

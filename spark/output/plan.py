@@ -1,7 +1,7 @@
 """The plan of a repair of the findings in force: JSON lines that a person reads, shortens and then applies.
 
-The first line, the head, names the run. For each rule, it has the SQL that reads the row and the messages again. Each
-further line is a step. Making a plan reads only the result; it reads no database and changes nothing. `manage.py
+The first line, the head, names the run. For each rule, the head has the SQL that reads the row and the messages again.
+Each further line is a step. Making a plan reads only the result; it reads no database and changes nothing. `manage.py
 outbox_repair` applies the plan, and verifies each step before that.
 """
 
@@ -27,13 +27,13 @@ class RepairAction(enum.StrEnum):
     """The effect of applying a step."""
 
     PUBLISH = "publish"
-    """The row is published again, under an id derived from rule and key."""
+    """The repair publishes the row's message again, under an id derived from rule, key and the row's time."""
     REPLAY = "replay"
-    """The dead letter is delivered again."""
+    """The repair delivers the dead letter to its group again."""
     ASK = "ask"
-    """The ledger is asked how the half message's transaction ended."""
+    """The repair asks the ledger how the half message's transaction ended."""
     REPORT = "report"
-    """Applying this step has no effect, because a person has to decide. `why` gives the reason."""
+    """Applying this step has no effect, because a person has to decide. The field `why` gives the reason."""
 
 
 _ACTIONS: Final = {

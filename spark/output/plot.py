@@ -26,7 +26,7 @@ _TICKS: Final = 6
 
 @dataclass(frozen=True, slots=True)
 class _Axis:
-    """Time from `low` (seconds since 1970) on, in `bins` buckets of `width` seconds."""
+    """A time axis that begins at `low` (seconds since 1970) and has `bins` buckets of `width` seconds."""
 
     low: float
     width: float

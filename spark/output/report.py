@@ -94,7 +94,7 @@ def _window_text(rule: Mapping[str, Any]) -> str:
 
 
 def _look_back_text(rule: Mapping[str, Any]) -> str:
-    """A sentence about the last look back: it tells whether changes of rows that an earlier run judged are seen."""
+    """A sentence about the last look back. It shows whether the run sees changes of rows that an earlier run judged."""
     last = rule.get("looked_back")
     if rule["since"] is None:
         return ""

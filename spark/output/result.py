@@ -1,4 +1,4 @@
-"""The last stage: writes `result.json`, which puts the run's result in force, and the report, history and metrics."""
+"""The last stage: writes the report, then `result.json` (which puts the result in force), then history and metrics."""
 
 from __future__ import annotations
 
@@ -64,7 +64,8 @@ def publish(
     past: history.Entries,
     metrics_file: Path | None,
 ) -> str | None:
-    """Write the run's report, then the result, then history and metrics. The result is in force once it is written.
+    """Write the run's report, then the result, then history and metrics. The result is in force once `result.json` is
+    written.
 
     Returns an error text if history or metrics could not be written, else None. If the result itself cannot be written,
     the function raises UsageProblem, and the previous result stays in force.

@@ -58,7 +58,7 @@ def load(path: Path, environment: Mapping[str, str] | None = None) -> Rules:
 
 
 def parse(text: str, path: str = "rules", environment: Mapping[str, str] | None = None) -> Rules:
-    """The rules in `text`; `environment` (default os.environ) resolves `env = …`."""
+    """The rules in `text`. The variables of `env = …` are looked up in `environment` (default: os.environ)."""
     try:
         document = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -325,7 +325,7 @@ _NOT_JUDGED: Final = ("mask", "look_back", "look_back_every")
 
 
 def _digest(rule: Any) -> str:
-    """A digest of the rule's keys that influence judging. The keys for masking and looking back do not."""
+    """A digest of the rule's keys that influence judging. It excludes the keys for masking and for looking back."""
     judged = {key: value for key, value in rule.items() if key not in _NOT_JUDGED} if isinstance(rule, dict) else rule
     return hashlib.sha256(json.dumps(judged, sort_keys=True, default=str).encode()).hexdigest()[:16]
 

@@ -1,4 +1,4 @@
-"""Masking: a run compares masked fields, but does not show their values. It shows the rest of a body unchanged."""
+"""Masking: a run compares masked fields, but does not show their values. It shows other parts of a body unchanged."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def shown(rule: Rule, field: FieldRule, value: Column) -> Column:
 
 
 def shown_body(rule: Rule, body: Column, otherwise: Column, longest: int) -> Column:
-    """The text of a body as a finding may show it, cut to `longest` characters; `otherwise` if nothing is masked."""
+    """The text of a body as a finding may show it, cut to `longest` characters; `otherwise` if no field is masked."""
     if not rule.mask:
         return otherwise
     names = [*rule.mask, *(field.body for field in rule.fields if is_masked(rule, field))]
@@ -39,7 +39,10 @@ def shown_body(rule: Rule, body: Column, otherwise: Column, longest: int) -> Col
 
 
 def masked(text: str, names: Sequence[str]) -> str:
-    """A JSON text with the values of the named fields replaced: a name at any depth, or a dotted path from the top."""
+    """A JSON text in which the values of the fields `names` are replaced.
+
+    Each of the `names` is the name of a field at any depth, or a dotted path from the top.
+    """
     parts, end = [], 0
     try:
         for start, stop in _spans(text, _skip(text, 0), (), names):

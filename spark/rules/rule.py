@@ -30,12 +30,12 @@ class FieldType(enum.StrEnum):
 
     @property
     def takes_tolerance(self) -> bool:
-        """Whether a field of this type may have a tolerance: two of its values have a distance."""
+        """Whether a field of this type may have a tolerance, because two values of the type have a distance."""
         return self in (FieldType.INTEGER, FieldType.DECIMAL, FieldType.TIMESTAMP)
 
 
 class FindingSeverity(enum.StrEnum):
-    """The urgency of a finding. The report sorts findings by it."""
+    """The urgency of a finding. The report sorts findings by their urgency."""
 
     CRITICAL = "critical"
     WARNING = "warning"
@@ -47,7 +47,7 @@ class Messages(enum.StrEnum):
 
     EXACTLY_ONE = "exactly_one"
     AT_LEAST_ONE = "at_least_one"
-    """The message that was committed last is compared with the row; every message owes its effects."""
+    """The run compares the row with the message that was committed last. Every message owes its effects."""
 
 
 class SourceKind(enum.StrEnum):
@@ -74,8 +74,8 @@ DEFAULT_LOOK_BACK_EVERY_SECONDS: Final = 86_400.0
 class DatabaseRule:
     """One source. `location` is its connection string, JDBC URL or folder, with variables of the environment resolved.
 
-    For a replica, `primary` names the primary, whose open transactions count. Without `primary`, a run assumes that
-    its transactions last at most `longest_transaction_seconds`.
+    For a replica, `primary` names the primary, whose open transactions count. Without `primary`, a run assumes that the
+    primary's transactions last at most `longest_transaction_seconds`.
     """
 
     name: str
@@ -89,9 +89,9 @@ class DatabaseRule:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FieldRule:
-    """A column that must equal a field of the body, given as a dotted path.
+    """A column that must equal a field of the body. A dotted path names the field.
 
-    The two values may differ by `tolerance`, in their unit; for times it is in seconds.
+    The two values may differ by at most `tolerance`, which has the unit of the values. For times, it is in seconds.
     """
 
     column: str
@@ -104,12 +104,14 @@ class FieldRule:
 class GroupRule:
     """A consumer group that must have handled the message, and the table in which its effect shows.
 
-    The effect is found by `key` (equal to the message's key) or by `message_id`. Without a table, the broker's own
-    view of the delivery is the evidence. The limit `within_seconds` counts from the row's time, or from the message's
-    delivery time if this is later. A group without an effect by then is UNDELIVERED; a later effect is LATE.
+    The effect is found by `key` (equal to the message's key) or by `message_id`. Without a table, the broker's own view
+    of the delivery is the evidence. The limit `within_seconds` counts from the row's time, or from the message's
+    delivery time if this is later. If a group has no effect when the limit ends, the group is UNDELIVERED. A later
+    effect is LATE.
 
-    `owed_when` is a condition over `message_v1` for the messages of which the group owes an effect. If it is None, the
-    run takes the group's subscription from the broker (subscriptions.py). If it cannot, every message owes an effect.
+    `owed_when` is a condition over `message_v1` for the messages for which the group owes an effect. If `owed_when` is
+    None, the run reads the group's subscription from the broker (subscriptions.py). If the run cannot read it, every
+    message owes an effect.
     """
 
     name: str
@@ -126,7 +128,7 @@ class GroupRule:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rule:
-    """The messages and effects that every row of a table must have if it satisfies `when`.
+    """The messages and effects that a row of a table must have if the row satisfies the condition `when`.
 
     The rule ignores messages of `topic` (and `tag`) that do not satisfy `message_when`, a condition over `message_v1`.
     """
@@ -164,7 +166,7 @@ class Rule:
 
     @property
     def has_conditional_groups(self) -> bool:
-        """Whether some messages owe some groups nothing."""
+        """Whether a group of the rule may owe no effect for some of the messages."""
         return any(group.owed_when for group in self.groups)
 
     @property

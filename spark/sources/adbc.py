@@ -20,8 +20,8 @@ from ..common.errors import FAILURE, ReconcileError, RunIncomplete, UsageProblem
 from ..common.safe_text import mask_passwords
 
 FORMAT: Final = "outbox_postgres"
-# An error text shows this many characters of a query. They contain the table and the part of it that was read; the
-# rest of the query is keys.
+# An error text shows this many characters of a query. These characters name the table and the part of the table that
+# was read. The later characters are keys.
 _SHOWN_QUERY: Final = 240
 _BATCH_BYTES: Final = 4 * 1024 * 1024
 _ARROW_TYPES: Final = {

@@ -1,4 +1,4 @@
-"""A broker with an archive: this source reads the messages that retention has removed from the archive.
+"""A broker with an archive: if retention has removed messages from the log, this source reads them from the archive.
 
 `outbox-reconcile archive` (`archive.py`) writes the archive: passes with their counts and checksums, and gaps.
 """
@@ -36,7 +36,8 @@ KINDS: Final = {
     "decided_at": ColumnKind.TIMESTAMP,
     "recalled_at": ColumnKind.TIMESTAMP,
 }
-# After this time, the state of a message cannot change. Before it, a client may recall the message.
+# The time at which a message is settled. Before this time, a client may recall the message. After it, the state of the
+# message cannot change.
 SETTLED: Final = "coalesce(recalled_at, greatest(decided_at, deliver_at))"
 # Per topic: the number of messages that retention has removed, the number of messages in the log that earlier passes
 # took, and the horizon.
@@ -54,7 +55,7 @@ LEFT JOIN (SELECT topic, count(*) AS count FROM {messages} WHERE {before} GROUP 
 class Pass:
     """A pass over the messages settled from `since` (None: the beginning) up to `until`.
 
-    It has their number, their number per topic, and their checksum.
+    The fields contain the number of these messages, their number per topic, and their checksum.
     """
 
     name: str
@@ -111,7 +112,7 @@ class Manifest:
     def complete_from(self, topic: str) -> datetime | None:
         """From this time on, every message of the topic is in the archive or in the log. None means from the beginning.
 
-        Messages stored earlier may be in neither of them.
+        An older message may be neither in the archive nor in the log.
         """
         gaps = [gap.until for gap in self.gaps if gap.topic == topic]
         edge = gaps[-1] if gaps else self.removed.get(topic, (0, ""))[1]
@@ -165,8 +166,10 @@ def archived_messages(*conditions: str) -> TableSelection:
 
 
 class ArchivedSource(PostgresSource):
-    """Reads messages from the log, and from the archive those that retention may have removed. A message that is in
-    both is read only from the log."""
+    """Reads messages from the log. If retention may have removed messages from the log, it reads them from the archive.
+
+    A message that is in both log and archive is read only from the log.
+    """
 
     def __init__(self, spark: SparkSession, database: DatabaseRule, location: str, name: str = adbc.NAME) -> None:
         super().__init__(spark, database, name)
@@ -233,14 +236,14 @@ class ArchivedSource(PostgresSource):
         return reduce(DataFrame.unionByName, frames)
 
     def _archived_before(self, selection: TableSelection) -> datetime | None:
-        """Messages stored before this time are also read from the archive. None: the source does not read it."""
+        """Messages stored before this time are also read from the archive. None: the archive is not read."""
         if selection.table != FOLDER or self._manifest is None or not self._manifest.passes:
             return None
         return self._edge(selection.equals)
 
     def _edge(self, equals: tuple[tuple[str, str], ...]) -> datetime | None:
-        """The horizon of the log in this snapshot, for the topic in `equals`. Without a topic, the newest of all
-        horizons."""
+        """The horizon of the log in this snapshot, for the topic in `equals`. Without a topic, the newest horizon of
+        all topics."""
         topic = dict(equals).get("topic", "")
         if topic not in self._edges:
             where = sql.where([f"topic = {sql.text(topic)}"] if topic else [])

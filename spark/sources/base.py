@@ -47,8 +47,8 @@ class Column:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TableSelection:
-    """Columns and rows of a table. By the column `time`, a source reads only a window. By `span`, an increasing id, it
-    splits the table into several queries."""
+    """Columns and rows of a table. A source uses the column `time` to read only a window. It uses `span`, an increasing
+    id, to split the table into several queries."""
 
     table: str
     columns: tuple[Column, ...]
@@ -99,7 +99,8 @@ class DataSource(Protocol):
         """All rows of the selections with `since <= time < until`. The selections must have the same columns."""
 
     def repeated(self, selection: TableSelection, since: datetime) -> DataFrame | None:
-        """The rows before `since` whose key a row from `since` on has too; None if a unique index excludes this."""
+        """The rows before `since` that have the same key as a row from `since` on; None if a unique index excludes
+        this."""
 
     def read_keys(self, wanted: Sequence[tuple[TableSelection, Sequence[str]]]) -> DataFrame:
         """For each selection, all rows with one of its keys, at any time. The selections must have the same columns."""
@@ -110,7 +111,6 @@ class DataSource(Protocol):
         """The number of rows in each bucket of time."""
 
     def horizon(self, topic: str) -> datetime | None:
-        """Retention may have removed messages of the topic that were stored before this time. None: it removed none.
-
-        Only the source of the broker is asked.
+        """Retention may have removed messages of the topic that were stored before this time. None: retention has
+        removed no message. A run calls this method only for the source of the broker.
         """

@@ -47,11 +47,11 @@ VIEWS: Final[dict[str, dict[str, str]]] = {
         "replayed_at": "timestamp with time zone",
     },
     "topic_v1": {"topic": "text", "retention_seconds": "bigint", "pruned_at": "timestamp with time zone"},
-    # The next three views are read if a group has no owed_when.
+    # A run reads the next three views if a group has no owed_when.
     "group_v1": {"consumer_group": "text", "topic": "text", "filter": "text"},
     "offset_v1": {"consumer_group": "text", "topic": "text", "queue_id": "integer", "start_offset": "bigint"},
     "queue_entry_v1": {"queue_id": "integer", "queue_offset": "bigint", "log_id": "bigint", "attempt": "smallint"},
-    # The next two views are only shown with a finding.
+    # A run reads the next two views only for the details of a finding.
     "check_v1": {
         "transaction_id": "uuid",
         "checked_at": "timestamp with time zone",
@@ -150,7 +150,7 @@ def messages(rule: Rule, *, detailed: bool = False) -> TableSelection:
 
 
 def owed(rule: Rule) -> str:
-    """An expression for the groups that owe an effect of a message: bit n for the rule's group n."""
+    """An expression for the groups that owe an effect for a message: bit n for the rule's group n."""
     bits = [
         f"CASE WHEN {group.owed_when} THEN {1 << number} ELSE 0 END" if group.owed_when else str(1 << number)
         for number, group in enumerate(rule.groups)

@@ -45,7 +45,8 @@ class FrameSource:
     def open(self, timed: Sequence[TableSelection]) -> SourceBoundary:
         """See DataSource. Files are complete up to the configured watermark.
 
-        Without a watermark, they are assumed to be complete up to the newest time of the table that ends first.
+        Without a watermark, the source reads the newest time of each table. It assumes that the files are complete up
+        to the earliest of these times.
         """
         now = datetime.now(UTC)
         notes = []
@@ -144,7 +145,7 @@ class FrameSource:
         return frame.select(*[_column(column, frame, is_csv=is_csv) for column in selection.columns])
 
 
-# The CSV form of COPY: an empty field between two commas is null, and "" is the empty text. NUL serves as null value,
+# The CSV form of COPY: an empty field between two commas is null, and "" is the empty text. NUL is the null value,
 # because PostgreSQL's texts cannot contain it.
 _CSV: Final = {"header": "true", "multiLine": "true", "escape": '"', "nullValue": "\0", "emptyValue": ""}
 # Without these options, Spark would read a malformed value as null, and the null would become a false finding.
@@ -174,8 +175,8 @@ class FileSource(FrameSource):
         )
 
     def _check_plain(self, table: str) -> None:
-        """Raise UsageProblem if the files belong to a table format, because only its log shows which files are
-        current."""
+        """Raise UsageProblem if the files belong to a table format, because only the log of the format shows which
+        files are current."""
         folder = self._database.location.rstrip("/")
         for part in ("", *table.split("/")):
             folder = f"{folder}/{part}".rstrip("/")
@@ -197,11 +198,11 @@ class FileSource(FrameSource):
         return True
 
 
-# Table formats that use Parquet, each with a file or folder that it has in the folder of a table.
+# Table formats that use Parquet. Each format is recognised by a file or folder that it has in the folder of a table.
 _LOGS: Final = {"Delta Lake": "_delta_log", "Apache Iceberg": "metadata/*.metadata.json", "Apache Hudi": ".hoodie"}
 
-# pandas and Arrow write Parquet files with times in nanoseconds. Spark has no such type. With this setting, it reads
-# them as whole numbers. Then only the footers of the files show which columns are times.
+# pandas and Arrow write Parquet files with times in nanoseconds. Spark has no such type. With this setting, Spark reads
+# such times as whole numbers. Then only the footers of the files show which columns are times.
 _AS_NUMBERS: Final = "spark.sql.legacy.parquet.nanosAsLong"
 _REMEDY: Final = "Export it again with times in microseconds (pandas, Arrow: coerce_timestamps='us')."
 
@@ -235,8 +236,8 @@ def _cut_to_microseconds(name: str) -> SparkColumn:
 
 
 def _nanosecond_columns(path: str, files: Iterable[str]) -> set[str]:
-    """The columns with times in nanoseconds. All files must have the same, because Spark reads all files by the footer
-    of one file."""
+    """The columns with times in nanoseconds. All files must have the same such columns, because Spark uses the footer
+    of one file for all files."""
     found: set[str] | None = None
     for file in files:
         schema = _footer(file)
@@ -278,9 +279,9 @@ _DRIVERS: Final = {
 class JdbcSource(FrameSource):
     """Spark's JDBC reader, for databases that ADBC cannot reach.
 
-    Its partitions share no snapshot, but the second look removes the false suspicions that follow from this. A window
-    must not get new rows while it is read, so the grace must be longer than the read takes. The user adds the driver's
-    jar with `spark.jars.packages`.
+    Its partitions share no snapshot, but the second look removes the false suspicions that are caused by different
+    snapshots. A window must not get new rows while it is read, so the grace must be longer than the read takes. The
+    user adds the driver's jar with `spark.jars.packages`.
     """
 
     def table(self, selection: TableSelection) -> DataFrame:
@@ -330,7 +331,7 @@ _DOTTED: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 def _expression(source: str, frame: DataFrame) -> SparkColumn:
     """A column or an expression of the rules as a Spark column.
 
-    A dotted name is the column of that name if there is one, else a field of a struct. If it could be both, the
+    A dotted name is the column of that name if the table has one, else a field of a struct. If the table has both, the
     function raises UsageProblem.
     """
     if is_column(source):
@@ -347,7 +348,7 @@ def _expression(source: str, frame: DataFrame) -> SparkColumn:
 
 
 def _moment(value: SparkColumn, expression: str, frame: DataFrame) -> SparkColumn:
-    """A column as a time. If it is a text, it must contain its date, because Spark would use today's date instead."""
+    """A column as a time. A text must contain a date, because Spark would add today's date to a text without a date."""
     kind = frame.select(value).schema[0].dataType
     return values.checked_moment(value, expression) if isinstance(kind, StringType) else value.cast("timestamp")
 

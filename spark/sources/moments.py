@@ -23,7 +23,8 @@ class MomentSource(DataSource):
         return NAME
 
     def schema(self) -> str:
-        """One row per batch, with its moment. The stream has no messages; each batch reads them from the sources."""
+        """One row per batch, with its moment. The stream contains no messages. Each batch reads the messages from the
+        sources."""
         return "until string"
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: N802

@@ -85,7 +85,8 @@ class PostgresSource:
         )
 
     def _completeness(self, connection: Any, activity: watermark.Activity, identifier: str) -> watermark.Completeness:
-        """The watermark. It is read before the snapshot, so transactions that ended before it are in the snapshot."""
+        """The watermark. It is read before the snapshot is taken, so the snapshot has all transactions that had ended
+        by then."""
         if not activity.is_replica:
             return watermark.of_server(self._database, activity)
         if self._database.primary is None:
@@ -98,7 +99,8 @@ class PostgresSource:
         return watermark.of_replica(self._database, activity, complete if has_replayed else None)
 
     def activity(self) -> tuple[watermark.Activity, str, str]:
-        """The open transactions, the later position of the WAL ('' on a replica), and the id of the server."""
+        """The open transactions, the position of the WAL after reading them ('' on a replica), and the id of the
+        server."""
         with contextlib.closing(self._connect()) as connection:
             activity = watermark.of_row(self._latest(connection, watermark.OLDEST))
             position = "" if activity.is_replica else str(self._latest(connection, watermark.WRITTEN)[0])
@@ -201,7 +203,7 @@ class PostgresSource:
         for selection, keys in wanted:
             fixed = sql.conditions(selection, None)
             column_type = self.column_types(selection).get(selection.key)
-            # A view that is split by id has no index on the key. One scan finds all keys, so one query has all of them.
+            # A view that is split by id has no index on the key. One scan finds all keys, so one query names all keys.
             size = max(1, len(keys)) if selection.span else KEYS_PER_PARTITION
             for start in range(0, max(1, len(keys)), size):
                 condition = sql.keys_condition(selection.key, column_type, keys[start : start + size])
@@ -256,7 +258,7 @@ class PostgresSource:
         return self._rows(self._coordinator, statement, about=about)
 
     def attempt(self, statement: str, *, about: str) -> list[tuple[Any, ...]]:
-        """As `query`, for a statement that may fail. After an error, the transaction of the snapshot continues."""
+        """Like `query`, for a statement that may fail. After an error, the transaction of the snapshot continues."""
         self.query("SAVEPOINT attempt")
         try:
             return self.query(statement, about=about)

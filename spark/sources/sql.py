@@ -85,8 +85,9 @@ def select(selection: TableSelection, table: str, terms: Sequence[str]) -> str:
 def step(items: Sequence[str], source: str) -> str:
     """A subquery whose columns are computed once, also in parallel workers (docs/decisions/021).
 
-    PostgreSQL copies the expression of a column to each of its uses (it parsed a body nine times), unless a column of
-    the subquery is volatile. OFFSET 0 and MATERIALIZED prevent the copies too, but also parallel workers.
+    PostgreSQL copies the expression of a column to each use of the column, so it parsed a body nine times. If a column
+    of the subquery is volatile, PostgreSQL makes no copies. OFFSET 0 and MATERIALIZED prevent the copies too, but they
+    also prevent parallel workers.
     """
     return f"SELECT clock_timestamp() AS fence, {', '.join(items)} FROM {source}"
 

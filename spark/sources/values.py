@@ -69,7 +69,7 @@ def moment(text: Column) -> Column:
 
 
 def checked_moment(text: Column, what: str) -> Column:
-    """As `moment`, for a column whose texts must be times. Another text ends the run."""
+    """Like `moment`, for a column whose texts must be times. If a text is not a time, the run ends with an error."""
     failure = F.raise_error(F.concat(F.lit(f"{what} is '"), text, F.lit("', which is no timestamp with a date")))
     return F.when(text.isNull() | _has_date(text), text.cast("timestamp")).otherwise(failure)
 
@@ -95,7 +95,8 @@ def _is_dashed(text: Column) -> Column:
     return (F.substring(text, 5, 1) == "-") & (F.substring(text, 8, 1) == "-")
 
 
-# The same forms in SQL. The database of the rows and the database of the messages write them in the same way.
+# The functions below compute the comparable forms in SQL. Both the database of the rows and the database of the
+# messages compute them.
 
 
 def hashed(texts: list[str]) -> str:
@@ -141,7 +142,7 @@ def unusual(value: str, item: FieldRule, time: str) -> str:
         usual = f"{rest} = '--' AND length({value}) = 10"
     elif item.type is FieldType.TIMESTAMP:
         # This check comes first, because it costs a seventh of the other check. A year may have five digits. For an
-        # infinite time, to_char gives no such text.
+        # infinite time, to_char gives a text of another form.
         plain = f"coalesce(length({value}) = 32 AND {value} = to_char({time}, {_ISO_TIME}), false)"
         usual = (
             f"{plain} OR (translate({rest}, 'T', ' ') IN {_USUAL_TIMES} AND length({value}) BETWEEN 19 AND 32 "
@@ -153,7 +154,7 @@ def unusual(value: str, item: FieldRule, time: str) -> str:
 
 
 def normal(value: str, item: FieldRule) -> str:
-    """The comparable form of a value, as in `evidence`, in SQL."""
+    """An SQL expression for the comparable form of a value, the same form as in the module `evidence`."""
     if item.type in (FieldType.INTEGER, FieldType.DECIMAL):
         return f"trim_scale(round({value}::numeric, 12))::text"
     if item.type is FieldType.BOOLEAN:

@@ -21,9 +21,10 @@ _NOTEWORTHY: Final = timedelta(minutes=5)
 
 # A transaction that was open before the snapshot may still add rows with older times. So the watermark is not after the
 # start of the oldest open transaction, of a client or of a background worker. The query runs before the snapshot is
-# taken. The snapshot shows a transaction that ends between the two. A transaction that begins between the two begins
-# after the query. For a session that the role may not see, all columns but its names are null. The transactions of this
-# package only read and do not count; the query recognises them by their lock.
+# taken. If a transaction ends between the query and the snapshot, the snapshot shows its rows. If a transaction begins
+# between the query and the snapshot, it begins after the watermark. For a session that the role may not see, all
+# columns except its names are null. The transactions of this package only read and do not count; the query recognises
+# them by their lock.
 OLDEST: Final = f"""
 SELECT statement_timestamp(), min(a.xact_start),
        count(*) FILTER (WHERE a.backend_type IS NULL),
@@ -36,7 +37,8 @@ WHERE a.datname = current_database() AND a.pid <> pg_backend_pid()
   AND NOT EXISTS (SELECT FROM pg_locks l
                   WHERE l.pid = a.pid AND l.locktype = 'advisory' AND l.classid = {adbc.LOCK_CLASS} AND l.granted)
 """
-# The position of the WAL. A run reads it after OLDEST, so transactions that had ended by then are below this position.
+# The position of the WAL. A run reads it after the query OLDEST, so all transactions that had ended when OLDEST ran end
+# below this position.
 WRITTEN: Final = "SELECT pg_current_wal_insert_lsn()::text"
 REPLAYED: Final = "SELECT pg_last_wal_replay_lsn() >= '{position}'::pg_lsn"
 
@@ -57,7 +59,7 @@ class Activity:
 
 @dataclass(frozen=True, slots=True)
 class Completeness:
-    """A watermark, and notes with the reason why it is not later."""
+    """A watermark, and notes with the reason why the watermark is not later."""
 
     watermark: datetime
     notes: list[str]
@@ -94,7 +96,8 @@ def of_server(database: DatabaseRule, activity: Activity) -> Completeness:
 
 
 def of_replica(database: DatabaseRule, activity: Activity, primary: Completeness | None) -> Completeness:
-    """The completeness of a replica. `primary` is given if the replica has replayed all that had ended on its primary.
+    """The completeness of a replica. `primary` is given if the replica has replayed all transactions that had ended on
+    its primary.
 
     If `primary` is None, the rules declare how long the primary's transactions may be open.
     """

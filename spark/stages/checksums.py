@@ -28,9 +28,9 @@ from .sides import ReadLimits
 class ComparedChecksums:
     """The result of comparing the checksums of a rule.
 
-    The run does not read the `skipped_rows`, because their checksums are equal. `limits` selects the rows that the run
-    has to read. `note` is for the report. `volume` has the seconds per bucket and the number of rows in each bucket. It
-    is None if there are no checksums, or if a bucket is not a whole number of seconds.
+    The run does not read the `skipped_rows`, because the checksums of their buckets are equal. `limits` selects the
+    rows that the run has to read. `note` is for the report. `volume` has the seconds per bucket and the number of rows
+    in each bucket. The `volume` is None if there are no checksums, or if a bucket is not a whole number of seconds.
     """
 
     note: str = ""
@@ -158,7 +158,8 @@ class _Checksums:
             f"kind{n}": values.body_kind(item) for n, item in enumerate(rule.fields) if item.type is FieldType.TEXT
         }
         split = sql.step([*known, *(f"{value} AS {name}" for name, value in fields.items())], f"({parsed}) parsed")
-        # The query casts each text to a time only once and uses the time three times. A cast costs as much as the hash.
+        # The query casts each text to a time only once and uses the result in three places. A cast costs as much as the
+        # hash.
         times = [f"f{n}::timestamptz AS {name}" for n, name in self._times().items()]
         read = sql.step([*known, *fields, *times], f"({split}) split")
         # Also count a message that was stored in the window but whose body has a time outside of the window. Its row

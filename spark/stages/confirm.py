@@ -83,7 +83,8 @@ def _keys(spark: SparkSession, scanned: ScannedRule, still_open: DataFrame | Non
 
 
 def judgeable(floor: Column) -> Column:
-    """Whether a subject of an earlier run is not older than `floor`. Without a floor (null), every subject is."""
+    """Whether a subject of an earlier run is not older than `floor`. Without a floor (null), this is true for all
+    subjects."""
     return F.coalesce(F.col("at") >= floor, F.lit(True))
 
 

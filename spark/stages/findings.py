@@ -37,7 +37,7 @@ _FAULTS: Final = [name.value for name in classify.FAULTS]
 class FindingCounts(NamedTuple):
     """The number of findings of one rule, group, class and bucket of time.
 
-    The group '' is the message. The bucket is its start in seconds since 1970.
+    The group '' is the message. The field `bucket` is the start of the bucket in seconds since 1970.
     """
 
     rule: str
@@ -53,7 +53,11 @@ class FindingCounts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class JudgedRule:
-    """A rule with its final counts: a suspect by its class of the second look, any other key by that of the first."""
+    """A rule with its final counts.
+
+    A suspect is counted under the class that the second look gave it. Each other key is counted under the class that
+    the first look gave it.
+    """
 
     confirmed: ConfirmedRule
     counts: Counts
@@ -144,8 +148,8 @@ def _confirmed(spark: SparkSession, rules: Sequence[ConfirmedRule]) -> DataFrame
 def compared(confirmed: DataFrame, earlier: DataFrame, pending: DataFrame, windows: Mapping[str, Window]) -> DataFrame:
     """The findings of this run, and RECOVERED or EXPIRED for each earlier finding that does not hold any more.
 
-    `first_seen` is the boundary of the run that found it first. `was` is its class in the previous result; null means
-    that the finding is new.
+    The column `first_seen` is the boundary of the run that found the finding first. The column `was` is the finding's
+    class in the previous result; null means that the finding is new.
 
     `earlier` has the subjects that the previous result left open, `pending` the pending subjects of this run, and
     `windows` the window of each rule.
@@ -286,7 +290,8 @@ def _dismissed(spark: SparkSession, rules: Sequence[ConfirmedRule], findings: Da
 def _check_interval(rules: Sequence[JudgedRule]) -> None:
     """Raise RunIncomplete if an interval has pending subjects whose limits have not passed yet.
 
-    After the longest limit, only delayed messages can be pending. Then the interval is published with them.
+    After the longest limit, only delayed messages can be pending. Then the run publishes the interval, with these
+    messages as PENDING.
     """
     for each in rules:
         rule, window = each.confirmed.scanned.prepared.rule, each.confirmed.scanned.prepared.window

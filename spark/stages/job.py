@@ -53,7 +53,7 @@ class Job:
         return [each.name for each in self.rules.rules].index(rule.name)
 
     def path(self, name: str) -> str:
-        """Where Spark writes and reads the run's table `name`."""
+        """The path at which Spark writes and reads the run's table `name`."""
         return self.store.spark_path(f"runs/{self.name}/{name}")
 
     def write_empty(self, name: str, schema: str) -> str:
@@ -81,7 +81,8 @@ def put(frame: DataFrame, target: str) -> int:
 
 
 def write(frame: DataFrame, target: str, schema: str) -> int:
-    """Write Parquet files, and return the number of rows. Raises RunIncomplete if reading back gives another number."""
+    """Write Parquet files, and return the number of rows. Raises RunIncomplete if reading the files gives another
+    number."""
     count = put(frame, target)
     read = frame.sparkSession.read.schema(schema)
     check_parts(target, count, read.parquet(target).count() if count else 0)
@@ -89,7 +90,7 @@ def write(frame: DataFrame, target: str, schema: str) -> int:
 
 
 def check_parts(target: str, written: int, found: int) -> None:
-    """Raise RunIncomplete if written rows are missing. Executors that write into another folder would lose findings."""
+    """Raise RunIncomplete if written rows are missing. Executors may write into another folder."""
     if found != written:
         raise RunIncomplete(
             f"{written} rows were written to {target}, {found} are there: the executors do not write where this "

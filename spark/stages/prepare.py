@@ -33,8 +33,8 @@ _WITHOUT: Final = {
 class PreparedRule:
     """A rule whose subscriptions are resolved, whose tables are checked, and whose window is known.
 
-    `missing_views` names optional views that an export lacks. They only add details to findings. For `looked_back`, see
-    `_looked_back`.
+    `missing_views` names optional views that an export lacks. They only add details to findings. The function
+    `_looked_back` describes the field `looked_back`.
     """
 
     rule: Rule
@@ -81,7 +81,8 @@ def _horizon(rule: Rule, sources: Sources) -> datetime | None:
     """
     try:
         if isinstance(sources.broker, ArchivedSource) and any(not group.table for group in rule.groups):
-            # The archive has no group positions, so these rules are judged from the log alone.
+            # If a group has no effect table, the rule needs the group's positions, and the archive does not contain
+            # them. So the run judges this rule from the log alone.
             return sources.broker.live_horizon(rule.topic)
         return sources.broker.horizon(rule.topic)
     except UsageProblem as error:
@@ -139,7 +140,7 @@ def _window(
 def _look_back(
     rule: Rule, options: RunOptions, boundary: datetime, previous: dict[str, Any] | None
 ) -> timedelta | None:
-    """The time before `boundary` whose rows the run judges again.
+    """How far before `boundary` the run looks back: it judges the rows of this duration again.
 
     None if the command has no --look-back and no look back of the rule is due.
     """
@@ -190,7 +191,8 @@ def _known_rule(previous: dict[str, Any] | None, rule: Rule) -> dict[str, Any] |
 
 
 def _looked_back(rule: Rule, window: Window, previous: dict[str, Any] | None) -> dict[str, str | None] | None:
-    """The last look back: its time (`at`), and the time of the oldest rows that it judged again (`from`; None: all).
+    """The last look back: its time (`at`), and the time of the oldest rows that it judged again (`from`; None: it
+    judged all rows again).
 
     The function returns None for an interval, because each run judges the whole interval. It also returns None if no
     run has looked back.
@@ -206,5 +208,5 @@ def _looked_back(rule: Rule, window: Window, previous: dict[str, Any] | None) ->
 
 
 def margin(rule: Rule) -> timedelta:
-    """How far before a window the run also reads, because a message may be older than its row's time."""
+    """The duration that the run also reads before a window, because a message may be older than its row's time."""
     return timedelta(seconds=max(60.0, rule.grace_seconds))

@@ -27,7 +27,7 @@ SUSPECT_SCHEMA: Final = "key string, group string, class string, flags array<str
 BARS: Final = 60
 _COARSE_SECONDS: Final = 3600
 _FINEST_SECONDS: Final = 1
-# Rows are counted again only if the new buckets are at least this many times as fine.
+# The run counts the rows again if the new buckets are shorter than the old buckets by at least this factor.
 _WORTH_IT: Final = 4
 Counts = dict[str, dict[str, int]]
 """Subject ('' for the message, or a group) -> class -> number of keys."""
@@ -86,7 +86,8 @@ def scan(
 
 @dataclass(frozen=True, slots=True)
 class _Look:
-    """The counts of a first look. `span_seconds` is the time from the oldest to the newest row; None without rows."""
+    """The counts of a first look. `span_seconds` is the time from the oldest to the newest row; None if there are no
+    rows."""
 
     rows: int
     messages: int
@@ -132,8 +133,9 @@ def _no_counts(rule: Rule) -> Counts:
 def _check_not_empty(rule: Rule, sources: Sources, floor: datetime | None, seen: tuple[bool, bool]) -> None:
     """Raise RunIncomplete if the rule has no row or no message at all.
 
-    `seen` tells whether the window had rows and messages; only a side without any is queried. A topic may be empty if
-    retention has removed messages and no row is newer than the `floor`.
+    `seen` tells whether the window had rows, and whether it had messages. The function queries a side only if the
+    window had nothing of it. A topic may be empty if retention has removed messages and no row is newer than the
+    `floor`.
     """
     if rule.allow_empty or all(seen):
         return
@@ -158,10 +160,11 @@ def volume(
     span_seconds: float | None = None,
     known: tuple[int, Volume] | None = None,
 ) -> Volume:
-    """The number of rows per bucket of time. A bucket has an hour, or less (down to a second) if the plot has room.
+    """The number of rows per bucket of time. A bucket is an hour long, or shorter (at least a second) if the plot has
+    room.
 
-    With `span_seconds`, the function counts only once. If the `known` buckets (their seconds, their rows) are fine
-    enough, it does not count.
+    If `span_seconds` is given, the function counts only once. If the buckets in `known` (seconds per bucket, rows per
+    bucket) are short enough, the function does not count.
     """
     guess = _COARSE_SECONDS if span_seconds is None else max(_FINEST_SECONDS, math.ceil(span_seconds / BARS))
     seconds = min(guess, _COARSE_SECONDS)

@@ -35,7 +35,7 @@ UUID: Final = re.compile(r"^[0-9a-f]{8}-(?:[0-9a-f]{4}-){3}[0-9a-f]{12}$")
 class ReadLimits:
     """Conditions, per side, for the rows that the run has to read after the checksums.
 
-    The value () means all rows. With `is_nothing`, the run has to read no row.
+    The value () means all rows. If `is_nothing` is true, the run has to read no row.
     """
 
     rows: tuple[str, ...] = ()
@@ -84,8 +84,8 @@ def _add(to: list[tuple[DataSource, list[TableSelection]]], source: DataSource, 
 def of_window(prepared: PreparedRule, limits: ReadLimits, sources: Sources) -> list[DataFrame]:
     """The narrow sides of the rule's window (`evidence`).
 
-    The read begins a little before the window, because a message may be older than its row's time. For an exact window
-    it ends after the longest limit of the rule. The second look finds later messages and effects by key.
+    The read begins a little before the window, because a message may be older than its row's time. For an exact window,
+    the read ends after the longest limit of the rule. The second look finds later messages and effects by key.
     """
     rule, window = prepared.rule, prepared.window
     start = None if window.since is None else window.since - margin(rule)
@@ -174,7 +174,7 @@ def about_keys(prepared: PreparedRule, keys: DataFrame, listed: Sequence[str], s
 
 
 def of_many_keys(prepared: PreparedRule, keys: DataFrame, sources: Sources, since: datetime | None = None) -> KeySides:
-    """As `about_keys`, but without indexes: Spark reads everything (from `since` on) and joins it with `keys`."""
+    """Like `about_keys`, but without indexes: Spark reads everything (from `since` on) and joins it with `keys`."""
 
     def only(frame: DataFrame) -> DataFrame:
         return frame.join(keys, F.coalesce(frame["key"], F.lit("")) == keys["key"], "left_semi")
@@ -258,10 +258,10 @@ def _limited(selection: TableSelection, conditions: tuple[str, ...]) -> TableSel
 
 
 # The queries below read the queue, check-backs and failures of single messages. A finding shows these facts; no class
-# depends on them. Beyond this number of messages, they are not read.
+# depends on them. For more than this number of messages, a run does not start these queries.
 _MAX_FACTS: Final = 1_000
-# A finding shows at most this many of the newest check-backs and failures per message. A parked half message has many,
-# because it is checked every hour.
+# A finding shows at most this many of the newest check-backs and failures per message. A parked half message has many
+# check-backs, because the broker checks it every hour.
 _MAX_EACH: Final = 10
 _PLACES: Final = """
 SELECT log_id, string_agg(concat('retry of ' || retry_group || ', ', 'queue ', number, ', offset ', queue_offset),
@@ -289,9 +289,10 @@ _FACTS_SCHEMA: Final = (
 def message_facts(messages: DataFrame, rule: Rule, broker: DataSource) -> DataFrame:
     """The queue and offset (`queue`), newest check-backs and newest failed attempts of `messages`, by `log_id`.
 
-    The result is empty for exports, without the right to read the views, and for a broker that does not have the views
-    yet. It is also empty for more than _MAX_FACTS messages, because an operator does not follow so many single
-    messages. If the rule masks a field, errors are not shown, because their text may repeat any field.
+    The result is empty in three cases: the broker is an export, the role may not read the views, or the broker does not
+    have the views yet. It is also empty for more than _MAX_FACTS messages, because an operator cannot examine so many
+    single messages. If the rule masks a field, the result has no error texts, because an error text may repeat any
+    field.
     """
     rows: list[tuple[Any, ...]] = []
     if isinstance(broker, PostgresSource):

@@ -1,4 +1,4 @@
-"""Finds the messages of which a group owes an effect, for groups without `owed_when` in the rules.
+"""Finds the messages for which a group owes an effect, for groups without `owed_when` in the rules.
 
 This module reads the group's subscription in the broker. It writes the subscription's filter and start as `owed_when`,
 a condition over `message_v1`.

@@ -252,20 +252,28 @@ def test_batches_of_checks_race_with_many_transactions(pool: ThreadPoolExecutor)
     checks = [check(item) for item in ids]
     results: dict[UUID, str] = {}
     said: list[Answer] = []
+    # The checkers begin after the first commits, and the second half is produced after their first tombstones. So both
+    # outcomes occur, however fast each thread is.
+    committed, asked = threading.Event(), threading.Event()
 
     def produce(part: Sequence[UUID]) -> None:
         with closing(open_connection("default")) as connection:
-            for transaction_id in part:
+            for number, transaction_id in enumerate(part):
+                if number == len(part) // 2:
+                    assert asked.wait(30)
                 try:
                     ledger.insert_committed(connection, transaction_id)
                     results[transaction_id] = "C"
+                    committed.set()
                 except DatabaseError:
                     results[transaction_id] = "R"
 
     def ask(order: Sequence[Check]) -> None:
         with closing(open_connection("default")) as connection:
+            assert committed.wait(30)
             for start in range(0, len(order), 100):
                 said.extend(answer_by_ledger(connection, order[start : start + 100]))
+                asked.set()
 
     running = [
         pool.submit(produce, ids[::2]),

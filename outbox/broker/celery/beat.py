@@ -1,8 +1,8 @@
 """The periodic work of a producer service as Celery tasks, for services without a worker with `--outbox`.
 
-A worker with `--outbox` runs the passes itself. A task that beat sends in between finds that its pass has just run, and
-does nothing. The tasks go to Celery's default queue, or to the queue that `task_routes` names. A worker must consume
-this queue. The tasks do not expire. A task that waited behind a backlog still runs.
+A worker with `--outbox` runs the passes itself. If beat sends a task between two passes of the worker, the task finds
+that its pass has just run, and does nothing. The tasks go to Celery's default queue, or to the queue that `task_routes`
+names. A worker must consume this queue. The tasks do not expire. A task that waited behind a backlog still runs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Task messages that are stored first and handed to Celery's broker later, exactly as Celery has built them.
 
 The stored message has everything that Celery would have sent (body, headers, properties, exchange, routing key). So
-task id, eta, priority, queue, headers, links, the rest of a chain and the body of a chord stay the same.
+task id, eta, priority, queue, headers, links, the later tasks of a chain and the body of a chord stay the same.
 
 See decision 187.
 """
@@ -26,8 +26,8 @@ from kombu.serialization import dumps
 
 from outbox.errors import UsageError
 
-# Options of a call for an unreachable broker. They are not stored, because outbox repeats the hand-over until Celery's
-# broker has the message.
+# These options say what a call does if Celery's broker is unreachable. They are not stored, because outbox repeats the
+# hand-over until Celery's broker has the message.
 _OF_THE_SENDER: Final = ("retry", "retry_policy", "timeout", "confirm_timeout")
 # kombu reopens a stale connection at once. If Celery's broker is down, the retry queue repeats the attempt.
 _RECONNECT: Final = {"max_retries": 1, "interval_start": 0, "interval_step": 0, "interval_max": 0}
@@ -42,7 +42,7 @@ class TaskRecorder(Producer):
         self.recorded: dict[str, Any] | None = None
 
     def publish(self, body: Any, *_: Any, **options: Any) -> None:
-        """Keep the first message. A second one is an event of Celery's monitoring, and the task is not sent yet."""
+        """Keep the first message. A second message is an event for Celery's monitoring, and is dropped."""
         if self.recorded is not None:
             return
         content_type, content_encoding, payload = dumps(  # type: ignore[no-untyped-call]
@@ -92,7 +92,7 @@ class RecordedTask(Task):  # type: ignore[misc]
             return super().retry(*args, **kwargs)
 
     def replace(self, sig: Any, *args: Any, **kwargs: Any) -> Any:
-        """Send the replacement at once, because the exception that follows would roll a stored message back."""
+        """Send the replacement at once: Celery's `replace` then raises, and the rollback would remove a stored one."""
         with _at_once():
             return super().replace(sig, *args, **kwargs)
 

@@ -61,7 +61,8 @@ class Outage:
     def __init__(self, subscription: Subscription) -> None:
         self._subscription = subscription
         self._error = ""
-        # The messages of each call in a row that failed with this error. No two of these calls share a message.
+        # For each failed call in the present series with this error, the messages of that call. No two of these calls
+        # share a message.
         self._failed: list[frozenset[Hashable]] = []
         self._pauses = 0
         self._began = 0.0
@@ -87,8 +88,8 @@ class Outage:
     def succeeded(self, now: float = math.inf) -> None:
         """Record a successful call. It ends the outage and the series of failures.
 
-        If a handler has requested a pause, the pause still lasts its full time. The successful call may have begun
-        before it.
+        A pause that a handler has requested still lasts its full time, because the successful call may have begun
+        before the request.
         """
         if self._asked and self.resume_at is not None and now < self.resume_at:
             return
@@ -100,7 +101,10 @@ class Outage:
         self.resume_at = None
 
     def not_started(self, error: str, now: float, pause_seconds: float | None = None) -> float:
-        """Record a failed call that no message has caused. Return the time at which the pause ends."""
+        """Record a failed call. None of its messages has caused the failure.
+
+        Return the time at which the pause ends.
+        """
         return self._pause(error, now, pause_seconds)
 
     def failed(self, messages: Iterable[Hashable], error: str, now: float) -> float | None:
@@ -152,7 +156,7 @@ class Outage:
 class SubscriptionRunner:
     """The lanes and the worker pool of one subscription.
 
-    Only the dispatching thread uses it, except for `is_running_out`.
+    Only the dispatching thread uses this class, but any thread may read `is_running_out`.
     """
 
     def __init__(self, subscribed: Subscribed, run: Callable[[HandlerCall], None]) -> None:
@@ -173,7 +177,10 @@ class SubscriptionRunner:
 
     @property
     def is_running_out(self) -> bool:
-        """Whether messages may wait in the lanes while the threads will soon have no call. Any thread may read it."""
+        """Whether messages may wait in the lanes while the threads will soon have no call.
+
+        Any thread may read this property.
+        """
         return self.backlog and self.pool.waiting <= self.subscribed.subscription.threads
 
     def admits(self, now: float) -> bool:
@@ -181,7 +188,7 @@ class SubscriptionRunner:
         return self.pool.room > 0 and self.outage.admits(now, running=self.pool.in_hand > 0)
 
     def next_at(self, now: float) -> float | None:
-        """Return the time at which waiting messages may be handled without a wake-up; None if there is no such time."""
+        """Return the time at which the dispatching thread must look at waiting messages; None if it need not."""
         if self.pool.room == 0:
             return None
         resume_at = self.outage.resume_at
@@ -193,7 +200,7 @@ class SubscriptionRunner:
         return min((at for lane in self.lanes if (at := lane.next_at()) is not None), default=None)
 
     def report_outage(self, run: Executor, instance: UUID) -> None:
-        """If the pauses have changed, store for operators whether the subscription pauses."""
+        """If the number of pauses has changed, store for operators whether the subscription pauses."""
         pauses = self.outage.pauses
         if pauses == self._reported:
             return
@@ -221,7 +228,9 @@ COLLECT_SECONDS: Final = 0.05
 
 
 class Calls:
-    """The running calls of this process. Only the dispatching thread uses them, except for `finished`.
+    """The running calls of this process.
+
+    The handler threads call `finished`, and only the dispatching thread calls all other methods.
 
     `runners` maps (group id, topic id) to the runner of the subscription.
     """
@@ -231,7 +240,8 @@ class Calls:
         self._running: set[HandlerCall] = set()
         self._stuck: dict[HandlerCall, list[FetchedEntry]] = {}
         self._finished: deque[HandlerCall] = deque()
-        # The times until which the dispatching thread sleeps without a wake-up, and at which it looks for results.
+        # `_asleep_until`: the time until which the dispatching thread sleeps, unless another thread wakes it.
+        # `_collect_at`: the time at which the dispatching thread looks for results.
         self._asleep_until = 0.0
         self._collect_at = 0.0
         # Whether every finished call wakes the dispatching thread. The dispatching thread sets this value.
@@ -240,9 +250,9 @@ class Calls:
     def finished(self, work: HandlerCall) -> bool:
         """Record a finished call. Return whether to wake the dispatching thread. The handler threads call this method.
 
-        If the threads have enough other calls, a successful call only moves the offset. If the dispatching thread wakes
-        within 50 ms anyway, it then collects the result. To wake it for each call would cost more than the handling of
-        the message.
+        If the handler threads have enough other calls, a successful call only moves the offset. If the dispatching
+        thread wakes within 50 ms anyway, it then collects the result. To wake it for each call would cost more than the
+        handling of the message.
         """
         self._finished.append(work)
         # Check the sleep time after appending (see `sleep`): a thread that is already asleep has missed the append.
@@ -259,10 +269,7 @@ class Calls:
         return 0.0 if self._finished and not (looks and not self.watched) else seconds
 
     def _is_awaited(self, work: HandlerCall) -> bool:
-        """Return whether other work waits for the result of this call.
-
-        That work can be later messages of its queue or key, a new attempt, idle threads, or the dispatching thread.
-        """
+        """Return whether the process needs the result of this call at once."""
         if self.watched or work.abandoned or work.subscribed.ordered or len(work.items) > 1:
             return True
         return not isinstance(work.results[0], Disposition) or self._runners[work.subscribed.key].is_running_out
@@ -285,13 +292,14 @@ class Calls:
         now = time.monotonic()
         limits = [(work.started_at, work.subscribed.subscription.timeout_seconds) for work in self._running]
         hangs = [(work.started_at, 2 * work.subscribed.subscription.timeout_seconds) for work in self._stuck]
-        # The process ends at this time, so times in the past are left out.
+        # When a stuck call reaches its limit, the process already ends. So this method returns only times in the future
+        # for stuck calls.
         return [began + seconds for began, seconds in limits if began is not None] + [
             began + seconds for began, seconds in hangs if began is not None and began + seconds > now
         ]
 
     def end_of_started(self, queue: OwnedQueue) -> int:
-        """Return the highest offset of this queue in a running call, plus one; 0 if no call of the queue runs."""
+        """Return the highest offset of this queue in a running call, plus one; 0 if the queue has no running call."""
         started = [item.offset for work in self._running for item in work.items if item.queue is queue]
         return max(started, default=-1) + 1
 
@@ -306,18 +314,18 @@ class Calls:
         self._runners[work.subscribed.key].pool.submit(work)
 
     def hold(self, work: HandlerCall) -> None:
-        """Count the call as running without calling its handler. The caller later calls `start` or `refuse`."""
+        """Count the call as running, but do not start its handler yet. Later, the caller uses `start` or `refuse`."""
         for item in work.items:
             item.queue.started()
         self._running.add(work)
         self._runners[work.subscribed.key].pool.reserve()
 
     def start(self, work: HandlerCall) -> None:
-        """Call the handler of a call that `hold` has counted."""
+        """Start a call that `hold` has counted as running."""
         self._runners[work.subscribed.key].pool.start(work)
 
     def refuse(self, work: HandlerCall, result: Result) -> None:
-        """End a held call without calling its handler; each message gets this result."""
+        """End a held call without starting its handler, and give each of its messages this result."""
         work.results = [result] * len(work.items)
         self._finished.append(work)
 
@@ -352,7 +360,7 @@ class Calls:
         return ""
 
     def over(self) -> Iterator[tuple[HandlerCall, Sequence[Result]]]:
-        """Yield the calls to be booked with their results: finished calls, then calls that have timed out."""
+        """Yield each call that is over, with its results: first finished calls, then calls that have timed out."""
         while self._finished:
             work = self._finished.popleft()
             if work.abandoned:

@@ -69,7 +69,7 @@ ORDER BY topic_id, generation, number
 class BroadcastQueues:
     """Finds the queues of broadcast groups, including queues that are added later.
 
-    An instance consumes the queues of a newer layout after it has consumed those of the older layout.
+    An instance consumes the queues of a newer layout after it has consumed all queues of the older layout.
     """
 
     def __init__(self, groups: Sequence[ConsumingGroup]) -> None:
@@ -83,8 +83,9 @@ class BroadcastQueues:
     def rewind(self, lives: Sequence[Mapping[int, int]]) -> list[Lease]:
         """Return the leases of all queues. This process gives the queues up, because the server has begun new lives.
 
-        `lives` has, for each new life, the head of each queue at its beginning. From that head on, an offset belongs to
-        another message than before. When `gained` returns a queue again, the queue continues at that head or before it.
+        `lives` has one mapping for each new life: the head of each queue when that life began. In the new life, an
+        offset from that head on belongs to another message than before. When `gained` returns a queue again, the queue
+        continues at that head or before it.
         """
         lost = [queue.lease for queue in self._owned.values()]
         for lease in lost:
@@ -100,7 +101,7 @@ class BroadcastQueues:
     def returned(self, lease: Lease) -> None:
         """Record that this process no longer consumes a queue.
 
-        Later, `gained` may return the queue at its present position.
+        If `gained` later returns the queue again, the queue continues at its present position.
         """
         queue = self._owned.get(lease.key)
         if queue is not None and queue.lease is lease:
@@ -108,7 +109,10 @@ class BroadcastQueues:
             self._interrupted[lease.key] = queue.next_offset
 
     def gained(self, run: Executor, life: UUID, is_blocked: Callable[[QueueKey], bool]) -> list[OwnedQueue]:
-        """Return the new queues to consume, except queues with handlers of an earlier lease that still run."""
+        """Return the new queues to consume.
+
+        A queue is left out while handlers of an earlier lease of the queue still run.
+        """
         topic_ids = {topic_id for group in self._groups for topic_id in group.subscribed}
         if not topic_ids:
             return []
@@ -165,8 +169,8 @@ _LOOK_SECONDS: Final = 1.0
 class Coordinator:
     """Sends heartbeats, renews leases, and acquires this process's share of the queues.
 
-    `ownership` connects it to the dispatching thread. Its own thread runs all methods except `start` and `stop`. Before
-    `start`, another thread may call `run_once`.
+    The parameter `ownership` connects the coordinator to the dispatching thread. The coordinator's own thread runs all
+    methods except `start` and `stop`. Before `start`, another thread may call `run_once`.
     """
 
     def __init__(
@@ -195,14 +199,14 @@ class Coordinator:
         self._heard_at = lease_clock()
         self._broadcast = BroadcastQueues([group for group in groups if group.broadcast])
         self._connection: BrokerConnection | None = None
-        # Whether the connection is new, and whether the timeouts of its database role are lifted. Behind a pooler they
-        # are not.
+        # `_is_new`: whether the connection is new. `_is_lifted`: whether the timeouts of the database role are lifted
+        # for the connection. Behind a pooler, these timeouts are not lifted.
         self._is_new = True
         self._is_lifted = False
         self._life: UUID | None = None
         self._asks_life = True
-        # Leases of an earlier life that the dispatching thread has not handed back. Until it does, their handlers may
-        # still run.
+        # Leases of an earlier life that the dispatching thread has not handed back. Until that thread hands a lease
+        # back, handlers of this lease may still run.
         self._awaited: dict[QueueKey, Lease] = {}
         self._thread: threading.Thread | None = None
         self._stopping = threading.Event()
@@ -238,7 +242,8 @@ class Coordinator:
                 self._drop_untrusted()
             except Exception as error:
                 self._note.failed(error)
-                # If the coordinator's thread died, its process would stay without queues, and no log would show it.
+                # If the coordinator's thread died, its process would have no queues any more, and the log would not say
+                # so.
                 logger.exception("keeping the leases failed, trying again")
                 self._disconnect()
                 self._drop_untrusted()
@@ -264,7 +269,8 @@ class Coordinator:
             self._renew(run)
         self._give_back(run)
         self._drop_untrusted()
-        # Read this set before the query. A queue that is stopped in memory is then already stopped in the database.
+        # Read this set before the query of `members.look`, so that this query finds each queue of the set stopped in
+        # the database, too.
         stopped = {key for key, queue in self._queues.items() if queue.is_stopped}
         look = members.look(run, list(self._groups))
         if look.life != life:
@@ -278,7 +284,9 @@ class Coordinator:
             self._ownership.emit(QueueAcquired(queue))
 
     def _current_life(self, run: Executor) -> UUID:
-        """Return the present life. If the life has changed, give up all queues: other messages may have their offsets.
+        """Return the present life.
+
+        If the life has changed, give up all queues, because their offsets may now belong to other messages.
 
         The coordinator reads the life on each new connection, and again when `members.look` returns another life. A
         connection may stay open during a restore. Behind a pooler, it may also stay open when the server restarts.
@@ -290,7 +298,7 @@ class Coordinator:
         if self._life is not None and life != self._life:
             logger.warning("the broker was restored or restarted: consuming continues from the present positions")
             self._check_names(run)
-            # After a restore, the rows of members and leases come from the backup. So renew both now.
+            # After a restore, the rows of members and leases come from the backup. So renew memberships and leases now.
             self._renew_at = 0.0
             for lease in list(self._leases.values()):
                 self._awaited[lease.key] = lease
@@ -366,7 +374,7 @@ class Coordinator:
         with self._without_timeouts(run):
             leases.release(run, self._instance, returned)
         # Remove the leases from the list only after the release. If the release fails, the next turn tries it again.
-        # Otherwise no process could acquire these queues until their term ends.
+        # Without a release, no process could acquire these queues until the term of their leases ends.
         self._ownership.released(len(returned))
         for lease in returned:
             self._forget(lease)
@@ -413,8 +421,8 @@ class Coordinator:
                 and queue.key not in self._leases
                 and queue.key not in self._awaited
                 and not self._ownership.is_blocked(queue.key)
-                # If the row names this instance but the process has no lease, the row is from another life of the
-                # server.
+                # If the row of a queue names this instance as owner but this process has no lease, the row is from
+                # another life of the server.
                 and (queue.owner in (None, self._instance) or queue.expired)
             ]
             if free:
@@ -444,8 +452,8 @@ class Coordinator:
         try:
             self._take_up(run, group, obtained, {queue.key: queue for queue in free})
         except BaseException:
-            # Only the database knows that this process holds these leases. Release them, or no process could consume
-            # the queues until the term ends.
+            # These leases are stored in the database, but this process does not use them. Release them now. Otherwise
+            # no process could consume their queues until the term ends.
             self._ownership.hand_back_unused([lease for lease in obtained if lease.key not in self._leases])
             raise
 

@@ -44,8 +44,8 @@ logger = logging.getLogger(__name__)
 
 # -- prefetching -----------------------------------------------------------------------------------
 #
-# The prefetcher brings messages into memory before a handler is free. It keeps to the limits of the buffer, and loads
-# large bodies only before their call.
+# The prefetcher brings messages into memory before a handler is free. The prefetcher keeps to the limits of the buffer,
+# and loads a large body only right before the call that handles its message.
 
 
 _RETRY_FETCH_SIZE: Final = 256
@@ -106,7 +106,7 @@ class Prefetcher:
         self._hungry[queue] = None
 
     def fetch(self, run: Executor) -> None:
-        """Fetch messages in one statement, for all queues that may have more and whose buffer has room."""
+        """Fetch messages in one statement, for all queues that may have more messages and whose buffer has room."""
         self._hungry = {queue: None for queue in self._hungry if queue.hungry and queue.phase is Phase.ACTIVE}
         wanted = [(queue, room) for queue in self._hungry if (room := room_of(queue)) > 0]
         if wanted:
@@ -145,8 +145,8 @@ class Prefetcher:
             self._counts["filtered"] += len(rows) - len(items)
             self._dirty.add(queue)
         if queue.fetches_again:
-            # Some of these entries may be finished already, before a stop or by a former owner. Do not handle them
-            # again.
+            # Some of these entries may be finished already: this process finished them before a stop, or a former owner
+            # finished them. Do not handle these entries again.
             items = [item for item in items if not window.is_finished(item.offset)]
         queue.fetched(expected, more=more)
         queue.buffer(len(items))
@@ -181,7 +181,9 @@ class Prefetcher:
         self._foreign.clear()
 
     def load(self, run: Executor, work: HandlerCall) -> None:
-        """Load the messages of a call that are not in memory, and drop from the call those that retention has removed.
+        """Load the messages of a call that are not in memory.
+
+        If retention has removed a message, drop it from the call.
 
         If the statement fails, all messages of the call go back to their lane.
         """
@@ -219,8 +221,8 @@ def _leave_out_large(items: Sequence[FetchedEntry]) -> None:
 # While messages arrive, the dispatching thread stores offsets at this interval (seconds). After a kill, the messages
 # that were handled since the last store are delivered again.
 STORE_SECONDS: Final = 0.05
-# For this time (seconds) after a hand-over begins, the process still starts messages before the last started one.
-# Otherwise the finished offsets would have gaps.
+# For this time (seconds) after a hand-over begins, the process still starts the messages that come before the last
+# started message of the queue. Otherwise there would be unfinished offsets below finished ones.
 DRAIN_SECONDS: Final = 3.0
 
 
@@ -271,7 +273,10 @@ class Dispatcher:
             self._hand_over_drained()
 
     def wait_seconds(self, longest: float) -> float:
-        """Return the time in seconds until work is due without a wake-up. Call this right before the wait."""
+        """Return how many seconds the dispatching thread may wait until work is due.
+
+        Call this right before the wait.
+        """
         now = time.monotonic()
         due = [
             at
@@ -287,7 +292,10 @@ class Dispatcher:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no call is running, no message waits except blocked ones, and nothing is left to fetch or store."""
+        """Whether no call is running, and there is nothing to fetch or to store now.
+
+        Blocked messages may still wait.
+        """
         fetchable = any(queue.hungry and room_of(queue) > 0 for queue in self._owned.values())
         return not self._calls.any_counting and not fetchable and not self._dirty
 
@@ -307,7 +315,7 @@ class Dispatcher:
         return self._calls.hung()
 
     def enter_life(self, life: UUID) -> None:
-        """From now on, accept only queues that were acquired in this life (groups.lives). Give all others up."""
+        """From now on, accept only queues that were acquired in this life (groups.lives). Give all other queues up."""
         if life != self._life:
             # A restore may have removed a retry queue, and another queue may have its id now.
             for group in self._groups.values():
@@ -327,7 +335,7 @@ class Dispatcher:
     def drain(self) -> None:
         """Begin to hand over all queues.
 
-        Running calls and the messages before them are finished, and their offsets are stored.
+        The process finishes the running calls and the messages that come before them, and stores the offsets.
         """
         self._draining = True
         self._quarantine.drain()
@@ -362,8 +370,8 @@ class Dispatcher:
                 # not seen the new life yet.
                 self._ownership.hand_back(queue.lease)
             case QueueAcquired(queue) if self._ownership.is_blocked(queue.key):
-                # The queue was lost and acquired again while its handlers were still running. Give it back, or its
-                # messages would be handled twice at once.
+                # The queue was lost and acquired again while its handlers were still running. Give the queue back.
+                # Otherwise two calls could handle the same message at the same time.
                 self._ownership.hand_back(queue.lease)
             case QueueAcquired(queue):
                 if self._bounded:
@@ -373,7 +381,8 @@ class Dispatcher:
                     self._prefetcher.look_at(queue)
                 self._owned[queue.key] = queue
                 if queue.next_offset != queue.stored_offset:
-                    # Retention has removed the first entries of this queue, or a former owner has sent them away.
+                    # Retention has removed the first entries of this queue, or a former owner has finished them without
+                    # storing its offset.
                     self._dirty.add(queue)
                 if self._draining:
                     self._begin_hand_over(queue)
@@ -394,9 +403,10 @@ class Dispatcher:
         return queue if queue is not None and queue.lease is lease else None
 
     def _begin_hand_over(self, queue: OwnedQueue) -> None:
-        """Begin to hand over a queue. The unfinished messages before finished ones may still be started.
+        """Begin to hand over a queue.
 
-        The next owner delivers all messages from the first unfinished one on again.
+        An unfinished message may still be started if it comes before a started or finished message of this queue. The
+        next owner begins at the first unfinished message, and delivers all messages after it again.
         """
         if queue.phase not in (Phase.ACTIVE, Phase.STOPPED):
             return
@@ -440,8 +450,8 @@ class Dispatcher:
             queue.stop()
             self._forget_waiting(queue)
         elif not stopped and queue.phase is Phase.STOPPED and queue.running == 0:
-            # Resume only if no call of this queue runs, or its messages would be handled twice. The coordinator repeats
-            # the event.
+            # Resume the queue only if none of its calls is running. Otherwise its messages would be handled twice. The
+            # coordinator sends the event again.
             queue.resume()
             self._prefetcher.look_at(queue)
 
@@ -465,7 +475,7 @@ class Dispatcher:
             self._conclude(run, over, failed)
 
     def _absorb(self, work: HandlerCall, results: Sequence[Result], failed: list[Failed]) -> set[int]:
-        """Book the results of a call. Return the ids of the items that go back to their lane."""
+        """Book the results of a call. Return the `id()` of each item that goes back to its lane."""
         # Count the returned items first. If the queue is lost below, the number of its running items decides whether to
         # block it.
         counted = Counter(item.queue for item in work.items)
@@ -482,7 +492,7 @@ class Dispatcher:
         return booked.again
 
     def _conclude(self, run: Executor, over: Sequence[tuple[HandlerCall, set[int]]], failed: Sequence[Failed]) -> None:
-        """Record all failures, then put the items that this process tries again back into their lanes.
+        """Record all failures. Then put each item that this process tries again into its lane.
 
         A lane hands out its next messages as soon as a call is settled. So the failed messages of the call must go back
         to the lane before that. This method compares items by identity, because one message may be in its queue and in
@@ -492,7 +502,7 @@ class Dispatcher:
         self.counts["failed"] += len(failed)
         for queue in {one.item.queue for one in failed}:
             if queue.is_stopped:
-                # One of these failures has stopped the queue: later messages must not overtake the stopped one.
+                # One of these failures has stopped the queue, and later messages must not overtake the failed message.
                 self._forget_waiting(queue)
         # Keep failed messages also while their queue is drained, because they must block the later messages of their
         # key or queue.

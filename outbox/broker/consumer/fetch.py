@@ -49,7 +49,7 @@ _NUMBER_PATTERN: Final = f"^({NUMBER})$"
 class FilterSql:
     """Builds SQL conditions on the log row `l`.
 
-    It puts the values into `parameters`, under names that begin with `prefix`.
+    The object puts the values into `parameters`, under names that begin with `prefix`.
     """
 
     prefix: str = "f"
@@ -137,7 +137,8 @@ SLOT, OFFSET, RETRIES, LOG_ID, TOPIC_ID, PASSES, BODY, MESSAGE_ID, KEY = range(9
 # published alone.
 TRANSACTION_ID: Final = -1
 
-# The consumer does not buffer larger bodies (bytes). It loads such a body right before it calls the handler.
+# The consumer does not buffer a body with more bytes than this. It loads such a large body right before it calls the
+# handler.
 LARGEST_BUFFERED_BODY: Final = 16 * 1024
 
 _FETCH: Final = """
@@ -184,16 +185,17 @@ class Fetcher:
         self._numbers: dict[Subscribed | None, int] = {
             subscribed: number for number, subscribed in enumerate(filtered, start=1)
         }
-        # Keep the cursor: at low rates the statement runs for every message, and a new cursor costs as much as its use.
+        # Keep the cursor. At low rates the statement runs once per message, and making a cursor costs as much as using
+        # it.
         self._cursor: psycopg.RawCursor[Row] | None = None
 
     def fetch(self, run: Executor, wanted: Sequence[tuple[OwnedQueue, int]]) -> list[Row]:
         """Return the rows of each wanted queue from its `fetch_from` on, queue by queue and in the order of offsets.
 
         `SLOT` is the position of the queue in `wanted`, from 1. The queue id would not be unique, because several
-        groups of this process may want one queue. A row without `TOPIC_ID` refers to a message that retention removed.
-        A row with `PASSES` false did not pass the filter. If a row passes but has no body, its body is large, and
-        `load` returns it.
+        groups of this process may want the same queue. A row without `TOPIC_ID` refers to a message that retention
+        removed. A row with `PASSES` false did not pass the filter. If a row passes but has no body, its body is large,
+        and `load` returns it.
         """
         if wanted != self._wanted:
             self._wanted = wanted
@@ -224,7 +226,10 @@ CROSS JOIN LATERAL (SELECT * FROM {schema}.commit_log l WHERE l.log_id = e.log_i
 
 
 def load(run: Executor, places: Sequence[tuple[int, int]]) -> dict[tuple[int, int], Row]:
-    """Return rows by (queue id, offset), with bodies of any size. Rows that retention removed are missing."""
+    """Return rows by (queue id, offset), with bodies of any size.
+
+    Messages that retention has removed are not in the result.
+    """
     parameters = {
         "queue_ids": arrays.integers([queue_id for queue_id, _ in places]),
         "offsets": arrays.bigints([offset for _, offset in places]),

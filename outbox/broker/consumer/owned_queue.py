@@ -21,8 +21,8 @@ from outbox.subscription import Mode, Subscription
 
 _LEAST_FETCH: Final = 128
 _MOST_FETCH: Final = 1000
-# The number of offsets that a process may fetch from the lowest unfinished one on. After a crash, at most this many
-# messages of a queue are delivered again.
+# A process fetches at most this many offsets of a queue, counted from the lowest unfinished offset. After a crash, at
+# most this many messages of a queue are delivered again.
 _SPAN: Final = {Mode.CONCURRENT: 4_000, Mode.ORDERLY: 4_000, Mode.KEY_ORDERED: 50_000}
 
 
@@ -30,7 +30,8 @@ _SPAN: Final = {Mode.CONCURRENT: 4_000, Mode.ORDERLY: 4_000, Mode.KEY_ORDERED: 5
 class ConsumingGroup:
     """A consumer group in this process.
 
-    `subscribed` has its subscriptions, and `retry_queues` its known retry queue ids, both by topic id.
+    `subscribed` has the subscriptions of the group by topic id. `retry_queues` has the known ids of its retry queues,
+    also by topic id.
 
     `paused`, `generation` (of the inbox) and `quarantined` (by log id) are copies of the values in the database. Only
     the dispatching thread changes these copies.
@@ -52,7 +53,7 @@ class ConsumingGroup:
 
 
 class Subscribed:
-    """A subscription of this process: its handler, its filter, and how much of a queue to fetch for it."""
+    """A subscription of this process: its handler, its filter, and the limits for fetching."""
 
     __slots__ = ("fetch_size", "filter", "group", "handler", "key", "ordered", "span", "subscription")
 
@@ -93,12 +94,12 @@ class Phase(enum.Enum):
     STOPPED = "stopped"
     """A handler with on_error=STOP has stopped the queue.
 
-    The process keeps the lease, and starts nothing until an operator resumes the queue.
+    The process keeps the lease, and starts no call for the queue until an operator resumes it.
     """
     DRAINING = "draining"
     """The process hands the queue over.
 
-    It finishes running and earlier messages, stores the offset, and releases the lease.
+    The process finishes the running messages and the messages before them, stores the offset, and releases the lease.
     """
     LOST = "lost"
     """Another process may own the queue, so this process starts and records nothing for it."""
@@ -107,7 +108,7 @@ class Phase(enum.Enum):
 class OffsetWindow:
     """The lowest unfinished offset of a queue, and the finished offsets above it.
 
-    The lowest unfinished offset (`base`) is the one to store.
+    The process stores the lowest unfinished offset (`base`).
     """
 
     __slots__ = ("_finished", "_gaps", "base", "counts", "moved", "start_offset")
@@ -137,7 +138,7 @@ class OffsetWindow:
 
     @property
     def finished_end(self) -> int:
-        """The offset after the highest finished one."""
+        """The highest finished offset, plus one."""
         return max(self._finished, default=self.base - 1) + 1
 
     def is_finished(self, offset: int) -> bool:
@@ -207,7 +208,7 @@ class OwnedQueue:
         self.window: Final = OffsetWindow(position)
         self.phase = Phase.ACTIVE
         # `fetch_from` is the next offset to fetch, and `hungry` says whether there may be more entries. `buffered`
-        # counts the entries in memory, and `running` those of them that are in running calls.
+        # counts the entries in memory, and `running` counts the entries in running calls.
         self.fetch_from = position.next_offset
         self.hungry = True
         self.buffered = 0
@@ -254,7 +255,10 @@ class OwnedQueue:
     # -- phases ---------------------------------------------------------------------------------
 
     def stop(self) -> None:
-        """Stop the queue: start nothing until an operator resumes it. A drained or lost queue keeps its phase."""
+        """Stop the queue: start no call for the queue until an operator resumes it.
+
+        A drained or lost queue keeps its phase.
+        """
         if self.phase is Phase.ACTIVE:
             self.phase = Phase.STOPPED
 
@@ -295,9 +299,10 @@ class OwnedQueue:
             self.fetch_from = floor
 
     def sent_away_before(self, offsets: Mapping[int, bool]) -> None:
-        """Mark as finished the messages that a former owner has sent away without storing its offset.
+        """Mark messages as finished if a former owner finished them without storing its offset.
 
-        A value of `offsets` says whether the message became a dead letter.
+        `offsets` maps the offset of each such message to True if it became a dead letter, and to False if it was sent
+        back.
         """
         ahead = {offset: is_dead for offset, is_dead in offsets.items() if offset >= self.fetch_from}
         for offset, is_dead in ahead.items():
@@ -308,7 +313,7 @@ class OwnedQueue:
 
     @property
     def fetches_again(self) -> bool:
-        """Whether the next entries to fetch may be finished already, before a stop or by a former owner."""
+        """Whether entries to fetch may be finished already: by this process before a stop, or by a former owner."""
         return self.fetch_from < self._refetched_below
 
     def fetched(self, next_offset: int, *, more: bool) -> None:
@@ -323,23 +328,23 @@ class OwnedQueue:
     # -- what is in memory and what runs ----------------------------------------------------------
 
     def buffer(self, count: int = 1) -> None:
-        """Add `count` entries to the entries in memory."""
+        """Raise the number of entries in memory by `count`."""
         self.buffered += count
 
     def unbuffer(self, count: int = 1) -> None:
-        """Subtract `count` entries that have left memory without a handler call."""
+        """Lower the number of entries in memory by `count`, after these entries were removed without a call."""
         self.buffered -= count
 
     def unbuffer_waiting(self) -> None:
-        """Count only the entries in running calls as in memory."""
+        """Set the number of entries in memory to the number of entries in running calls."""
         self.buffered = self.running
 
     def started(self) -> None:
-        """Add one entry to the entries in running calls."""
+        """Raise the number of entries in running calls by one."""
         self.running += 1
 
     def returned(self, count: int) -> None:
-        """Count the entries of a finished call as out of memory.
+        """Subtract the `count` entries of a finished call from the entries in memory and from those in running calls.
 
         If an entry goes back to its lane, the caller calls `buffer` for it.
         """
@@ -384,7 +389,7 @@ class QueueHandOver:
 
 @dataclass(frozen=True)
 class QueueLost:
-    """The lease is over: start no more handlers for its queue, and record nothing about them."""
+    """The lease is over: start no more handlers for its queue, and store nothing for this queue."""
 
     lease: Lease
 
@@ -442,7 +447,7 @@ class Ownership:
         return self._events.popleft() if self._events else None
 
     def hand_back(self, lease: Lease) -> None:
-        """Give the lease of a queue back to the coordinator: the queue is drained, or the lease is over."""
+        """Give the lease of a queue back to the coordinator, because the queue is drained or the lease is over."""
         self._handed_back.append(lease)
         self._coordinator_wanted.set()
 
@@ -454,11 +459,11 @@ class Ownership:
         self._blocked.add(key)
 
     def unblock(self, key: QueueKey) -> None:
-        """Unblock the queue: the handlers of its lost lease have returned."""
+        """Unblock the queue, because the handlers of its lost lease have returned."""
         self._blocked.discard(key)
 
     def drain(self) -> None:
-        """Acquire no more queues, because this process now leaves its queues to other instances."""
+        """Acquire no more queues, because this process now hands its queues over to other instances."""
         self._draining = True
 
     # -- the coordinator's side -----------------------------------------------------------------
@@ -478,7 +483,7 @@ class Ownership:
             self._handed_back.popleft()
 
     def hand_back_unused(self, leases: Iterable[Lease]) -> None:
-        """Give acquired leases back whose queues this process has not begun to consume."""
+        """Give back leases that this process has acquired, but whose queues it has not begun to consume."""
         self._handed_back.extend(leases)
 
     def wait(self, seconds: float) -> None:
@@ -494,7 +499,7 @@ class Ownership:
     def outdate(self) -> None:
         """Acquire no more queues until this process has registered again.
 
-        The ids of its groups and topics may belong to others now.
+        The ids of its groups and topics may belong to other groups and topics now.
         """
         self._is_outdated = self._draining = True
         self._wake_dispatcher()

@@ -5,7 +5,8 @@
                                      │ then a note about the attempt is committed
 
 In ordered modes, the queue or key of the message waits for the result of the attempt. In concurrent mode, only the
-message itself waits. If a message has hung but has killed no process, other calls may run during its attempt.
+message itself waits. If a message was quarantined only because its handler hung, other calls may run during its
+attempt.
 
 See decision 066.
 """
@@ -28,8 +29,8 @@ from outbox.broker.groups import quarantine
 from outbox.broker.groups.send_back import describe
 from outbox.errors import HandlerTimedOut, KillsItsProcess
 
-# The seconds until a message asks for its attempt again: while another attempt runs in this process, and while this
-# process drains.
+# If the attempt with a message may not begin, the message waits this long (seconds). The first constant is for the time
+# while another attempt is running in this process, the second one for the time while this process drains.
 _ANOTHER_SECONDS: Final = 0.1
 _DRAINING_SECONDS: Final = 3600.0
 
@@ -65,7 +66,7 @@ class QuarantineRunner:
 
     @property
     def silent(self) -> bool:
-        """Whether this process may start no call except the held attempt."""
+        """Whether the held attempt is the only call that this process may start."""
         return self._held is not None and not self._hung
 
     @property
@@ -78,7 +79,7 @@ class QuarantineRunner:
         self._draining = True
 
     def takes(self, run: Executor, work: HandlerCall) -> bool:
-        """Take a call over if it has quarantined messages. Return whether it has any.
+        """Take a call over if it has quarantined messages. Return False if the call has no such message.
 
         If a statement fails, the messages of the call have gone back to their lane.
         """
@@ -130,7 +131,10 @@ class QuarantineRunner:
             self._calls.refuse(work, refusal)
 
     def _refusal(self, run: Executor, work: HandlerCall) -> Result | _Granted:
-        """Commit the note about the attempt, or return the result of a call that may not be made."""
+        """Commit the note about the attempt.
+
+        If the attempt may not begin, return the result for its messages instead.
+        """
         now = time.monotonic()
         if self._draining:
             return Postponed(now + _DRAINING_SECONDS)

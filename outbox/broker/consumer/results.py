@@ -1,7 +1,7 @@
-"""Book the results of a finished call: each message is finished, has failed, or uses up no attempt.
+"""Book the results of a finished call: a message is finished, its attempt has failed, or its attempt does not count.
 
-The process decides what to do with each failed message, and records that at once. It tries the message again, sends it
-back, gives it up, or stops its queue.
+The process decides what to do with each failed message, and records this decision at once. The process tries the
+message again, sends it back, gives it up, or stops its queue.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ class Failed:
 
 
 def settle(run: Executor, instance: UUID, failures: Sequence[Failed]) -> list[FetchedEntry]:
-    """Record the failures of one collection. After that, each message is finished, stopped, or due again.
+    """Record failed attempts. After that, each of the messages is finished, waits in a stopped queue, or is due again.
 
-    This marks the messages that were sent away as finished. It returns the messages that this process tries again, with
-    their due times.
+    The function marks a message as finished if it was sent back or made a dead letter. It sets the due times of the
+    messages that this process tries again, and returns these messages.
 
-    If the recording fails, no message was sent away. This process then tries all these messages again, so no message is
-    lost and no offset passes one.
+    If the recording fails, no message was sent back or made a dead letter. This process then tries all these messages
+    again, so no message is lost, and no offset moves past an unfinished message.
     """
     judged = [(failed, _judge(failed)) for failed in failures]
     for failed, judgement in judged:
@@ -81,7 +81,7 @@ def settle(run: Executor, instance: UUID, failures: Sequence[Failed]) -> list[Fe
 
 
 def send_on(run: Executor, instance: UUID, foreign: Sequence[tuple[FetchedEntry, Row]]) -> None:
-    """Move retried messages, to whose topics this process does not subscribe, to the retry queues of these topics.
+    """Move retried messages to the retry queues of their topics; this process does not subscribe to these topics.
 
     The move does not count as an attempt. Such messages come from retry queue number 0, which version 0.1 fills with
     messages of all topics.
@@ -151,7 +151,7 @@ def _record(run: Executor, instance: UUID, judged: Sequence[tuple[Failed, Failur
             reason = send_back.describe(failed.error)
             leases.stop(run, instance, failed.item.queue.lease, reason)
     if any(judgement.verdict is FailureAction.SEND_BACK for _, judgement in judged):
-        # Wake the sequencer: it may expect the next scheduled message at a later time than these are due.
+        # Wake the sequencer, because these messages may be due before the next scheduled message that it knows.
         notify(run, Channel.DECIDED)
     return kept
 
@@ -159,7 +159,8 @@ def _record(run: Executor, instance: UUID, judged: Sequence[tuple[Failed, Failur
 def _conclude(failed: Failed, judgement: FailurePlan) -> list[FetchedEntry]:
     """Apply the plan for a failed message. Return the message if this process tries it again.
 
-    Call this only after the recording. If a message were finished before that, a crash in between would lose it.
+    Call this only after the failures are recorded. If the message were marked as finished first, a crash between the
+    two steps would lose the message.
     """
     item = failed.item
     queue = item.queue
@@ -243,7 +244,7 @@ _CONSEQUENCES: Final = {
 
 # -- results of calls ------------------------------------------------------------------------------
 #
-# Book the results of a finished call: each message is finished, has failed, or uses up no attempt.
+# Book the results of a finished call: a message is finished, its attempt has failed, or its attempt does not count.
 #
 # The failure of a batch does not show which message has caused it. So the consumer halves the batch and calls the
 # handler for each half, until a call has only one message. Only a failed call with one message counts as a failed
@@ -255,9 +256,10 @@ _OUTCOMES: Final = {Disposition.HANDLED: EntryOutcome.HANDLED, Disposition.SKIPP
 
 @dataclass
 class CallOutcome:
-    """The messages of a call that are not finished, and the queues that it found lost.
+    """The unfinished messages of a call, and the queues whose lease is over.
 
-    `again`: the ids of items that go back to their lane without a used attempt. `lost`: the queues whose lease is over.
+    `again`: the `id()` of each item that goes back to its lane and whose attempt does not count. `lost`: the queues
+    whose lease is over.
     """
 
     failed: list[Failed] = field(default_factory=list)
@@ -266,7 +268,7 @@ class CallOutcome:
 
 
 def book(work: HandlerCall, results: Sequence[Result], outage: Outage) -> CallOutcome:
-    """Mark the handled messages of a call as finished, and return the remaining work."""
+    """Mark the handled messages of a call as finished, and return the unfinished messages."""
     booked = CallOutcome()
     errors: list[tuple[FetchedEntry, BaseException]] = []
     for item, result in zip(work.items, results, strict=True):
@@ -280,7 +282,7 @@ def book(work: HandlerCall, results: Sequence[Result], outage: Outage) -> CallOu
         elif isinstance(result, BaseException):
             errors.append((item, result))
         elif isinstance(result, Postponed) or queue.trusted():
-            # The handler was not called, perhaps because the lease had expired for a moment and was renewed since. Put
+            # The handler was not called, perhaps because the lease had expired for a moment and was then renewed. Put
             # the message back into its lane.
             _keep(item, result.until if isinstance(result, Postponed) else 0.0, booked)
         elif queue.phase is not Phase.STOPPED:
@@ -298,7 +300,7 @@ def book(work: HandlerCall, results: Sequence[Result], outage: Outage) -> CallOu
 def _book_failure(
     work: HandlerCall, errors: Sequence[tuple[FetchedEntry, BaseException]], outage: Outage, booked: CallOutcome
 ) -> None:
-    """Book a call of which no message succeeded, and decide which of its messages have failed an attempt."""
+    """Book a call in which no message was handled, and decide for which messages this counts as a failed attempt."""
     undecodable = [Failed(work.subscribed, item, error) for item, error in errors if isinstance(error, UndecodableBody)]
     booked.failed += undecodable
     called = [(item, error) for item, error in errors if not isinstance(error, UndecodableBody)]

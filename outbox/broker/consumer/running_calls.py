@@ -1,4 +1,4 @@
-"""Note the running handler calls of this process in a file that its parent reads after its death.
+"""Note the running handler calls of this process in a file, which the parent process reads if this process dies.
 
 The parent makes the file and passes its descriptor to the child. The child maps the file into memory. So a note costs
 one copy in memory, and the notes survive any death of the child. The file has no name, so it disappears when both
@@ -33,7 +33,7 @@ _LOG_ID_BYTES: Final = 8
 
 
 class RunningCalls:
-    """The child's side of the file.
+    """The file as the child process writes it.
 
     Handler threads add and remove the notes. If no slot is free, a call is not noted.
     """
@@ -62,7 +62,7 @@ class RunningCalls:
             return None
         start = _HEADER.size + slot * self._slot_bytes
         struct.pack_into(f"={len(log_ids)}q", self._map, start + _CALL.size, *log_ids)
-        # Write the number of messages last, because it makes the slot count as used.
+        # Write the number of messages last, because a number above 0 marks the slot as used.
         _CALL.pack_into(self._map, start, len(log_ids), alone, group_id)
         return slot
 

@@ -3,10 +3,10 @@
     handler threads  <->  dispatching thread (`run`)  <->  coordinator (leases)
                                fetches, stores offsets        heartbeats, rebalances
 
-Delivery is at least once. If a process is killed, some messages that it had handled are delivered again. These are the
-messages of the last 50 ms, and those after the lowest unfinished message of a queue. The inbox of an `Invoker` makes
-effects happen once. A handler that runs past its timeout cannot be stopped. Its attempt counts as failed, and the
-message is sent back. Another thread replaces the handler's thread, and the late result is ignored. With
+Delivery is at least once. If a process is killed, another process delivers some handled messages again: the messages of
+the last 50 ms, and all messages after the lowest unfinished message of a queue. The inbox of an `Invoker` prevents that
+a message takes effect twice. A handler that runs past its timeout cannot be stopped. Its attempt counts as failed, and
+the message is sent back. Another thread replaces the handler's thread, and the late result is ignored. With
 `outbox.utils.fence.check`, the invoker can roll back the effects of such a handler.
 
 See decision 068.
@@ -63,11 +63,11 @@ logger = logging.getLogger(__name__)
 
 # -- waking the dispatching thread -----------------------------------------------------------------
 #
-# Other threads use this to wake the dispatching thread, which waits on a socket.
+# Other threads use a `WakeUp` to wake the dispatching thread, which waits on a socket.
 
 
 class WakeUp:
-    """`set` makes `socket` readable until `clear`. A second `set` before `clear` costs nothing."""
+    """`set` makes `socket` readable until `clear`. A second `set` before `clear` does nothing."""
 
     def __init__(self) -> None:
         self.socket, self._sender = socket.socketpair()
@@ -79,7 +79,7 @@ class WakeUp:
         """Wake the waiting thread. The caller first stores the data that this thread should see."""
         if not self._is_set:
             self._is_set = True
-            # If the socket is full or closed, the waiting thread is already awake or gone.
+            # If the socket is full or closed, the waiting thread is already awake or has ended.
             with contextlib.suppress(OSError):
                 self._sender.send(b"!")
 
@@ -94,8 +94,8 @@ class WakeUp:
         with contextlib.suppress(OSError):
             # The socket never holds more than 64 bytes.
             self.socket.recv(64)
-        # Reset the flag last. Otherwise this read could remove the byte of a new `set`, and all later calls of `set`
-        # would be ignored.
+        # Reset the flag last. Otherwise the `recv` above could remove the byte of a new `set`, and all later calls of
+        # `set` would be ignored.
         self._is_set = False
 
     def close(self) -> None:
@@ -110,8 +110,8 @@ class WakeUp:
 # dispatcher.
 
 
-# If no notification arrives, the process looks at its queues at this interval: the first with LISTEN, the second
-# without it.
+# If no notification arrives, the process looks at its queues at this interval (seconds). The first constant applies to
+# a connection with LISTEN, the second one to a connection without LISTEN.
 _LISTENING_POLL_SECONDS: Final = 3.0
 _POLL_SECONDS: Final = 1.0
 _THREADS_SECONDS: Final = 2.0
@@ -132,7 +132,7 @@ class SessionTask(Protocol):
         """
 
     def wait_seconds(self) -> float:
-        """Return the time in seconds until work is due without a notification."""
+        """Return how many seconds the caller may wait for a notification until work is due."""
 
     @property
     def is_gathering(self) -> bool:
@@ -142,9 +142,9 @@ class SessionTask(Protocol):
         """Note that the connection is lost."""
 
     def end(self, run: Executor) -> None:
-        """Let another process do this work at once. Raises psycopg.Error.
+        """End this work, so that another process can do it at once.
 
-        This process stops, or gives up its connection.
+        Raises psycopg.Error. The caller is about to stop or to give up its connection.
         """
 
 
@@ -210,7 +210,7 @@ class ConsumerSession:
     def is_outdated(self) -> bool:
         """Whether the process needs a new session.
 
-        It does if the broker was restored to a time before the registration of this session.
+        A new session is needed if the broker was restored to a time before the registration of this session.
         """
         return self._ownership.is_outdated
 
@@ -219,9 +219,9 @@ class ConsumerSession:
         self.dispatcher.bound(self._run_in_current_life())
 
     def loop(self, until: Callable[[], bool], *, patient: bool = True) -> None:
-        """Make steps and wait between them, until `until` is true after a step.
+        """Make steps and wait between them, until the function `until` returns True after a step.
 
-        If `patient`, an error of the database is followed by a pause and another try.
+        If `patient` is true, the loop pauses after a database error, and then tries again.
         """
         failures = 0
         while True:
@@ -290,7 +290,8 @@ class ConsumerSession:
             return
         decided, self._decided = self._decided, False
         if self._session_task.turn(run, self._announcements, decided=decided):
-            # The notification of this connection's own tick came with its answer, unless the server refused to send it.
+            # The connection has received the notification of its own tick together with the answer to that tick, unless
+            # the server refused to send the notification.
             arrived = self._announcements.wait(0)
             if Channel.QUEUED.name_in(self._database.schema) not in arrived:
                 self._grown = None
@@ -322,7 +323,7 @@ class ConsumerSession:
                 self._grown.update(map(int, queue_ids.split()))
 
     def _run_in_current_life(self) -> Executor:
-        """Return the connection. Before that, the dispatcher drops its data from another life of the server."""
+        """Return the connection, after the dispatcher has dropped all its data from another life of the server."""
         run = self._connected()
         # Behind a pooler there is no LISTEN, and a connection may stay open when the server restarts. So read the life
         # each time.
@@ -341,7 +342,8 @@ class ConsumerSession:
             listening = timeouts.lasts(connection)
             self._poll_seconds = _LISTENING_POLL_SECONDS if listening else _POLL_SECONDS
             try:
-                # While no message is published, this session is idle for seconds, and a timeout must not end it.
+                # While no message is published, this database session is idle for seconds, and no timeout may end the
+                # session.
                 if timeouts.lift_where_direct(connection):
                     # If a table stays locked, this limit ends the statement. The process then logs the error and
                     # connects again.
@@ -375,8 +377,8 @@ class ConsumerSession:
 
 def _running_calls(instance: uuid.UUID, groups: Sequence[ConsumingGroup]) -> RunningCalls | None:
     subscriptions = [subscribed.subscription for group in groups for subscribed in group.subscribed.values()]
-    # The calls need slots for the threads and for hanging calls. The process ends when one more call hangs than the
-    # limit.
+    # The file needs a slot for each thread and for each hanging call. The process ends as soon as the number of hanging
+    # calls is above the limit, so the file has one slot more than the limit.
     calls = sum(subscription.threads * (1 + STUCK_LIMIT) + 1 for subscription in subscriptions)
     try:
         return running_calls.inherited(instance, calls=calls, batch=max(one.batch for one in subscriptions))
@@ -387,7 +389,10 @@ def _running_calls(instance: uuid.UUID, groups: Sequence[ConsumingGroup]) -> Run
 
 @contextlib.contextmanager
 def woken_by(stop: threading.Event, wake_up: WakeUp) -> Iterator[None]:
-    """Wake the dispatching thread when `stop` is set, because it cannot wait for an event and a socket at once."""
+    """Wake the dispatching thread when `stop` is set.
+
+    That thread waits on a socket, and cannot wait for an event at the same time.
+    """
     ended = threading.Event()
 
     def watch() -> None:
@@ -443,8 +448,8 @@ class ConsumerRuntime:
         """Consume until `stop` is set. Then finish running calls, release the leases, and leave the groups.
 
         While the broker's database is down, this method waits. Raises UnknownTopic, InvalidSubscription, InvalidFilter
-        or SchemaError when the subscriptions cannot be registered. Raises HandlersHung when too many handlers hang. The
-        queues are released by then, and the caller must end the process.
+        or SchemaError when the subscriptions cannot be registered. Raises HandlersHung when too many handlers hang.
+        Before this method raises HandlersHung, it releases the queues; then the caller must end the process.
         """
         failures = 0
         has_registered = False
@@ -487,7 +492,7 @@ class ConsumerRuntime:
             raise HandlersHung(f"{hung}; start the process again, the messages that hang are tried one by one.")
 
     def run_once(self) -> ConsumeCounts:
-        """Run one bounded pass: join the groups, acquire queues, handle the messages that they have now, and leave.
+        """Run one bounded pass: join the groups, acquire queues, handle the present messages, and leave the groups.
 
         The pass does not wait for failed messages that are due later. Raises the errors of `run`, and BrokerError.
         """
@@ -536,8 +541,8 @@ def tune_garbage_collector() -> None:
     """Tune Python's garbage collector for a pure consumer process. Call this after the application is loaded.
 
     Such a process always keeps thousands of fetched messages in memory. With Python's thresholds, the collector
-    searches them for cycles after every 700 new objects, and finds none. These searches take a fifth of the process's
-    time (docs/decisions/008).
+    searches these messages for cycles after every 700 new objects, and finds no cycles. These searches take a fifth of
+    the process's time (docs/decisions/008).
     """
     gc.collect()
     gc.freeze()

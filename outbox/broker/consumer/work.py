@@ -37,9 +37,9 @@ class FetchedEntry:
 
     `retries` counts how often the entry was sent back. `in_place` counts the attempts in this process since then.
 
-    `row` is the fetched row (`fetch.Row`). It is None while it is not kept in memory: the body is large, or the entry
-    waits behind a blocked key (`shed`). The process then loads the row before the call. `part` is the number of a part
-    of a divided batch, or 0. A call takes only entries of one part.
+    `row` is the fetched row (`fetch.Row`). None means that the row is not in memory, because the body is large or the
+    entry waits behind a blocked key (`shed`). The process then loads the row before the call. `part` is the number of a
+    part of a divided batch, or 0. A call takes only entries of one part.
     """
 
     __slots__ = ("due", "in_place", "key", "offset", "part", "queue", "retries", "row", "shed")
@@ -53,7 +53,7 @@ class FetchedEntry:
         self.in_place = 0
         self.shed = False
         self.part = 0
-        # The time (time.monotonic) at which this process tries a failed entry again.
+        # The time (time.monotonic) at which this process tries the entry again after a failed attempt.
         self.due = 0.0
 
     @property
@@ -71,7 +71,10 @@ def divide(items: Sequence[FetchedEntry], size: int) -> None:
 
 
 def take_run(waiting: deque[FetchedEntry], most: int) -> list[FetchedEntry]:
-    """Remove and return the first items of `waiting`: at most `most`, and all of the same part (or of no part)."""
+    """Remove and return the first items of `waiting`, at most `most`.
+
+    Either all these items belong to the same part, or none of them belongs to a part.
+    """
     if not waiting:
         return []
     part = waiting[0].part
@@ -88,10 +91,13 @@ class Lane(Protocol):
         """Take fetched messages, in queue order."""
 
     def take(self, now: float) -> list[FetchedEntry]:
-        """Return the messages of the next call; empty when there is none."""
+        """Return the messages of the next call; an empty list if no message may be handled now."""
 
     def settle(self, items: Sequence[FetchedEntry], again: Sequence[FetchedEntry]) -> None:
-        """End one `take`. A later `take` returns the items in `again` when they are due."""
+        """End the call of items that `take` has returned.
+
+        A later `take` returns the items in `again` when they are due.
+        """
 
     def drop(self, queue: OwnedQueue, from_offset: int = 0) -> None:
         """Drop the waiting messages of a queue from an offset on."""
@@ -118,8 +124,8 @@ class HandlerCall:
         # Whether this call handles a quarantined message while this process runs no other call.
         self.alone = False
         self.started_at: float | None = None
-        # The reason why the attempt no longer counts. The dispatching thread sets it, and the handler's thread reads
-        # it.
+        # The reason why the attempt no longer counts; '' while the attempt counts. The dispatching thread sets this
+        # text, and the handler's thread reads it.
         self.abandoned = ""
 
     def start(self) -> None:
@@ -127,7 +133,7 @@ class HandlerCall:
         self.started_at = time.monotonic()
 
     def fence_reason(self) -> str:
-        """Return why the effects of this attempt must not be stored; '' if they may be (see outbox.utils.fence)."""
+        """Return why the effects of this attempt must not be stored (outbox.utils.fence); '' if they may be stored."""
         if self.abandoned:
             return self.abandoned
         for queue in {id(item.queue): item.queue for item in self.items}.values():
@@ -155,14 +161,17 @@ class ConcurrentLane:
         self._ready.extend(items)
 
     def take(self, now: float) -> list[FetchedEntry]:
-        """Return the messages of the next call; empty when there is none."""
+        """Return the messages of the next call; an empty list if no message may be handled now."""
         ready = self._ready
         while self._later and self._later[0][0] <= now:
             ready.append(heapq.heappop(self._later)[2])
         return take_run(ready, self._batch)
 
     def settle(self, items: Sequence[FetchedEntry], again: Sequence[FetchedEntry]) -> None:
-        """End one `take`. A later `take` returns the items in `again` when they are due."""
+        """End the call of items that `take` has returned.
+
+        A later `take` returns the items in `again` when they are due.
+        """
         for item in again:
             heapq.heappush(self._later, (item.due, next(self._numbers), item))
 
@@ -190,8 +199,8 @@ class ConcurrentLane:
 # In the two ordered modes, messages wait in serial queues. Only one call at a time has messages of a serial queue.
 #
 # In orderly mode, each queue is a serial queue. In key-ordered mode, each key within a queue is a serial queue. A key
-# belongs to one queue, and one process owns a queue. A process hands a queue over only when none of its calls is
-# running. So the order also holds across processes.
+# belongs to one queue, and one process owns a queue. A process hands a queue over only when no call with messages of
+# that queue is running. So the messages also keep their order when their queue gets another owner.
 
 
 class SerialQueue:
@@ -207,7 +216,7 @@ class SerialQueue:
 
     @property
     def idle(self) -> bool:
-        """Whether no call has its messages, and no failed message blocks it."""
+        """Whether no call has messages of this serial queue, and no failed message blocks this serial queue."""
         return not self.busy and self.suspended_until is None
 
 
@@ -242,7 +251,7 @@ class OrderedLane:
                 self.shed(serial)
 
     def take(self, now: float) -> list[FetchedEntry]:
-        """Return the messages of the next call; empty when there is none."""
+        """Return the messages of the next call; an empty list if no message may be handled now."""
         self._resume(now)
         return self.fill() if self._ready else []
 
@@ -251,7 +260,7 @@ class OrderedLane:
         raise NotImplementedError
 
     def settle(self, items: Sequence[FetchedEntry], again: Sequence[FetchedEntry]) -> None:
-        """End one `take`.
+        """End the call of items that `take` has returned.
 
         The items in `again` go back to the front of their serial queues, and wait there until they are due.
         """
@@ -306,7 +315,7 @@ class OrderedLane:
 
 
 class OrderlyLane(OrderedLane):
-    """The lane of orderly mode: per queue, one call at a time and in order.
+    """The lane of orderly mode: for each queue, it returns messages in order, and for one call at a time.
 
     A failing message blocks its queue.
 
@@ -325,11 +334,11 @@ class OrderlyLane(OrderedLane):
 
 
 class KeyOrderedLane(OrderedLane):
-    """The lane of key-ordered mode: per key, one call at a time and in order.
+    """The lane of key-ordered mode: for each key, it returns messages in order, and for one call at a time.
 
     A failing message blocks only its key.
 
-    The messages without a key of one queue form one serial queue. A batch may have messages of several keys, and
+    The messages of a queue that have no key form one serial queue. A batch may have messages of several keys, and
     several successive messages of each key.
     """
 

@@ -28,12 +28,12 @@ logger = logging.getLogger(__name__)
 # -- threads ---------------------------------------------------------------------------------------
 
 
-# The calls per thread that wait in the pool, so that a thread that finishes a call has the next one at once.
+# The number of calls per thread that wait in the pool. So a thread that finishes a call has the next call at once.
 _AHEAD_SINGLE: Final = 3
 _AHEAD_BATCH: Final = 1
-# A pool replaces stuck threads, up to this many times its number of threads.
+# A pool with N threads replaces at most N times this number of stuck threads.
 STUCK_LIMIT: Final = 4
-# If a thread has no call for this long, it ends and closes its database connections.
+# If a thread has no call for this time (seconds), it ends and closes its database connections.
 IDLE_SECONDS: Final = 30.0
 
 
@@ -48,11 +48,11 @@ class WorkerPool:
         self._queue: SimpleQueue[HandlerCall | None] = SimpleQueue()
         self._started: list[threading.Thread] = []
         self._numbers = itertools.count(1)
-        # An idle thread holds this lock while it ends. The dispatching thread holds it while it checks the number of
-        # threads.
+        # An idle thread holds this lock while it ends. The dispatching thread holds this lock while it checks the
+        # number of threads.
         self._staffing = threading.Lock()
-        # The numbers of threads that take calls, of threads that were given up during a call, and of submitted calls
-        # that are not over.
+        # `_working`: the number of threads that take calls. `_stuck`: the number of threads that were given up during a
+        # call. `_in_hand`: the number of submitted calls that are not over.
         self._working = 0
         self._stuck = 0
         self._in_hand = 0
@@ -69,7 +69,7 @@ class WorkerPool:
 
     @property
     def waiting(self) -> int:
-        """The number of calls that no thread has taken yet. Any thread."""
+        """The number of calls that no thread has taken yet. Any thread may read this property."""
         return self._queue.qsize()
 
     @property
@@ -83,7 +83,7 @@ class WorkerPool:
         self.start(work)
 
     def reserve(self) -> None:
-        """Count a call as submitted. The caller later calls `start`, or only `collected`."""
+        """Count a call as submitted. Later, the caller calls `start`, or only `collected` if the call is refused."""
         self._in_hand += 1
 
     def start(self, work: HandlerCall) -> None:
@@ -148,7 +148,7 @@ class WorkerPool:
             with contextlib.suppress(Empty):
                 return self._queue.get(timeout=IDLE_SECONDS)
             with self._staffing:
-                # If a call is submitted after this, `_staff` counts one thread less and starts another one.
+                # If a call is submitted after this, `_staff` sees one working thread less, and starts another thread.
                 if self._queue.empty():
                     self._working -= 1
                     return None
@@ -156,11 +156,12 @@ class WorkerPool:
 
 # -- one call --------------------------------------------------------------------------------------
 #
-# A thread of the pool calls the handler with decoded bodies, inside a fence. Errors become results.
+# A thread of the pool calls the handler with decoded bodies, inside a fence. An error becomes the result of its
+# message.
 
 
 class Caller:
-    """Runs a call, stores its results in it, and passes it to `finished`."""
+    """Runs a call, stores the results in the call object, and passes this object to `finished`."""
 
     def __init__(
         self,

@@ -45,9 +45,9 @@ _URL: Final = re.compile(r"postgres(?:ql)?://(?:[^@/]*@)?([^?]*)")
 def read_conninfo(text: str, what: str) -> dict[str, Any]:
     """Return the parameters of a connection string or URL.
 
-    Raises ConfigurationError if the string cannot be read; the error's text begins with `what`. It raises the same
-    error for a URL with an unescaped @ or / in the password. libpq would read a part of such a password as host, port
-    or database, and its errors would show that part.
+    Raises ConfigurationError if the string cannot be read; the error's text begins with the value of `what`. It raises
+    the same error for a URL with an unescaped @ or / in the password. libpq would read a part of such a password as
+    host, port or database, and its errors would show that part.
     """
     try:
         found = conninfo_to_dict(text)
@@ -234,7 +234,8 @@ def _leads_straight(connection: BrokerConnection, timeout_seconds: float) -> boo
     A pooler accepts clients while its server is down, so this check is part of connecting. Raises BrokerUnavailable.
     """
     try:
-        # A pooler connects to its server only now. So wait at least as long as libpq waits for a connection.
+        # A pooler connects to its server only when it gets this statement. So wait at least as long as libpq waits for
+        # a connection.
         with connection.within(time.monotonic() + max(2.0, timeout_seconds)):
             row = connection.execute("SELECT pg_backend_pid()").fetchone()
     except psycopg.Error as error:
@@ -340,7 +341,7 @@ class Pool:
             connection.close()
 
     def close(self) -> None:
-        """Close the idle connections. Later, close each one that another thread gives back."""
+        """Close the idle connections now, and each lent connection when its thread gives it back."""
         self._is_closed = True
         self.clear()
 

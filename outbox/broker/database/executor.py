@@ -126,7 +126,7 @@ class Executor:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A snapshot sees all transactions below `xmax` except those `in_progress`, and none from `xmax` on."""
+    """A snapshot sees the transactions below `xmax` that are not `in_progress`. It sees no others."""
 
     xmin: int
     xmax: int

@@ -23,7 +23,7 @@ from outbox.utils.backoff import Backoff
 
 logger = logging.getLogger(__name__)
 
-# Pause of a process that has lost its connection to the broker's database.
+# A process that has lost its connection to the broker's database waits this long before it connects again.
 RECONNECT: Final = Backoff(first_seconds=0.1, longest_seconds=5.0)
 
 

@@ -48,7 +48,7 @@ _HERE: Final = "SELECT extract(epoch FROM pg_postmaster_start_time())::numeric, 
 def marked(database: BrokerDatabase, *, timeout_seconds: float) -> Iterator[int]:
     """Hold a lock with a random 64-bit key in the broker's database during the block.
 
-    The lock uses a new connection, because a pooled one may reach the server that the broker had before. Raises
+    The lock uses a new connection, because a pooled connection may still reach the former server of the broker. Raises
     BrokerUnavailable.
     """
     key = secrets.randbits(64) - (1 << 63)

@@ -51,7 +51,7 @@ class Request:
     """A statement with numbered parameters in text form, executed as a separate transaction.
 
     If the connection breaks, the request may be executed twice. `what` names the request in the log. `is_said_once`: if
-    equal requests are written together, only the last one is sent.
+    several equal requests are written together, only the last of them is sent.
     """
 
     text: bytes

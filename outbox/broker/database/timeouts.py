@@ -1,7 +1,8 @@
 """Lift the timeouts that a role or database sets, and set the broker's own limits.
 
-Such timeouts are meant for applications. With such timeouts the broker could never finish a long backlog. Each attempt
-would be interrupted and start again from the beginning. The broker's own waits have their own limits.
+The timeouts of a role or database are meant for applications. With such timeouts the broker could never finish a long
+backlog, because each attempt would be interrupted and would start again from the beginning. The broker's own waits have
+their own limits.
 
 See decision 025 and decision 182.
 """
@@ -31,12 +32,12 @@ LIFT: Final = Statement(_LIFT)
 
 
 def lift_for_session(connection: Connection) -> None:
-    """Lift the timeouts of a direct connection. A pooler in transaction mode would pass this on to other clients."""
+    """Lift the timeouts of a direct connection. A pooler in transaction mode would lift them for other clients, too."""
     _lift(connection, local=False)
 
 
 def lift_where_direct(connection: Connection) -> bool:
-    """Like `lift_for_session`, but only without a pooler; returns whether it did so. If not, use `lifted`.
+    """Like `lift_for_session`, but only without a pooler; returns whether it lifted them. If it did not, use `lifted`.
 
     The function asks the server whether there is a pooler, and does not trust the settings. With LISTEN_URL = "" the
     settings say that every connection goes through a pooler. Such a connection may still be direct, and its session
@@ -78,7 +79,10 @@ def lock_limited(connection: Connection) -> Iterator[None]:
 
 
 def lasts(connection: Connection) -> bool:
-    """Whether the connection keeps its session. A pooler in transaction mode may change it with each transaction."""
+    """Whether the connection keeps its session.
+
+    A pooler in transaction mode may give each transaction another session.
+    """
     return isinstance(connection, BrokerConnection) and connection.is_direct
 
 

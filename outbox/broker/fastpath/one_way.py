@@ -32,13 +32,15 @@ from outbox.utils.backoff import Backoff
 
 logger = logging.getLogger(__name__)
 
-# The most queued requests, which take some megabytes. A server with so many unfinished requests is stuck.
+# At most this many requests are queued; together they take some megabytes. A server with so many unfinished requests is
+# stuck.
 MAX_QUEUED: Final = 10_000
-# A socket has room for about 270 unread answers. With more answers, the server would wait for this client.
+# A socket has room for about 270 unread answers. With more unread answers, the server would wait for this client.
 _MAX_UNANSWERED: Final = 100
 # A sender waits this many seconds for a slow server. It waits once, and again only after new answers have arrived.
 _CATCH_UP_SECONDS: Final = 0.1
-# The most times that a request is sent. If the connection breaks before the answer, the request is sent a second time.
+# A request is sent at most this many times. If the connection breaks before the answer, the request is sent a second
+# time.
 _MAX_SENT: Final = 2
 # A new connection takes some milliseconds. If a connection takes longer than this limit, the next request continues to
 # connect. Publishing itself would also wait for such a server.
@@ -89,7 +91,7 @@ class OneWay:
         self.dropped = 0
 
     def send(self, *requests: Request) -> None:
-        """Write the requests in this order and return at once. No state of server or network makes it fail.
+        """Write the requests in this order and return at once. The call does not fail if server or network fails.
 
         The call waits for a moment in two cases. If the server hangs during connecting, the call waits up to 1 s, and
         the next attempt follows some seconds later. If a hundred requests have no answer yet, the call waits 0.1 s
@@ -111,7 +113,7 @@ class OneWay:
                 return
 
     def flush(self, *, within_seconds: float) -> bool:
-        """Wait for all answers; False when the time ran out or nothing could be sent."""
+        """Wait for all answers; returns False if the time ran out or no request could be sent."""
         self._notice_fork()
         deadline = time.monotonic() + within_seconds
         while self._queued or self._unanswered:
@@ -153,7 +155,7 @@ class OneWay:
     # -- the caller of the following methods holds the lock ----------------------------------------------
 
     def _write(self) -> bool:
-        """Read the answers that have arrived, then write the queued requests; returns whether more could be written."""
+        """Read the answers that have arrived, then write the queued requests; returns whether it could write more."""
         try:
             return self._read_and_write()
         except BaseException as error:
@@ -191,7 +193,7 @@ class OneWay:
                 pending = self._queued.popleft()
                 if last.get(pending.request, pending) is pending:
                     self._write_one(pgconn, pending)
-            # If the socket's buffer is full, the next call sends the rest.
+            # If the socket's buffer is full, the next call sends the remaining bytes.
             pgconn.flush()
         return True
 
@@ -299,7 +301,7 @@ class OneWay:
 class Waiting(OneWay):
     """Used with the fast paths off: plain psycopg sends each request alone and waits for its answer, at most a second.
 
-    If the server does not answer in that time, the object pauses and drops the requests of the pause.
+    If the server does not answer in that time, the object pauses, and drops the requests that it gets during the pause.
     """
 
     def __init__(self, database: BrokerDatabase, *, name: str = "outbox-one-way") -> None:
@@ -307,7 +309,7 @@ class Waiting(OneWay):
         self._pool = Pool(database)
 
     def send(self, *requests: Request) -> None:
-        """Execute the requests in this order. No state of server or network makes it fail."""
+        """Execute the requests in this order. The call does not fail if server or network fails."""
         for request in requests:
             if time.monotonic() < self._connect_not_before:
                 self._drop(1, "the server is away")
@@ -343,7 +345,7 @@ class Waiting(OneWay):
 
 
 def one_way(database: BrokerDatabase) -> OneWay:
-    """Return the sender of requests: OneWay, or Waiting with the fast paths off."""
+    """Return the sender of requests: OneWay, or Waiting if the fast paths are off."""
     return OneWay(database) if switch.enabled else Waiting(database)
 
 

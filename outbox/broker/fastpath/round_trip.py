@@ -44,8 +44,8 @@ class RoundTrip:
     """One connection in autocommit, outside psycopg's own pipeline mode. Not thread-safe.
 
     `prepare`: whether statements may be prepared; a pooler in transaction mode does not allow it. `prepared`: the
-    statements that the connection has already prepared. A caller passes them if the connection outlives this object,
-    and this object adds new ones.
+    statements that the connection has already prepared. A caller that keeps the connection longer than this object
+    passes this set, and the object adds the statements that it prepares.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class RoundTrip:
         self._sent: list[_Sent] = []
 
     def send(self, statement: Statement, parameters: Mapping[str, bytes | None] | None = None) -> int:
-        """Add a statement and return its number. It is sent now or, at the latest, by `finish`."""
+        """Add a statement and return its number. The statement is sent now or, at the latest, by `finish`."""
         pgconn = self._pipeline()
         text, names = statement.numbered(self._schema)
         values = [parameters[name] for name in names] if parameters is not None else []
@@ -173,7 +173,7 @@ class OneByOne(RoundTrip):
         return len(self._waiting) - 1
 
     def finish_all(self) -> tuple[list[list[Row]], psycopg.Error | None]:
-        """Execute the statements up to the first that fails."""
+        """Execute the statements in order, and stop after the first one that fails."""
         waiting, self._waiting = self._waiting, []
         rows: list[list[Row]] = []
         for text, values in waiting:

@@ -1,17 +1,18 @@
 """A queue lease is the right of one consumer process to consume a queue for a group, for a limited time.
 
 A lease is a row with an owner, an epoch, and an end by the clock of the database. The **epoch** is the fencing token.
-It grows with every change of owner, and every stored offset has the epoch of its lease. A row with an older epoch never
-counts.
+It grows with every change of owner, and every stored offset has the epoch of its lease. An offset that was stored under
+an older epoch never counts.
 
 - Term: a lease lasts for `lease_seconds`. A separate thread with its own connection renews it three times per term, so
   a queue keeps its owner during a long handler call.
-- Trust: the owner relies on its lease until `lease_seconds` after the moment *before* it sent the last successful
-  renewal. It measures with a monotonic clock that also counts while the machine sleeps. In the database, the lease
-  never ends earlier.
-- Failure: an owner that cannot renew its lease starts no more handlers after that time. If an owner was frozen, it
-  finds its lease expired as soon as it runs again. Handlers that were running at that moment may still take effect. Two
-  checks guard against this: the inbox row collides, and an invoker calls `outbox.utils.fence.check` before it commits.
+- Trust: the owner notes the time *before* it sends a renewal. If the renewal succeeds, the owner relies on its lease
+  for `lease_seconds` from that time on. It measures with a monotonic clock that also counts while the machine sleeps.
+  In the database, the lease never ends earlier.
+- Failure: when this time is over and no renewal has succeeded, the owner starts no more handlers. If the owner was
+  frozen, it finds its lease expired as soon as it runs again. Handlers that were running at that moment may still take
+  effect. Two checks guard against this: the inbox row collides, and an invoker calls `outbox.utils.fence.check` before
+  it commits.
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ SET expires_at = clock_timestamp() + make_interval(secs => %(term)s)
 
 
 def renew(run: Executor, owner: UUID, held: Sequence[Lease], *, term_seconds: float) -> set[QueueKey]:
-    """Prolong leases. Return the keys of the leases that this owner still holds; it has lost the others."""
+    """Prolong leases. Return the keys of the leases that this owner still holds; it has lost all other leases."""
     sent = lease_clock()
     rows = run.execute(_RENEW, _named(owner, held) | {"term": term_seconds})
     kept = {(group_id, queue_id) for group_id, queue_id in rows}
@@ -123,7 +124,7 @@ _RELEASE = Statement(
 def release(run: Executor, owner: UUID, held: Sequence[Lease]) -> int:
     """Release leases, so that other processes can acquire them at once.
 
-    The epoch of a lease stays, and the next owner raises it.
+    The epoch of a lease stays unchanged, and the next owner raises the epoch.
     """
     return run.count(_RELEASE, _named(owner, held))
 

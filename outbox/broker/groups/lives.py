@@ -39,8 +39,8 @@ def current(run: Executor) -> UUID:
 class Life:
     """One life of the broker.
 
-    `began_at`: the time at which the life began. `stored_until`: the time at which the newest message of that moment
-    was stored; None without messages.
+    `began_at`: the time at which the life began. `stored_until`: the time at which the newest message that existed then
+    was stored; None if there was no message.
     """
 
     life_id: UUID
@@ -68,7 +68,8 @@ def heads_since(run: Executor, life: UUID) -> Sequence[Mapping[int, int]]:
 
     If a queue is missing, its head was 0.
 
-    For an unknown `life`, this returns the heads of all lives. Too many heads are safe, too few are not.
+    For an unknown `life`, this returns the heads of all lives. Heads of earlier lives only make a process read messages
+    again, but without a head of a later life it could skip messages.
     """
     rows = run.rows(_HEADS_SINCE, {"life": life})
     return [dict(zip(queue_ids, heads, strict=True)) for queue_ids, heads in rows]

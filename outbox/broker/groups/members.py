@@ -73,7 +73,10 @@ ON CONFLICT (instance_id, group_id) DO UPDATE SET expires_at = excluded.expires_
 
 
 def heartbeat(run: Executor, instance: UUID, topics: Mapping[int, Sequence[str]], *, term_seconds: float) -> None:
-    """Prolong the memberships of this instance by one term. `topics` has its subscribed topics by group id."""
+    """Prolong the memberships of this instance by one term.
+
+    `topics` maps each group id to the topics to which this instance subscribes.
+    """
     parameters = {
         "instance": instance,
         "group_ids": arrays.integers(list(topics)),
@@ -225,7 +228,7 @@ SELECT (SELECT coalesce(jsonb_agg(to_jsonb(found)), '[]') FROM ({_SWITCHES}) AS 
 def look(run: Executor, group_ids: Sequence[int]) -> GroupSnapshot:
     """Read the data of these groups in one snapshot, with the queues that the groups should consume now.
 
-    All members see the members in the same order.
+    Every instance gets the members in the same order.
     """
     states, alive, queues, life = run.one(_LOOK, {"group_ids": arrays.integers(group_ids)})
     found: dict[int, list[Member]] = {group_id: [] for group_id in group_ids}

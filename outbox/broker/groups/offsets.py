@@ -7,8 +7,9 @@ No statement updates a row, so no dead rows collect while a reader holds a snaps
 
     next_offset - start_offset = handled + filtered + skipped + sent_back + dead + expired + moved
 
-The consumer counts each term separately. `moved` counts the entries that an offset reset skipped, minus those that it
-rewound. A former owner may still append rows under its old epoch, but such a row never counts.
+The consumer counts each term separately. `moved` counts the entries that an offset reset skipped, minus the entries
+that a reset made the group read again. A former owner may still append rows under its old epoch, but such a row never
+counts.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class OffsetRow:
 
 
 def newest_offset(group_id: LiteralString, queue_id: LiteralString, *, only: LiteralString = "") -> LiteralString:
-    """Return the SQL (for LATERAL) of the stored row that counts for a group and a queue.
+    """Return SQL (for LATERAL) that selects the stored row that counts for a group and a queue.
 
     Both ids are SQL expressions.
 
@@ -120,7 +121,9 @@ _COLUMNS = ("next_offset", "start_offset", "handled", "filtered", "skipped", "se
 
 
 def store(run: Executor, owner: UUID, rows: Sequence[OffsetRow]) -> set[QueueKey]:
-    """Store positions in one statement. Return the keys whose lease this owner still holds; it has lost the others.
+    """Store positions in one statement.
+
+    Return the keys of the leases that this owner still holds; it has lost all other leases.
 
     Every call needs new ordinals. If the answer to an earlier call was lost, its rows may be stored already.
     """
@@ -141,7 +144,7 @@ ON CONFLICT DO NOTHING
 
 
 def store_starts(run: Executor, group_id: int, starts: Mapping[int, int]) -> None:
-    """Store the start offsets of a group on those of these queues on which it has no position yet."""
+    """Store start offsets of a group. If the group already has a position on a queue, that position stays unchanged."""
     run.execute(
         _STORE_STARTS,
         {

@@ -1,11 +1,11 @@
 """Quarantine messages that may kill or hang their process: handle each alone, then clear it or give it up.
 
-The evidence comes from the parent process. It sees its child die, and knows which handler calls were running in the
-child. One of the messages of these calls may be a poison message, so all of them go into quarantine (table `suspect`).
-A consumer process handles a quarantined message alone, and a group handles one such message at a time. Before the
-attempt, the process commits a note. If the handler returns a result or raises an error, the process clears the message.
-If a process dies while it handles only this message, one death is counted against the message. After the third such
-death, the message becomes a dead letter.
+The evidence comes from the parent process. The parent sees its child die, and knows which handler calls were running in
+the child. One of the messages of these calls may be a poison message, so all of them go into quarantine (table
+`suspect`). A consumer process handles a quarantined message alone, and a group handles one such message at a time.
+Before the attempt, the process commits a note about it. If the handler returns a result or raises an error, the process
+clears the message. If a process dies while it handles only this message, one death is counted against the message.
+After the third such death, the message becomes a dead letter.
 
 If a whole host fails, no parent has seen the death. The note then shows that an instance has vanished during an
 attempt. Vanished instances count as deaths if they were on at least two hosts. If the instance returns because it was
@@ -27,10 +27,12 @@ from outbox.broker.fastpath import arrays
 from outbox.broker.groups import leases, members
 
 DEATHS_TO_GIVE_UP: Final = 3
-# The wait (seconds) while another instance handles a quarantined message of the group.
+# While another instance handles a quarantined message of the group, an instance waits this long (seconds) before it
+# asks again.
 _LOOK_AGAIN_SECONDS: Final = 0.5
 
-# The wait (seconds) for 0, 1, 2, 3, … deaths and vanished instances: 0, 1, 4, 16, … up to ten minutes.
+# The wait (seconds) before the next attempt. After 0, 1, 2, 3, … deaths and vanished instances it is 0, 1, 4, 16, …
+# seconds, and at most ten minutes.
 _PAUSE: Final = "CASE WHEN {0} > 0 THEN least(600, power(4, least({0}, 10) - 1)) ELSE 0 END"
 
 
@@ -133,7 +135,8 @@ def of_groups(run: Executor, group_ids: Sequence[int]) -> dict[int, dict[int, Qu
 # This lock allows only one attempt at a time in a group: an instance that wants to begin an attempt waits for this row.
 _LOCK_GROUP = Statement("SELECT 1 FROM {schema}.consumer_group WHERE group_id = %(group_id)s FOR UPDATE")
 
-# If an instance vanishes during an attempt with several messages or with other running calls, that proves nothing.
+# If an instance vanishes during an attempt with several messages or with other running calls, that proves nothing about
+# any single message.
 _NOTE_VANISHED = Statement(
     """
 WITH gone AS (

@@ -17,7 +17,7 @@ from outbox.broker.groups.members import Member, QueueState
 from outbox.errors import ConfigurationError
 
 Strategy = Callable[[Sequence[UUID], Sequence[QueueState]], "dict[QueueKey, UUID]"]
-"""A function from sorted instances and the sorted queues of one topic to owners.
+"""A function that gets the sorted instances and the sorted queues of one topic, and returns the owner of each queue.
 
 If a queue is missing in the result, no instance consumes it.
 """
@@ -26,7 +26,7 @@ _VIRTUAL_NODES = 64
 
 
 def averagely(instances: Sequence[UUID], queues: Sequence[QueueState]) -> dict[QueueKey, UUID]:
-    """Give each instance a block of successive queues of nearly equal size. The first instances may get one more."""
+    """Give each instance a block of successive queues. The blocks of the first instances may have one queue more."""
     size, larger = divmod(len(queues), len(instances))
     owners = [instance for index, instance in enumerate(instances) for _ in range(size + (index < larger))]
     return {queue.key: owner for queue, owner in zip(queues, owners, strict=True)}
@@ -75,7 +75,7 @@ def by_name(name: str) -> Strategy | Collection[int]:
 def share(
     me: UUID, strategy: Strategy | Collection[int], members: Sequence[Member], queues: Sequence[QueueState]
 ) -> set[QueueKey]:
-    """Return the keys among `queues` (of one group) that instance `me` should consume.
+    """Return the keys of the queues that the instance `me` should consume. All `queues` belong to one group.
 
     Only members that subscribe to a topic get the queues and the retry queue of that topic.
     """
@@ -99,8 +99,9 @@ def _owners_of_retries(
 ) -> dict[QueueKey, UUID]:
     """Divide all retry queues among the members with the most topics, in the same way as version 0.1.
 
-    If the owner of a queue does not know its topic, the queue goes to a member that does. While both versions run, they
-    agree about the owners if all members have the same topics.
+    If the owner of a retry queue does not subscribe to the topic of the queue, the queue goes to a member that
+    subscribes to it. If all members have the same topics, instances of version 0.1 and of this version compute the same
+    owners.
     """
     topics = {member.instance_id: member.topics for member in members}
     most = max(map(len, topics.values()), default=0)

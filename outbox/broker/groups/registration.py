@@ -1,10 +1,11 @@
 """Register a subscription with its group and its start, and make the group's retry queues.
 
-A group has one retry queue per topic. The first failure of a message of the topic makes the queue. Processes of one
-group may subscribe to different topics, and the retries of a topic go to a process that knows the topic. The retry
-queues belong to the retry topic of the group. The number of a retry queue is the id of the topic that it serves. Queue
-number 0, which version 0.1 made, has retries of all topics. The owner of queue 0 handles the topics that it knows, and
-moves all other messages to the retry queues of their topics (docs/decisions/071).
+A group has one retry queue per topic. A process makes this retry queue when a message of the topic first fails.
+Processes of one group may subscribe to different topics, and the retries of a topic go to a process that subscribes to
+the topic. The retry queues belong to the retry topic of the group. The number of a retry queue is the id of the topic
+that it serves. Queue number 0, which version 0.1 made, has retries of all topics. The owner of queue 0 handles the
+messages of topics to which it subscribes, and moves all other messages to the retry queues of their topics
+(docs/decisions/071).
 """
 
 from __future__ import annotations
@@ -62,8 +63,8 @@ def register(run: Executor, subscription: Subscription, *, instance: UUID | None
     """Register a subscription with its group and its first offsets, in one idempotent transaction.
 
     `instance` is the id of the caller. Raises InvalidFilter and UnknownTopic. Raises InvalidSubscription if another
-    live instance of the group uses another mode or filter for the topic, or if the group differs in `broadcast`. A
-    definition that only dead instances used is replaced.
+    live instance of the group uses another mode or filter for the topic, or if the group is stored with another value
+    of `broadcast`. If no other live instance uses the stored mode and filter, the new values replace them.
     """
     parse_filter(subscription.filter)
     topic = TopicCatalog(run.schema).get(run.connection, subscription.topic)
@@ -135,7 +136,8 @@ def unknown_group(group: str) -> UnknownGroup:
     )
 
 
-# Only one process at a time may make queues of a group or register with it. The others wait for this row.
+# Only one process at a time may make queues of a group or register with the group. All other processes wait for this
+# row.
 _GROUP_NAME = Statement("SELECT name FROM {schema}.consumer_group WHERE group_id = %(group_id)s FOR NO KEY UPDATE")
 _ADD_RETRY_TOPIC = Statement("""
 INSERT INTO {schema}.topic (name, message_types, queue_count, retry_of)

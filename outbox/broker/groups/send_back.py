@@ -1,8 +1,8 @@
 """Decide what to do with failed messages, and record it in one statement that is fenced by the leases.
 
 This module corresponds to RocketMQ's consumerSendMsgBack. The statement schedules the message for the group's retry
-queue, after the delay of its level. After the last attempt, the message becomes a dead letter. For every failed
-attempt, the table `failure` has a row with the error.
+queue. The message is due after the delay of its retry level. After the last attempt, the message becomes a dead letter.
+For every failed attempt, the table `failure` has a row with the error.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class FailureAction(enum.Enum):
     DEAD = "dead"
     """Make the message a dead letter."""
     STOP = "stop"
-    """Stop the queue. The message stays the next one of the queue."""
+    """Stop the queue. This message stays the next message of the queue."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,7 +42,7 @@ def _insert(rows: LiteralString) -> LiteralString:
 
 
 def _insert_all(half: LiteralString, transactional: LiteralString) -> LiteralString:
-    """Return the INSERT of all messages of a call. `half`: the values of the column `half` and of the next three.
+    """Return the INSERT of all messages of a call. `half`: values of the column `half` and the three columns after it.
 
     If all rows have the same value in a column, the value is sent once: the array stays empty, and coalesce() takes the
     single value.
@@ -130,7 +130,7 @@ def append_placed(
     producer_group: str = "",
     transactional: bool | None = True,
 ) -> tuple[list[SendReceipt], ServerIdentity]:
-    """Like `append_decided`, for at least one message; also returns the database and server that stored it.
+    """Like `append_decided`, for at least one message; also returns the database and server that stored the messages.
 
     The atomic path needs this: the caller's connection may reach another server than before.
     """

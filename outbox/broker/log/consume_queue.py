@@ -59,9 +59,9 @@ WITH RECURSIVE search (queue_id, low, high) AS (
 SELECT queue_id, low FROM search WHERE low >= high
 """)
 
-# Entries that are older than the column queued_at have no time. For such an entry, use the earliest moment at which it
-# can have been queued. These moments do not follow the order of the entries, so the statement reads all such entries.
-# Retention removes them with time.
+# Entries that were stored before the column queued_at existed have no time. For such an entry, use the earliest moment
+# at which it can have been queued. These moments do not follow the order of the entries, so the statement reads all
+# such entries. In the course of time, retention removes these entries.
 _OLD_SINCE = Statement("""
 SELECT entry.queue_id, min(entry.queue_offset)
 FROM {schema}.consume_queue entry

@@ -1,8 +1,9 @@
 """Notes in the broker's database about failing parts of running processes. Without a note, such a process looks absent.
 
-A part that fails twice in a row stores a note, an incident of the kind `process_failing`. The note uses plain
-statements on a separate connection. So the part can store the note even if its own statement, connection or privilege
-fails. The part refreshes the note while it keeps failing. When the part works again, the note becomes `process_failed`.
+A part that fails twice in a row stores a note, an incident of the kind `process_failing`. The part stores the note with
+plain statements on a separate connection. So the part can store the note even if its own statement, connection or
+privilege fails. The part refreshes the note while it keeps failing. When the part works again, the note becomes
+`process_failed`.
 
 See decision 180.
 """
@@ -36,8 +37,8 @@ _REFRESH_SECONDS: Final = 10.0
 _SECONDS: Final = 2.0
 # A part stores a note after this many failures in a row, because a single error may concern only one request or pass.
 _IN_A_ROW: Final = 2
-# The class of errors of a server that ends or refuses sessions. The condition `unreachable` and the processes' logs
-# report such errors.
+# The SQLSTATE class of the errors with which a server ends or refuses sessions. The condition `unreachable` and the
+# processes' logs report such errors.
 _SHUTTING_DOWN: Final = "57P"
 
 
@@ -54,7 +55,7 @@ class ProcessPart(StrEnum):
 
     @property
     def held_seconds(self) -> float:
-        """Return for how long a note counts without a refresh; after that time, its process may have ended."""
+        """Return for how long a note is valid without a refresh. After that time, its process may have ended."""
         if self is ProcessPart.PASS:
             # Pruning runs every ten minutes.
             return 1500.0
@@ -78,7 +79,7 @@ ORDER BY at DESC LIMIT 1000
 
 @dataclass(frozen=True, slots=True)
 class FailingPart:
-    """A part that fails now. `of`: the groups that it works for (with commas), or the name of the pass."""
+    """A part that fails now. `of`: its groups, separated by commas, or the name of the pass."""
 
     part: ProcessPart
     of: str

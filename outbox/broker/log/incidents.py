@@ -82,7 +82,7 @@ def record(run: Executor, incidents: Sequence[Incident]) -> None:
 def recent(
     run: Executor, kind: str | None = None, *, before: int | None = None, limit: int = 20
 ) -> list[Incident]:  # fmt: skip
-    """Return a page of the incidents of a kind, or of all, the newest first.
+    """Return a page of the incidents of one kind, or of all kinds, the newest first.
 
     To read the next page, pass the id of the last incident as `before`.
     """

@@ -95,7 +95,7 @@ def recall(run: Executor, message_ids: Sequence[UUID]) -> list[Recall]:
 
 
 def recall_key(run: Executor, topic: str, key: str) -> list[Recall]:
-    """Recall every waiting message of the topic and key; returns the recalled ones in the order of the log."""
+    """Recall every waiting message of the topic and key; returns the recalled messages in the order of the log."""
     outcomes = [row.recall() for row in run.objects(_Row, _BY_KEY, {"topic": topic, "key": key})]
     # Leave out the messages that the sequencer queued at the same moment.
     return [one for one in outcomes if one.status is RecallStatus.RECALLED]

@@ -85,7 +85,7 @@ class KnownTopic:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A message that its topic accepts, with the values that the log stores beside it."""
+    """A message that its topic accepts, with the values that the log stores in addition to the message."""
 
     message: Message
     topic_id: int
@@ -93,7 +93,7 @@ class Prepared:
 
 
 def declare_topics(run: Executor, topics: Sequence[Topic]) -> None:
-    """Create topics, or change existing and deleted ones to the declaration; idempotent, in one transaction.
+    """Create topics, or change existing and deleted topics to the declaration; idempotent, in one transaction.
 
     A changed queue count starts a new generation of queues. Consumer groups first consume the older queues to their
     ends.

@@ -13,13 +13,13 @@ from outbox.broker.groups.offsets import newest_offset
 from outbox.broker.log import incidents
 from outbox.broker.log.incidents import Incident, IncidentKind
 
-# The queues that can be cleared, each with the offset up to which. An entry is cleared after its topic's retention time
-# if every group has consumed it, and after the hard cap in any case. The cap counts from the time of queueing. An entry
-# of an old version has no such time; its age then counts from the last event of its message. The entries of a deleted
-# topic are cleared at once. `consumed` is the smallest position of the groups that read the queue. If no group reads
-# the queue, no entry counts as consumed. Broadcast groups store no positions, so retention does not wait for them. The
-# statement reads each queue in order and stops at the first entry that stays. So it reads only one entry of a queue
-# that has nothing to clear.
+# The queues with entries to clear, and for each queue the offset up to which its entries can be cleared. An entry is
+# cleared after its topic's retention time if every group has consumed it, and after the hard cap in any case. The cap
+# counts from the time of queueing. An entry that an old version has stored has no such time; its age then counts from
+# the last event of its message. The entries of a deleted topic are cleared at once. `consumed` is the smallest position
+# of the groups that read the queue. If no group reads the queue, no entry counts as consumed. Broadcast groups store no
+# positions, so retention does not wait for them. The statement reads each queue in order and stops at the first entry
+# that stays. So it reads only one entry of a queue that has nothing to clear.
 _LIMITS: Final = Statement(
     """
 WITH place AS (
@@ -112,8 +112,8 @@ _REMOVAL: Final = """
 # Retention keeps some messages below the floor: dead letters, and messages that wait for a retry or in a retry queue.
 # Their entries stay below the floor as proof of queueing, and retention removes them later together with the messages.
 # The statement reads waiting and dead messages once and groups them with the rows of `candidate`. A join that is
-# planned with old statistics would compare each pair. Without IS TRUE, the deletions of errors and letters would have
-# the same problem.
+# planned with old statistics would compare each message with each row of `candidate`. Without IS TRUE, the deletions of
+# errors and letters would have the same problem.
 _FREE: Final = (
     """
 , waiting AS (

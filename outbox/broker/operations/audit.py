@@ -166,7 +166,7 @@ class GroupTotals:
     recalled: int = 0
 
     def differences(self) -> list[str]:
-        """Return the equation that does not hold, in words. A broadcast group stores no positions and has none."""
+        """Return the equation that does not hold, in words. A broadcast group has no positions and no equation."""
         if self.broadcast:
             return []
         ended = self.handled + self.skipped + self.filtered + self.dead + self.discarded + self.expired + self.recalled

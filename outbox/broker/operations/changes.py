@@ -62,7 +62,7 @@ def pause(run: Executor, group: str) -> None:
 
 
 def resume(run: Executor, group: str) -> int:
-    """Undo `pause`, and continue queues that on_error=STOP stopped; returns how many of these. Raises UnknownGroup."""
+    """Undo `pause`, and continue the queues that on_error=STOP stopped; returns their number. Raises UnknownGroup."""
     with run.connection.transaction():
         row = run.row(_PAUSE, {"name": group, "paused": False})
         if row is None:
@@ -155,8 +155,8 @@ def reset(
 def _move(run: Executor, group_id: int, targets: dict[int, int]) -> None:
     values = {"group_id": group_id, "queue_ids": integers(list(targets))}
     epochs = dict(run.execute(_FENCE, values).fetchall())
-    # Read this position after fencing the former owner. It includes every position that the former owner has stored;
-    # later ones do not count.
+    # Read this position after fencing the former owner. It includes every position that the former owner has stored. A
+    # position that the former owner stores later is not valid.
     positions = offsets.load(run, group_id, list(targets))
     rows = [
         OffsetRow((group_id, queue_id), epochs[queue_id], 0, moved_to(positions[queue_id], target))
@@ -200,7 +200,7 @@ def _plan(run: Executor, group: str, topic: str, targets: Mapping[int, int], num
 
 @dataclass(frozen=True, slots=True)
 class Reserved:
-    """A rename that has begun. A consumer of the group that starts meanwhile raises an epoch, and `epochs` shows it."""
+    """A rename that has begun. If a consumer of the group starts meanwhile, it raises one of the `epochs`."""
 
     epochs: str
 
@@ -209,7 +209,7 @@ class Reserved:
 _LOCK = Statement("""
 SELECT name, group_id FROM {schema}.consumer_group WHERE name IN (%(old)s, %(new)s) ORDER BY group_id FOR NO KEY UPDATE
 """)
-# A group that has worked has counters in its offsets, or the row of a failed message or a dead letter.
+# A group that has handled messages has counters in its offsets, or the row of a failed message or a dead letter.
 _HAS_WORKED = Statement("""
 SELECT EXISTS (SELECT FROM {schema}.consumer_offset
                WHERE group_id = %(group_id)s AND handled + skipped + sent_back + dead > 0)

@@ -19,7 +19,7 @@ from outbox.broker.database.statement import Statement
 from outbox.broker.fastpath import arrays
 from outbox.broker.groups.offsets import newest_offset
 
-# The most ids that a comparison names.
+# A comparison names at most this many ids.
 NAMED: Final = 20
 
 
@@ -128,7 +128,7 @@ def store(run: Executor, comparison: DatabaseComparison) -> None:
 
 
 def forget(run: Executor, comparison: DatabaseComparison) -> None:
-    """Delete the comparison. The next comparison then starts with the data of its own time."""
+    """Delete the comparison. The next comparison then does not continue from the `state` of this comparison."""
     named = {"kind": comparison.kind.value, "subject": comparison.subject}
     run.execute(_FORGET, {**named, "topic": comparison.topic, "alias": comparison.alias})
 
@@ -138,7 +138,7 @@ def forget(run: Executor, comparison: DatabaseComparison) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """The times from which on the broker must know every transaction: its installation, and the retention limit."""
+    """The broker must know every transaction after `installed_at` and after `kept_since` (the retention limit)."""
 
     installed_at: datetime
     kept_since: datetime | None
@@ -189,7 +189,7 @@ ORDER BY transaction_id LIMIT %(limit)s
 _REMOVE_MISSING = Statement("""
 DELETE FROM {schema}.missing_transaction WHERE kind = %(kind)s AND transaction_id = ANY (%(ids)s::uuid[])
 """)
-# The ledger does not keep the row of such an old transaction, so no later comparison finds it.
+# The ledger does not keep rows of such old transactions, so no later comparison finds them.
 _TRIM_MISSING = Statement("""
 DELETE FROM {schema}.missing_transaction
 WHERE producer_group = %(group)s AND settled_at < now() - make_interval(secs => %(keep)s)
@@ -207,7 +207,7 @@ WHERE kind = %(kind)s AND producer_group = %(group)s AND alias = %(alias)s AND s
 
 @dataclass(frozen=True, slots=True)
 class MissingTransactions:
-    """The transactions that only one of the two has: a ledger or the broker."""
+    """The transactions that a ledger has and the broker lacks, or that the broker has and the ledger lacks."""
 
     run: Executor
     kind: ComparisonKind
@@ -218,7 +218,7 @@ class MissingTransactions:
         return {"kind": self.kind.value, "group": self.producer_group, "alias": self.alias, **more}
 
     def add(self, found: Mapping[UUID, datetime]) -> None:
-        """Store missing transactions by id with their time. Transactions that are already settled stay settled."""
+        """Store missing transactions: their ids, and the time of each. Already settled transactions stay settled."""
         if found:
             self.run.execute(
                 _ADD_MISSING, self._named(ids=arrays.uuids(list(found)), at=arrays.times(list(found.values())))
@@ -234,7 +234,7 @@ class MissingTransactions:
             self.run.execute(_REMOVE_MISSING, {"kind": self.kind.value, "ids": arrays.uuids(list(found))})
 
     def trim(self, *, keep_seconds: float) -> None:
-        """Remove transactions that were settled before this age."""
+        """Remove the transactions that were settled more than `keep_seconds` ago."""
         self.run.execute(_TRIM_MISSING, {"group": self.producer_group, "keep": keep_seconds})
 
     def summed(self) -> tuple[int, datetime | None, datetime | None, list[UUID]]:

@@ -77,8 +77,7 @@ class Condition:
 class ConditionReport:
     """All conditions that hold, the worst first.
 
-    `is_complete` is False if the broker did not answer. Then it is unknown whether a condition holds that is not
-    listed.
+    `is_complete` is False if the broker did not answer. Then conditions that are not listed may hold, too.
     """
 
     conditions: Sequence[Condition]
@@ -109,7 +108,10 @@ class ConditionReport:
 
 
 def condition(name: str, judged: Iterable[Judged]) -> list[Condition]:
-    """Return a list of one condition with all facts that have a severity, the worst first; empty if no fact has one."""
+    """Return a list of one condition with all facts that have a severity, the worst first.
+
+    If no fact has a severity, the list is empty.
+    """
     bad = [(severity, fact) for severity, fact in judged if severity]
     if not bad:
         return []
@@ -388,7 +390,7 @@ def _limits(warning: float, critical: float | None, unit: str, meaning: str) -> 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Thresholds:
-    """All thresholds. The name of a field ends with its unit or what it counts."""
+    """All thresholds. The name of a field ends with its unit, or with the name of the things that it counts."""
 
     no_sequencer_seconds: Threshold = _limits(0, 15, "seconds", "since the last process led")
     no_worker_seconds: Threshold = _limits(

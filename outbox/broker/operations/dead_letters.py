@@ -19,7 +19,8 @@ from outbox.broker.groups.registration import group_id_of
 class DeadLetter:
     """A message that a group gave up after `attempts` attempts.
 
-    `replayed_at` is set when it was delivered again, `discarded_at` when an operator discarded it.
+    `replayed_at` is set when the message was delivered again. `discarded_at` is set when an operator discarded the
+    letter.
     """
 
     group: str
@@ -55,7 +56,7 @@ class PagePosition(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LetterSelection:
-    """Criteria that select dead letters. A letter must meet all given criteria; without criteria, all are selected.
+    """Criteria that select dead letters. A letter must meet all given criteria; without criteria, all letters match.
 
     `error` is a text that the last error contains in upper or lower case. `error_type` is the name of the last error's
     type. `since` (inclusive) and `until` (exclusive) limit the time at which the group gave the message up.
@@ -140,11 +141,11 @@ def list_dead_letters(
     after: PagePosition | None = None,
     limit: int = 100,
 ) -> Sequence[DeadLetter]:
-    """Return a page of the dead letters of one group or of all, the newest first.
+    """Return a page of the dead letters of one group or of all groups, the newest first.
 
     With `settled`, the page includes settled letters. To read the next page, pass the `place` of the last letter as
-    `after`. Groups that gave up one message at the same instant share a place and stay on one page, so a page may be
-    longer than `limit`.
+    `after`. If several groups gave up one message at the same instant, their letters have one place and stay on one
+    page. So a page may be longer than `limit`.
     """
     values = selection.parameters() | {"group": group, "settled": settled, "limit": limit}
     place = {"after": after and after.dead_at, "after_id": after and after.log_id}

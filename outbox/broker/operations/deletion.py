@@ -1,8 +1,8 @@
 """Delete a consumer group, its subscription to one topic, or a topic.
 
-No consumer of the group or topic may run meanwhile. The deletion raises an error if a consumer is alive, and a starting
-consumer waits for the lock on the group's row. The deletion first counts the messages that will be lost. A dry run uses
-the same statements.
+No consumer of the group or topic may run during the deletion. The deletion raises an error if a consumer is alive, and
+a starting consumer waits for the lock on the group's row. The deletion first counts the messages that will be lost. A
+dry run uses the same statements.
 """
 
 from __future__ import annotations
@@ -152,10 +152,11 @@ _MARK = Statement("UPDATE {schema}.topic SET deleted_at = now() WHERE topic_id =
 
 
 def delete_group(run: Executor, group: str, *, topic: str | None = None, dry_run: bool = False) -> list[Loss]:
-    """Delete a group, or only its subscription to `topic`; returns the loss by topic (in a dry run: the expected one).
+    """Delete a group, or only its subscription to `topic`; returns the loss (in a dry run: the expected loss) by topic.
 
-    Its inbox rows stay in the application's database, and a later group of the same name finds them. Raises
-    UnknownGroup. Raises UsageError when its consumers are alive or it has no such subscription.
+    The group's inbox rows stay in the application's database, and a later group of the same name finds these rows.
+    Raises UnknownGroup. Raises UsageError when consumers of the group are alive, or when the group has no subscription
+    to `topic`.
     """
     with run.connection.transaction(force_rollback=dry_run):
         group_id = group_id_of(run, group)
@@ -217,7 +218,7 @@ def _unsubscribe(run: Executor, group: str, group_id: int, topic: str, topic_id:
 
 
 def _retry_queues_of(run: Executor, group: str, values: dict[str, Any], *, whole: bool) -> list[int]:
-    """Return the retry queues to delete with a subscription: that of its topic; with the last one also queue 0."""
+    """Return the retry queues to delete with a subscription: its topic's, and with the last subscription queue 0."""
     is_last = whole or len(run.rows(_SUBSCRIBED, values)) == 1
     found = []
     for queue_id, number, was_used in run.rows(_RETRY_QUEUES, values):
@@ -257,8 +258,8 @@ TRUNCATE {schema}.topic, {schema}.queue, {schema}.commit_log, {schema}.op_log, {
 RESTART IDENTITY
 """)
 
-# The tables of the version numbers and of the broker's identity stay unchanged. Of the ticks, only the newest row
-# counts, so a new empty tick takes its place.
+# The tables of the version numbers and of the broker's identity stay unchanged. The statement replaces all ticks by one
+# new empty tick, whose id follows the newest id.
 _REWIND_TICKS = Statement("""
 WITH newest AS (DELETE FROM {schema}.tick RETURNING tick_id, snapshot, incarnation)
 INSERT INTO {schema}.tick (tick_id, snapshot, incarnation, appended, queue_ids, heads, is_full)
@@ -274,7 +275,8 @@ def visible(run: Executor, topic: str) -> list[Message]:
 def empty(run: Executor) -> None:
     """Remove all messages, topics, groups and positions, as if the tables had just been installed.
 
-    No process may use the tables meanwhile. A consumer or leader would continue from positions that no longer exist.
+    No process may use the tables during the call. A consumer or leader would continue from positions that no longer
+    exist.
     """
     with run.connection.transaction():
         run.execute(_EMPTY)

@@ -184,7 +184,7 @@ def _grants(run: Executor, subject: str = "grants") -> Condition:
 
 
 def _direct_grants(database: BrokerDatabase) -> Iterator[Condition]:
-    """Check the grants of the direct connection's role, which may be another one. Ticks and retention need them."""
+    """Check the grants of the direct connection's role, which may be another role. Ticks and retention need them."""
     if not database.listen_conninfo:
         return
     subject = "grants of LISTEN_URL"

@@ -18,7 +18,7 @@ from outbox.transaction import STILL_RUNNING
 
 # A group may have as many dead letters as messages. So its errors are counted in this many of its newest letters.
 COUNTED: Final = 10_000
-# The most errors listed, for all groups together.
+# At most this many errors are listed, for all groups together.
 MOST_ERRORS: Final = 200
 
 _BOUND: Final = Statement("""
@@ -160,9 +160,10 @@ def list_waiting(
     after: tuple[datetime, int] | None = None,
     limit: int = 100,
 ) -> list[WaitingMessage]:
-    """Return a page of scheduled messages, the next due first: of one group or topic if given, or only delayed ones.
+    """Return a page of scheduled messages, the message that is due next first.
 
-    To read the next page, pass `due_at` and `schedule_id` of the last message as `after`.
+    `group` and `topic` limit the page to their messages. With `delayed`, it has only the messages that wait for their
+    delivery time. To read the next page, pass `due_at` and `schedule_id` of the last message as `after`.
     """
     after_at, after_id = after or (None, None)
     values = {"group": group, "topic": topic, "delayed": delayed, "after_at": after_at, "after_id": after_id}
@@ -187,7 +188,7 @@ class OpenTransaction:
 
     `state`: new (the half scan has not found it yet), waiting (its group is asked at `due_at`) or parked. `is_immune`:
     its immunity has not ended. `transactional_id` and `epoch` belong to a fenced producer, else None. `fenced`: a newer
-    instance has replaced the producer. `key` is that of the first message, empty without one.
+    instance has replaced the producer. `key` is the key of the first message; it is empty if this message has no key.
     """
 
     transaction_id: UUID
@@ -281,7 +282,7 @@ def list_open(
     after: UUID | None = None,
     limit: int = 100,
 ) -> list[OpenTransaction]:
-    """Return a page of open transactions, the oldest first: of a producer group or transactional id, or of all.
+    """Return a page of open transactions, the oldest first: all, or those of a producer group or transactional id.
 
     With `parked`, only transactions past the limits of checks are returned. To read the next page, pass the last
     transaction id of this page as `after`. The function changes nothing.

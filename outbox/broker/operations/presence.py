@@ -1,7 +1,7 @@
 """Answers about the ledgers and inboxes of a project, which are in databases that the broker cannot read.
 
 The answers say which transactions the broker has seen, which messages it could deliver again, and how far the project
-has pruned.
+has pruned its ledgers and inboxes.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ DELETE FROM {schema}.pruned_table WHERE producer_group = %(group)s AND alias <> 
 
 
 def forget_other_aliases(run: Executor, producer_group: str, aliases: Sequence[str]) -> int:
-    """Remove the rows of databases that the service no longer has; returns how many there were."""
+    """Remove the rows of databases that the service no longer has; returns the number of removed rows."""
     return run.count(_FORGET, {"group": producer_group, "aliases": arrays.texts(list(aliases))})
 
 
@@ -127,7 +127,7 @@ FROM {schema}.pruned_table ORDER BY seconds DESC
 
 
 def pruning_behind(run: Executor) -> list[PruningBehind]:
-    """Return every table that any service has reported, the one furthest behind first.
+    """Return every table that any service has reported, the table furthest behind first.
 
     If the passes fail or do not run, `seconds` grows.
     """

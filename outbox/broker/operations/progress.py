@@ -75,7 +75,7 @@ greatest(queue.floor, coalesce((SELECT queue_offset + 1 FROM {schema}.consume_qu
 """
 
 # All positions, read in one scan. A look-up for each of the 32,000 pairs of 200 topics and 20 groups takes several
-# times as long. The end of each queue is a look-up.
+# times as long. The statement looks up the end of each queue separately.
 EVERY: Final = (
     """
 newest AS MATERIALIZED (
@@ -91,8 +91,8 @@ newest AS MATERIALIZED (
 )
 _OF_EVERY: Final = "JOIN ends USING (queue_id) LEFT JOIN newest USING (group_id, queue_id) WHERE NOT broadcast"
 
-# The positions of one group or topic. There is a look-up per queue, so the statement does not read the positions of
-# other groups.
+# The positions of one group or topic. The statement looks up the position on each queue, so it does not read the
+# positions of other groups.
 _OF_WANTED: Final = (
     "CROSS JOIN LATERAL (SELECT "
     + END
@@ -197,7 +197,7 @@ _BLOCKED: Final = Statement(
 
 
 def list_queues(run: Executor, group: str | None = None, topic: str | None = None) -> Sequence[QueueProgress]:
-    """Return the queues of a group and topic; None means all. A topic includes its retry queues, which come last.
+    """Return the queues of a group and topic; None means all groups or topics. A topic's retry queues come last.
 
     Broadcast groups have no stored positions.
     """

@@ -1,4 +1,4 @@
-"""The rules find the conditions that hold now. `survey` evaluates all rules, `probe` only the two cheap ones.
+"""The rules find the conditions that hold now. `survey` evaluates all rules, `probe` only the two cheap rules.
 
 A rule yields conditions of the catalogue (`conditions.py`). Status, probe, metrics, alerts and operator page show the
 result.
@@ -76,8 +76,9 @@ SELECT producer_group AS group, name AS pass,
 FROM {schema}.periodic_pass ORDER BY began_at
 """)
 
-# Publishing transactions (they hold a lock on op_log) that were in progress when the broker last resynchronised. Every
-# role sees locks. Without pg_read_all_stats, PostgreSQL shows neither state nor age of another role's session.
+# Publishing transactions that were in progress when the broker last resynchronised. Such a transaction holds a lock on
+# op_log. Every role sees locks. Without pg_read_all_stats, PostgreSQL shows neither state nor age of another role's
+# session.
 _OPEN_SINCE_RESYNC: Final = Statement("""
 SELECT CASE WHEN written.pid IS NOT NULL THEN 'session ' || written.pid
             ELSE 'prepared transaction ' || coalesce(quote_literal(prepared.gid), held.transactionid::text) END AS who,
@@ -134,7 +135,8 @@ def _of_broker(run: Executor, limits: Thresholds, summary: Summary) -> Iterator[
     yield from _failing(failing)
     leader, gone_seconds, snapshot, tick_seconds, overdue_seconds, rejects = run.one(_BROKER)
     if leader is None and any(one.part is ProcessPart.SEQUENCING for one in failing):
-        # `process_failing` already gives the reason why no process leads. Starting another process would not help.
+        # The condition `process_failing` already gives the reason why no process leads. Starting another process would
+        # not help.
         pass
     elif leader is None:
         fact = {"without_leader_seconds": gone_seconds, "last_tick_seconds": tick_seconds}
@@ -161,9 +163,10 @@ def _of_broker(run: Executor, limits: Thresholds, summary: Summary) -> Iterator[
 
 
 def probe(run: Executor, limits: Thresholds | None = None) -> ConditionReport:
-    """Return whether a process sequences in time, by two look-ups by index at any size. Raises psycopg.Error.
+    """Return whether a process sequences in time. Raises psycopg.Error.
 
-    It is the cheap part of `survey`, for load balancers that ask every second.
+    The probe makes two look-ups by index, and takes no longer for larger tables. So a load balancer may call it every
+    second.
     """
     leader, snapshot = run.one(_LEADER)
     if leader is None:
@@ -177,7 +180,7 @@ def _without_leader(limits: Thresholds, seconds: float | None) -> Severity | Non
 
 
 def _undelivered(run: Executor, limits: Thresholds, snapshot: str) -> Judged:
-    """Judge the waiting time of the oldest decision that the tick with this snapshot could not see."""
+    """Judge how long the oldest decision waits that the tick with this snapshot could not see."""
     seen = Snapshot.parse(snapshot)
     # The statement is not prepared, because a plan without the values would read the whole table.
     [seconds] = run.one(_UNREAD, {"xmax": str(seen.xmax), "xip": xids(seen.in_progress)}, prepare=False)
@@ -222,7 +225,7 @@ def _pruning(one: presence.PruningBehind, limits: Thresholds) -> Judged:
         "behind_seconds": one.seconds,
         "keep_seconds": one.keep_seconds,
     }
-    # Rows that are kept for too long take space, but break no promise.
+    # Rows that are kept for too long only take space; they neither lose nor delay a message.
     return limits.retention_behind_seconds.judge(one.seconds) and Severity.WARNING, fact
 
 
@@ -280,7 +283,7 @@ def reset_command(one: DatabaseComparison) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Conditions of undecided transactions: no producer answers for them, or none knows the answer.
+# Conditions of undecided transactions: no producer answers the checks, or no producer knows the outcome.
 
 # The first few transactions of a producer group whose check is due. The statement reads at most two hundred rows. If
 # all of these are decided by now, the condition has no examples and names the command that lists the transactions.
@@ -348,8 +351,9 @@ def _parked(run: Executor, limits: Thresholds, summary: Summary) -> Iterator[Con
 
 _RATE_WINDOW_SECONDS: Final = 60.0
 
-# Broadcast groups store no positions, so no message waits if none of their instances runs. A consumer that leaves sets
-# the `expires_at` of its leases to that moment. The result is null if the group has never consumed the topic.
+# Broadcast groups store no positions, so no message waits if none of their instances runs. A consumer that leaves its
+# group sets the `expires_at` of its leases to that moment. The result is null if the group has never consumed the
+# topic.
 _NO_WORKER: Final = Statement("""
 WITH alive AS MATERIALIZED (
     SELECT DISTINCT group_id, unnest(topics) AS topic FROM {schema}.consumer WHERE expires_at > clock_timestamp()
@@ -419,7 +423,7 @@ def _no_worker(run: Executor, limits: Thresholds, groups: Iterable[GroupProgress
         lag = sum(lags.get((group, topic), 0) for topic in topics)
         shown = ", ".join(list(topics)[:EVIDENCE]) + (" …" if len(topics) > EVIDENCE else "")
         known = [seconds for seconds in topics.values() if seconds is not None]
-        # If the group has never consumed a topic, it has no consumer since the topic's first message.
+        # If the group has never consumed a topic, its time without a consumer counts from the topic's first message.
         since = None if len(known) < len(topics) else max(known)
         severity = Severity.CRITICAL if since is None else limits.no_worker_seconds.judge(since)
         if severity and not lag:
@@ -499,7 +503,8 @@ FROM (SELECT * FROM {schema}.incident
 GROUP BY subject HAVING count(*) >= %(deaths)s ORDER BY 2 DESC
 """)
 
-# The first suspects of each kind, so that many messages that kill their process do not hide one that hangs.
+# The first suspects of each kind, so that many messages that kill their process do not hide a message whose handler
+# hangs.
 _SUSPECTS: Final = Statement("""
 SELECT hung, consumer_group.name, log.message_id::text, log.key, deaths,
        extract(epoch FROM clock_timestamp() - suspected_at)::double precision, evidence, total
@@ -740,7 +745,7 @@ _RULES: Final[Sequence[Rules]] = (
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """A verdict, and the summary that it is based on; None if the tables could not be read."""
+    """A verdict, and the summary on which it is based. `summary` is None if the tables could not be read."""
 
     verdict: ConditionReport
     summary: Summary | None
@@ -749,8 +754,8 @@ class Survey:
 def survey(run: Executor, limits: Thresholds | None = None) -> Survey:
     """Return all conditions that hold now, on an autocommit connection outside a transaction.
 
-    If the tables do not fit this code, or a session keeps them locked for more than a second, the verdict says only
-    this.
+    If the tables do not fit this code, or a session keeps them locked for more than a second, the verdict contains only
+    the condition for this.
     """
     limits = limits or Thresholds()
     try:

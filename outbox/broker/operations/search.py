@@ -34,8 +34,8 @@ STATE: Final = """CASE WHEN recalled.log_id IS NOT NULL THEN 'recalled' WHEN op.
             WHEN op.decision = 'R' THEN 'rolled back' WHEN pending.parked_at IS NOT NULL THEN 'parked'
             ELSE 'undecided' END"""
 
-# There is no index by key, because every stored message would pay for it. The index by time finds the blocks of a span
-# of time.
+# There is no index by key, because it would make the storing of every message slower. The index by time finds the
+# blocks of a span of time.
 _FOUND: Final = Statement(f"""
 SELECT log.log_id, log.message_id, log.transaction_id, topic.name AS topic, log.key, log.tag, log.stored_at,
        {STATE} AS state
@@ -61,11 +61,11 @@ def find_messages(
     before: int | None = None,
     limit: int = 100,
 ) -> list[FoundMessage]:
-    """Return a page of the messages with a key, of a topic, or of all, the newest first.
+    """Return a page of messages, the newest first: all, or those of a topic or with a key.
 
     `since` (None: the last day) is inclusive and `until` exclusive; both are times of storing. To read the next page,
-    pass the last log id of this page as `before`. The function reads all messages stored in that time, which takes
-    seconds per ten million.
+    pass the last log id of this page as `before`. The function reads all messages stored in that time, which takes some
+    seconds per ten million messages.
     """
     values = {"key": key, "topic": topic, "since": since, "until": until, "before": before, "limit": limit}
     # The statement is not prepared, because the plan must see the length of the time span.
@@ -75,7 +75,7 @@ def find_messages(
 # ---------------------------------------------------------------------------------------------------------------------
 # Browse the stored messages of a topic page by page, for operators; on request also undecided messages.
 #
-# Consumers cannot do this: undecided or rolled-back messages never reach a queue.
+# Consumers cannot read undecided or rolled-back messages, because such messages never reach a queue.
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,9 +143,9 @@ def browse(
 ) -> list[StoredMessage]:
     """Return a page of the stored messages of a topic, the newest first.
 
-    `since` limits the messages by time; None means the last day. The page has committed messages. `uncommitted` adds
-    undecided, rolled back and recalled ones, each with its state. To read the next page, pass the last log id of this
-    page as `after`. The function reads the messages of all topics in that time.
+    `since` limits the messages by time; None means the last day. The page has committed messages. With `uncommitted`,
+    it also has undecided, rolled back and recalled messages, each with its state. To read the next page, pass the last
+    log id of this page as `after`. The function reads the messages of all topics that were stored in that time.
     """
     values = {"topic": topic, "uncommitted": uncommitted, "since": since, "after": after, "limit": limit}
     return run.objects(StoredMessage, _BROWSE, values, prepare=False)
@@ -173,6 +173,6 @@ class Content:
 
 
 def content_of(run: Executor, message_id: UUID) -> Content | None:
-    """Return the content; None when the broker does not have the message (any more)."""
+    """Return the content; None if the broker does not have the message, for example after retention has removed it."""
     found = run.objects(Content, _CONTENT, {"id": message_id})
     return found[0] if found else None

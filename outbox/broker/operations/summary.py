@@ -119,7 +119,7 @@ SELECT extract(epoch FROM at)::double precision, took_seconds,
 FROM {schema}.summary ORDER BY summary_id DESC LIMIT 1
 """)
 
-# The totals of the youngest summary of at least this age, and of the newest.
+# The totals of two summaries: the youngest summary that is at least `window` seconds old, and the newest summary.
 _TOTALS: Final = Statement("""
 (SELECT extract(epoch FROM at)::double precision, totals FROM {schema}.summary
  WHERE at <= clock_timestamp() - make_interval(secs => %(window)s) ORDER BY summary_id DESC LIMIT 1)
@@ -249,7 +249,7 @@ class Summary:
         return max(0.0, self.now - self.at)
 
     def seconds_since(self, at: float | None) -> float | None:
-        """The time from `at` to the counting. It stops there, because the messages may have been consumed since."""
+        """The time from `at` to the counting, because the messages may have been consumed after the counting."""
         return None if at is None else max(0.0, self.at - at)
 
 
@@ -384,7 +384,7 @@ def read(run: Executor, *, fresh_seconds: float = FRESH_SECONDS) -> Summary:
 
 
 def growth(run: Executor, *, window_seconds: float) -> list[Growth]:
-    """Return each group's progress since the summary `window_seconds` ago; empty if there is none that old."""
+    """Return each group's progress since the summary of `window_seconds` ago; empty if no summary is that old."""
     rows = run.rows(_TOTALS, {"window": window_seconds})
     if len(rows) < 2:
         return []
@@ -401,7 +401,7 @@ def growth(run: Executor, *, window_seconds: float) -> list[Growth]:
 
 
 def history(run: Executor, group: str | None = None) -> list[SummaryPoint]:
-    """Return the stored summaries (a quarter of an hour) of one group, or of all together; the oldest first."""
+    """Return the stored summaries (a quarter of an hour) of one group, or of all groups together; the oldest first."""
     return [_moment(at, totals, group) for at, totals in reversed(run.rows(_HISTORY))]
 
 
@@ -411,7 +411,7 @@ def _moment(at: float, totals: Mapping[str, Any], group: str | None) -> SummaryP
     oldest = max((row[4] for row in rows), default=0.0)
     if group is not None:
         return SummaryPoint(at, None, None, handled, sent_back, dead, lag, oldest)
-    # A summary that older code has stored does not count the log.
+    # A summary that older code has stored has no count of the log.
     return SummaryPoint(at, totals.get("stored"), totals["queued"], handled, sent_back, dead, lag, oldest)
 
 
@@ -428,7 +428,7 @@ def _totals(summary: Summary) -> dict[str, Any]:
 
 
 def _packed(row_type: type[Any], rows: Iterable[Any]) -> dict[str, Any]:
-    """Name the columns once, so that code of another version reads the columns that it knows."""
+    """Return rows with one list of column names, so that code of another version can find its columns."""
     columns = [field.name for field in fields(row_type)]
     return {"columns": columns, "rows": [[getattr(row, name) for name in columns] for row in rows]}
 
@@ -498,7 +498,7 @@ def has_leader(run: Executor) -> bool:
 
 
 def live_consumers(run: Executor) -> dict[str, int]:
-    """Return the number of live consumer processes by group; groups without one are left out."""
+    """Return the number of live consumer processes by group; groups without a live process are left out."""
     return dict(run.rows(_CONSUMERS))
 
 

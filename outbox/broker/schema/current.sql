@@ -31,8 +31,8 @@ CREATE TABLE broker (
 );
 
 CREATE TABLE schema_version (
-    -- What code must know to work with these tables. Code refuses a greater version than its own, so only a change that
-    -- breaks the code before it inserts a row with a greater one.
+    -- The lowest version of code that works with these tables. Code refuses a greater version than its own. So only a
+    -- change that breaks the code before it inserts a row with a greater version.
     version    integer     PRIMARY KEY,
     applied_at timestamptz NOT NULL DEFAULT now(),
     -- The last file of changes/ that was applied. Code needs the changes that it comes with, and accepts later ones.
@@ -444,14 +444,15 @@ CREATE TABLE dead_letter (
     PRIMARY KEY (group_id, log_id)
 );
 
--- Messages in quarantine: their process died or hung while it handled them. Each is tried alone, one of a group at a
--- time. A message that is handled is forgotten; the third death alone makes it a dead letter.
+-- Messages in quarantine: their process died or hung while it handled them. A group has one trial at a time: the
+-- messages of a batch are tried by halves until one is alone. A handled message is removed. The third death of a process
+-- in a trial of the message alone makes it a dead letter.
 CREATE TABLE suspect (
     group_id     integer     NOT NULL,
     log_id       bigint      NOT NULL,
-    -- Size of the last call that it did not survive: half as many are tried together the next time.
+    -- Size of the last call whose process died: the next trial takes half as many messages together.
     call_size    integer     NOT NULL,
-    -- How often its process died while it was handled alone, as the parent process saw.
+    -- How often its process died while it was handled alone, as the parent process saw, or its trial timed out.
     deaths       integer     NOT NULL DEFAULT 0,
     -- It hung and has killed no process so far: others may run beside it.
     hung         boolean     NOT NULL,

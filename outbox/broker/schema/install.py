@@ -40,32 +40,32 @@ _CHANGES: Final = {
 }
 SCHEMA_VERSION: Final = max(_CHANGES)
 _LOCKS: Final = re.compile(r"^-- Locks: (.+)$", re.MULTILINE)
-# These functions write with the rights of their owner, or are parts of such functions. So each role needs a GRANT to
-# execute them. By default PostgreSQL lets every role execute a new function.
+# Each of these functions writes with the rights of its owner, or is called by such a function. So each role needs a
+# GRANT to execute them. By default PostgreSQL lets every role execute a new function.
 _GRANTED_ONLY: Final = ("key_lock_number", "key_shard", "publish", "publish_bytes", "publish_complaint")
 
 # PostgreSQL 15 introduced UNIQUE NULLS NOT DISTINCT.
 MINIMUM_POSTGRESQL: Final = 15
 
-# For so many seconds, `install` tries to make one change.
+# The number of seconds for which `install` tries to make one change.
 DEFAULT_PATIENCE_SECONDS: Final = 60.0
-# The first attempts, of this number, do not wait for a lock, so they delay no other transaction. Later attempts wait,
-# each a little longer.
+# This many attempts at the start do not wait for a lock, so they delay no other transaction. Each later attempt waits
+# longer than the attempt before it, up to the longest wait.
 _ATTEMPTS_WITHOUT_WAIT: Final = 20
 _FIRST_WAIT_SECONDS: Final = 0.01
 _WAIT_GROWTH: Final = 2.0
-# The longest wait is shorter than PostgreSQL's deadlock_timeout (1 s). So PostgreSQL does not end a transaction that
-# waits behind this one as a deadlock.
+# The longest wait is shorter than PostgreSQL's deadlock_timeout (1 s). So PostgreSQL does not report a deadlock for a
+# transaction that waits behind this change, and does not end it.
 _LONGEST_WAIT_SECONDS: Final = 0.8
-# Before the first attempt, `install` names each transaction that has held a table for longer than this. Younger
-# transactions will end soon.
+# Before the first attempt, `install` names each transaction that has held a table for longer than this many seconds.
+# Younger transactions are not named, because they will probably end soon.
 _NAMED_AFTER_SECONDS: Final = 1.0
 _REPORT_EVERY_SECONDS: Final = 10.0
 _NAMED: Final = 5
 
 _LOCK = Statement("SELECT pg_advisory_xact_lock(hashtextextended('outbox.install', 0))")
 _EXISTS = Statement("SELECT to_regclass(%(table)s) IS NOT NULL")
-# The second change added the column `change`, so the statement also works without it.
+# The second change added the column `change`, so the statement also works on tables without this column.
 _VERSION = Statement("""
 SELECT coalesce(max(version), 0), coalesce(max((to_jsonb(known) ->> 'change')::integer), max(version), 0)
 FROM {schema}.schema_version known
@@ -83,7 +83,7 @@ _RECORD = Statement("UPDATE {schema}.schema_version SET change = %(version)s")
 
 @dataclass(frozen=True, slots=True)
 class _Installed:
-    """The versions in the tables: the version that code must know, and the last change applied."""
+    """The versions in the tables: the lowest version of code that may use them, and the last applied change."""
 
     needs: int
     change: int
@@ -107,15 +107,15 @@ def install(
     patience_seconds: float = DEFAULT_PATIENCE_SECONDS,
     report: Callable[[str], None] = logger.warning,
 ) -> int:
-    """Create or upgrade the broker's tables and return the version reached. Several processes may call it at any time.
+    """Create or upgrade the broker's tables; returns their new version. Several processes may call it at the same time.
 
-    A new database gets the present tables (current.sql). An older one gets the changes that it lacks. Code of the
-    previous version keeps working on the upgraded tables: upgrade the tables first, then deploy the code. Each change
-    is a separate transaction, so that it holds few tables for a short time. The next call finishes an interrupted
-    upgrade. `report` receives the sessions that block the upgrade.
+    A new database gets the present tables (current.sql). A database with older tables gets the changes that its tables
+    lack. Code of the previous version keeps working on the upgraded tables: upgrade the tables first, then deploy the
+    code. Each change is a separate transaction, so it locks few tables, and only for a short time. The next call
+    finishes an interrupted upgrade. `report` receives the sessions that block the upgrade.
 
-    Raises SchemaError when this code is too old for the tables, or when other transactions used the tables of one
-    change for `patience_seconds` without a gap. Raises ConfigurationError when the server is too old.
+    Raises SchemaError when this code is too old for the tables, or when, for `patience_seconds`, other transactions
+    always used a table of one change. Raises ConfigurationError when the server is too old.
     """
     check_schema_name(schema)
     check_server(connection.info.server_version)
@@ -217,7 +217,8 @@ def create(run: Executor) -> int:
 def apply(run: Executor, version: int) -> int:
     """Apply the change with this number, and return the number. The last change also brings all functions up to date.
 
-    Until the last change, the functions stay as code of the previous release knows them.
+    Until the last change is applied, the functions stay as the previous release created them, so that its code can call
+    them.
     """
     _execute(run, _CHANGES[version])
     if version == SCHEMA_VERSION:
@@ -228,18 +229,18 @@ def apply(run: Executor, version: int) -> int:
 
 
 def locked_tables(version: int) -> list[str]:
-    """Return the tables of earlier changes that a change locks, read from its file; a test checks the list."""
+    """Return the tables from earlier changes that this change locks. Its file lists them; a test checks the list."""
     found = _LOCKS.search(_CHANGES[version].read_text("utf-8"))
     return found[1].split(", ") if found else []
 
 
 def installed_version(connection: Connection, schema: str = "outbox") -> int:
-    """Return the last change applied to the tables, even one that this code does not know; 0 without tables."""
+    """Return the last change applied to the tables, even if it is newer than this code; 0 without tables."""
     return _installed(Executor(connection, schema)).change
 
 
 def check_schema(connection: Connection, schema: str = "outbox") -> int:
-    """Return the version of the installed tables: this code's, or a later one that this code can use.
+    """Return the version of the installed tables: the version of this code, or a later version that this code can use.
 
     Raises SchemaError when the tables are missing, lack a change that this code needs, or are too new for this code.
     Raises ConfigurationError when the server is too old.
@@ -293,7 +294,7 @@ def _installed(run: Executor) -> _Installed:
 
 
 def _plan_next(run: Executor) -> Planned[int]:
-    """Plan the first missing change; it returns the number of the last change applied afterwards."""
+    """Plan the first missing change. When it is made, it returns the number of the last change that is applied then."""
     installed = _installed(run)
     if installed.needs > SCHEMA_VERSION:
         raise _too_new(run.schema, installed)
@@ -317,7 +318,7 @@ def _create_functions(run: Executor) -> None:
 
 
 def _execute(run: Executor, *files: Traversable) -> None:
-    """Execute files of SQL, with the schema alone as search_path."""
+    """Execute files of SQL, with only the schema in search_path."""
     text = "\n".join(file.read_text("utf-8") for file in files)
     [before] = run.one(_GET_SEARCH_PATH)
     run.execute(_SEARCH_PATH)

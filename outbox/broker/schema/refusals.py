@@ -17,7 +17,7 @@ _FULL: Final = (pg.DiskFull, pg.OutOfMemory, pg.TooManyConnections)
 
 @contextmanager
 def naming(what: str, schema: str) -> Iterator[None]:
-    """Raise each error of the driver as an outbox error; `what` names the operation that was not done."""
+    """Raise each error of the driver as an outbox error; `what` names the operation that failed."""
     try:
         yield
     except psycopg.Error as error:

@@ -2,14 +2,14 @@
 
 A change of the tables needs ACCESS EXCLUSIVE locks while other transactions run. Two rules protect those transactions:
 
-- One message takes all locks of a change, before the change does anything else. The transaction waits only for the
-  first lock. During that wait it holds no other lock. It takes the other locks with NOWAIT.
-- While a change waits for the first lock, every later transaction waits behind it. So the first attempts do not wait at
-  all. Later attempts wait, at first for some milliseconds, then longer. The pauses between attempts are longer than the
-  waits.
+- One request to the server takes all locks of a change, before the change does anything else. The transaction waits
+  only for the first lock. During that wait it holds no other lock. It takes the other locks with NOWAIT.
+- While a change waits for the first lock, every later transaction that uses this table waits behind the change. So the
+  first attempts do not wait at all. Later attempts wait, at first for some milliseconds, then longer. The pause after
+  each attempt is longer than its wait.
 
-All changes lock the tables in one order, the busiest first. The wait is for the busiest table, in which an attempt
-without a wait would hardly find a gap.
+All changes lock the tables in the same order, the busiest table first. So a change waits only for the busiest table. An
+attempt without a wait would hardly ever find this table free.
 
 See decision 183.
 """
@@ -27,7 +27,7 @@ from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
 from outbox.broker.fastpath import arrays
 
-# The order in which tables are locked: these first, then the others by name.
+# A change locks these tables first, in this order, and then all other tables by name.
 _BUSIEST: Final = (
     "commit_log",
     "op_log",
@@ -54,8 +54,8 @@ def in_order(tables: Iterable[str]) -> list[str]:
 def take(run: Executor, tables: Iterable[str], *, wait_seconds: float) -> None:
     """Lock the tables for this transaction, which must hold no table lock yet.
 
-    It waits up to `wait_seconds` for the first table; 0 means no wait. Raises LockNotAvailable if one of them is in
-    use; then the caller must roll the transaction back.
+    The function waits up to `wait_seconds` for the first table; with 0 it does not wait. Raises LockNotAvailable if
+    another transaction uses one of the tables; then the caller must roll the transaction back.
     """
     first, *others = in_order(tables)
     statements = [sql.SQL("SET LOCAL lock_timeout = {}").format(sql.Literal(f"{max(1, round(wait_seconds * 1000))}ms"))]
@@ -63,8 +63,8 @@ def take(run: Executor, tables: Iterable[str], *, wait_seconds: float) -> None:
     if others:
         statements.append(_lock(run.schema, others, waits=False))
     statements.append(sql.SQL("SET LOCAL lock_timeout = {}").format(sql.Literal(f"{_REST_MILLISECONDS}ms")))
-    # One message takes all locks. Between two messages, a transaction that has waited for the first table could lock
-    # another one.
+    # One request takes all locks. Between two requests, a transaction that has waited for the first table could lock
+    # another table.
     run.connection.execute(sql.SQL("; ").join(statements))
 
 
@@ -76,7 +76,7 @@ def _lock(schema: str, tables: Sequence[str], *, waits: bool) -> sql.Composed:
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """A transaction that uses one of the tables. PostgreSQL shows only a part of another role's session."""
+    """A transaction that uses one of the tables. For a session of another role, PostgreSQL shows only a part."""
 
     session: str
     application: str | None
@@ -121,7 +121,7 @@ ORDER BY age_seconds DESC NULLS LAST
 
 
 def holders(run: Executor, tables: Iterable[str], *, at_least_seconds: float = 0.0) -> list[Holder]:
-    """Return the transactions that use these tables now and have at least this age, the oldest first."""
+    """Return the transactions of at least `at_least_seconds` that use these tables now, the oldest first."""
     values = {"schema": run.schema, "tables": arrays.texts(list(tables))}
     found = run.objects(Holder, _HOLDERS, values)
     return [one for one in found if one.age_seconds is None or one.age_seconds >= at_least_seconds]

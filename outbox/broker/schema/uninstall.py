@@ -51,7 +51,8 @@ def uninstall(
     Views and other objects that depend on these tables are dropped, too.
 
     Raises SchemaError, and changes nothing, in four cases: the tables are missing; they have another version than this
-    code; the schema also holds other objects; or the tables were in use for `patience_seconds` without a gap.
+    code; the schema also holds other objects; or, for `patience_seconds`, other transactions always used one of the
+    tables.
     """
     run = Executor(connection, schema)
 
@@ -62,7 +63,8 @@ def uninstall(
 
     def plan() -> Planned[None]:
         check_schema(connection, schema)
-        # Read the names once for all attempts, because this takes a hundred times as long as the rest of an attempt.
+        # Read the names once for all attempts, because reading them takes a hundred times as long as all other steps of
+        # an attempt.
         own.update(own or _names_of_a_fresh_one(connection))
         foreign = sorted(_names(run) - own)
         if foreign:

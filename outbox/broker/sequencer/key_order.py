@@ -18,7 +18,7 @@ Key = tuple[int, str]
 
 @dataclass
 class KeyOrder:
-    """The open and the held rows of a broker. Their log ids are their positions: smaller log ids are earlier."""
+    """The open and the held rows of a broker. A row with a smaller log id is earlier."""
 
     _open: dict[int, tuple[Key, UUID]] = field(default_factory=dict)
     _open_by_key: dict[Key, list[int]] = field(default_factory=dict)
@@ -32,7 +32,7 @@ class KeyOrder:
     # change cost no time.
     _reblocked: set[Key] = field(default_factory=set)
     _to_hint: list[tuple[float, Key]] = field(default_factory=list)
-    # The keys of which held messages may be free now.
+    # The keys whose held messages may be free now.
     _unsettled: set[Key] = field(default_factory=set)
 
     @property
@@ -117,14 +117,17 @@ class KeyOrder:
     def new_blockers(self) -> list[UUID]:
         """Return the transactions that now block keys with held messages.
 
-        The list has only keys whose blocker may have changed since the last call.
+        The list has only the blockers of keys whose blocker may have changed since the last call.
         """
         keys, self._reblocked = self._reblocked, set()
         found = (self._first_open(key) for key in keys if key in self._held_by_key)
         return list({self._open[log_id][1] for log_id in found if log_id is not None})
 
     def hints(self, now: float, after_seconds: float) -> Sequence[UUID]:
-        """Return the transactions for which a key has waited for `after_seconds`. Each is returned only once."""
+        """Return the transactions for which a key has waited for `after_seconds`.
+
+        Each transaction is returned only once.
+        """
         overdue = []
         while self._to_hint and now - self._to_hint[0][0] >= after_seconds:
             _, key = heapq.heappop(self._to_hint)

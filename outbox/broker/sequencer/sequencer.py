@@ -3,7 +3,7 @@
 The sequencer reads decisions by snapshot. A cursor over ids would miss transactions that commit late, and an xmin
 horizon would wait for any open transaction. The sequencer appends the messages to the queues with gapless offsets. In
 the same transaction it stores a tick, which records how far the sequencer has read. Any number of sequencers may run at
-once. They collide on the number of the tick, and all but one roll back completely.
+once. They collide on the number of the tick, and all sequencers except one roll back completely.
 
 See decision 122.
 """
@@ -50,8 +50,9 @@ FROM {schema}.tick_v18(
 
 # The sequencer executes this after the COMMIT of the tick, in a separate transaction that does not wait for the disk.
 # Otherwise the tick's commit would wait for all other commits with a notification. The statement announces the entries
-# that the tick has appended, if there are any. If the queues are few, the notification names them, so that only their
-# owners look. The row of a full tick has the heads of all queues, so its notification names none.
+# that the tick has appended, if there are any. If the queues are few, the notification names them, so that only the
+# owners of these queues fetch. The row of a full tick has the heads of all queues, so the notification of a full tick
+# names no queue.
 _ANNOUNCE: Final = Statement("""
 SELECT set_config('synchronous_commit', 'off', true),
        pg_notify(%(channel)s, CASE WHEN %(names_queues)s::boolean AND NOT is_full AND cardinality(queue_ids) <= 50
@@ -63,7 +64,8 @@ _ROLLBACK: Final = Statement("ROLLBACK")
 
 # Reads the FIFO messages that the next tick will find in the same snapshot, as rows (what, log_id, topic_id, key,
 # transaction_id).
-#   h: a half row that became visible   c, r: a message decided COMMIT (and due now) or ROLLBACK   d: a due delayed one
+#   h: a half row that became visible   c, r: a message decided COMMIT (and due now) or ROLLBACK
+#   d: a delayed message that is due
 _READ_FIFO: Final = Statement("""
 WITH edge AS MATERIALIZED (
     SELECT {schema}.decisions_cut_v13(%(xmax)s::xid8, %(batch)s::bigint) AS cut
@@ -119,7 +121,7 @@ WHERE due.queue_id IS NULL
 _NEWEST_PARKED: Final = Statement("SELECT max(parked_at) FROM {schema}.pending_check WHERE parked_at IS NOT NULL")
 
 # Finds the messages of transactions that were parked since `since`, and of the parked transactions in `ids`. Returns
-# only those on topics where a parked message does not block its key.
+# only messages on topics where a parked message does not block its key.
 _RELEASED_BY_PARKING: Final = Statement("""
 WITH pending AS (
     SELECT transaction_id, log_id FROM {schema}.pending_check
@@ -153,10 +155,10 @@ class TickCounts:
     """The results of one call of `Sequencer.run_once`.
 
     `decisions`: decisions read, COMMIT and ROLLBACK. `appended`: entries appended to queues. `held`: messages that must
-    wait for an undecided one. `released`: held messages that became free. `scheduled`: messages stored for a later
-    time. `due`: scheduled messages that became due and were taken. `more`: a backlog is left. `collided`: the sequencer
-    did no work, because another leader was faster or the FIFO topics have changed. `next_due_seconds`: the time until
-    the next scheduled message is due; None if there is none.
+    wait for an undecided message. `released`: held messages that became free. `scheduled`: messages stored for a later
+    time. `due`: scheduled messages that became due and were taken. `more`: there is more work to do now. `collided`:
+    the sequencer did no work, because another leader was faster or the FIFO topics have changed. `next_due_seconds`:
+    the time until the next scheduled message is due; None if there is none.
     """
 
     ticked: bool = False
@@ -199,7 +201,8 @@ class _Seen:
 class _Ticked:
     """The result of _TICK.
 
-    `met` has the log ids and keys of FIFO messages that the tick decided before this process has checked their order.
+    `met` has the log ids and keys of FIFO messages that the tick read as decided before this process had checked their
+    order.
     """
 
     obstacle: str | None
@@ -238,7 +241,7 @@ class _Ticked:
 
 
 class _MustLook(Exception):
-    """The tick found FIFO messages whose order must be checked first, so it changed nothing."""
+    """The tick found FIFO messages whose order must be checked first, so the tick changed nothing."""
 
 
 class _Outdated(Exception):
@@ -248,15 +251,16 @@ class _Outdated(Exception):
 class Sequencer:
     """Runs ticks for one broker. It is not thread-safe, and its position in memory belongs to one connection.
 
-    `batch` limits the messages of a tick. A tick may exceed it, because the decisions of one transaction stay together.
+    `batch` limits the messages of a tick. A tick may exceed this limit, because the decisions of one transaction stay
+    together.
     """
 
     def __init__(
         self, database: BrokerDatabase, owner: UUID, *, batch: int = 20_000, check: CheckSettings | None = None
     ) -> None:
         self._schema = database.schema
-        # Whether the sequencer applies its settings in each transaction, because the session of the connection may not
-        # last.
+        # Whether the sequencer applies its settings in each transaction, because behind a pooler the next transaction
+        # may run in another session.
         self._local = True
         self._owner = owner
         self._batch = batch
@@ -321,7 +325,7 @@ class Sequencer:
         return self._tick_in_order(trip, connection, state)
 
     def _tick_at_once(self, trip: RoundTrip, state: TickState) -> TickCounts:
-        """Tick in one round trip, or in two if FIFO messages may appear while others are open or held.
+        """Tick in one round trip, or in two if FIFO messages may appear while other messages are open or held.
 
         The second round trip is needed because only this process knows the order of FIFO messages.
         """
@@ -428,8 +432,8 @@ class Sequencer:
         for one in messages:
             if one.what == "h":
                 order.open(one.log_id, one.key, one.transaction_id)
-        # First add all decisions of this tick. A message that this tick decides must not wait for another message that
-        # it decides.
+        # First add all decisions that this tick reads. Otherwise a message could wait for an earlier message
+        # although the same tick reads the decision of that earlier message.
         order.settle(one.log_id for one in messages if one.what in "cr")
         order.settle(let_go)
         plan = _Plan(has_looked=True, release=order.release(self._batch))
@@ -451,7 +455,8 @@ class Sequencer:
         if ticked.obstacle is not None:
             raise _MustLook
         if plan.has_looked or not ticked.counts.more:
-            # In all other cases, the rows beyond the cut of the tick have not been checked yet.
+            # If this process has not looked and there is more work, the rows beyond the cut of the tick have not been
+            # checked yet.
             state.half_snapshot = Snapshot.parse(ticked.seen)
         state.due_from = ticked.nothing_due_before.encode()
         if ticked.stored is not None:

@@ -25,9 +25,10 @@ from outbox.utils import faults, heartbeat
 logger = logging.getLogger(__name__)
 
 # To plan a tick would take longer than to run it. So PostgreSQL plans the statements of a tick once, for any
-# parameters. Without sequential scans and with the log behind OFFSET 0, PostgreSQL can only choose plans that read just
-# the new rows. This is also true for tables that have grown since and were never analysed (docs/decisions/130). If
-# `local`, the settings apply to one transaction only, because a pooler would pass them on to other clients.
+# parameters. Sequential scans are off and the log is behind OFFSET 0, so PostgreSQL can only choose plans that read
+# just the new rows. This is also true if a table has grown after the planning and was never analysed
+# (docs/decisions/130). If `local`, the settings apply to one transaction only, because a pooler would pass them on to
+# other clients.
 TICK_SETTINGS: Final = Statement("""
 SELECT set_config('plan_cache_mode', 'force_generic_plan', %(local)s), set_config('enable_seqscan', 'off', %(local)s),
        set_config('jit', 'off', %(local)s), set_config('enable_mergejoin', 'off', %(local)s),
@@ -111,10 +112,10 @@ INSERT INTO {schema}.held (log_id, topic_id, key)
 SELECT log_id, topic_id, key FROM lost WHERE deliver_at IS NULL OR deliver_at <= now()
 """)
 
-# Some of the decisions compared above have transaction ids that another server assigned. Their rows are visible
-# although, by its id, the snapshot could not see them. Replace these ids by 2, PostgreSQL's own "frozen" id. Otherwise
-# a tick would read the rows again when this server reaches these ids. After a failover or a physical restore, the ids
-# continue, so no row has such an id. After a logical restore, most rows have one.
+# Some of the decisions compared above have transaction ids that another server assigned. Such a row is visible,
+# although the snapshot does not contain its transaction id. Replace these ids by 2, PostgreSQL's own "frozen" id.
+# Otherwise a tick would read the rows again when this server reaches these ids. After a failover or a physical restore,
+# the ids continue, so no row has such an id. After a logical restore, most rows have such an id.
 _FREEZE_FOREIGN: Final = Statement("""
 UPDATE {schema}.op_log SET xid = '2'
 WHERE xid >= pg_snapshot_xmin(pg_current_snapshot()) AND NOT pg_visible_in_snapshot(xid, pg_current_snapshot())
@@ -147,7 +148,8 @@ FROM {schema}.queue_head WHERE head > 0
 
 
 # A comparison of all decisions with all queues takes at most minutes. If a process seems to hang during the comparison,
-# another process could take over, and no process would ever finish it. So the process counts as busy for this time.
+# another process could take over, and no process would ever finish the comparison. So the process counts as busy for
+# this time (seconds).
 _RESYNC_SECONDS: Final = 3600.0
 
 
@@ -160,10 +162,10 @@ class TickState:
     topics whose half rows `order` knows. `newest_parked`: the newest time of parking that this process has read.
     `look_at_all_parked_at`: the time of the next look at all parked transactions. `due_from`: no scheduled message is
     due earlier, except messages that were stored late. `look_at_all_due_at`: the time of the next look for such
-    messages. `is_entangled`: the last look found FIFO messages that wait, or for which others may wait, so the next
-    tick begins with a look. `meets_fifo`: the last messages were FIFO ones; if any message is open or held, the next
-    tick asks before it commits. `names_queues`: all entries of earlier ticks are announced, so the next notification
-    names only the queues of its own tick.
+    messages. `is_entangled`: the last look found FIFO messages that wait, or for which other messages may wait, so the
+    next tick begins with a look. `meets_fifo`: the next tick may read FIFO messages; if any message is open or held at
+    that time, the tick asks before it commits. `names_queues`: all entries of earlier ticks are announced, so the next
+    notification names only the queues of its own tick.
     """
 
     tick_id: int
@@ -182,7 +184,7 @@ class TickState:
     names_queues: bool = False
 
     def must_look(self, now: float) -> bool:
-        """Return whether held messages may be free although the next tick finds no new message of their keys."""
+        """Return whether held messages may be free even if the next tick finds no new message of their keys."""
         order = self.order
         return order.has_releasable or (
             order.has_held and (order.has_new_blockers or now >= self.look_at_all_parked_at)
@@ -275,8 +277,8 @@ def _open_since(state: TickState, broker: _Broker) -> dict[str, object]:
 
 
 def _resync_if_needed(run: Executor, check: CheckSettings, life: UUID, *, local: bool) -> None:
-    # Read the tick before the snapshot. Another leader may tick in between, and its newer tick would look like a tick
-    # of the future.
+    # Read the tick before the snapshot. In the other order, another leader could tick between the two reads, and its
+    # tick would look like a tick of the future.
     state = _last_tick(run, _broker(run), life)
     broker = _broker(run)
     reached = reached_server(run.connection)

@@ -39,8 +39,8 @@ SELECT log.transaction_id, coalesce(log.producer_group, '') AS producer_group, l
 
 # This statement drops the rows of transactions that were decided meanwhile. The statement that decides does not drop
 # these rows, so an end message never waits for a row that a check has locked. If a check was hinted before immunity
-# ended, it is due again when immunity ends. Parked transactions only fill the rest of the batch, so they never delay
-# other checks.
+# ended, it is due again when immunity ends. Parked transactions fill only the free places of a batch, so they never
+# delay other checks.
 _CLAIM = Statement(
     """
 WITH pending AS MATERIALIZED (
@@ -190,8 +190,9 @@ def claim_checks(
 ) -> list[Check]:
     """Scan, then claim up to `limit` due checks of the group. No other process gets them before the recheck time.
 
-    `starts`: this process asks for the group for the first time. On a start, or if the group had been away, its parked
-    transactions become due at once. Parked transactions about which a process asked a moment ago are left out.
+    `starts`: this process asks for the group for the first time. On such a start, or if no process of the group has
+    asked for a while, the group's parked transactions become due at once. Parked transactions about which a process
+    asked a moment ago are left out.
     """
     scan(run, settings=settings)
     was_away = parking.note_asking(run, producer_group)
@@ -214,7 +215,7 @@ def claim_checks(
 
 
 def find_undecided(run: Executor, transaction_id: UUID) -> Check | None:
-    """Return the check of an undecided half transaction for an operator; it may write. None if it is not undecided."""
+    """Return a check that may write, of an undecided half transaction, for an operator. None if it is not undecided."""
     found = run.objects(_CheckRow, _UNDECIDED, {"id": transaction_id})
     return found[0].check() if found else None
 

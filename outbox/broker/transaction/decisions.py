@@ -86,8 +86,8 @@ def record_ends(run: Executor, ends: Sequence[EndTransaction]) -> list[EndStatus
     """Record decisions and return one status per end, in order. A contradicting or refused end leaves an incident."""
     if not ends:
         return []
-    # The first end message per transaction and group. An end message of another group must not block that of the owner
-    # in the same batch.
+    # The first end message per transaction and group. An end message of another group must not block the end message of
+    # the owner in the same batch.
     firsts: dict[_Key, EndTransaction] = {}
     for end in ends:
         if end.decision is Decision.UNKNOWN:
@@ -102,7 +102,7 @@ def record_ends(run: Executor, ends: Sequence[EndTransaction]) -> list[EndStatus
 
 
 def end_request(schema: str, end: EndTransaction) -> Request:
-    """Return a producer's end message as a request without an awaited answer."""
+    """Return a producer's end message as a request for a sender that does not wait for the answer."""
     text, _ = _END_ONE.numbered(schema)
     values = (str(end.transaction_id).encode(), end.decision.encode(), end.producer_group.encode())
     return Request(text, values, f"the end message of transaction {end.transaction_id}")

@@ -21,8 +21,8 @@ from outbox.broker.transaction.half_scan import hint_checks
 from outbox.errors import LeftoversUndecided, ProducerFenced
 from outbox.transaction import CheckSettings, ProducerEpoch
 
-# This lock is needed in addition to the row's lock, which is not fair. Overlapping transactions could share the row's
-# lock forever, and an instance that wants to raise the epoch would never get it.
+# This lock is needed in addition to the row's lock, because the row's lock is not fair. Overlapping transactions could
+# share the row's lock forever, and an instance that wants to raise the epoch would never get it.
 _LOCK_NAME: Final = "hashtextextended(%(producer_group)s || chr(31) || %(transactional_id)s, 20)"
 
 _SHARE = Statement(f"SELECT pg_advisory_xact_lock_shared({_LOCK_NAME})")
@@ -48,8 +48,8 @@ RETURNING epoch
 _UNDECIDED: Final = """EXISTS (SELECT FROM {schema}.commit_log half WHERE half.message_id = noted.transaction_id)
     AND NOT EXISTS (SELECT FROM {schema}.op_log WHERE op_log.transaction_id = noted.transaction_id)"""
 
-# The statement deletes the rows of decided half messages. A transactional id has few undecided ones, so the table stays
-# small.
+# The statement deletes the rows of decided half messages. A transactional id has few undecided half messages, so the
+# table stays small.
 _NOTE = Statement(f"""
 WITH forgotten AS (
     DELETE FROM {{schema}}.fenced_half noted
@@ -117,7 +117,7 @@ def check_epoch(run: Executor, producer: ProducerEpoch) -> None:
 
 
 def note_half(run: Executor, producer: ProducerEpoch, transaction_id: UUID) -> None:
-    """Note a half message that was stored under `producer`: a newer instance will wait for its decision."""
+    """Note a half message that was stored under `producer`: a newer instance will wait until it is decided."""
     run.execute(
         _NOTE,
         {

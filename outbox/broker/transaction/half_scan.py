@@ -3,7 +3,7 @@
 The scan compares two snapshots. It reads the half rows whose transactions the last scan could not see. A cursor over
 ids would miss transactions that commit late. If the oldest running transaction were the limit, any open transaction
 would stop the scan. The statement binds the upper end of the last snapshot as `%(xmax)s` and its running transactions
-as `%(xip)s`. With functions inside one OR instead, it would scan the whole table.
+as `%(xip)s`. If the statement had the functions inside one OR instead, PostgreSQL would scan the whole table.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ ORDER BY transaction_id
 # `edge` has the transaction id up to which the scan reads. In a long backlog, about `batch` rows are below this id;
 # else it is the end of the current snapshot. The rows of one transaction stay together. The current snapshot limits the
 # query, because rows from before a restore may have higher transaction ids than the present ones. The scan stores the
-# current snapshot, changed so that all transactions from the cut on count as unread.
+# current snapshot, changed so that all transactions from the id in `edge` on count as unread.
 _SCAN = Statement(f"""
 WITH edge AS (
     SELECT coalesce(
@@ -134,7 +134,8 @@ class ScanCounts:
 def scan_halves(run: Executor, *, immunity_seconds: int, batch: int = DEFAULT_BATCH) -> ScanCounts:
     """Run one bounded scan pass: new undecided half transactions get a pending_check row, due when immunity ends.
 
-    Any number of scans may run at once. If two read the same part, they collide on the scan's id, and one gives up.
+    Any number of scans may run at once. If two scans read the same part, they collide on the scan's id, and one of them
+    gives up.
     """
     scan_id, text = run.one(_LAST)
     snapshot = Snapshot.parse(text)
@@ -170,7 +171,7 @@ class Undecided:
 
 
 def undecided_below(run: Executor, ledger_id: UUID, below: UUID, *, limit: int) -> list[Undecided]:
-    """Return the first undecided transactions of a ledger by id, parked ones included. It sees only scanned ones."""
+    """Return the first undecided transactions of a ledger by id, also parked ones, if the scan has found them."""
     return run.objects(Undecided, _UNDECIDED_BELOW, {"ledger_id": ledger_id, "below": below, "limit": limit})
 
 
@@ -192,7 +193,7 @@ def list_waiting(run: Executor, group: str | None = None, *, parked: bool = Fals
 
 
 def hint_request(schema: str, transaction_id: UUID, *, settings: CheckSettings) -> Request:
-    """Like `hint_checks` for one transaction, as a request without an awaited answer."""
+    """Like `hint_checks` for one transaction, as a request for a sender that does not wait for the answer."""
     text, names = _HINT.numbered(schema)
     given = {"ids": b"{%s}" % str(transaction_id).encode(), "immunity": b"%d" % settings.immunity_seconds}
     return Request(text, tuple(given[name] for name in names), f"the hint to check {transaction_id}")

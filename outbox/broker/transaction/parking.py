@@ -127,7 +127,7 @@ def park_overdue(run: Executor, *, settings: CheckSettings) -> int:
 
 
 def note_asking(run: Executor, producer_group: str) -> bool:
-    """Record that a process of the group asks for checks now; returns whether the group had been away."""
+    """Record that a process of the group asks for checks now; returns whether the group had not asked for a while."""
     with lifted(run.connection):
         [was_away] = run.one(_NOTE_ASKING, {"group": producer_group, "away": GROUP_AWAY_SECONDS})
     return bool(was_away)

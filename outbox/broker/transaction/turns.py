@@ -73,8 +73,8 @@ def take_turn(
 ) -> bool:
     """Whether the caller is to run the pass now: no, if another process began it less than `rest_seconds` ago.
 
-    The default of `rest_seconds` is half of `interval_seconds`. So one of several drivers is enough, and each may be a
-    little late.
+    The default of `rest_seconds` is half of `interval_seconds`. So one of several processes is enough to run the pass,
+    and each process may be a little late.
     """
     rest = interval_seconds / 2 if rest_seconds is None else rest_seconds
     parameters = {"group": producer_group, "name": name, "interval": interval_seconds, "rest": rest}

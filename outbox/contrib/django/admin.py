@@ -24,7 +24,7 @@ else:
 
 
 class ReadOnly:
-    """Makes an admin page read-only, because a change of the ledger by hand can lose or invent messages."""
+    """Makes an admin page read-only: a manual change of the ledger can lose messages or publish wrong messages."""
 
     def has_add_permission(self, request: HttpRequest) -> bool:
         """Always False."""
@@ -64,7 +64,7 @@ class LedgerIdentityAdmin(ReadOnly, _Identities):
 class FindingAdmin(ReadOnly, _Findings):
     """The admin page of the last reconciliation's findings.
 
-    After its data is corrected, a finding disappears with the next run.
+    When the data of a finding has been corrected, the next run removes the finding.
     """
 
     list_display = ("finding_class", "rule", "group", "key", "detail", "at")

@@ -24,7 +24,7 @@ __all__ = ["TransactionalTask", "setup", "subscriber_task"]
 def setup(app: Any) -> None:
     """Add `--outbox` and `--outbox-roles` to the app's worker, and check-back and pruning to its beat schedule.
 
-    A transactional task joins the caller's transaction even if it is sent by name.
+    A transactional task is stored with the caller's transaction even if the caller sends the task by its name.
 
     The tasks and the schedule are added when Celery finalises the app, because a Celery module may be imported before
     Django is set up. If the app is already finalised, they are added at once.

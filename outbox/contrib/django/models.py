@@ -79,7 +79,7 @@ class InboxEntry(models.Model):
 
 
 class SagaState(models.TextChoices):
-    """The state of a saga. In the states RUNNING and UNDOING, a message for the saga's step is on its way."""
+    """The state of a saga. In the states RUNNING and UNDOING, a message will continue the saga."""
 
     RUNNING = "running", "Running"
     WAITING = "waiting", "Waiting for an answer"
@@ -111,7 +111,7 @@ class SagaProgress(models.Model):
         db_table = "outbox_saga"
         verbose_name = "saga"
         constraints: ClassVar = [models.UniqueConstraint(fields=["saga", "record"], name="outbox_saga_of_record")]
-        # For sagas in a given state, in the order of the time since they reached their step.
+        # The index is for queries that read the sagas in a given state, in the order of the times of their last step.
         indexes: ClassVar = [models.Index(fields=["state", "changed_at"], name="outbox_saga_changed_at")]
 
     def __str__(self) -> str:

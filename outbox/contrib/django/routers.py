@@ -18,7 +18,7 @@ class BrokerRouter:
     """
 
     def allow_migrate(self, db: str, app_label: str, model_name: str | None = None, **hints: Any) -> bool | None:
-        """False for the broker's database, so it gets no model's table. None for other databases."""
+        """False for the broker's database, so that no model gets a table in this database. None for other databases."""
         try:
             return False if is_dedicated(db) else None
         except ConfigurationError:

@@ -1,12 +1,14 @@
-"""Sagas: several steps for one record, each in its own transaction. A refused step undoes the earlier steps.
+"""Sagas: several steps for one record, each in its own transaction.
+
+If a step refuses, the saga undoes the earlier steps.
 
 Sagas consist of subscribers and need no further process. The record is a row of the application. A row of the table
 `outbox_saga`, in the same database, stores the progress of the record's saga. Each step is a subscriber. In its
-handler's transaction, it locks the record and the saga's row, does its work, and publishes the next message. So a step
-takes effect once, even if a process is killed, and a late message has no effect. A step that must wait (for a payment,
-for another service) returns WAIT. Then `proceed`, `refuse` or the step's deadline continues the saga. The deadline is a
-delayed message whose key contains the record and the step. When the deadline is no longer needed, the saga recalls this
-message.
+handler's transaction, a step locks the record and the saga's row, does its work, and publishes the next message. So a
+step takes effect once, even if a process is killed, and a late message has no effect. A step that must wait (for a
+payment, for another service) returns WAIT. Then `proceed`, `refuse` or the step's deadline continues the saga. The
+deadline is a delayed message whose key contains the record and the step. When the deadline is no longer needed, the
+saga recalls the delayed message.
 
     booking = Saga("booking", Booking, topic="bookings")
 
@@ -96,7 +98,7 @@ class Saga(Generic[Record]):
 
     The saga's messages are published to `topic`. If steps have deadlines, declare the topic with the types NORMAL,
     DELAY and TRANSACTION. Each step is a consumer group `NAME.STEP` of the topic. The saga finds a step by its name.
-    After a step is renamed, the saga cannot continue the records at this step.
+    After a step is renamed, the saga cannot continue with the records that are at this step.
     """
 
     def __init__(self, name: str, record: type[Record], *, topic: str) -> None:
@@ -119,9 +121,9 @@ class Saga(Generic[Record]):
         """Declare the next step: a function of the locked record. It runs in the transaction of the step's message.
 
         The function returns None if the step is done, or WAIT. It raises StepRefused to undo the earlier steps. `undo`
-        reverses the effects of the step, and must not refuse. `within`: a waiting step is refused after this time.
-        `retry` applies to failures of the function and of `undo`. After the last attempt the message is a dead letter;
-        replaying the dead letter continues the saga.
+        reverses the effects of the step, and must not raise StepRefused. `within`: a waiting step is refused after this
+        time. `retry` applies to failures of the function and of `undo`. After the last attempt the message is a dead
+        letter; replaying the dead letter continues the saga.
         """
 
         def declare(work: Work) -> Work:
@@ -159,8 +161,8 @@ class Saga(Generic[Record]):
     def proceed(self, pk: object, *, at: str) -> bool:
         """Give a positive answer to the waiting step `at`: the saga continues with the next step.
 
-        It uses the open transaction, or else begins one. If the record no longer waits at this step, it does nothing
-        and returns False: the deadline has passed, or the step was answered before.
+        The method uses the open transaction, or else begins a transaction. If the record no longer waits at this step,
+        the method does nothing and returns False: the deadline has passed, or the step was answered before.
         """
         return self._answer(pk, at, self._go_on)
 
@@ -295,7 +297,7 @@ class Saga(Generic[Record]):
     def _progress(self, pk: object) -> QuerySet[SagaProgress]:
         """The row of the saga's progress.
 
-        Lock it after the record, because application code may lock the record first and then answer the saga.
+        Lock this row after the record, because application code may lock the record first and then answer the saga.
         """
         value = self._record._meta.pk.to_python(pk)
         return SagaProgress.objects.using(self._alias).filter(saga=self.name, record=str(value))
@@ -357,9 +359,10 @@ class Saga(Generic[Record]):
 
 CONDITION: Final = "saga_stalled"
 PASS_INTERVAL_SECONDS: Final = 60.0
-# Examine a saga's message only after this time, because the message may still be on its way.
+# Examine a saga's message only after this time, because the message may still wait for its handler.
 _GRACE: Final = timedelta(seconds=60)
-# The condition examines at most this many sagas, longest at their step first. The periodic pass examines more.
+# The condition examines at most this many sagas, and begins with the saga that has been at its step for the longest
+# time. The periodic pass examines more sagas.
 _LOOKED_AT: Final = 200
 _MENDED: Final = 10_000
 

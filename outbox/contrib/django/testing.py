@@ -1,8 +1,8 @@
 """Test brokers for applications, and `drain`, which runs the project's subscribers.
 
 The in-memory broker works in any test. A message is published when the atomic blocks of the code under test have ended.
-This also applies inside the transaction that a TestCase wraps around the test. `captureOnCommitCallbacks` is not
-needed, but it can be used:
+A message is also published inside the transaction that a TestCase wraps around the test. `captureOnCommitCallbacks` is
+not needed, but it can be used:
 
     class PayTests(OutboxTestMixin, TestCase):
         def test_pay(self):
@@ -64,10 +64,10 @@ class OutboxForTests(ABC):
         return [get_codecs().decode(item.content_type, item.body) for item in self.messages(topic)]
 
     def drain(self, *, raise_errors: bool = True) -> int:
-        """Run subscribers until no message is deliverable, also no new one. Returns the number of deliveries.
+        """Run subscribers until no message, old or new, is deliverable. Returns the number of deliveries.
 
-        Raises the first error of a handler. If `raise_errors` is off, it raises no error, and failed messages wait for
-        their retry.
+        Raises the first error of a handler. If `raise_errors` is False, this method raises no error, and failed
+        messages wait for their retry.
         """
         total = 0
         self._errors.clear()
@@ -166,7 +166,7 @@ class BrokerOutbox(OutboxForTests):
 def in_memory_outbox(*, groups: Sequence[str] = (), **settings: Any) -> Iterator[InMemoryOutbox]:
     """A new in-memory broker for the block, with the project's subscribers.
 
-    `settings` are further keys of OUTBOX.
+    The parameter `settings` contains further keys of OUTBOX.
     """
     with _changed({**settings, "IN_MEMORY": True, "LEDGER": True}):
         yield InMemoryOutbox(groups)

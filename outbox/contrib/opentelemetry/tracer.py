@@ -44,8 +44,8 @@ class OpenTelemetryTracer:
     def publishing(self, messages: Sequence[Message]) -> Iterator[Sequence[Message]]:
         """A span `publish TOPIC`; the messages carry the context of this span only.
 
-        Its parent is the span of the publishing code. If there is no such span because a foreign message is stored, its
-        parent is the context that the first message carries.
+        The span's parent is the span of the publishing code. When a message from another system is stored, there is no
+        such span. The parent is then the context that the first message carries.
         """
         inside = trace.get_current_span().get_span_context().is_valid
         with self._tracer.start_as_current_span(
@@ -60,7 +60,7 @@ class OpenTelemetryTracer:
 
     @contextmanager
     def handling(self, deliveries: Sequence[Delivery]) -> Iterator[Conclude]:
-        """A span `process TOPIC`: child of the publish span of one message, or linked to those of several."""
+        """A span `process TOPIC`: child of one message's publish span, or linked to the publish spans of several."""
         messages = [delivery.message for delivery in deliveries]
         first = deliveries[0]
         attributes = _about("process", "process", messages) | {"messaging.consumer.group.name": first.group}

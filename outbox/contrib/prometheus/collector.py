@@ -16,7 +16,7 @@ from outbox.broker.operations.conditions import CATALOGUE, ConditionReport
 from outbox.broker.operations.summary import GroupProgress, Overview, Summary
 from outbox.contrib.prometheus.recorder import OTHERS
 
-# At most this many pairs of group and topic, by name, have their own series. The others have one series per group.
+# At most this many pairs of group and topic, by name, have their own series. All other pairs have one series per group.
 MOST_PAIRS: Final = 1000
 _KEPT_SECONDS: Final = 5.0
 

@@ -10,12 +10,12 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from outbox.transaction import CheckCounts
 
-# At most this many topics, and pairs of group and topic, have their own series per process. The others share one
-# series.
+# At most this many topics, and this many pairs of group and topic, have their own series per process. All other topics
+# share one series, and so do all other pairs.
 MOST_TOPICS: Final = 200
 MOST_PAIRS: Final = 200
 OTHERS: Final = "(others)"
-# At most this many waits of a batch are observed, so that the cost per message stays small.
+# At most this many waiting times of a batch are observed, so that the cost per message stays small.
 _SAMPLES: Final = 10
 _BUCKETS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 60.0, 600.0)
 

@@ -60,7 +60,7 @@ def plain(delivery: Delivery, topic: str, *, encode: Callable[[str], str] = str)
 
 
 def _percent_encoded(value: str) -> str:
-    """Percent-encode like the HTTP binding of CloudEvents: all but printable ASCII, and also `"` and `%`."""
+    """Percent-encode `"`, `%` and all characters outside of printable ASCII, as CloudEvents' HTTP binding does."""
     return quote(value, safe=_SAFE)
 
 
@@ -112,7 +112,7 @@ def _event(delivery: Delivery, topic: str, source: str, *, binary: bool) -> Any:
 
 
 def _extensions(headers: Mapping[str, str]) -> dict[str, str]:
-    """Return headers as extension attributes. Names have only lower-case letters and digits, at most twenty."""
+    """Return headers as extension attributes. Names have lower-case letters and digits only, at most twenty."""
     named = {re.sub("[^a-z0-9]", "", name.lower())[:20]: value for name, value in headers.items()}
     return {name: value for name, value in named.items() if name and name not in _RESERVED}
 

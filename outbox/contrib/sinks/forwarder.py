@@ -82,7 +82,10 @@ class Forwarder:
 
 
 def _lines(deliveries: Iterable[Delivery]) -> list[deque[Delivery]]:
-    """Return lists of deliveries that must be sent one after the other. Messages without a key have no order."""
+    """Return lists. The deliveries of one list must be sent one after the other.
+
+    Messages without a key have no order.
+    """
     lines: dict[object, deque[Delivery]] = {}
     for delivery in deliveries:
         lines.setdefault(delivery.key or delivery.message_id, deque()).append(delivery)
@@ -102,7 +105,10 @@ def _hold_back(line: deque[Delivery], behind: Delivery, failed: dict[UUID, Excep
 
 
 def _verdict(deliveries: Sequence[Delivery], failed: dict[UUID, Exception]) -> Exception:
-    """Return the error to raise. One delivery raises its own error, because equal errors in a row show an outage."""
+    """Return the error to raise.
+
+    A single delivery raises its own error, because equal errors in a row show an outage.
+    """
     return failed[deliveries[0].message_id] if len(deliveries) == 1 else PartialFailure(failed)
 
 

@@ -1,7 +1,8 @@
-"""Sends to Kafka through an idempotent producer. All in-sync replicas acknowledge a message before the next of its key.
+"""Sends to Kafka through an idempotent producer. Messages of one key are sent one after the other.
 
-The producer removes duplicates only while it lives. After a crash of this process it may write a message again. Readers
-that must process a message once compare its id, which is in the header `message-id`.
+The next message of a key is sent after all in-sync replicas have acknowledged the message before it. The producer
+removes duplicates only while it lives. After a crash of this process it may write a message again. Readers that must
+process a message once compare its id, which is in the header `message-id`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 _POLL_SECONDS: Final = 0.05
 _REJECTED: Final = frozenset((KafkaError.MSG_SIZE_TOO_LARGE, KafkaError.INVALID_MSG, KafkaError.INVALID_RECORD))
-# The sink sets these options itself. With other values a message could overtake an unacknowledged one of its key.
+# The sink sets these options itself. With other values a message could overtake an unacknowledged message of its key.
 _FIXED: Final = {"enable.idempotence": True, "acks": "all"}
 
 

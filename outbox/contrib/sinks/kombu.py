@@ -1,8 +1,8 @@
-"""Sends to RabbitMQ, Redis and SQS through kombu. The server confirms a message before the next of its key is sent.
+"""Sends to RabbitMQ, Redis and SQS through kombu. Messages of one key are sent one after the other.
 
-RabbitMQ confirms a message when it is on disk in a durable queue. It returns a message that no queue takes (mandatory).
-Redis acknowledges a message in memory, and its `appendfsync` setting decides how much survives a crash. SQS answers
-after it has stored the message.
+The next message of a key is sent after the server has confirmed the message before it. RabbitMQ confirms a message when
+it is on disk in a durable queue. It returns a message that no queue takes (mandatory). Redis acknowledges a message in
+memory, and its `appendfsync` setting decides how much survives a crash. SQS answers after it has stored the message.
 """
 
 from __future__ import annotations
@@ -26,11 +26,13 @@ _CONFIRMING: Final = frozenset(("amqp", "pyamqp", "amqps"))
 
 
 class KombuSink:
-    """Sends to one server: to `exchange` with a routing key, or without an exchange to the queue of that name.
+    """Sends to one server: to an exchange, or directly to a queue.
 
-    `routing_key` is a template of `{topic}` and `{key}`. Without an exchange, `declare` creates the durable queue. With
-    an exchange, the application that binds queues to it declares it. Only AMQP reports that no queue matches, so the
-    sink refuses an exchange on other transports. `timeout_seconds` limits connecting and each wait for a confirmation.
+    With `exchange`, messages go to this exchange with the routing key. Without `exchange`, they go to the queue that
+    the routing key names. `routing_key` is a template of `{topic}` and `{key}`. Without an exchange, `declare` creates
+    the durable queue. If there is an exchange, the application that binds queues to the exchange must declare it. Only
+    AMQP reports that no queue matches, so the sink refuses an exchange on other transports. `timeout_seconds` limits
+    connecting and each wait for a confirmation.
     """
 
     binding = "amqp"
@@ -71,7 +73,7 @@ class KombuSink:
         self._lock = threading.Lock()
 
     def send(self, messages: Sequence[Outgoing]) -> Sequence[Exception | None]:
-        """Send each message after the server has confirmed the one before.
+        """Send each message after the server has confirmed the message before it.
 
         Raises ServiceUnavailable if the server is down.
         """
@@ -131,7 +133,7 @@ class KombuSink:
 
 
 class _Channel:
-    """A connection with one channel, opened when it is needed. It knows which queues it has declared."""
+    """A connection with one channel, opened when it is needed. It remembers the queues that it has declared."""
 
     def __init__(self, url: str, options: Mapping[str, Any], timeout_seconds: float, *, confirms: bool) -> None:
         self._template = Connection(url, connect_timeout=timeout_seconds, transport_options=dict(options))

@@ -54,17 +54,18 @@ def verify(
     now: float,
     tolerance_seconds: float = TOLERANCE_SECONDS,
 ) -> str:
-    """Check a received webhook, with its body as received; return its id. `now` is the time since the epoch.
+    """Check a received webhook, with its unchanged body; return the message's id. `now` is the time since the epoch.
 
     Store the id with the effect, in one transaction. If the sender or an attacker repeats the request within the
-    tolerance, the id is the same. If several senders have a secret, store the sender with the id, because two senders
-    may choose the same id. Raises InvalidSignature.
+    tolerance, the id is the same. If you accept the secrets of several senders, store the sender with the id, because
+    two senders may choose the same id. Raises InvalidSignature.
     """
     given = {name.lower(): value for name, value in headers.items()}
     message_id, stamp = given.get("webhook-id", ""), given.get("webhook-timestamp", "")
     if not message_id or not stamp:
         raise InvalidSignature("the request has no header webhook-id or no header webhook-timestamp: refuse it.")
-    # Check the signature first. Before that, any caller may have written the headers, and their values are not used.
+    # Check the signature first. Until the signature is checked, any caller may have written the headers, so their
+    # values are not used.
     if not _is_signed(secrets, message_id, stamp, body, given.get("webhook-signature", "")):
         raise InvalidSignature(
             f"no signature of webhook {message_id[:_SHOWN_CHARACTERS]!r} matches a known secret: refuse the request."

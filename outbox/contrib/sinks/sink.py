@@ -58,10 +58,11 @@ class Sink(Protocol):
         """The number of calls at a time."""
 
     def send(self, messages: Sequence[Outgoing]) -> Sequence[Exception | None]:
-        """Send messages, at most one per key. Return None for each acknowledged message, and the error for the others.
+        """Send messages, at most one per key.
 
-        Rejected says that the endpoint will never accept the message. If the endpoint is unavailable, raises
-        ServiceUnavailable; then none of these messages counts as sent.
+        Return None for each acknowledged message, and an error for each other message. Rejected says that the endpoint
+        will never accept the message. If the endpoint is unavailable, raises ServiceUnavailable; then none of these
+        messages counts as sent.
         """
 
     def close(self) -> None:
@@ -73,8 +74,8 @@ def one_by_one(
 ) -> Sequence[Exception | None]:
     """Send the messages one after the other.
 
-    If the first message raises ServiceUnavailable, raise it. If a later one does, it is the result of that message and
-    of all messages after it.
+    If the first message raises ServiceUnavailable, raise it. If a later message raises ServiceUnavailable, the error is
+    the result of that message and of all messages after it.
     """
     results: list[Exception | None] = []
     for message in messages:

@@ -30,7 +30,7 @@ _MOST_RESPONSE_BYTES: Final = 64 * 1024
 _SHOWN_CHARACTERS: Final = 200
 _LONGEST_PAUSE_SECONDS: Final = 3600.0
 
-# Statuses about the whole endpoint: another message would fail in the same way. A redirect counts as one of them.
+# Statuses about the whole endpoint: another message would fail in the same way. A redirect counts as such a status.
 _ENDPOINT: Final = frozenset((401, 403, 404, 405, 407, 410, 425, 429, 502, 503))
 # Statuses about this attempt only. If other messages fail with the same status, the endpoint is down.
 _ATTEMPT: Final = frozenset((408, 421, 423))

@@ -22,8 +22,8 @@ _MORE_SECONDS: Final = 0.02
 class KafkaSource:
     """Receives one topic as a member of a consumer group. A new group starts at the beginning of the topic.
 
-    The id of a message comes from its headers (`message-id`, `ce_id`). Without such a header it comes from partition,
-    offset and time. A CloudEvent is identified by its source and its id instead.
+    The id of a message comes from its headers (`message-id`, `ce_id`). Without such a header, the id is made from
+    partition, offset and time. A CloudEvent is identified by its source and its id instead.
     """
 
     def __init__(self, *, servers: str, topic: str, group: str, config: Mapping[str, Any] | None = None) -> None:
@@ -59,7 +59,7 @@ class KafkaSource:
         return [self._incoming(message) for message in found]
 
     def acknowledge(self, messages: Sequence[Incoming]) -> None:
-        """Commit the offsets. Raises ServiceUnavailable, even if only another consumer reads the partition now."""
+        """Commit the offsets. Raises ServiceUnavailable, also if another consumer has taken over the partition."""
         ends: dict[int, int] = {}
         for message in messages:
             partition, offset = message.handle

@@ -41,13 +41,13 @@ class Source(Protocol):
     """Receives from one queue or topic. Only one thread calls it."""
 
     def receive(self, limit: int, *, wait_seconds: float) -> Sequence[Incoming]:
-        """Return up to `limit` messages, oldest first; none if none came in time. Raises ServiceUnavailable."""
+        """Return up to `limit` messages, oldest first; no message if none came in time. Raises ServiceUnavailable."""
 
     def acknowledge(self, messages: Sequence[Incoming]) -> None:
-        """Acknowledge stored messages. If it raises ServiceUnavailable, the source delivers them again."""
+        """Acknowledge stored messages. If it raises ServiceUnavailable, the source delivers these messages again."""
 
     def close(self) -> None:
-        """Close the connections. The source delivers messages again that are not acknowledged."""
+        """Close the connections. Later, the source delivers the unacknowledged messages again."""
 
 
 Convert = Callable[[Incoming, str, str], Message]
@@ -67,9 +67,9 @@ def identity(incoming: Incoming) -> tuple[str, str]:
 def message_id_of(name: str, incoming: Incoming) -> uuid.UUID:
     """Return the id under which a message is stored. Every repetition has the same id. Raises InvalidMessage.
 
-    The id is derived even if the sender's id is a UUID. If a message of this broker comes back from outside, it is
-    another message and needs another id. Each sender has a separate namespace, so that the end of a sender's name is
-    never read as the beginning of an id.
+    The id is computed from the sender and the sender's id, even if that id is a UUID. If a message of this broker comes
+    back through a source, it is another message and needs another id. Each sender has a separate namespace, so that the
+    end of a sender's name is never read as the beginning of an id.
     """
     sender, message_id = identity(incoming)
     if not message_id:
@@ -82,7 +82,7 @@ def message_id_of(name: str, incoming: Incoming) -> uuid.UUID:
 
 
 def convert(incoming: Incoming, name: str, topic: str) -> Message:
-    """Return the message to store in `topic`. The body is unchanged. Key, tag and headers are those the sender set.
+    """Return the message to store in `topic`. The body is unchanged. The sender has set key, tag and headers.
 
     The function reads messages that a sink sent as `plain`, and CloudEvents in binary mode. Raises InvalidMessage or
     InvalidName.

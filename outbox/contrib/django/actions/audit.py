@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 def recorded(action: str, plan: ActionPlan, *, who: str, why: str) -> OperatorAction:
-    """Store the audit entry, run the action, and store its outcome. Returns the entry. For the page.
+    """Store the audit entry, run the action, and store its outcome. Returns the entry. The operations page calls it.
 
     If the action raises OutboxError, the entry records it as the outcome. Every other error is recorded and raised. If
     the entry cannot be stored, Django's DatabaseError is raised before the action runs.

@@ -1,4 +1,4 @@
-"""All actions, by name. The page's address, the button and the audit contain the name.
+"""All actions by their names. The name of an action is in its address, on its button and in the audit.
 
 See decision 106.
 """

@@ -1,4 +1,4 @@
-"""Operator actions. Each is declared once; its command, its form on the page and its audit use the declaration.
+"""Operator actions. Each action is declared once; its command, its form on the page and its audit use the declaration.
 
 `DeclaredAction.plan` changes nothing and describes the effect in words. `ActionPlan.do` runs the action. With
 `--dry-run`, a command only shows the plan. The operations page shows the plan, and the operator then confirms it with a
@@ -38,7 +38,7 @@ class FieldKind(enum.Enum):
     SECONDS = enum.auto()
     """A number of seconds, at least 0."""
     TIME = enum.auto()
-    """A time. A command refuses a time without a zone; the page reads it in Django's current zone."""
+    """A time. A command refuses a time without a zone; the page reads such a time in Django's current zone."""
     FLAG = enum.auto()
 
 
@@ -79,8 +79,8 @@ class ActionPlan:
     `subject`: the object of the action, as the audit names it. `effect`: the effect in words. `caution`: a warning, for
     example that the action cannot be undone. `dangerous`: a command asks for a confirmation. `before`: the state before
     the action. `do` runs the action and returns the state afterwards. `pinned`: values that the confirmation repeats,
-    so that the confirmed plan is the shown plan. `nothing`: the action has nothing to do. `refusal`: the reason why the
-    action would be refused now, or ''.
+    so that the operator confirms the plan that the page showed. `nothing`: whether the action has nothing to do.
+    `refusal`: the reason why the action would be refused now, or ''.
     """
 
     subject: str

@@ -90,7 +90,7 @@ def _settling(values: Values, settle: _Settle, effect: str, caution: str, *, dan
     selection = _selection(values)
     which = _described(selection)
     if values["until"] is None:
-        # The action leaves out dead letters that arrive after this plan.
+        # The action does not include dead letters that arrive after this plan.
         with broker_connection() as (connection, schema):
             [now] = Executor(connection, schema).one(_NOW)
         selection = replace(selection, until=now)
@@ -114,7 +114,7 @@ def _settling(values: Values, settle: _Settle, effect: str, caution: str, *, dan
 
 
 def _selection(values: Values) -> LetterSelection:
-    """The selection of dead letters.
+    """The selection of dead letters that the values of an action describe.
 
     To select all dead letters, the operator must pass `all`. Otherwise a forgotten field would select all of them.
     """

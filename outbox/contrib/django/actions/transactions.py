@@ -1,4 +1,4 @@
-"""Undecided transactions: decide one, check them again, and refuse new transactional messages."""
+"""Actions on undecided transactions: decide or check a transaction, and refuse new transactional messages."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ def decide(transaction_id: UUID, decision: Decision, *, force: bool = False) -> 
     """Apply an operator's decision about an undecided (usually parked) transaction.
 
     First the checker reads the ledger. For a rollback, the checker also runs the barrier, so that a late commit fails.
-    `force` skips the ledger. Raises UsageError if the ledger does not agree, or if the transaction is not undecided.
+    With `force`, no checker is asked. Raises UsageError if the checker does not confirm the decision, or if the
+    transaction is not undecided.
     """
     check = _undecided(transaction_id)
     if not force:
@@ -61,9 +62,10 @@ def ask_again(
 ) -> list[UUID]:
     """Request a check of undecided transactions now. Returns their ids, oldest first.
 
-    The transactions are those in `ids`. Without `ids`, they are up to `limit` transactions of producer group `group`,
-    or of all groups if it is None. `parked` selects only parked transactions. The next check-back pass of their
-    producer group checks them. If one of the ids is not undecided, UsageError is raised, and no check is requested.
+    `ids` names the transactions. Without `ids`, checks of up to `limit` transactions are requested: those of the
+    producer group `group`, or of all groups if `group` is None. With `parked`, only parked transactions are selected.
+    The next check-back pass of a producer group runs the requested checks of the group. If one of the named
+    transactions is not undecided, UsageError is raised, and no check is requested.
     """
     settings = get_settings().check
     with broker_connection() as (connection, schema), connection.transaction(force_rollback=dry_run):

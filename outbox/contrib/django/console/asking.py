@@ -31,7 +31,8 @@ ACTION_SECONDS: Final = 20.0
 def reading() -> Iterator[Executor]:
     """A read-only transaction on the broker, within the deadline of the request.
 
-    Raises BrokerUnavailable. If a limit was reached, the cause is psycopg's QueryCanceled or LockNotAvailable.
+    Raises BrokerUnavailable. If a time limit was reached, the cause of this error is psycopg's QueryCanceled or
+    LockNotAvailable.
     """
     with broker_connection() as (connection, schema):
         run = Executor(connection, schema)
@@ -67,7 +68,7 @@ def uuid(given: Mapping[str, str], name: str) -> UUID | None:
 
 
 def as_uuid(value: str) -> UUID | None:
-    """The id in a text; None if the text is not an id."""
+    """Parse a text as an id; None if the text is not an id."""
     try:
         return UUID(value.strip())
     except ValueError:

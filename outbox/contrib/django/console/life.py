@@ -145,7 +145,7 @@ def _sent(trace: Trace, message: TracedMessage) -> Iterator[tuple[datetime, Even
 
 
 def _consumed(trace: Trace, message: TracedMessage) -> Iterator[tuple[datetime, Event]]:
-    """The events since the message was queued, each with its sort time."""
+    """The events after the message was queued, each with its sort time."""
     decided_at = at(trace.decision.decided_at) if trace.decision else at(message.stored_at)
     queued = set()
     for entry in trace.entries:
@@ -189,7 +189,7 @@ def _newest_entries(trace: Trace, message: TracedMessage) -> dict[str, TracedEnt
 def parts(trace: Trace, message: TracedMessage) -> list[GroupDelivery]:
     """The message's state in every group that has it, sorted by group name.
 
-    The newest queue entry of a group gives the state.
+    If a group has several queue entries of the message, the newest entry gives the state.
     """
     newest = _newest_entries(trace, message)
     queued = {
@@ -215,7 +215,7 @@ def parts(trace: Trace, message: TracedMessage) -> list[GroupDelivery]:
 
 
 def at(text: str) -> datetime:
-    """The time that a trace contains as text."""
+    """Parse a time of a trace."""
     return datetime.fromisoformat(text)
 
 

@@ -20,7 +20,7 @@ from outbox.contrib.django.settings.conf import OutboxSettings, get_settings
 from outbox.errors import ConfigurationError
 from outbox.utils.safe_text import mask_passwords
 
-# Connection parameters of Django or psycopg that libpq does not know.
+# Connection parameters of Django or psycopg that libpq does not accept.
 _NOT_LIBPQ: Final = frozenset(
     {"client_encoding", "cursor_factory", "context", "prepare_threshold", "row_factory", "autocommit"}
 )
@@ -46,8 +46,8 @@ def database_of(settings: OutboxSettings) -> BrokerDatabase:
     conninfo = alias_conninfo(settings.broker)
     listen = settings.listen_url and _in_role(settings.listen_url, _alias(settings.broker))
     if running_tests():
-        # LISTEN_URL names the database of the settings. In a test run the alias leads to a test database, and the
-        # broker polls that one.
+        # LISTEN_URL names the database of the settings. In a test run the alias leads to a test database, so the broker
+        # polls the test database instead.
         listen = None if listen is None else ""
     return BrokerDatabase(conninfo=conninfo, schema=settings.schema, listen_conninfo=listen)
 
@@ -55,7 +55,7 @@ def database_of(settings: OutboxSettings) -> BrokerDatabase:
 def database_at(alias: str, settings: OutboxSettings) -> BrokerDatabase:
     """The database of a broker on another alias than OUTBOX['BROKER'].
 
-    The schema is that of the settings. Raises ConfigurationError.
+    The name of the broker's schema comes from the settings. Raises ConfigurationError.
     """
     refuse_in_tests(alias)
     return BrokerDatabase(conninfo=alias_conninfo(alias), schema=settings.schema, listen_conninfo="")
@@ -67,7 +67,8 @@ def broker_connection() -> Iterator[tuple[Connection, str]]:
 
     The driver's errors on the connection are raised as BrokerError.
 
-    Raises BrokerUnavailable or ConfigurationError. Raises SchemaError if the tables are missing or of another version.
+    Raises BrokerUnavailable or ConfigurationError. Raises SchemaError if the tables are missing or have another
+    version.
     """
     settings = get_settings()
     require_database(settings)

@@ -78,7 +78,8 @@ def kept_in_transaction(connection: BrokerConnection, schema: str) -> Iterator[N
     if values is None:
         yield
     else:
-        # The timeouts end with the transaction. So behind a pooler they do not apply to the session's next transaction.
+        # The timeouts end with the transaction. So behind a pooler the timeouts do not apply to the session's next
+        # transaction.
         with kept(connection), connection.transaction():
             Executor(connection, schema).execute(Statement(_LIMIT), values)
             yield

@@ -1,8 +1,8 @@
 """Guards an application's tests: they use only the databases that Django allows them to use.
 
 The broker has its own connections. A test runner's new names for databases and Django's guard against undeclared
-databases do not apply to them. Without this module, a test would publish into the development broker, and a worker
-would handle the message.
+databases do not apply to these connections. Without this module, a test would publish into the development broker, and
+a worker would handle the message.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ _REMEDY: Final = (
 def remember_configured_names() -> None:
     """Record the configured names of the databases.
 
-    Django calls it when the application is ready, and again when a test overrides INSTALLED_APPS.
+    `OutboxConfig.ready` calls it. Django calls `ready` when the process starts, and again when a test overrides
+    INSTALLED_APPS.
     """
     for alias in connections:
         _configured.setdefault(alias, connections.settings[alias]["NAME"])
@@ -53,7 +54,7 @@ def makes_or_drops_databases(connection: BaseDatabaseWrapper) -> bool:
 def refuse_in_tests(alias: str) -> None:
     """Raise ConfigurationError if the running test must not use the database of `alias`. Opens no connection."""
     if not running_tests() or alias not in connections:
-        # The code that uses the alias will report that it is missing.
+        # The code that uses the alias will report that the alias is missing.
         return
     if forbidden := guarded_off(alias) or _not_made_for_tests(alias):
         raise _refusal(alias, forbidden)

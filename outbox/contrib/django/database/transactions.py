@@ -24,8 +24,8 @@ from outbox.errors import ConfigurationError, TransactionUsageError
 # Watches the transaction of an atomic block, because Django does not see every end of a transaction.
 #
 # Django assumes that a block is one transaction from BEGIN to COMMIT. Application code can end that transaction earlier
-# by hand. The rest of the block then runs in another transaction (on SQLite, in none), and the earlier writes are
-# already committed or rolled back. A message must not be bound to such a block.
+# by hand. The later statements of the block then run in another transaction (on SQLite, without a transaction), and the
+# earlier writes are already committed or rolled back. A message must not be bound to such a block.
 #
 # The watch sees every statement that Django's cursors execute. It also detects a statement on the driver's own
 # connection if no transaction is open afterwards. It does not see `ROLLBACK; BEGIN` on the driver's connection. To
@@ -46,7 +46,7 @@ _QUOTES: Final = re.compile(r"['\"$]")
 class BlockHalves:
     """The two-phase transactions that one run of an `atomic` block has begun.
 
-    After a look-up, `in_ledger` contains those with a committed row in the ledger.
+    After a look-up, `in_ledger` contains the transactions that have a committed row in the ledger.
     """
 
     ids: list[UUID] = field(default_factory=list)
@@ -106,7 +106,7 @@ class BlockWatch:
         self._ended = word
 
     def bind(self, what: str) -> None:
-        """From now on, refuse statements that end the block's transaction by hand. `what` is for the error text."""
+        """From now on, refuse statements that end the block's transaction by hand. The error text contains `what`."""
         self._bound_to = self._bound_to or what
 
     def what_ended(self) -> str:
@@ -126,7 +126,7 @@ class BlockWatch:
 
 
 def watch_connection(sender: object, connection: BaseDatabaseWrapper, **_: object) -> None:
-    """Receiver of Django's signal connection_created."""
+    """Receiver of Django's signal connection_created: install the watch on a new connection."""
     watch_of(connection)
 
 
@@ -236,8 +236,8 @@ def current_transaction(using: str | None) -> BaseDatabaseWrapper | None:
     """The connection whose transaction a publish call joins; None if no transaction is open.
 
     `using` names the alias. Without `using`, this thread may have a transaction on one alias only. The transaction that
-    a TestCase wraps around a test does not count. Raises TransactionUsageError if transactions are open on several
-    aliases, or if Django did not begin the transaction.
+    a TestCase wraps around a test is ignored. Raises TransactionUsageError if transactions are open on several aliases,
+    or if Django did not begin the transaction.
     """
     if using is not None:
         if using not in connections:
@@ -278,7 +278,7 @@ def failing_takes_the_block_along(using: str | None) -> Iterator[None]:
 
 
 def in_transaction(connection: BaseDatabaseWrapper) -> bool:
-    """Whether an atomic block is open on the connection. The block of a TestCase does not count."""
+    """Whether an atomic block is open on the connection. The block of a TestCase is ignored."""
     return not all(map(is_test_case, connection.atomic_blocks))
 
 
@@ -291,7 +291,7 @@ def _refuse_manual_commit(connection: BaseDatabaseWrapper) -> None:
     if connection.in_atomic_block:
         manual = not connection.commit_on_exit
     elif connection.connection is None:
-        # Do not connect only to find this out: the message may have nothing to do with this database.
+        # Do not open a connection only to read this setting: the message may have nothing to do with this database.
         manual = not connection.settings_dict["AUTOCOMMIT"]
     else:
         manual = not connection.get_autocommit()

@@ -1,4 +1,4 @@
-"""The engine of this process, which the settings choose, and its broker. Both are built at the first use."""
+"""The engine that the settings choose for this process, and its broker. The first use of each object builds it."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def get_catalog() -> TopicCatalog:
 
 
 def flush(*, within_seconds: float = _FLUSH_SECONDS) -> bool:
-    """Wait until this process has sent or given up its decisions. Returns False if the time runs out first."""
+    """Wait until this process has sent or given up its decisions. Returns False if that takes longer."""
     return _current is None or _current.broker.flush(within_seconds=within_seconds)
 
 
@@ -128,7 +128,7 @@ def let_go_of_test_databases(sender: object, connection: BaseDatabaseWrapper, **
 
 
 def remembered_paths() -> dict[tuple[object, ...], ServerIdentity | None]:
-    """The path decisions of this process (see the module `path`). A change of the settings discards them."""
+    """The path decisions of this process (see the module `path`). A change of the settings discards these decisions."""
     return _get().paths
 
 

@@ -97,7 +97,7 @@ class Engine(ABC):
         raise NotImplementedError(name)
 
     def is_asked(self) -> bool:
-        """Whether check-back can reach this process. Its readiness depends on this."""
+        """Whether check-back can reach this process. The process reports that it is ready only if this is true."""
         return True
 
     def server_problems(self) -> Iterator[str]:

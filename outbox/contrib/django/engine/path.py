@@ -3,8 +3,8 @@
 Each process proves the path of an alias once, and verifies it with every message.
 
 The proof is a lock (see outbox.broker.database.server_identity). The broker's connection takes the lock, and the
-application's connection must see it. The result holds until the process ends. So a failover never changes the path
-silently.
+application's connection must see it. The result of the proof is valid until the process ends. So a failover never
+changes the path silently.
 
 See decision 026.
 """
@@ -64,10 +64,10 @@ def takes_atomic_path(connection: BaseDatabaseWrapper, settings: OutboxSettings)
 def confirm(connection: BaseDatabaseWrapper, settings: OutboxSettings, place: ServerIdentity) -> None:
     """Verify that this connection has written its row into the broker's own database.
 
-    `place` is the server that stored the row. If it is the proven server, the verification costs nothing. If it is
-    another server, the server was restarted, or the connection now leads elsewhere. Then the proof is repeated in the
-    same transaction. Raises the errors of `prove`. Raises WrongDatabase if the broker is not on that server; then the
-    transaction must not commit.
+    `place` is the server that stored the row. If `place` is the proven server, the verification costs nothing. If
+    `place` is another server, the server was restarted, or the connection now leads to another server. Then the
+    function repeats the proof in the same transaction. Raises the errors of `prove`. Raises WrongDatabase if the broker
+    is not on that server; after this error the transaction must not commit.
     """
     paths = remembered_paths()
     named = place_named_by(connection.alias)
@@ -101,7 +101,7 @@ _REPORT_EVERY_SECONDS: Final = 60.0
 def _reported(error: WrongDatabase, alias: str, settings: OutboxSettings) -> WrongDatabase:
     """Record the error as an incident in the broker, because only this process can see it. Returns the error.
 
-    It never raises, because the original error is more important.
+    If the incident cannot be recorded, no error is raised, because the given error is more important.
     """
     now, reports = time.monotonic(), path_reports()
     if now - reports.get(alias, -_REPORT_EVERY_SECONDS) >= _REPORT_EVERY_SECONDS:

@@ -160,13 +160,14 @@ class RocketMQEngine(Engine):
 
     @cached_property
     def _timers(self) -> Timers:
-        # All calls of `left` share one instance.
+        # All calls of `left` share one `Timers` instance.
         return Timers()
 
     def left(self, brokers: Sequence[str] = ()) -> LeftoverWork:
         """See `Engine.left`.
 
-        `brokers`: the administration ports of all brokers. They are needed if OUTBOX['BROKER'] does not name them.
+        `brokers`: the administration ports of all brokers. The parameter is needed if OUTBOX['BROKER'] names no
+        administration port.
         """
         settings = self.settings
         wanted = [(item.subscription.group, item.subscription.topic) for item in subscribers()]
@@ -183,7 +184,7 @@ class RocketMQEngine(Engine):
 
 
 def _mixed_groups() -> Iterator[str]:
-    """One text for each group with both modes: a RocketMQ group consumes either in order or concurrently."""
+    """One text for each group with ordered and concurrent subscriptions. RocketMQ does not support such a group."""
     kinds: dict[str, set[bool]] = {}
     for item in subscribers():
         kinds.setdefault(item.subscription.group, set()).add(item.subscription.mode == "concurrent")

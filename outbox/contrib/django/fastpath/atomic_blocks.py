@@ -1,7 +1,8 @@
 """Notifies the watch of a connection when an outermost atomic block begins.
 
-Django has no signal for this. `WatchedBlocks` replaces Django's own list of open blocks, so a block has no further
-cost. With the fast paths off, Django keeps its own list, and `BlockMark` detects a new block at each statement.
+Django has no signal for the beginning of a block. `WatchedBlocks` replaces Django's own list of open blocks, so a block
+has no further cost. With the fast paths off, Django keeps its own list, and `BlockMark` detects a new block at each
+statement.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from django.db.transaction import Atomic
 
 
 class WatchedBlocks(list[Atomic]):
-    """Django's list of a connection's open atomic blocks; it calls `begin` with each outermost block."""
+    """Django's list of a connection's open atomic blocks; it calls `begin` when an outermost block begins."""
 
     def __init__(self, begin: Callable[[], None]) -> None:
         super().__init__()

@@ -3,10 +3,10 @@
 Django sends BEGIN, every statement and COMMIT one by one. This module sends BEGIN together with the first statement,
 which writes the inbox row. It sends COMMIT together with the last statement, which checks that row. If the check fails,
 the server does not execute COMMIT. If the check succeeds, the transaction has ended; Django then runs the on_commit
-callbacks and leaves its block. With the fast paths off, the inbox executes its statements through Django.
+callbacks and ends its atomic block. With the fast paths off, the inbox executes its statements through Django.
 
-For a single message, planning a statement costs the server more than executing it. So these statements are prepared if
-the connection leads directly to its server.
+For a single message, planning a statement costs the server more than executing it. So this module prepares its
+statements if no pooler is between the connection and the server.
 
 See decision 150.
 """
@@ -63,7 +63,7 @@ class ShortTransaction:
 
     @staticmethod
     def is_possible(connection: BaseDatabaseWrapper) -> bool:
-        """Whether the entered block is the outermost one, has default options, and its statements are not logged."""
+        """Whether the entered block is the outermost block, has default options, and its statements are not logged."""
         raw = connection.connection
         return (
             switch.enabled
@@ -105,7 +105,7 @@ class ShortTransaction:
         return rows
 
     def _may_prepare(self, pid: list[Row]) -> bool:
-        """Whether statements may be prepared: only without a pooler, and only if psycopg prepares none itself.
+        """Whether statements may be prepared: there is no pooler, and psycopg itself prepares no statements.
 
         A pooler reports its own process id, not the server's. A pooler may also use another server session for the next
         transaction. When psycopg deallocates its own prepared statements, it deallocates all prepared statements of the
@@ -139,5 +139,5 @@ class ShortTransaction:
 
 
 def _status(raw: Connection) -> pq.TransactionStatus | None:
-    """The transaction status; None in a psycopg pipeline, whose statements may not be executed yet."""
+    """The transaction status; None in a psycopg pipeline, whose statements the server may not have executed yet."""
     return None if raw.pgconn.pipeline_status else raw.info.transaction_status

@@ -26,7 +26,7 @@ _LARGEST_LIST: Final = 500
 class Handled:
     """A row of the inbox.
 
-    `at` is its time in UTC, in the type that the database's driver returns; the statements need this type.
+    `at` is the row's time in UTC, in the type that the database's driver returns; the statements need this type.
     """
 
     group: str
@@ -37,7 +37,7 @@ class Handled:
 
 @dataclass(frozen=True, slots=True)
 class HandledPosition:
-    """A position in the order of time: before the rows of the time `at`. With `is_behind`, after these rows."""
+    """A position in the order of time: before the rows of the time `at`, or after these rows if `is_behind`."""
 
     at: Any
     is_behind: bool = False
@@ -53,9 +53,9 @@ _FROM_UTC: Final = {"postgresql": "(%s::timestamp AT TIME ZONE 'UTC')"}
 def oldest(
     connection: BaseDatabaseWrapper, place: HandledPosition | None, *, older_than: datetime, limit: int
 ) -> list[Handled]:
-    """The next rows after a position, handled before `older_than`, in the order of time.
+    """The next inbox rows after a position that were handled before `older_than`, in the order of time.
 
-    If the position is None, these are the first rows.
+    If the position is None, the function returns the first rows.
     """
     parameters: list[Any] = [connection.ops.adapt_datetimefield_value(for_column(older_than, connection.alias))]
     statement = _SELECT.format(at=_IN_UTC.get(connection.vendor, "handled_at"))
@@ -72,10 +72,10 @@ def oldest(
 
 
 def place_behind(batch: Sequence[Handled], *, is_stuck: bool) -> HandledPosition:
-    """The position after a batch: the time of its last row, because more rows may have the same time.
+    """The position at which the next batch begins: the last row's time, because more rows may have the same time.
 
-    `is_stuck`: no row of the batch was removed. If all of them have the same time, the position is after this time. The
-    next sweep, which reads the inbox from its beginning, examines further rows of this time.
+    `is_stuck`: no row of the batch was removed. If all rows of the batch have the same time, the position is after this
+    time. The next sweep, which reads the inbox from its beginning, examines further rows of this time.
     """
     return HandledPosition(batch[-1].at, is_behind=is_stuck and batch[0].at == batch[-1].at)
 
@@ -87,7 +87,8 @@ def moment_of(place: HandledPosition) -> datetime:
     return at if at.tzinfo is not None else at.replace(tzinfo=UTC)
 
 
-# The rows of a batch are adjacent. With the bounds, the planner does not read the whole table for a batch.
+# The rows of a batch are adjacent. The statement contains the times of the batch's first and last row, so the planner
+# does not read the whole table.
 _DELETE_POSTGRESQL: Final = """
 DELETE FROM outbox_inbox AS known
 USING unnest(%s::text[], %s::integer[], %s::uuid[]) AS gone (consumer_group, generation, message_id)

@@ -1,7 +1,7 @@
 """The statements of the ledger (tables outbox_ledger, outbox_ledger_identity); the caller passes the connection.
 
-The plain INSERTs are the barrier: for one transaction, either the local transaction's row 'C' or the check-back's row
-'R' can exist.
+The plain INSERTs are the barrier: for one transaction, the ledger has either the local transaction's row 'C' or the
+check-back's row 'R', never both rows.
 
 See decision 029.
 """
@@ -39,9 +39,9 @@ class Identity:
 class LedgerWrite:
     """The place of a local transaction's ledger row.
 
-    `xid`: the database's own id of that transaction, which `is_rolled_back` uses later; '' if there is none.
-    `ledger_id`: None if the ledger has no identity. `table_oid`: the table on PostgreSQL, where the search path chooses
-    the table.
+    `xid`: the database's own id of that transaction, which `is_rolled_back` uses later; '' if the database has no such
+    id. `ledger_id`: None if the ledger has no identity. `table_oid`: the table on PostgreSQL, where the search path
+    chooses the table.
     """
 
     xid: str
@@ -53,7 +53,7 @@ _INSERT_COMMITTED: Final = "INSERT INTO outbox_ledger (transaction_id, state) VA
 
 _SELECT_LEDGER_ID: Final = "SELECT ledger_id FROM outbox_ledger_identity"
 
-# One statement, so that the same search path finds the row's table and the identity's table.
+# This is one statement, so that the same search path finds the row's table and the identity's table.
 _INSERT_COMMITTED_POSTGRESQL: Final = """
 INSERT INTO outbox_ledger (transaction_id, state) VALUES (%s, 'C')
 RETURNING pg_current_xact_id()::text, (SELECT ledger_id FROM outbox_ledger_identity), tableoid
@@ -96,7 +96,7 @@ WHERE transaction_id = ANY (%s) AND state = 'C' AND NOT pg_is_in_recovery()
 def committed(connection: BaseDatabaseWrapper, transaction_ids: Sequence[UUID]) -> set[UUID]:
     """The transactions whose row 'C' is visible on `connection`. The other transactions may also have committed.
 
-    Inside the transaction that wrote it, the row is visible before the commit. Outside, a visible row is committed.
+    The transaction that wrote a row sees the row before the commit. Every other transaction sees only committed rows.
     """
     if connection.vendor != "postgresql":
         return {value for value, state in states(connection, transaction_ids).items() if state == COMMITTED}
@@ -105,8 +105,8 @@ def committed(connection: BaseDatabaseWrapper, transaction_ids: Sequence[UUID]) 
         return {row[0] for row in cursor.fetchall()}
 
 
-# True in two cases. The whole transaction was aborted; or it is still open, and the rollback of a savepoint removed the
-# row.
+# The statement returns true in two cases: the whole transaction was aborted, or the transaction is still open and the
+# rollback of a savepoint removed the row.
 _ROLLED_BACK_POSTGRESQL: Final = """
 SELECT NOT pg_is_in_recovery()
    AND (pg_xact_status(%(xid)s::xid8) = 'aborted'
@@ -120,9 +120,9 @@ def is_rolled_back(connection: BaseDatabaseWrapper, transaction_id: UUID, xid: s
 
     `connection` must reach the database that wrote the row.
 
-    PostgreSQL reports how the transaction `xid` (from `insert_committed`) ended. SQLite has one file and one writer, so
-    a row that the writing connection does not see no longer exists. On other databases, and in case of doubt, it
-    returns False.
+    PostgreSQL reports how the transaction `xid` (from `insert_committed`) ended. SQLite has one file and one writer: if
+    the writing connection does not see the row, the row no longer exists. On other databases, and in case of doubt, the
+    function returns False.
     """
     if connection.vendor == "sqlite":
         return not states(connection, [transaction_id])
@@ -133,8 +133,8 @@ def is_rolled_back(connection: BaseDatabaseWrapper, transaction_id: UUID, xid: s
         return bool(cursor.fetchone()[0])
 
 
-# The INSERT itself reads the identity. So a ledger that was emptied or pruned after the checker read its identity gets
-# no tombstone.
+# The INSERT itself reads the identity. So if the ledger was emptied or pruned after the checker had read the identity,
+# the INSERT writes no tombstone.
 _INSERT_TOMBSTONE: Final = """
 INSERT INTO outbox_ledger (transaction_id, state)
 SELECT %s, 'R' FROM outbox_ledger_identity
@@ -145,7 +145,7 @@ WHERE ledger_id = %s AND (pruned_before IS NULL OR pruned_before <= %s)
 def insert_tombstone(connection: BaseDatabaseWrapper, transaction_id: UUID, *, ledger_id: UUID) -> bool:
     """Write a tombstone, so that a late row 'C' fails. Returns whether the tombstone was written.
 
-    It is written only if the ledger still has this `ledger_id`, and is complete for the transaction's id.
+    The tombstone is written only if the ledger still has this `ledger_id`, and is complete for the transaction's id.
 
     Raises IntegrityError if the row exists, or OperationalError if the statement would have to wait for a lock.
     """
@@ -213,9 +213,9 @@ def insert_tombstones(
     ledger_id: UUID,
     lock_timeout_milliseconds: int,
 ) -> set[UUID]:
-    """Write all tombstones for which this ledger is complete, or none. Returns their ids. PostgreSQL only.
+    """Write the tombstones of all ids for which this ledger is complete, and return these ids. PostgreSQL only.
 
-    Raises like `insert_tombstone`.
+    Raises the same errors as `insert_tombstone`, and then writes no tombstone.
     """
     with (
         without_timeouts(connection, lock_timeout_milliseconds=lock_timeout_milliseconds),
@@ -255,7 +255,7 @@ _SELECT_REACHED: Final = "SELECT 'outbox_ledger'::regclass::oid, ledger_id FROM 
 
 
 def reached(connection: BaseDatabaseWrapper) -> tuple[int, UUID] | None:
-    """The ledger's table and identity that the connection's search path finds. PostgreSQL only."""
+    """The table and the identity of the ledger that the connection's search path finds. PostgreSQL only."""
     with connection.cursor() as cursor:
         cursor.execute(_SELECT_REACHED)
         row: tuple[int, UUID] | None = cursor.fetchone()
@@ -283,7 +283,7 @@ SELECT transaction_id FROM outbox_ledger WHERE transaction_id > %s AND transacti
 
 
 def ids_between(connection: BaseDatabaseWrapper, after: UUID, below: UUID, *, limit: int) -> list[UUID]:
-    """The next transaction ids between both bounds (exclusive), in order."""
+    """The next transaction ids of the ledger between `after` and `below` (both exclusive), in order."""
     with connection.cursor() as cursor:
         statement = f"{_SELECT_BETWEEN} {connection.ops.limit_offset_sql(0, limit)}"
         cursor.execute(statement, [_stored(connection, after), _stored(connection, below)])
@@ -296,7 +296,7 @@ SELECT transaction_id FROM outbox_ledger WHERE transaction_id > %s AND state = '
 
 
 def committed_after(connection: BaseDatabaseWrapper, after: UUID, *, limit: int) -> list[UUID]:
-    """The next committed transactions in the order of their ids."""
+    """The next committed transactions after the id `after`, in the order of their ids."""
     with connection.cursor() as cursor:
         statement = f"{_SELECT_COMMITTED} {connection.ops.limit_offset_sql(0, limit)}"
         cursor.execute(statement, [_stored(connection, after)])
@@ -317,7 +317,8 @@ def advance_pruned_before(connection: BaseDatabaseWrapper, below: UUID) -> None:
 
 _DELETE: Final = "DELETE FROM outbox_ledger WHERE transaction_id IN "
 
-# The ids of a batch are adjacent. With the bounds, the planner does not read the whole table for a batch.
+# The ids of a batch are adjacent. The statement contains the batch's first and last id, so the planner does not read
+# the whole table.
 _DELETE_POSTGRESQL: Final = """
 DELETE FROM outbox_ledger USING unnest(%s::uuid[]) AS gone (id)
 WHERE transaction_id = gone.id AND transaction_id BETWEEN %s AND %s

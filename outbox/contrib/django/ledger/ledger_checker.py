@@ -1,4 +1,4 @@
-"""The default checker: answers from the ledger's rows. If a row is missing, it answers by the barrier.
+"""The default checker: answers from the ledger's rows. If a row is missing, the checker answers by the barrier.
 
 A row 'C' was committed together with the business write. A row 'R' is a tombstone. If there is no row, the checker
 tries to write the tombstone itself, by a plain INSERT in autocommit with a very short lock wait:
@@ -82,7 +82,7 @@ class LedgerChecker:
 def ledger_aliases(*, usable: bool = False) -> list[str]:
     """The aliases on which the database routers allow a ledger.
 
-    `usable`: leave out the aliases that the running test must not use. The test cannot have published there.
+    `usable`: return only aliases that the running test may use. On other aliases, the test cannot have published.
     """
     from outbox.contrib.django.models import LedgerEntry
 
@@ -144,7 +144,7 @@ def _states(connection: BaseDatabaseWrapper, checks: Sequence[Check]) -> dict[UU
 def _limit_waiting(connection: BaseDatabaseWrapper) -> None:
     """Limit the wait for locks on MySQL and Oracle.
 
-    On PostgreSQL the statement sets the limit, and on SQLite the connection.
+    On PostgreSQL the statement itself sets the limit. On SQLite the connection's settings contain the limit.
     """
     if connection.vendor == "mysql":
         with connection.cursor() as cursor:
@@ -183,10 +183,10 @@ def _barrier(connection: BaseDatabaseWrapper, checks: Sequence[Check]) -> Iterat
 def settle(connection: BaseDatabaseWrapper, transaction_ids: Sequence[UUID], *, ledger_id: UUID) -> set[UUID]:
     """Run the barrier without answering a check.
 
-    Returns the ids that still have no row, because their transactions run.
+    Returns the ids that still have no row, because their transactions are still open.
 
-    Call it for half messages whose immunity has ended. A transaction that then has a row can be answered at any later
-    time.
+    Call it for half messages whose immunity has ended. If a transaction has a row afterwards, its checks can be
+    answered at any later time.
     """
     known = ledger.states(connection, transaction_ids)
     absent = [transaction_id for transaction_id in transaction_ids if transaction_id not in known]
@@ -203,7 +203,10 @@ def settle(connection: BaseDatabaseWrapper, transaction_ids: Sequence[UUID], *, 
 
 
 class _OneAtATime(DatabaseError):
-    """Raised for a batch on other databases than PostgreSQL, because they differ in the effects of a failed batch."""
+    """Raised for a batch on a database other than PostgreSQL.
+
+    The effects of a failed batch depend on the database, so the caller divides the batch.
+    """
 
 
 def is_contention(error: DatabaseError) -> bool:
@@ -218,7 +221,7 @@ def is_contention(error: DatabaseError) -> bool:
 def _insert(connection: BaseDatabaseWrapper, transaction_ids: Sequence[UUID], *, ledger_id: UUID) -> set[UUID]:
     """Write tombstones and return their ids.
 
-    They are written only if the ledger still has this `ledger_id` and is complete for the ids.
+    The tombstones are written only if the ledger still has this `ledger_id` and is complete for the ids.
     """
     if connection.vendor == "postgresql":
         return ledger.insert_tombstones(
@@ -271,7 +274,7 @@ def _decided(check: Check, state: str) -> Answer:
 
 
 def _by_lookup(check: Check) -> Answer:
-    """The answer of a look-up if no ledger is used. True proves the commit; False proves nothing."""
+    """The answer of a look-up if no ledger is used. The result True proves the commit; False proves nothing."""
     lookup = find_lookup(check.checker)
     if lookup is None:
         return _unknown(check, f"no look-up {check.checker!r} is registered in this process", counts=False)

@@ -23,11 +23,11 @@ from outbox.message import Message
 
 logger = logging.getLogger(__name__)
 
-# The ledger's table and identity. Both are needed, because the search path finds each table separately.
+# The ledger's table and identity. The search path finds each of the two tables separately, so both values are compared.
 _Ledger = tuple[int | None, UUID]
 
-# The ledgers that a new connection of an alias has reached. An id always names the same ledger, so entries never
-# expire.
+# The ledgers that a new connection of an alias has reached. An id always names the same ledger, so this set keeps its
+# entries until the process ends.
 _reachable: Final[set[tuple[str, _Ledger]]] = set()
 
 

@@ -31,18 +31,19 @@ from outbox.contrib.django.ledger.ledger_checker import ledger_aliases, open_con
 from outbox.contrib.django.settings.conf import OutboxSettings, get_settings
 from outbox.errors import LedgerUnavailable
 
-# Shorter than the time for which the broker keeps its decisions. Longer than any decision or check takes.
+# A ledger row is kept for at least this time. The broker keeps its decisions for longer, and every decision or check
+# takes less time.
 LEDGER_KEEP_SECONDS: Final = 3600.0
 # Rows per statement. The locks of one statement last some tens of milliseconds, and many rows share one round trip.
 _BATCH: Final = 5000
-# The largest share of the time that is spent on reading a table again from its beginning.
+# At most this share of the time is spent on reading a table again from its beginning.
 _SWEEP_SHARE: Final = 0.05
 _SHORT_SWEEP_SECONDS: Final = 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PruneCounts:
-    """The rows that one pruning pass removed. `more`: the time ran out before all tables were examined."""
+    """The rows that one pruning pass removed. `more`: the pass ended before it had examined all tables."""
 
     ledger: int = 0
     inbox: int = 0
@@ -51,7 +52,10 @@ class PruneCounts:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """The work of a pass on one table. `pruned_to`: all rows before this time were examined; None if none were."""
+    """The work of a pass on one table.
+
+    `pruned_to`: the pass has examined all rows before this time. If it is None, the pass has examined no rows.
+    """
 
     removed: int = 0
     more: bool = False
@@ -98,9 +102,10 @@ def _is_through(sweep: _Sweep) -> None:
 def run_prune(*, now: datetime | None = None, max_seconds: float | None = None) -> PruneCounts:
     """Remove ledger rows of transactions that the broker shows as decided, and inbox rows past their retention.
 
-    It ends when all tables are examined, or after about `max_seconds`. Then the next call in this process continues at
-    the same position. Each statement and each transaction covers at most some thousand rows. Raises BrokerError. If a
-    database failed, it prunes the others and then raises LedgerUnavailable.
+    The function ends when all tables are examined, or after about `max_seconds`. If tables remain, the next call in
+    this process continues at the position that was reached. Each statement and each transaction covers at most some
+    thousand rows. Raises BrokerError. If a database fails, the function prunes the other databases and then raises
+    LedgerUnavailable.
     """
     now = now or datetime.now(UTC)
     half = None if max_seconds is None else max_seconds / 2
@@ -114,9 +119,9 @@ def prune_ledgers(*, older_than: datetime, max_seconds: float | None = None) -> 
     """Remove ledger rows of transactions before `older_than` that the broker shows as decided.
 
     If the broker does not know a transaction, the row belongs to the engine that OUTBOX['BROKER'] named before. Such a
-    row stays for as long as that engine can ask (OUTBOX['INBOX_RETENTION_SECONDS']). Before rows are removed,
-    `pruned_before` records the id from which on the ledger is complete. So a missing row of an older transaction is
-    never taken as an answer.
+    row is kept for as long as that engine can request a check (OUTBOX['INBOX_RETENTION_SECONDS']). Before rows are
+    removed, `pruned_before` records the id from which on the ledger is complete. So the checker does not answer from
+    the missing row of an older transaction.
     """
     settings = get_settings()
     if settings.in_memory:
@@ -128,7 +133,7 @@ def prune_ledgers(*, older_than: datetime, max_seconds: float | None = None) -> 
     below = first_id_at(older_than)
     with _broker(settings) as run:
         if scan(run, settings=settings.check).more:
-            # The half messages that are not scanned yet may belong to undecided transactions.
+            # The half messages that the half scan has not read yet may belong to undecided transactions.
             return PruneCounts()
 
         def prune(alias: str, ends: float) -> _Part:
@@ -166,9 +171,9 @@ def _counts(*, ledger: Sequence[_Part] = (), inbox: Sequence[_Part] = ()) -> Pru
 
 
 def _of_each(prune: Callable[[str, float], _Part], max_seconds: float | None) -> list[_Part]:
-    """The results of all aliases. Each alias gets an equal share of the time.
+    """Call `prune` for every alias, and return the results. Each alias gets an equal share of the time.
 
-    A database that cannot be pruned does not stop the others.
+    If one database cannot be pruned, the function continues with the next database.
     """
     parts: list[_Part] = []
     failed: dict[str, DatabaseError] = {}
@@ -191,9 +196,9 @@ def _of_each(prune: Callable[[str, float], _Part], max_seconds: float | None) ->
 
 
 def _has_tables(alias: str) -> bool:
-    """False if the routers allow the tables but no migration made them.
+    """False if the routers allow the tables, but no migration has created the tables.
 
-    No migration makes the tables in a former broker's own database, after OUTBOX was changed to another engine.
+    This happens with a former broker's own database, after OUTBOX was changed to another engine.
     """
     from outbox.contrib.django.models import LedgerEntry
 
@@ -209,7 +214,7 @@ def _retained_from(settings: OutboxSettings) -> UUID:
 
 
 def _prune_ledger(alias: str, run: Executor | None, below: UUID, ends: float) -> _Part:
-    """Remove ledger rows below an id, until the time `ends` (time.monotonic).
+    """Remove ledger rows with ids less than `below`, until the time `ends` (time.monotonic).
 
     If `run` is None, no broker can be asked, and rows are removed by age. RocketMQ shows no decisions, but it keeps
     messages for a shorter time than OUTBOX['INBOX_RETENTION_SECONDS'].
@@ -238,7 +243,7 @@ def _prune_ledger(alias: str, run: Executor | None, below: UUID, ends: float) ->
 
 
 def _over(run: Executor, batch: Sequence[UUID], foreign_below: UUID) -> set[UUID]:
-    """The transactions of a batch that no check can ask about any more."""
+    """The transactions of a batch for which no further check can be requested."""
     over = set(standing_decisions(run, batch))
     old = [one for one in batch if one < foreign_below and one not in over]
     if old:
@@ -249,10 +254,10 @@ def _over(run: Executor, batch: Sequence[UUID], foreign_below: UUID) -> set[UUID
 
 
 def _lowest_open(connection: BaseDatabaseWrapper, run: Executor, ledger_id: UUID, below: UUID) -> UUID:
-    """An id, at most `below`, below which every undecided transaction of the ledger has a row.
+    """An id, at most `below`: every undecided transaction of the ledger with a smaller id has a row.
 
-    For transactions without a recent check (parked ones), the barrier writes a row. Without a row, a check below
-    `pruned_before` could no longer be answered.
+    For transactions without a recent check (parked transactions), the barrier writes a row. Without this row, a check
+    of a transaction below `pruned_before` could no longer be answered.
     """
     undecided = undecided_below(run, ledger_id, below, limit=_BATCH)
     open_ids = settle(connection, [half.transaction_id for half in undecided if not half.immune], ledger_id=ledger_id)
@@ -265,7 +270,8 @@ def _lowest_open(connection: BaseDatabaseWrapper, run: Executor, ledger_id: UUID
 def prune_inboxes(*, older_than: datetime, max_seconds: float | None = None) -> PruneCounts:
     """Remove inbox rows handled before `older_than` whose group cannot get the message again.
 
-    RocketMQ and the in-memory broker cannot be asked about a single message. With them, rows are removed by age.
+    RocketMQ and the in-memory broker cannot be asked about a single message. With these two engines, rows are removed
+    by age.
     """
     settings = get_settings()
     if not settings.has_database:

@@ -1,4 +1,4 @@
-"""Copies a consumer group's inbox rows (table outbox_inbox) to another name; the caller passes the connection."""
+"""Copies a consumer group's inbox rows (table outbox_inbox) to another group name; the caller passes the connection."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BATCH: Final = 5000
 PATIENCE_SECONDS: Final = 30.0
 _PAUSE_SECONDS: Final = 0.1
 
-# Open transactions that have written to the inbox. A prepared transaction has no session.
+# Open transactions that have written to the inbox. A prepared transaction has no session, so its pid is null.
 _WRITERS: Final = """
 SELECT virtualtransaction, coalesce('session ' || pid, 'a prepared transaction')
 FROM pg_locks
@@ -74,10 +74,10 @@ WHERE consumer_group = %s AND generation = %s AND message_id > %s {bound}
 
 
 def copy(connection: BaseDatabaseWrapper, old: str, new: str) -> int:
-    """Copy a group's inbox rows to another name, and return the number of added rows.
+    """Copy a group's inbox rows to another group name, and return the number of added rows.
 
-    It copies in batches. If no handler of the group runs, all rows are copied when it returns. Another call adds
-    missing rows.
+    The function copies in batches. If no handler of the group runs meanwhile, all rows are copied at the end. Otherwise
+    another call adds the missing rows.
     """
     copied, generation = 0, _next_generation(connection, old, -1)
     while generation is not None:

@@ -76,7 +76,7 @@ class ActionCommand(OutboxCommand):
             getattr(self, f"_{options['action']}")(options)
 
     def act(self, action: DeclaredAction, options: Mapping[str, Any]) -> None:
-        """Show the plan of an action, or run it and write its audit. Raises CommandError if it fails."""
+        """Show the plan of an action, or run the action and write its audit entry. Raises CommandError."""
         plan = action.plan({field.name: _value(field, options[field.name]) for field in action.fields})
         if options["dry_run"]:
             if plan.refusal:

@@ -56,7 +56,7 @@ class OutboxCommand(BaseCommand):
         except CommandError as error:
             raise CommandError(for_people(str(error)), returncode=error.returncode) from error
         finally:
-            # This ends the background threads, and reports the decisions that they could not send.
+            # This call ends the background threads, and reports the decisions that these threads could not send.
             reset_broker()
 
     def add_no_input(self, parser: CommandParser, dry_run: str) -> None:
@@ -93,18 +93,18 @@ class OutboxCommand(BaseCommand):
         self.stdout.write(inert(text), style)
 
     def say_more(self, shown: int, limit: int, place: object = None) -> None:
-        """After a full page, say that there may be more rows, and how to get the next page."""
+        """After a full page, print that there may be more rows, and how to get the next page."""
         if shown >= limit:
             self.say(
                 f"there may be more: {'that is as many as --limit allows' if place is None else f'--after {place}'}"
             )
 
     def clear(self) -> None:
-        """Clear the screen on a terminal, else print an empty line."""
+        """On a terminal, clear the screen. Otherwise print an empty line."""
         self.stdout.write("\x1b[H\x1b[2J" if self.stdout.isatty() else "", ending="\n")
 
     def print_json(self, value: Any) -> None:
-        """Print dataclasses, mappings and sequences as JSON, in ASCII; times as ISO 8601."""
+        """Print dataclasses, mappings and sequences as ASCII JSON. Times are written as ISO 8601."""
         self.stdout.write(json.dumps(value, indent=2, default=_plain))
 
     def print_rows(self, header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:

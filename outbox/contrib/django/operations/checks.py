@@ -195,8 +195,9 @@ def _application_database(alias: str, settings: OutboxSettings) -> Iterator[Chec
         yield Error(f"the database {alias!r} cannot be read: {error}.", id="outbox.E020")
         return
     if missing and _MIGRATIONS in tables:
-        # This is a warning, because `migrate` runs these checks before it creates the tables, and stops at errors.
-        # Before the first `migrate` the tables cannot exist yet, so the check says nothing.
+        # This is a warning, because `migrate` runs these checks before it creates the tables: an error would stop
+        # `migrate`. Before the first `migrate` the tables cannot exist yet, so the check does not report that they are
+        # missing.
         yield Warning(
             f"{' and '.join(missing)} are missing in {alias!r}, where publish() or a subscriber may need them.",
             hint=f"Run `manage.py migrate --database={alias}`.",
@@ -232,7 +233,8 @@ def _forced_path(alias: str) -> Iterator[CheckMessage]:
     try:
         refuse_in_tests(get_settings().broker)
     except ConfigurationError:
-        # Django is creating test databases, but none for the broker. So no test can publish through this alias.
+        # Django is creating test databases, but no test database for the broker. So no test can publish through this
+        # alias.
         return
     try:
         same = prove(connection, get_settings()) is not None
@@ -300,7 +302,7 @@ def _former_broker(alias: str, settings: OutboxSettings) -> Iterator[CheckMessag
     try:
         left = left_behind(alias, settings)
     except (OutboxError, psycopg.Error) as error:
-        # If this project cannot read a broker on the alias, the broker was not its own.
+        # If this project cannot read a broker on the alias, it has never used that broker.
         logger.debug("whether %r holds a broker cannot be determined: %s", alias, error)
         return
     if left:
@@ -344,7 +346,8 @@ def _undeclared(settings: OutboxSettings, known: Mapping[str, Topic]) -> Iterato
 # ---------------------------------------------------------------------------------------------------------------------
 # Finds consumer groups that are new to a topic whose messages other groups have handled.
 #
-# Such a group is either a new group, or an old group under a new name. A renamed group would handle the messages again.
+# Such a group is either a new group, or an old group under a new name. A renamed group would handle these messages
+# again.
 
 
 def new_groups(run: Executor) -> list[Condition]:

@@ -1,15 +1,17 @@
 """Compares the application's databases with the broker, to find what a restore of one side has removed.
 
-There are three comparisons. Each compares rows with the fact that they prove: row and fact commit or vanish together.
+There are three comparisons. Each looks for data that only one of the two databases has, although both had it before:
 
-- The ledger has a row 'C' whose transaction the broker does not know. The half message was durable before the row
-  committed, so the broker's database was restored, or a failover lost the message.
-- The broker committed a transaction because its producer saw the row 'C', but the ledger has no row although it was not
-  pruned. So the application's database was restored.
-- A group has passed a message without a failure, but its inbox has no row. So the handlers' database was restored.
+- The ledger has a row 'C', but the broker has no record of the row's transaction. The half message was durable before
+  the row committed, so the broker's database was restored, or a failover lost the message.
+- The broker committed a transaction because its producer saw the row 'C'. The ledger no longer has this row, and
+  pruning did not remove it. So the application's database was restored.
+- The offset of a group has passed a message that did not fail, but the inbox of the group has no row of the message. So
+  the handlers' database was restored.
 
-Each comparison is incremental. If a sign shows that one side was restored, the comparison reads all rows again. The
-sign is a new life of the broker, or a missing row among the newest that both sides had at the last comparison.
+Each comparison is incremental. If a sign shows that one side was restored, the comparison reads all rows again. There
+are two signs: a new life of the broker, and a missing row among the newest rows that both sides had at the last
+comparison.
 
 See decision 171 and decision 172.
 """
@@ -47,11 +49,11 @@ from outbox.filters.filter import parse_filter
 logger = logging.getLogger(__name__)
 
 COMPARE_INTERVAL_SECONDS: Final = 600.0
-# A comparison begins this long before the previous comparison, because transactions with ids from that time may have
-# committed later.
+# A comparison also reads the rows of this time before the previous comparison, because a transaction with an id from
+# that time may have committed after the previous comparison.
 _OVERLAP: Final = timedelta(minutes=15)
-# For this long after the start of a new life of the broker, the ledger comparison reads all rows, because
-# transactions from before may still commit.
+# For this long after the start of a new life of the broker, the ledger comparison reads all rows, because transactions
+# that began before this life may still commit.
 _YOUNG: Final = timedelta(hours=1)
 _BATCH: Final = 5000
 _CANARIES: Final = 20
@@ -63,7 +65,7 @@ _NIL: Final = UUID(int=0)
 
 @dataclass(frozen=True, slots=True)
 class CompareCounts:
-    """The transactions that this pass counts as missing, in all databases of the project."""
+    """The numbers of missing messages, commits and effects that one pass has found, in all databases of the project."""
 
     lost_messages: int = 0
     lost_commits: int = 0
@@ -71,7 +73,10 @@ class CompareCounts:
 
 
 def compare_when_due() -> CompareCounts | None:
-    """Call `run_compare` if the broker began another life, or the last pass is ten minutes old; else return None."""
+    """Call `run_compare` if the broker has begun a new life, or if the last pass was ten minutes ago.
+
+    Else return None.
+    """
     if not get_settings().has_database:
         return None
     with broker_connection() as (connection, schema):
@@ -144,7 +149,7 @@ def settle() -> int:
 
 
 def found() -> list[DatabaseComparison]:
-    """Return the findings of the last comparisons. They include those of other projects on the broker."""
+    """Return the findings of the last comparisons. They include the findings of other projects on the broker."""
     with broker_connection() as (connection, schema):
         return comparisons.every(Executor(connection, schema))
 
@@ -233,7 +238,7 @@ def moment_of(transaction_id: UUID) -> datetime:
 
 
 def _compare_ledger(context: _Context, application: BaseDatabaseWrapper) -> None:
-    """Find committed rows of the ledger whose transactions the broker does not know."""
+    """Find committed rows of the ledger whose transactions the broker does not have."""
     identity = ledger.identity(application)
     if identity is None:
         return
@@ -275,8 +280,9 @@ _LONG_AGO: Final = datetime(1970, 1, 1, tzinfo=UTC)
 def _unproven(context: _Context, identity: ledger.Identity) -> tuple[datetime, datetime] | None:
     """Return the time span of transactions that the broker has lost and whose ledger rows were already pruned.
 
-    A ledger is pruned up to a transaction that the broker showed as decided. If the broker no longer knows that
-    transaction, and the broker's log ends before it, the broker was restored to an earlier time.
+    A ledger is pruned up to a transaction that the broker showed as decided. If the broker no longer has that
+    transaction, and the newest entry of the broker's log is older than the transaction, the broker was restored to an
+    earlier time.
     """
     if identity.pruned_before is None or not context.is_young:
         return None
@@ -455,9 +461,9 @@ class _InboxLook:
 def _compare_inbox(context: _Context, application: BaseDatabaseWrapper, item: Subscriber) -> None:
     """Find messages that the group has passed without a failure, although the inbox has no row of them.
 
-    The first comparison reports nothing, because the inbox may have been switched on later. It only finds the offset
-    from which all rows exist. Messages that a reset passed over are never reported, and neither are messages that
-    another filter chose.
+    The first comparison reports nothing, because the group may have handled messages before it had an inbox. It only
+    finds the offset from which on the inbox has a row of every message. The comparison never reports a message that an
+    offset reset has skipped, or a message that an earlier filter of the group selected.
     """
     subscription = item.subscription
     group, topic, alias = _inbox_key(item)
@@ -477,7 +483,7 @@ def _compare_inbox(context: _Context, application: BaseDatabaseWrapper, item: Su
             begin = queue.floor if state else look.present_from(queue)
             seen = queues[queue.queue_id] = _Queue(begin, queue.floor if state else queue.next_offset, queue.moved)
         if queue.moved > seen.moved:
-            # An operator's reset has passed over the messages before `next_offset`.
+            # An operator's offset reset has skipped the messages before `next_offset`.
             seen.valid_from = seen.position = queue.next_offset
             seen.look_from = None
         seen.moved = queue.moved

@@ -31,7 +31,7 @@ from outbox.topic import Topic
 def examine() -> list[Condition]:
     """Return all results of the examination, good and bad, and the broker's conditions that hold.
 
-    If the broker does not answer, a result says so.
+    If the broker does not answer, one of the results says so.
     """
     found = list(_system_checks())
     try:
@@ -41,7 +41,7 @@ def examine() -> list[Condition]:
             run = Executor(connection, schema)
             found += diagnose(run, broker_database(settings))
             found += _retention(settings, list_topics(run))
-            # The survey comes last, because afterwards the session waits for a lock for a second at most.
+            # The survey comes last, because it limits every later wait of the session for a lock to one second.
             found += with_application(survey(run, settings.thresholds).verdict, run).conditions
     except ConfigurationError as error:
         found.append(of_text("settings", Severity.CRITICAL, str(error), "Correct OUTBOX in the settings."))
@@ -94,8 +94,9 @@ def _ledgers() -> Iterator[Condition]:
 def _retention(settings: OutboxSettings, topics: list[Topic]) -> Iterator[Condition]:
     """Check that the retention of topics and inbox is long enough.
 
-    The broker must keep a decision for longer than the ledger keeps its row, because the decision allows pruning of
-    the row. The inbox must keep a row for as long as the message may be delivered again.
+    The broker must keep a decision for longer than the ledger keeps the row of the same transaction, because pruning
+    removes the row only if the broker has the decision. The inbox must keep a row for as long as the message may be
+    delivered again.
     """
     short = [topic.name for topic in topics if topic.retention_seconds < 2 * LEDGER_KEEP_SECONDS]
     remedy = (
@@ -118,7 +119,8 @@ def _retention(settings: OutboxSettings, topics: list[Topic]) -> Iterator[Condit
 def _inbox_retention(settings: OutboxSettings, topics: list[Topic]) -> Condition:
     """Check the inbox's retention.
 
-    The inbox keeps the rows of messages that the log has. A restored broker may deliver other messages again.
+    Pruning keeps the inbox rows of messages that are in the log. A restored broker may also deliver messages again that
+    had already been removed from the log.
     """
     name, kept = "retention of the inbox", settings.inbox_retention_seconds
     longest = max((topic.retention_seconds for topic in topics), default=0)
@@ -141,6 +143,9 @@ def _inbox_retention(settings: OutboxSettings, topics: list[Topic]) -> Condition
 
 
 def _retry_seconds(subscription: Subscription) -> float:
-    """Return the sum of the waits between a subscription's attempts. Without a limit, count sixteen attempts."""
+    """Return the sum of the waits between a subscription's attempts.
+
+    For a subscription without a limit of attempts, sum the waits of sixteen attempts.
+    """
     attempts = subscription.retry.max_attempts or 16
     return sum(subscription.retry.delay_seconds(attempt) for attempt in range(1, attempts))

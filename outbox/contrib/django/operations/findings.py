@@ -19,8 +19,8 @@ _BATCH: Final = 1_000
 def replace(output: str, lines: Iterable[str]) -> int:
     """Replace the table's findings of `output` by `lines`, one JSON text per finding; return the number of lines.
 
-    The replacement is one transaction, so a reader sees the previous findings or the new ones. Saving the same result
-    again changes nothing.
+    The replacement is one transaction, so a reader sees either all previous findings or all new findings. Saving the
+    same result again changes nothing.
     """
     alias = router.db_for_write(Finding)
     rows = [_row(output, json.loads(line), alias) for line in lines]

@@ -48,12 +48,12 @@ logger = logging.getLogger(__name__)
 def after_migrate(
     *, using: str, apps: Apps = global_apps, plan: Sequence[tuple[Any, bool]] = (), **options: Any
 ) -> None:
-    """Receive post_migrate. Django also sends it after a flush, then without `apps` and `plan`.
+    """Receive the signal post_migrate. After a flush, Django sends it without the arguments `apps` and `plan`.
 
     Raises CommandError, which `migrate` and `flush` print as a message, if the broker's tables cannot be installed.
     """
     if any(migration.app_label == "outbox" and backwards for migration, backwards in plan):
-        # The application's tables are being removed, so do not create the broker's.
+        # The application's tables are being removed, so do not create the broker's tables.
         return
     name_ledger(using, apps)
     settings = get_settings()
@@ -83,8 +83,8 @@ def install_broker(
 ) -> tuple[int, int]:
     """Install or upgrade the broker's tables and declare the topics of the settings. A second call changes nothing.
 
-    Returns the versions before and after. `install` gets `patience_seconds` and `report`. Raises SchemaError,
-    BrokerUnavailable or ConfigurationError.
+    Returns the versions before and after. The parameters `patience_seconds` and `report` are passed to `install`.
+    Raises SchemaError, BrokerUnavailable or ConfigurationError.
     """
     with _administering(settings) as connection:
         before = installed_version(connection, settings.schema)
@@ -113,9 +113,9 @@ def remove_broker(
     patience_seconds: float = DEFAULT_PATIENCE_SECONDS,
     report: Callable[[str], None] = logger.warning,
 ) -> list[str]:
-    """Drop the broker's tables with all messages; return texts about processes in use and undelivered messages.
+    """Drop the broker's tables with all messages. Return a text for each loss (see `_left_in`).
 
-    If there is such a process or an undelivered message, and `force` is False, raises UsageError. Also raises
+    If a process uses the tables or a message is undelivered, and `force` is False, raises UsageError. Also raises
     SchemaError, BrokerUnavailable or ConfigurationError.
     """
     with _administering(settings) as connection:
@@ -133,7 +133,7 @@ def remove_broker(
 
 
 def _left_in(run: Executor) -> Iterator[str]:
-    """Yield a text for each loss without the tables: processes that would fail, and undelivered messages."""
+    """Yield a text for each loss if the tables are dropped: processes that would fail, and undelivered messages."""
     if has_leader(run):
         yield "a broker process runs"
     for group, consumers in live_consumers(run).items():
@@ -163,7 +163,8 @@ _SAMPLE: Final = 100
 def left_behind(alias: str, settings: OutboxSettings) -> list[str]:
     """Return the project's undelivered messages in a broker on `alias` that is not OUTBOX['BROKER'].
 
-    The list is empty if there are none. Raises BrokerUnavailable, or psycopg.Error if the tables cannot be read.
+    The list is empty if there are no such messages. Raises BrokerUnavailable, or psycopg.Error if the tables cannot be
+    read.
     """
     groups = sorted({item.subscription.group for item in subscribers()})
     with database_at(alias, settings).connect(name="outbox-check") as connection:
@@ -176,10 +177,10 @@ def left_behind(alias: str, settings: OutboxSettings) -> list[str]:
 
 
 def unknown_to_broker(alias: str, settings: OutboxSettings) -> int:
-    """Count the transactions in the oldest ledger rows on `alias` that the broker has never seen.
+    """Read the oldest ledger rows on `alias`. Count the rows whose transactions the broker has never seen.
 
-    Pruning removes a row only if the broker shows its transaction as decided. So the rows for another broker stay, and
-    become the oldest. Raises BrokerError, psycopg.Error, or django.db.Error.
+    Pruning removes a row only if the broker shows its transaction as decided. So the rows of transactions on another
+    broker stay, and become the oldest rows of the ledger. Raises BrokerError, psycopg.Error, or django.db.Error.
     """
     below = first_id_at(datetime.now(UTC) - timedelta(minutes=1))
     ids = ledger.ids_between(connections[alias], UUID(int=0), below, limit=_SAMPLE)

@@ -28,7 +28,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Renamed:
-    """The result of a rename. `renamed`: False if nothing was left to do. `copied`: the inbox rows by alias."""
+    """The result of a rename. `renamed`: False if nothing was left to do.
+
+    `copied`: the number of copied inbox rows by alias.
+    """
 
     renamed: bool
     copied: Mapping[str, int]
@@ -55,7 +58,7 @@ def rename_group(old: str, new: str, *, dry_run: bool = False) -> Renamed:
     _on_each(rows.wait_for_writers)
     copied = _on_each(lambda inbox: rows.copy(inbox, old, new))
     point("rename.copied")
-    # Copying the rows may take long, so the first connection to the broker may be gone.
+    # Copying the rows may take long, so the first connection to the broker may be closed by now.
     with broker_connection() as (connection, schema):
         changes.rename(Executor(connection, schema), old, new, reserved)
     point("rename.renamed")

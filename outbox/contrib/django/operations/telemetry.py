@@ -69,7 +69,7 @@ def record_if_wanted() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# A project's metrics for Prometheus: the figures of its processes, and those of the broker's tables.
+# A project's metrics for Prometheus: the figures of its processes, and the figures of the broker's tables.
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -92,9 +92,9 @@ def is_authorized(header: str) -> bool:
 
 
 def render() -> bytes:
-    """Return all metrics in Prometheus's format: those of the broker, and those of this process.
+    """Return all metrics in Prometheus's format: the metrics of the broker and the metrics of this process.
 
-    With PROMETHEUS_MULTIPROC_DIR they are those of all processes that share the directory.
+    If PROMETHEUS_MULTIPROC_DIR is set, the result has the metrics of all processes that share this directory.
 
     Raises ConfigurationError without prometheus-client.
     """
@@ -132,7 +132,7 @@ def state() -> ScrapeState:
 
 
 def _application_sizes() -> dict[str, Any]:
-    """Return the sizes of the tables ledger and inbox, on PostgreSQL."""
+    """Return the sizes of the ledger tables and inbox tables that are on PostgreSQL."""
     sizes: dict[str, Any] = {}
     for alias in ledger_aliases():
         if connections[alias].vendor != "postgresql":

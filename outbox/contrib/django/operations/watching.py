@@ -36,7 +36,7 @@ _rules: dict[str, Rule] = {}
 def add_rule(name: str, rule: Rule) -> None:
     """Evaluate `rule` each time the conditions are evaluated. A second registration of a name replaces the first.
 
-    `name`: the condition that the rule may return.
+    `name` is the name of the condition that the rule may return.
     """
     _rules[name] = rule
 
@@ -100,7 +100,7 @@ def run_audit() -> dict[str, Any]:
 
 
 def audit_when_due() -> dict[str, Any]:
-    """Call `run_audit`, unless a process has audited within 90 percent of OUTBOX['AUDIT_INTERVAL_SECONDS']."""
+    """Call `run_audit` if the last audit is older than 90 percent of OUTBOX['AUDIT_INTERVAL_SECONDS']."""
     if not get_settings().has_database:
         return {}
     with broker_connection() as (connection, schema):
@@ -113,7 +113,7 @@ def audit_when_due() -> dict[str, Any]:
 
 @contextmanager
 def asking() -> Iterator[Executor]:
-    """Open a connection to the broker, whatever version its tables have."""
+    """Open a connection to the broker, even if its tables have another version than this code."""
     settings = get_settings()
     require_database(settings)
     with (

@@ -27,11 +27,11 @@ _UNTIL_IT_IS_THERE: Final = RetryPolicy(delays_seconds=[1, 5, 10, 30, 60], max_a
 class TransactionalTask(RecordedTask):
     """A Celery task whose calls inside `atomic()` are stored with the transaction.
 
-    A consumer process sends it to Celery's broker after the transaction has committed. If the transaction rolls back,
-    nothing is sent. docs/celery.md lists the forms of a call. A call outside of `atomic()` is an ordinary call.
-    `self.retry()` and `self.replace()` are sent at once. Use it as `@shared_task(base=TransactionalTask)`, or for all
-    tasks: `Celery("shop", task_cls=TransactionalTask)`. `using` names the database alias if transactions are open on
-    several aliases. The task needs OUTBOX['CELERY_APP'] and a consumer process.
+    A consumer process sends the call to Celery's broker after the transaction has committed. If the transaction rolls
+    back, nothing is sent. docs/celery.md lists the forms of a call. A call outside of `atomic()` is an ordinary call.
+    `self.retry()` and `self.replace()` are sent at once. Use the class as `@shared_task(base=TransactionalTask)`, or
+    for all tasks: `Celery("shop", task_cls=TransactionalTask)`. `using` names the database alias if transactions are
+    open on several aliases. The task needs OUTBOX['CELERY_APP'] and a consumer process.
     """
 
     abstract = True
@@ -88,15 +88,15 @@ def _hand_over(delivery: Delivery) -> None:
 
 
 def subscriber_task(topic: str, *, group: str, **options: Any) -> Callable[[AnyTask], AnyTask]:
-    """Let a Celery task handle the messages of a topic. Celery's pool calls it with the decoded body.
+    """Let a Celery task handle the messages of a topic. Celery's pool calls the task with the decoded body.
 
         @subscriber_task("order.paid", group="mail")
         @shared_task
         def send_receipt(order): ...
 
-    The consumer process sends the call to Celery's broker, and the message counts as handled when Celery's broker has
-    the call. Then Celery's rules apply (acks_late, retries). If the call is sent twice, both calls have the same task
-    id. `options` are those of `subscriber`.
+    The consumer process sends the call to Celery's broker. When Celery's broker has the call, the message is handled,
+    and Celery's rules apply to the call (acks_late, retries). If the call is sent twice, both calls have the same task
+    id. `options` are the options of `subscriber`.
     """
     options.setdefault("retry", _UNTIL_IT_IS_THERE)
 

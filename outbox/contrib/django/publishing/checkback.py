@@ -35,9 +35,10 @@ def check_back(*, max_batches: int = 100) -> CheckCounts:
 
 
 def is_my_turn(name: str, interval_seconds: float, *, rest_seconds: float | None = None) -> bool:
-    """Whether this process should run the periodic pass `name` now. If so, the broker records the start of the pass.
+    """Whether this process should run the periodic pass `name` now.
 
-    If the broker does not answer, it returns True, because an extra pass is harmless.
+    If the function returns True, the broker has recorded the start of the pass. If the broker does not answer, the
+    function also returns True, because an extra pass is harmless.
     """
     group, broker = get_settings().producer_group, get_broker()
     if not group:

@@ -46,10 +46,10 @@ from outbox.utils.faults import point
 # arguments.
 
 
-# The parameter of a part that receives the return value of the decorated function.
+# The name of the parameter by which a part's function receives the return value of the decorated function.
 RESULT: Final = "result"
 
-# The mark for a part that was not given. None would be a valid value.
+# The mark for a part that was not given. None cannot be the mark, because None is a valid value of a part.
 NOT_GIVEN: Final[Any] = object()
 
 # `*args` and `**kwargs`: a caller cannot pass a value by the name of such a parameter.
@@ -96,7 +96,7 @@ class MessagePart:
 def part(function: Callable[..., Any], what: str, value: Any, *, may_yield: bool = False) -> MessagePart:
     """The message part named `what`, for the messages of `function`. Raises ConfigurationError if it cannot be built.
 
-    `may_yield`: the part may be a generator. It runs to its end when the messages are built.
+    `may_yield`: the part may be a generator. The generator runs to its end when the messages are built.
     """
     if not callable(value):
         return MessagePart(what, value)
@@ -147,10 +147,11 @@ def arguments_of(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Ma
 
 # -- writes to another database --------------------------------------------------------------------
 #
-# Refuses a write to another database if it is not the database whose transaction decides about the message.
+# Refuses a write to a database whose transaction does not decide about the message.
 #
 # Without `using`, `@transactional_message` chooses an alias, but a router may send a model's write to another alias. If
-# the function then failed, the row would stay, and the message would be rolled back. So such a write is refused.
+# the function failed after this write, the row would stay, and the message would be rolled back. So such a write is
+# refused.
 
 
 # Matches a statement that changes rows, also after comments and parentheses, and inside WITH.
@@ -192,10 +193,11 @@ _watching: ContextVar[_Watch | None] = ContextVar("outbox_watching", default=Non
 
 @contextmanager
 def writes_stay_on(alias: str | None, name: str) -> Iterator[None]:
-    """Inside the block, refuse this thread's writes on every other alias than `alias`. None allows all writes again.
+    """Inside the block, refuse this thread's writes on every other alias than `alias`.
 
-    Raises TransactionUsageError before the write is executed. If the caller swallows the error, it is raised again at
-    the end of the block. It detects only writes through Django's cursors. With one database, this check costs nothing.
+    If `alias` is None, all writes are allowed again. Raises TransactionUsageError before the write is executed. If the
+    caller swallows the error, the error is raised again at the end of the block. The check detects only writes through
+    Django's cursors. With one database, this check costs nothing.
     """
     watch = _Watch(alias, name) if alias is not None else None
     token = _watching.set(watch)
@@ -223,7 +225,7 @@ def _text(statement: Any) -> str:
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-# The name of the part that returns complete messages. It replaces the topic and the other parts.
+# The name of the part that returns complete messages. This part replaces the topic and the other parts.
 MESSAGES: Final = "messages"
 
 
@@ -270,7 +272,7 @@ def transactional_message(
     using: str | None = None,
     durable: bool = False,
 ) -> Callable[[Function], Function]:
-    """Run the decorated function in `atomic()`, and publish a message that is delivered if and only if it commits.
+    """Run the decorated function in `atomic()`; its message is delivered if and only if the transaction commits.
 
     `body`, `key`, `tag`, `headers` and `deliver_at` are values, or functions whose parameters are named like parameters
     of the decorated function. If such a function has a parameter `result`, it gets the return value of the decorated
@@ -280,16 +282,16 @@ def transactional_message(
     `messages` replaces the topic and the parts. It is a function of the same kind that returns or yields any number of
     messages, of any topics, made by `message(…)`. The messages become visible together or never.
 
-    `check` is a look-up by the message (by the first one of several), for example `lambda m:
+    `check` is a look-up that gets the message (of several messages, the first message), for example `lambda m:
     Order.objects.filter(pk=m.key, status="paid").exists()`. With the ledger, check-back also runs the look-up and
     reports a disagreement. Without the ledger, the look-up decides. `immunity_seconds` is how long the broker waits
-    before the first check (default OUTBOX['IMMUNITY_SECONDS']). Raise it for a function that runs long. `using` is the
-    alias of the transaction. Without it, the database routers choose it, and a write to another alias is refused. With
-    `durable`, a call inside another transaction is refused.
+    before the first check (default OUTBOX['IMMUNITY_SECONDS']). Choose a larger number for a function that takes long.
+    `using` is the alias of the transaction. Without `using`, the database routers choose the alias, and a write to
+    another alias is refused. With `durable`, a call inside another transaction is refused.
 
-    Inside another `atomic()` (also that of ATOMIC_REQUESTS), the outermost commit decides about the message. For an
-    async function, the transaction is on one synchronous thread. An exception that leaves the function rolls the
-    transaction back. Raises ConfigurationError at decoration for an impossible declaration.
+    Inside another `atomic()` block (also the block of ATOMIC_REQUESTS), the outermost commit decides about the message.
+    For an async function, the transaction is on one synchronous thread. If the function raises an exception, the
+    transaction rolls back. Raises ConfigurationError at decoration for an impossible declaration.
     """
     parts = {"body": body, "key": key, "tag": tag, "headers": headers, "deliver_at": deliver_at}
     if messages is None:
@@ -433,7 +435,7 @@ def _refuse_unsuitable(function: Any) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class _Call:
-    """A decorated function with its message. `name` is for errors, `checker` for check-back."""
+    """A decorated function with its message. Errors contain `name`. Check-back finds the look-up by `checker`."""
 
     decorator: _Decorator
     name: str
@@ -442,7 +444,7 @@ class _Call:
     checker: str
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Open the block, publish the messages, run the function and leave the block. Report a certain rollback."""
+        """Open the block, publish the messages, run the function and end the block. Report a certain rollback."""
         arguments = arguments_of(self.signature, args, kwargs)
         alias = self.decorator.using or _default_alias()
         watched = None if self.decorator.using else alias

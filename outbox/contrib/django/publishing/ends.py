@@ -1,9 +1,10 @@
-"""A producer's reports after its transaction: a certain decision, otherwise a request for a check.
+"""A producer's reports after its transaction: the decision if it is certain, otherwise a request for a check.
 
-Django runs `on_commit` after it has called COMMIT, which does not prove a commit. If a statement failed and the
+Django runs `on_commit` after COMMIT was executed. This does not prove a commit. If a statement failed and the
 application swallowed the error, PostgreSQL answers COMMIT with ROLLBACK and no error. `on_commit` also runs for work
 that a manual `savepoint_rollback` undid. So COMMIT is reported only if the ledger row is visible. A missing row proves
-nothing, because a lagging replica may not have it yet. Then the producer asks for an early check.
+nothing, because a lagging replica may not have the row yet. If the row is missing, the producer asks for an early
+check.
 
 See decision 022.
 """
@@ -47,7 +48,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """The receipts of one publish call. On the two-phase path, also its half message.
+    """The receipts of one publish call. On the two-phase path, the object also has the call's half message.
 
     `xid` is the database's id of the local transaction (see ledger.insert_committed).
     """
@@ -75,25 +76,25 @@ def _after_commit(alias: str, half: HalfTransaction, halves: BlockHalves) -> Non
 def _in_ledger(connection: BaseDatabaseWrapper, halves: BlockHalves) -> set[UUID]:
     """The ids with a committed ledger row, among all half messages of the block.
 
-    One look-up reads all of them, on the connection that wrote the ledger rows.
+    One look-up reads all these ids, on the connection that wrote the ledger rows.
     """
     if halves.in_ledger is None:
         try:
             sync_pipeline(connection)
             halves.in_ledger = ledger.committed(connection, halves.ids)
         except Exception as error:
-            # The error must not be raised, because the transaction has already ended. Its connection may have changed
-            # since.
+            # The error must not be raised, because the transaction has already ended. The connection of the transaction
+            # may have been replaced.
             logger.info("the ledger on %r cannot be read, check-back will: %s", connection.alias, error)
             halves.in_ledger = set()
     return halves.in_ledger
 
 
 def confirm_before_commit(connection: BaseDatabaseWrapper, published: Published, name: str) -> None:
-    """Verify, as a block's last statement, that its first message still belongs to its transaction.
+    """At the end of a block, verify that the block's first message still belongs to the block's transaction.
 
-    Otherwise raise TransactionUsageError, because the caller must not think that `name` has succeeded. A block that the
-    application marked for rollback is not checked, unless its connection was closed.
+    Otherwise raise TransactionUsageError, because the caller must not think that `name` has succeeded. If the
+    application marked the block for rollback, the function checks only whether the connection was closed.
     """
     if connection.closed_in_transaction:
         raise lost(connection, name, "its connection was closed")
@@ -143,7 +144,7 @@ def mark_transaction(connection: BaseDatabaseWrapper, name: str) -> str:
 
 
 def require_marked(connection: BaseDatabaseWrapper, mark: str, name: str) -> None:
-    """Raise TransactionUsageError if the open transaction is not the marked one. Nothing is published yet."""
+    """Raise TransactionUsageError if the open transaction is not the marked transaction. Call it before publishing."""
     require_whole(connection, f"publishing for {name}")
     with naming(f"publishing for {name}", connection):
         is_same = not mark or ledger.current_xid(connection) == mark
@@ -152,9 +153,9 @@ def require_marked(connection: BaseDatabaseWrapper, mark: str, name: str) -> Non
 
 
 def report_rollback(connection: BaseDatabaseWrapper, half: HalfTransaction, xid: str) -> None:
-    """Report ROLLBACK if it is certain, else ask for a check.
+    """Report ROLLBACK if the rollback is certain, else ask for a check.
 
-    Called after a block of this package has ended without a commit.
+    Call it after a block of this package has ended without a commit.
     """
     if half.ledger_id is not None and _is_rolled_back(connection, half, xid):
         _end_soon(half, Decision.ROLLBACK)
@@ -166,7 +167,7 @@ def _is_rolled_back(connection: BaseDatabaseWrapper, half: HalfTransaction, xid:
     raw = connection.connection
     if raw is None or getattr(raw, "closed", False) or connection.needs_rollback:
         # Do not open a new connection for this look-up. If the outer block needs a rollback, Django allows no statement
-        # before it ends.
+        # before that block ends.
         return False
     try:
         sync_pipeline(connection)

@@ -1,8 +1,8 @@
 """`message_transaction()`: several messages, to several topics, that become visible together or never.
 
-Inside `atomic()`, all messages share one ledger row, one half batch, one decision and one row of the op log. Outside,
-one statement stores the messages when the block is left. So no transaction is ever open in the broker. Only its own
-process knows of an abandoned transaction, so it delays no other transaction.
+Inside `atomic()`, all messages share one ledger row, one half batch, one decision and one row of the op log. Outside of
+`atomic()`, one statement stores the messages when the block ends. So no transaction is ever open in the broker: if a
+process abandons a transaction, the broker has stored nothing of this transaction, and no other transaction waits.
 
 See decision 095.
 """
@@ -30,7 +30,7 @@ from outbox.message import Message, SendReceipt
 from outbox.transaction import ProducerEpoch
 from outbox.utils.backoff import Backoff
 
-# All messages of a transaction are sent in one statement, and wait in this process until then.
+# One statement sends all messages of a transaction. Before that, this process keeps the messages in memory.
 MAX_BYTES: Final = 64 * 1024 * 1024
 
 DEFAULT_TIMEOUT_SECONDS: Final = 60.0
@@ -45,16 +45,17 @@ def message_transaction(
             tx.publish("orders", {...}, key=order.pk)
             tx.publish("points", {...}, key=order.customer_id)
 
-    Inside `atomic()` it joins that transaction (`using` names its alias if several are open). The messages are stored
-    when the block is left, with the keys of FIFO topics locked in one order. Outside of `atomic()`, the messages are
-    sent when the block is left, if it was open for at most `timeout_seconds`. If an exception leaves the block, no
-    message is sent. The same applies if `publish` raises an exception and the block catches it.
+    Inside `atomic()`, the messages belong to that transaction (if transactions are open on several aliases, `using`
+    names the alias). The messages are stored when the block ends; before that, the keys of FIFO topics are locked in a
+    fixed order. Outside of `atomic()`, the messages are sent when the block ends, if the block was open for at most
+    `timeout_seconds`. If the block raises an exception, no message is sent. If `publish` raises an exception and the
+    block catches this exception, no message is sent either.
     """
     return MessageTransaction(using=using, timeout_seconds=timeout_seconds)
 
 
 class MessageTransaction:
-    """The messages of one `message_transaction()` block. An object is for one thread and one use."""
+    """The messages of one `message_transaction()` block. Use an object in one thread only, and only once."""
 
     def __init__(
         self, *, using: str | None = None, timeout_seconds: float, producer: ProducerEpoch | None = None
@@ -73,7 +74,7 @@ class MessageTransaction:
 
     @property
     def receipts(self) -> Sequence[SendReceipt]:
-        """One receipt per message, in order; empty until the block has been left."""
+        """One receipt per message, in order; empty until the block has ended."""
         return self._receipts
 
     def __enter__(self) -> Self:
@@ -97,10 +98,10 @@ class MessageTransaction:
     ) -> UUID:
         """Add a message and return its id.
 
-        The message is encoded and checked now, and stored when the block is left.
+        The message is encoded and checked now, and stored when the block ends.
 
-        The parameters are those of `publish`. Raises UsageError for a message that can never be sent. Then no message
-        of the transaction is sent.
+        The parameters are those of `publish`. Raises UsageError for a message that can never be sent. After this error,
+        no message of the transaction is sent.
         """
         with failing_takes_the_block_along(self._alias):
             try:
@@ -152,9 +153,10 @@ class MessageTransaction:
         self._messages.append(built)
 
     def _refuse_another_block(self, name: str) -> None:
-        """Refuse a message inside another atomic block than the one in which this transaction began.
+        """Refuse a message if the innermost atomic block is not the block in which this transaction began.
 
-        The message is stored outside of an inner savepoint, so the rollback of the savepoint would not remove it.
+        The message is stored outside of an inner savepoint, so the rollback of the savepoint would not remove the
+        message.
         """
         found = current_transaction(self._alias)
         if found is self._connection and _innermost(found) is self._block:
@@ -199,17 +201,18 @@ class FencedProducer:
     def transaction(
         self, *, using: str | None = None, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS
     ) -> MessageTransaction:
-        """Like `message_transaction()`. If a newer instance exists, leaving the block raises ProducerFenced."""
+        """Like `message_transaction()`. If a newer instance exists, the end of the block raises ProducerFenced."""
         return MessageTransaction(using=using, timeout_seconds=timeout_seconds, producer=self.instance)
 
 
 def fenced_producer(transactional_id: str, *, wait_seconds: float = 30.0) -> FencedProducer:
     """Take over `transactional_id` within this service's PRODUCER_GROUP. Call it once, when the process starts.
 
-    Afterwards the broker refuses older instances. Before it returns, the function decides their undecided transactions
-    by check-backs, which do not wait for immunity. This takes at most `wait_seconds`. If transactions are still
-    undecided then, it raises LeftoversUndecided: an older instance is inside its transaction, or no process can answer.
-    The older instances are also fenced then, unless the error says otherwise.
+    Afterwards the broker refuses older instances. Before it returns, the function decides the undecided transactions of
+    older instances by check-backs, which do not wait for immunity. The function takes at most `wait_seconds`. If such
+    transactions are still undecided after this time, it raises LeftoversUndecided: an older instance has not ended its
+    transaction, or no process can answer the checks. The text of this error says whether the older instances are
+    fenced.
     """
     names.check_group(transactional_id)
     group = get_settings().required_producer_group()

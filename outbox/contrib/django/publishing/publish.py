@@ -2,8 +2,8 @@
 
 Inside `atomic()`, the two-phase path has these steps: FIFO key lock, ledger row, half message, business work, COMMIT,
 end message. The broker has stored the half message before the business work continues. If the application's connection
-leads to the broker's own database, that connection writes the message as part of its transaction (the atomic path). No
-half message is needed then.
+leads to the broker's own database, that connection writes the message as part of its transaction (the atomic path). The
+atomic path needs no half message.
 
 See decision 076.
 """
@@ -70,16 +70,17 @@ def publish(
 ) -> SendReceipt:
     """Publish one message and return its receipt.
 
-    Inside `atomic()`, the message is delivered if and only if that transaction commits. Outside, it is sent at once.
-    `body` is encoded by the topic's codec (JSON unless declared otherwise). `key` orders messages on FIFO topics; ints
-    and UUIDs are written as text. On topics of type DELAY, `delay` or `deliver_at` postpones the delivery. `delay` is
-    seconds or a timedelta, counted from the time at which the broker stores the message. `deliver_at` is an aware
-    datetime, unless USE_TZ is off. `immunity_seconds` is how long the broker waits before its first check of this
-    transaction (default OUTBOX['IMMUNITY_SECONDS']). Raise it for a transaction that runs long. `using` names the alias
-    of the transaction if several are open.
+    Inside `atomic()`, the message is delivered if and only if that transaction commits. Outside of `atomic()`, the
+    message is sent at once. The topic's codec encodes `body` (the default codec is JSON). `key` orders messages on FIFO
+    topics; ints and UUIDs are written as text. On topics of type DELAY, `delay` or `deliver_at` postpones the delivery.
+    `delay` is seconds or a timedelta, counted from the time at which the broker stores the message. If USE_TZ is on,
+    `deliver_at` is an aware datetime. `immunity_seconds` is how long the broker waits before its first check of this
+    transaction (default OUTBOX['IMMUNITY_SECONDS']). Choose a larger number for a transaction that takes long. If
+    transactions are open on several aliases, `using` names the alias.
 
     Raises UsageError for a message that can never be sent. Raises BrokerError if the broker did not store the message.
-    In both cases the surrounding atomic block is marked for rollback, even if the caller swallows the exception.
+    After each of these errors, the surrounding atomic block is marked for rollback, even if the caller swallows the
+    error.
     """
     with failing_takes_the_block_along(using):
         built = message(topic, body, key=key, tag=tag, headers=headers, delay=delay, deliver_at=deliver_at)
@@ -98,7 +99,7 @@ def publish_many(
     immunity_seconds: int | None = None,
     using: str | None = None,
 ) -> list[SendReceipt]:
-    """Publish one message per body, all or none, with one transaction id and one statement.
+    """Publish one message per body, with one transaction id and one statement: all messages or no message.
 
     `key` and `tag` may be functions of a body. The other parameters are those of `publish`. If messages differ in
     further properties or in their topics, build them with `message` and pass them to `publish_messages`.
@@ -126,7 +127,7 @@ def publish_many(
 def publish_messages(
     messages: Sequence[Message], *, immunity_seconds: int | None = None, using: str | None = None
 ) -> list[SendReceipt]:
-    """Publish messages made by `message`, to one or several topics, all or none. Otherwise like `publish`."""
+    """Publish messages made by `message`, to one or several topics: all or no message. Otherwise like `publish`."""
     with failing_takes_the_block_along(using):
         return _publish_all(messages_of(messages, "publish_messages"), immunity_seconds, using)
 
@@ -142,8 +143,8 @@ def _awaitable(
 ) -> Callable[Parameters, Coroutine[Any, Any, Result]]:
     @functools.wraps(function)
     async def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
-        # Thread-sensitive: the function runs on the thread of the async code's database calls, and so in their
-        # transaction.
+        # With thread_sensitive, the function runs on the thread of the async code's database calls, and so in the
+        # transaction of these calls.
         return await sync_to_async(function, thread_sensitive=True)(*args, **kwargs)
 
     call.__name__ = call.__qualname__ = f"a{function.__name__}"
@@ -155,8 +156,8 @@ apublish = _awaitable(
     publish,
     """`publish`, to be awaited: joins the transaction of an async subscriber or of @transactional_message.
 
-    Elsewhere in async code, where Django has no transactions, it is sent at once. Awaiting can be cancelled, sending
-    cannot: the message may have been stored all the same.
+    Elsewhere in async code, where Django has no transactions, the message is sent at once. If the await is cancelled,
+    the call is not stopped, and the message may have been stored.
     """,
 )
 apublish_many = _awaitable(publish_many, """`publish_many`, to be awaited; otherwise like `apublish`.""")
@@ -179,7 +180,8 @@ def publish_bound(
 
     `checker` names the look-up that check-back runs (`transactional_message(check=…)`). `producer` is the instance that
     must be the newest of its transactional id. If the call raises an error, the caller must roll back the block. The
-    broker may still have stored the half message. Because its ledger row is missing, check-back rolls it back.
+    broker may have stored the half message before the error. Check-back rolls this half message back, because its
+    ledger row is missing.
     """
     with tracing.publishing(messages) as traced:
         return _publish(traced, using, _HalfTerms(checker, immunity_seconds, producer))
@@ -247,7 +249,7 @@ def _publish_atomic(
     return receipts
 
 
-# Whether an append has failed in this process since the last successful one.
+# Whether an append has failed in this process since the last successful append.
 _has_failed = False
 
 
@@ -385,7 +387,7 @@ def key_text(key: object) -> str:
 
 
 def wait_of(topic: str, delay: float | timedelta | None, deliver_at: datetime | None) -> timedelta | None:
-    """The delay as a timedelta. Raises UsageError for an invalid one, and if `deliver_at` is given too."""
+    """The delay as a timedelta. Raises UsageError for an invalid delay, and if `deliver_at` is given too."""
     if delay is None:
         return None
     if deliver_at is not None:
@@ -406,8 +408,8 @@ def wait_of(topic: str, delay: float | timedelta | None, deliver_at: datetime | 
 
 # -- refusals --------------------------------------------------------------------------------------
 #
-# `publish` refuses a message before it stores anything: if the required transaction is missing, or if the message would
-# leave a test.
+# `publish` refuses a message before it stores anything: if the required transaction is missing, or if a TestCase would
+# publish the message to a real broker.
 
 
 _MAX_IMMUNITY_SECONDS: Final = 366 * 24 * 3600
@@ -439,7 +441,7 @@ def refuse_without_transaction(settings: OutboxSettings, first: Message, immunit
 
 
 def refuse_leak_from_test(settings: OutboxSettings, using: str | None) -> None:
-    """Raise TransactionUsageError if a TestCase would publish to a real broker, beyond its own rollback."""
+    """Raise TransactionUsageError if a TestCase would publish to a real broker, where its rollback has no effect."""
     if settings.in_memory:
         return
     opened = [connections[using]] if using else connections.all(initialized_only=True)
@@ -448,7 +450,7 @@ def refuse_leak_from_test(settings: OutboxSettings, using: str | None) -> None:
 
 
 def leak_from_test(what: str) -> TransactionUsageError:
-    """The error for a message that would leave a TestCase."""
+    """The error for a message that a TestCase would publish to a real broker."""
     return TransactionUsageError(
         f"{what} would leave this TestCase: its transaction is always rolled back, the broker's database is not. Set "
         f"OUTBOX['IN_MEMORY'] = True for tests (OutboxTestMixin of outbox.contrib.django.testing does), or use "
@@ -458,10 +460,11 @@ def leak_from_test(what: str) -> TransactionUsageError:
 
 # -- the lock of a FIFO key ------------------------------------------------------------------------
 #
-# The local transaction locks each FIFO key before the message gets its log position, and holds the lock until it ends.
+# The local transaction locks each FIFO key before the message gets its log position, and holds the lock until the
+# transaction ends.
 
 
-# One statement takes all locks. unnest() returns the numbers in their order.
+# One statement takes all locks. unnest() returns the numbers in the order of the array.
 _LOCK_POSTGRESQL: Final = "SELECT pg_advisory_xact_lock(number) FROM unnest(%s::bigint[]) AS number"
 # Each lock uses the server's shared memory until the transaction ends. 16,000 locks at the same time have exhausted
 # this memory.
@@ -472,10 +475,10 @@ _ADD_ROW: Final = "INSERT INTO outbox_key_lock (key_hash, taken) VALUES (%s, 0)"
 
 
 def lock_keys(connection: BaseDatabaseWrapper, keys: Iterable[tuple[str, str]]) -> None:
-    """Lock these (topic, key) pairs until the transaction ends. If another transaction holds a lock, wait for it.
+    """Lock these (topic, key) pairs until the transaction ends. If another transaction holds a lock, wait for its end.
 
     The pairs are sorted, so that two publish calls with the same keys do not deadlock. Raises InvalidMessage for more
-    than MAX_KEYS of them.
+    than MAX_KEYS pairs.
     """
     numbers = sorted({_lock_number(topic, key) for topic, key in keys})
     if len(numbers) > MAX_KEYS:

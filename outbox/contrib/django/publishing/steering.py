@@ -18,8 +18,8 @@ from outbox.recall import Recall
 def recall(message_id: UUID) -> Recall:
     """Recall a message that waits for its delivery time or for a retry. Returns the outcome.
 
-    A recall takes effect at once and cannot be undone. So it is refused inside a transaction, which could roll back.
-    Call it in `transaction.on_commit`. A message that is already in its queue is delivered. Raises BrokerError.
+    A recall takes effect at once and cannot be undone. So a recall is refused inside a transaction, which could roll
+    back. Call it in `transaction.on_commit`. A message that is already in its queue is delivered. Raises BrokerError.
     """
     _refuse_in_transaction("recall(…)")
     return _settled_broker().recall([message_id])[0]
@@ -38,8 +38,8 @@ def recall_key(topic: str, key: object) -> list[Recall]:
 def reject_transactional(rejecting: bool = True) -> bool:
     """Refuse new transactional messages on the broker, or accept them again. Returns whether the state changed.
 
-    The switch applies to all producers of the broker, on both paths. While it is on, `publish` in a transaction raises
-    TransactionalMessagesRejected, and the transaction rolls back. Stored messages are still delivered. Raises
+    The switch applies to all producers of the broker, on both paths. While the switch is on, `publish` in a transaction
+    raises TransactionalMessagesRejected, and the transaction rolls back. Stored messages are still delivered. Raises
     BrokerError.
     """
     return get_broker().reject_transactional(rejecting)

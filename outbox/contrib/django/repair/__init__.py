@@ -1,1 +1,1 @@
-"""Applies a repair plan of the reconciliation. Every step is verified again and audited, and may be repeated."""
+"""Applies a repair plan of the reconciliation. Each step is verified again and audited. A step may be repeated."""

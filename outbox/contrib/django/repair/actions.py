@@ -64,7 +64,7 @@ class Result:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PublishSources:
-    """The data for steps that publish: sources and publishers by the name of the rule, aliases by database."""
+    """The data for steps that publish: sources and publishers by rule name, and aliases by database name."""
 
     sources: Mapping[str, RuleSource]
     aliases: Mapping[str, str]
@@ -76,7 +76,10 @@ class Refusal(Exception):
 
 
 def take(step: RepairStep, means: PublishSources, *, dry_run: bool) -> Result:
-    """Verify one step and, unless `dry_run`, do it. If the broker or a database refuses it, the outcome is REFUSED."""
+    """Verify one step and, unless `dry_run`, do it.
+
+    If the broker or a database refuses the step, the outcome is REFUSED.
+    """
     try:
         if step.action is RepairAction.PUBLISH:
             return _publish(step, means, dry_run)
@@ -117,8 +120,8 @@ def _publish(step: RepairStep, means: PublishSources, dry_run: bool) -> Result:
         )
     connection = connections[means.aliases[source.database]]
     with transaction.atomic(using=connection.alias):
-        # The lock is held until the message is stored. Until then publishers for this key on a FIFO topic wait, and so
-        # does another apply.
+        # The lock is held until the message is stored. Until then, publishers of this key on a FIFO topic wait for the
+        # lock, and another run of `apply` waits too.
         lock_keys(connection, [(source.topic, step.key)])
         result = _settled(step, source, connection)
         if isinstance(result, Result):
@@ -241,7 +244,10 @@ def _ask(step: RepairStep, dry_run: bool) -> Result:
 
 
 def _asked(transaction_id: UUID) -> tuple[Decision | None, str]:
-    """Record the decision that the ledger proves. COMMIT is tried first, because its check only reads the ledger."""
+    """Record the decision that the ledger proves.
+
+    COMMIT is tried first, because the check for COMMIT only reads the ledger.
+    """
     answers = ""
     for decision in (Decision.COMMIT, Decision.ROLLBACK):
         try:

@@ -54,7 +54,8 @@ def apply(
 ) -> Iterator[tuple[RepairStep, Result]]:
     """Yield each step with its result as soon as the step has ended. Without a `reason` steps are only verified.
 
-    If the broker or a database cannot be reached, raises its error. The audit then has all steps done before.
+    If the broker or a database cannot be reached, raises the error of the connection. The audit then has all steps that
+    were done before the error.
     """
     pace = pace or RateLimiter(limits.per_second)
     acted = 0
@@ -74,7 +75,7 @@ def apply(
 
 
 def _done(plan: RepairPlan, step: RepairStep, means: PublishSources, verified: Result, reason: str) -> Result:
-    """Do a verified step and record it in the audit of operator actions. The step verifies again under its locks."""
+    """Do a verified step and record it in the audit of operator actions. The step is verified again under its locks."""
     results: list[Result] = []
 
     def do() -> Mapping[str, Any]:

@@ -22,7 +22,8 @@ from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.repair.plan import Effects, RepairStep, RuleSource
 from outbox.errors import BrokerError, UsageError
 
-# A half message is older than its row by at most the duration of the transaction. Check-back parks older half messages.
+# A half message is older than its row by at most the duration of the local transaction. If a transaction takes longer
+# than this limit, check-back has already parked its half message.
 _BEFORE_ROW: Final = timedelta(hours=72)
 # The statement has two conditions on the key: the first uses the index, the second compares the exact text.
 _ROW: Final = "SELECT * FROM {table} WHERE {key} = %s AND ({key})::text = %s{when} LIMIT 2 FOR SHARE"
@@ -30,7 +31,7 @@ _OF_KEY: Final = (
     "SELECT message_id, state FROM {view} WHERE topic = %(topic)s AND key = %(key)s "
     "AND (%(tag)s::text IS NULL OR tag = %(tag)s) AND stored_at >= %(since)s{when} ORDER BY log_id"
 )
-# Selects messages of other keys whose bodies contain the text of the key. Only these bodies are parsed.
+# Selects messages that have another key, but whose bodies contain the text of this key. Only these bodies are parsed.
 _NAMING: Final = (
     "SELECT message_id, state, key, content_type, body FROM {view} WHERE topic = %(topic)s AND key <> %(key)s "
     "AND (%(tag)s::text IS NULL OR tag = %(tag)s) AND stored_at >= %(since)s AND state <> 'rolled_back'{when} "
@@ -85,8 +86,8 @@ def message_naming(
 ) -> BrokerMessage | None:
     """Return a message of another key whose body names the key of `step`; None if there is none.
 
-    A message is left out if a row has its key and the row needs the message: then the message is about that row. Raises
-    UsageError if too many bodies contain the key's text.
+    A message is left out if a row has the message's key and needs the message, because the message then belongs to that
+    row. Raises UsageError if too many bodies contain the key's text.
     """
     statement = _NAMING.replace("{when}", _and(source.message_when).replace("{", "{{").replace("}", "}}"))
     values = {"topic": source.topic, "tag": source.tag, "key": step.key, "since": row_at - _BEFORE_ROW}
@@ -135,7 +136,7 @@ def _written(key: str) -> list[bytes]:
 
 
 def _names(body: bytes, content_type: str, key: str) -> bool:
-    """Whether a value of a JSON body is the key. In a body that is not JSON: whether a word is the key."""
+    """Whether a JSON body has the key as a value. For a body that is not JSON: whether it has the key as a word."""
     text = body.decode("utf-8", "replace")
     with suppress(ValueError, RecursionError):
         if content_type.startswith("application/json"):
@@ -166,13 +167,16 @@ def _same(value: str, key: str) -> bool:
 
 
 def message(message_id: UUID) -> BrokerMessage | None:
-    """Return the message with this id; None if the broker has none."""
+    """Return the message with this id; None if the broker has no such message."""
     rows = _rows(_OF_IDS, "message_v1", {"ids": [message_id]})
     return BrokerMessage(*rows[0]) if rows else None
 
 
 def dead_since(group: str, message_id: UUID) -> datetime | None:
-    """Return the time since which the message is a dead letter of the group; None if it is none or was replayed."""
+    """Return the time since which the message is a dead letter of the group.
+
+    The result is None if the message is not a dead letter of the group, or if it was replayed.
+    """
     rows = _rows(_DEAD, "dead_letter_v1", {"group": group, "message_id": message_id})
     return rows[0][0] if rows else None
 
@@ -191,6 +195,7 @@ def _rows(statement: str, view: str, values: Mapping[str, Any]) -> Sequence[tupl
         recovering = connection.execute("SELECT pg_is_in_recovery()").fetchone()
         if recovering is None or recovering[0]:
             raise BrokerError("the broker's alias leads to a replica, which may lack newer messages: use the primary.")
-        # The statement contains the rules' SQL unchanged, because the author of the plan may write the rules.
+        # The statement contains the rules' SQL unchanged, because the author of a plan is also allowed to write the
+        # rules.
         text = sql.SQL(statement).format(view=sql.Identifier(schema, view))
         return connection.execute(text, values).fetchall()

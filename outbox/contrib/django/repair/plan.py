@@ -41,7 +41,7 @@ class Effects:
 class RuleSource:
     """A rule's rows and messages. `table`, `key`, `when` and `message_when` are SQL texts.
 
-    `messages` is the number of messages of a row: exactly_one or at_least_one.
+    `messages` says how many messages a row must have: exactly_one or at_least_one.
     """
 
     database: str

@@ -1,4 +1,4 @@
-"""All settings. Each setting is defined here once, and the program reads it when it needs it.
+"""All settings. Each setting is defined once, in this module. Code reads a setting when it needs the value.
 
     OUTBOX = {
         "BROKER": "broker",                     # alias of the broker's database (default: DEFAULT_DB_ALIAS)
@@ -261,7 +261,10 @@ class PathChoice(enum.StrEnum):
     TWO_PHASE = "two_phase"
     """Every transactional publish sends a half message, runs the local transaction, and sends an end message."""
     ATOMIC = "atomic"
-    """Every transactional publish uses the application's connection. If the broker is elsewhere, publishing fails."""
+    """Every transactional publish uses the application's connection.
+
+    If the broker is in another database, publishing fails.
+    """
 
 
 class EngineName(enum.StrEnum):
@@ -570,7 +573,7 @@ def imported(where: str, dotted_path: str) -> Any:
 def chosen(where: str, declared: Mapping[str, Entry], names: Sequence[str], purpose: str) -> dict[str, Entry]:
     """Return the entries with these names; without names, all entries.
 
-    Raises ConfigurationError for an unknown name, and if nothing is declared.
+    Raises ConfigurationError for an unknown name. Also raises it if nothing is declared.
     """
     if not declared:
         raise ConfigurationError(f"{where} declares nothing {purpose}.")

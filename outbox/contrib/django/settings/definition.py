@@ -110,7 +110,8 @@ def definitions(kind: type) -> Mapping[str, Setting]:
 def read(kind: type[Entry], where: str, given: object, *, noun: str = "option") -> Entry:
     """Return the checked settings of a dictionary. `where` is its place, as in "OUTBOX['TOPICS']['orders']".
 
-    Raises ConfigurationError for an unknown name (with the nearest known one), a wrong value, and a missing one.
+    Raises ConfigurationError for an unknown name, a wrong value, or a missing required key. For an unknown name, the
+    error shows the most similar known name.
     """
     known = {item.name: (attribute, item) for attribute, item in definitions(kind).items()}
     needed = [name for name, (_, item) in known.items() if item.default is REQUIRED]
@@ -258,7 +259,10 @@ def named_or_path(known: Mapping[str, str]) -> Rule[str]:
 
 
 def entries(entry: Callable[[str, str, Any], Entry], *, name: str, example: str) -> Rule[Mapping[str, Entry]]:
-    """Return the rule for a dictionary {name: entry}. `entry` checks a name and its value, and gets their place."""
+    """Return the rule for a dictionary {name: entry}.
+
+    The function `entry` gets the place of an entry, its name and its value, and checks them.
+    """
 
     def check(where: str, value: Any) -> Mapping[str, Entry]:
         if not isinstance(value, Mapping):

@@ -1,7 +1,7 @@
 """Examines a decorated callable: whether it is async, its parameters, and its name.
 
-Python's `inspect` handles plain functions only. These functions also handle `functools.partial`, objects with a
-`__call__`, and views that Django has marked as asynchronous.
+Python's `inspect` handles plain functions only. The functions of this module also handle `functools.partial`, objects
+with a `__call__`, and views that Django has marked as asynchronous.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from asgiref.sync import iscoroutinefunction
 
 from outbox.errors import TransactionUsageError
 
-# The module in which Django's method_decorator defines the function on which it tries a decorator.
+# Django's method_decorator passes a stand-in function to a decorator. It defines the stand-in in this module.
 _METHOD_DECORATOR: Final = "django.utils.decorators"
 
 
@@ -30,7 +30,7 @@ def is_generator(function: Callable[..., Any]) -> bool:
 
 
 def _layers(function: Any) -> list[Any]:
-    """Return the function and every function behind it: behind a partial, a bound method or `__call__`."""
+    """Return the function and every function that it calls through a partial, a bound method or `__call__`."""
     layers = [function]
     while (inner := _inner(layers[-1])) is not None:
         layers.append(inner)
@@ -70,7 +70,8 @@ def path_of(function: Any) -> str:
 def has_a_name(function: Any) -> bool:
     """Whether the callable has a name of its own.
 
-    A callable without a name gets one from its parts. The function on which Django tries a decorator has no own name.
+    For a callable without a name of its own, `name_of` returns the name of its function or its class. The stand-in
+    function of Django's method_decorator counts as a callable without a name.
     """
     return hasattr(function, "__qualname__") and not is_stand_in(function)
 

@@ -43,7 +43,8 @@ logger = logging.getLogger(__name__)
 #
 # The database connections of handler threads. Between two messages a connection is kept, returned to a pool, or closed.
 #
-# The threads belong to the consumer runtime. Django closes connections at the end of a request, and here there is none.
+# The threads belong to the consumer runtime. Django closes connections at the end of a request, but a consumer has no
+# requests.
 
 
 # The default of psycopg_pool.ConnectionPool(min_size=4, max_size=None).
@@ -63,9 +64,10 @@ class _Closing:
 
 
 class _OfThread(threading.local):
-    """The connections of one handler thread. They are closed when the thread ends, because its locals are deleted then.
+    """The connections of one handler thread.
 
-    Without this, they would stay open until the garbage collector finds them.
+    They are closed when the thread ends, because Python then deletes the local data of the thread. Without this class,
+    the connections would stay open until the garbage collector finds them.
     """
 
     def __init__(self) -> None:
@@ -81,7 +83,7 @@ def refresh_connections() -> None:
     A pool may have fewer connections than there are threads, so a thread that keeps a connection would block another
     thread. Without a pool, connections with CONN_MAX_AGE = 0 are kept. Django's close_old_connections closes them,
     because 0 means "for one request"; a worker would then reconnect for every message. These connections are closed
-    when their idle thread ends.
+    when the idle thread that has them ends.
     """
     opened = _of_thread.closing.connections = connections.all(initialized_only=True)
     for connection in opened:
@@ -98,15 +100,17 @@ def refresh_connections() -> None:
         connection.errors_occurred = False
 
 
-# One lock per file. With it, the threads of a process wait for each other and do not fail in SQLite's busy loop.
+# One lock per file. With the lock, the threads of a process wait for each other. Without it, they would fail in
+# SQLite's busy loop.
 _turns: Final[dict[str, threading.RLock]] = {}
 
 
 @contextlib.contextmanager
 def one_writer(connection: BaseDatabaseWrapper) -> Iterator[None]:
-    """Let the handlers of this process take turns on SQLite, which has one writer at a time. Elsewhere do nothing.
+    """Let the handlers of this process take turns on SQLite, which has one writer at a time.
 
-    Without turns, a handler that waits for the others for longer than `timeout` fails with "database is locked".
+    On other databases do nothing. Without turns, a handler that waits for the others for longer than `timeout` fails
+    with "database is locked".
     """
     if connection.vendor != "sqlite":
         yield
@@ -152,9 +156,9 @@ def pool_shortages(subscribers: Iterable[Subscriber]) -> Iterator[str]:
 # -- rows of the inbox -----------------------------------------------------------------------------
 
 
-# Every connection to PostgreSQL gets the same text, through Django or through a ShortTransaction. The statement sets
-# the timeouts before it can wait, for this transaction only, which is safe behind a pooler. A handler that is frozen
-# until its lease has expired must not block the next owner of the queue.
+# The text of the statement is the same on a connection of Django and in a ShortTransaction. The statement sets the
+# timeouts before its first wait. They apply to this transaction only, so they are safe behind a pooler. A handler that
+# is frozen until its lease has expired must not block the next owner of the queue.
 _ENTER: Final = """
 INSERT INTO outbox_inbox (consumer_group, generation, message_id)
 SELECT %(group)s, %(generation)s::integer, {ids}
@@ -194,7 +198,7 @@ class InboxEntries:
         self._connection = connection
         self._key: list[Any] = [group, generation]
         self._short: ShortTransaction | None = None
-        # True if only COMMIT was left to do. A later failure then happened in COMMIT or after it.
+        # True after all work before COMMIT is done. A failure from then on happened in COMMIT or after COMMIT.
         self.is_confirmed = False
 
     def enter(self, deliveries: Sequence[Delivery], *, lease_seconds: float) -> list[Delivery]:
@@ -216,8 +220,8 @@ class InboxEntries:
         lock, idle = (str(round(lease_seconds * share * 1000)) for share in (0.5, 0.8))
         is_one = len(message_ids) == 1
         if ShortTransaction.is_possible(self._connection):
-            # The watch does not see this BEGIN. Report it, because the watch otherwise takes the transaction for one
-            # that does not belong to the block.
+            # The watch of the connection does not see this BEGIN. Report the BEGIN to the watch, because the watch
+            # would otherwise assume that the transaction does not belong to the block.
             watch_of(self._connection).note_begun()
             self._short = ShortTransaction(self._connection)
             values = {
@@ -265,9 +269,10 @@ class InboxEntries:
                 cursor.executemany(_DELETE, rows)
 
     def confirm(self, deliveries: Sequence[Delivery], name: str) -> None:
-        """Verify, as the last statement, that the rows and so the effects are still part of the transaction.
+        """Verify, with the last statement, that the inbox rows are still part of the transaction.
 
-        If that saves a round trip, it also commits. If the rows are not part of the transaction, raises
+        If the rows are part of the transaction, the handler's effects are too. If checking and committing in one
+        request saves a round trip, the function also commits. If the rows are not part of the transaction, raises
         TransactionUsageError, because COMMIT would succeed and store nothing.
         """
         if self._connection.needs_rollback:
@@ -300,7 +305,7 @@ class InboxEntries:
     def still_there(self, deliveries: Sequence[Delivery]) -> set[UUID]:
         """Return the messages whose rows are committed although the attempt failed, because the handler ran COMMIT."""
         if not deliveries or fence.is_lost():
-            # There are no rows to read, or another owner of the queue may have written them.
+            # There are no rows to read, or another owner of the queue may have written the rows.
             return set()
         try:
             return self._present(deliveries)

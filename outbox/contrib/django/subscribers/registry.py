@@ -36,7 +36,7 @@ _OPTIONS: Final = frozenset({"suspend_seconds", "max_suspends", "timeout_seconds
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Subscriber:
-    """A registered handler. `using` is the alias of inbox and transaction; if it is None, the routers choose.
+    """A registered handler. `using` is the alias of inbox and transaction; if it is None, the routers choose the alias.
 
     `names_start`: whether the project declares at which message a group that is new to the topic begins.
     """
@@ -72,9 +72,10 @@ def subscriber(
     """Handle the messages of a topic for a consumer group.
 
     The function gets a `Delivery`, or a list of deliveries with `batch` > 1. It may be async. With `idempotent` (the
-    default) it runs inside `atomic()` on `using`, together with the inbox row. This row makes its effects in that
-    database happen once. A broadcast group has no inbox, because otherwise one instance would handle a message for all
-    instances. `tag` selects messages by tags, `filter` by an SQL92 expression over headers (`"amount > 10"`).
+    default) it runs inside `atomic()` on `using`, together with the inbox row. Because of the inbox row, the effects of
+    the function in that database happen once. A broadcast group has no inbox, because otherwise one instance would
+    handle a message for all instances. `tag` selects messages by tags, `filter` by an SQL92 expression over headers
+    (`"amount > 10"`).
 
     A group that is new to the topic begins at `start`, by default at the earliest message in the broker. If another
     group has handled messages of the topic, checks and workers warn until `start` is given. `mode`, `batch`, `threads`,
@@ -82,7 +83,8 @@ def subscriber(
     fields of `outbox.Subscription`.
 
     Put subscribers into the module `subscribers` of an installed app, because workers import this module.
-    OUTBOX['SUBSCRIBER_MODULE'] gives it another name. The decorator raises InvalidSubscription or InvalidFilter.
+    OUTBOX['SUBSCRIBER_MODULE'] sets another name for the module. The decorator raises InvalidSubscription or
+    InvalidFilter.
     """
     begins = Start.EARLIEST if start is None else start
     given = {"mode": mode, "tag": tag, "filter": filter, "on_error": on_error, "start": begins, "batch": batch}
@@ -204,7 +206,7 @@ def find_subscriber(subscription: Subscription) -> Subscriber | None:
 
 
 def subscriptions(*, groups: Sequence[str] = ()) -> list[tuple[Subscription, AnyHandler]]:
-    """Return the subscriptions and handlers for a ConsumerRuntime, only those of `groups` if given.
+    """Return the subscriptions and handlers of `groups` for a ConsumerRuntime; without `groups`, of all groups.
 
     Raises ConfigurationError for unknown groups.
     """
@@ -225,7 +227,10 @@ def unregister_all() -> None:
 
 
 def add_discovery(further: Callable[[], None]) -> None:
-    """Let `autodiscover` also call `further`, which registers subscribers. A second addition has no effect."""
+    """Let `autodiscover` also call `further`, which registers subscribers.
+
+    A second call with the same function has no effect.
+    """
     if further not in _further:
         _further.append(further)
 

@@ -100,12 +100,12 @@ class OutboxBackend(BaseTaskBackend):
     def announce(self, entry: TaskEntry, deliver_at: datetime | None, *, using: str, waits: int = 0) -> None:
         """Publish the next message of an entry in the open transaction on `using`, and record the message in the entry.
 
-        If the caller has locked the entry, it saves the entry. `waits` counts how often in a row a message of the entry
-        has found the entry locked.
+        A caller that has locked the entry must save it after this call. `waits` counts how often in a row a message of
+        the entry has found the entry locked.
         """
         if deliver_at is not None and timezone.is_naive(deliver_at):
             deliver_at = timezone.make_aware(deliver_at)
-        # Workers with code from before migration 0002 read the priority.
+        # The key "priority" is for workers that still run code from before migration 0002.
         body = {"task": str(entry.id), "attempts": entry.attempts, "priority": entry.priority, "waits": waits}
         receipt = publish(
             self.settings.topic, body, key=entry.id, tag=entry.queue_name, deliver_at=deliver_at, using=using

@@ -21,7 +21,10 @@ class TaskEntry(models.Model):
         objects: ClassVar[models.Manager[TaskEntry]]
 
     class Status(models.TextChoices):
-        """The states of django.tasks. Only the task itself sees RUNNING: outcome and effects commit together."""
+        """The states of django.tasks.
+
+        Only the task itself sees RUNNING, because its outcome and its effects commit together.
+        """
 
         READY = "READY", "ready"
         RUNNING = "RUNNING", "running"
@@ -61,7 +64,7 @@ class TaskEntry(models.Model):
                 fields=["backend", "queue_name", "status", "is_due", "-priority", "enqueued_at"],
                 name="outbox_task_next",
             ),
-            # For reading the READY entries, ordered by the time of their message.
+            # This index serves queries that read the READY entries in the order of the times of their messages.
             models.Index(fields=["status", "announced_at"], name="outbox_task_announced_at"),
             models.Index(fields=["finished_at"], name="outbox_task_finished_at"),
         ]

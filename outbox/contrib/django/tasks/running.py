@@ -36,11 +36,12 @@ _LONGEST_WAIT_SECONDS: Final = 60
 
 
 def handler_for(backend: OutboxBackend, queue: str, *, using: str) -> Callable[[Delivery], None]:
-    """Return the handler for the messages of one queue, or of all queues if `queue` is ''. `using` has the entries.
+    """Return the handler for the messages of one queue, or of all queues if `queue` is ''.
 
-    A message runs one entry: its own, or a more urgent entry that is due. It locks only that entry while the task runs.
-    If the message's own entry is READY afterwards, the handler publishes its next message in the same transaction. So a
-    READY entry has a message, even after a failure. Only the end of the last attempt leaves an entry without one.
+    `using` is the alias of the entries' database. For each message the handler runs one entry: the message's own entry,
+    or a more urgent entry that is due. The handler locks only the entry that it runs. If the message's own entry is
+    READY afterwards, the handler publishes its next message in the same transaction. So a READY entry has a message,
+    even after a failure. An entry whose last attempt has ended gets no further message.
     """
 
     def run_a_task(delivery: Delivery) -> None:
@@ -76,7 +77,8 @@ def _ready(backend: str, queue: str, *, using: str) -> QuerySet[TaskEntry]:
 def _locked(entries: QuerySet[TaskEntry]) -> TaskEntry | None:
     """Return the most urgent entry that no other handler runs, locked until the transaction ends."""
     if connections[entries.db].features.has_select_for_update_skip_locked:
-        # Other databases (SQLite) need no lock: the inbox row, written first, admits one handler at a time.
+        # Other databases (SQLite) need no lock. A handler first writes its inbox row, and only one handler can do so at
+        # a time.
         entries = entries.select_for_update(skip_locked=True)
     return entries.order_by("-priority", "enqueued_at", "pk").first()
 
@@ -89,7 +91,8 @@ def _announce_again(backend: OutboxBackend, announced: QuerySet[TaskEntry], *, u
     """
     entry = _locked(announced)
     if entry is not None:
-        # The entry's message has arrived, so the entry is due: from now on messages of other entries may run it too.
+        # The entry's message has arrived, so the entry is due: from now on, handlers of other entries' messages may run
+        # it too.
         entry.is_due = True
         backend.announce(entry, None, using=using)
         entry.save(using=using, update_fields=["is_due", "message_id", "announced_at"])
@@ -111,12 +114,14 @@ def _run(backend: OutboxBackend, entry: TaskEntry, *, using: str) -> None:
         with transaction.atomic(using=using):
             entry.return_value = storable(_call(result))
     except OperationalError:
-        # The error is the database's, not the task's. The attempt is rolled back, and the message is delivered again.
+        # The error came from the database, not from the task. The attempt is rolled back, and the message is delivered
+        # again.
         raise
     except (Exception, SystemExit) as error:
         entry.return_value = None
         entry.errors = [*entry.errors, error_of(error)]
-        # During a deployment a task may be newer than the code of this process, which then cannot start it.
+        # During a deployment, a task may be newer than the code of this process. This process then cannot start the
+        # task.
         retry = backend.retry if result is not None else RetryPolicy()
         if retry.exhausted(entry.attempts):
             entry.status = Status.FAILED

@@ -35,7 +35,8 @@ CONDITION: Final = "task_stranded"
 PASS_INTERVAL_SECONDS: Final = 60.0
 # A message is examined only after this time, because a worker may still be handling it.
 _GRACE: Final = timedelta(seconds=60)
-# The condition examines only this many entries, those with the oldest messages. The periodic pass examines more.
+# The condition examines at most this many entries: the entries with the oldest messages. The periodic pass examines
+# more.
 _LOOKED_AT: Final = 200
 _BATCH: Final = 1000
 _BATCHES: Final = 20
@@ -75,7 +76,10 @@ def rule(run: Executor) -> Sequence[Condition]:
 
 
 def mend() -> Mapping[str, Any]:
-    """Publish a new message for every entry without one. If its dead letter was discarded, mark the entry FAILED."""
+    """Publish a new message for every READY entry without a message.
+
+    If the dead letter of an entry was discarded, mark the entry FAILED.
+    """
     if not get_settings().has_database:
         return {}
     alias = router.db_for_write(TaskEntry)
@@ -89,7 +93,7 @@ def mend() -> Mapping[str, Any]:
             for one in found:
                 if (done := _mend(one, using=alias)) is not None:
                     counts[done] += 1
-            # An entry with a new message is no longer among the oldest.
+            # An entry that got a new message is no longer among the entries with the oldest messages.
             looked_at += len(entries) - len(found)
             if len(entries) < _BATCH:
                 break

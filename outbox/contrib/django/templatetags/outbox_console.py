@@ -81,7 +81,7 @@ def moment(value: datetime | None) -> SafeString | str:
 
 @register.filter
 def ago(value: datetime | None) -> SafeString | str:
-    """Return the time since a moment, or until it. The HTML title has the moment itself."""
+    """Return the time since a past moment, or until a future moment. The HTML title has the moment itself."""
     if value is None:
         return "–"
     aware = value if value.tzinfo is not None else value.replace(tzinfo=UTC)
@@ -92,7 +92,10 @@ def ago(value: datetime | None) -> SafeString | str:
 
 @register.inclusion_tag("outbox/console/button.html", takes_context=True)
 def act(context: dict[str, Any], name: str, label: str, tone: str = "plain", **fields: object) -> dict[str, Any]:
-    """A button that leads to the confirmation page of an action. It is empty if the user may not run actions."""
+    """A button that leads to the confirmation page of an action.
+
+    If the user may not run actions, there is no button.
+    """
     return {
         "may_act": context.get("may_act"),
         "csrf_token": context.get("csrf_token"),
@@ -106,9 +109,9 @@ def act(context: dict[str, Any], name: str, label: str, tone: str = "plain", **f
 
 @register.inclusion_tag("outbox/console/action_form.html", takes_context=True)
 def action_form(context: dict[str, Any], name: str, label: str, **given: object) -> dict[str, Any]:
-    """The form of an action. It has an input for each declared field that `given` lacks.
+    """The form of an action. It has an input for each declared field that is not in `given`.
 
-    The confirmation page asks for the fields that belong with the reason.
+    A field that is declared for the confirmation page is not in this form; that page asks for it, and for the reason.
     """
     fields = [one for one in ACTIONS[name].fields if one.on_page and not one.with_confirmation]
     return {**act(context, name, label), "given": given, "fields": [one for one in fields if one.name not in given]}

@@ -69,7 +69,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def set_up(name: str) -> None:
-    """Set up Django, then the log, even if the first step fails. Django itself configures the project's logging."""
+    """Set up Django, then the log. If the set-up of Django fails, the log is still set up.
+
+    Django itself configures the project's logging.
+    """
     try:
         django.setup()
     finally:

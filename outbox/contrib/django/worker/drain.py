@@ -20,7 +20,8 @@ from outbox.ports import AnyHandler, ConsumeCounts, LeftoverWork
 logger = logging.getLogger(__name__)
 
 _LOOK_SECONDS: Final = 5.0
-# Each count reads every message in the broker. So the pause before the next count is this many times as long.
+# Each count reads every message in the broker. So the pause before the next count is this many times as long as the
+# count.
 _REST_FACTOR: Final = 5
 
 
@@ -34,7 +35,10 @@ class DrainCounts:
 
 
 def settle() -> int:
-    """Send end messages, check back and sequence; return the number of queued messages. Raises their errors."""
+    """Send end messages, check back and sequence; return the number of queued messages.
+
+    Raises the errors of these steps.
+    """
     flush()
     run_check_back()
     return get_engine().sequence()
@@ -43,9 +47,9 @@ def settle() -> int:
 def drain(*, groups: Sequence[str] = (), wrap: Callable[[AnyHandler], AnyHandler] | None = None) -> DrainCounts:
     """Settle and consume repeatedly until no work is due.
 
-    `groups` limits it to these groups. `wrap` gets every handler and returns the function to call in its place.
-    Messages and retries that are due later stay. Workers may run at the same time. Raises the errors of the steps. If
-    the engine cannot know what is due, raises NotSupported.
+    The parameter `groups` limits the drain to these groups. `wrap` gets every handler and returns the function to call
+    in its place. Messages and retries that are due later stay in the broker. Workers may run at the same time. Raises
+    the errors of the steps. If the engine cannot know what is due, raises NotSupported.
     """
     get_engine().refusals.require("run_once", "handling what is due now")
     runtime, queued, handled, failed = consumer_runtime(groups=groups, wrap=wrap), 0, 0, 0
@@ -86,9 +90,9 @@ def run_until_drained(stop: threading.Event, brokers: Sequence[str] = ()) -> Lef
 
 
 def _until_nothing_waits(stop: threading.Event, look: Callable[[], LeftoverWork]) -> LeftoverWork:
-    """Wait until two looks in a row find no message, and nothing was written between them.
+    """Wait until two looks in a row find no message, and no message was written between the two looks.
 
-    Return the last look. On `stop`, return it even if it found messages.
+    Return the last look. If `stop` is set, return the last look even if it found messages.
     """
     before, said = LeftoverWork(["the broker was not examined"]), ""
     while True:

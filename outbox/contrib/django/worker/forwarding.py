@@ -45,7 +45,7 @@ def forward_once(*, groups: Sequence[str] = ()) -> ConsumeCounts:
 
 @contextlib.contextmanager
 def forwarding(*, groups: Sequence[str] = ()) -> Iterator[Consumers]:
-    """Make consumers for the groups, and their sinks. The sinks are closed at the end of the block."""
+    """Make the consumers and the sinks of the groups. The sinks are closed at the end of the block."""
     settings = get_settings()
     engine_of(settings).require()
     with contextlib.ExitStack() as sinks:

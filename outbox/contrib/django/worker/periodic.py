@@ -24,14 +24,15 @@ from outbox.utils.periodic import PeriodicPass
 logger = logging.getLogger(__name__)
 
 PRUNE_INTERVAL_SECONDS: Final = 600.0
-# The time limit of one turn of pruning, because check-back waits for it on the same thread. Later turns do the rest.
+# One turn of pruning ends after this time, because check-back waits for it on the same thread. The next turn continues.
 PRUNE_TURN_SECONDS: Final = 2.0
-# A new life of the broker is noticed within this time. If there is none, the pass is one query.
+# A new life of the broker is noticed within this time. If no comparison is due, the pass runs only one query.
 _LOOK_INTERVAL_SECONDS: Final = 60.0
 
 _LEFT: Final = {"left_to": "another process, which has just begun it"}
 
-# The names of passes that have left work. They continue in this process, although they began recently.
+# The names of passes that ended before their work was complete. They continue in this process, although they began
+# recently.
 _unfinished: set[str] = set()
 
 _added: dict[str, tuple[float, Callable[[], Mapping[str, Any]]]] = {}
@@ -53,7 +54,7 @@ def passes() -> list[PeriodicPass]:
     """
     settings = get_settings()
     prune = _in_turn("prune", PRUNE_INTERVAL_SECONDS, lambda: asdict(run_prune(max_seconds=PRUNE_TURN_SECONDS)))
-    # The pass runs more often than the audit is due, because workers start and stop.
+    # The pass runs more often than an audit is due. A worker that starts again begins its interval again.
     audit_seconds = min(3600.0, settings.audit_interval_seconds)
     audit = PeriodicPass(name="audit", interval_seconds=audit_seconds, run=partial(_watched, "audit", audit_when_due))
     always = [_in_turn("compare", _LOOK_INTERVAL_SECONDS, _compared), prune, audit]
@@ -105,5 +106,5 @@ def _watched(name: str, work: Callable[[], Mapping[str, Any]]) -> Mapping[str, A
 
 @functools.cache
 def _note(database: BrokerDatabase, of: str) -> FailureNote:
-    # A pass runs rarely, so the first failure is noted at once.
+    # A pass runs rarely, so even its first failure is recorded at once.
     return FailureNote(database, ProcessPart.PASS, of=of, in_a_row=1)

@@ -1,7 +1,8 @@
-"""Liveness and readiness of a worker, from the heartbeats of its processes. The worker also serves both over HTTP.
+"""Liveness and readiness of a worker, from the heartbeats of its processes.
 
-A worker is live if every process has a recent heartbeat; otherwise restart it. It is ready if every process can also
-reach the broker. Neither probe reads a database, so an unreachable database causes no restart.
+The worker also serves liveness and readiness over HTTP. A worker is live if every process has a recent heartbeat;
+otherwise restart it. It is ready if every process can also reach the broker. Neither probe reads a database, so an
+unreachable database causes no restart.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from outbox.utils import heartbeat
 logger = logging.getLogger(__name__)
 
 # A loop writes its heartbeat every second. It notices a broken connection within 15 s. If a database accepts
-# connections and never answers, the probe cannot tell the loop from one that hangs.
+# connections but never answers, the probe cannot distinguish a loop that waits for it from a loop that hangs.
 LIVE_SECONDS: Final = 30.0
 
 
@@ -94,7 +95,7 @@ def _figures() -> bytes:
     try:
         return telemetry.render()
     finally:
-        # Each request runs on a new thread, so that thread's connections are closed here.
+        # Each request runs on a new thread. The connections of this thread are closed here.
         connections.close_all()
 
 

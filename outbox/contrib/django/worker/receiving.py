@@ -1,4 +1,7 @@
-"""Runs the entries of OUTBOX['RECEIVE'] for `outbox_worker --role receive`. Each stores foreign messages in a topic."""
+"""Runs the entries of OUTBOX['RECEIVE'] for `outbox_worker --role receive`.
+
+Each entry stores foreign messages in a topic.
+"""
 
 from __future__ import annotations
 
@@ -34,9 +37,9 @@ _PURPOSE: Final = (
 
 
 def run_receive(stop: threading.Event, *, names: Sequence[str] = ()) -> None:
-    """Receive for the given entries until `stop`. Default: all entries. If one entry fails, all entries end.
+    """Receive for the given entries until `stop`. Default: all entries.
 
-    Raises the error of the entry that failed.
+    If the receiver of one entry fails, all receivers end. Raises the error of the entry that failed.
     """
     refuse_processes_in_tests()
     failed: list[BaseException] = []
@@ -91,7 +94,10 @@ class ReceiverHeartbeat:
 
 
 def forget_receivers(names: Sequence[str]) -> int:
-    """Delete receivers that the project no longer uses: no condition reports them then. Return how many were known."""
+    """Delete the broker's records of receivers that the project no longer uses. Return the number of deleted records.
+
+    After that, no condition reports these receivers.
+    """
     with broker_connection() as (connection, schema):
         run = Executor(connection, schema)
         return sum(turns.forget(run, f"{turns.RECEIVE}{name}") for name in names)

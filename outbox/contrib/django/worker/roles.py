@@ -24,7 +24,7 @@ from outbox.utils import heartbeat
 
 logger = logging.getLogger(__name__)
 
-# With this option the worker's consumer process sequences, and its broker process is the standby.
+# With this option the worker's consumer process sequences messages, and the worker's broker process is the standby.
 SHARED_LEAD: Final = "--shared-lead"
 
 SUFFIX: Final = ".heartbeat"
@@ -45,7 +45,7 @@ class Role(StrEnum):
 
 
 def supervisor(roles: Sequence[str] = (), *, environment: Mapping[str, str] | None = None) -> Supervisor:
-    """Return the supervisor of a worker's processes. Raises ConfigurationError if one of them could never work."""
+    """Return the supervisor of a worker's processes. Raises ConfigurationError if a process could never work."""
     specs = child_specs(roles)
     consume = any(spec.name.startswith(Role.CONSUMER) for spec in specs)
     groups: dict[str, list[str]] = {}

@@ -59,7 +59,7 @@ def consumer_runtime(
 
 
 def run_consumer_role(stop: threading.Event, *, groups: Sequence[str] = (), leads: bool = False) -> None:
-    """Consume for the project's subscribers until `stop`, then finish the held messages. `leads`: also sequence."""
+    """Consume for the project's subscribers until `stop`, then finish the messages in hand. `leads`: also sequence."""
     consumer_runtime(groups=groups, leads=leads).run(stop)
 
 
@@ -95,7 +95,8 @@ def run_check_role(stop: threading.Event, *, alone: bool = True) -> None:
                     began = time.monotonic()
                     has_more = run_pass(item).get("more")
                     due[item.name] = began if has_more else began + item.interval_seconds
-            # Some passes use this thread's Django connections. Django renews those only at the start of a request.
+            # Some passes use this thread's Django connections. Django renews such connections only at the start of a
+            # request.
             close_old_connections()
             pause = max(0.05, min(due.values()) - time.monotonic())
             stop.wait(min(pause, _BEAT_SECONDS) if alone else pause)

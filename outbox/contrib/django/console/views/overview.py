@@ -39,7 +39,7 @@ _OK: Final = "Everything is in order"
 
 @dataclass(frozen=True, slots=True)
 class EvidenceItem:
-    """One fact of a condition's evidence, with the page it links to."""
+    """One fact of a condition's evidence, with a link to a page."""
 
     name: str
     value: str
@@ -99,7 +99,8 @@ def _rate(before: SummaryPoint, after: SummaryPoint, name: str) -> float | None:
     old, new = getattr(before, name), getattr(after, name)
     if old is None or new is None:
         return None
-    # If a group or a topic was deleted, the newer total may be smaller. The rate is 0 then.
+    # If a group or a topic was deleted, the newer total may be smaller than the older total. In this case the rate is
+    # 0.
     return round(float(max(0, new - old)) / max(0.001, after.at - before.at), 3)
 
 

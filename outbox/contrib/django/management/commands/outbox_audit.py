@@ -1,4 +1,4 @@
-"""`manage.py outbox_audit [compare|settle]`: is every message accounted for?"""
+"""`manage.py outbox_audit [compare|settle]`: checks that every message is counted in exactly one place."""
 
 from __future__ import annotations
 

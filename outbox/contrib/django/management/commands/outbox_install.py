@@ -27,7 +27,8 @@ _PAUSE_SECONDS: Final = 0.5
 class Command(ActionCommand):
     """Parses the arguments, then calls one function.
 
-    On RocketMQ it compares the topics with the declared ones. It creates topics and groups only with --create.
+    On RocketMQ, the command compares the existing topics with the declared topics. With --create, it first creates
+    topics and groups.
     """
 
     help = (
@@ -83,7 +84,7 @@ class Command(ActionCommand):
     def _check_rocketmq(self, settings: OutboxSettings, *, create: str | None) -> None:
         """Compare RocketMQ's topics with the declared topics.
 
-        If `create` is an address, first create the topics and groups there.
+        If `create` is an address, first create the topics and groups at this address.
 
         Raises CommandError if something is missing, or if RocketMQ gave up transactions that no worker has decided.
         """
@@ -105,7 +106,7 @@ class Command(ActionCommand):
 
 
 def _problems(look: Callable[[], Iterable[str]], seconds: float) -> list[str]:
-    """The problems that remain. The check is repeated for at most `seconds`."""
+    """Repeat the check `look` for at most `seconds`, and return the problems that remain."""
     deadline = time.monotonic() + seconds
     while (problems := list(look())) and time.monotonic() < deadline:
         time.sleep(_PAUSE_SECONDS)

@@ -27,7 +27,7 @@ _CLEAN, _FINDINGS, _USAGE, _INCOMPLETE = range(4)
 
 
 class Command(OutboxCommand):
-    """Parses the arguments, starts the process, and ends with the exit code of the process."""
+    """Parses the arguments, starts the reconciliation process, and ends with the exit code of this process."""
 
     help = (
         "Compare business tables, messages and effects with Spark. Exit codes: 0 clean, 1 findings, 2 something "

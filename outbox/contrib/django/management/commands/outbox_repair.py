@@ -1,4 +1,4 @@
-"""`manage.py outbox_repair PLAN`: verifies the steps of a repair plan. With --apply, it applies them."""
+"""`manage.py outbox_repair PLAN`: verifies the steps of a repair plan. With --apply, it also applies the steps."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _FOR_PEOPLE = (StepOutcome.REFUSED, StepOutcome.REPORTED, StepOutcome.LEFT)
 
 
 class Command(OutboxCommand):
-    """Parses the arguments, then applies the plan. Prints each step when the step ends."""
+    """Parses the arguments, then verifies or applies the plan. Prints each step when the step ends."""
 
     help = (
         "Verify the steps of a plan from `outbox-reconcile plan`, and do them with --apply. Exit codes: 0 nothing "

@@ -21,8 +21,8 @@ from outbox.contrib.django.worker.workers import ROLES
 from outbox.errors import HandlersHung
 
 _FORWARD, _RECEIVE = "forward", "receive"
-# The role `all` does not include these two roles. Both roles need credentials of other systems, so an operator runs
-# them where these are available.
+# The role `all` does not include these two roles. These two roles need credentials of other systems, so an operator
+# runs them on hosts that have these credentials.
 _ROLES: Final[Mapping[str, Callable[[threading.Event, Sequence[str]], None]]] = {
     **ROLES,
     _FORWARD: lambda stop, names: run_forward(stop, groups=names),
