@@ -59,8 +59,7 @@ def _record(run: Executor, death: ChildDeath) -> None:
             incident = Incident(IncidentKind.PROCESS_DIED, process, f"{event} while it handled {running} messages")
             incidents.record(run, [incident])
         if left is not None:
-            # Import this module here, because only a supervisor that has seen a death needs the modules of the
-            # sequencer.
+            # This import is inside the function, so that a supervisor loads the sequencer's modules only after a death.
             from outbox.broker.sequencer import leader
 
             leader.release_dead(run, left.instance)

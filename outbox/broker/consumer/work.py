@@ -100,7 +100,7 @@ class Lane(Protocol):
         """
 
     def drop(self, queue: OwnedQueue, from_offset: int = 0) -> None:
-        """Drop the waiting messages of a queue from an offset on."""
+        """Drop the waiting messages of a queue whose offset is `from_offset` or higher."""
 
     def has_ready(self, queue: OwnedQueue) -> bool:
         """Return whether a queue has waiting messages that are not blocked."""

@@ -600,7 +600,7 @@ class TaskOptions:
     threads: int = setting(8, whole(1, "tasks"), meaning="tasks that run at a time, per queue and process")
     timeout_seconds: float = setting(15 * 60.0, seconds(0.01), meaning="how long a task may run")
     max_attempts: int | None = setting(
-        1, or_none(whole(1, "attempts")), meaning="how often a failing task is run; `None`: without limit"
+        1, or_none(whole(1, "attempts")), meaning="how many times a failing task runs at most; `None`: no limit"
     )
     delays_seconds: Sequence[float] = setting(
         (10.0, 60.0, 600.0),
