@@ -59,7 +59,7 @@ REMEDIES: Final = {
         "More messages than rows, more rows than keys, or more effects than messages.",
         "does a retry publish again, outside of the transaction of its row? Does the handler write its effect in the "
         "transaction of the inbox? `{trace}`",
-        "undo the surplus effect. If a message was sent twice, nobody can take it back: `[[acknowledge]]` the finding.",
+        "undo the surplus effect. A second message cannot be taken back: `[[acknowledge]]` the finding.",
     ),
     FindingClass.DEAD: Remedy(
         "A consumer group gave the message up; it waits in the dead-letter queue.",

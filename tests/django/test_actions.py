@@ -68,7 +68,7 @@ def topics(world: World) -> list[tuple[str, int]]:
 
 
 def undecided(world: World) -> UUID:
-    """A committed transaction whose end nobody sent; its check is due in an hour."""
+    """A committed transaction without an end message. Its check is due in an hour."""
     with transaction.atomic():
         Order.objects.get_or_create(number="7")
         receipt = publish("orders", {}, key="7")
