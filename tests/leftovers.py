@@ -12,6 +12,7 @@ from pathlib import Path
 _KEPT_VARIABLE = "PYTEST_DEBUG_TEMPROOT"
 # Java does not heed TMPDIR.
 _FOLDER_VARIABLES = ("TMPDIR", "SPARK_LOCAL_DIRS")
+_LOADING_SECONDS = 10.0
 
 
 def make_folder() -> Path:
@@ -47,11 +48,24 @@ def _processes(folder: Path) -> list[str]:
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
-            environment = (process / "environ").read_bytes().split(b"\0")
+            entries = environment(process).split(b"\0")
             command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
         except OSError:
             continue
-        if needle in environment and int(process.name) != os.getpid():
-            tests = [entry.decode() for entry in environment if entry.startswith(b"PYTEST_CURRENT_TEST=")]
+        if needle in entries and int(process.name) != os.getpid():
+            tests = [entry.decode() for entry in entries if entry.startswith(b"PYTEST_CURRENT_TEST=")]
             found.append(f"{process.name} {command.strip():.200} {' '.join(tests)}".rstrip())
     return found
+
+
+def environment(process: Path) -> bytes:
+    """What the kernel shows of it. The kernel shows nothing while it loads the program, and `Popen` returns earlier."""
+    deadline = time.monotonic() + _LOADING_SECONDS
+    while not (shown := (process / "environ").read_bytes()) and time.monotonic() < deadline:
+        # A thread of the kernel and a process that has ended have no program: OSError.
+        (process / "exe").readlink()
+        has_arguments = (process / "cmdline").read_bytes() != b""
+        time.sleep(0.001)
+        if has_arguments:
+            return (process / "environ").read_bytes()
+    return shown
