@@ -14,6 +14,7 @@ from __future__ import annotations
 import enum
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 from uuid import UUID
@@ -178,6 +179,28 @@ class Disposition(enum.StrEnum):
     """The inbox already had the message, because an earlier delivery took effect."""
 
 
+class RunAlone(enum.Enum):
+    """The result of a delivery whose shared transaction did not commit, or not with this delivery.
+
+    The effects of its handler are rolled back. The consumer calls the handler again, in a transaction of its own.
+    """
+
+    RUN_ALONE = "run alone"
+
+
+class MoreCalls(Protocol):
+    """The waiting calls that may share the transaction of a running call (decision 198)."""
+
+    def next(self) -> Delivery | None:
+        """Return the message of a further call for this transaction; None if the transaction should end now."""
+
+    def running(self, delivery: Delivery) -> AbstractContextManager[None]:
+        """Surround the handler's run for a delivery that `next` has returned."""
+
+    def end_sharing(self, reason: str) -> None:
+        """From now on, each call of this subscription commits alone."""
+
+
 class Invoker(Protocol):
     """Calls a handler inside a transaction with the inbox, and takes care of the database connections."""
 
@@ -190,6 +213,15 @@ class Invoker(Protocol):
         generation of the consumer group. An error of the handler is returned, not raised. HandlerNotStarted says that
         the handler was not called, so the delivery does not count as an attempt.
         """
+
+
+class SharingInvoker(Protocol):
+    """Calls a handler for several messages, one after the other, in one transaction (decision 198)."""
+
+    def __call__(
+        self, subscription: Subscription, handler: AnyHandler, delivery: Delivery, more: MoreCalls, *, generation: int
+    ) -> Sequence[Disposition | Exception | RunAlone]:
+        """Return the result of `delivery`, then one result for each delivery that came from `more`, in order."""
 
 
 def call_handler(

@@ -32,7 +32,8 @@ from tests.mistakes.grammar import (
     steps_of,
 )
 
-Side = Literal["producer", "consumer"]
+# "sharing": a consumer whose messages share a transaction with others.
+Side = Literal["producer", "consumer", "sharing"]
 
 _DEEPEST: Final = 4
 _FAILURES: Final[dict[str, tuple[FailKind, ...]]] = {
@@ -63,6 +64,8 @@ class _Generator:
         self._numbers = 0
 
     def program(self, side: Side) -> Program:
+        if side == "sharing":
+            return Consumer(attempts=(self._handler(),), place=self._chance.randint(0, 3))
         if side == "consumer":
             count = self._chance.choice([1, 1, 1, 2])
             batch = self._chance.choice([1, 1, 3])

@@ -141,10 +141,14 @@ class Producer:
 
 @dataclass(frozen=True)
 class Consumer:
-    """A handler that makes its mistakes in the first attempts and behaves from then on; `batch` messages at once."""
+    """A handler that makes its mistakes in the first attempts and behaves from then on; `batch` messages at once.
+
+    `place`: the message shares the transaction of its first attempt with others, and is the one with this number.
+    """
 
     attempts: tuple[tuple[Step, ...], ...]
     batch: int = 1
+    place: int | None = None
 
 
 Program = Producer | Consumer
@@ -267,6 +271,8 @@ def smaller(program: Program) -> Iterator[Program]:
             yield replace(program, attempts=(*others[0], body, *others[1]))
     if program.batch > 1:
         yield replace(program, batch=1)
+    if program.place is not None:
+        yield replace(program, place=None)
 
 
 def _shorter(body: tuple[Step, ...]) -> Iterator[tuple[Step, ...]]:

@@ -13,9 +13,9 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from outbox import Delivery, Message
 from outbox.contrib.django import publish, subscriber, transactional_message
 from outbox.contrib.django.subscribers.inbox import InboxInvoker
-from outbox.contrib.django.subscribers.registry import subscribers
+from outbox.contrib.django.subscribers.registry import Subscriber, subscribers
 from outbox.errors import PermanentError
-from outbox.ports import Disposition
+from outbox.ports import Disposition, MoreCalls, RunAlone
 from outbox.utils.ids import uuid7
 from tests.django.shop.models import Effect as EffectRow
 from tests.django.shop.models import Order, Payment
@@ -244,49 +244,121 @@ def _consume(program: Consumer, interpreter: _Interpreter) -> None:
     trace = interpreter.trace
     trace.keys = [f"{trace.name}.d{index}" for index in range(program.batch)]
     group = "single" if program.batch == 1 else "batch"
-    deliveries = [
-        Delivery(
-            message=Message(topic=HANDLED_TOPIC, body=b"{}", key=key, message_id=uuid7()),
-            body={},
-            group=group,
-            queue=f"{HANDLED_TOPIC}/0",
-            offset=offset,
-        )
-        for offset, key in enumerate(trace.keys)
-    ]
+    deliveries = [_delivery(key, group, offset) for offset, key in enumerate(trace.keys)]
     with _handling(group, interpreter) as deliver:
+        if program.place is not None:
+            _share(program, program.place, deliver, deliveries[0])
+            if trace.attempts[-1].counts_as_handled:
+                deliver(program, deliveries)
+                return
         for _ in range(len(program.attempts) + 2):
+            if trace.attempts and trace.attempts[-1].given_up:
+                return
             if deliver(program, deliveries):
                 deliver(program, deliveries)
                 return
-            if trace.attempts[-1].given_up:
-                return
+
+
+def _delivery(key: str, group: str, offset: int = 0) -> Delivery:
+    message = Message(topic=HANDLED_TOPIC, body=b"{}", key=key, message_id=uuid7())
+    return Delivery(message=message, body={}, group=group, queue=f"{HANDLED_TOPIC}/0", offset=offset)
+
+
+def _share(program: Consumer, place: int, deliver: _Deliver, delivery: Delivery) -> None:
+    """Deliver the message in a transaction that it shares with three messages whose handlers make no mistakes."""
+    name = deliver.interpreter.trace.name
+    others = [_delivery(f"{name}.o{number}", delivery.group) for number in range(3)]
+    deliver.interpreter.trace.others = [other.key for other in others]
+    together = [*others[:place], delivery, *others[place:]]
+    deliver.begin(program)
+    results = deliver.share(together)
+    mine = results.pop(place)
+    deliver.end([mine])
+    for other, result in zip(others, results, strict=True):
+        for _ in range(5):
+            if isinstance(result, Disposition):
+                break
+            [result] = deliver.alone([other])
+        else:
+            raise AssertionError(f"{other.key} was not handled: {result!r}")
+
+
+class _More(MoreCalls):
+    """The waiting deliveries of a shared transaction."""
+
+    def __init__(self, waiting: Sequence[Delivery]) -> None:
+        self._waiting = list(waiting)
+        self._is_over = False
+
+    def next(self) -> Delivery | None:
+        return self._waiting.pop(0) if self._waiting and not self._is_over else None
+
+    def running(self, delivery: Delivery) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def end_sharing(self, reason: str) -> None:
+        self._is_over = True
+
+
+class _Deliver:
+    """Calls the handler of a program, and notes each attempt."""
+
+    def __init__(self, interpreter: _Interpreter) -> None:
+        self.interpreter = interpreter
+        self.steps: tuple[Step, ...] = ()
+        self.registered: Subscriber | None = None
+        self._invoker = InboxInvoker()
+        # The number of attempts of the program, where an attempt that is repeated alone counts once.
+        self._begun = 0
+
+    def __call__(self, program: Consumer, deliveries: Sequence[Delivery]) -> bool:
+        self.begin(program)
+        return self.end(self.alone(deliveries))
+
+    def begin(self, program: Consumer) -> None:
+        interpreter, trace = self.interpreter, self.interpreter.trace
+        interpreter.attempt = AttemptSeen()
+        trace.attempts.append(interpreter.attempt)
+        interpreter.prefix = f"{trace.name}.a{len(trace.attempts)}"
+        clean = (grammar.Effect(1), grammar.Effect(2))
+        self.steps = program.attempts[self._begun] if self._begun < len(program.attempts) else clean
+        self._begun += 1
+
+    def end(self, results: Sequence[Any]) -> bool:
+        seen = self.interpreter.attempt
+        seen.error = next((f"{type(item).__name__}: {item}" for item in results if isinstance(item, Exception)), "")
+        seen.counts_as_handled = all(isinstance(item, Disposition) for item in results)
+        seen.given_up = any(isinstance(item, PermanentError) for item in results)
+        seen.skipped = all(item is Disposition.SKIPPED for item in results)
+        if RunAlone.RUN_ALONE in results:
+            # The next attempt is this one once more.
+            self._begun -= 1
+        return seen.counts_as_handled
+
+    def alone(self, deliveries: Sequence[Delivery]) -> list[Any]:
+        assert self.registered is not None
+        return list(self._invoker(self.registered.subscription, self.registered.handler, deliveries, generation=1))
+
+    def share(self, deliveries: Sequence[Delivery]) -> list[Any]:
+        """Return a result for each delivery; a delivery that never joined runs alone."""
+        assert self.registered is not None
+        first, more = deliveries[0], _More(deliveries[1:])
+        results = self._invoker.share(
+            self.registered.subscription, self.registered.handler, first, more, generation=1
+        )
+        return [*results, *[RunAlone.RUN_ALONE] * (len(deliveries) - len(results))]
 
 
 @contextlib.contextmanager
-def _handling(group: str, interpreter: _Interpreter) -> Iterator[Callable[[Consumer, list[Delivery]], bool]]:
-    trace, invoker = interpreter.trace, InboxInvoker()
-    steps: tuple[Step, ...] = ()
+def _handling(group: str, interpreter: _Interpreter) -> Iterator[_Deliver]:
+    deliver = _Deliver(interpreter)
 
     @subscriber(HANDLED_TOPIC, group=group, using=interpreter.alias, batch=10 if group == "batch" else 1)
     def handler(given: Any) -> None:
-        interpreter.body(steps)
+        if isinstance(given, Delivery) and given.key in interpreter.trace.others:
+            EffectRow.objects.using(interpreter.alias).create(number=given.key)
+        else:
+            interpreter.body(deliver.steps)
 
-    registered = next(item for item in subscribers() if item.subscription.group == group)
-
-    def deliver(program: Consumer, deliveries: list[Delivery]) -> bool:
-        nonlocal steps
-        interpreter.attempt = seen = AttemptSeen()
-        trace.attempts.append(seen)
-        number = len(trace.attempts)
-        interpreter.prefix = f"{trace.name}.a{number}"
-        clean = (grammar.Effect(1), grammar.Effect(2))
-        steps = program.attempts[number - 1] if number <= len(program.attempts) else clean
-        results = invoker(registered.subscription, registered.handler, deliveries, generation=1)
-        seen.error = next((f"{type(item).__name__}: {item}" for item in results if isinstance(item, Exception)), "")
-        seen.counts_as_handled = not seen.error
-        seen.given_up = any(isinstance(item, PermanentError) for item in results)
-        seen.skipped = all(item is Disposition.SKIPPED for item in results)
-        return seen.counts_as_handled
-
+    deliver.registered = next(item for item in subscribers() if item.subscription.group == group)
     yield deliver

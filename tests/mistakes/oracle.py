@@ -39,6 +39,7 @@ effect at the top level of the handler:
 10. A message is given up (PermanentError) only where the handler committed a part by hand and then failed: no attempt
     can repair that, and somebody is told. Rule 9 holds. (STUCK)
 11. What a handler publishes obeys the rules of pairs.
+12. Messages that shared its transaction have their effect exactly once. (NO EFFECT, TWICE)
 """
 
 from __future__ import annotations
@@ -95,6 +96,9 @@ def judge(trace: Trace, state: State) -> list[Finding]:
         for kind in _pair(pair, state)
         if kind is not Kind.LOST or pair.returned or not trace.committed_after_refusal
     ]
+    for key in trace.others:
+        if state.effects[key] != 1:
+            found.append(Finding(Kind.TWICE if state.effects[key] else Kind.NO_EFFECT, key))
     for key in trace.keys:
         found += [Finding(kind, where) for kind, where in _handled(key, trace.attempts, state)]
     return found

@@ -46,6 +46,8 @@ class Trace:
     pairs: list[PairSeen] = field(default_factory=list)
     attempts: list[AttemptSeen] = field(default_factory=list)
     keys: list[str] = field(default_factory=list)
+    # The messages that shared the transaction of the first attempt. Their handlers make no mistakes.
+    others: list[str] = field(default_factory=list)
     # A COMMIT by hand was executed after a publish call that had been refused.
     committed_after_refusal: bool = False
     ended_with: str = ""

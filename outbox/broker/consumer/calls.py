@@ -8,11 +8,12 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Final
 from uuid import UUID
 
 from outbox.broker.consumer.owned_queue import OwnedQueue, Phase, Subscribed
+from outbox.broker.consumer.shared_calls import Sharing
 from outbox.broker.consumer.work import (
     NOT_STARTED,
     ConcurrentLane,
@@ -23,7 +24,7 @@ from outbox.broker.consumer.work import (
     OrderlyLane,
     Result,
 )
-from outbox.broker.consumer.worker_pool import STUCK_LIMIT, WorkerPool
+from outbox.broker.consumer.worker_pool import STUCK_LIMIT, RunCall, WorkerPool
 from outbox.broker.database.executor import Executor
 from outbox.broker.groups import members
 from outbox.errors import HandlerTimedOut
@@ -159,7 +160,7 @@ class SubscriptionRunner:
     Only the dispatching thread uses this class, but any thread may read `is_running_out`.
     """
 
-    def __init__(self, subscribed: Subscribed, run: Callable[[HandlerCall], None]) -> None:
+    def __init__(self, subscribed: Subscribed, run: RunCall, *, sharing_calls: int = 1) -> None:
         subscription = subscribed.subscription
         self.subscribed: Final = subscribed
         self.lane: Final = _lane(subscription)
@@ -167,8 +168,14 @@ class SubscriptionRunner:
         self.retry_lane: Final[Lane] = ConcurrentLane(subscription.batch) if subscribed.ordered else self.lane
         # The lanes in which messages wait. The dispatching thread takes messages from the retry lane first.
         self.lanes: Final = (self.retry_lane, self.lane) if subscribed.ordered else (self.lane,)
+        # The calls of a batch or of an ordered subscription commit alone.
+        shares = sharing_calls > 1 and subscription.batch == 1 and not subscribed.ordered
         self.pool: Final = WorkerPool(
-            f"{subscription.group}-{subscription.topic}", subscription.threads, run, batches=subscription.batch > 1
+            f"{subscription.group}-{subscription.topic}",
+            subscription.threads,
+            run,
+            batches=subscription.batch > 1,
+            sharing=Sharing(sharing_calls) if shares else None,
         )
         self.outage: Final = Outage(subscription)
         # Whether messages may wait in the lanes because the pool accepts no more calls.
@@ -308,6 +315,7 @@ class Calls:
         for item in work.items:
             item.queue.started()
         self._running.add(work)
+        work.may_share = True
         now = time.monotonic()
         if self._collect_at < now:
             self._collect_at = now + COLLECT_SECONDS
@@ -363,6 +371,8 @@ class Calls:
         """Yield each call that is over, with its results: first finished calls, then calls that have timed out."""
         while self._finished:
             work = self._finished.popleft()
+            if work.given_back:
+                continue
             if work.abandoned:
                 self._returned_late(work)
                 continue
@@ -374,6 +384,21 @@ class Calls:
             self._runners[work.subscribed.key].pool.replace_stuck()
             error = HandlerTimedOut(f"{work.abandoned}; the attempt counts as failed and its late result is ignored.")
             yield work, [error] * len(work.items)
+            for other in self._sharing_with(work):
+                yield other, [NOT_STARTED] * len(other.items)
+
+    def _sharing_with(self, hanging: HandlerCall) -> Iterator[HandlerCall]:
+        """End and yield the unfinished calls that share the transaction of a call that has timed out.
+
+        Their effects are rolled back with that transaction, so they run again. This does not count as an attempt.
+        """
+        for work in tuple(hanging.shares):
+            if work in self._running and not work.results:
+                work.abandoned = f"{hanging.abandoned}, and this call shares its transaction"
+                work.given_back = True
+                self._running.discard(work)
+                self._runners[work.subscribed.key].pool.collected()
+                yield work
 
     def keep_until_returned(self, work: HandlerCall, back: list[FetchedEntry]) -> None:
         """In ordered modes, delay the next attempt at these messages until the stuck call has returned."""

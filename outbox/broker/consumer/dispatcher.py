@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 from uuid import UUID
 
@@ -31,6 +31,7 @@ from outbox.broker.consumer.owned_queue import (
 from outbox.broker.consumer.quarantine_runner import QuarantineRunner
 from outbox.broker.consumer.results import Failed, book, send_on, settle
 from outbox.broker.consumer.work import FetchedEntry, HandlerCall, Lane, Result
+from outbox.broker.consumer.worker_pool import RunCall
 from outbox.broker.database.executor import Executor
 from outbox.broker.groups import lives, offsets
 from outbox.broker.groups.leases import Lease, QueueKey
@@ -233,12 +234,18 @@ class Dispatcher:
     """
 
     def __init__(
-        self, instance: UUID, groups: Sequence[ConsumingGroup], ownership: Ownership, run: Callable[[HandlerCall], None]
+        self,
+        instance: UUID,
+        groups: Sequence[ConsumingGroup],
+        ownership: Ownership,
+        run: RunCall,
+        *,
+        sharing_calls: int = 1,
     ) -> None:
         self._instance = instance
         self._groups = {group.group_id: group for group in groups}
         self._runners = {
-            subscribed.key: SubscriptionRunner(subscribed, run)
+            subscribed.key: SubscriptionRunner(subscribed, run, sharing_calls=sharing_calls)
             for group in groups
             for subscribed in group.subscribed.values()
         }

@@ -54,7 +54,7 @@ from outbox.errors import (
     UnknownTopic,
 )
 from outbox.filters.filter import parse_filter
-from outbox.ports import AnyHandler, ConsumeCounts, Invoker, call_handler
+from outbox.ports import AnyHandler, ConsumeCounts, Invoker, SharingInvoker, call_handler
 from outbox.subscription import Subscription
 from outbox.utils import heartbeat
 
@@ -172,6 +172,8 @@ class ConsumerSession:
         note: FailureNote,
         session_task: SessionTask | None = None,
         noted_in: RunningCalls | None = None,
+        share: SharingInvoker | None = None,
+        sharing_calls: int = 1,
     ) -> None:
         self._database = database
         self._note = note
@@ -203,8 +205,8 @@ class ConsumerSession:
         self.running_calls = noted_in or _running_calls(instance, groups)
         if noted_in is not None:
             noted_in.go_on_as(instance)
-        caller = Caller(invoker, codecs, self._finished, self.running_calls)
-        self.dispatcher = Dispatcher(instance, groups, self._ownership, caller.run)
+        caller = Caller(invoker, codecs, self._finished, self.running_calls, share)
+        self.dispatcher = Dispatcher(instance, groups, self._ownership, caller.run, sharing_calls=sharing_calls)
 
     @property
     def is_outdated(self) -> bool:
@@ -417,7 +419,8 @@ class ConsumerRuntime:
     This class implements outbox.ports.Consumers. If this process crashes or freezes, other processes take over its
     queues after `lease_seconds`. `strategy` decides which process consumes which queue: averagely, circle,
     consistent_hash, config:NUMBERS, or a function (groups.rebalance). `session_task` is further work that `run` does
-    (outbox.broker.leading).
+    (outbox.broker.leading). With `share`, up to `sharing_calls` calls of a subscription may share a transaction
+    (outbox.broker.consumer.shared_calls).
     """
 
     def __init__(
@@ -430,6 +433,8 @@ class ConsumerRuntime:
         lease_seconds: float = 10.0,
         strategy: str | Strategy = "averagely",
         session_task: SessionTask | None = None,
+        share: SharingInvoker | None = None,
+        sharing_calls: int = 1,
     ) -> None:
         if lease_seconds <= 0:
             raise ConfigurationError(f"lease_seconds must be positive, got {lease_seconds}.")
@@ -441,6 +446,8 @@ class ConsumerRuntime:
         self._lease_seconds = lease_seconds
         self._strategy = by_name(strategy) if isinstance(strategy, str) else strategy
         self._session_task = session_task
+        self._share = share
+        self._sharing_calls = sharing_calls if share is not None else 1
         groups = sorted({subscription.group for subscription, _ in subscriptions})
         self._note = FailureNote(database, ProcessPart.CONSUMING, of=", ".join(groups))
 
@@ -522,6 +529,8 @@ class ConsumerRuntime:
                 session_task=session_task,
                 note=self._note,
                 noted_in=noted_in,
+                share=self._share,
+                sharing_calls=self._sharing_calls,
             )
 
     def _register(self, run: Executor, instance: uuid.UUID) -> list[ConsumingGroup]:

@@ -112,7 +112,20 @@ class Lane(Protocol):
 class HandlerCall:
     """One call of a handler: its items and, after the call, a result for each item."""
 
-    __slots__ = ("abandoned", "alone", "expired", "items", "lane", "results", "started_at", "subscribed")
+    __slots__ = (
+        "abandoned",
+        "alone",
+        "expired",
+        "given_back",
+        "items",
+        "lane",
+        "may_share",
+        "note",
+        "results",
+        "shares",
+        "started_at",
+        "subscribed",
+    )
 
     def __init__(self, subscribed: Subscribed, lane: Lane, items: list[FetchedEntry]) -> None:
         self.subscribed = subscribed
@@ -127,6 +140,20 @@ class HandlerCall:
         # The reason why the attempt no longer counts; '' while the attempt counts. The dispatching thread sets this
         # text, and the handler's thread reads it.
         self.abandoned = ""
+        # The place of this call's note about the running handler (RunningCalls); None without a note.
+        self.note: int | None = None
+        # Whether this call may share a transaction with other calls of its subscription.
+        self.may_share = False
+        # All calls of the shared transaction, this one included; empty if this call runs alone.
+        self.shares: Sequence[HandlerCall] = ()
+        # Whether this call was ended because another call of its shared transaction timed out. Its late result is
+        # ignored.
+        self.given_back = False
+
+    @property
+    def is_given_up(self) -> bool:
+        """Whether the thread of this call was replaced, because the call or one that shares its transaction hangs."""
+        return bool(self.abandoned) or any(call.abandoned for call in self.shares)
 
     def start(self) -> None:
         """Record that the handler is being called now."""

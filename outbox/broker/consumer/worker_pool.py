@@ -9,17 +9,18 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from queue import Empty, SimpleQueue
-from typing import Final
+from typing import Any, Final, Protocol
 
 from outbox import tracing
 from outbox.broker.consumer.fetch import LOG_ID, deliver, restore
 from outbox.broker.consumer.owned_queue import Subscribed
 from outbox.broker.consumer.running_calls import RunningCalls
+from outbox.broker.consumer.shared_calls import SharedCalls, Sharing, may_join
 from outbox.broker.consumer.work import NOT_STARTED, HandlerCall, Result
 from outbox.codec import Codecs
 from outbox.errors import OutboxError, UndecodableBody
 from outbox.message import Delivery
-from outbox.ports import Invoker
+from outbox.ports import Disposition, Invoker, RunAlone, SharingInvoker
 from outbox.utils import faults, fence, log_context, measures
 
 logger = logging.getLogger(__name__)
@@ -31,6 +32,15 @@ logger = logging.getLogger(__name__)
 # The number of calls per thread that wait in the pool. So a thread that finishes a call has the next call at once.
 _AHEAD_SINGLE: Final = 3
 _AHEAD_BATCH: Final = 1
+
+
+class RunCall(Protocol):
+    """Runs a call in a thread of a pool (see `Caller.run`)."""
+
+    def __call__(self, work: HandlerCall, pool: WorkerPool) -> HandlerCall | None:
+        """Run the call. Return a call that was taken from the pool and not run; the thread runs it next."""
+
+
 # A pool with N threads replaces at most N times this number of stuck threads.
 STUCK_LIMIT: Final = 4
 # If a thread has no call for this time (seconds), it ends and closes its database connections.
@@ -40,11 +50,12 @@ IDLE_SECONDS: Final = 30.0
 class WorkerPool:
     """Up to `threads` threads, which start when needed and end when idle. Only the dispatching thread uses it."""
 
-    def __init__(self, name: str, threads: int, run: Callable[[HandlerCall], None], *, batches: bool) -> None:
+    def __init__(self, name: str, threads: int, run: RunCall, *, batches: bool, sharing: Sharing | None = None) -> None:
         self._name = name
         self._threads = threads
         self._run = run
-        self._capacity = threads * (1 + (_AHEAD_BATCH if batches else _AHEAD_SINGLE))
+        self.sharing: Final = sharing
+        self._ahead = _AHEAD_BATCH if batches else _AHEAD_SINGLE
         self._queue: SimpleQueue[HandlerCall | None] = SimpleQueue()
         self._started: list[threading.Thread] = []
         self._numbers = itertools.count(1)
@@ -60,7 +71,11 @@ class WorkerPool:
     @property
     def room(self) -> int:
         """The number of calls that the pool accepts now."""
-        return 0 if self.frozen else self._capacity - self._in_hand
+        if self.frozen:
+            return 0
+        # A thread whose calls share transactions takes several calls at once.
+        ahead = self.sharing.most - 1 if self.sharing is not None and self.sharing.allowed else self._ahead
+        return max(0, self._threads * (1 + ahead) - self._in_hand)
 
     @property
     def frozen(self) -> bool:
@@ -90,6 +105,21 @@ class WorkerPool:
         """Run a call that `reserve` has counted."""
         self._queue.put(work)
         self._staff()
+
+    def take(self) -> HandlerCall | None:
+        """Return a waiting call, for a thread that is running another call; None if the other threads need the calls.
+
+        Only a thread of the pool uses this method.
+        """
+        if self._queue.qsize() < self._working:
+            return None
+        with contextlib.suppress(Empty):
+            work = self._queue.get_nowait()
+            if work is not None:
+                return work
+            # The pool is stopping. A None is for a thread that waits in `_next`.
+            self._queue.put(None)
+        return None
 
     def withdraw(self) -> list[HandlerCall]:
         """Return the submitted calls that no thread has taken."""
@@ -137,10 +167,14 @@ class WorkerPool:
                 thread.start()
 
     def _loop(self) -> None:
-        while (work := self._next()) is not None:
-            self._run(work)
-            if work.abandoned:
+        work = self._next()
+        while work is not None:
+            left = self._run(work, self)
+            if work.is_given_up:
+                if left is not None:
+                    self._queue.put(left)
                 return
+            work = left or self._next()
 
     def _next(self) -> HandlerCall | None:
         """Return the next call for this thread; None if the pool stops, or if the thread was idle for too long."""
@@ -169,8 +203,10 @@ class Caller:
         codecs: Codecs,
         finished: Callable[[HandlerCall], None],
         running: RunningCalls | None = None,
+        share: SharingInvoker | None = None,
     ) -> None:
         self._invoker = invoker
+        self._share = share
         self._codecs = codecs
         self._finished = finished
         self._running = running
@@ -178,65 +214,150 @@ class Caller:
         # time. Otherwise the dispatching thread would wait one switch interval for each decoding thread.
         self._decoding = threading.Lock()
 
-    def run(self, work: HandlerCall) -> None:
-        """Call the handler for the messages of this call that may be started now."""
+    def run(self, work: HandlerCall, pool: WorkerPool) -> HandlerCall | None:
+        """Call the handler for the messages of this call that may be started now.
+
+        If the calls of the pool may share a transaction, this method also takes and runs waiting calls of the pool.
+        Return a call that was taken and not run.
+        """
+        sharing = pool.sharing
+        if sharing is None:
+            self._run_alone(work)
+            self._finished(work)
+            return None
+        if not (sharing.allowed and may_join(work)):
+            started = time.monotonic()
+            self._run_alone(work)
+            sharing.took(time.monotonic() - started)
+            self._finished(work)
+            return None
+        shared = SharedCalls(
+            work, sharing, take=pool.take, deliver=self._deliver_joined, running=self._joined, finished=self._finished
+        )
+        self._run_shared(shared, sharing)
+        return shared.left
+
+    def _run_alone(self, work: HandlerCall) -> None:
         try:
             work.results = self._call(work)
         except BaseException as error:
             # An error of this code or of the invoker must not end the thread. It counts as a failed attempt.
             logger.exception("calling the handler of group %r failed", work.subscribed.subscription.group)
             work.results = [error] * len(work.items)
-        self._finished(work)
 
-    def _call(self, work: HandlerCall) -> list[Result]:
+    def _run_shared(self, shared: SharedCalls, sharing: Sharing) -> None:
+        """Run the first call and the calls that join its transaction. Then run each call alone that did not commit."""
+        results: list[Result | RunAlone]
+        started = time.monotonic()
+        try:
+            results = self._call(shared.calls[0], shared)
+        except BaseException as error:
+            logger.exception("calling the handler of group %r failed", shared.calls[0].subscribed.subscription.group)
+            results = [RunAlone.RUN_ALONE] * (len(shared.calls) - 1) + [error]
+        if len(shared.calls) == 1:
+            sharing.took(time.monotonic() - started)
+        elif RunAlone.RUN_ALONE in results:
+            sharing.failed()
+        else:
+            sharing.worked()
+        for work in shared.calls:
+            work.started_at = None
+        for work, result in zip(shared.calls, results, strict=True):
+            if result is not RunAlone.RUN_ALONE:
+                work.results = [result]
+            elif not work.abandoned:
+                self._run_alone(work)
+            self._finished(work)
+
+    def _call(self, work: HandlerCall, shared: SharedCalls | None = None) -> list[Any]:
+        """Return the results of the call. The results of the calls that joined its transaction follow."""
         work.start()
         faults.point("consumer.before_handler")
-        results: list[Result] = [NOT_STARTED] * len(work.items)
+        results: list[Any] = [NOT_STARTED] * len(work.items)
         with self._decoding:
             deliveries, places = self._deliveries(work, results)
         if not deliveries:
             return results
-        subscribed = work.subscribed
+        fence_reason = work.fence_reason if shared is None else shared.fence_reason
+        with fence.attempt(fence_reason), self._observed(work, deliveries, places) as observed:
+            outcomes = self._invoke(work.subscribed, deliveries, shared)
+            observed += outcomes[: len(deliveries)]
+        joined = len(shared.calls) - 1 if shared is not None else 0
+        if len(outcomes) != len(places) + joined:
+            raise OutboxError(
+                f"the invoker returned {len(outcomes)} results for {len(places) + joined} deliveries of group "
+                f"{work.subscribed.group.name!r}: it must return one per delivery."
+            )
+        for place, outcome in zip(places, outcomes, strict=False):
+            results[place] = outcome
+        return [*results, *outcomes[len(places) :]]
+
+    def _invoke(
+        self, subscribed: Subscribed, deliveries: Sequence[Delivery], shared: SharedCalls | None
+    ) -> Sequence[Disposition | Exception | RunAlone]:
+        generation = subscribed.group.generation
+        if shared is None or self._share is None:
+            return self._invoker(subscribed.subscription, subscribed.handler, deliveries, generation=generation)
+        [delivery] = deliveries
+        return self._share(subscribed.subscription, subscribed.handler, delivery, shared, generation=generation)
+
+    def _deliver_joined(self, work: HandlerCall) -> Delivery | None:
+        results: list[Result] = [NOT_STARTED]
+        try:
+            with self._decoding:
+                deliveries, _ = self._deliveries(work, results)
+        except BaseException as error:
+            logger.exception("decoding a message of group %r failed", work.subscribed.subscription.group)
+            deliveries, results = [], [error]
+        if deliveries:
+            return deliveries[0]
+        work.results = results
+        return None
+
+    @contextlib.contextmanager
+    def _joined(self, previous: HandlerCall, work: HandlerCall, delivery: Delivery) -> Iterator[None]:
+        """Surround the handler's run for a call that has joined the transaction of `previous`."""
+        self._forget(previous)
+        faults.point("consumer.before_handler")
+        with self._observed(work, [delivery], [0]) as outcomes:
+            try:
+                yield
+            except Exception as error:
+                outcomes.append(error)
+                raise
+            outcomes.append(Disposition.HANDLED)
+
+    @contextlib.contextmanager
+    def _observed(
+        self, work: HandlerCall, deliveries: Sequence[Delivery], places: Sequence[int]
+    ) -> Iterator[list[object]]:
+        """Note, trace and measure a run of the handler. The caller puts the outcomes into the yielded list."""
         recorder = measures.recorder
         started = time.time() if recorder is not None else 0.0
-        with fence.attempt(work.fence_reason), log_context.handling(deliveries), self._noted(work, places):
-            outcomes = self._invoke(subscribed, deliveries)
-        if len(outcomes) != len(places):
-            raise OutboxError(
-                f"the invoker returned {len(outcomes)} results for {len(places)} deliveries of group "
-                f"{subscribed.group.name!r}: it must return one per delivery."
-            )
-        for place, outcome in zip(places, outcomes, strict=True):
-            results[place] = outcome
+        outcomes: list[object] = []
+        with log_context.handling(deliveries), tracing.handling(deliveries) as conclude:
+            self._note(work, places)
+            try:
+                yield outcomes
+            finally:
+                self._forget(work)
+            conclude(outcomes)
         if recorder is not None:
-            subscription = subscribed.subscription
+            subscription = work.subscribed.subscription
             failed = sum(isinstance(outcome, BaseException) for outcome in outcomes)
             took = time.time() - started
             recorder.handled(subscription.group, subscription.topic, _waits(deliveries, started), took, failed=failed)
-        return results
 
-    def _invoke(self, subscribed: Subscribed, deliveries: Sequence[Delivery]) -> Sequence[Result]:
-        generation = subscribed.group.generation
-        if tracing.tracer is None:
-            return self._invoker(subscribed.subscription, subscribed.handler, deliveries, generation=generation)
-        with tracing.tracer.handling(deliveries) as conclude:
-            outcomes = self._invoker(subscribed.subscription, subscribed.handler, deliveries, generation=generation)
-            conclude(outcomes)
-        return outcomes
-
-    @contextlib.contextmanager
-    def _noted(self, work: HandlerCall, places: Sequence[int]) -> Iterator[None]:
+    def _note(self, work: HandlerCall, places: Sequence[int]) -> None:
         """Note the call for the parent of this process, as long as the handler runs."""
-        if self._running is None:
-            yield
-            return
-        log_ids = [row[LOG_ID] for place in places if (row := work.items[place].row) is not None]
-        slot = self._running.note(work.subscribed.group.group_id, log_ids, alone=work.alone)
-        try:
-            yield
-        finally:
-            if slot is not None:
-                self._running.forget(slot)
+        if self._running is not None:
+            log_ids = [row[LOG_ID] for place in places if (row := work.items[place].row) is not None]
+            work.note = self._running.note(work.subscribed.group.group_id, log_ids, alone=work.alone)
+
+    def _forget(self, work: HandlerCall) -> None:
+        if self._running is not None and work.note is not None:
+            self._running.forget(work.note)
+            work.note = None
 
     def _deliveries(self, work: HandlerCall, results: list[Result]) -> tuple[list[Delivery], list[int]]:
         """Return the deliveries and their places in the call.

@@ -11,7 +11,7 @@ from uuid import UUID
 
 from django.db import connections
 from django.db.backends.base.base import BaseDatabaseWrapper
-from django.db.utils import DatabaseError
+from django.db.utils import DatabaseError, InternalError, OperationalError
 from psycopg import Connection, pq
 from psycopg import Error as DriverError
 
@@ -39,6 +39,12 @@ _ENDS: Final = re.compile(
     r"(commit|end|abort|prepare\s+transaction|rollback(?!\s+(?:work\s+|transaction\s+)?to\b))\b",
     re.IGNORECASE | re.DOTALL,
 )
+# Matches a statement whose only effects are in rows.
+_LEAVES_NOTHING: Final = re.compile(
+    r"(?:\s|--[^\n]*\n|/\*.*?\*/|\()*(select|insert|update|delete|merge|with|values|savepoint|release|rollback)\b",
+    re.IGNORECASE | re.DOTALL,
+)
+_LEAVES_SOMETHING: Final = re.compile(r"\bset_config\s*\(|\binto\s+(?:temp|temporary|unlogged|table)\b", re.IGNORECASE)
 _QUOTES: Final = re.compile(r"['\"$]")
 
 
@@ -58,6 +64,25 @@ class BlockHalves:
         self.in_ledger = None
 
 
+@dataclass(slots=True)
+class BlockTraces:
+    """What a handler has done in its transaction that the next handler in the same transaction could notice.
+
+    `lasting`: it executed a statement whose effect lasts until the transaction ends, as SET LOCAL or CREATE TEMPORARY
+    TABLE. `has_conflicts`: the database stopped a statement, as with a lock timeout. `has_key_locks`: it published to a
+    FIFO topic.
+    """
+
+    lasting: bool = False
+    has_conflicts: bool = False
+    has_key_locks: bool = False
+
+    def note(self, text: str) -> None:
+        """Note a statement before its execution."""
+        if not _LEAVES_NOTHING.match(text) or _LEAVES_SOMETHING.search(text):
+            self.lasting = True
+
+
 class BlockWatch:
     """An execute wrapper of Django that watches the atomic blocks of one connection.
 
@@ -67,6 +92,8 @@ class BlockWatch:
     def __init__(self, connection: BaseDatabaseWrapper) -> None:
         self._connection = connection
         self._mark = BlockMark()
+        # The number of statements that this connection has executed.
+        self.executed = 0
         self.begin()
 
     def begin(self) -> None:
@@ -75,9 +102,12 @@ class BlockWatch:
         self._ended = ""
         self._bound_to = ""
         self.halves = BlockHalves()
+        # None unless several handlers may share the block's transaction.
+        self.traces: BlockTraces | None = None
 
     def __call__(self, execute: Callable[..., Any], sql: Any, params: Any, many: bool, context: dict[str, Any]) -> Any:
         """Check a statement, then execute it (see "Database instrumentation" in Django's documentation)."""
+        self.executed += 1
         if self._connection.in_atomic_block:
             if not switch.enabled:
                 self.notice_block()
@@ -85,7 +115,17 @@ class BlockWatch:
             if word:
                 self._note_end(word)
             self._started = True
+            if self.traces is not None:
+                return self._traced(self.traces, execute, sql, params, many, context)
         return execute(sql, params, many, context)
+
+    def _traced(self, traces: BlockTraces, execute: Callable[..., Any], sql: Any, *rest: Any) -> Any:
+        traces.note(sql if isinstance(sql, str) else _text(sql, self._connection))
+        try:
+            return execute(sql, *rest)
+        except (OperationalError, InternalError):
+            traces.has_conflicts = True
+            raise
 
     def notice_block(self) -> None:
         """With the fast paths off: call `begin` if the open outermost block is not the block of the last call."""

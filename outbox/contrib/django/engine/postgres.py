@@ -76,10 +76,13 @@ class PostgresEngine(Engine):
 
         settings = self.settings
         database = broker_database(settings)
+        invoker = InboxInvoker(lease_seconds=settings.lease_seconds, masked_fields=settings.masked_fields)
         return ConsumerRuntime(
             database,
             wanted,
-            invoker=InboxInvoker(lease_seconds=settings.lease_seconds, masked_fields=settings.masked_fields),
+            invoker=invoker,
+            share=invoker.share,
+            sharing_calls=settings.messages_per_commit,
             codecs=self.codecs,
             lease_seconds=settings.lease_seconds,
             session_task=LeadingConsumer(database, settings=LeaderSettings(check=settings.check)) if leads else None,

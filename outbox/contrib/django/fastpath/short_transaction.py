@@ -13,6 +13,7 @@ See decision 150.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
@@ -29,7 +30,7 @@ from outbox.broker.fastpath.round_trip import RoundTrip, Row
 _BEGIN: Final = Statement("BEGIN")
 _COMMIT: Final = Statement("COMMIT")
 _ROLLBACK: Final = Statement("ROLLBACK")
-_PID: Final = Statement("SELECT pg_backend_pid()")
+_SESSION: Final = Statement("SELECT pg_backend_pid(), current_setting('transaction_isolation')")
 
 # These statements use no table of the broker's schema.
 _NO_SCHEMA: Final = "public"
@@ -40,9 +41,13 @@ _PLANS_LAST: Final = 200
 
 @dataclass(slots=True)
 class _Session:
-    """The prepared statements of one connection, and whether the connection allows them."""
+    """The prepared statements of one connection, and whether the connection allows them.
+
+    `is_read_committed`: whether its transactions have PostgreSQL's default isolation level.
+    """
 
     prepares: bool = False
+    is_read_committed: bool = False
     prepared: dict[bytes, bytes] = field(default_factory=dict)
     messages: int = 0
 
@@ -97,25 +102,48 @@ class ShortTransaction:
                 self._trip.discard_prepared()
         self._trip.send(_BEGIN)
         if session is None:
-            self._trip.send(_PID)
+            self._trip.send(_SESSION)
         self._trip.send(statement, values)
         *_, before, rows = self._trip.finish()
         if session is None:
-            self._session = _sessions[self._raw] = _Session(prepares=self._may_prepare(before))
+            [(pid, isolation)] = before
+            self._session = _sessions[self._raw] = _Session(
+                prepares=self._may_prepare(pid), is_read_committed=isolation == b"read committed"
+            )
         return rows
 
-    def _may_prepare(self, pid: list[Row]) -> bool:
+    @property
+    def can_share(self) -> bool:
+        """Whether the begun transaction may have the effects of several handler calls."""
+        return self._session is not None and self._session.is_read_committed
+
+    def savepoint(self, number: int, statement: Statement, values: Mapping[str, bytes]) -> list[Row]:
+        """Set a savepoint, execute a statement behind it, and return the statement's rows."""
+        with self._connection.wrap_database_errors:
+            self._trip.send(_savepoint("SAVEPOINT", number))
+            self._trip.send(statement, values)
+            _, rows = self._trip.finish()
+        return rows
+
+    def roll_back_to(self, number: int) -> None:
+        """Undo everything behind a savepoint. Raises a database error if the savepoint is not there any more."""
+        with self._connection.wrap_database_errors:
+            self._trip.send(_savepoint("ROLLBACK TO SAVEPOINT", number))
+            self._trip.finish()
+
+    def _may_prepare(self, pid: bytes | None) -> bool:
         """Whether statements may be prepared: there is no pooler, and psycopg itself prepares no statements.
 
         A pooler reports its own process id, not the server's. A pooler may also use another server session for the next
         transaction. When psycopg deallocates its own prepared statements, it deallocates all prepared statements of the
         connection.
         """
-        return self._raw.prepare_threshold is None and pid == [(b"%d" % self._raw.info.backend_pid,)]
+        return self._raw.prepare_threshold is None and pid == b"%d" % self._raw.info.backend_pid
 
     def _prepare_no_more(self) -> None:
         """Stop preparing statements: the application has deallocated them (DEALLOCATE ALL), and may do so again."""
-        _sessions[self._raw] = self._session = _Session()
+        is_read_committed = self._session is not None and self._session.is_read_committed
+        _sessions[self._raw] = self._session = _Session(is_read_committed=is_read_committed)
         self._trip = RoundTrip(self._raw, _NO_SCHEMA, prepare=False)
 
     def is_whole(self) -> bool:
@@ -136,6 +164,13 @@ class ShortTransaction:
                     self._prepare_no_more()
                 raise error
         return True
+
+
+@functools.cache
+def _savepoint(command: str, number: int) -> Statement:
+    # Each savepoint of a transaction has a name of its own. If the names were equal and one were missing, a rollback
+    # would undo the work behind the savepoint before it.
+    return Statement(f"{command} outbox_{number}")
 
 
 def _status(raw: Connection) -> pq.TransactionStatus | None:

@@ -39,6 +39,7 @@ from outbox.contrib.django.database.transactions import (
     failing_takes_the_block_along,
     in_test_case,
     require_whole,
+    watch_of,
 )
 from outbox.contrib.django.engine.broker import get_broker, get_catalog, get_codecs
 from outbox.contrib.django.engine.path import confirm, takes_atomic_path
@@ -489,6 +490,8 @@ def lock_keys(connection: BaseDatabaseWrapper, keys: Iterable[tuple[str, str]]) 
         )
     if not numbers:
         return
+    if (traces := watch_of(connection).traces) is not None:
+        traces.has_key_locks = True
     if connection.vendor == "postgresql":
         with connection.cursor() as cursor:
             cursor.execute(_LOCK_POSTGRESQL, [numbers])

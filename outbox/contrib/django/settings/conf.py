@@ -435,6 +435,14 @@ class OutboxSettings:
         word="drain: finish what is held, then end",
         meaning="how long a worker's processes may take to finish their work when it stops; then they are killed",
     )
+    messages_per_commit: int = setting(
+        16,
+        whole(1, "messages", 32),
+        bundled_only=True,
+        word="commit",
+        meaning="at most this number of messages share one transaction of their handlers "
+        "([see there](guide.md#several-messages-in-one-transaction)). 1: each message has a transaction of its own",
+    )
     inbox_retention_seconds: float = setting(
         14 * _DAY,
         seconds(60),

@@ -188,15 +188,17 @@ def _flag(where: str, value: Any) -> bool:
 flag: Final = Rule("`True`, `False`", _flag)
 
 
-def whole(minimum: int, unit: str) -> Rule[int]:
+def whole(minimum: int, unit: str, maximum: int | None = None) -> Rule[int]:
     """Return the rule for a whole number of `unit`."""
+    limits = f"at least {minimum}" if maximum is None else f"from {minimum} to {maximum}"
 
     def check(where: str, value: Any) -> int:
-        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-            raise wrong(where, value, f"a whole number of {unit}, at least {minimum}")
-        return value
+        is_whole = isinstance(value, int) and not isinstance(value, bool)
+        if not is_whole or value < minimum or (maximum is not None and value > maximum):
+            raise wrong(where, value, f"a whole number of {unit}, {limits}")
+        return int(value)
 
-    return Rule(f"{'whole ' if unit == 'seconds' else ''}{unit}, at least {minimum}", check, unit)
+    return Rule(f"{'whole ' if unit == 'seconds' else ''}{unit}, {limits}", check, unit)
 
 
 def seconds(minimum: float) -> Rule[float]:

@@ -13,9 +13,10 @@ import logging
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, cast
 from uuid import UUID
 
 from django.db import InternalError, connections, router, transaction
@@ -28,9 +29,10 @@ from outbox.contrib.django.database.database_errors import repeated
 from outbox.contrib.django.database.transactions import lost, sync_pipeline, watch_of
 from outbox.contrib.django.fastpath.short_transaction import ShortTransaction
 from outbox.contrib.django.subscribers.registry import Subscriber, find_subscriber
+from outbox.contrib.django.subscribers.shared_transaction import LOCK_MILLISECONDS, Result, SharedTransaction
 from outbox.errors import ConfigurationError, HandlerNotStarted, PartialFailure, PermanentError, TransactionUsageError
 from outbox.message import Delivery
-from outbox.ports import AnyHandler, Disposition, call_handler
+from outbox.ports import AnyHandler, Disposition, MoreCalls, call_handler
 from outbox.subscription import Subscription
 from outbox.utils import fence
 from outbox.utils.faults import point
@@ -198,6 +200,8 @@ class InboxEntries:
         self._connection = connection
         self._key: list[Any] = [group, generation]
         self._short: ShortTransaction | None = None
+        # The limit of idle_in_transaction_session_timeout for this transaction, in milliseconds.
+        self._idle = b""
         # True after all work before COMMIT is done. A failure from then on happened in COMMIT or after COMMIT.
         self.is_confirmed = False
 
@@ -224,10 +228,11 @@ class InboxEntries:
             # would otherwise assume that the transaction does not belong to the block.
             watch_of(self._connection).note_begun()
             self._short = ShortTransaction(self._connection)
+            self._idle = idle.encode()
             values = {
                 **self._key_as_text(),
                 "lock": lock.encode(),
-                "idle": idle.encode(),
+                "idle": self._idle,
                 "message_ids": str(message_ids[0]).encode() if is_one else _array(sorted(message_ids)),
             }
             rows = self._short.begin(_ENTER_ONE if is_one else _ENTER_ALL, values, prepare=is_one)
@@ -243,6 +248,27 @@ class InboxEntries:
         with self._connection.cursor() as cursor:
             cursor.execute(_ENTER_ONE_TEXT if is_one else _ENTER_ALL_TEXT, parameters)
             return {row[0] for row in cursor.fetchall()}
+
+    @property
+    def can_share(self) -> bool:
+        """Whether further messages may join the transaction."""
+        return self._short is not None and self._short.can_share
+
+    def join(self, number: int, delivery: Delivery) -> bool:
+        """Set savepoint `number` and write the inbox row of a delivery. Return whether the row is new."""
+        assert self._short is not None
+        values = {
+            **self._key_as_text(),
+            "lock": b"%d" % LOCK_MILLISECONDS,
+            "idle": self._idle,
+            "message_ids": str(delivery.message_id).encode(),
+        }
+        return bool(self._short.savepoint(number, _ENTER_ONE, values))
+
+    def roll_back_to(self, number: int) -> None:
+        """Undo everything behind savepoint `number`."""
+        assert self._short is not None
+        self._short.roll_back_to(number)
 
     def _key_as_text(self) -> dict[str, bytes]:
         group, generation = self._key
@@ -352,9 +378,6 @@ def handled(
 # -- calling a handler -----------------------------------------------------------------------------
 
 
-Result = Disposition | Exception
-
-
 class InboxInvoker:
     """Calls Django handlers (ports.Invoker): transaction, inbox, timeouts, replacement of broken connections."""
 
@@ -366,66 +389,127 @@ class InboxInvoker:
 
     def __call__(
         self, subscription: Subscription, handler: AnyHandler, deliveries: Sequence[Delivery], *, generation: int
-    ) -> Sequence[Result]:
+    ) -> Sequence[Disposition | Exception]:
         results = self._results(subscription, handler, deliveries, generation)
+        self._mask(subscription, deliveries, results)
+        return cast(Sequence[Disposition | Exception], results)
+
+    def share(
+        self, subscription: Subscription, handler: AnyHandler, delivery: Delivery, more: MoreCalls, *, generation: int
+    ) -> Sequence[Result]:
+        """Call the handler for a delivery and for those that join its transaction (ports.SharingInvoker)."""
+        joined: list[Delivery] = []
+        results = self._results(subscription, handler, [delivery], generation, more, joined)
+        self._mask(subscription, [delivery, *joined], results)
+        return results
+
+    def _mask(self, subscription: Subscription, deliveries: Sequence[Delivery], results: Sequence[object]) -> None:
+        """Remove the values of masked fields from the errors."""
         if self._masked_fields and (names := masked_names(self._masked_fields, subscription.topic)):
             contents = [content for one in deliveries for content in (one.body, one.headers)]
             for error in {id(one): one for one in results if isinstance(one, Exception)}.values():
                 show_as(error, masked_text(str(error), contents, names))
-        return results
 
     def _results(
-        self, subscription: Subscription, handler: AnyHandler, deliveries: Sequence[Delivery], generation: int
+        self,
+        subscription: Subscription,
+        handler: AnyHandler,
+        deliveries: Sequence[Delivery],
+        generation: int,
+        more: MoreCalls | None = None,
+        joined: list[Delivery] | None = None,
     ) -> Sequence[Result]:
         registered = find_subscriber(subscription)
         refresh_connections()
         try:
             if registered is None or not registered.idempotent:
+                if more is not None:
+                    more.end_sharing("it has no inbox, so it has no transaction")
                 return call_handler(subscription, handler, deliveries, generation=generation)
+            call = _Call(
+                registered,
+                subscription,
+                handler,
+                deliveries,
+                generation,
+                self._lease_seconds,
+                more,
+                [] if joined is None else joined,
+            )
             with one_writer(connections[handler_alias(registered)]):
-                return repeated(
-                    partial(self._once, registered, subscription, handler, deliveries, generation), registered.name
-                )
+                return repeated(call.once, registered.name)
         except Exception as error:
             return [error] * len(deliveries)
         finally:
             refresh_connections()
 
-    def _once(
-        self,
-        registered: Subscriber,
-        subscription: Subscription,
-        handler: AnyHandler,
-        deliveries: Sequence[Delivery],
-        generation: int,
-    ) -> Sequence[Result]:
-        connection = connections[handler_alias(registered)]
-        inbox = InboxEntries(connection, subscription.group, generation)
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """One call of a handler with the inbox. `joined`: the messages that have joined its transaction."""
+
+    registered: Subscriber
+    subscription: Subscription
+    handler: AnyHandler
+    deliveries: Sequence[Delivery]
+    generation: int
+    lease_seconds: float
+    more: MoreCalls | None
+    joined: list[Delivery]
+
+    def once(self) -> Sequence[Result]:
+        """Run the transaction, and return a result for each message of the call and for each that has joined."""
+        name = self.registered.name
+        connection = connections[handler_alias(self.registered)]
+        inbox = InboxEntries(connection, self.subscription.group, self.generation)
         fresh: list[Delivery] | None = None
         failed: dict[UUID, Exception] = {}
+        shared: SharedTransaction | None = None
         try:
             with transaction.atomic(using=connection.alias):
-                entered = inbox.enter(deliveries, lease_seconds=self._lease_seconds)
-                watch_of(connection).bind(registered.name)
+                entered = inbox.enter(self.deliveries, lease_seconds=self.lease_seconds)
+                watch_of(connection).bind(name)
+                if self.more is not None and inbox.can_share:
+                    shared = SharedTransaction(connection, inbox, self.more, name, self.joined)
                 fresh = entered
-                failed = _handle(subscription, handler, fresh)
+                failed = self._handle(fresh)
                 inbox.leave(failed)
+                if shared is not None:
+                    shared.extend(partial(self._handle_joined, inbox))
                 point("consumer.before_inbox_commit")
                 fence.check()
-                inbox.confirm([item for item in fresh if item.message_id not in failed], registered.name)
+                whole = [item for item in fresh if item.message_id not in failed]
+                inbox.confirm(whole if shared is None else [*whole, *shared.handled], name)
+                if shared is not None:
+                    shared.take_callbacks()
         except Exception as error:
             if fresh is None:
-                raise _not_started(registered.name, connection.alias, error) from error
+                raise _not_started(name, connection.alias, error) from error
+            if shared is not None and self.joined:
+                results = shared.results_after_failure(fresh, error, partial(_half_done, name))
+                return results if fresh else [Disposition.SKIPPED, *results]
             stayed = inbox.still_there(fresh)
             if not stayed:
                 raise
             if not inbox.is_confirmed:
-                return [_half_done(registered.name, error) if d.message_id in stayed else error for d in deliveries]
+                return [_half_done(name, error) if d.message_id in stayed else error for d in self.deliveries]
             # The error came from an on_commit callback, or from a COMMIT that succeeded although it raised.
-            logger.exception("%s has committed; its later failure is not tried again", registered.name)
+            logger.exception("%s has committed; its later failure is not tried again", name)
         point("consumer.after_inbox_commit")
         called = set(map(id, fresh))
-        return [_result(delivery, id(delivery) in called, failed) for delivery in deliveries]
+        results = [_result(delivery, id(delivery) in called, failed) for delivery in self.deliveries]
+        if shared is None:
+            return results
+        shared.run_callbacks()
+        return [*results, *shared.results()]
+
+    def _handle(self, deliveries: Sequence[Delivery]) -> dict[UUID, Exception]:
+        return _handle(self.subscription, self.handler, deliveries)
+
+    def _handle_joined(self, inbox: InboxEntries, delivery: Delivery) -> Exception | None:
+        failed = self._handle([delivery])
+        inbox.leave(failed)
+        return failed.get(delivery.message_id)
 
 
 def _handle(subscription: Subscription, handler: AnyHandler, deliveries: Sequence[Delivery]) -> dict[UUID, Exception]:

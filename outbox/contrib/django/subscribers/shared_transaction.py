@@ -1,0 +1,272 @@
+"""Several handler calls in one transaction: a savepoint for each message, and one COMMIT for all.
+
+    BEGIN; inbox row 1        handler 1
+    SAVEPOINT 2; inbox row 2  handler 2
+    SAVEPOINT 3; inbox row 3  handler 3
+    check of all inbox rows; COMMIT
+
+A message joins only after the handler of the message before it has returned, and its inbox row is written behind its
+savepoint. So the transaction never has the inbox row of a message whose handler has not run, even if a handler ends the
+transaction by hand. If a handler fails, its savepoint is rolled back, and the messages before it commit. If the whole
+transaction fails, all its messages run again, each in a transaction of its own. The attempt of a message counts as
+failed only if its handler raised an error that no other message can have caused.
+
+See decision 198.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+from uuid import UUID
+
+from django.db import Error as DjangoDatabaseError
+from django.db import connections
+from django.db.backends.base.base import BaseDatabaseWrapper
+from psycopg import Connection, pq
+from psycopg import Error as DriverError
+
+from outbox.contrib.django.database.transactions import BlockTraces, sync_pipeline, watch_of
+from outbox.errors import LeaseLost
+from outbox.message import Delivery
+from outbox.ports import Disposition, MoreCalls, RunAlone
+
+logger = logging.getLogger(__name__)
+
+Result = Disposition | Exception | RunAlone
+
+# A handler that has joined a transaction waits for a lock for at most this time (milliseconds). Then the transaction
+# commits without it, and the handler runs alone with the usual limit. Otherwise two shared transactions that need the
+# same rows in different orders would wait for PostgreSQL's deadlock_timeout (1 s).
+LOCK_MILLISECONDS: Final = 20
+
+
+class Inbox(Protocol):
+    """The inbox rows of the transaction (InboxEntries)."""
+
+    def join(self, number: int, delivery: Delivery) -> bool:
+        """Set savepoint `number` and write the inbox row of a delivery. Return whether the row is new."""
+
+    def roll_back_to(self, number: int) -> None:
+        """Undo everything behind savepoint `number`."""
+
+    def still_there(self, deliveries: Sequence[Delivery]) -> set[UUID]:
+        """Return the messages whose rows are committed."""
+
+
+class Traces:
+    """Watches what the handlers of one transaction leave behind for the next handler."""
+
+    def __init__(self, connection: BaseDatabaseWrapper) -> None:
+        self._connection = connection
+        self._watch = watch_of(connection)
+        self._watch.traces = self._found = BlockTraces()
+        self._elsewhere = self._executed_elsewhere()
+
+    def _executed_elsewhere(self) -> int:
+        others = connections.all(initialized_only=True)
+        return sum(watch_of(other).executed for other in others if other.alias != self._connection.alias)
+
+    @property
+    def has_conflicts(self) -> bool:
+        """Whether the database stopped a statement, even if the handler has caught the error."""
+        return self._found.has_conflicts
+
+    def why_never(self) -> str:
+        """Return why the handler must commit alone from now on; '' if it need not."""
+        if self._found.has_key_locks:
+            return "it publishes to a FIFO topic, and the lock of the key would last until the common COMMIT"
+        if self._executed_elsewhere() != self._elsewhere:
+            return "it uses another database, whose writes do not wait for the common COMMIT"
+        return ""
+
+    @property
+    def may_go_on(self) -> bool:
+        """Whether another handler may run in this transaction."""
+        raw: Any = self._connection.connection
+        return (
+            isinstance(raw, Connection)
+            and not raw.pgconn.pipeline_status
+            and raw.info.transaction_status == pq.TransactionStatus.INTRANS
+            and not self._connection.needs_rollback
+            and not self._found.lasting
+            and not self._found.has_conflicts
+        )
+
+
+@dataclass(slots=True)
+class _Callbacks:
+    """The on_commit callbacks of one message, as Django keeps them."""
+
+    entries: list[Any]
+
+    def run(self, name: str) -> None:
+        """Run the callbacks. An error ends the callbacks of this message only."""
+        try:
+            for _, function, is_robust in self.entries:
+                try:
+                    function()
+                except Exception:
+                    if not is_robust:
+                        raise
+                    logger.exception("an on_commit callback of %s failed", name)
+        except Exception:
+            logger.exception("%s has committed; its later failure is not tried again", name)
+
+
+class SharedTransaction:
+    """The messages that join the transaction of a first message, after the handler of the first has returned.
+
+    Make the object before the first handler runs, because it watches that handler too. Messages that join are added to
+    `joined`.
+    """
+
+    def __init__(
+        self,
+        connection: BaseDatabaseWrapper,
+        inbox: Inbox,
+        more: MoreCalls,
+        name: str,
+        joined: list[Delivery],
+    ) -> None:
+        self._connection = connection
+        self._inbox = inbox
+        self._more = more
+        self._traces = Traces(connection)
+        self._name = name
+        self._callbacks: list[_Callbacks] = []
+        # All messages that have joined, and those of them whose handlers have returned without an error.
+        self.joined = joined
+        self.handled: list[Delivery] = []
+        self._results: list[Result] = []
+        # The error of the handler that failed last.
+        self._error: Exception | None = None
+
+    def extend(self, handle: Callable[[Delivery], Exception | None]) -> None:
+        """Run further messages in the transaction, one after the other. `handle` calls the handler.
+
+        After a message that must run alone, or whose handler has failed, no further message joins.
+        """
+        while self._may_go_on() and (delivery := self._more.next()) is not None:
+            self._end_of_callbacks()
+            self.joined.append(delivery)
+            # If the run of a message ends the transaction, this is its result.
+            self._results.append(RunAlone.RUN_ALONE)
+            self._results[-1] = result = self._run(delivery, handle)
+            if not isinstance(result, Disposition):
+                return
+
+    def _may_go_on(self) -> bool:
+        if reason := self._traces.why_never():
+            self._more.end_sharing(reason)
+            return False
+        return self._traces.may_go_on
+
+    def _run(self, delivery: Delivery, handle: Callable[[Delivery], Exception | None]) -> Result:
+        number = len(self.joined) + 1
+        name = f"outbox_{number}"
+        try:
+            is_new = self._inbox.join(number, delivery)
+        except DjangoDatabaseError as error:
+            logger.info("message %s runs alone: %s", delivery.message_id, error)
+            self._undo(number, name)
+            return RunAlone.RUN_ALONE
+        if not is_new:
+            return Disposition.SKIPPED
+        # Django drops the on_commit callbacks of savepoints that are rolled back.
+        self._connection.savepoint_ids.append(name)
+        try:
+            with self._more.running(delivery):
+                failure = handle(delivery)
+            sync_pipeline(self._connection)
+        except Exception as error:
+            self._error = error
+            self._connection.savepoint_ids.pop()
+            self._undo(number, name)
+            return RunAlone.RUN_ALONE if self._is_doubtful(error) else error
+        except BaseException:
+            self._connection.savepoint_ids.pop()
+            raise
+        self._connection.savepoint_ids.pop()
+        if self._traces.has_conflicts or self._connection.needs_rollback or self._is_aborted():
+            self._undo(number, name)
+            return RunAlone.RUN_ALONE
+        if failure is not None:
+            return failure
+        self.handled.append(delivery)
+        return Disposition.HANDLED
+
+    def _is_aborted(self) -> bool:
+        raw: Any = self._connection.connection
+        return raw is None or raw.info.transaction_status == pq.TransactionStatus.INERROR
+
+    def _is_doubtful(self, error: BaseException) -> bool:
+        """Whether the error may come from the messages before it: the database or outbox stopped the handler."""
+        return self._traces.has_conflicts or any(
+            isinstance(one, (DjangoDatabaseError, DriverError, LeaseLost)) for one in _chain(error)
+        )
+
+    def _undo(self, number: int, name: str) -> None:
+        """Roll back to a savepoint. Raises if it is gone; then the whole transaction fails."""
+        self._inbox.roll_back_to(number)
+        self._connection.needs_rollback = False
+        self._connection.run_on_commit = [entry for entry in self._connection.run_on_commit if name not in entry[0]]
+
+    def _end_of_callbacks(self) -> None:
+        taken = sum(len(callbacks.entries) for callbacks in self._callbacks)
+        self._callbacks.append(_Callbacks(self._connection.run_on_commit[taken:]))
+
+    def take_callbacks(self) -> None:
+        """Keep the on_commit callbacks from Django, which would end all of them at the first error."""
+        if self.joined:
+            self._end_of_callbacks()
+            self._connection.run_on_commit = []
+
+    def run_callbacks(self) -> None:
+        """Run the on_commit callbacks of each message, after COMMIT."""
+        for callbacks in self._callbacks:
+            callbacks.run(self._name)
+
+    def results(self) -> list[Result]:
+        """Return the results of the messages that have joined, after COMMIT."""
+        return self._results
+
+    def results_after_failure(
+        self, first: Sequence[Delivery], error: Exception, half_done: Callable[[Exception], Exception]
+    ) -> list[Result]:
+        """Return the results of all messages, after the transaction has failed with `error`.
+
+        A message is handled if its inbox row is committed nevertheless: COMMIT has succeeded although it raised an
+        error, or a handler ran COMMIT by hand. Each other message runs alone. If a handler ran COMMIT by hand and then
+        failed, its result is the error that `half_done` makes.
+        """
+        stayed = self._inbox.still_there([*first, *self.joined])
+        if stayed:
+            logger.error(
+                "%s: %d of %d messages that shared a transaction are committed, although it failed: %s",
+                self._name,
+                len(stayed),
+                len(first) + len(self.joined),
+                error,
+            )
+        done = {id(delivery) for delivery in (*first, *self.handled)}
+        results: list[Result] = []
+        for delivery in (*first, *self.joined):
+            if delivery.message_id not in stayed:
+                results.append(RunAlone.RUN_ALONE)
+            elif id(delivery) in done:
+                results.append(Disposition.HANDLED)
+            else:
+                results.append(half_done(self._error or error))
+        return results
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        yield current
+        current = current.__cause__ or current.__context__
