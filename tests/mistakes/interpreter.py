@@ -15,8 +15,9 @@ from outbox.contrib.django import publish, subscriber, transactional_message
 from outbox.contrib.django.subscribers.inbox import InboxInvoker
 from outbox.contrib.django.subscribers.registry import Subscriber, subscribers
 from outbox.errors import PermanentError
-from outbox.ports import Disposition, MoreCalls, RunAlone
+from outbox.ports import Disposition, RunAlone
 from outbox.utils.ids import uuid7
+from tests.django.sharing import Waiting
 from tests.django.shop.models import Effect as EffectRow
 from tests.django.shop.models import Order, Payment
 from tests.django.state import savepoint
@@ -283,23 +284,6 @@ def _share(program: Consumer, place: int, deliver: _Deliver, delivery: Delivery)
             raise AssertionError(f"{other.key} was not handled: {result!r}")
 
 
-class _More(MoreCalls):
-    """The waiting deliveries of a shared transaction."""
-
-    def __init__(self, waiting: Sequence[Delivery]) -> None:
-        self._waiting = list(waiting)
-        self._is_over = False
-
-    def next(self) -> Delivery | None:
-        return self._waiting.pop(0) if self._waiting and not self._is_over else None
-
-    def running(self, delivery: Delivery) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def end_sharing(self, reason: str) -> None:
-        self._is_over = True
-
-
 class _Deliver:
     """Calls the handler of a program, and notes each attempt."""
 
@@ -342,10 +326,8 @@ class _Deliver:
     def share(self, deliveries: Sequence[Delivery]) -> list[Any]:
         """Return a result for each delivery; a delivery that never joined runs alone."""
         assert self.registered is not None
-        first, more = deliveries[0], _More(deliveries[1:])
-        results = self._invoker.share(
-            self.registered.subscription, self.registered.handler, first, more, generation=1
-        )
+        first, more = deliveries[0], Waiting(deliveries[1:])
+        results = self._invoker.share(self.registered.subscription, self.registered.handler, first, more, generation=1)
         return [*results, *[RunAlone.RUN_ALONE] * (len(deliveries) - len(results))]
 
 

@@ -26,7 +26,7 @@ from psycopg import Error as DriverError
 
 from outbox.broker.database.statement import Statement
 from outbox.contrib.django.database.database_errors import repeated
-from outbox.contrib.django.database.transactions import lost, sync_pipeline, watch_of
+from outbox.contrib.django.database.transactions import begun_by_hand, lost, sync_pipeline, watch_of
 from outbox.contrib.django.fastpath.short_transaction import ShortTransaction
 from outbox.contrib.django.subscribers.registry import Subscriber, find_subscriber
 from outbox.contrib.django.subscribers.shared_transaction import LOCK_MILLISECONDS, Result, SharedTransaction
@@ -97,7 +97,9 @@ def refresh_connections() -> None:
             and time.monotonic() >= connection.close_at
         )
         broken = connection.errors_occurred and not connection.is_usable()
-        if expired or broken or _has_pool(connection.settings_dict):
+        # A handler or its on_commit callback has executed BEGIN by hand. No transaction of a later message could begin.
+        left_open = begun_by_hand(connection)
+        if expired or broken or left_open or _has_pool(connection.settings_dict):
             connection.close()
         connection.errors_occurred = False
 

@@ -1,0 +1,245 @@
+"""Calls that share a transaction: how a process takes them, times them, notes them and books their results."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from outbox import ports
+from outbox.broker.consumer import running_calls, shared_calls
+from outbox.broker.consumer.running_calls import RunningCalls
+from outbox.broker.consumer.shared_calls import SHORT_SECONDS, Sharing
+from outbox.message import Delivery
+from outbox.ports import Disposition, MoreCalls, RunAlone
+from outbox.subscription import Mode, Subscription
+from tests.broker.bench import ConsumptionBench
+from tests.broker.dispatch.test_failures import message, subscribe
+from tests.support import eventually
+
+
+@pytest.fixture
+def orders(bench: ConsumptionBench) -> ConsumptionBench:
+    bench.declare("orders", queues=2)
+    return bench
+
+
+class Together:
+    """A sharing invoker without a database: effects exist from the end of a transaction on.
+
+    `refuse` is called with the messages of a transaction before it ends. If it returns True, the transaction fails.
+    """
+
+    def __init__(
+        self, handler: Callable[[Delivery], Any], refuse: Callable[[list[int]], bool] = lambda _: False
+    ) -> None:
+        self.handler = handler
+        self.refuse = refuse
+        self.transactions: list[list[int]] = []
+        self._lock = threading.Lock()
+
+    def __call__(
+        self, subscription: Subscription, handler: Any, deliveries: Sequence[Delivery], *, generation: int
+    ) -> Sequence[Disposition | Exception]:
+        results = ports.call_handler(subscription, handler, deliveries, generation=generation)
+        with self._lock:
+            if results == [Disposition.HANDLED]:
+                self.transactions.append([deliveries[0].body["n"]])
+        return results
+
+    def share(
+        self, subscription: Subscription, handler: Any, delivery: Delivery, more: MoreCalls, *, generation: int
+    ) -> Sequence[Disposition | Exception | RunAlone]:
+        results: list[Any] = list(ports.call_handler(subscription, handler, [delivery], generation=generation))
+        given = [delivery]
+        while results[-1] is Disposition.HANDLED and (joined := more.next()) is not None:
+            given.append(joined)
+            with more.running(joined):
+                results += ports.call_handler(subscription, handler, [joined], generation=generation)
+        done = [one.body["n"] for one, result in zip(given, results, strict=True) if result is Disposition.HANDLED]
+        if len(given) > 1 and self.refuse(done):
+            return [RunAlone.RUN_ALONE] * len(given)
+        with self._lock:
+            self.transactions.append(done)
+        return results
+
+    @property
+    def effects(self) -> Counter[int]:
+        with self._lock:
+            return Counter(n for one in self.transactions for n in one)
+
+    @property
+    def largest(self) -> int:
+        with self._lock:
+            return max(map(len, self.transactions), default=0)
+
+
+def options(together: Together, most: int = 8) -> dict[str, Any]:
+    return {"invoker": together, "share": together.share, "sharing_calls": most}
+
+
+def everything(count: int) -> Counter[int]:
+    return Counter(range(count))
+
+
+def test_waiting_calls_share_transactions_up_to_the_limit(orders: ConsumptionBench) -> None:
+    together = Together(lambda delivery: None)
+    orders.publish([message(n) for n in range(200)])
+    orders.run_until_idle(subscribe(threads=2), together.handler, **options(together))
+    assert together.effects == everything(200)
+    assert 1 < together.largest <= 8
+    orders.assert_conserved("g")
+
+
+@pytest.mark.parametrize("choice", [{"mode": Mode.ORDERLY}, {"mode": Mode.KEY_ORDERED}, {"batch": 4}])
+def test_ordered_calls_and_batches_do_not_share(orders: ConsumptionBench, choice: dict[str, Any]) -> None:
+    together = Together(lambda delivery: None)
+    called: list[int] = []
+
+    def refuse(*_: object, **__: object) -> Any:
+        called.append(1)
+
+    orders.publish([message(n) for n in range(50)])
+    subscription = subscribe(threads=2, **choice)
+    orders.run_until_idle(subscription, lambda given: None, invoker=ports.call_handler, share=refuse, sharing_calls=8)
+    assert called == []
+    assert together.transactions == []
+
+
+def test_a_failure_charges_its_own_message(orders: ConsumptionBench) -> None:
+    attempts = Counter[int]()
+
+    def handle(delivery: Delivery) -> None:
+        n = delivery.body["n"]
+        attempts[n] += 1
+        if n % 10 == 7 and delivery.attempt == 1:
+            raise ValueError(n)
+
+    together = Together(handle)
+    orders.publish([message(n) for n in range(100)])
+    orders.run_until_idle(subscribe(threads=2), handle, **options(together))
+    assert together.effects == everything(100)
+    assert together.largest > 1
+    assert orders.rows("SELECT count(*), count(DISTINCT log_id) FROM outbox.failure") == [(10, 10)]
+    orders.assert_conserved("g")
+
+
+def test_what_does_not_commit_runs_alone_and_is_not_charged(orders: ConsumptionBench) -> None:
+    together = Together(lambda delivery: None, refuse=lambda done: 13 in done)
+    orders.publish([message(n) for n in range(100)])
+    orders.run_until_idle(subscribe(threads=1), together.handler, **options(together))
+    assert together.effects == everything(100)
+    assert [13] in together.transactions
+    assert orders.rows("SELECT 1 FROM outbox.failure") == []
+
+
+def test_an_error_of_the_invoker_charges_the_last_message_only(orders: ConsumptionBench) -> None:
+    def refuse(done: list[int]) -> bool:
+        if done[-1] == 13:
+            raise SystemExit("stop")
+        return False
+
+    together = Together(lambda delivery: None, refuse=refuse)
+    orders.publish([message(n) for n in range(60)])
+    orders.run_until_idle(subscribe(threads=1), together.handler, **options(together, most=3))
+    assert together.effects == everything(60)
+    assert len(orders.rows("SELECT 1 FROM outbox.failure")) <= 1
+
+
+def test_a_hanging_handler_is_charged_and_the_others_run_again(orders: ConsumptionBench) -> None:
+    """The effects of the others are rolled back with its transaction, so they must not wait for its end."""
+    release = threading.Event()
+    hangs: list[int] = []
+
+    def handle(delivery: Delivery) -> None:
+        # The first calls run alone: the process does not know yet how long handlers take.
+        if delivery.body["n"] == 20 and delivery.attempt == 1:
+            hangs.append(1)
+            release.wait(20)
+
+    together = Together(handle, refuse=lambda done: 20 in done)
+    orders.publish([message(n) for n in range(24)])
+    with orders.sequencing(), orders.running((subscribe(timeout_seconds=0.5, threads=1), handle), **options(together)):
+        eventually(lambda: together.effects == everything(24), what=lambda: str(everything(24) - together.effects))
+        assert hangs == [1]
+        release.set()
+    [(error,)] = orders.rows("SELECT error FROM outbox.failure")
+    assert error.startswith("HandlerTimedOut: the handler of group 'g' ran longer than 0.5 s")
+    orders.assert_conserved("g")
+
+
+def test_only_the_running_message_is_noted_for_the_parent(
+    orders: ConsumptionBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If the process dies, the messages before it are not suspected, and they come again."""
+    noted: dict[int, list[int]] = {}
+    most: list[int] = []
+    original, forget = RunningCalls.note, RunningCalls.forget
+
+    def note(self: RunningCalls, group_id: int, log_ids: Sequence[int], *, alone: bool) -> int | None:
+        slot = original(self, group_id, log_ids, alone=alone)
+        assert slot is not None
+        noted[slot] = list(log_ids)
+        return slot
+
+    def forgotten(self: RunningCalls, slot: int) -> None:
+        del noted[slot]
+        forget(self, slot)
+
+    monkeypatch.setattr(RunningCalls, "note", note)
+    monkeypatch.setattr(RunningCalls, "forget", forgotten)
+    together = Together(lambda delivery: most.append(sum(map(len, noted.values()))))
+    orders.publish([message(n) for n in range(60)])
+    with tempfile.TemporaryFile() as file:
+        monkeypatch.setenv(running_calls.VARIABLE, str(os.dup(file.fileno())))
+        orders.run_until_idle(subscribe(threads=1), together.handler, **options(together))
+    assert together.largest > 1
+    assert set(most) == {1}
+    assert noted == {}
+
+
+# -- when calls share ------------------------------------------------------------------------------
+
+
+def test_calls_share_only_while_handlers_are_short() -> None:
+    sharing = Sharing(8)
+    assert not sharing.allowed
+    sharing.took(SHORT_SECONDS / 2)
+    assert sharing.allowed
+    sharing.took(SHORT_SECONDS * 100)
+    assert not sharing.allowed
+    for _ in range(30):
+        sharing.took(0.0)
+    assert sharing.allowed
+
+
+def test_after_a_failure_calls_share_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = time.monotonic()
+    monkeypatch.setattr(shared_calls.time, "monotonic", lambda: now)
+    sharing = Sharing(8)
+    sharing.took(0.0)
+    pauses = []
+    for _ in range(8):
+        sharing.failed()
+        before = now
+        while not sharing.allowed:
+            now += 0.5
+        pauses.append(now - before)
+    assert pauses == [1, 2, 4, 8, 16, 32, 60, 60]
+    for _ in range(8):
+        sharing.worked()
+    sharing.failed()
+    now += 1
+    assert sharing.allowed
+
+
+def test_one_message_per_commit_turns_sharing_off() -> None:
+    sharing = Sharing(1)
+    sharing.took(0.0)
+    assert not sharing.allowed
