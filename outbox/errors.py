@@ -1,7 +1,7 @@
 """All errors of the project, in one class hierarchy.
 
 The docstring of a class is its default message. A message says what happened (with the message id or setting), why, and
-what to do next. If there is an id or a name to give, raise the error with a text of its own.
+what to do next. If an id or a name is known, raise the error with another text that contains it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class OutboxError(Exception):
 
 
 class UsageError(OutboxError):
-    """The call is invalid as written."""
+    """The call is invalid: its arguments or its place in the code are wrong."""
 
 
 class ConfigurationError(UsageError):
@@ -38,7 +38,7 @@ class InvalidMessage(UsageError):
 
 
 class BodyTooLarge(InvalidMessage):
-    """The encoded body is larger than a message may be."""
+    """The encoded body is larger than the limit for messages."""
 
 
 class UnserialisableBody(InvalidMessage):
@@ -66,11 +66,11 @@ class InvalidFilter(UsageError):
 
 
 class InvalidSubscription(UsageError):
-    """The subscription contradicts itself or one already registered."""
+    """The subscription contradicts itself, or a subscription that is already registered."""
 
 
 class NotSupported(UsageError):
-    """The engine behind the broker port cannot do this."""
+    """The engine of this broker does not support this call."""
 
 
 class TransactionUsageError(UsageError):
@@ -109,7 +109,7 @@ class LeftoversUndecided(BrokerError):
 
 
 class TransactionTimedOut(BrokerError):
-    """The transaction was open longer than the limit allows. None of its messages was published."""
+    """The transaction was open longer than the limit allows. No message of the transaction was published."""
 
 
 class SchemaError(BrokerError):
@@ -129,26 +129,26 @@ class TransactionAlreadyRolledBack(OutboxError):
 
 
 class LocalTransactionRolledBack(OutboxError):
-    """Raise it if the local transaction certainly did not commit: its messages are rolled back at once."""
+    """The local transaction certainly did not commit: raise this error to roll back its messages at once."""
 
 
 class LeaseLost(BrokerError):
-    """The lease expired or another consumer took it over. The work done under it must not be recorded."""
+    """The lease has expired or belongs to another consumer now. The former owner's work must not be recorded."""
 
 
 class HandlerNotStarted(OutboxError):
-    """A precondition of the handler, such as its database, is not available. This does not count as an attempt.
+    """A precondition of the handler, such as its database, is not available, so no attempt was counted.
 
-    An invoker returns it for deliveries whose handler it did not call; the reason is its cause.
+    An invoker returns this error for each delivery whose handler it did not call. The cause of the error is the reason.
     """
 
 
 class HandlerTimedOut(OutboxError):
-    """The handler ran longer than its subscription allows; its attempt counts as failed."""
+    """The handler ran longer than its subscription allows, so the attempt counts as failed."""
 
 
 class HandlersHung(OutboxError):
-    """Too many handlers hang for their threads to be replaced. This process has released its queues and must end."""
+    """So many handlers hang that their threads cannot be replaced. This process released its queues and must end."""
 
 
 class KillsItsProcess(OutboxError):
@@ -163,11 +163,11 @@ class HandlerError(OutboxError):
 
 
 class PermanentError(HandlerError):
-    """No later attempt can succeed: dead-letter the message now."""
+    """No further attempt can succeed, so the message becomes a dead letter now."""
 
 
 class RetryLater(HandlerError):
-    """Try again after a chosen delay level instead of the next one.
+    """Try again after a chosen delay level instead of the next delay level.
 
     `level` counts from 1 (the first delay of the subscriber's retry policy).
     """
@@ -178,11 +178,12 @@ class RetryLater(HandlerError):
 
 
 class ServiceUnavailable(HandlerError):
-    """A resource the handler needs is down, for every message: the subscription pauses.
+    """A resource that the handler needs for every message is down, so the subscription pauses.
 
-    This does not count as an attempt.
+    The call that raised this error does not count as an attempt.
 
-    The pause starts at one second and grows while the handler raises it again. `pause_seconds` sets another pause.
+    The pause starts at one second and grows while the handler raises this error again. `pause_seconds` sets another
+    pause.
     """
 
     def __init__(self, message: str | None = None, *, pause_seconds: float | None = None) -> None:
@@ -191,7 +192,7 @@ class ServiceUnavailable(HandlerError):
 
 
 class PartialFailure(HandlerError):
-    """Some messages of a batch failed; the effects of the others remain.
+    """Some messages of a batch failed. The effects of all other messages of the batch remain.
 
     `errors` maps the ids of the failed messages to their errors. The handler must have undone the effects of the failed
     messages itself, for example with a savepoint per message.

@@ -26,9 +26,10 @@ class Message:
 
     `message_id` is the idempotency key of a send: a message that is sent twice with one id is stored once. `key` orders
     messages on FIFO topics, and names the business object on other topics. `shard` chooses the queue (shard modulo
-    queue count). None spreads messages evenly. `deliver_at` (aware) is the earliest time of delivery, by the broker's
-    clock. `delay` counts from the time at which the broker stores the message, and the broker turns it into
-    `deliver_at`. Raises InvalidName, InvalidMessage or BodyTooLarge if the message cannot be sent.
+    queue count). If `shard` is None, the broker spreads messages evenly over the queues. `deliver_at` is the earliest
+    time of delivery by the broker's clock, with a time zone. `delay` counts from the time at which the broker stores
+    the message, and the broker turns it into `deliver_at`. Raises InvalidName, InvalidMessage or BodyTooLarge if the
+    message cannot be sent.
     """
 
     topic: str
@@ -97,8 +98,8 @@ def _check_delay(topic: str, delay: object, deliver_at: datetime | None) -> None
 class SendReceipt:
     """Proof that the broker has stored a message.
 
-    `position` is the message's address in the broker. Do not interpret it: the bundled broker gives its log id, another
-    broker gives a text, and None means that the broker gives none.
+    `position` is the message's address in the broker. Do not interpret `position`: it is the log id in the PostgreSQL
+    broker, a text in another broker, and None if the broker has no such address.
     """
 
     message_id: UUID

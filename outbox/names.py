@@ -1,4 +1,4 @@
-"""The allowed names and sizes. They are checked before anything is stored."""
+"""The allowed names and sizes. The functions check a name or a size before the broker stores it."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """The ports: the interfaces that the core needs from an engine, and that an engine needs from an application.
 
-An engine has a `Broker` and `Consumers`. PostgreSQL: `outbox.broker.postgres.PostgresBroker` and
-`outbox.broker.consumer.runtime.ConsumerRuntime`. RocketMQ: `outbox.rocketmq.broker.RocketMQBroker` and
-`outbox.rocketmq.consumer.RocketMQConsumers`. In memory: `outbox.memory.broker.InMemoryBroker` and
-`outbox.memory.consumers.InMemoryConsumers`. One contract suite (tests/contract) tests all of them. The features that an
+An engine has a `Broker` and `Consumers`. The engine of PostgreSQL has `outbox.broker.postgres.PostgresBroker` and
+`outbox.broker.consumer.runtime.ConsumerRuntime`. The engine of RocketMQ has `outbox.rocketmq.broker.RocketMQBroker` and
+`outbox.rocketmq.consumer.RocketMQConsumers`. The engine in memory has `outbox.memory.broker.InMemoryBroker` and
+`outbox.memory.consumers.InMemoryConsumers`. One contract suite (tests/contract) tests all engines. The features that an
 engine lacks are in its table of refusals (outbox/refusals.py, docs/engines.md).
 
 See decision 001.
@@ -35,8 +35,9 @@ class Broker(Protocol):
     """Stores messages, hides half messages until they are decided, and asks for missing decisions.
 
     Every call either succeeds or raises a BrokerError. `timeout_seconds` is one total deadline for connecting, sending
-    and waiting. If a call exceeds it, the broker may still have stored the message. That is safe: the message id makes
-    a resend idempotent, and check-back settles a half message whose caller gave up.
+    and waiting. If a call exceeds this deadline, the broker may still have stored the message. The caller may send the
+    message again, because a message id is stored only once. If the caller gives up, check-back decides the half
+    message.
     """
 
     def send(
@@ -47,14 +48,19 @@ class Broker(Protocol):
         committed: bool = False,
         producer: ProducerEpoch | None = None,
     ) -> list[SendReceipt]:
-        """Store all messages or none, visible at once. Raises ProducerFenced if the producer is an older instance.
+        """Store all messages or none.
 
-        `committed` says that the local transaction of the messages has already committed (a repair). Topics that
-        require a local transaction then accept them.
+        Consumers can see stored messages at once. Raises ProducerFenced for an older instance of the producer.
+
+        `committed` says that the local transaction of the messages has already committed (a repair). With `committed`,
+        a topic that requires a local transaction accepts the messages.
         """
 
     def send_half(self, half: HalfTransaction, *, timeout_seconds: float = 3.0) -> list[SendReceipt]:
-        """Store all messages or none, invisible until `end` decides them. When the call returns, they are durable."""
+        """Store all messages or none.
+
+        When the call returns, the messages are durable, but they are invisible until `end` decides them.
+        """
 
     def take_over(self, producer_group: str, transactional_id: str, *, timeout_seconds: float = 3.0) -> ProducerEpoch:
         """Make the caller the newest instance of a transactional id.
@@ -66,7 +72,10 @@ class Broker(Protocol):
         """Return the undecided transactions of the producer's older instances, and make them due for a check now."""
 
     def end(self, ends: Sequence[EndTransaction], *, timeout_seconds: float = 3.0) -> list[EndStatus]:
-        """Record decisions. Return one status per decision, in order. The first decision of a transaction is final."""
+        """Record decisions.
+
+        Return one status per decision, in the same order. The first decision of a transaction is final.
+        """
 
     def hint_checks(self, transaction_ids: Sequence[UUID]) -> None:
         """Ask for an early check of half transactions. A failure raises no error."""
@@ -77,39 +86,48 @@ class Broker(Protocol):
     def report_answers(self, producer_group: str, answers: Sequence[Answer]) -> list[EndStatus | None]:
         """Record the answers of a checker. Return one status per answer.
 
-        A decision is applied. UNKNOWN reschedules the check (status None) or parks the transaction.
+        COMMIT and ROLLBACK are stored as decisions. UNKNOWN has the status None: the check is repeated, or the
+        transaction is parked.
         """
 
     def resume_checks(self, producer_group: str) -> int:
-        """Make the group's parked transactions due for a check now; return their number."""
+        """Make the group's parked transactions due for a check now. Return the number of these transactions."""
 
     def recall(self, message_ids: Sequence[UUID], *, timeout_seconds: float = 3.0) -> list[Recall]:
-        """Recall messages that wait for their delivery time or for a retry. Return one outcome per id, in order."""
+        """Recall messages that wait for their delivery time or for a retry.
+
+        Return one outcome per id, in the order of the ids.
+        """
 
     def recall_key(self, topic: str, key: str, *, timeout_seconds: float = 10.0) -> list[Recall]:
-        """Recall every waiting message of the topic and key; return the recalled ones. Raises UnknownTopic."""
+        """Recall every waiting message of the topic and key. Return the recalled messages. Raises UnknownTopic."""
 
     def reject_transactional(self, rejecting: bool, *, timeout_seconds: float = 3.0) -> bool:
         """Refuse new transactional messages (True) or accept them again (False). Return whether the state has changed.
 
-        Messages that are already stored are still decided, checked and delivered.
+        The broker still decides, checks and delivers the messages that it has already stored.
         """
 
     def topic(self, name: str) -> Topic:
-        """Return the topic as the broker knows it. Raises UnknownTopic."""
+        """Return the topic with the properties that the broker has stored. Raises UnknownTopic."""
 
     def declare(self, topics: Sequence[Topic]) -> None:
-        """Create topics, or change them to the declaration. If the engine can do neither, raises NotSupported."""
+        """Create the declared topics, or change existing topics to their declaration.
+
+        If the engine cannot create or change topics, raises NotSupported.
+        """
 
     def take_turn(
         self, producer_group: str, name: str, *, interval_seconds: float, rest_seconds: float | None = None
     ) -> bool:
-        """Return whether this process should run a periodic pass of the group now. If so, the broker records the turn.
+        """Return whether this process should run a periodic pass of the group now.
+
+        If the result is True, the broker has recorded the turn.
 
         An engine that records no turns returns True, so every process runs the pass.
         """
 
-    # The methods from here on return at once and never fail. If an engine does not need one of them, that method does
+    # The methods below this line return at once and never fail. If an engine does not need a method, the method does
     # nothing.
 
     def end_one_way(self, end: EndTransaction) -> None:
@@ -119,7 +137,10 @@ class Broker(Protocol):
         """Like `hint_checks` for one transaction, but do not wait for the answer."""
 
     def flush(self, *, within_seconds: float) -> bool:
-        """Wait until all one-way requests have arrived or are given up. Return False if the time runs out first."""
+        """Wait until all one-way requests have arrived or were given up.
+
+        Return False if the wait is longer than `within_seconds`.
+        """
 
     def notify_decided(self) -> None:
         """Report that messages were decided in the broker's database, so that consumers see the messages soon."""
@@ -131,7 +152,7 @@ class Broker(Protocol):
         """Record that this process can publish again."""
 
     def close(self) -> None:
-        """Flush, then release connections and threads. The next call opens them again."""
+        """Flush, then release connections and threads. The next call of the broker opens new connections."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +169,7 @@ class Consumers(Protocol):
     """Runs the handlers of one process's subscriptions. Delivery is at least once. Each group has its own offsets."""
 
     def run(self, stop: threading.Event) -> None:
-        """Consume until `stop` is set. Then start no more handlers, and finish the running handlers.
+        """Consume until `stop` is set. After `stop` is set, start no more handlers, and wait for the running handlers.
 
         If the subscriptions are invalid, raises the error. If too many handlers hang, raises HandlersHung.
         """
@@ -156,7 +177,7 @@ class Consumers(Protocol):
     def run_once(self) -> ConsumeCounts:
         """Handle the messages that can be delivered to these subscriptions now. Do not wait for later messages.
 
-        An engine that cannot know which messages are due raises NotSupported.
+        An engine that cannot find out which messages are due raises NotSupported.
         """
 
 
@@ -164,9 +185,10 @@ class Checker(Protocol):
     """Answers check-backs from the application's own data (checkLocalTransaction)."""
 
     def check_local_transactions(self, checks: Sequence[Check]) -> Iterable[Answer]:
-        """Yield one answer per check, in any order, and each answer as soon as it is known.
+        """Yield one answer per check, in any order, as soon as the answer is known.
 
-        An exception counts as UNKNOWN for all unanswered checks. Its text is recorded.
+        If the checker raises an exception, each unanswered check has the answer UNKNOWN, and the text of the exception
+        is recorded.
         """
 
 
@@ -207,11 +229,12 @@ class Invoker(Protocol):
     def __call__(
         self, subscription: Subscription, handler: AnyHandler, deliveries: Sequence[Delivery], *, generation: int
     ) -> Sequence[Disposition | Exception]:
-        """Return one result per delivery, in order. An exception as a result says that the delivery failed.
+        """Return one result per delivery, in the same order. An exception as a result says that the delivery failed.
 
-        A handler of `batch` > 1 gets the list, and any other handler gets one delivery. `generation` is the inbox
-        generation of the consumer group. An error of the handler is returned, not raised. HandlerNotStarted says that
-        the handler was not called, so the delivery does not count as an attempt.
+        A handler of a subscription with `batch` > 1 gets the list, and any other handler gets one delivery.
+        `generation` is the inbox generation of the consumer group. An error of the handler is returned as a result, and
+        is not raised. HandlerNotStarted says that the handler was not called, so the delivery does not count as an
+        attempt.
         """
 
 
@@ -243,9 +266,9 @@ class LeftoverWork:
 
     Workers finish the work in `waiting` by themselves. The work in `staying` needs an operator.
 
-    `written` counts all messages ever written to the places that were read. It is 0 for an engine that reads one
-    snapshot. For other engines, the caller compares two looks. If both looks found nothing and `written` is the same,
-    no message moved between the places in the meantime.
+    `written` is the number of all messages that were ever written to the places that were read. For an engine that
+    reads one snapshot, `written` is 0. For other engines, the caller reads the places twice. If the caller finds no
+    message both times, and `written` is the same, no message moved between the places in the meantime.
     """
 
     waiting: list[str] = field(default_factory=list)

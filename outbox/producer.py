@@ -1,4 +1,4 @@
-"""Producers that need no framework: for plain sends, and for transactional sends in RocketMQ's form."""
+"""Two producers that need no framework: one for plain messages, and one for transactional messages as in RocketMQ."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class TransactionListener(Protocol):
     """The application's two functions for a transactional message."""
 
     def execute_local_transaction(self, message: Message, arg: Any) -> Decision | None:
-        """Run the local transaction and return how it ended. None counts as UNKNOWN."""
+        """Run the local transaction and return its outcome. None counts as UNKNOWN."""
 
     def check_local_transaction(self, check: Check) -> Decision | None:
-        """Look up how the local transaction of a half message ended. None counts as UNKNOWN."""
+        """Look up the outcome of the local transaction of a half message. None counts as UNKNOWN."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,11 +45,11 @@ class Producer:
         self._timeout_seconds = timeout_seconds
 
     def send(self, message: Message) -> SendReceipt:
-        """Send one message. Raises a BrokerError if it was not stored."""
+        """Send one message. Raises a BrokerError if the message was not stored."""
         return self.send_many([message])[0]
 
     def send_many(self, messages: Sequence[Message]) -> list[SendReceipt]:
-        """Send messages, all or none. Raises a BrokerError if they were not stored."""
+        """Store all messages or none. Raises a BrokerError if no message was stored."""
         with tracing.publishing(messages) as traced:
             return self._broker.send(traced, timeout_seconds=self._timeout_seconds)
 
@@ -58,8 +58,8 @@ class TransactionProducer:
     """Sends half messages, runs their local transactions, and answers check-backs for its group.
 
     All producers of a group must have the same listeners, because each producer must be able to answer checks of the
-    other producers' transactions. RocketMQ's sample reports ROLLBACK for any exception. This producer reports it only
-    for LocalTransactionRolledBack, because an error from COMMIT does not prove a rollback.
+    other producers' transactions. RocketMQ's sample reports ROLLBACK for any exception. This producer reports ROLLBACK
+    only for LocalTransactionRolledBack, because an error from COMMIT does not prove a rollback.
     """
 
     def __init__(
@@ -76,8 +76,8 @@ class TransactionProducer:
         """Send a half message, run the local transaction, and report its decision.
 
         If the half message cannot be stored, the local transaction does not run, and a BrokerError is raised. An
-        exception from the local transaction is raised again. LocalTransactionRolledBack is reported as ROLLBACK. For
-        any other exception, and for a lost report, check-back finds the outcome.
+        exception from the local transaction is raised again. If the exception is LocalTransactionRolledBack, the
+        producer reports ROLLBACK. After any other exception, or if the report is lost, check-back finds the outcome.
         """
         with tracing.publishing([message]) as traced:
             half = HalfTransaction(producer_group=self._group, messages=traced, immunity_seconds=immunity_seconds)
@@ -95,7 +95,10 @@ class TransactionProducer:
         return TransactionReceipt(receipt=receipt, decision=decision)
 
     def check_back(self) -> CheckCounts:
-        """Answer the broker's due checks for this group. Run it periodically in at least one producer of the group."""
+        """Answer the broker's due checks for this group.
+
+        Call this method periodically in at least one producer of the group.
+        """
         return CheckBack(self._broker, self._group, _ListenerChecker(self._listener)).run_once()
 
     def _end(self, half: HalfTransaction, decision: Decision) -> None:
@@ -107,10 +110,10 @@ class TransactionProducer:
         try:
             self._broker.end([end], timeout_seconds=self._timeout_seconds)
         except BrokerError as error:
-            # The protocol lets a report be lost. The local transaction stays committed, and check-back finds its
+            # A lost report is no error of the protocol: the local transaction stays committed, and check-back finds its
             # outcome.
             logger.warning(
-                "the end of %s could not be reported, check-back will settle it: %s",
+                "the decision of transaction %s could not be reported, check-back will find it: %s",
                 half.transaction_id,
                 error,
                 extra=log_context.about_half(half),
@@ -118,7 +121,7 @@ class TransactionProducer:
 
 
 class _ListenerChecker:
-    """Asks a TransactionListener one check at a time."""
+    """Passes the checks to a TransactionListener, one check per call."""
 
     def __init__(self, listener: TransactionListener) -> None:
         self._listener = listener

@@ -17,9 +17,12 @@ class RecallStatus(enum.StrEnum):
     DELIVERED = "delivered"
     """The recall is too late: the message is in its queue, and none of its retries is waiting."""
     WAITING = "waiting"
-    """The message is decided, but not in its queue yet, or held behind another message of its key. Try again soon."""
+    """The message is decided, but is not in its queue yet, or waits for an earlier message of its key.
+
+    Try the recall again soon.
+    """
     UNDECIDED = "undecided"
-    """The message's transaction is undecided: it still runs, or it is parked and an operator can decide it."""
+    """The message's transaction still runs, or it is parked and waits for an operator's decision."""
     ROLLED_BACK = "rolled back"
     """The message's transaction rolled back, so no group gets the message."""
     UNKNOWN = "unknown"
@@ -30,7 +33,7 @@ class RecallStatus(enum.StrEnum):
 class Recall:
     """The outcome of a recall for one message.
 
-    `groups` are the groups whose retry was recalled. It is empty if the message waited for its delivery time.
+    `groups` names the groups whose retry was recalled. If the message waited for its delivery time, `groups` is empty.
     """
 
     message_id: UUID
@@ -41,5 +44,5 @@ class Recall:
 
     @property
     def is_recalled(self) -> bool:
-        """Whether the message is recalled, by this call or by an earlier one."""
+        """Whether the message is recalled, by this call or by an earlier call."""
         return self.status in (RecallStatus.RECALLED, RecallStatus.REPEATED)

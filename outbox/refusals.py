@@ -1,7 +1,7 @@
-"""Refusals: one table per engine of the features that the engine lacks, with an alternative for each.
+"""Refusals: for each engine a table of the features that the engine lacks, with an alternative for each feature.
 
-A refusal is raised where a project declares a topic or subscription, or where it makes the call. So no declaration is
-ignored silently. docs/engines.md compares the engines.
+If a project declares or calls a feature that its engine lacks, outbox raises an error. So no declaration is ignored
+silently. docs/engines.md compares the engines.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ class Refusals:
     """The refusals of one engine.
 
     An entry of `topics` or `subscriptions` is a predicate and a refusal. The engine refuses a topic or subscription for
-    which the predicate is true. `calls` has the refused calls, by the name of the port's method or of the feature.
+    which the predicate is true. `calls` maps the names of refused methods of the port, or of refused features, to
+    refusals.
     """
 
     engine: str
@@ -59,12 +60,12 @@ class Refusals:
                 yield self._text(f"group {wanted.group!r} on topic {wanted.topic!r}", refusal)
 
     def require(self, call: str, what: str) -> None:
-        """Raise NotSupported if the engine refuses the call; `what` names the call in the error."""
+        """If the engine refuses the call, raise NotSupported. The error names the call as `what`."""
         if call in self.calls:
             self.refuse(call, what)
 
     def refuse(self, call: str, what: str) -> NoReturn:
-        """Raise NotSupported for a call that is in the table."""
+        """Raise NotSupported for a call that is in the table `calls`."""
         raise NotSupported(self._text(what, self.calls[call]))
 
     def _text(self, what: str, refusal: Refusal) -> str:

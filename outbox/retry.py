@@ -15,8 +15,8 @@ DEFAULT_DELAYS_SECONDS = (10, 30, 60, 120, 180, 240, 300, 360, 420, 480, 540, 60
 class RetryPolicy:
     """The waits between attempts, and the number of attempts.
 
-    `delays_seconds[i]` is the wait before attempt i + 2. After the end of the list the last delay repeats.
-    `max_attempts` includes the first delivery; None allows any number.
+    `delays_seconds[i]` is the wait before attempt i + 2. After the end of the list, every wait is the last delay.
+    `max_attempts` includes the first delivery. None means no limit.
     """
 
     delays_seconds: Sequence[float] = DEFAULT_DELAYS_SECONDS
@@ -30,11 +30,11 @@ class RetryPolicy:
             or not all(isinstance(delay, (int, float)) and 0 <= delay < float("inf") for delay in delays)
         ):
             raise ConfigurationError(
-                f"RetryPolicy(delays_seconds={delays!r}): give a list of seconds, at least one, none negative."
+                f"RetryPolicy(delays_seconds={delays!r}): give at least one number of seconds, and no negative number."
             )
         if self.max_attempts is not None and not (isinstance(self.max_attempts, int) and self.max_attempts >= 1):
             raise ConfigurationError(
-                f"RetryPolicy(max_attempts={self.max_attempts!r}): give a number, at least 1, or None for no limit."
+                f"RetryPolicy(max_attempts={self.max_attempts!r}): give a whole number from 1, or None for no limit."
             )
 
     def exhausted(self, attempt: int) -> bool:
@@ -42,9 +42,12 @@ class RetryPolicy:
         return self.max_attempts is not None and attempt >= self.max_attempts
 
     def delay_seconds(self, attempt: int) -> float:
-        """Return the wait after `attempt` (from 1) has failed."""
+        """Return the wait in seconds after the failed attempt with the number `attempt` (from 1)."""
         return self.level_seconds(attempt)
 
     def level_seconds(self, level: int) -> float:
-        """Return the wait of a delay level (from 1). A level past the end of the list counts as the last level."""
+        """Return the wait of a delay level (from 1) in seconds.
+
+        A level after the end of the list counts as the last level.
+        """
         return self.delays_seconds[min(max(level, 1), len(self.delays_seconds)) - 1]

@@ -20,40 +20,52 @@ Value = TypeVar("Value")
 
 
 class Mode(enum.StrEnum):
-    """The number of messages that a group handles at a time, and their order."""
+    """How many messages a group handles at the same time, and in which order."""
 
     CONCURRENT = "concurrent"
-    """A group handles many messages at a time, in any order."""
+    """A group handles many messages at the same time, in any order."""
     ORDERLY = "orderly"
-    """A group handles one message at a time per queue, in queue order. A failing message holds up its queue."""
+    """At any time, a group handles at most one message per queue, in queue order.
+
+    A failing message blocks its queue.
+    """
     KEY_ORDERED = "key_ordered"
-    """A group handles one message at a time per key, in queue order. A failing message holds up only its key."""
+    """At any time, a group handles at most one message per key, in queue order.
+
+    A failing message blocks only its key.
+    """
 
 
 class OnError(enum.StrEnum):
     """The reaction to a message whose handler raised an error."""
 
     RETRY = "retry"
-    """Concurrent mode: put the message into the retry queue. Ordered modes: wait, then try it again in place."""
+    """In concurrent mode, put the message into the retry queue. In ordered modes, wait, then try the message again."""
     SKIP = "skip"
-    """Put the message into the retry queue. Later messages pass it, so an ordered mode loses its order."""
+    """Put the message into the retry queue.
+
+    The next messages are handled before it, so an ordered mode loses its order.
+    """
     DEAD_LETTER = "dead_letter"
     """Make the message a dead letter now."""
     STOP = "stop"
-    """Stop consuming this queue until an operator resumes it. The message stays in its place."""
+    """Stop consuming the queue until an operator resumes the queue. The message stays at its place."""
 
 
 class Start(enum.StrEnum):
     """The message at which a consumer group that is new to a topic starts."""
 
     EARLIEST = "earliest"
-    """The oldest message in the broker. So the group gets messages published before its first worker starts."""
+    """The oldest message in the broker.
+
+    So the group also gets messages that were published before its first worker started.
+    """
     LATEST = "latest"
     """The first message that arrives after the group was created."""
 
 
 def _option(default: Value, meaning: str, *, shown: str = "") -> Value:
-    """Return a field with its meaning. `shown` is the default as the documents show it."""
+    """Return a dataclass field with its meaning. `shown` is the default as the documents show it."""
     made: Any = field(default_factory=lambda: default, metadata={"meaning": meaning, "shown": shown})
     return made  # type: ignore[no-any-return]
 
@@ -67,37 +79,44 @@ def _required(meaning: str) -> str:
 class Subscription:
     """One consumer group's subscription to one topic.
 
-    `filter` selects by tags (`"paid || refunded"`), or after `sql:` by an expression over headers. An empty filter
-    selects all messages. The table of options in docs/guide.md has the meanings of these fields.
+    `filter` selects messages by tags (`"paid || refunded"`), or after `sql:` by an expression over headers. An empty
+    filter selects all messages. The table of options in docs/guide.md explains all fields of this class.
     """
 
     topic: str = _required("the topic")
     group: str = _required("the consumer group: every group gets every message")
     mode: Mode = _option(
         Mode.CONCURRENT,
-        'order and what a failing message holds up: `"concurrent"`, `"key_ordered"`, `"orderly"`, [below](#order)',
+        'the [order](#order) of the messages, and which messages a failing message blocks: `"concurrent"`, '
+        '`"key_ordered"`, `"orderly"`',
     )
-    filter: str = _option("", "only messages whose headers match, as in `amount > 10`", shown="all")
+    filter: str = _option(
+        "", "the handler gets only messages whose headers match this expression, as in `amount > 10`", shown="all"
+    )
     start: Start | datetime = _option(
         Start.EARLIEST,
-        "where a group that is new to the topic begins: at the oldest message, with messages that come from now on "
-        '(`"latest"`), or with those that became visible at an aware time or later',
+        "where a group that is new to the topic begins: at the oldest message, at the next new message "
+        '(`"latest"`), or, for an aware time, at the first message that became visible at that time or later',
     )
-    batch: int = _option(1, "above 1, the handler gets lists of at most so many messages, in one transaction")
-    threads: int = _option(8, "handler calls that run at a time in one process")
+    batch: int = _option(
+        1, "with a number above 1, the handler gets a list of at most this number of messages, in one transaction"
+    )
+    threads: int = _option(8, "how many calls of the handler run at the same time in one process")
     retry: RetryPolicy = _option(
-        RetryPolicy(), "the waits between attempts, and how many there are", shown="16 attempts, 10 s … 1 h"
+        RetryPolicy(), "the waits between attempts, and the number of attempts", shown="16 attempts, 10 s … 1 h"
     )
     on_error: Mapping[type[BaseException], OnError] = _option(
         MappingProxyType({}),
-        'per exception type: `"retry"`, `"skip"`, `"dead_letter"` or `"stop"`. The most specific type counts; an '
-        "unlisted type is retried",
+        'per exception type: `"retry"`, `"skip"`, `"dead_letter"` or `"stop"`. The most specific '
+        "type decides; an error of an unlisted type is retried",
         shown="`{}`",
     )
     suspend_seconds: float = _option(1.0, "ordered modes: the pause before a failed message is tried again in place")
-    max_suspends: int | None = _option(None, "ordered modes: how often it is tried again in place; `None`: no limit")
-    timeout_seconds: float = _option(15 * 60.0, "a handler call that lasts longer counts as failed")
-    broadcast: bool = _option(False, "`True`: every consumer process gets all messages; then there is no inbox")
+    max_suspends: int | None = _option(
+        None, "ordered modes: how often a failed message is tried again in place; `None`: no limit"
+    )
+    timeout_seconds: float = _option(15 * 60.0, "a handler call that lasts longer than this time counts as failed")
+    broadcast: bool = _option(False, "`True`: every consumer process gets all messages, and there is no inbox")
 
     def __post_init__(self) -> None:
         names.check_group(self.group)
@@ -113,9 +132,9 @@ class Subscription:
         if not isinstance(self.retry, RetryPolicy):
             yield f"retry={self.retry!r} must be a RetryPolicy, for example RetryPolicy(max_attempts=3)"
         if not isinstance(self.on_error, Mapping) or not all(map(_is_error, self.on_error)):
-            yield f"on_error={self.on_error!r} must map exception classes to what happens, {{ValueError: 'skip'}}"
+            yield f"on_error={self.on_error!r} must map exception classes to reactions, as in {{ValueError: 'skip'}}"
         if not _is_seconds(self.suspend_seconds) or self.suspend_seconds < 0:
-            yield f"suspend_seconds={self.suspend_seconds!r} must be a number of seconds, not negative"
+            yield f"suspend_seconds={self.suspend_seconds!r} must be a number of seconds, 0 or more"
         if not _is_seconds(self.timeout_seconds) or self.timeout_seconds <= 0:
             yield f"timeout_seconds={self.timeout_seconds!r} must be a number of seconds above 0"
         if self.max_suspends is not None and not _is_whole(self.max_suspends, 0):
@@ -124,7 +143,7 @@ class Subscription:
             yield f"broadcast={self.broadcast!r} must be True or False"
 
     def reaction(self, error: BaseException) -> OnError:
-        """Return the reaction to `error`: the entry of its most specific type in `on_error`.
+        """Return the reaction to `error`: the entry in `on_error` for the most specific type of the error.
 
         If no type of the error is listed, PermanentError and a body that cannot be decoded become dead letters. Every
         other error is retried.
@@ -135,7 +154,7 @@ class Subscription:
         return OnError.DEAD_LETTER if isinstance(error, (PermanentError, UndecodableBody)) else OnError.RETRY
 
     def retry_delay_seconds(self, error: BaseException, attempt: int) -> float:
-        """Return the wait before the next attempt, after `attempt` (from 1) has raised `error`."""
+        """Return the wait in seconds after the attempt with this number (from 1), which has raised `error`."""
         if isinstance(error, RetryLater):
             return self.retry.level_seconds(error.level)
         return self.retry.delay_seconds(attempt)

@@ -19,11 +19,11 @@ MAX_QUEUE_COUNT = 1024
 class MessageType(enum.StrEnum):
     """A kind of message that a topic may carry.
 
-    A message can have several types at once, but NORMAL excludes FIFO and DELAY.
+    A message can have several of these types, but a NORMAL message is not FIFO and not DELAY.
     """
 
     NORMAL = "NORMAL"
-    """Messages without an order, delivered at once."""
+    """Messages without an order, which are delivered at once."""
     FIFO = "FIFO"
     """Messages in order per key. Every message of the topic needs a key."""
     DELAY = "DELAY"
@@ -31,7 +31,7 @@ class MessageType(enum.StrEnum):
     TRANSACTION = "TRANSACTION"
     """Messages that may be half messages of a local transaction.
 
-    A topic with only this type takes no other messages.
+    A topic with only this type accepts no messages outside of a local transaction.
     """
 
 
@@ -39,11 +39,12 @@ class MessageType(enum.StrEnum):
 class Topic:
     """A declared topic.
 
-    `queue_count` limits how many instances of a group can consume the topic at once; 1 gives a global order. `key_lock`
-    (FIFO): publish takes a lock per key within the local transaction. Then the order in the queue is the order of local
-    commits. Without the lock, only transactions that do not overlap are ordered. `on_park` (FIFO): 'hold' makes later
-    messages of a key wait behind a parked message; 'release' delivers them. `retention_seconds`: how long consumed
-    messages are kept. Raises ConfigurationError.
+    `queue_count` is the largest number of instances of a group that can consume the topic at the same time. With 1, all
+    messages have one order. With `key_lock`, publishing to a FIFO topic locks the key in the local transaction, so that
+    the order in the queue is the order of local commits. Without the lock, only transactions that do not overlap are
+    ordered. If a message of a FIFO topic is parked, `on_park` = 'hold' makes the next messages of its key wait, and
+    'release' delivers these messages. Consumed messages are removed after `retention_seconds`. Raises
+    ConfigurationError.
     """
 
     name: str
@@ -81,8 +82,8 @@ class Topic:
     def check_accepts(self, message: Message, *, transactional: bool | None) -> None:
         """Raise MessageTypeMismatch or InvalidMessage if the topic does not accept this message in this form.
 
-        `transactional` says whether the message is bound to an open local transaction. None says that the message's
-        local transaction has already committed (a repair).
+        `transactional` is True if the message is bound to an open local transaction, and False if the message is bound
+        to no transaction. `transactional` is None if the message's local transaction has already committed (a repair).
         """
         if transactional and MessageType.TRANSACTION not in self.types:
             raise self._mismatch("a transactional message", MessageType.TRANSACTION)
@@ -90,13 +91,14 @@ class Topic:
             raise MessageTypeMismatch(
                 f"topic {self.name!r} is declared TRANSACTION only: message {message.message_id} must be bound to a "
                 f"local transaction. Publish it inside `with transaction.atomic():`, or from @transactional_message "
-                f"(without Django: TransactionProducer); or add NORMAL to the topic's types."
+                f"(without Django, with a TransactionProducer). Or add NORMAL to the topic's types."
             )
         if message.is_delayed and MessageType.DELAY not in self.types:
             raise self._mismatch("a message with a delivery time", MessageType.DELAY)
         if self.is_fifo and not message.key:
             raise InvalidMessage(
-                f"topic {self.name!r} is FIFO: message {message.message_id} needs a key (its order is kept per key)."
+                f"topic {self.name!r} is FIFO: message {message.message_id} needs a key, because a FIFO "
+                "topic has an order per key."
             )
         only_delayed = MessageType.DELAY in self.types and not self.types & {MessageType.NORMAL, MessageType.FIFO}
         if only_delayed and not message.is_delayed:
@@ -120,8 +122,8 @@ def select_shard(
 ) -> int | None:
     """Return the shard of a message.
 
-    It is the message's own `shard`, or the result of `selector(message, queue_count)`, or a hash of the key, or None.
-    The hash is CRC-32 of the UTF-8 key, so it is the same in every process, language and release.
+    The shard is the message's own `shard`, else the result of `selector(message, queue_count)`, else a hash of the key,
+    else None. The hash is CRC-32 of the UTF-8 key, so it is the same in every process, language and release.
     """
     if message.shard is not None:
         return message.shard

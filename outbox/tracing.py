@@ -1,6 +1,8 @@
-"""Traces the work of a process through one tracer. Without a tracer, nothing is traced or imported.
+"""Traces the work of a process with one tracer.
 
-The trace context is in the headers of a message. So the half message, check-back, the retries, and a replay days later
+Without a tracer, the process traces nothing and imports no tracing library.
+
+The headers of a message contain the trace context. So the half message, check-back, retries, and a replay after days
 all have the same trace context.
 """
 
@@ -17,22 +19,28 @@ Conclude = Callable[[Sequence[object]], None]
 
 
 class Tracer(Protocol):
-    """Traces messages. Any thread may call it on hot paths, so it must be quick and must not raise."""
+    """Traces messages.
+
+    Any thread may call a tracer in code that runs for each message, so a tracer must be quick and must not raise.
+    """
 
     def publishing(self, messages: Sequence[Message]) -> AbstractContextManager[Sequence[Message]]:
-        """Wrap one publish call. The context gives the messages with their trace context in the headers."""
+        """Wrap one publish call. The `with` block gets the messages, whose headers contain the trace context."""
 
     def handling(self, deliveries: Sequence[Delivery]) -> AbstractContextManager[Conclude]:
         """Wrap one call of a handler.
 
-        The context gives a function that takes the outcomes: an exception for each delivery that failed.
+        The `with` block gets a function and calls it with the outcomes. The outcome of a failed delivery is an
+        exception.
         """
 
     def decided(self, half: HalfTransaction, decision: Decision) -> None:
-        """Record how a local transaction ended, as its producer reports it."""
+        """Record the outcome of a local transaction, as the producer reports it."""
 
     def answered(self, check: Check, answer: Answer, status: EndStatus | None, *, asked_at_ns: int) -> None:
-        """Record that check-back asked at `asked_at_ns` (a time.time_ns) and reported the answer.
+        """Record an answer that check-back has reported.
+
+        Check-back asked the checker at `asked_at_ns` (a time.time_ns).
 
         `status` is the broker's reply to the answer, or None if it is unknown.
         """
@@ -42,7 +50,7 @@ tracer: Tracer | None = None
 
 
 def publishing(messages: Sequence[Message]) -> AbstractContextManager[Sequence[Message]]:
-    """Wrap one publish call. The context gives the messages to store."""
+    """Wrap one publish call. The `with` block gets the messages that the broker must store."""
     return nullcontext(messages) if tracer is None else tracer.publishing(messages)
 
 
@@ -59,6 +67,6 @@ _UNTRACED: Final = nullcontext(_ignore)
 
 
 def install(chosen: Tracer | None) -> None:
-    """Trace this process with `chosen` from now on. None ends the tracing."""
+    """Trace this process with the tracer `chosen` from now on. If `chosen` is None, stop the tracing."""
     global tracer
     tracer = chosen

@@ -18,9 +18,9 @@ class Decision(enum.StrEnum):
     COMMIT = "C"
     """The local transaction has committed, so its messages are delivered."""
     ROLLBACK = "R"
-    """The local transaction did not commit and never will, so its messages are never delivered."""
+    """The local transaction did not commit and cannot commit any more, so its messages are never delivered."""
     UNKNOWN = "?"
-    """The outcome is not known yet, so the broker asks again later. It is never stored as an outcome."""
+    """The outcome is not known yet, so the broker repeats the check. UNKNOWN is never stored as a decision."""
 
 
 class DecidedBy(enum.StrEnum):
@@ -33,10 +33,10 @@ class DecidedBy(enum.StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProducerEpoch:
-    """One instance of a logical producer. Of the instances with one transactional id, only the newest may send.
+    """One instance of a logical producer. Among the instances with the same transactional id, only the newest may send.
 
-    The transactional id is unique within its producer group. The terms are Kafka's, but here the broker's database
-    stores the epoch.
+    The transactional id is unique within its producer group. The terms are those of Kafka. The broker's database stores
+    the epoch.
     """
 
     producer_group: str
@@ -48,11 +48,12 @@ class ProducerEpoch:
 class HalfTransaction:
     """The messages of one publish call, stored invisibly until the local transaction is decided.
 
-    `transaction_id` is the id of the first message (as in RocketMQ). `producer_group` names a group of producers, and
-    each of them can answer a check-back. `ledger_id` names the ledger that the answer must come from; if it is None,
-    there is no ledger. `checker` names the registered look-up to run, if any. `immunity_seconds` is the minimum age
-    before the first check that may write; if it is None, the broker's default applies. `producer` is the sending
-    instance if the producer has a transactional id, because the broker refuses an older instance.
+    `transaction_id` is the id of the first message (as in RocketMQ). `producer_group` names a group of producers, of
+    which each can answer a check. `ledger_id` names the ledger from which the answer must come, or is None without a
+    ledger. `checker` names the registered look-up that answers the check, or is empty. `immunity_seconds` is the
+    minimum age before the first check that may write. If `immunity_seconds` is None, the broker's default applies.
+    `producer` is the sending instance of a producer with a transactional id, because the broker refuses an older
+    instance.
     """
 
     producer_group: str
@@ -79,42 +80,42 @@ class EndTransaction:
 
 
 class ParkReason(enum.StrEnum):
-    """Why an undecided transaction was parked. The status lists parked transactions. The broker checks them rarely."""
+    """Why an undecided transaction was parked. The status lists parked transactions, which the broker checks rarely."""
 
     CHECKS = "checks"
-    """The producer group gave MAX_CHECKS answers that count, and none of them was a decision."""
+    """The producer group gave MAX_CHECKS answers that count, and no answer was a decision."""
     UNANSWERED = "unanswered"
-    """The transaction is past the age limit, and no process of its producer group asks for checks: none is running."""
+    """The transaction is past the age limit, and no process of its producer group runs and asks for checks."""
     AGE = "age"
-    """The transaction is past the age limit. Its group asks for checks, but no answer was a decision."""
+    """The transaction is past the age limit. Its producer group asks for checks, but no answer was a decision."""
 
 
 class EndStatus(enum.StrEnum):
     """The broker's reply to an end message."""
 
     APPLIED = "applied"
-    """This was the first decision for its transaction, and it is final."""
+    """This decision was the first decision of its transaction, and is final."""
     REPEATED = "repeated"
-    """The same decision was stored before; nothing changed."""
+    """The same decision was stored before, so nothing changed."""
     CONTRADICTED = "contradicted"
-    """The opposite decision was stored before and stays; an incident is recorded."""
+    """The opposite decision was stored before and is still valid. The broker has recorded an incident."""
     REFUSED = "refused"
-    """There is no such half message, or it belongs to another producer group; an incident is recorded."""
+    """The half message does not exist, or belongs to another producer group. The broker has recorded an incident."""
     ACCEPTED = "accepted"
-    """The engine has accepted the decision and reports nothing further.
+    """The engine has accepted the decision, but does not report whether it is the first decision.
 
-    If an earlier decision exists, the earlier decision may be the valid one.
+    If an earlier decision exists, the earlier decision may be the valid decision.
     """
     LEFT_TO_CHECK = "left to check"
-    """The engine cannot take the decision now, so check-back settles the transaction."""
+    """The engine cannot accept the decision now, so check-back decides the transaction."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Check:
     """A half message about which the broker asks its producer group.
 
-    The broker's clock measures `age_seconds`. `may_write` is False until immunity ends; until then a checker only
-    reads. `message` is the first message of the transaction.
+    The broker's clock measures `age_seconds`. Before the immunity ends, `may_write` is False, and a checker only reads.
+    `message` is the first message of the transaction.
     """
 
     transaction_id: UUID
@@ -132,8 +133,9 @@ class Check:
 class Answer:
     """A checker's answer to one check.
 
-    `counts` is False if the outcome could not be looked up: there is no checker, the ledger is the wrong one, or the
-    local transaction still runs. Such an answer does not use up a check. `alarm` asks the broker to record an incident.
+    `counts` is False if the outcome could not be looked up, because the checker is missing, the ledger is wrong, or the
+    local transaction still runs. Such an answer does not count for `max_checks`. If `alarm` is True, the broker records
+    an incident.
     """
 
     transaction_id: UUID
@@ -144,7 +146,7 @@ class Answer:
 
 
 STILL_RUNNING: Final = "still running"
-"""The detail of an answer begins with this text if the local transaction was found open."""
+"""If a checker finds the local transaction open, the detail of its answer begins with this text."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -161,12 +163,12 @@ class CheckCounts:
 class CheckSettings:
     """The limits of checking half messages.
 
-    Defaults are RocketMQ's; if its sources give two values, the longer is used. `immunity_seconds`: the minimum age
-    before the first check, if the half message has no minimum age of its own. `recheck_seconds`: the wait after an
-    UNKNOWN. `max_checks`: after this number of UNKNOWN answers that count, the broker parks the transaction.
-    `max_age_seconds`: this long after immunity has ended, the broker's maintenance parks the transaction, even if no
-    answer came. A parked transaction is checked every `parked_recheck_seconds`, and when its producer group asks for
-    checks again after an absence.
+    The defaults are those of RocketMQ. If RocketMQ's sources have two values, the default is the longer value.
+    `immunity_seconds` is the minimum age before the first check of a half message without a minimum age of its own.
+    `recheck_seconds` is the wait after the answer UNKNOWN. After `max_checks` answers UNKNOWN that count, the broker
+    parks the transaction. `max_age_seconds` after the end of the immunity, the broker parks the transaction even
+    without an answer. A parked transaction is checked every `parked_recheck_seconds`, and when its producer group asks
+    for checks again after an absence.
     """
 
     immunity_seconds: int = 6
@@ -177,8 +179,8 @@ class CheckSettings:
 
 
 GROUP_AWAY_SECONDS: Final = 300.0
-"""If a producer group has not asked for checks for this number of seconds, it counts as away.
+"""A producer group that has not asked for checks for this number of seconds counts as away.
 
-When the group returns, or when one of its processes starts, its parked transactions are checked at once. This happens
-at most once in this interval.
+When a process of the group starts, or asks for checks again, the parked transactions of the group are checked at once.
+The broker does so at most once in this interval.
 """

@@ -4,8 +4,8 @@
     message_v1/pass=<name>/day=<date>/…    Parquet, one row per message of the pass that was stored on this day
 
 A pass takes the messages that were settled (decided and due, or recalled) since the previous pass. A message is settled
-once, so no message is in two passes. A pass is part of the archive once `archive.json` names it. If a pass was killed,
-the next pass removes its files.
+once, so no message is in two passes. A pass is part of the archive as soon as `archive.json` names the pass. If a pass
+was killed, the next pass removes its files.
 """
 
 from __future__ import annotations
@@ -52,13 +52,16 @@ class Archive:
         if rules.archive is None:
             raise UsageProblem('the rules name no archive: write archive = "/var/lib/outbox-archive" in [broker].')
         if database.kind is not SourceKind.POSTGRES:
-            raise UsageProblem("only a broker in PostgreSQL can be archived: its files are an archive already.")
+            raise UsageProblem(
+                "only a broker in PostgreSQL can be archived. The broker of these rules is read from files, which are "
+                "an archive."
+            )
         self._spark, self._progress, self._schema = spark, progress, database.schema
         self._store = Store(rules.archive, rules.output_mode)
         self._source = PostgresSource(spark, database)
 
     def run(self) -> tuple[Pass | None, list[Gap]]:
-        """Archive the messages settled since the last pass. Return the new pass and the new gaps.
+        """Archive the messages that were settled since the last pass. Return the new pass and the new gaps.
 
         The pass is None if no time has passed since the last pass. If the method raises ReconcileError, the archive is
         unchanged.
@@ -68,12 +71,14 @@ class Archive:
             with readable_errors("taking a snapshot"):
                 reading = self._source.open([])
                 if not self._source.query(_LOCK)[0][0]:
-                    raise RunIncomplete("another pass over this broker is running. Run it again when that has ended.")
+                    raise RunIncomplete(
+                        "another pass over this broker is running. Start this pass again after the other has ended."
+                    )
             manifest = load_manifest(self._store) or Manifest(broker=reading.identity)
             if manifest.broker != reading.identity:
                 raise UsageProblem(
-                    f"{self._store.path(MANIFEST)} is the archive of broker {manifest.broker!r}, this is "
-                    f"{reading.identity!r}. Give each broker an archive of its own."
+                    f"{self._store.path(MANIFEST)} is the archive of broker {manifest.broker!r}, but the rules name "
+                    f"broker {reading.identity!r}. Give each broker an archive of its own."
                 )
             self._remove_unnamed(manifest)
             assert reading.watermark is not None
@@ -89,18 +94,18 @@ class Archive:
         manifest = load_manifest(self._store)
         if manifest is None:
             raise UsageProblem(
-                f"there is no archive at {self._store.path(MANIFEST)}: run outbox-reconcile archive first."
+                f"there is no archive at {self._store.path(MANIFEST)}: create it with outbox-reconcile archive."
             )
         problems = []
         for each in manifest.passes:
             with self._progress.step(f"stage verify: {each.folder}"), readable_errors(f"reading {each.folder}"):
                 found = self._sums(each.folder)
             if found[0] != each.count:
-                problems.append(f"{each.folder} held {each.count} messages when it was written, now {found[0]}")
-            elif found[1] != each.checksum:
                 problems.append(
-                    f"{each.folder} holds {each.count} messages as when it was written, but not the same ones"
+                    f"{each.folder} contained {each.count} messages when it was written, and contains {found[0]} now"
                 )
+            elif found[1] != each.checksum:
+                problems.append(f"{each.folder} still contains {each.count} messages, but some of them have changed")
         return problems
 
     def _pass(self, manifest: Manifest, until: str) -> tuple[Pass | None, list[Gap]]:
@@ -121,8 +126,8 @@ class Archive:
             found = self._sums(folder)
         if found != expected:
             raise RunIncomplete(
-                f"{folder} holds {found[0]} messages, checksum {found[1]}; the broker has {expected[0]}, checksum "
-                f"{expected[1]}: they differ. The archive is unchanged; run it again."
+                f"{folder} contains {found[0]} messages with checksum {found[1]}, but the broker has {expected[0]} "
+                f"messages with checksum {expected[1]}. The archive is unchanged. Run outbox-reconcile archive again."
             )
         made = Pass(name=name, since=since, until=until, count=expected[0], checksum=expected[1], topics=topics)
         manifest.passes.append(made)
@@ -134,10 +139,9 @@ class Archive:
         return made, gaps
 
     def _account(self, manifest: Manifest, until: str) -> list[Gap]:
-        """The gaps: messages that retention removed before a pass took them.
+        """Return the gaps: messages that retention removed before a pass archived them.
 
-        The first pass returns no gap. It only records the number of messages that retention had removed before this
-        pass.
+        The first pass finds no gap: it only records the number of messages that retention had removed before.
         """
         gaps = []
         for topic, removed, taken, horizon in removed_by_topic(self._source, self._schema, manifest.until):
@@ -168,7 +172,10 @@ class Archive:
         frame.write.partitionBy("day").parquet(self._store.spark_path(folder))
 
     def _sums(self, folder: str) -> tuple[int, int]:
-        """Count and checksum of the messages in a pass's files, by the same formula as in the broker (`_expected`)."""
+        """The number and the checksum of the messages in a pass's files.
+
+        `_expected` uses the same formula in the broker.
+        """
         from pyspark.sql import functions as F
 
         parts = [F.coalesce(_as_column(name, kind), F.lit(_ABSENT)) for name, kind in KINDS.items()]
@@ -181,7 +188,7 @@ class Archive:
         known = {each.folder for each in manifest.passes}
         for name in self._store.folders(FOLDER):
             if f"{FOLDER}/{name}" not in known:
-                self._progress.say(f"  removing {FOLDER}/{name}: it was not finished")
+                self._progress.say(f"  removing {FOLDER}/{name}, a pass that was not finished")
                 self._store.remove(f"{FOLDER}/{name}")
 
 

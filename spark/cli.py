@@ -23,8 +23,8 @@ from .rules import file as rules_file
 
 DESCRIPTION = """Compare business tables, messages and effects with each other.
 
-Exit codes: 0 clean, 1 findings, 2 something must be corrected first, 3 incomplete (run it again). With 2 and 3
-nothing was published: the previous result stays in force."""
+Exit codes: 0 no findings, 1 findings, 2 an operator must correct something first, 3 incomplete (run the command again).
+With the exit codes 2 and 3 no result was published, so the previous result stays in force."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -38,54 +38,62 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument(
         "--output", default="reconcile", help="folder or s3a://, gs://, hdfs:// URI (default: %(default)s)"
     )
-    run.add_argument("--from", dest="since", type=_moment, help="judge rows from this time on (ISO 8601), with --to")
-    run.add_argument("--to", dest="until", type=_moment, help="judge rows before this time")
-    run.add_argument("--full", action="store_true", help="read everything again, not only rows since the last run")
+    run.add_argument("--from", dest="since", type=_moment, help="judge rows from this time on (ISO 8601); needs --to")
+    run.add_argument("--to", dest="until", type=_moment, help="judge rows before this time (ISO 8601)")
+    run.add_argument("--full", action="store_true", help="judge all rows again, not only the rows since the last run")
     run.add_argument(
         "--look-back",
         nargs="?",
         const=LookBack(),
         type=_look_back,
         metavar="DURATION",
-        help="judge rows of the last DURATION again, as in 7d (default: the rules' look_back)",
+        help="judge the rows of the last DURATION again, for example 7d (default: look_back of each rule)",
     )
-    run.add_argument("--metrics", type=Path, help="write a Prometheus textfile here, or into this folder")
+    run.add_argument("--metrics", type=Path, help="write a Prometheus textfile: its path, or its folder")
     run.add_argument("--json", action="store_true", help="print the result as JSON")
     _add_spark(run)
     watch = commands.add_parser("watch", help="reconcile continuously, with Structured Streaming")
     watch.add_argument("--rules", type=Path, default=Path("reconcile.toml"))
-    watch.add_argument("--output", default="reconcile", help="as of run; the checkpoint is in it")
+    watch.add_argument(
+        "--output", default="reconcile", help="the same as for run; the folder also contains the checkpoint"
+    )
     how = watch.add_mutually_exclusive_group()
     how.add_argument("--every", type=_seconds, default=60.0, help="seconds between batches (default: %(default)g)")
-    how.add_argument("--available-now", action="store_true", help="judge all rows up to now, then end as run does")
-    watch.add_argument("--metrics", type=Path, help="write a Prometheus textfile here, or into this folder")
+    how.add_argument("--available-now", action="store_true", help="judge all rows up to now, then end like `run`")
+    watch.add_argument("--metrics", type=Path, help="write a Prometheus textfile: its path, or its folder")
     _add_spark(watch)
     archive = commands.add_parser("archive", help="keep the broker's log as Parquet before retention removes it")
-    archive.add_argument("--rules", type=Path, default=Path("reconcile.toml"), help="its [broker] names the archive")
-    archive.add_argument("--verify", action="store_true", help="only read the archive again and compare its checksums")
+    archive.add_argument(
+        "--rules", type=Path, default=Path("reconcile.toml"), help="the rules file, in which [broker] names the archive"
+    )
+    archive.add_argument(
+        "--verify", action="store_true", help="write nothing, but read the archive again and compare its checksums"
+    )
     _add_spark(archive)
     check = commands.add_parser("check", help="validate the rules file, without Spark or a database")
     check.add_argument("--rules", type=Path, default=Path("reconcile.toml"))
-    found = commands.add_parser("findings", help="print the findings of the result in force, one JSON object a line")
-    found.add_argument("--output", default="reconcile", help="the folder or URI that was given to run")
-    found.add_argument("--limit", type=int, help="print no more than this many")
-    planned = commands.add_parser("plan", help="print the steps of a repair, one JSON object a line")
+    found = commands.add_parser("findings", help="print the findings of the result in force, one JSON object per line")
+    found.add_argument("--output", default="reconcile", help="the folder or URI of the result, as given to `run`")
+    found.add_argument("--limit", type=int, help="print at most this number of findings")
+    planned = commands.add_parser("plan", help="print the steps of a repair, one JSON object per line")
     planned.add_argument("--rules", type=Path, default=Path("reconcile.toml"))
-    planned.add_argument("--output", default="reconcile", help="the folder or URI that was given to run")
+    planned.add_argument("--output", default="reconcile", help="the folder or URI of the result, as given to `run`")
     return root
 
 
 def _add_spark(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--master", help="Spark master (default: local[*]; spark-submit's own when started by it)")
+    command.add_argument(
+        "--master", help="the Spark master (default: local[*], or under spark-submit the master of spark-submit)"
+    )
     command.add_argument(
         "--conf",
         action="append",
         default=[],
         type=_setting,
         metavar="KEY=VALUE",
-        help="a Spark setting, as in spark.driver.memory=8g or spark.jars.packages=… (repeatable)",
+        help="a Spark setting, for example spark.driver.memory=8g or spark.jars.packages=… (repeatable)",
     )
-    command.add_argument("--quiet", action="store_true", help="no progress on standard error")
+    command.add_argument("--quiet", action="store_true", help="print no progress on standard error")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -114,7 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception:
         # Python's own exit code for a traceback is 1. In this command the exit code 1 means "findings".
         print(for_people(traceback.format_exc()), file=sys.stderr)
-        print("outbox-reconcile: an unexpected error (above); the previous result stays in force.", file=sys.stderr)
+        print("outbox-reconcile: an unexpected error (see above); the previous result stays in force.", file=sys.stderr)
         return INCOMPLETE
     except KeyboardInterrupt:
         print("outbox-reconcile: interrupted; the previous result stays in force.", file=sys.stderr)
@@ -127,7 +135,9 @@ def _run(given: argparse.Namespace) -> int:
     if given.since is not None and given.since >= given.until:
         raise UsageProblem(f"--from {given.since.isoformat()} is not before --to {given.until.isoformat()}.")
     if given.look_back is not None and (given.full or given.since is not None):
-        raise UsageProblem("--look-back is for incremental runs: --full and --from judge everything again anyway.")
+        raise UsageProblem(
+            "--look-back cannot be combined with --full or --from, which judge old rows anyway. Leave it out."
+        )
     options = RunOptions(
         rules=given.rules,
         output=given.output,
@@ -160,8 +170,8 @@ def _verdict(result: dict[str, Any], output: str) -> str:
 def _watch(given: argparse.Namespace) -> int:
     """Run `watch`, and return its exit code.
 
-    With --available-now, this is the exit code of `run`. Without it, the function waits for SIGTERM or SIGINT and then
-    returns 0.
+    With --available-now, the exit code is that of `run`. Without --available-now, the function waits for SIGTERM or
+    SIGINT and then returns 0.
     """
     options = RunOptions(rules=given.rules, output=given.output, metrics=given.metrics)
     progress = Progress(quiet=given.quiet)
@@ -182,14 +192,16 @@ def _watch(given: argparse.Namespace) -> int:
         signal.signal(number, lambda *_: stop_requested.set())
     while not stop_requested.is_set() and not watch.wait(query, 1):
         pass
-    progress.say("stopping: a batch under way is given up, and judged by the next start")
+    progress.say("stopping: the running batch ends without a result, and the next start judges its rows")
     query.stop()
     return CLEAN
 
 
 def _archive(given: argparse.Namespace) -> int:
-    """Return 0 if the archive is complete. Return 1 if retention removed messages before a pass took them, or if files
-    of the archive have changed."""
+    """Return 0 if the archive is complete.
+
+    Return 1 if retention removed messages before a pass archived them, or if files of the archive have changed.
+    """
     rules = rules_file.load(given.rules)
     progress = Progress(quiet=given.quiet)
     progress.say("stage start: Spark")
@@ -200,12 +212,14 @@ def _archive(given: argparse.Namespace) -> int:
     if given.verify:
         problems = work.verify()
         if not problems:
-            print("all that the archive holds is as it was written")
+            print("the archive has not changed: all counts and checksums are correct")
     else:
         made, gaps = work.run()
         print("nothing new" if made is None else f"{made.folder}: {made.count} messages settled before {made.until}")
         problems = [f"{gap.messages} messages of topic {gap.topic} were removed before {gap.until}" for gap in gaps]
-        problems = [f"{problem}, and no pass had taken them. Run it more often." for problem in problems]
+        problems = [
+            f"{problem} and are not in the archive. Run outbox-reconcile archive more often." for problem in problems
+        ]
     for problem in problems:
         print(f"outbox-reconcile: {problem}", file=sys.stderr)
     return FINDINGS if problems else CLEAN

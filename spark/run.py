@@ -82,8 +82,8 @@ def _previous_result(job: Job) -> dict[str, Any] | None:
     if was_interval != job.options.is_interval:
         held = "results of single intervals" if was_interval else "a chain of incremental results"
         raise UsageProblem(
-            f"{job.options.output} holds {held}: give {'intervals' if not was_interval else 'incremental runs'} "
-            f"an output folder of their own with --output."
+            f"the output folder {job.options.output} contains {held}: give another output folder with --output for "
+            f"{'intervals' if not was_interval else 'incremental runs'}."
         )
     return None if was_interval and result["interval"] != job.interval else result
 
@@ -134,7 +134,7 @@ def _scan(spark: SparkSession, prepared: PreparedRule, job: Job, sources: Source
 
 
 def _still_open(spark: SparkSession, job: Job, previous: dict[str, Any] | None) -> DataFrame | None:
-    """The subjects of this run's rules that the previous result left open (OPEN_SCHEMA); None if it left none open."""
+    """The open subjects of the previous result, for the rules of this run (OPEN_SCHEMA); None if there are none."""
     from pyspark.sql import functions as F
 
     if previous is None or not previous["open_subjects"]:

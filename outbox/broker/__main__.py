@@ -1,7 +1,7 @@
-"""`python -m outbox.broker`: one broker process without Django, until SIGTERM or SIGINT.
+"""`python -m outbox.broker` runs one broker process without Django, until SIGTERM or SIGINT.
 
-The database comes from --database or $OUTBOX_BROKER_URL. Any number may run on one database: a lease decides which one
-leads.
+--database or $OUTBOX_BROKER_URL names the broker's database. Any number of broker processes may run on one database: a
+lease decides which process leads.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from outbox.utils.safe_text import for_people
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the broker process until SIGTERM or SIGINT. Exit codes: 0 after a clean stop, 2 for wrong usage."""
+    """Run the broker process until SIGTERM or SIGINT. Return 0 after a clean stop, and 2 after wrong usage."""
     parser = argparse.ArgumentParser(prog="python -m outbox.broker", description=__doc__)
     parser.add_argument(
         "--database", default=os.environ.get("OUTBOX_BROKER_URL"), help="libpq URL of the broker's database"

@@ -1,8 +1,8 @@
 """Handle the death of a consumer process in its supervisor.
 
-The supervisor records the death and puts the messages of the running calls into quarantine. It also releases the queue
-leases and the leader lease of the dead process. Handlers die with their process, so another consumer may acquire the
-queues at once.
+The supervisor records the death and puts the messages of the running calls into quarantine. The supervisor also
+releases the queue leases and the leader lease of the dead process. Handlers die with their process, so another consumer
+may acquire the queues of the dead process at once.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _TIMEOUT_SECONDS: Final = 5.0
 
 
 def record(database: BrokerDatabase, death: ChildDeath) -> None:
-    """Store the death, release the leases of the dead process, and commit both changes before the return.
+    """Store the death and release the leases of the dead process; both are committed when this function returns.
 
-    If the process was asked to stop, this only releases the leases, because the death proves nothing about the
-    messages. Raises BrokerUnavailable if the database does not answer now.
+    If the process was asked to stop, this function only releases the leases, because the death then proves nothing
+    about the messages. Raises BrokerUnavailable if the database does not answer now.
     """
     if death.told_to_stop and death.left_behind is None:
         return
@@ -64,6 +64,6 @@ def _record(run: Executor, death: ChildDeath) -> None:
 
             leader.release_dead(run, left.instance)
             quarantine.record_death(run, left.instance, calls, evidence=f"{process} {event}", hung=death.hung)
-    # Send the notification after the commit. A notification in the same transaction could let the commit return before
-    # the commit is on the disk.
+    # Send the notification after the commit. A notification would switch `synchronous_commit` off for its transaction,
+    # and the death must be on the disk.
     notify(run, Channel.SHARED)

@@ -52,16 +52,17 @@ def _check_reachable(url: str) -> None:
 
 
 def start(data_directory: Path, *, settings: Mapping[str, str] | None = None) -> str:
-    """Start the embedded server on `data_directory`, or use the running one; returns its URL. It runs until `stop`.
+    """Start the embedded server on `data_directory` if it does not run, and return its URL.
 
-    Only the user who started it can connect. Raises BrokerUnavailable.
+    The server runs until `stop` is called. Only the user who started the server can connect to it. Raises
+    BrokerUnavailable.
     """
     try:
         return _server(data_directory).start(settings or {})
     except (OSError, subprocess.SubprocessError) as error:
         raise BrokerUnavailable(
-            f"the embedded PostgreSQL did not start on {data_directory}: {error}. Its log is {data_directory / 'log'}; "
-            f"or set {URL_VARIABLE} to the URL of your own server."
+            f"the embedded PostgreSQL did not start on {data_directory}: {error}. Read the log of the server "
+            f"({data_directory / 'log'}), or set {URL_VARIABLE} to the URL of your own server."
         ) from error
 
 
@@ -82,7 +83,7 @@ def database_url(url: str, database: str) -> str:
 
 
 def create_database(url: str, database: str, *, template: str = "template1") -> str:
-    """Create a database unless it exists; returns its connection string."""
+    """Create a database unless it exists, and return its connection string."""
     with psycopg.connect(url, autocommit=True) as connection:
         exists = connection.execute("SELECT 1 FROM pg_database WHERE datname = %s", [database]).fetchone()
         if not exists:
@@ -111,7 +112,7 @@ def _server(data_directory: Path) -> PrivateServer:
     if account.pw_uid == 0:
         account = utils.ensure_user_exists(_USER_FOR_ROOT) or account
         if not (binaries / "postgres").stat().st_mode & stat.S_IXOTH:
-            # A strict umask has made the installed files unreadable for other users. They come from a public package,
-            # so every user may read them.
+            # A strict umask has made the installed files unreadable for other users. The files come from a public
+            # package, so every user may read them.
             utils.ensure_folder_permissions(binaries.parent, stat.S_IROTH | stat.S_IXOTH)
     return PrivateServer(binaries, data_directory.resolve(), account)

@@ -2,9 +2,9 @@
 
 The broker process runs this loop on its own connection (outbox/broker/process.py). If a worker has only one consumer
 process, that process leads (`LeadingConsumer`). This consumer process makes the ticks and fetches the queued messages
-on the same database session. So a message on its way from commit to handler needs one process less, one notification
-less, and two cold sessions less. The broker process of such a worker is a stand-in: it leads while the consumer process
-does not lead (docs/decisions/163).
+on the same database session. So a message on its way from commit to handler passes one process less, needs one
+notification less, and uses two database sessions less than with a separate broker process. The broker process of such a
+worker is a stand-in: it leads while the consumer process does not lead (docs/decisions/163).
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ from outbox.utils.periodic import BackgroundLoop
 
 logger = logging.getLogger(__name__)
 
-# The pause after a consumer process has failed to sequence. During the pause, its stand-in leads.
+# The pause after a tick in a consumer process has failed. During the pause, the broker process of the same worker
+# leads.
 _REST: Final = Backoff(first_seconds=1.0, longest_seconds=30.0, healthy_seconds=10.0)
 
 
@@ -56,11 +57,10 @@ class LeaderSettings:
 
 
 class Leader:
-    """One candidate for the lead, which is the leader while it holds the lease.
+    """One candidate for the leader lease; while a candidate holds this lease, it is the leader.
 
-    The caller owns the connection and waits between turns.
-
-    The caller repeats two steps: it calls `turn`, then waits for `wait_seconds` or for a notification.
+    The caller owns the connection and repeats two steps: it calls `turn`, and then waits for `wait_seconds` or for a
+    notification.
     """
 
     def __init__(self, database: BrokerDatabase, *, settings: LeaderSettings | None = None) -> None:
@@ -71,15 +71,16 @@ class Leader:
         self._loops: list[BackgroundLoop] = []
         self.leads = False
         self._decided = False
-        # `_look_at`: the time of the next turn if no notification arrives. `_gathers_until`: the time until which
-        # notifications are gathered. `_rests_until`: the time at which the pause after a failure ends.
+        # `_look_at`: the time of the next turn if no notification arrives. `_gathers_until`: the time until which the
+        # leader waits for more decisions before the next tick. `_rests_until`: the time at which the pause after a
+        # failure ends.
         self._look_at = 0.0
         self._gathers_until = 0.0
         self._rests_until = 0.0
         self._led_at = 0.0
 
     def begin(self, run: Executor, instance: UUID) -> None:
-        """Begin on a new connection, and forget all data that was read on an earlier one."""
+        """Begin on a new connection, and forget all data that was read on an earlier connection."""
         self._listens = timeouts.lasts(run.connection)
         if self._listens:
             timeouts.lift_for_session(run.connection)
@@ -184,9 +185,9 @@ class Leader:
         if not self.leads:
             return
         if self._settings.stands_in:
-            logger.info("a consumer process leads; this one stands in for it")
+            logger.info("a consumer process leads now; this process leads again only if no consumer process leads")
         else:
-            logger.warning("another process leads now")
+            logger.warning("this process has lost the lead: another process leads now")
         self.interrupted()
         self._stop_listening(run)
 
@@ -198,7 +199,8 @@ class Leader:
 class LeadingConsumer(Leader):
     """The SessionTask with which a consumer process leads.
 
-    After an error, it logs the error and pauses this work, while the process continues to consume.
+    After an error in a turn, the object logs the error and does not lead during a pause. The process continues to
+    consume.
     """
 
     _failures = 0
@@ -211,7 +213,9 @@ class LeadingConsumer(Leader):
             pause = self._rest()
             self.note.failed(error)
             if run.connection.closed:
-                raise psycopg.OperationalError(f"the connection ended while it sequenced: {error}") from error
+                raise psycopg.OperationalError(
+                    f"the connection ended while this process made a tick: {error}"
+                ) from error
             self._give_up(run, error, pause)
             return False
 
@@ -233,7 +237,7 @@ class LeadingConsumer(Leader):
             self._stop_listening(run)
             self._lease.release(run.connection)
         except psycopg.Error as further:
-            logger.debug("the lead was not released: %s", further)
+            logger.debug("the leader lease was not released: %s", further)
         expected = isinstance(error, psycopg.Error | OutboxError)
         logger.warning(
             "sequencing in a consumer process is interrupted, trying again in %.1f s: %s",

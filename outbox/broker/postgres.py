@@ -1,4 +1,7 @@
-"""The bundled broker implements the core's port. It sends, ends and checks over a small pool of connections."""
+"""The bundled broker implements the core's port.
+
+Messages, end messages and checks go through a small pool of connections.
+"""
 
 from __future__ import annotations
 
@@ -38,18 +41,18 @@ _Result = TypeVar("_Result")
 _ATTEMPTS: Final = 3
 _BACKOFF: Final = Backoff(first_seconds=0.1, longest_seconds=1.0, factor=10)
 _CHECK_SECONDS: Final = 60.0
-# A repetition can succeed after these errors: the connection broke, the server stops or starts, or two statements
-# collided.
+# After these errors, a second attempt of the request can succeed: the connection broke, the server stops or starts, or
+# two statements collided.
 _TRANSIENT: Final = (psycopg.OperationalError, psycopg.InterfaceError, pg.SerializationFailure, pg.DeadlockDetected)
-# psycopg counts these errors as OperationalError, but a repetition does not help.
+# psycopg raises these errors as OperationalError, but a second attempt of the request fails in the same way.
 _LASTING: Final = (pg.DiskFull, pg.OutOfMemory, pg.ProgramLimitExceeded)
 
 
 class PostgresBroker:
     """A broker in a PostgreSQL database (implements outbox.ports.Broker). Thread-safe and fork-safe.
 
-    The broker attempts a request up to three times within its deadline, with the same message ids. So a lost
-    acknowledgement or a restart of the server neither loses nor doubles a message.
+    This class attempts a request up to three times within the deadline of the request, with the same message ids. So
+    each message is stored once, even if an acknowledgement is lost or the server restarts.
     """
 
     def __init__(
@@ -62,8 +65,8 @@ class PostgresBroker:
         self._schema_known = False
         self._asked_for: set[str] = set()
         self._one_way = one_way(database)
-        # The note is stored after three failures in a row. One or two failures may concern only single requests of the
-        # application.
+        # The FailureNote is stored after three failures in a row, because one or two failures may be caused by single
+        # requests of the application.
         self._note = FailureNote(database, ProcessPart.PUBLISHING, in_a_row=3)
         self._wake = notify.announcement(database.schema, notify.Channel.DECIDED)
 
@@ -92,8 +95,8 @@ class PostgresBroker:
 
     def send_half(self, half: HalfTransaction, *, timeout_seconds: float = 3.0) -> list[SendReceipt]:
         if half.immunity_seconds is None:
-            # The half message stores its immunity. So every scan applies the same immunity, regardless of the settings
-            # of its process.
+            # The half message stores its immunity, so that every scan applies the same immunity, regardless of the
+            # settings of the scanning process.
             half = replace(half, immunity_seconds=self._check.immunity_seconds)
         return self._publish(timeout_seconds, lambda run: self._append_half(run, half), half.messages)
 
@@ -118,7 +121,7 @@ class PostgresBroker:
         return self._attempt(
             _CHECK_SECONDS,
             lambda run: fencing.leftovers(run, producer, settings=self._check),
-            what=f"the leftovers of producer {producer.transactional_id!r}",
+            what=f"the look-up of undecided transactions of producer {producer.transactional_id!r}",
         )
 
     def end(self, ends: Sequence[EndTransaction], *, timeout_seconds: float = 3.0) -> list[EndStatus]:
@@ -135,7 +138,7 @@ class PostgresBroker:
     def claim_checks(self, producer_group: str, *, limit: int = 500) -> list[Check]:
         """Claim due checks, after a scan for new undecided half messages.
 
-        The first call of a process for a group also asks about parked transactions.
+        The first call of a process for a producer group also claims checks of parked transactions.
         """
         starts = producer_group not in self._asked_for
         claimed = self._attempt(
@@ -150,13 +153,13 @@ class PostgresBroker:
     def take_turn(
         self, producer_group: str, name: str, *, interval_seconds: float, rest_seconds: float | None = None
     ) -> bool:
-        """Whether this process is to run a periodic pass of the group now; see `turns.take_turn`."""
+        """Return whether this process should run a periodic pass of the group now; see `turns.take_turn`."""
         return self._attempt(
             _CHECK_SECONDS,
             lambda run: turns.take_turn(
                 run, producer_group, name, interval_seconds=interval_seconds, rest_seconds=rest_seconds
             ),
-            what=f"the turn of group {producer_group!r} for {name}",
+            what=f"the request for the turn to run pass {name} of group {producer_group!r}",
         )
 
     def report_answers(self, producer_group: str, answers: Sequence[Answer]) -> list[EndStatus | None]:
@@ -172,21 +175,21 @@ class PostgresBroker:
         return statuses
 
     def hint_checks(self, transaction_ids: Sequence[UUID]) -> None:
-        """Request an early, read-only check of these half transactions; logs and ignores errors."""
+        """Request an early check of these transactions. Errors are logged and ignored."""
         try:
             self._attempt(
                 3.0,
                 lambda run: half_scan.hint_checks(run, transaction_ids, settings=self._check),
-                what="a hint",
+                what="the request for an early check",
             )
         except BrokerError as error:
-            logger.debug("a hint for %d checks was not stored: %s", len(transaction_ids), error)
+            logger.debug("an early check of %d transactions was not requested: %s", len(transaction_ids), error)
 
     def resume_checks(self, producer_group: str) -> int:
         return self._attempt(
             _CHECK_SECONDS,
             lambda run: parking.ask_parked(run, producer_group),
-            what=f"the resumption of checks of group {producer_group!r}",
+            what=f"the request to check parked transactions of group {producer_group!r}",
         )
 
     def recall(self, message_ids: Sequence[UUID], *, timeout_seconds: float = 3.0) -> list[Recall]:
@@ -207,11 +210,11 @@ class PostgresBroker:
         return self._attempt(
             timeout_seconds,
             lambda run: changes.reject_transactional(run, rejecting),
-            what="the switch of transactional messages",
+            what="the change of the setting that rejects transactional messages",
         )
 
     def declare(self, declared: Sequence[Topic], *, timeout_seconds: float = 10.0) -> None:
-        """Create topics or change them to the declaration (see topics.declare_topics)."""
+        """Create missing topics, and change existing ones to their declaration (see topics.declare_topics)."""
         self._attempt(
             timeout_seconds,
             lambda run: topics.declare_topics(run, declared),
@@ -219,7 +222,7 @@ class PostgresBroker:
         )
 
     def topic(self, name: str, *, timeout_seconds: float = 3.0) -> Topic:
-        """Return the topic as the broker knows it, from the catalog if that is fresh. Raises UnknownTopic."""
+        """Return the topic from the catalog in memory; if the catalog is old, from the broker. Raises UnknownTopic."""
         return self._attempt(
             timeout_seconds,
             lambda run: self.catalog.get(run.connection, name).topic,
@@ -227,24 +230,24 @@ class PostgresBroker:
         )
 
     def notify_decided(self) -> None:
-        """Wake the sequencer soon; returns at once, never fails."""
+        """Request that the sequencer runs soon; the method returns at once and raises no error."""
         self._one_way.send(self._wake)
 
     def end_one_way(self, end: EndTransaction) -> None:
-        """Send a producer's own end message without waiting for the answer; returns at once, never fails.
+        """Send an end message of a producer, and return at once without waiting for the answer; raises no error.
 
-        Contradictions and refusals are recorded as incidents, as with `end`. The message may be lost: then check-back
-        decides.
+        Contradictions and refusals are recorded as incidents, as with `end`. If the end message is lost, check-back
+        decides the transaction.
         """
         try:
             faults.point("producer.before_end")
             self._one_way.send(decisions.end_request(self.database.schema, end), self._wake)
             faults.point("producer.after_end")
         except Exception:
-            logger.exception("the end of %s was not sent; check-back will settle it", end.transaction_id)
+            logger.exception("the end message of %s was not sent; check-back will decide", end.transaction_id)
 
     def hint_one_way(self, transaction_id: UUID) -> None:
-        """`hint_checks` for one transaction, sent like `end_one_way`."""
+        """Request an early check of one transaction, and return at once like `end_one_way`."""
         self._one_way.send(half_scan.hint_request(self.database.schema, transaction_id, settings=self._check))
 
     def flush(self, *, within_seconds: float) -> bool:
@@ -258,11 +261,11 @@ class PostgresBroker:
         self._note.worked()
 
     def publishing_failed(self, error: Exception) -> None:
-        """Record a refused append, on any connection; the status shows three failures in a row."""
+        """Record that an append failed. After three failures in a row, the status shows the failure."""
         self._note.failed(error)
 
     def publishing_worked(self) -> None:
-        """Record a successful append. Costs nothing if no append has failed."""
+        """Record a successful append. This writes nothing to the database if no append has failed before."""
         self._note.worked()
 
     def _publish(
@@ -300,7 +303,8 @@ class PostgresBroker:
 
     def _refused(self, what: str, error: psycopg.Error) -> BrokerError:
         named = refused(what, error, self.database.schema)
-        # All other errors become SendFailed, because only this one request has failed.
+        # Every error that is not a SchemaError or BrokerUnavailable becomes SendFailed, because only this request has
+        # failed.
         return named if isinstance(named, (SchemaError, BrokerUnavailable)) else SendFailed(str(named))
 
 
@@ -315,9 +319,9 @@ def _unavailable(what: str, error: Exception) -> BrokerError:
         return BrokerUnavailable(f"{what}: {error}")
     if isinstance(error, pg.DiskFull):
         return SendFailed(
-            f"{what}: the disk of the broker's database is full ({error}). Nothing was stored; free space."
+            f"{what}: the disk of the broker's database is full ({error}). Nothing was stored. Free space on this disk."
         )
     return BrokerUnavailable(
-        f"{what}: not completed within the deadline: {str(error).strip()}. It may still have been stored; "
-        f"send it again with the same message ids: a repeated id stores nothing twice."
+        f"{what}: not completed within the deadline: {str(error).strip()}. The broker may have done "
+        f"it all the same. Send it again with the same message ids, so that no message is stored twice."
     )

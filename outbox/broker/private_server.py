@@ -1,11 +1,11 @@
 """Run PostgreSQL on a data directory so that only the user who starts it has access.
 
-- The server listens on no port. Its socket is in the data directory. If that path is too long for a socket, the socket
-  is in a folder of the temporary directory. Only the server's user may enter this folder.
-- The server asks the kernel for the connecting user (`peer`). It accepts only the user who started it. This user may
-  take any role. The permissions of the folders do not matter. So there is no password to steal.
-- PostgreSQL refuses to run as root. If root starts it, it runs under a separate user account. That account gets the
-  right to enter the folders above the data directory, but cannot list them.
+- The server listens on no port. Its socket is in the data directory. If the path of the data directory is too long for
+  a socket, the socket is in a folder of the temporary directory, which only the server's user may enter.
+- The server asks the kernel for the user of each connection (`peer`), and accepts only the user who started the server.
+  This user may take any role. So the server needs no password, and the permissions of the folders do not matter.
+- PostgreSQL refuses to run as root. If root starts the server, the server runs under a separate user account. That
+  account gets the right to enter the folders above the data directory, but not to list them.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class PrivateServer:
         self.data.mkdir(mode=0o700, parents=True, exist_ok=True)
         owner = self.data.lstat().st_uid
         if owner not in (os.geteuid(), self.account.pw_uid):
-            raise PermissionError(f"{self.data} belongs to another user (id {owner}); name a folder of your own")
+            raise PermissionError(f"{self.data} belongs to another user (id {owner}): use a folder that belongs to you")
         if self.account.pw_uid != os.geteuid():
             for folder in (self.binaries, *self.binaries.parents, *self.data.parents):
                 mode = folder.stat().st_mode
@@ -108,7 +108,7 @@ class PrivateServer:
         self._run("initdb", *access, "--encoding=utf8", "-U", "postgres", "-D", str(self.data))
 
     def _restrict(self) -> bool:
-        """Accept only this user; returns whether another user was accepted before."""
+        """Let the server accept only this user, and return whether the server accepted another user before."""
         user = pwd.getpwuid(os.geteuid()).pw_name
         wanted = {self.data / name: text.format(user=user) for name, text in _ACCESS.items()}
         changed = [path for path, text in wanted.items() if path.read_text(encoding="utf-8") != text]
@@ -142,9 +142,9 @@ class PrivateServer:
         return made
 
     def _remembered(self) -> Path | None:
-        """Return the socket's folder of the last start, if this folder still belongs to the server's user.
+        """Return the folder of the last start's socket, if this folder still belongs to the server's user.
 
-        If the server was killed and is started again, processes that know its URL can connect again.
+        After a restart in the same folder, processes that know the URL of the server can connect again.
         """
         try:
             folder = Path((self.data / _REMEMBERED).read_text(encoding="utf-8"))
@@ -156,7 +156,7 @@ class PrivateServer:
     # -- the server -----------------------------------------------------------------------------
 
     def _is_up(self) -> bool:
-        """Whether the server runs and answers. If the server is stopping, wait until it has ended."""
+        """Return whether the server runs and answers. If the server is stopping, wait until its process has ended."""
         deadline = time.monotonic() + _SETTLE_SECONDS
         while self._is_running() and time.monotonic() < deadline:
             with contextlib.suppress(psycopg.OperationalError, OSError, IndexError):

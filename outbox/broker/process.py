@@ -28,7 +28,7 @@ _STOP_SECONDS: Final = 0.2
 
 
 def run_broker(database: BrokerDatabase, stop: threading.Event, *, settings: LeaderSettings | None = None) -> None:
-    """Run the leader loop until `stop` is set. After each database error, log it and pause, for up to 2 s."""
+    """Run the leader loop until `stop` is set. After each database error, log the error and pause for up to 2 s."""
     owner = uuid4()
     leader = Leader(database, settings=settings)
     failures = 0
@@ -50,7 +50,7 @@ def run_broker(database: BrokerDatabase, stop: threading.Event, *, settings: Lea
         heartbeat.beat(ready=False)
         logger.warning("sequencing is interrupted, trying again in %.1f s: %s", pause, problem)
         stop.wait(pause)
-    # If a process ends on purpose, it does not count as failing.
+    # A process that is stopped has not failed, so its FailureNote is removed.
     leader.note.worked()
 
 

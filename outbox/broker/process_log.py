@@ -1,4 +1,4 @@
-"""A supervised process logs to the log of the worker that started it, with time, level and pid."""
+"""A child process of a worker logs to the log of the worker, with time, level and pid."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LOG_LEVEL_VARIABLE: Final = "OUTBOX_LOG_LEVEL"
 
 
 class _Formatter(logging.Formatter):
-    """Removes passwords and control characters, and ends the line with the id of its message."""
+    """Removes passwords and control characters from a line, and adds the id of the handled message."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
         return super().formatMessage(record) + suffix(record)
@@ -25,7 +25,7 @@ class _Formatter(logging.Formatter):
 
 
 def told_to_children(*, level: int, file: str | None) -> Mapping[str, str]:
-    """Return the environment for child processes to log to `file` at `level`; without a file, to standard error."""
+    """Return the environment that makes child processes log to `file` at `level`; without a file, to standard error."""
     return {LOG_LEVEL_VARIABLE: str(level), **({LOG_FILE_VARIABLE: file} if file else {})}
 
 

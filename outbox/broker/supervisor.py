@@ -1,13 +1,13 @@
 """The supervisor keeps the broker's processes alive: it starts, restarts and drains its child processes.
 
 If a child with `on_death` dies, the supervisor reads which handler calls were running in the child
-(`outbox.broker.consumer.running_calls`). The supervisor calls `on_death` before it starts the child again. It also
-calls `on_death` for a child that was killed while it drained. Otherwise the leases of that child would last until their
-term ends.
+(`outbox.broker.consumer.running_calls`). The supervisor calls `on_death` before it starts the child again. The
+supervisor also calls `on_death` for a child that was killed while it drained. Otherwise the leases of that child would
+last until they expire.
 
 Each child is a new interpreter, never a fork of a process with threads and connections. Each child has its own session
-of the operating system, so a Ctrl-C at the terminal reaches only the supervisor. If the parent is gone, a child ends
-itself (`stop_with_parent`), even if the parent was killed with SIGKILL.
+of the operating system, so a Ctrl-C at the terminal reaches only the supervisor. If the parent process does not exist
+any more, a child ends itself (`stop_with_parent`), even if the parent was killed with SIGKILL.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ logger = logging.getLogger(__name__)
 
 PARENT_VARIABLE: Final = "OUTBOX_PARENT_PID"
 _PARENT_POLL_SECONDS: Final = 0.25
-# Service managers commonly kill a process 30 s after they asked it to stop. So children have less time than that to
-# drain.
+# Service managers commonly kill a process 30 s after they asked it to stop. So children have less than 30 s to finish
+# their work.
 DRAIN_SECONDS: Final = 20.0
 
 
@@ -47,9 +47,8 @@ HUNG_EXIT_CODE: Final = 3
 class ChildDeath:
     """The end of a child whose exit code is not 0.
 
-    `left_behind` has the child's notes about its running calls; None if they cannot be read. `told_to_stop` says that
-    the child had been asked to end, or that this supervisor has killed it. Then its running calls are not the cause of
-    its death.
+    `left_behind` has the child's notes about its running calls; None if the notes cannot be read. `told_to_stop`: the
+    child had been asked to end, or this supervisor has killed it, so its running calls are not the cause of its death.
     """
 
     child: str
@@ -61,10 +60,10 @@ class ChildDeath:
 
 @dataclass(frozen=True, kw_only=True)
 class ChildSpec:
-    """One process to keep alive.
+    """A child process that the supervisor starts, and starts again after its end.
 
     The supervisor calls `on_death` for each death of the child. If `on_death` raises BrokerUnavailable, the supervisor
-    calls it again later.
+    calls `on_death` again after a pause.
     """
 
     name: str
@@ -79,10 +78,10 @@ RESTART: Final = Backoff(first_seconds=0.2, longest_seconds=30.0, healthy_second
 
 
 class Supervisor:
-    """Runs children until `stop`. One thread per child waits for it and restarts it.
+    """Runs child processes until `stop` is called. One thread per child waits for the end of the child and restarts it.
 
-    The supervisor adds `environment` to the environment of every child. After a stop, children have `drain_seconds` to
-    finish. `consumes` has topics and groups for the log line at the start.
+    The supervisor adds `environment` to the environment of every child. After `stop`, the children have `drain_seconds`
+    to finish their work. `consumes` has topics and groups for the log line at the start.
     """
 
     def __init__(
@@ -129,20 +128,20 @@ class Supervisor:
             self._signal_all(signal.SIGTERM)
 
     def stop(self) -> None:
-        """Drain the children and wait for them. Kill the children that remain when the time to drain is over."""
+        """Drain the children and wait for them. After `drain_seconds`, kill the children that still run."""
         self.drain()
         deadline = self._drain_until or 0.0
         for thread in self._threads:
             if thread.is_alive():
                 thread.join(max(0.0, deadline - time.monotonic()))
         if self.pids():
-            logger.error("children %s did not drain within %.0f s: killing them", self.pids(), self._drain_seconds)
+            logger.error("children %s did not end within %.0f s: killed", self.pids(), self._drain_seconds)
             self.kill()
             for thread in self._threads:
                 thread.join()
 
     def kill(self) -> None:
-        """Kill all children at once (SIGKILL). The messages that they were handling are delivered again."""
+        """Kill all children at once (SIGKILL). The messages that the children were handling are delivered again."""
         self._stopping.set()
         self._signal_all(signal.SIGKILL)
 
@@ -172,8 +171,8 @@ class Supervisor:
         descriptors = [calls.fileno()] if calls is not None else []
         if descriptors:
             environment[running_calls.VARIABLE] = str(descriptors[0])
-        # Do not hold the lock while the process starts. The start waits for the new program, and `stop` must not wait
-        # for that start.
+        # The lock is not held while the process starts, because `stop` needs the lock and must not wait until the new
+        # program has started.
         process = subprocess.Popen(
             list(spec.argv),
             env=environment,
@@ -191,10 +190,10 @@ class Supervisor:
     def _tell(self, name: str, on_death: Callable[[ChildDeath], None], code: int, calls: IO[bytes] | None) -> None:
         """Call `on_death` before the child starts again.
 
-        Otherwise the child would again handle the message that killed it.
+        If the child started first, the child would again handle the message that killed it.
 
-        While this supervisor stops, it does not repeat a failed call of `on_death`, because the service manager does
-        not wait longer.
+        After `stop`, the supervisor makes only one attempt to call `on_death`, because the service manager does not
+        wait for more.
         """
         is_stopping = self._stopping.is_set()
         left = _left_behind(name, calls)
@@ -210,11 +209,11 @@ class Supervisor:
                 return
             except BrokerUnavailable as error:
                 if self._stopping.is_set():
-                    logger.warning("child %s died, and its leases last until their term ends: %s", name, error)
+                    logger.warning("child %s died, and its leases last until they expire: %s", name, error)
                     return
-                # Without the database, the child could not consume messages either, so its restart can wait.
+                # While the database is not reachable, the child could not consume messages, so its restart can wait.
                 failures += 1
-                logger.warning("child %s waits for its restart: %s", name, error)
+                logger.warning("child %s is not restarted until its death is recorded: %s", name, error)
                 self._stopping.wait(_TELL_AGAIN.pause_seconds(failures))
             except Exception:
                 logger.exception("the running calls of dead child %s (%s) could not be recorded", name, death.how)
@@ -225,7 +224,7 @@ class Supervisor:
 def _calls_file(spec: ChildSpec) -> Iterator[IO[bytes] | None]:
     """Make the file in which a child notes its running calls.
 
-    The file has no name, so it needs no clean-up.
+    The file has no name, so the operating system removes it as soon as no process has it open.
     """
     if spec.on_death is None:
         yield None
@@ -236,7 +235,9 @@ def _calls_file(spec: ChildSpec) -> Iterator[IO[bytes] | None]:
             file = stack.enter_context(tempfile.TemporaryFile())
         except OSError as error:
             logger.warning(
-                "calls of child %s cannot be noted, messages that kill it stay unknown: %s", spec.name, error
+                "calls of child %s cannot be noted, so a message that kills the child stays unknown: %s",
+                spec.name,
+                error,
             )
         yield file
 
@@ -258,9 +259,8 @@ def _how(code: int) -> str:
 def stop_on_signals(stop: threading.Event) -> dict[signal.Signals, Any]:
     """Set `stop` on SIGTERM and SIGINT, and return the previous signal handlers. Call this in the main thread.
 
-    A helper thread sets the event, not the signal handler itself. The signal handler interrupts the main thread at any
-    point. At that point the main thread may wait for the same event and hold its lock. A second Ctrl-C raises
-    KeyboardInterrupt at once.
+    A helper thread sets the event, because the signal handler can interrupt the main thread while the main thread waits
+    for the same event and has locked it. A second Ctrl-C raises KeyboardInterrupt at once.
     """
 
     def handle(*_: object) -> None:
@@ -271,11 +271,11 @@ def stop_on_signals(stop: threading.Event) -> dict[signal.Signals, Any]:
 
 
 def stop_with_parent(stop: threading.Event, *, grace_seconds: float = 10.0) -> None:
-    """In a child process, set `stop` when the parent is gone, and exit `grace_seconds` later.
+    """In a child process, set `stop` when the parent process has ended, and exit `grace_seconds` after that.
 
     If no Supervisor started this process, the function does nothing. The function compares the pid of the parent,
-    because the kernel gives an orphan another parent. A pipe to the parent would not work: it would stay open in other
-    processes that the parent forked.
+    because the kernel gives an orphan another parent. The function uses no pipe to the parent, because the pipe would
+    stay open in other processes that the parent forked.
     """
     parent = os.environ.get(PARENT_VARIABLE)
     if not parent:
@@ -295,7 +295,7 @@ def stop_with_parent(stop: threading.Event, *, grace_seconds: float = 10.0) -> N
 
 
 def end_within(seconds: float, code: int) -> None:
-    """End this process after `seconds` at the latest, because its ordinary end may wait for hanging threads."""
+    """Exit after `seconds` at the latest, because the ordinary end of the process may wait for hanging threads."""
 
     def watch() -> None:
         threading.Event().wait(seconds)

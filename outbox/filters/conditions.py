@@ -12,8 +12,8 @@ from decimal import Decimal
 from typing import Final, Protocol
 
 TAG_NAME: Final = "TAGS"
-# A header with this form counts as a number. The form has no exponent, because a short text with an exponent could
-# overflow the server's number type.
+# A header that matches this pattern counts as a number. The pattern has no exponent, because a short text with an
+# exponent could overflow the server's number type.
 NUMBER: Final = r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)"
 COMPARISONS: Final = frozenset({"=", "<>", "<", "<=", ">", ">="})
 
@@ -26,7 +26,7 @@ class FilterNode(Protocol):
     """A node of the tree of conditions."""
 
     def evaluate(self, tag: str, headers: Mapping[str, str]) -> bool | None:
-        """Return True, False, or None for unknown."""
+        """Return True or False, or None if the result is unknown."""
 
 
 def lookup(name: str, tag: str, headers: Mapping[str, str]) -> str | None:
@@ -40,7 +40,7 @@ def as_number(value: str) -> Decimal | None:
 
 
 def _operand(name: str, like: Value, tag: str, headers: Mapping[str, str]) -> Value | None:
-    """Return the header's value, converted to the type of `like`, the value that it is compared with."""
+    """Return the header's value, converted to the type of `like`. The header is compared with `like`."""
     value = lookup(name, tag, headers)
     return as_number(value) if value is not None and isinstance(like, Decimal) else value
 
@@ -70,7 +70,7 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class HeaderComparison:
-    """The condition `name = other` or `name <> other`. It compares two headers as strings."""
+    """The condition `name = other` or `name <> other`. The condition compares two headers as strings."""
 
     name: str
     operator: str
@@ -121,9 +121,9 @@ class Like:
         return None if value is None else re.fullmatch(self._expression(), value, re.DOTALL) is not None
 
     def _expression(self) -> str:
-        # A part between two % can take its first match, because that leaves the most text for the other parts. The
-        # atomic groups enforce this. Without them, the time for a value that does not match would grow exponentially
-        # with the number of %.
+        # The text between two % can take its first match, because the first match leaves the most text for the next
+        # parts. The atomic groups `(?>…)` fix each first match. Without these groups, the time for a value that does
+        # not match would grow exponentially with the number of %.
         parts = [""]
         characters = iter(self.pattern)
         for character in characters:

@@ -32,7 +32,7 @@ _ALL = "*"
 
 @dataclass(frozen=True, slots=True)
 class Filter:
-    """A parsed filter. It has `tags` (one of them must match) or a `condition`.
+    """A parsed filter. A filter has `tags`, of which one must match, or a `condition`.
 
     Without `tags` and `condition`, every message passes.
     """

@@ -57,7 +57,7 @@ def parse_expression(text: str, start: int) -> FilterNode:
 
 
 class _Parser:
-    """Recursive descent over the tokens. NOT binds stronger than AND, and AND binds stronger than OR."""
+    """A recursive-descent parser of the tokens. NOT binds stronger than AND, and AND binds stronger than OR."""
 
     def __init__(self, text: str, start: int) -> None:
         self._text = text
@@ -82,7 +82,7 @@ class _Parser:
             match = _TOKEN.match(self._text, position)
             if match is None:
                 quote = self._text[position] in "'\""
-                raise self._error(position, "this quote is never closed" if quote else "this is not allowed here")
+                raise self._error(position, "this quote is never closed" if quote else "this text is not allowed here")
             tokens.append(_Token(str(match.lastgroup), match.group(), position))
             position = match.end()
         return [*tokens, _Token("end", "", len(self._text))]
@@ -97,7 +97,7 @@ class _Parser:
         return token
 
     def _accept(self, *words: str) -> str:
-        """Consume and return the next keyword or symbol if it is one of `words`; else return ''."""
+        """If the next keyword or symbol is in `words`, consume and return it. If it is not, return ''."""
         token = self._token
         found = token.keyword or (token.text if token.kind == "symbol" else "")
         if found not in words:

@@ -1,7 +1,10 @@
-"""A broker in memory, for tests of applications. It has the protocol of the real broker, but no durability.
+"""A broker in memory, for tests of applications.
 
-It passes the same contract suite as the PostgreSQL broker (tests/contract). It has no atomic path, because it has no
-database to share a transaction with. It works within one process only.
+The in-memory broker has the protocol of the real broker, but stores nothing on disk.
+
+The in-memory broker passes the same contract suite as the PostgreSQL broker (tests/contract). It has no atomic path,
+because it has no database in which the application's transaction could store messages. An in-memory broker works within
+one process only.
 """
 
 from outbox.memory.broker import InMemoryBroker

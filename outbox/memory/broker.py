@@ -34,7 +34,7 @@ from outbox.transaction import (
 class InMemoryBroker:
     """Implements `ports.Broker`. `drain` runs the handlers that `subscribe` registered, in the calling thread.
 
-    `clock` returns the time (default: the real time). `advance` adds seconds to it.
+    `clock` returns the time (default: the real time). `advance` adds seconds to the time that `clock` returns.
     """
 
     def __init__(
@@ -182,7 +182,7 @@ class InMemoryBroker:
                 )
             )
         transaction = self._log.find(answer.transaction_id)
-        assert transaction is not None, "answers are about checks that were claimed"
+        assert transaction is not None, "an answer belongs to a check that was claimed before"
         self._checks.postpone(transaction, answer)
         return None
 
@@ -253,7 +253,10 @@ class InMemoryBroker:
             return [transaction.transaction_id for transaction in self._log.undecided()]
 
     def parked(self) -> dict[UUID, ParkReason]:
-        """Return the parked transactions with their reasons. A late decision or answer still decides them."""
+        """Return the parked transactions with their reasons.
+
+        A decision or an answer can still decide a parked transaction.
+        """
         with self._log.lock:
             self._checks.park_overdue()
             return {one.transaction_id: one.parked for one in self._log.undecided() if one.parked is not None}
@@ -270,16 +273,16 @@ class InMemoryBroker:
         self.groups.subscribe(subscription, handler)
 
     def visible(self, topic: str) -> list[Message]:
-        """Return the messages that consumers of a topic can see, queue by queue, each queue in its order."""
+        """Return the messages that consumers of a topic can see, in the order of the queues and their offsets."""
         with self._log.lock:
             self._checks.park_overdue()
             self._log.sequence()
             return [entry.message for _, queue in self._log.queues_of(topic) for entry in queue]
 
     def drain(self) -> int:
-        """Run handlers until no message can be delivered now; return the number of handled deliveries.
+        """Run handlers until no message can be delivered now. Return the number of handled deliveries.
 
-        A failed message waits for its retry delay. Call `advance` to end the wait.
+        A failed message waits for its retry delay. Call `advance` to end the delay.
         """
         return self.groups.drain()
 

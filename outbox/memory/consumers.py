@@ -1,4 +1,4 @@
-"""Consumers of the broker in memory. Handlers run in the caller's thread, with retries and dead letters."""
+"""Consumers of the in-memory broker. Handlers run in the caller's thread, with retries and dead letters."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class ConsumerGroups:
             self._consumers.append(consumer)
 
     def recall(self, message_id: UUID) -> tuple[str, ...]:
-        """Recall all retries of a message; return the groups that had a retry of it."""
+        """Recall all retries of a message. Return the groups in which the message waited for a retry."""
         taken = [retry for retry in self._retries if retry.entry.message.message_id == message_id]
         for retry in taken:
             self._retries.remove(retry)
@@ -114,7 +114,7 @@ class ConsumerGroups:
         return None
 
     def drain(self, only: Collection[tuple[str, str]] | None = None) -> int:
-        """Run handlers until no message can be delivered now; return the number of handled deliveries.
+        """Run handlers until no message can be delivered now. Return the number of handled deliveries.
 
         The parameter `only` limits the run to these pairs of group and topic.
         """
@@ -136,7 +136,10 @@ class ConsumerGroups:
         return count
 
     def _fetch(self, consumer: _Consumer) -> list[_Fetched]:
-        """Return up to `batch` messages, due retries first. Move the consumer's offsets past all messages read."""
+        """Return up to `batch` messages, due retries first.
+
+        Move the consumer's offsets past all messages that were read.
+        """
         subscription = consumer.subscription
         with self._log.lock:
             self._log.sequence()
@@ -246,7 +249,10 @@ class InMemoryConsumers:
 
 
 def _offset_of(start: Start | datetime, queue: list[Entry]) -> int:
-    """Return the offset at which a group with this `start` begins. A time is compared with the time of queueing."""
+    """Return the offset at which a group with this `start` begins.
+
+    If `start` is a time, the function compares it with the times at which messages were queued.
+    """
     if not isinstance(start, datetime):
         return len(queue)
     return sum(entry.queued_at is not None and entry.queued_at < start for entry in queue)

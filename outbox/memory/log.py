@@ -82,7 +82,8 @@ class Log:
         if name not in self._topics:
             if not self._auto_create:
                 raise UnknownTopic(
-                    f"topic {name!r} is not declared. Declare it, or use one of: {', '.join(sorted(self._topics))}."
+                    f"topic {name!r} is not declared. Declare the topic, or use one of: "
+                    f"{', '.join(sorted(self._topics))}."
                 )
             self._topics[name] = Topic(name=name)
         return self._topics[name]
@@ -97,9 +98,9 @@ class Log:
     def store(
         self, messages: Sequence[Message], *, half: HalfTransaction | None, immune_until: datetime | None = None
     ) -> Transaction:
-        """Store messages as one transaction. It is due for a check at `immune_until`.
+        """Store messages as one transaction. The transaction is due for a check at `immune_until`.
 
-        A second call with the same messages changes nothing.
+        If the messages are stored already, change nothing.
         """
         known = self._entries.get(messages[0].message_id)
         if known is not None:
@@ -116,7 +117,7 @@ class Log:
         return transaction
 
     def receipts(self, messages: Sequence[Message]) -> list[SendReceipt]:
-        """Return one receipt per message, in order."""
+        """Return one receipt per message, in the order of the messages."""
         entries = [self._entries[message.message_id] for message in messages]
         return [
             SendReceipt(
@@ -133,7 +134,7 @@ class Log:
         return self._entries[message_id]
 
     def find(self, transaction_id: UUID) -> Transaction | None:
-        """Return the transaction, or None."""
+        """Return the transaction, or None if the id is unknown."""
         return self._transactions.get(transaction_id)
 
     def undecided(self) -> list[Transaction]:
@@ -143,7 +144,10 @@ class Log:
     # -- deciding and queueing -----------------------------------------------------------------------
 
     def decide(self, transaction: Transaction, decision: Decision) -> None:
-        """Decide an undecided transaction. COMMIT queues its messages, at their delivery times and in order."""
+        """Decide an undecided transaction.
+
+        After a COMMIT, put the messages into their queues in order, each message at its delivery time.
+        """
         transaction.decision = decision
         if decision is Decision.COMMIT:
             for entry in transaction.entries:
@@ -192,7 +196,7 @@ class Log:
         return RecallStatus.WAITING if entry in self._held else RecallStatus.DELIVERED
 
     def find_message(self, message_id: UUID) -> Message | None:
-        """Return the stored message, or None."""
+        """Return the stored message, or None if the id is unknown."""
         entry = self._entries.get(message_id)
         return entry.message if entry is not None else None
 
@@ -223,7 +227,10 @@ class Log:
 
 
 class CheckBackSide:
-    """Check-back for the undecided transactions of a log, by the bundled broker's rules (outbox/broker/transaction)."""
+    """Check-back for the undecided transactions of a log.
+
+    The rules are those of the PostgreSQL broker (outbox/broker/transaction).
+    """
 
     def __init__(
         self, log: Log, settings: CheckSettings, *, now: Callable[[], datetime], report: Callable[[str], None]
@@ -235,7 +242,7 @@ class CheckBackSide:
         self._seen_at: dict[str, datetime] = {}
 
     def first_due(self, immunity_seconds: int | None) -> datetime:
-        """Return the time at which the immunity of a half message that is stored now ends."""
+        """Return the end of the immunity for a half message that is stored now."""
         immunity = self._settings.immunity_seconds if immunity_seconds is None else immunity_seconds
         return self._in(immunity)
 
@@ -268,7 +275,10 @@ class CheckBackSide:
         return self._in(self._settings.recheck_seconds)
 
     def ask_parked(self, producer_group: str, *, lately_seconds: float = 0.0) -> int:
-        """Make the group's parked transactions due now, except those checked recently; return their number."""
+        """Make the group's parked transactions due now, except transactions that were checked recently.
+
+        Return the number.
+        """
         not_since = self._in(-lately_seconds)
         parked = [t for t in self._of(producer_group) if t.parked is not None]
         chosen = [t for t in parked if not lately_seconds or t.asked_at is None or t.asked_at < not_since]
@@ -283,7 +293,7 @@ class CheckBackSide:
             self._park(transaction, ParkReason.CHECKS, self._in(self._settings.parked_recheck_seconds))
 
     def park_overdue(self) -> None:
-        """Park the transactions that are past the age limit, whether they have answers or not."""
+        """Park the transactions that are older than the age limit, with or without answers."""
         for transaction in self._log.undecided():
             over_at = transaction.immune_until + timedelta(seconds=self._settings.max_age_seconds)
             if transaction.half is None or transaction.parked is not None or self._now() <= over_at:

@@ -1,6 +1,6 @@
 """The pytest plugin: fixtures for the tests of applications, on top of pytest-django.
 
-pytest loads the plugin in every run in an environment with this package. So the plugin imports nothing until a test
+In an environment with this package, every run of pytest loads the plugin. So the plugin imports nothing until a test
 uses a fixture. The fixtures are the context managers of `outbox.contrib.django.testing`.
 """
 
@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def outbox(db: None) -> Iterator[InMemoryOutbox]:
-    """A new broker in memory, which respects rollbacks. `drain()` runs the project's subscribers.
+    """A new broker in memory, which drops the messages of a transaction that rolls back.
+
+    `drain()` runs the project's subscribers.
 
     The fixture works with any kind of `django_db` mark.
     """
@@ -29,10 +31,12 @@ def outbox(db: None) -> Iterator[InMemoryOutbox]:
 
 @pytest.fixture
 def outbox_broker(transactional_db: None) -> Iterator[BrokerOutbox]:
-    """The broker on its test database, emptied. `drain()` runs the project's subscribers in threads, like a worker.
+    """The broker on its test database, without messages.
 
-    The test needs no mark if it publishes on `default`. Otherwise name all databases in
-    `django_db(transaction=True, databases=…)`, with the broker's alias.
+    `drain()` runs the project's subscribers in threads, like a worker.
+
+    A test that publishes only on the alias `default` needs no mark. Any other test names all its databases and the
+    broker's alias in the mark `django_db(transaction=True, databases=…)`.
     """
     from outbox.contrib.django.testing import broker_outbox
 

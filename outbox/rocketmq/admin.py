@@ -1,8 +1,9 @@
 """The administration port of a broker: it creates topics and groups, and reads stored messages.
 
-A gRPC client can do none of these. The port uses RocketMQ's remoting protocol in JSON: a frame has two lengths, a
-header and a body. For topics and groups an operator may use `mqadmin` instead. The proxy refuses system topics ("40002,
-cannot access system topic"). So this module reads system topics, from one queue of one broker at a time.
+A gRPC client cannot create topics or groups, and cannot read stored messages. The port uses RocketMQ's remoting
+protocol in JSON. A frame has two lengths, a header and a body. Instead of this module, an operator may use `mqadmin`
+for topics and groups. The proxy refuses system topics ("40002, cannot access system topic"). So this module reads
+system topics through the administration port: one queue of one broker per call.
 """
 
 from __future__ import annotations
@@ -30,13 +31,14 @@ _NOT_SUPPORTED: Final = 3
 _NOT_FOUND: Final = 22
 _READ_AND_WRITE: Final = 6
 _NO_LIMIT: Final = 1_000_000
-# RocketMQ itself refuses longer frames (com.rocketmq.remoting.frameMaxLength).
+# The largest frame in bytes. RocketMQ itself refuses longer frames (com.rocketmq.remoting.frameMaxLength).
 _LARGEST_FRAME: Final = 16 * 1024 * 1024
 _PULL: Final = 11
 _MAX_OFFSET: Final = 30
 _FOUND: Final = 0
 _TOPIC_NOT_FOUND: Final = 17
-# The queue has no message at this offset: the offset is its end (19), or the answer names another offset (20, 21).
+# Codes of answers if the queue has no message at the offset: the offset is the end of the queue (19), or the answer
+# names another offset (20, 21).
 _NOTHING: Final = 19
 _ELSEWHERE: Final = frozenset((20, 21))
 _WITH_SUBSCRIPTION: Final = 4
@@ -58,7 +60,7 @@ def parse_address(text: str) -> Admin:
 def brokers_of(url: str) -> list[Admin]:
     """Return the administration ports in an address `rocketmq://HOST:8081?brokers=HOST:10911,HOST:10911`.
 
-    The list is empty if the address names no brokers. Raises ConfigurationError.
+    If the address names no brokers, the list is empty. Raises ConfigurationError.
     """
     given = parse_qs(urlsplit(url).query, keep_blank_values=True)
     if unknown := sorted(set(given) - {"brokers"}):
@@ -100,8 +102,9 @@ class Admin:
     def create_group(self, subscription: Subscription, topic: Topic) -> None:
         """Create the subscription's group, or update it. A new group starts at the oldest message.
 
-        Without a stored offset RocketMQ would start near the newest message. A group with an ordered mode is an orderly
-        group in RocketMQ. The server's limit of attempts is set so high that only the subscription's limit counts.
+        If a new group had no stored offset, RocketMQ would start it near the newest message. A group with an ordered
+        mode is an orderly group in RocketMQ. The limit of attempts on the server is very high, so that a message
+        reaches the limit of the subscription first.
         """
         group = wire_name(subscription.group)
         body = {
@@ -118,7 +121,10 @@ class Admin:
                 self._ask((self.host, self.port), _UPDATE_OFFSET, {**queue, "commitOffset": 0})
 
     def stored_offset(self, group: str, topic: str, queue: int = 0) -> int:
-        """Return the offset that a group has stored for a queue; 0 if there is none. Names have RocketMQ's form."""
+        """Return the offset that a group has stored for a queue, or 0 if the group has stored none.
+
+        Give names in RocketMQ's form.
+        """
         return self._offset({"consumerGroup": group, "topic": topic, "queueId": queue})
 
     def store_offset(self, group: str, topic: str, offset: int, queue: int = 0) -> None:
@@ -128,13 +134,13 @@ class Admin:
         self._ask((self.host, self.port), _UPDATE_OFFSET, fields)
 
     def _offset(self, queue: Mapping[str, Any]) -> int:
-        """Return the offset that the group has stored for a queue; 0 if there is none."""
         code, answer, _ = self._exchange((self.host, self.port), _QUERY_OFFSET, queue, b"")
         return 0 if code == _NOT_FOUND else int(answer.get("extFields", {}).get("offset", 0))
 
     def is_registered(self, name_server: tuple[str, int], cluster: str) -> bool:
         """Whether the name server knows a broker of the cluster."""
-        # The answer is searched as text, because RocketMQ writes the numbers of brokers as keys without quotes.
+        # The answer is not valid JSON, because RocketMQ writes the numbers of brokers as keys without quotes. So search
+        # its text.
         return f'"clusterAddrTable":{{"{cluster}":["'.encode() in self._ask(name_server, _CLUSTERS, {})
 
     def ask(self, code: int, fields: Mapping[str, Any]) -> tuple[int, Mapping[str, Any], bytes]:
@@ -172,26 +178,29 @@ class Admin:
         except (ValueError, KeyError, TypeError) as error:
             raise _no_broker(where) from error
         if status == _NOT_SUPPORTED:
-            # A name server has the same protocol, but it does not know the requests of a broker.
+            # A name server has the same protocol, but refuses the requests for a broker.
             raise _no_broker(where)
         return status, answer, rest
 
 
 def _answer(connection: socket.socket) -> tuple[int, Mapping[str, Any], bytes]:
-    """Read one frame. Raises OSError. For a frame of another program, raises ValueError, KeyError or TypeError."""
+    """Read one frame.
+
+    Raises OSError. Raises ValueError, KeyError or TypeError if the frame is not an answer of RocketMQ.
+    """
     total, length = struct.unpack(">II", _exactly(connection, 8))
     # The highest byte is the encoding of the header.
     length &= 0xFFFFFF
     if not 4 + length <= total <= _LARGEST_FRAME:
-        raise ValueError(f"a frame of {total} bytes with a header of {length}")
+        raise ValueError(f"a frame of {total} bytes with a header of {length} bytes is not an answer of RocketMQ")
     answer = json.loads(_exactly(connection, length))
     return int(answer["code"]), answer, _exactly(connection, total - 4 - length)
 
 
 def _no_broker(where: str) -> BrokerUnavailable:
     return BrokerUnavailable(
-        f"{where} does not answer like a RocketMQ broker: give its administration port (listenPort, 10911), not the "
-        "proxy's (8081) or the name server's."
+        f"{where} does not answer like a RocketMQ broker: give the administration port of a broker (listenPort, "
+        "10911), not the port of the proxy (8081) or of the name server."
     )
 
 
@@ -226,7 +235,7 @@ class Stored:
 
     @property
     def topic(self) -> str:
-        """The topic to which the message was sent. A system topic may store the message in the meantime."""
+        """The topic to which the message was sent. A message that RocketMQ holds back is stored in a system topic."""
         return self.properties.get("REAL_TOPIC", "")
 
     @property
@@ -241,12 +250,14 @@ class Stored:
 
 
 def end_of_queue(broker: Admin, topic: str, queue: int = 0) -> int:
-    """Return the offset after the newest message; 0 if the topic does not exist. Raises BrokerError."""
+    """Return the offset after the newest message, or 0 if the topic does not exist. Raises BrokerError."""
     status, answer, _ = broker.ask(_MAX_OFFSET, {"topic": topic, "queueId": queue})
     if status == _TOPIC_NOT_FOUND:
         return 0
     if status:
-        raise BrokerError(f"RocketMQ does not say how long topic {topic!r} is: {answer.get('remark') or status}.")
+        raise BrokerError(
+            f"RocketMQ did not return the end offset of topic {topic!r}: {answer.get('remark') or status}."
+        )
     return int(answer.get("extFields", {}).get("offset", 0))
 
 
@@ -274,7 +285,7 @@ def read_stored(broker: Admin, group: str, topic: str, offset: int, queue: int =
         if status in (_TOPIC_NOT_FOUND, _NOTHING):
             return
         if status != _FOUND and status not in _ELSEWHERE:
-            raise BrokerError(f"RocketMQ does not let topic {topic!r} be read: {answer.get('remark') or status}.")
+            raise BrokerError(f"RocketMQ refused to read topic {topic!r}: {answer.get('remark') or status}.")
         if status == _FOUND:
             yield from _messages(body)
         before, offset = offset, int(answer["extFields"]["nextBeginOffset"])
@@ -294,7 +305,7 @@ def _message(data: bytes) -> Stored:
     _, magic, _, _, _, offset, _, flags, born_at = _HEAD.unpack_from(data)
     position = _HEAD.size + (20 if flags & _BORN_V6 else 8)
     (stored_at,) = struct.unpack_from(">Q", data, position)
-    # Skip the host that stored the message, the number of its retries, and the offset of its half message.
+    # Skip three fields: the host that stored the message, the number of retries, and the offset of the half message.
     position += 8 + (20 if flags & _STORED_V6 else 8) + 4 + 8
     body, position = _part(data, position, ">I")
     _, position = _part(data, position, ">B" if magic == _MAGIC_OF_SHORT_TOPIC else ">H")

@@ -1,6 +1,6 @@
 """Apache RocketMQ 5 as the broker (implements outbox.ports.Broker). An unsupported feature raises NotSupported.
 
-docs/engines.md and docs/decisions/120 describe the contract and the differences from the bundled broker.
+docs/engines.md and docs/decisions/120 describe the contract and the differences from the broker in PostgreSQL.
 """
 
 from __future__ import annotations
@@ -53,17 +53,20 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 _THREADS: Final = 16
-# The time limit for publishing again. No caller waits for these requests.
+# The time limit in seconds for publishing a message again. No caller waits for this request.
 _AGAIN_SECONDS: Final = 10.0
 _CLOSE_SECONDS: Final = 2.0
 
 
 class RocketMQBroker:
-    """One producer of this process, started at its first use. It is thread-safe. A fork of a used producer is refused.
+    """The producer of this process.
 
-    `topics` are all topics that the process may use, as declared. `answering` creates the thread that answers the
-    checks. RocketMQ sends a check to any process that has used the topic, so every process that publishes must answer.
-    Raises ConfigurationError for an invalid address or topic.
+    The first call starts the producer, and any thread may use it. If a process forks after this start, the child
+    process cannot use the producer.
+
+    `topics` are the declared topics. The process can use no other topic. `answering` creates the thread that answers
+    the checks. RocketMQ sends a check to any process that has used the topic, so every process that publishes must
+    answer checks. Raises ConfigurationError for an invalid address or topic.
     """
 
     def __init__(
@@ -99,9 +102,9 @@ class RocketMQBroker:
         committed: bool = False,
         producer: ProducerEpoch | None = None,
     ) -> list[SendReceipt]:
-        """Send messages.
+        """Send messages. If it is unknown whether RocketMQ has stored a message, raises OutcomeUnknown.
 
-        If a failed message may be stored, raises OutcomeUnknown: a resend could store a second copy.
+        If the caller sends such a message again, RocketMQ may store it twice.
         """
         if producer is not None:
             REFUSALS.refuse("take_over", "a fenced producer")
@@ -145,7 +148,10 @@ class RocketMQBroker:
         return receipts
 
     def _within(self, seconds: float, send: Callable[[], Any], message: Message) -> Any:
-        """Run a request of the library with one deadline. The library repeats the request up to twice."""
+        """Run a request of the library with one deadline for all its attempts.
+
+        The library makes up to three attempts.
+        """
         what = f"message {message.message_id} for topic {message.topic!r}"
         try:
             return self._pool().submit(send).result(seconds)
@@ -155,9 +161,9 @@ class RocketMQBroker:
             raise
         except FutureTimeout:
             raise OutcomeUnknown(
-                f"{what} was not acknowledged within {seconds:g} s: RocketMQ may or may not have stored it. Roll "
-                "back the transaction, and check-back settles it. A plain message that is sent again may be stored "
-                "twice."
+                f"{what} was not acknowledged within {seconds:g} s: RocketMQ may or may not have stored it. "
+                "Roll back the transaction, and check-back rolls back the message. If you send a plain message again, "
+                "it may be stored twice."
             ) from None
         except Exception as error:
             if "route" in str(error):
@@ -173,12 +179,12 @@ class RocketMQBroker:
             return BrokerUnavailable(f"{unreachable} Nothing was published.")
         if known is None:
             return UnknownTopic(f"RocketMQ has no topic {topic!r}: create it. Nothing was published.")
-        return SendFailed(f"a message for {topic!r} could not be sent: {client.described(error)}.")
+        return SendFailed(f"a message for topic {topic!r} could not be sent: {client.described(error)}.")
 
     # -- deciding -------------------------------------------------------------------------------
 
     def end(self, ends: Sequence[EndTransaction], *, timeout_seconds: float = 3.0) -> list[EndStatus]:
-        """Return ACCEPTED if the server took the decision; LEFT_TO_CHECK if this process has no half message for it."""
+        """Return ACCEPTED if the server has the decision, and LEFT_TO_CHECK if check-back must find the decision."""
         if not ends:
             return []
         producer = self._started()
@@ -186,17 +192,17 @@ class RocketMQBroker:
         return [_end_status(producer, end, decisions) for end, decisions in sent]
 
     def end_one_way(self, end: EndTransaction) -> None:
-        """Send a decision soon, on another thread. If too many decisions are queued, this decision is dropped."""
+        """Send a decision on another thread. If too many decisions wait for the thread, drop this decision."""
         self._flushing.put(end)
 
     def flush(self, *, within_seconds: float) -> bool:
         return self._flushing.flush(within_seconds=within_seconds)
 
     def hint_checks(self, transaction_ids: Sequence[UUID]) -> None:
-        """Do nothing, because RocketMQ alone decides when it asks (transactionTimeOut, transactionCheckInterval)."""
+        """Do nothing, because RocketMQ sends checks at its own times (transactionTimeOut, transactionCheckInterval)."""
 
     def hint_one_way(self, transaction_id: UUID) -> None:
-        """Do nothing, because RocketMQ alone decides when it asks."""
+        """Do nothing, because RocketMQ sends checks at its own times."""
 
     def claim_checks(self, producer_group: str, *, limit: int = 500) -> list[Check]:
         """Return the checks that this process has received and can still answer."""
@@ -219,9 +225,9 @@ class RocketMQBroker:
         )
 
     def report_answers(self, producer_group: str, answers: Sequence[Answer]) -> list[EndStatus | None]:
-        """Send the decisions. UNKNOWN is not sent, but the server counts the check.
+        """Send the decisions. UNKNOWN is not sent, but the server counts the unanswered check.
 
-        After too many checks the server stops asking (`settle_exhausted`).
+        After too many checks the server gives up the transaction, and `settle_exhausted` decides it.
         """
         producer = self._started()
         for answer in answers:
@@ -244,7 +250,7 @@ class RocketMQBroker:
         self._exhausted.keep()
         if counts.committed or counts.rolled_back:
             logger.warning(
-                "RocketMQ gave up asking about %d transactions of producer group %r. The ledger answered: %d were "
+                "RocketMQ gave up the checks of %d transactions of producer group %r. The ledger answered: %d were "
                 "committed and are published again, %d were rolled back.",
                 counts.claimed,
                 producer_group,
@@ -265,7 +271,10 @@ class RocketMQBroker:
         REFUSALS.refuse("leftovers", "a fenced producer")
 
     def resume_checks(self, producer_group: str) -> int:
-        """Return 0, because RocketMQ parks nothing. `settle_exhausted` reads exhausted checks from a system topic."""
+        """Return 0, because RocketMQ parks no transaction.
+
+        `settle_exhausted` reads exhausted checks from a system topic.
+        """
         return 0
 
     def recall(self, message_ids: Sequence[UUID], *, timeout_seconds: float = 3.0) -> list[Recall]:
@@ -283,7 +292,7 @@ class RocketMQBroker:
     def take_turn(
         self, producer_group: str, name: str, *, interval_seconds: float, rest_seconds: float | None = None
     ) -> bool:
-        """Return True, because RocketMQ records no turns: every process runs the pass."""
+        """Return True, because RocketMQ records no turns. So every process runs the pass."""
         return True
 
     def notify_decided(self) -> None:
@@ -308,7 +317,9 @@ class RocketMQBroker:
             ) from None
 
     def topic_problems(self) -> Iterator[str]:
-        """Yield the faults of the declared topics on the server, each with the next step for the operator.
+        """Yield a text for each declared topic that is missing or wrong on the server.
+
+        The text names the operator's next step.
 
         Raises BrokerUnavailable.
         """
@@ -319,7 +330,7 @@ class RocketMQBroker:
     def unrouted(self) -> list[str]:
         """Return the topics for which RocketMQ cannot send checks to this process.
 
-        Before the first use the list is empty.
+        Before the first message is sent, the list is empty.
         """
         with self._lock:
             producer = self._producer
@@ -327,7 +338,7 @@ class RocketMQBroker:
         return sorted(name for name in self._topics if wire_name(name) in missing)
 
     def close(self) -> None:
-        """Send the queued end messages and stop the producer. The next use starts another producer."""
+        """Send the queued end messages and stop the producer. The next call starts another producer."""
         self.flush(within_seconds=_CLOSE_SECONDS)
         with self._lock:
             producer, self._producer = self._producer, None
@@ -380,7 +391,7 @@ def _receipt(message: Message, transaction_id: UUID, receipt: Any) -> SendReceip
 
 
 def _decided(producer: CheckingProducer, end: EndTransaction) -> Iterator[Future[Any]]:
-    """For each half message of the transaction that this process has sent, send the decision."""
+    """Send the decision for each half message of the transaction, if this process has sent the half message."""
     for half in producer.take_open(end.transaction_id):
         yield producer.decide(half, end.decision)
 
@@ -391,7 +402,9 @@ def _end_status(producer: CheckingProducer, end: EndTransaction, sent: Sequence[
             producer.taken(decision)
     except Exception as error:
         logger.info(
-            "the end of %s was lost, check-back will settle it: %s", end.transaction_id, client.described(error)
+            "the end message of transaction %s was lost, check-back will decide the transaction: %s",
+            end.transaction_id,
+            client.described(error),
         )
         return EndStatus.LEFT_TO_CHECK
     return EndStatus.ACCEPTED if sent else EndStatus.LEFT_TO_CHECK

@@ -1,9 +1,9 @@
-"""The RocketMQ client library. Only this module of the engine imports it.
+"""The RocketMQ client library. Only this module of the engine imports the library.
 
-The module protects the application from two habits of the library. At import, the library opens a log file in the home
-directory and closes the application's log handlers (`logging.config.dictConfig`). So it gets a logger of this package
-instead. Its event loop does not survive a fork: a call after a fork would wait for ever. So a use after a fork is
-refused (`refuse_after_fork`).
+The module protects the application from two habits of the library. First, at import the library opens a log file in the
+home directory and closes the application's log handlers (`logging.config.dictConfig`). So this module gives the library
+a logger of this package. Second, the library's event loop does not work in a forked process, where a call would wait
+for ever. So `refuse_after_fork` refuses such a call.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ __all__ = [
 ]
 
 # The library raises these errors if the server refuses a request, or if the library itself refuses it before asking the
-# server. In both cases, no attempt has stored a message.
+# server. In both cases, RocketMQ has stored no message.
 REFUSALS: Final = (
     BadRequestException,
     ForbiddenException,
@@ -114,7 +114,7 @@ _started_in: int | None = None
 def configuration(url: str, *, timeout_seconds: float = 3.0) -> Any:
     """Return the library's configuration for `rocketmq://[ACCESS_KEY:SECRET@]HOST:PORT`. Raises ConfigurationError.
 
-    The URL may also have the addresses of administration ports, which outbox.rocketmq.admin.brokers_of reads.
+    The URL may also contain the addresses of administration ports, which outbox.rocketmq.admin.brokers_of reads.
     """
     parts = urlsplit(url)
     try:
@@ -122,7 +122,9 @@ def configuration(url: str, *, timeout_seconds: float = 3.0) -> Any:
     except ValueError:
         port = 0
     if parts.scheme != SCHEME or not parts.hostname or not port or parts.path.strip("/"):
-        raise ConfigurationError("the address of RocketMQ's proxy must be rocketmq://HOST:PORT (8081 unless named).")
+        raise ConfigurationError(
+            "the address of RocketMQ's proxy must be rocketmq://HOST:PORT (the default port is 8081)."
+        )
     brokers_of(url)
     credentials = Credentials(parts.username or "", parts.password or "")
     # The library takes whole seconds, and applies them to every request.
@@ -136,30 +138,40 @@ def refuse_after_fork() -> None:
         _started_in = os.getpid()
     elif _started_in != os.getpid():
         raise BrokerUnavailable(
-            f"RocketMQ's client was started in process {_started_in}, and this process ({os.getpid()}) is a fork of "
-            "it: the client would wait for ever here. Publish nothing before the fork (at import, in a preloaded "
-            "server)."
+            f"RocketMQ's client was started in process {_started_in}, and this process ({os.getpid()}) is a fork "
+            "of that process. In a forked process, the client would wait for ever. Publish nothing before the fork (at "
+            "import, in a preloaded server)."
         )
 
 
 class KnownConsumer(SimpleConsumer):  # type: ignore[misc]
-    """The library's consumer. It can also wait until the proxy knows it, because every receive fails before that."""
+    """The library's consumer, which can also wait until the proxy has registered it.
+
+    Until the proxy has registered the consumer, every receive fails.
+    """
 
     def wait_until_known(self) -> None:
-        """Wait some seconds at most. A receive that comes too early fails and is tried again."""
+        """Wait at most some seconds until the proxy has registered this consumer.
+
+        If a receive comes before the registration, it fails and is repeated.
+        """
         self._init_settings_event.wait(_KNOWN_SECONDS)
 
 
 def keep_known(started: Any) -> None:
-    """Announce this client to the proxies again. Call it every few seconds, because a proxy may have been restarted.
+    """Announce this client to the proxies again.
 
-    The library announces the client only every five minutes. Until then a restarted proxy delivers no messages and
-    sends no checks, but the server counts these checks. The library asks for the route of a topic once, at its start,
-    and ignores a failure. Without a route the client knows no proxy, so this function asks for missing routes first.
+    Call this function every few seconds, because a proxy may have restarted.
+
+    The library announces the client only every five minutes. Until the next announcement, a restarted proxy delivers no
+    messages and sends no checks to the client, but the server counts these checks. The library reads the route of a
+    topic once, when the client starts, and ignores a failure. Without a route the client has no proxy for the topic, so
+    this function reads missing routes first.
     """
     deadline = time.monotonic() + _ROUTES_SECONDS
     for topic in unrouted(started):
-        # The update returns False after a timeout. Stop then, because each further topic would wait as long.
+        # After a timeout, `update_topic_route` returns False. Then stop, because each further topic would also wait for
+        # the timeout.
         if not started.route_manager.update_topic_route(topic) and time.monotonic() > deadline:
             break
     for endpoints in list(started.route_manager.get_all_endpoints().values()):
@@ -167,16 +179,20 @@ def keep_known(started: Any) -> None:
             settings = started.sync_setting_req(endpoints)
             started.rpc_client.telemetry_write_async(endpoints, settings).result(_TELL_SECONDS)
         except TimeoutError:
-            # The stream waits for the proxy, and then announces the client itself.
+            # The library's stream waits for the proxy. As soon as the proxy answers, the stream announces the client.
             continue
         except Exception as error:
-            logger.debug("the stream to %s is opened again: %s", endpoints, described(error))
+            logger.debug("the stream to proxy %s is opened again: %s", endpoints, described(error))
             started.on_new_endpoints(endpoints)
 
 
 def unrouted(started: Any) -> list[str]:
-    """Return the topics without a known route, by their names in RocketMQ. The client gets no checks about them."""
-    # The library keeps the routes in a private attribute. Its public functions would ask the server.
+    """Return the names (in RocketMQ) of topics whose route is unknown.
+
+    The client gets no checks for messages of these topics.
+    """
+    # The library keeps the routes in a private attribute. The public functions of the library would send a request to
+    # the server.
     known = set(started.route_manager._ClientRouteManager__topic_route_cache.keys())
     return sorted(set(started.topics) - known)
 

@@ -1,9 +1,12 @@
-"""Consumers of RocketMQ. They receive messages, call handlers through the invoker, and acknowledge each message.
+"""Consumers of RocketMQ.
+
+A consumer receives messages, calls handlers through the invoker, and acknowledges each message.
 
 A received message is invisible to other consumers for a time. The consumer extends this time while the handler runs. If
-the consumer dies, the message becomes visible again. The server counts the attempts. For a retry the consumer sets a
-longer invisible time. After the last failure the message goes to the group's dead letters (%DLQ%GROUP). Every thread of
-a subscription receives its own messages, so each received message has a thread that handles it.
+the consumer dies, the message becomes visible again. The server counts the attempts. To delay the next attempt of a
+failed message, the consumer sets a longer invisible time. After the last failure the message goes to the group's dead
+letters (%DLQ%GROUP). Every thread of a subscription receives messages and handles them itself, so no received message
+waits for a thread.
 """
 
 from __future__ import annotations
@@ -55,7 +58,10 @@ _GENERATION: Final = 1
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """A received and decoded message. The consumer must acknowledge it, retry it or give it up."""
+    """A received and decoded message.
+
+    The consumer must acknowledge the message, set a delay for the next attempt, or give the message up.
+    """
 
     wire: Any
     delivery: Delivery
@@ -77,7 +83,7 @@ class Attempt:
         return time.monotonic() >= self.ends_at
 
     def lost(self) -> str:
-        """Return why the effects of the attempt no longer count, or ''."""
+        """Return the reason why the effects of the attempt no longer count, or '' if they count."""
         return f"the handler ran longer than {self.seconds:g} s" if self.is_over() else ""
 
 
@@ -121,7 +127,10 @@ class RocketMQConsumers:
         ]
 
     def run(self, stop: threading.Event) -> None:
-        """Consume until `stop`, then finish the held messages. If consuming cannot start, raises BrokerUnavailable."""
+        """Consume until `stop` is set, then wait for the running handlers.
+
+        Raises BrokerUnavailable if consuming cannot start.
+        """
         client.refuse_after_fork()
         started: list[_Poller] = []
         try:
@@ -143,11 +152,11 @@ class RocketMQConsumers:
 
     def run_once(self) -> ConsumeCounts:
         """Raise NotSupported, because RocketMQ does not report which messages are due now."""
-        REFUSALS.refuse("run_once", "handling what is due now")
+        REFUSALS.refuse("run_once", "handling the messages that are due now")
 
 
 class _Poller:
-    """One subscription: its client of the library, its handler threads, and the thread that extends invisible times."""
+    """One subscription: its RocketMQ client, its handler threads, and the thread that keeps running messages invisible."""
 
     def __init__(
         self, configuration: Any, subscription: Subscription, handler: AnyHandler, invoker: Invoker, codecs: Codecs
@@ -191,7 +200,7 @@ class _Poller:
         client.keep_known(self._consumer)
 
     def finish(self) -> None:
-        """Wait for the running handlers, each until its timeout at most. Then stop."""
+        """Wait for the running handlers, at most until their timeout. Then stop."""
         deadline = time.monotonic() + self._subscription.timeout_seconds + _WAIT_SECONDS
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
@@ -206,10 +215,10 @@ class _Poller:
                 failures = 0
             except Exception as error:
                 failures += 1
-                # A warning is logged once per thread and outage.
+                # The first failure of an outage is logged as a warning, once per thread.
                 logger.log(
                     logging.WARNING if failures == 1 else logging.DEBUG,
-                    "group %r cannot receive from %r and tries again: %s",
+                    "group %r cannot receive from topic %r and tries again: %s",
                     self._subscription.group,
                     self._subscription.topic,
                     client.described(error),
@@ -233,7 +242,11 @@ class _Poller:
         try:
             self._consumer.change_invisible_duration(wire, INVISIBLE_SECONDS)
         except Exception as error:
-            logger.info("message %s may be delivered again: %s", wire.message_id, client.described(error))
+            logger.info(
+                "the invisible time of message %s could not be extended, so it may be delivered again: %s",
+                wire.message_id,
+                client.described(error),
+            )
 
     # -- handling -------------------------------------------------------------------------------
 
@@ -247,14 +260,15 @@ class _Poller:
                 with fence.attempt(attempt.lost):
                     self._call(held, attempt)
         except Exception:
-            # A message that was not released becomes visible again by itself.
+            # After its invisible time, an unacknowledged message becomes visible again without an action of the
+            # consumer.
             logger.exception("group %r failed at %r", self._subscription.group, self._subscription.topic)
         finally:
             for wire in received:
                 self._release(wire)
 
     def _decoded(self, wire: Any) -> _Held | None:
-        """Decode a message. Return None if the message needs no handler; it is then released already."""
+        """Decode a message. If the message needs no handler, release it and return None."""
         try:
             message = from_wire(wire)
         except Exception as error:
@@ -262,7 +276,7 @@ class _Poller:
             return None
         limit = self._subscription.retry.max_attempts
         if limit is not None and (wire.delivery_attempt or 1) > limit:
-            # The process of the last attempt died during the attempt, so it could not report the failure.
+            # The process died during the last attempt, so the process could not report the failure.
             self._let_go(wire, KillsItsProcess(), wire.delivery_attempt, str(message.message_id))
             return None
         if not self._filter.evaluate(message.tag, message.headers):
@@ -319,7 +333,7 @@ class _Poller:
             attempt.begin()
 
     def _let_go(self, wire: Any, error: Exception, attempt: int, what: str) -> None:
-        """Set the delay after which a failed message is delivered again, or give the message up."""
+        """Set the delay before the next delivery of a failed message, or give the message up."""
         subscription = self._subscription
         reaction = subscription.reaction(error)
         text = f"{type(error).__name__}: {shown_text(error)}"
@@ -360,7 +374,11 @@ class _Poller:
         try:
             request()
         except Exception as error:
-            logger.info("message %s is delivered again: %s", wire.message_id, client.described(error))
+            logger.info(
+                "the result for message %s could not be sent, so it is delivered again: %s",
+                wire.message_id,
+                client.described(error),
+            )
 
     def _release(self, wire: Any) -> None:
         """Stop extending the invisible time of a message.
@@ -375,7 +393,7 @@ class _Poller:
 
 
 def observed(invoker: Invoker) -> Invoker:
-    """Return `invoker` with log lines, spans and figures for every call, as on the bundled broker."""
+    """Return an invoker that calls `invoker` and records log context, span and metrics of each call."""
 
     def invoke(
         subscription: Subscription, handler: AnyHandler, deliveries: Sequence[Delivery], *, generation: int

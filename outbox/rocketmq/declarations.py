@@ -13,8 +13,8 @@ from outbox.refusals import Refusal, Refusals
 from outbox.subscription import Mode, OnError, Start
 from outbox.topic import MessageType, Topic
 
-_FENCING: Final = Refusal("producers with a transactional id", "Keep its topic on PostgreSQL.")
-_RECALL: Final = Refusal("recall of waiting messages", "Let the handler check whether the message still counts.")
+_FENCING: Final = Refusal("producers with a transactional id", "Keep the topics of this producer on PostgreSQL.")
+_RECALL: Final = Refusal("recall of waiting messages", "Let the handler check whether the message still matters.")
 
 REFUSALS: Final = Refusals(
     engine="RocketMQ",
@@ -23,21 +23,24 @@ REFUSALS: Final = Refusals(
             lambda topic: {MessageType.FIFO, MessageType.TRANSACTION} <= topic.types,
             Refusal(
                 "transactional messages on FIFO topics",
-                "Keep this topic on PostgreSQL. Or declare it without FIFO and let the handler order messages by "
-                "their content.",
+                "Keep this topic on PostgreSQL. Or declare the topic without FIFO, and let the handler order the "
+                "messages by their content.",
             ),
         ),
         (
             lambda topic: {MessageType.DELAY, MessageType.TRANSACTION} <= topic.types,
             Refusal(
                 "transactional messages with a delivery time",
-                "Declare two topics and publish delayed messages outside of transactions. Or keep this topic on "
-                "PostgreSQL.",
+                "Declare a separate topic for delayed messages, and publish to it outside of transactions. Or keep "
+                "this topic on PostgreSQL.",
             ),
         ),
         (
             lambda topic: {MessageType.FIFO, MessageType.DELAY} <= topic.types,
-            Refusal("delivery times on FIFO topics", "Declare two topics."),
+            Refusal(
+                "delivery times on FIFO topics",
+                "Declare two topics, one for FIFO messages and one for delayed messages.",
+            ),
         ),
     ),
     subscriptions=(
@@ -51,37 +54,37 @@ REFUSALS: Final = Refusals(
             ),
             Refusal(
                 "consumption in order of keys on topics that are not FIFO",
-                "Declare the topic FIFO, or consume concurrently.",
+                "Declare the topic with the type FIFO, or use mode='concurrent'.",
             ),
         ),
         (
             lambda asked: asked.subscription.start is not Start.EARLIEST,
             Refusal(
                 "new group that starts at the latest message or at a time",
-                "Leave start out, and set the group's position with the server's own tool (mqadmin resetOffsetByTime).",
+                "Remove start=, and set the group's position with RocketMQ's own tool (mqadmin resetOffsetByTime).",
             ),
         ),
         (
             lambda asked: OnError.STOP in asked.subscription.on_error.values(),
-            Refusal("queue that stops at a failing message", "Use 'retry' or 'dead_letter'."),
+            Refusal("queue that stops at a failing message", "Use on_error with 'retry' or 'dead_letter'."),
         ),
         (
             lambda asked: not asked.inbox,
             Refusal(
                 "handlers without the inbox",
-                "The server may deliver a message twice: leave idempotent=False out, so that the inbox removes "
-                "duplicates.",
+                "Remove idempotent=False, so that the inbox removes duplicates. The server may deliver a message "
+                "twice.",
             ),
         ),
     ),
     calls={
         "send": Refusal(
             "several messages outside of a transaction, all or none",
-            "Publish them inside `transaction.atomic()`, where the ledger binds them together, or one by one.",
+            "Publish the messages inside `transaction.atomic()`, where the ledger binds them together, or one by one.",
         ),
         "send_half": Refusal(
             "transactional messages with a delivery time",
-            "Publish it outside of a transaction, or keep its topic on PostgreSQL.",
+            "Publish the message outside of a transaction, or keep its topic on PostgreSQL.",
         ),
         "take_over": _FENCING,
         "leftovers": _FENCING,
@@ -89,14 +92,17 @@ REFUSALS: Final = Refusals(
         "recall_key": _RECALL,
         "reject_transactional": Refusal(
             "switch that refuses the transactional messages of all producers",
-            "An operator sets rejectTransactionMessage on the server.",
+            "Let an operator set rejectTransactionMessage on the server.",
         ),
-        "declare": Refusal("topics that a client changes", "Use `manage.py outbox_install --create`."),
+        "declare": Refusal(
+            "topics that a client changes",
+            "Use `manage.py outbox_install --create`, which creates the topic on the server.",
+        ),
         "run_once": Refusal(
             "report of what is due now",
-            "Run outbox_worker, or outbox_worker --until-drained, which ends when no message is left.",
+            "Run outbox_worker. With the option --until-drained, it ends when no message is left.",
         ),
-        "install": Refusal("tables in a database", "Create its topics and groups with outbox_install."),
+        "install": Refusal("tables in a database", "Create RocketMQ's topics and groups with outbox_install --create."),
     },
 )
 
@@ -106,7 +112,7 @@ _TYPES: Final = {MessageType.NORMAL: 1, MessageType.FIFO: 2, MessageType.DELAY: 
 def wire_name(name: str) -> str:
     """Return the name of a topic or group in RocketMQ, which refuses dots: `order.paid` becomes `order-paid`.
 
-    `%` cannot replace a dot. RocketMQ's schema allows it, but its proxy reads it as the end of a namespace.
+    `%` cannot replace a dot. RocketMQ's schema allows `%` in a name, but the proxy reads `%` as the end of a namespace.
     """
     return name.replace(".", "-")
 
@@ -130,12 +136,15 @@ def check_topics(topics: Iterable[Topic]) -> dict[str, Topic]:
 
 
 def message_type(topic: Topic) -> str:
-    """Return the one message type of a topic in RocketMQ. It is MIXED if the declared topic has several types."""
+    """Return the message type of a topic in RocketMQ. For a declared topic with several types, return MIXED."""
     return next(iter(topic.types)).upper() if len(topic.types) == 1 else "MIXED"
 
 
 def topic_problems(topic: Topic, accepted: frozenset[int] | None) -> Iterator[str]:
-    """Yield the fault of a declared topic. `accepted` has the types of the server's topic; None: it does not exist."""
+    """Yield what is wrong with a declared topic.
+
+    `accepted` is the set of message types that the server's topic takes. It is None if the server has no such topic.
+    """
     if accepted is None:
         yield (
             f"RocketMQ has no topic {topic.name!r}: create it with message.type={message_type(topic)} and "

@@ -1,8 +1,8 @@
-"""Settles the transactions that RocketMQ gave up: the ledger decides, and committed messages are published again.
+"""Decides the transactions that RocketMQ gave up, with the help of the ledger, and publishes committed messages again.
 
 After `transactionCheckMax` checks (15), or after `fileReservedTime` (72 h), the broker moves an undecided half message
-to the system topic TRANS_CHECK_MAX_TIME_TOPIC and stops asking. On each broker this topic has one queue, for all
-services.
+to the system topic TRANS_CHECK_MAX_TIME_TOPIC and sends no more checks. On each broker this topic has one queue, for
+all services.
 
 See decision 188.
 """
@@ -26,12 +26,12 @@ from outbox.transaction import Answer, Check, Decision, EndStatus
 logger = logging.getLogger(__name__)
 
 TOPIC: Final = "TRANS_CHECK_MAX_TIME_TOPIC"
-# Every broker has this group. A read needs a group, but stores nothing for it.
+# Every broker has this consumer group. A read must name a group, but changes nothing for the group.
 READER: Final = "TOOLS_CONSUMER"
 
 
 def offsets_of(producer_group: str) -> str:
-    """Return the consumer group whose stored offset says up to where this service has settled the topic."""
+    """Return the name of the consumer group whose stored offset is this service's position in the topic."""
     return f"outbox-exhausted-{wire_name(producer_group)}"
 
 
@@ -49,7 +49,9 @@ class _Progress:
 
 
 class ExhaustedChecks:
-    """The transactions of one producer group that the brokers gave up. It has the port's functions for check-back.
+    """The transactions of one producer group that the brokers gave up.
+
+    The class implements the functions of the broker port that check-back calls.
 
     If a transaction cannot be decided yet, or its message cannot be published, the next pass reads it again.
     """
@@ -86,7 +88,7 @@ class ExhaustedChecks:
     def _settle(self, answer: Answer) -> EndStatus | None:
         waiting = self._claimed.get(answer.transaction_id, [])
         if answer.decision is Decision.UNKNOWN:
-            self._warn(answer.transaction_id, f"its outcome is not known yet: {answer.detail}")
+            self._warn(answer.transaction_id, f"the outcome of the transaction is not known yet: {answer.detail}")
             return None
         for one, offset, about in waiting:
             if answer.decision is Decision.COMMIT:
@@ -102,14 +104,14 @@ class ExhaustedChecks:
         if transaction_id not in self._warned:
             self._warned.add(transaction_id)
             logger.warning(
-                "RocketMQ gave up asking about transaction %s, and %s. The worker tries again until RocketMQ "
-                "deletes it (fileReservedTime, 72 h).",
+                "RocketMQ gave up the checks of transaction %s, and %s. The worker tries again until RocketMQ "
+                "deletes the message (fileReservedTime, 72 h).",
                 transaction_id,
                 why,
             )
 
     def keep(self) -> None:
-        """Store the offset up to which each broker's queue is settled. Raises BrokerError."""
+        """For each broker, store the offset before which all messages are settled. Raises BrokerError."""
         for one in self._progress:
             settled = max(one.offset or 0, one.first)
             while settled in one.done:
@@ -133,12 +135,17 @@ class ExhaustedChecks:
 
 
 def transactions(broker: Admin, offset: int) -> Iterator[tuple[int, CheckProperties | None]]:
-    """Yield the exhausted half messages from `offset` on, and None for foreign messages. Raises BrokerError."""
+    """Yield the exhausted half messages with at least this offset, and None for each message of another program.
+
+    Raises BrokerError.
+    """
     for message in read_stored(broker, READER, TOPIC, offset):
         try:
             yield message.offset, asked(message)
         except (ValueError, KeyError, TypeError):
-            logger.exception("message %d of %s cannot be read and is left out", message.offset, TOPIC)
+            logger.exception(
+                "the message with offset %d in topic %s cannot be read, so the worker skips it", message.offset, TOPIC
+            )
             yield message.offset, None
 
 

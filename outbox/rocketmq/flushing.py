@@ -1,7 +1,9 @@
-"""Sends end messages on a thread, because RocketMQ's client has only blocking calls. A lost end message is harmless.
+"""Sends end messages on a thread, because RocketMQ's client has only blocking calls.
 
-Each process has one such thread. It starts at the first end message after the process has started or forked. Its queue
-is bounded, and end messages beyond the bound are dropped. Check-back then settles their transactions.
+If an end message is lost, check-back decides its transaction.
+
+Each process has one such thread, which starts at the first end message of the process, also in a forked process. The
+queue of the thread has a limit. End messages over this limit are dropped, and check-back decides their transactions.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ MAX_BATCH: Final = 500
 
 
 class FlushingThread:
-    """Passes end messages to `send`, which may block, on a daemon thread. All methods are thread-safe."""
+    """Calls `send` with end messages on a daemon thread, because `send` may block. All methods are thread-safe."""
 
     def __init__(self, send: Callable[[Sequence[EndTransaction]], object]) -> None:
         self._send = send
@@ -34,11 +36,11 @@ class FlushingThread:
         os.register_at_fork(after_in_child=self._reset)
 
     def _reset(self) -> None:
-        """Start with an empty queue, also after a fork.
+        """Make an empty queue, at the start and after a fork.
 
-        The child process does not have the parent's thread, and the parent sends its own messages.
+        A forked child process does not have the parent's thread, and the parent sends the messages that it has queued.
         """
-        # This is not a queue.Queue, because gevent replaces that class by a class on which a thread cannot wait.
+        # Do not use a queue.Queue here, because gevent replaces that class by a class on which a thread cannot wait.
         self._queue: deque[EndTransaction] = deque()
         self._changed = threading.Condition()
         # The number of end messages that are queued, or taken from the queue and not sent yet.
@@ -56,7 +58,11 @@ class FlushingThread:
         if not fits:
             self.dropped += 1
             if self.dropped % MAX_QUEUED == 1:
-                logger.warning("%d end messages dropped so far, check-back will settle them", self.dropped)
+                logger.warning(
+                    "%d end messages were dropped since the start, because the queue is full; check-back will decide "
+                    "their transactions",
+                    self.dropped,
+                )
         if self._thread is None or not self._thread.is_alive():
             self._start()
 
@@ -68,15 +74,19 @@ class FlushingThread:
             try:
                 thread.start()
             except RuntimeError:
-                # The interpreter is shutting down. The messages are lost, and check-back settles their transactions.
+                # The interpreter is shutting down. The queued messages are lost, and check-back decides their
+                # transactions.
                 logger.info(
-                    "the flusher thread cannot be started any more, check-back will settle the queued transactions"
+                    "the flusher thread cannot be started any more, check-back will decide the queued transactions"
                 )
                 return
             self._thread = thread
 
     def flush(self, *, within_seconds: float) -> bool:
-        """Wait until all earlier end messages are sent or given up. Return False if the time runs out first."""
+        """Wait until all end messages before this call are sent or given up.
+
+        Return False if the wait is longer than `within_seconds`.
+        """
         deadline = time.monotonic() + within_seconds
         with self._changed:
             while self._unfinished:
@@ -94,15 +104,19 @@ class FlushingThread:
                 self._send(ends)
                 point("producer.after_end")
             except BrokerError as error:
-                logger.warning("%d end messages were not sent, check-back will settle them: %s", len(ends), error)
+                logger.warning(
+                    "%d end messages were not sent, check-back will decide their transactions: %s", len(ends), error
+                )
             except Exception:
-                logger.exception("the flusher failed; check-back will settle %d end messages", len(ends))
+                logger.exception(
+                    "the flusher failed; check-back will decide the transactions of %d end messages", len(ends)
+                )
             with self._changed:
                 self._unfinished -= len(ends)
                 self._changed.notify_all()
 
     def _take(self) -> list[EndTransaction]:
-        """Wait for an end message, then take all queued messages up to the batch limit."""
+        """Wait for an end message, then remove up to MAX_BATCH messages from the queue and return them."""
         with self._changed:
             while not self._queue:
                 self._changed.wait()

@@ -1,8 +1,8 @@
 """Counts the unfinished work on a RocketMQ broker through its administration port, before a project moves away.
 
 RocketMQ keeps the undecided half messages of all services in one internal queue. Another internal queue has the
-messages of all services that a consumer holds or that wait for a retry. So the counts of these two queues include the
-messages of other services.
+messages of all services that a consumer holds or that wait for a retry. So the counts of these two internal queues
+include the messages of other services.
 """
 
 from __future__ import annotations
@@ -32,15 +32,18 @@ _HALVES: Final = "RMQ_SYS_TRANS_HALF_TOPIC"
 _CHECKER: Final = "CID_RMQ_SYS_TRANS"
 _REVIVE: Final = "rmq_sys_REVIVE_LOG_"
 _TIMERS: Final = "rmq_sys_wheel_timer"
-# RocketMQ writes a map whose keys are objects (queues). This is not JSON.
+# RocketMQ writes a map whose keys are objects (queues). Such a map is not JSON.
 _QUEUES: Final = re.compile(rb"(\{[^{}]*\}):(\{[^{}]*\})")
 
 
 class Timers:
-    """The delayed messages of the brokers, read from RocketMQ's queue for them. Use one instance for all looks.
+    """Counts the delayed messages of the brokers, which RocketMQ keeps in a queue of its own.
 
-    RocketMQ stores its own counts (GET_TIMER_METRICS) only every ten seconds. After a crash, these counts permanently
-    lack the changes since they were last stored. So a count may become negative, or it may never become zero.
+    Use one instance for all counts.
+
+    RocketMQ stores its own counts (GET_TIMER_METRICS) only every ten seconds. After a crash of RocketMQ, the changes of
+    the last seconds are missing in these counts, permanently. So a count of RocketMQ may become negative, or may never
+    become zero.
     """
 
     def __init__(self) -> None:
@@ -48,11 +51,11 @@ class Timers:
         self._waiting: dict[Admin, list[tuple[int, str]]] = {}
 
     def waiting(self, broker: Admin) -> Counter[str]:
-        """Return the number of waiting messages by topic, under its name in RocketMQ. Raises BrokerError."""
+        """Return the number of delayed messages per topic, by the topic's name in RocketMQ. Raises BrokerError."""
         status, answer, body = broker.ask(_TIMER_PROGRESS, {})
         if status:
-            raise BrokerError(f"RocketMQ does not report its delayed messages: {answer.get('remark') or status}.")
-        # RocketMQ has delivered all messages that are due before this time.
+            raise BrokerError(f"RocketMQ did not return its delayed messages: {answer.get('remark') or status}.")
+        # RocketMQ has delivered all delayed messages that were due before the time `reached`.
         (reached,) = struct.unpack_from(">q", body)
         waiting = [one for one in self._waiting.get(broker, ()) if one[0] >= reached]
         for message in read_stored(broker, READER, _TIMERS, self._read[broker]):
@@ -75,7 +78,7 @@ def left(
 ) -> LeftoverWork:
     """Return the unfinished work of subscriptions (group, topic), topics and producer group. Raises BrokerError.
 
-    `settles`: the project's workers decide the transactions that RocketMQ gave up.
+    `settles` is True if the project's workers decide the transactions that RocketMQ gave up.
     """
     found = Counter[str]()
     dead = Counter[str]()
@@ -84,20 +87,22 @@ def left(
         groups.setdefault(group, set()).add(topic)
     written = 0
     for broker in brokers:
-        # These looks are in the order in which messages move. So a message that moves during the looks is seen by a
-        # later look, or it is counted in `written`.
+        # The places are counted in the order in which messages move. So a message that moves at this time is found in
+        # the next place, or is counted in `written`.
         halves, undecided = _halves(broker)
         written += halves
-        found["half messages are undecided, or not examined yet (of all services)"] += undecided
+        found["half messages (of all services) are undecided, or RocketMQ has not processed their decision yet"] += (
+            undecided
+        )
         given_up = exhausted.waiting(broker, producer_group) if producer_group else 0
         (found if settles else dead)[
-            "messages were given up by RocketMQ's check-back, and the ledger was not asked"
+            "half messages were given up by RocketMQ's check-back, and the ledger was not asked about them"
         ] += given_up
         delayed = timers.waiting(broker)
         for topic in topics:
             found[f"messages on topic {topic!r} wait for their delivery time"] += delayed[wire_name(topic)]
         held = sum(count for name, count in delayed.items() if name.startswith(_REVIVE))
-        found["messages are in hand, were until just now, or wait for a retry (of all services)"] += held
+        found["messages (of all services) are in a consumer, were in a consumer until now, or wait for a retry"] += held
         for group, subscribed in groups.items():
             ends, lag = _group(broker, group, subscribed)
             written += ends
@@ -113,7 +118,7 @@ def _said(counts: Counter[str]) -> list[str]:
 
 
 def _halves(broker: Admin) -> tuple[int, int]:
-    """Return the number of half messages ever written, and the number that is still undecided on the server."""
+    """Return two numbers: half messages ever written, and half messages that are undecided on the server."""
     queue = {"topic": _HALVES, "queueId": 0}
     end = _number(broker, _MAX_OFFSET, queue)
     return end, end - _number(broker, _CONSUMER_OFFSET, {"consumerGroup": _CHECKER, **queue})
@@ -126,10 +131,10 @@ def _number(broker: Admin, code: int, fields: dict[str, Any]) -> int:
 
 
 def _group(broker: Admin, group: str, topics: Iterable[str]) -> tuple[int, int]:
-    """Return two numbers: messages ever written for the group, redeliveries included, and unacknowledged messages."""
+    """Return the number of messages ever written for the group, with redeliveries, and of unacknowledged messages."""
     status, answer, body = broker.ask(_CONSUMER_STATISTICS, {"consumerGroup": wire_name(group)})
     if status:
-        raise BrokerError(f"RocketMQ does not know group {group!r}: {answer.get('remark') or status}.")
+        raise BrokerError(f"RocketMQ has no consumer group {group!r}: {answer.get('remark') or status}.")
     end, lag, seen = 0, 0, set()
     for queue, offsets in _by_queue(body):
         seen.add(queue["topic"])
@@ -137,8 +142,8 @@ def _group(broker: Admin, group: str, topics: Iterable[str]) -> tuple[int, int]:
         lag += max(0, offsets["brokerOffset"] - max(0, offsets["consumerOffset"]))
     if missing := sorted(topic for topic in topics if wire_name(topic) not in seen):
         raise BrokerError(
-            f"RocketMQ has no offsets of group {group!r} on topic {missing[0]!r}: was it ever created there "
-            f"(manage.py outbox_install --create)?"
+            f"RocketMQ has no offsets of group {group!r} on topic {missing[0]!r}. If the group does not exist there, "
+            f"create it with `manage.py outbox_install --create`."
         )
     return end, lag
 
@@ -148,7 +153,7 @@ def _dead(broker: Admin, group: str) -> int:
     if status == _TOPIC_NOT_FOUND:
         return 0
     if status:
-        raise BrokerError(f"RocketMQ does not count dead letters: {answer.get('remark') or status}.")
+        raise BrokerError(f"RocketMQ did not return the number of dead letters: {answer.get('remark') or status}.")
     return sum(offsets["maxOffset"] - offsets["minOffset"] for _, offsets in _by_queue(body))
 
 

@@ -1,9 +1,9 @@
-"""RocketMQ's producer with two additions for the port: its open transactions, and the checks that it receives.
+"""RocketMQ's producer with two additions: it remembers its open transactions, and queues the checks that it receives.
 
-The library answers a check at once, on one thread and for one message. This producer puts each check into a queue, from
-which the port's `claim_checks` takes it. The answer goes back over the connection on which the check came. RocketMQ
-sends a check to any producer that has used the topic, in any process, and counts unanswered checks. So each process
-that publishes must answer checks, on a thread. It cannot leave the checks to a worker.
+The library answers each check at once, on one thread. This producer puts each check into a queue, from which the port's
+`claim_checks` takes it. The answer is sent over the connection on which the check came. RocketMQ sends a check to any
+producer that has used the topic, in any process, and counts unanswered checks. So each process that publishes must
+answer checks on a thread, and cannot leave the checks to a worker.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ from outbox.transaction import Decision
 
 logger = logging.getLogger(__name__)
 
-# The proxy forgets a check 30 s after sending it (transactionDataExpireMillis). This limit leaves time for the answer.
+# The proxy refuses an answer later than 30 s after the check (transactionDataExpireMillis). This shorter limit leaves
+# time to send the answer.
 _ANSWERABLE_SECONDS: Final = 25.0
-# The producer keeps this many half messages without an end message. It drops older half messages, and check-back
-# settles their transactions.
+# The producer remembers this number of transactions without an end message. It drops older transactions from memory,
+# and check-back decides these.
 _MAX_OPEN: Final = 10_000
 _LOOK_SECONDS: Final = 5.0
 
@@ -61,7 +62,10 @@ class PushedCheck:
 
 
 class CheckingProducer(client.Producer):  # type: ignore[misc]
-    """The library's producer. It receives the checks of `topics`, because the server sends checks by topic."""
+    """The library's producer.
+
+    It receives the checks about messages of `topics`, because the server sends checks per topic.
+    """
 
     def __init__(self, configuration: Any, topics: Iterable[str]) -> None:
         super().__init__(configuration, [wire_name(topic) for topic in topics], checker=self)
@@ -74,7 +78,7 @@ class CheckingProducer(client.Producer):  # type: ignore[misc]
     # -- half messages and their ends -----------------------------------------------------------
 
     def send_half(self, transaction_id: UUID, wire: Any) -> Any:
-        """Send one half message and keep the data that its end needs. Return the library's receipt."""
+        """Send one half message and store the data that its end message needs. Return the library's receipt."""
         receipt = self.send(wire, self.begin_transaction())
         half = OpenHalf(receipt.message_queue.endpoints, wire, receipt.transaction_id)
         with self._lock:
@@ -89,7 +93,9 @@ class CheckingProducer(client.Producer):  # type: ignore[misc]
             return self._open.pop(transaction_id, [])
 
     def decide(self, half: OpenHalf, decision: Decision, *, asked: bool = False) -> Future[Any]:
-        """Send COMMIT or ROLLBACK. `asked`: the decision answers a check. Pass the returned future to `taken`.
+        """Send COMMIT or ROLLBACK.
+
+        `asked` is True if the decision is the answer to a check. Pass the returned future to `taken`.
 
         This method uses no executor, because the interpreter shuts down every executor before the last end messages are
         sent.
@@ -115,16 +121,19 @@ class CheckingProducer(client.Producer):  # type: ignore[misc]
     # -- checks ---------------------------------------------------------------------------------
 
     def on_recover_orphaned_transaction_command(self, endpoints: Any, msg: Any, transaction_id: str) -> None:
-        """Queue a check. The library calls this on its event loop."""
+        """Queue a check. The library calls this method on its event loop."""
         try:
             wire = client.WireMessage().fromProtobuf(msg)
             about = asked(wire)
         except Exception:
-            logger.exception("a check about a message on %r cannot be read; the server sends it again", msg.topic.name)
+            logger.exception(
+                "a check about a message on topic %r cannot be read; the server sends the check again", msg.topic.name
+            )
             return
         if about is None:
             logger.warning(
-                "RocketMQ asked about message %s on topic %r, which outbox did not send: it is not answered",
+                "RocketMQ sent a check about message %s on topic %r, which outbox did not send: it "
+                "does not answer the check",
                 wire.message_id,
                 wire.topic,
             )
@@ -135,7 +144,7 @@ class CheckingProducer(client.Producer):  # type: ignore[misc]
             self.arrived.notify_all()
 
     def pushed_groups(self) -> list[str]:
-        """Return the producer groups with unclaimed checks. The caller must hold `arrived`."""
+        """Return the producer groups with unclaimed checks. The caller must hold the lock `arrived`."""
         return [group for group, pushed in self._pushed.items() if pushed]
 
     def claim(self, producer_group: str, limit: int) -> list[CheckProperties]:
@@ -159,9 +168,9 @@ class CheckingProducer(client.Producer):  # type: ignore[misc]
     def answer(self, transaction_id: UUID, decision: Decision) -> Callable[[], bool]:
         """Answer the claimed checks of a transaction. Return a function that waits for the server's reply.
 
-        The function returns False if the answer is lost. UNKNOWN is not sent. The proxy matches an answer with the
-        newest copy of the half message that it knows, and then forgets that copy. A later decision would find no copy.
-        So one decision answers all checks.
+        The function returns False if the answer is lost. The proxy matches an answer with its newest copy of the half
+        message, and then deletes this copy. If the answer were UNKNOWN, a decision after it would find no copy. So
+        UNKNOWN is not sent, and one decision answers all checks of the transaction.
         """
         with self.arrived:
             claimed = self._claimed.pop(transaction_id, [])
@@ -182,7 +191,7 @@ class CheckingProducer(client.Producer):  # type: ignore[misc]
     # -- routes ---------------------------------------------------------------------------------
 
     def accepted_types(self, topic: str) -> frozenset[int] | None:
-        """Return the message types of a topic on the server; None if the server does not have the topic.
+        """Return the message types of a topic on the server, or None if the server does not have the topic.
 
         Raises BrokerUnavailable.
         """
@@ -201,18 +210,19 @@ class CheckingProducer(client.Producer):  # type: ignore[misc]
             return None
         except Exception as error:
             raise BrokerUnavailable(
-                f"RocketMQ's proxy at {self.client_configuration.rpc_endpoints} cannot be asked about topic {topic!r}: "
-                f"{client.described(error)}. Does it run, and is this the port of its gRPC (8081), not of a broker or "
-                f"a name server?"
+                f"RocketMQ's proxy at {self.client_configuration.rpc_endpoints} did not answer about topic {topic!r}: "
+                f"{client.described(error)}. Check that the proxy runs, and that the port is its gRPC port (8081), not "
+                f"the port of a broker or a name server."
             ) from error
         return frozenset(kind for queue in answer.message_queues for kind in queue.accept_message_types)
 
 
 class AnsweringThread:
-    """Runs check-back when the server asks about this process's producer group.
+    """Runs check-back when the server sends a check for this process's producer group.
 
-    `producer_group` is this process's group. If the server asks about another group's message, the configuration is
-    wrong: two services share a topic, and each uses up the other's checks. The thread logs an error that says so.
+    `producer_group` is this process's group. If the server sends a check for another group's message, the configuration
+    is wrong, and the thread logs an error: two services share a topic, and each service gets checks that only the other
+    service can answer.
     """
 
     def __init__(
@@ -236,7 +246,7 @@ class AnsweringThread:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ask the thread to end. Do not wait for an answer in progress."""
+        """Tell the thread to end. Do not wait until it has answered its present checks."""
         with self._producer.arrived:
             self._stop = True
             self._producer.arrived.notify_all()
@@ -263,15 +273,15 @@ class AnsweringThread:
         before, self._unrouted = self._unrouted, client.unrouted(self._producer)
         if self._unrouted and self._unrouted != before:
             logger.error(
-                "RocketMQ cannot ask this process about topics %s: RocketMQ's proxy at %s does not answer, or has "
-                "no such topic. RocketMQ counts checks that no process answers. The process tries again every %.0f "
-                "s; start the proxy, or create the topics with `manage.py outbox_install --create`.",
+                "RocketMQ cannot send this process checks about topics %s: RocketMQ's proxy at %s does not answer, "
+                "or does not have these topics. RocketMQ counts checks that no process answers. Start the proxy, or "
+                "create the topics with `manage.py outbox_install --create`. The process tries again every %.0f s.",
                 ", ".join(self._unrouted),
                 self._producer.client_configuration.rpc_endpoints,
                 _LOOK_SECONDS,
             )
         elif before and not self._unrouted:
-            logger.warning("RocketMQ can ask this process about topics %s now.", ", ".join(before))
+            logger.warning("RocketMQ can send this process checks about topics %s again.", ", ".join(before))
 
     def _answer(self, group: str) -> None:
         if group != self._group:
@@ -280,20 +290,23 @@ class AnsweringThread:
         try:
             CheckBack(self._broker(), group, self._checker()).run_once()
         except Exception:
-            logger.exception("answering checks of group %r failed; RocketMQ asks again", group)
+            logger.exception("answering checks of group %r failed; RocketMQ sends the checks again", group)
 
     def _complain(self, group: str) -> None:
-        """Answer UNKNOWN, because only the message's own group can answer. Log an error once per group."""
+        """Leave the checks unanswered, because only the group of the message can answer them.
+
+        Log an error once per group.
+        """
         asked = self._producer.claim(group, 500)
         for one in asked:
-            # The producer does not send UNKNOWN; this call only forgets the check.
+            # The producer does not send UNKNOWN. This call only removes the check from the producer's memory.
             self._producer.answer(one.transaction_id, Decision.UNKNOWN)
         if group not in self._complained and asked:
             self._complained.add(group)
             logger.error(
-                "RocketMQ asked this service (producer group %r) about a message of group %r on topic %r. Two "
-                "services publish transactional messages on one topic and use up each other's checks, so that "
-                "RocketMQ stops asking: give each transactional topic one producer group.",
+                "RocketMQ sent this service (producer group %r) a check about a message of group %r on topic %r. Two "
+                "services publish transactional messages on one topic, so each gets checks that only the other can "
+                "answer, and RocketMQ gives up the transactions. Give each transactional topic one producer group.",
                 self._group,
                 group,
                 asked[0].message.topic,

@@ -1,8 +1,8 @@
-"""Converts messages to RocketMQ's form and back.
+"""Converts messages to RocketMQ's form, and messages of RocketMQ to `Message`.
 
-The property `outbox` has, as ASCII JSON, all data for which RocketMQ has no field. It is one property, because
-RocketMQ's properties must not be empty and must not contain its separators. The tag is RocketMQ's tag. The message id
-and the key are RocketMQ's keys, for its tools.
+The property `outbox` has, as ASCII JSON, all data for which RocketMQ has no field. All these data are in one property,
+because values of RocketMQ's properties must not be empty or contain separators. The tag becomes RocketMQ's tag. The
+message id and the key become RocketMQ's keys, by which its tools find messages.
 """
 
 from __future__ import annotations
@@ -30,12 +30,15 @@ _FOREIGN: Final = uuid.UUID("5b0d3a52-2f4e-5c0e-9a55-6a1b9d1f0c11")
 
 
 def to_wire(message: Message, *, fifo: bool, half: HalfTransaction | None = None) -> Any:
-    """Convert a message for sending. Raises InvalidMessage if RocketMQ cannot carry it."""
-    # Only sending needs the client library. Without it, `left` and `exhausted` still convert messages that they read.
+    """Convert a message for sending. Raises InvalidMessage if RocketMQ does not allow the message."""
+    # Only sending needs the client library. So the modules `left` and `exhausted` can convert messages without the
+    # library.
     from outbox.rocketmq.client import WireMessage
 
     if not message.body:
-        raise InvalidMessage(f"message {message.message_id} for topic {message.topic!r}: RocketMQ takes no empty body.")
+        raise InvalidMessage(
+            f"message {message.message_id} for topic {message.topic!r}: RocketMQ allows no empty body."
+        )
     noted = _noted(message, half)
     _check_size(message, noted)
     wire = WireMessage()
@@ -85,14 +88,16 @@ def _noted(message: Message, half: HalfTransaction | None) -> str:
 def _check_size(message: Message, noted: str) -> None:
     what = f"message {message.message_id} for topic {message.topic!r}"
     if len(noted) > MAX_PROPERTY_BYTES:
-        raise InvalidMessage(f"{what}: its headers and key take {len(noted):,} bytes, RocketMQ allows about 15,000.")
+        raise InvalidMessage(
+            f"{what}: its headers and key need {len(noted):,} bytes, but RocketMQ allows about 15,000. Shorten them."
+        )
     if len(message.body) + len(noted) > MAX_BYTES:
         names.check_body_size(message.topic, message.body + noted.encode())
 
 
 @dataclass(frozen=True, slots=True)
 class CheckProperties:
-    """The data about a transaction in the half message of a check."""
+    """The data about a transaction that RocketMQ's check carries in the half message."""
 
     transaction_id: UUID
     producer_group: str
@@ -105,7 +110,7 @@ class CheckProperties:
 
 
 def asked(wire: Any) -> CheckProperties | None:
-    """Return the data in the half message of a check; None if outbox did not send the message."""
+    """Return the data in the half message of a check, or None if outbox did not send the message."""
     noted = _notes(wire)
     if "transaction" not in noted:
         return None
@@ -125,7 +130,7 @@ def asked(wire: Any) -> CheckProperties | None:
 def from_wire(wire: Any) -> Message:
     """Convert a message that RocketMQ has delivered.
 
-    A message of another program gets an id derived from RocketMQ's id. It is the same at every delivery.
+    A message of another program gets an id derived from RocketMQ's id. This id is the same at every delivery.
     """
     noted = _notes(wire)
     headers = noted.get("headers")

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Backoff:
-    """Pauses in seconds. The first is `first_seconds`. Each next pause is `factor` times as long, up to a maximum.
+    """The pauses between attempts. The first pause lasts `first_seconds`. Each next pause is `factor` times as long.
 
-    The maximum is `longest_seconds`. After a run of at least `healthy_seconds`, the next pause is `first_seconds` long
-    again.
+    The longest pause is `longest_seconds`. If an attempt worked for at least `healthy_seconds` before it failed, the
+    next pause is `first_seconds` again.
     """
 
     first_seconds: float
@@ -24,5 +24,5 @@ class Backoff:
         return float(min(self.longest_seconds, self.first_seconds * self.factor ** min(failures - 1, 30)))
 
     def failures_in_a_row(self, before: int, *, ran_seconds: float) -> int:
-        """Return the number of failures in a row, including one that ended a run of `ran_seconds`."""
+        """Return the number of failures in a row, including the failure after `ran_seconds` of work."""
         return 1 if ran_seconds >= self.healthy_seconds else before + 1

@@ -1,14 +1,14 @@
 """Fault points: named steps at which a test or the demo can kill, stop, delay or fail this process.
 
-Fault points are off unless the environment variable OUTBOX_FAULTS is set when the process starts, or `arm` is called.
-While they are off, `point` costs one failed dictionary look-up. The syntax is `name=action[@n][?file]`, with `;`
-between entries:
+Fault points are off by default. They are on if the environment variable OUTBOX_FAULTS is set when the process starts,
+or after a call of `arm`. While all fault points are off, a call of `point` only tests an empty dictionary. The syntax
+is `name=action[@n][?file]`, with `;` between entries:
 
     OUTBOX_FAULTS="producer.after_local_commit=kill@3;sequencer.before_tick=delay:0.2"
 
 Actions: `kill` (SIGKILL), `stop` (SIGSTOP), `raise` (FaultInjected), `delay:SECONDS`. With `@n` the action runs only on
-the n-th visit of the point. Without `@n` it runs on every visit. With `?file` it runs only in the process that creates
-the file, so that it hits one of many processes once.
+the n-th visit of the point. Without `@n` the action runs on every visit. With `?file` the action runs only in the
+process that creates the file, so that of many processes only one runs it.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ _lock = threading.Lock()
 
 
 def point(name: str) -> None:
-    """Run the action armed for the fault point `name`. If none is armed, return at once."""
+    """Run the action of the fault point `name`. If the fault point has no action, return at once."""
     if not _armed:
         return
     fault = _armed.get(name)
@@ -120,18 +120,19 @@ def _action(entry: str, action: str) -> Callable[[str], None]:
     if kind == "kill":
         return lambda _: os.kill(os.getpid(), signal.SIGKILL)
     if kind == "stop":
-        # Signal this thread, because another thread could receive a signal to the process while this thread continues.
+        # Send the signal to this thread. If the process got the signal, another thread could receive it, and this
+        # thread would continue for a moment.
         return lambda _: signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
     if kind == "raise":
         return _raise
     if kind == "delay":
         seconds = float(argument)
         return lambda _: time.sleep(seconds)
-    raise ConfigurationError(f"OUTBOX_FAULTS: {entry!r}: the actions are kill, stop, raise and delay:SECONDS.")
+    raise ConfigurationError(f"OUTBOX_FAULTS: {entry!r}: the action must be kill, stop, raise or delay:SECONDS.")
 
 
 def _raise(name: str) -> None:
-    raise FaultInjected(f"fault point {name} was told to raise")
+    raise FaultInjected(f"fault point {name} raised this error, as OUTBOX_FAULTS or `arm` demanded")
 
 
 def _first(marker: str) -> bool:

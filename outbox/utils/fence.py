@@ -1,9 +1,9 @@
-"""Lets an invoker check, just before it commits, whether the attempt still counts.
+"""Lets an invoker check directly before COMMIT whether the attempt still counts.
 
-A handler can outlive its attempt: it ran past `timeout_seconds`, or its process was frozen until the queue's lease
-expired. The consumer cannot stop such a handler, but the invoker can refuse its effects. It calls `check` as the last
-step before COMMIT. The lease can still expire between the check and the end of COMMIT. In that case the unique key of
-the inbox keeps the effects from happening twice.
+A handler may still run after its attempt has ended, because the handler ran past `timeout_seconds`, or because its
+process was frozen until the queue's lease expired. The consumer cannot stop such a handler, but the invoker can refuse
+its effects: the invoker calls `check` as the last step before COMMIT. If the lease expires between this call and the
+end of COMMIT, the unique key of the inbox prevents a second effect.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _reason: ContextVar[Callable[[], str] | None] = ContextVar("outbox_fence", defau
 
 
 def check() -> None:
-    """Raise LeaseLost if the caller's attempt no longer counts. Outside a consumer it does nothing."""
+    """Raise LeaseLost if the caller's attempt no longer counts. Outside a consumer, do nothing."""
     if reason := _why():
-        raise LeaseLost(f"{reason}; roll back its effects, because the message is delivered again.")
+        raise LeaseLost(f"{reason}: roll back the effects of this attempt, because the message is delivered again.")
 
 
 def is_lost() -> bool:
@@ -36,7 +36,10 @@ def _why() -> str:
 
 @contextmanager
 def attempt(reason: Callable[[], str]) -> Iterator[None]:
-    """Run the block as an attempt. `reason` returns why the attempt no longer counts, or '' while it counts."""
+    """Run the block as an attempt.
+
+    `reason` returns the reason why the attempt no longer counts, or '' while it counts.
+    """
     token = _reason.set(reason)
     try:
         yield

@@ -1,7 +1,10 @@
-"""A heartbeat file. The main loop of a process writes it, and a probe reads it without a request to the process.
+"""A heartbeat file.
 
-The main loop writes it, because a separate thread would continue while the loop hangs. The file's time is the last
-heartbeat. Its text says whether the loop could work. Without the variable OUTBOX_HEARTBEAT there is no file.
+The main loop of a process writes the file, and a probe reads the file without a request to the process.
+
+The main loop itself writes heartbeats, because a separate thread would continue to write them while the loop hangs. The
+modification time of the file is the time of the last heartbeat. The text of the file says whether the loop could work.
+Without the environment variable OUTBOX_HEARTBEAT, the process writes no heartbeat file.
 """
 
 from __future__ import annotations
@@ -22,9 +25,9 @@ _last: tuple[float, bool] = (0.0, False)
 
 
 def beat(*, ready: bool) -> None:
-    """Write a heartbeat, at most once a second. `ready`: the broker answers and the loop can do its work.
+    """Write a heartbeat, at most once a second. `ready` is True if the loop can do its work.
 
-    It never raises, because a full disk must not stop the messages.
+    The function never raises, because a full disk must not stop the handling of messages.
     """
     global _last
     path = os.environ.get(VARIABLE)
@@ -42,7 +45,7 @@ def beat(*, ready: bool) -> None:
 
 
 def busy(seconds: float) -> None:
-    """Announce a step that lasts up to `seconds`. The loop counts as alive for this time without a new heartbeat."""
+    """Announce a step that lasts up to `seconds`. For this time the loop counts as alive without a new heartbeat."""
     global _last
     path = os.environ.get(VARIABLE)
     if not path:
@@ -55,7 +58,7 @@ def busy(seconds: float) -> None:
 
 @dataclass(frozen=True, slots=True)
 class SignOfLife:
-    """The content of a heartbeat file. `age_seconds` is None if there is no file."""
+    """The content of a heartbeat file. If the file does not exist, `age_seconds` is None."""
 
     name: str
     age_seconds: float | None

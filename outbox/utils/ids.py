@@ -20,10 +20,10 @@ os.register_at_fork(after_in_child=_reset_after_fork)
 
 
 def uuid7() -> UUID:
-    """Return a new UUIDv7. Within this process every id is greater than the one before.
+    """Return a new UUIDv7. Within this process every id is greater than the id before.
 
-    It has 48 bits of Unix milliseconds, 12 bits of sub-millisecond fraction (RFC 9562, method 3) and 62 random bits.
-    Because the ids increase, new entries go to the end of the unique index on message ids.
+    The id has 48 bits of Unix milliseconds, 12 bits of sub-millisecond fraction (RFC 9562, method 3) and 62 random
+    bits. Because the ids increase, new entries go to the end of the unique index on message ids.
     """
     global _last
     with _lock:

@@ -35,8 +35,8 @@ _handled: ContextVar[Sequence[Delivery]] = ContextVar("outbox_handled", default=
 class MessageFilter(logging.Filter):
     """Gives every record the attributes `outbox_message_id`, `…transaction_id`, `…group`, `…topic` and `…key`.
 
-    The attributes are texts. They are empty if the record is about no message. For a batch they hold the first few
-    values, separated by commas.
+    The attributes are texts. If a record is about no message, its attributes are empty. If a record is about a batch,
+    each attribute has the first few values, separated by commas.
     """
 
     def filter(self, record: logging.LogRecord) -> bool:
@@ -57,18 +57,21 @@ def about(
     topic: str = "",
     key: str = "",
 ) -> dict[str, str]:
-    """Return the `extra=` of a record about a message or transaction. `group` is a consumer or producer group."""
+    """Return the argument `extra` of a log call about a message or transaction.
+
+    `group` is a consumer or producer group.
+    """
     values = (message_id or "", transaction_id or "", group, topic, key)
     return {PREFIX + field: str(value) for field, value in zip(FIELDS, values, strict=True)}
 
 
 def about_half(half: HalfTransaction) -> dict[str, str]:
-    """Return the `extra=` of a record about a transaction. The values come from its first message."""
+    """Return the argument `extra` of a log call about a transaction. The values come from the first message."""
     return _about_transaction(half.producer_group, half.messages[0])
 
 
 def about_check(check: Check) -> dict[str, str]:
-    """Return the `extra=` of a record about the transaction of a check."""
+    """Return the argument `extra` of a log call about the transaction of a check."""
     return _about_transaction(check.producer_group, check.message)
 
 
@@ -83,7 +86,7 @@ def _about_transaction(group: str, first: Message) -> dict[str, str]:
 
 
 def suffix(record: logging.LogRecord) -> str:
-    """Return a text for the end of a log line: the attributes that the filter has added (` [key=o-1 …]`), or ''."""
+    """Return the attributes that the filter has added, as a text for the end of a log line (` [key=o-1 …]`), or ''."""
     found = [f"{field}={value}" for field in FIELDS if (value := getattr(record, PREFIX + field, ""))]
     return f" [{' '.join(found)}]" if found else ""
 
@@ -110,7 +113,7 @@ def _of_deliveries(deliveries: Sequence[Delivery]) -> dict[str, str]:
 
 
 def _named(values: Iterable[object]) -> str:
-    """Return the distinct values in order, separated by commas. Only the first few are listed."""
+    """Return the first few distinct values, separated by commas, and the number of values that are left out."""
     texts = list(dict.fromkeys(str(value) for value in values if value))
     more = [f"+{len(texts) - _NAMED}"] if len(texts) > _NAMED else []
     return ",".join(texts[:_NAMED] + more)

@@ -1,4 +1,4 @@
-"""Sends the figures of this process to one recorder. Without a recorder nothing is measured."""
+"""Sends the measured figures of this process to one recorder. Without a recorder, the process measures nothing."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from outbox.transaction import CheckCounts
 
 
 class Recorder(Protocol):
-    """Receives figures. Any thread may call it on hot paths, so it must be quick and never raise. Times: seconds."""
+    """Receives figures.
+
+    Any thread may call a recorder for each message, so a recorder must be quick and never raise. Times are in seconds.
+    """
 
     def published(self, topics: list[str], path: str, seconds: float) -> None:
-        """Record one publish call; `path` is direct, atomic or two_phase."""
+        """Record one publish call. `path` is direct, atomic or two_phase."""
 
     def handled(self, group: str, topic: str, waited: list[float], seconds: float, *, failed: int) -> None:
         """Record one call of a handler.
@@ -30,6 +33,6 @@ recorder: Recorder | None = None
 
 
 def install(chosen: Recorder | None) -> None:
-    """Send this process's figures to `chosen` from now on. None ends the measuring."""
+    """Send this process's figures to the recorder `chosen` from now on. If `chosen` is None, stop measuring."""
     global recorder
     recorder = chosen

@@ -1,4 +1,4 @@
-"""Periodic work of a service, run by Celery beat or by a loop of its own."""
+"""Periodic work of a service, which Celery beat or a loop of a worker runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ logger = logging.getLogger(__name__)
 class PeriodicPass:
     """A bounded pass that runs every `interval_seconds`. `run` returns its counts.
 
-    If the count `more` is true, work is left. The pass then runs again at once, after other passes that are due.
+    If the count `more` is true, the pass has more work. So the pass runs again as soon as all other due passes have
+    run.
     """
 
     name: str
@@ -26,7 +27,7 @@ class PeriodicPass:
 class BackgroundLoop:
     """Runs a pass repeatedly in its own thread, from `start` to `stop`.
 
-    `run` receives a function that says whether to stop early. It returns the seconds until the next pass.
+    `run` gets a function that returns True if the pass must stop early. `run` returns the seconds until the next pass.
     `first_seconds` is the wait before the first pass. `every_seconds` is the wait after a failed pass. The loop logs an
     error in `expected` in one line, and any other error in full. No error ends the loop.
     """
@@ -49,7 +50,7 @@ class BackgroundLoop:
         self._thread = threading.Thread(target=self._loop, name=f"outbox-{name}", daemon=True)
 
     def start(self) -> None:
-        """Start the thread; the first pass runs after `first_seconds`."""
+        """Start the thread. The first pass runs after `first_seconds`."""
         self._thread.start()
 
     def stop(self) -> None:
@@ -57,7 +58,7 @@ class BackgroundLoop:
         self._ended.set()
 
     def join(self) -> None:
-        """Wait at most 5 s for the running pass to end."""
+        """Wait at most 5 s until the running pass has ended."""
         self._thread.join(timeout=5)
 
     def _loop(self) -> None:

@@ -18,19 +18,19 @@ _NAMED: Final = re.compile(
 
 
 def mask_passwords(text: str) -> str:
-    """Return `text` with *** for every password in a URL (even a malformed one) or after a name such as `password=`."""
+    """Return `text` with *** in place of each password. A password is in a URL, or after a name such as `password=`."""
     text = _URL.sub(rf"\1{MASK}@", text)
     text = _URL_WITHOUT_HOST.sub(rf"\1{MASK}", text)
     return _NAMED.sub(rf"\1{MASK}", text)
 
 
 def masked_names(masked: Mapping[str, frozenset[str]], topic: str) -> frozenset[str]:
-    """Return the names of the fields that are masked on a topic, in lower case. The entry '*' is for all topics."""
+    """Return the names of the fields that are masked on a topic, in lower case. The entry '*' applies to all topics."""
     return masked.get("*", frozenset()) | masked.get(topic, frozenset())
 
 
 def masked_value(value: Any, names: Collection[str]) -> Any:
-    """Return a decoded body or headers with *** for each field that has one of these names, at any depth."""
+    """Return a decoded body or headers with *** in place of each field with one of these names, at any depth."""
     if isinstance(value, Mapping):
         return {name: MASK if str(name).lower() in names else masked_value(one, names) for name, one in value.items()}
     if isinstance(value, (list, tuple)):
@@ -39,10 +39,10 @@ def masked_value(value: Any, names: Collection[str]) -> Any:
 
 
 def masked_text(text: str, values: Collection[Any], names: Collection[str]) -> str:
-    """Return a text about messages with *** for the values of their masked fields.
+    """Return a text about messages with *** in place of the values of their masked fields.
 
     `values` are the decoded bodies and headers of the messages. A value of fewer than three characters may also be part
-    of a word in the text. So it is masked only after the name of its field.
+    of a word in the text. So such a short value is masked only after the name of its field.
     """
     held = {str(found) for value in values for found in _held(value, names)}
     for one in sorted((one for one in held if len(one) >= _SHORTEST), key=len, reverse=True):
@@ -55,7 +55,7 @@ def masked_text(text: str, values: Collection[Any], names: Collection[str]) -> s
 def show_as(error: BaseException, text: str) -> None:
     """Make `shown_text` return `text` for the error.
 
-    This text is stored and logged in place of the error's own text.
+    So `text` is stored and logged in place of the error's own text.
     """
     error.outbox_shown_text = text  # type: ignore[attr-defined]
 
@@ -71,7 +71,7 @@ _FIELD: Final = r"""(\b{}['"]?\s*[:=]\s*)(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|
 
 
 def _held(value: Any, names: Collection[str], *, below: bool = False) -> Iterator[Any]:
-    """Yield the scalars in fields with these names, at any depth. If `below`, yield all scalars of `value`."""
+    """Yield the scalars in fields with these names, at any depth. If `below` is True, yield all scalars of `value`."""
     if isinstance(value, Mapping):
         for name, one in value.items():
             yield from _held(one, names, below=below or str(name).lower() in names)
@@ -83,10 +83,10 @@ def _held(value: Any, names: Collection[str], *, below: bool = False) -> Iterato
 
 
 def inert(text: str, *, keep: str = "") -> str:
-    r"""Return `text` with escapes (`\x1b`) for unprintable characters. Characters in `keep` stay.
+    r"""Return `text` with escapes (`\x1b`) for unprintable characters. Characters in `keep` are not escaped.
 
-    Other programs choose keys, tags, headers and errors. Without escapes, a character could clear the screen, overwrite
-    lines above, or reverse the direction of the text after it.
+    Other programs choose the texts of keys, tags, headers and errors. Without escapes, a character could clear the
+    screen, overwrite lines above, or reverse the direction of the text after it.
     """
     if text.isprintable():
         return text
@@ -96,5 +96,5 @@ def inert(text: str, *, keep: str = "") -> str:
 
 
 def for_people(text: str) -> str:
-    """Return a text of several lines for a terminal or a log. Passwords are masked, control characters escaped."""
+    """Return a text of several lines for a terminal or a log, with masked passwords and escaped control characters."""
     return inert(mask_passwords(text), keep="\n")

@@ -32,7 +32,7 @@ class UsageProblem(ReconcileError):
 
 
 class TableMissing(UsageProblem):
-    """An export lacks the table."""
+    """The folder of an export has no file of the table."""
 
 
 class RulesInvalid(UsageProblem):
@@ -66,12 +66,12 @@ def _incomplete(what: str, error: Exception) -> RunIncomplete:
     if FAILURE in text:
         reason = text.split(FAILURE, 1)[1].splitlines()[0].split(" SQLSTATE")[0].strip()
         if "snapshot" in reason:
-            reason = f"the snapshot was lost in the middle ({reason}): the coordinating connection was cut"
+            reason = f"the run lost its snapshot ({reason}), because the connection that holds the snapshot was closed"
     else:
         reason = causes(text)
     remedy = "Run it again."
     if any(sign in text for sign in _DAMAGED):
-        remedy = "Running it again will not help: correct or export the file that is named again."
+        remedy = "Another run would fail too: correct the damaged file, or export the file again."
     return RunIncomplete(
         f"{what} failed: {reason}. Nothing was published; the previous result stays in force. {remedy}"
     )

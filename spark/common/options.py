@@ -31,14 +31,17 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class LookBack:
-    """How far back a run judges the rows of earlier runs again. None means the `look_back` of each rule."""
+    """How far back a run judges the rows of earlier runs again.
+
+    If `seconds` is None, the `look_back` of each rule applies.
+    """
 
     seconds: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunOptions:
-    """The command's options as values.
+    """The options of the command, after parsing.
 
     Without `since` and `until`, a run continues at the time up to which the result in `output` has judged. The first
     run, and a run with `full`, reads everything. With `since` and `until`, a run judges exactly this interval, and
@@ -59,7 +62,7 @@ class RunOptions:
 
     @property
     def is_interval(self) -> bool:
-        """Whether the caller gave the window, as a scheduler with data intervals does."""
+        """Whether the options contain `since` and `until`, as a scheduler with data intervals gives them."""
         return self.since is not None
 
 
@@ -73,6 +76,6 @@ def parse_moment(value: str) -> datetime:
 
 
 def parse_duration(text: str) -> float | None:
-    """The seconds of a duration such as 5m or 7d; None for a text that is not a number with a unit."""
+    """The seconds of a duration such as 5m or 7d. For a text that is not a number with a unit, the result is None."""
     match = _DURATION.fullmatch(text.strip())
     return None if match is None else float(match[1]) * _UNITS[match[2]]

@@ -18,7 +18,8 @@ _NAMED: Final = re.compile(
         (?: '(?:[^'\\\n]|\\.)*'? | "(?:[^"\\\n]|\\.)*"? | [^\s&,;)}]+ )""",
     re.IGNORECASE | re.VERBOSE,
 )
-# If libpq cannot parse a connection string, its error text quotes a part of the string. This part may be the password.
+# If libpq cannot parse a connection string, its error text quotes a part of the string. The quoted part may be the
+# password.
 _UNREADABLE: Final = re.compile(
     r"((?:missing \"=\" after|URI[^\"]*:|percent-encoded[^\"]*:|connection option|integer value|port number:|"
     r"unexpected character|host name) *)\".*\"",
@@ -43,7 +44,7 @@ def for_people(text: str) -> str:
     )
 
 
-# Of two long texts, this many characters are shown before and after the first difference.
+# If two long texts differ, this number of characters is shown before and after the first difference.
 _AROUND: Final = 100
 
 
@@ -71,7 +72,10 @@ def _escape(character: str) -> str:
 
 
 def shown_difference(ours: str | None, theirs: str | None) -> tuple[str, str, str]:
-    """Two values that differ, as texts that show the difference, and a note if the difference is hard to see."""
+    """Two values that differ, as two texts that show the difference.
+
+    The third text is a note if the difference is hard to see.
+    """
     if ours is None or theirs is None:
         return *(("null" if text is None else _cut(text, 0)) for text in (ours, theirs)), ""  # type: ignore[return-value]
     begin = next((n for n, (one, other) in enumerate(zip(ours, theirs, strict=False)) if one != other), None)

@@ -1,4 +1,4 @@
-"""The output folder. A result is in force once `result.json` is written. A run first writes all files that
+"""The output folder. A result is in force as soon as `result.json` is written. A run first writes all files that
 `result.json` names.
 
     result.json             the result in force
@@ -9,7 +9,7 @@
     history/                findings over the runs, see output/history.py
     checkpoint/             the checkpoint of a continuous reconciliation
 
-An interrupted run leaves a folder under runs/ that no result names. Later runs remove such folders.
+An interrupted run leaves a folder under runs/ that no result names. Later runs remove this folder.
 """
 
 from __future__ import annotations
@@ -80,11 +80,11 @@ class Store:
         except OSError as error:
             raise UsageProblem(
                 f"the output {self._location!r} cannot be written: {error}. Correct its permissions, or give another "
-                f"with --output."
+                f"folder with --output."
             ) from error
 
     def read(self, name: str) -> str | None:
-        """The text of a small file; None if the file does not exist."""
+        """The text of a small file, or None if the file does not exist."""
         try:
             with self._files.open_input_stream(f"{self._root}/{name}") as stream:
                 return str(stream.read(), "utf-8")
@@ -101,7 +101,7 @@ class Store:
         self._files.delete_dir(f"{self._root}/{name}")
 
     def result(self) -> dict[str, Any] | None:
-        """The result in force; None if there is none. Raises UsageProblem if `result.json` is damaged."""
+        """The result in force, or None if the folder has no result. Raises UsageProblem if `result.json` is damaged."""
         text = self.read(RESULT)
         if text is None:
             return None
@@ -109,7 +109,7 @@ class Store:
             result = json.loads(text)
         except ValueError as error:
             raise UsageProblem(
-                f"{self._location}/{RESULT} is damaged: {error}. Remove it: the next run reads everything."
+                f"{self._location}/{RESULT} is damaged: {error}. Remove the file; the next run then reads everything."
             ) from error
         if not isinstance(result, dict) or result.get("version") != 1:
             raise UsageProblem(
@@ -118,7 +118,7 @@ class Store:
         return result
 
     def result_in_force(self) -> dict[str, Any]:
-        """The result in force. Raises UsageProblem if there is none, or if `result.json` is damaged."""
+        """The result in force. Raises UsageProblem if the folder has no result, or if `result.json` is damaged."""
         result = self.result()
         if result is None:
             raise UsageProblem(
@@ -148,9 +148,9 @@ class Store:
             ) from error
 
     def table(self, name: str, columns: Sequence[str]) -> pa.Table | None:
-        """A Parquet file or folder as a table, with those of the `columns` that the file has; None if there is no file.
+        """A Parquet file or folder as a table. The table has those `columns` that exist in the file.
 
-        Raises UsageProblem if the file is damaged."""
+        If the file does not exist, the result is None. Raises UsageProblem if the file is damaged."""
         try:
             dataset = pads.dataset(f"{self._root}/{name}", filesystem=self._files, format="parquet")
             return dataset.to_table(columns=[column for column in columns if column in dataset.schema.names])
@@ -158,11 +158,11 @@ class Store:
             return None
         except (OSError, pa.ArrowInvalid) as error:
             raise UsageProblem(
-                f"{self._location}/{name} cannot be read: {error}. Remove it: only its own rows are lost."
+                f"{self._location}/{name} cannot be read: {error}. Remove the file; only the rows in it are lost."
             ) from error
 
     def write_table(self, name: str, table: pa.Table) -> None:
-        """Write a Parquet file in the same way as `write`."""
+        """Write a table as a Parquet file, in the same way as `write`."""
         buffer = pa.BufferOutputStream()
         pq.write_table(table, buffer)
         self.write(name, buffer.getvalue().to_pybytes())
@@ -210,8 +210,10 @@ class Store:
         return self._mode | (self._mode & 0o444) >> 2
 
     def protect(self, name: str) -> None:
-        """Set the permissions of the files that Spark wrote below `name`. Until then, the permissions of the enclosing
-        folder keep other users out."""
+        """Set the permissions of the files that Spark wrote below `name`.
+
+        Before this call, other users cannot read the files, because of the permissions of the folder above.
+        """
         if not self._is_local:
             return
         for folder, _, files in os.walk(f"{self._root}/{name}"):
@@ -220,12 +222,13 @@ class Store:
                 Path(folder, file).chmod(self._mode)
 
     def path(self, name: str) -> str:
-        """The path of `name`, as a text for messages to the user."""
+        """The path of the file `name`, for messages to the user."""
         return f"{self._location}/{name}"
 
     def remove_old_runs(self, current: str) -> None:
-        """Remove the folders of old runs except the newest KEPT_RUNS folders. If a removal fails, the next run tries it
-        again.
+        """Remove the folders of old runs except the newest KEPT_RUNS folders.
+
+        If a folder cannot be removed, the next run tries again.
         """
         with contextlib.suppress(OSError):
             for name in self.folders("runs")[:-KEPT_RUNS]:

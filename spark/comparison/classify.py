@@ -1,8 +1,8 @@
 """Gives each key its class. The class depends only on the evidence, the rule and the window.
 
-The functions of this module read no clock and no source. They judge a key once as a message. If the key's row exists
-and its message is committed, they also judge the key once per consumer group. If several conditions hold, the first in
-the order of `FindingClass` names the finding; `flags` has all of them.
+The functions of this module read no clock and no source. Each key gets one class for its message. If the key's row
+exists and its message is committed, the key also gets one class per consumer group. If several conditions hold, the
+class is the first of them in the order of `FindingClass`, and the column `flags` lists all of them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..rules.rule import Messages, Rule
 
 
 class FindingClass(enum.StrEnum):
-    """The classes of a subject, the class with the highest precedence first."""
+    """The classes of a subject (the message of a key, or a key's effect in one group), in order of precedence."""
 
     ORPHAN = "ORPHAN"
     """A committed message (or an effect) without a business row: consumers act on something that did not happen."""
@@ -33,23 +33,23 @@ class FindingClass(enum.StrEnum):
     DUPLICATE = "DUPLICATE"
     """More messages than rows, more rows than keys, or more effects than messages."""
     DEAD = "DEAD"
-    """A group gave the message up. It is in the group's dead-letter queue and was not replayed."""
+    """A group gave the message up: the message is in the group's dead-letter queue, and was not replayed."""
     UNDELIVERED = "UNDELIVERED"
-    """A group has no effect within its limit."""
+    """A group has written no effect within the limit that the rule declares for the group."""
     MISMATCH = "MISMATCH"
     """A compared field differs."""
     LATE = "LATE"
     """The message or the effect exists, but it is later than the limit that the rule declares."""
     PENDING = "PENDING"
-    """The subject is too young to be judged, or still within its limits. The next run judges it again."""
+    """The subject is too young to be judged, or its limits have not passed yet, so the next run judges it again."""
     OK = "OK"
     """Everything about the subject is as the rule declares."""
     RECOVERED = "RECOVERED"
-    """A finding of the previous result that no longer holds. The run finds this class by comparing results, not by
-    evidence."""
+    """A finding of the previous result that no longer holds. A run finds this class by comparison with the previous
+    result, not from evidence."""
     EXPIRED = "EXPIRED"
-    """A subject that an earlier run left open. The run closes this subject because retention may have removed its
-    evidence."""
+    """A subject that had an open finding or was PENDING in an earlier run. The run closes the subject, because
+    retention may have removed its evidence."""
 
 
 CLASSES = tuple(FindingClass)
@@ -59,12 +59,13 @@ ORDER = {name: number for number, name in enumerate(CLASSES)}
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The interval of the rows that a run judges: `since <= time < until`. All sides are complete up to `watermark`.
+    """The interval of the rows that a run judges (`since <= time < until`). All sides are complete up to `watermark`.
 
     Lateness is judged against the watermark and not against a clock. So the same data and window always give the same
-    classes. Retention may have removed the messages of rows before `floor`. If the window `is_exact`, no subject
-    outside of it is carried over to the next run. On the second look, `carried` names a column. If this column is true,
-    the key is judged at any age. Else the key is judged if its time is not before `floor`.
+    classes. Retention may have removed the messages of rows before `floor`. If `is_exact` is true, no subject outside
+    of the window is carried over to the next run. On the second look, `carried` is the name of a boolean column. A key
+    with a true value in this column is judged at any age; a key with a false value is judged if its time is not before
+    `floor`.
     """
 
     since: datetime | None
@@ -79,8 +80,8 @@ class Window:
         return F.coalesce((time < F.lit(self.until)) & self.not_before(time), F.lit(False))
 
     def not_before(self, time: Column) -> Column:
-        """Whether a time is not in an earlier window. An earlier run has judged or carried over the subjects of such a
-        window."""
+        """Whether a time is not in an earlier window. An earlier run has judged the subjects of earlier windows, or has
+        carried them over."""
         if self.carried is not None:
             return F.col(self.carried) | self._above_floor(time)
         return F.lit(True) if self.since is None else time >= F.lit(self.since)
@@ -93,14 +94,14 @@ class Window:
         return self.covers(row_at) | F.coalesce(touched, F.lit(False))
 
     def meets(self) -> Column:
-        """Whether, on the first look, a key has something new in this window, although its row and its message may lie
-        in an earlier window."""
+        """Whether a key has a new row, message or effect in this window, although its row and oldest message may be in
+        an earlier window. Without `since`, and on the second look, the result is always false."""
         if self.since is None or self.carried is not None:
             return F.lit(False)
         return F.coalesce(F.col("touched_at") >= F.lit(self.since), F.lit(False))
 
     def to_come(self, time: Column) -> Column:
-        """Whether a time is not in an earlier window; if the window is exact, whether the time is inside it."""
+        """Whether a time is not in an earlier window; if `is_exact` is true, whether the time is inside this window."""
         return self.covers(time) if self.is_exact else self.not_before(time)
 
     def _above_floor(self, time: Column) -> Column:
@@ -108,8 +109,8 @@ class Window:
 
 
 def message_conditions(rule: Rule, window: Window) -> dict[FindingClass, Column]:
-    """The condition of each class of a key's message, in order of precedence. A judged key that meets no condition is
-    OK."""
+    """For each class, the condition under which a key's message has this class, in order of precedence. A judged key
+    that meets none of the conditions is OK."""
     has_row, committed, undecided = F.col("rows") > 0, F.col("committed") > 0, F.col("undecided") > 0
     row_judged = has_row & window.looks_at(F.col("row_at"))
     message_judged = ~has_row & window.covers(F.col("message_at"))
@@ -123,8 +124,8 @@ def message_conditions(rule: Rule, window: Window) -> dict[FindingClass, Column]
     alone = ~has_row & ~committed & undecided & window.to_come(F.col("undecided_at"))
     unsettled = ~has_row & committed & ~settled & window.to_come(F.col("message_at"))
     differs = row_judged & committed & (F.col("unreadable") == 0) & _differs(rule)
-    # If a row is written repeatedly, the newest message may belong to a later state than the row that was read. An
-    # undecided message may belong to the state that was read.
+    # If a row is written repeatedly, its newest message may belong to a later state of the row than the state that the
+    # run has read. An undecided message may belong to the state that the run has read.
     is_final = F.lit(True) if exactly_one else (F.col("newest_settled_at") < F.lit(window.until)) & ~undecided
     conditions = {
         FindingClass.ORPHAN: message_judged & committed & settled,
@@ -140,7 +141,7 @@ def message_conditions(rule: Rule, window: Window) -> dict[FindingClass, Column]
 
 
 def group_conditions(rule: Rule, number: int, window: Window) -> dict[FindingClass, Column]:
-    """The condition of each class of a key's subject for the rule's group `number`."""
+    """For each class, the condition under which a key has this class in the rule's group `number`."""
     group = rule.groups[number]
     effects, effect_at = F.col(f"effects_{number}"), F.col(f"effect_at_{number}")
     has_time, is_sent = F.lit(group.table is not None), _is_sent(window.looks_at)
@@ -155,7 +156,7 @@ def group_conditions(rule: Rule, number: int, window: Window) -> dict[FindingCla
         FindingClass.DUPLICATE: is_sent & (effects > _live()),
         FindingClass.DEAD: (is_sent | (nothing_known & window.meets())) & (F.col(f"dead_{number}") > 0),
         FindingClass.UNDELIVERED: expected & (((effects == 0) & overdue) | overdue_one),
-        # The broker's view of a delivery has no time.
+        # A group without an effect table is judged by the broker's deliveries, which have no times.
         FindingClass.LATE: expected & has_time & (F.unix_micros(effect_at) - F.unix_micros(due) > limit),
         FindingClass.PENDING: expected & (((effects == 0) & ~overdue) | unhandled),
     }
@@ -207,9 +208,9 @@ def _has_no_key() -> Column:
 def with_classes(evidence: DataFrame, rule: Rule, window: Window) -> DataFrame:
     """Add the columns `holds` and, per group, `holds_0`…: the conditions that hold, as bits in order of precedence.
 
-    The value 0 means that there was nothing to judge. Spark's optimizer copies the expression of a column to each use
-    of the column. If each class and group had a chain of CASE, the optimizer could not plan all the copies. It can plan
-    the copies of bits.
+    The value 0 in such a column means that there was nothing to judge. Spark's optimizer copies the expression of a
+    column to each use of the column. If each class and group had a chain of CASE, the optimizer could not plan all the
+    copies. The optimizer can plan the copies of an expression of bits.
     """
     judged = (F.col("rows") > 0) & window.covers(F.col("row_at"))
     columns = {"holds": _bits(message_conditions(rule, window), judged)}
@@ -222,8 +223,8 @@ def with_classes(evidence: DataFrame, rule: Rule, window: Window) -> DataFrame:
 def subjects(classified: DataFrame, rule: Rule, window: Window) -> DataFrame:
     """One row per key and subject that is not OK: key, group ('' for the message), class, flags, at, carry.
 
-    `at` is the time of the subject. `carry` is true for a PENDING subject below the boundary. No later window reads
-    such a subject, so it is carried over.
+    `at` is the time of the subject. `carry` is true for a PENDING subject whose time is before the end of the window.
+    No later window covers this time, so a subject with `carry` is carried over to the next run.
     """
     own = _subject("", "holds", F.coalesce("row_at", "message_at", "undecided_at"))
     groups = [
@@ -231,7 +232,7 @@ def subjects(classified: DataFrame, rule: Rule, window: Window) -> DataFrame:
         for number, group in enumerate(rule.groups)
     ]
     held = [F.col("holds"), *(F.col(f"holds_{number}") for number in range(len(rule.groups)))]
-    # If only the bit of OK is set, no other condition holds.
+    # A subject for which only the bit of OK is set is no finding.
     found = reduce(Column.__or__, [(bits != 0) & (bits != _bit(FindingClass.OK)) for bits in held])
     exploded = classified.where(found).withColumn("subject", F.explode(F.array(own, *groups)))
     bits = F.col("subject.bits")
@@ -271,8 +272,8 @@ def _names(classes: tuple[FindingClass, ...]) -> Column:
 
 
 def _differs(rule: Rule) -> Column:
-    """Whether the row differs from its message. If a row has several messages, it must differ from each message that
-    may have been committed last."""
+    """Whether the row differs from its message. A row with several messages differs if it is different from each
+    message that may have been committed last."""
     if not rule.counts_each_message:
         return _differs_from("message", rule)
     in_log = (F.col("atomic") == 0) | _differs_from("message", rule)

@@ -13,11 +13,11 @@ from ..rules.rule import FieldType, Rule
 from ..sources.values import NUMBER
 
 DELIVERY_TEXTS: Final = {
-    "passed": "the group is past the message (handled, filtered or skipped)",
-    "waiting": "queued, not consumed yet",
-    "retrying": "it failed and waits for its next attempt",
-    "unqueued": "committed, but not queued yet (held, scheduled, or the sequencer stands still)",
-    "dead": "it is a dead letter",
+    "passed": "the group's offset is past the message: the group handled, filtered or skipped it",
+    "waiting": "the message is in a queue, and the group has not handled it yet",
+    "retrying": "the handler has failed, and the message waits for its next attempt",
+    "unqueued": "the message is committed, but not in a queue yet (held, scheduled, or the sequencer makes no ticks)",
+    "dead": "the message is a dead letter of the group",
 }
 
 
@@ -31,7 +31,9 @@ def of(rule: Rule) -> Column:
         delivery = F.when(F.col("delivery") == state, F.lit(meaning)).otherwise(delivery)
     effects = F.concat_ws(" ", F.lit("acted on by:"), acted)
     texts = {
-        "ORPHAN": F.when(is_group, F.concat_ws(" ", F.lit("an effect of"), of_group, F.lit("without row and message")))
+        "ORPHAN": F.when(
+            is_group, F.concat_ws(" ", F.lit("an effect of"), of_group, F.lit("has no row and no message"))
+        )
         .when(acted != "", F.concat(F.lit("no row satisfies the rule, but a message was sent; "), effects))
         .otherwise(F.lit("no row satisfies the rule, but a message was sent")),
         "HALF_STUCK": F.concat(
@@ -43,7 +45,10 @@ def of(rule: Rule) -> Column:
         "LOST": F.when(
             acted != "",
             F.concat(
-                F.lit("no message has the row's key, but its effects are there: was it sent under another key? "),
+                F.lit(
+                    "no message has the row's key, but there are effects with this key: was the message sent under "
+                    "another key? "
+                ),
                 effects,
             ),
         ).otherwise("the row has no message"),
@@ -61,7 +66,7 @@ def of(rule: Rule) -> Column:
         "UNDELIVERED": F.concat(F.lit("no effect of "), of_group, F.lit(": "), delivery),
         "MISMATCH": F.concat(F.lit("row and body differ: "), _differences(rule)),
         "LATE": _late(rule),
-        "PENDING": F.lit("not to be judged yet"),
+        "PENDING": F.lit("too early to judge: the next run judges this key again"),
     }
     result = F.lit(None).cast("string")
     for name, text in texts.items():
@@ -77,7 +82,7 @@ def shown(value: Column, kind: FieldType) -> Column:
 
 
 def _more(count: str, what: str) -> Column:
-    """A note for a finding that names one of several messages or effects."""
+    """The number of the key's messages or dead letters, if the finding names only the oldest of several."""
     return F.when(F.col(count) > 1, F.format_string(f", the oldest of %d {what} of the key", F.col(count))).otherwise(
         ""
     )
@@ -99,7 +104,7 @@ def _differences(rule: Rule) -> Column:
             distance = F.abs(ours.try_cast(NUMBER) - theirs.try_cast(NUMBER))
             differs = differs & F.coalesce(distance > F.lit(field.tolerance).cast(NUMBER), F.lit(True))
         if field.type in (FieldType.TEXT, FieldType.UUID) and not masking.is_masked(rule, field):
-            # The lambda has no type hints. For hints that Spark does not support, Spark would log a warning.
+            # This lambda has no type hints, because Spark logs a warning about hints that it does not support.
             between = [
                 F.udf(lambda *values: _shown_difference(*values), "string")(
                     F.when(differs, ours), F.when(differs, theirs), differs
@@ -137,7 +142,7 @@ def _unreadable() -> Column:
     of_row = F.when(F.col("row.why") != "", F.concat(F.lit("the row: "), F.col("row.why")))
     unkeyed = F.when(F.col("unkeyed") > 0, F.lit("the row's key is null"))
     texts = F.array_join(F.array_compact(F.array(unkeyed, of_message, of_row)), "; ")
-    return F.when(texts != "", texts).otherwise("the body, or a compared field of it, cannot be read")
+    return F.when(texts != "", texts).otherwise("the body, or a compared field of the body, cannot be read")
 
 
 def _late(rule: Rule) -> Column:
@@ -161,7 +166,7 @@ def _limit(seconds: float) -> Column:
 
 
 def _span(microseconds: Column) -> Column:
-    """A duration as h:mm:ss, with its milliseconds if it has any."""
+    """A duration as h:mm:ss, followed by its milliseconds if they are not 0."""
     seconds = F.floor(microseconds / 1_000_000).cast("bigint")
     millis = F.floor((microseconds - seconds * 1_000_000) / 1000).cast("bigint")
     hours, rest = F.floor(seconds / 3600).cast("bigint"), seconds % 3600

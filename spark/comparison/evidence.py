@@ -1,9 +1,9 @@
 """Collects all evidence about a key in one row.
 
-The functions bring all sides to one narrow form, unite the sides, and aggregate them once. This aggregation needs one
-shuffle instead of a chain of joins. The narrow form has only fixed-width columns besides the key, so that Spark can
-aggregate by hashing in place. The compared fields become one 64-bit hash; a field with a tolerance becomes a number.
-The functions take and return data frames or columns, and read no source.
+The functions bring all sides to one narrow form, unite the sides, and aggregate them once. The one aggregation needs
+one shuffle; joins of the sides would need a shuffle each. The narrow form has only fixed-width columns besides the key,
+so that Spark uses its hash aggregation instead of sorting. The compared fields become one 64-bit hash; a field with a
+tolerance becomes a number. The functions take and return data frames or columns, and read no source.
 
 See decision 047 and decision 192.
 """
@@ -39,10 +39,11 @@ UNKEYED: Final = 7
 EFFECT: Final = contract.EFFECT_KIND
 DEAD: Final = 1000
 WAITING: Final = 2000
-"""A message without an effect of its group. This kind exists only if every message of the rule owes effects."""
+"""A message for which a group has no effect. Only rules in which every message owes effects have rows of this kind."""
 
 ATOMIC: Final = 0
-"""A message that the transaction of its row stored and decided. Its times are the start of this transaction."""
+"""A message that was stored and decided in the transaction of its business row, so its times are the start of this
+transaction."""
 PROMPT: Final = 1
 """A message that its producer decided right after the commit."""
 LATER: Final = 2
@@ -73,7 +74,7 @@ def configure(spark: SparkSession) -> None:
 
 
 def table_side(table: DataFrame, rule: Rule) -> DataFrame:
-    """Business rows and effects (kind, key, at, f0…) in the narrow form."""
+    """Convert business rows and effects (kind, key, at, f0…) to the narrow form."""
     raw = [F.col(f"f{number}") for number in range(len(rule.fields))]
     values = [from_column(column, field) for column, field in zip(raw, rule.fields, strict=True)]
     return table.select(
@@ -93,7 +94,7 @@ def table_side(table: DataFrame, rule: Rule) -> DataFrame:
 
 
 def waiting_side(messages: DataFrame, rule: Rule, number: int) -> DataFrame:
-    """The messages (contract.owing) without an effect of the rule's group `number`, in the narrow form."""
+    """Convert messages for which the rule's group `number` has no effect (contract.owing) to the narrow form."""
     nothing = F.lit(None).cast("string")
     return messages.select(
         F.coalesce("key", F.lit("")).alias("key"),
@@ -115,9 +116,10 @@ def _due() -> Column:
 
 
 def broker_side(messages: DataFrame, rule: Rule, *, is_exact: bool = False) -> DataFrame:
-    """Messages, dead letters and deliveries in the narrow form. A message whose body cannot be read is `bad`.
+    """Convert messages, dead letters and deliveries to the narrow form. A message whose body cannot be read has 1 in
+    the column `bad`.
 
-    The second look sets `is_exact`. Then the parser of this package reads each body that Spark's parser refuses, or
+    On the second look, `is_exact` is true: the parser of this package reads each body that Spark's parser refuses, or
     that may contain more than one document.
     """
     # The columns are computed in steps, so that each body is parsed once. Spark computes a column of a step once, and
@@ -153,7 +155,7 @@ def broker_side(messages: DataFrame, rule: Rule, *, is_exact: bool = False) -> D
 
 
 def _is_suspicious(text: Column, document: Column, rule: Rule) -> Column:
-    """Whether a body may be something else than one JSON document.
+    """Whether a body may be anything other than one JSON document.
 
     If the rule compares no field, only a body that Spark cannot parse is suspicious.
     """
@@ -175,7 +177,7 @@ def _refused(text: Column, document: Column, rule: Rule) -> Column:
 
 
 def way() -> Column:
-    """How close the decision of a message is to the commit of its transaction: ATOMIC, PROMPT or LATER."""
+    """How close the decision of a message is to the commit of its transaction (ATOMIC, PROMPT or LATER)."""
     is_atomic = F.coalesce(F.col("decided_at") <= F.col("at"), F.lit(True))
     return F.when(is_atomic, ATOMIC).when(F.col("decided_by") == "P", PROMPT).otherwise(LATER)
 
@@ -213,7 +215,7 @@ def why_unreadable(rule: Rule) -> Column:
     is_json = F.coalesce(F.col("content_type").startswith("application/json"), F.lit(False))
     raw = [F.try_variant_get(document, json_path(field), "string") for field in rule.fields]
     values = [from_body(column, field) for column, field in zip(raw, rule.fields, strict=True)]
-    content_type = F.concat(F.lit("its content type is "), F.coalesce("content_type", F.lit("missing")))
+    content_type = F.concat(F.lit("the content type is "), F.coalesce("content_type", F.lit("missing")))
     reason = _why_fields(raw, values, [field.body for field in rule.fields], rule)
     refused = _refused(text, document, rule)
     is_refused = refused != "" if rule.fields else refused.startswith(json_text.NOT_JSON)
@@ -250,12 +252,12 @@ def _why_fields(raw: list[Column], values: list[Column], names: list[str], rule:
 
 
 def with_keys(effects: DataFrame, ids: DataFrame, rule: Rule, floor: datetime | None) -> DataFrame:
-    """Effects that name a message id instead of a key, with the key of the message that has this id.
+    """Replace the message ids in the column `key` of effects by the keys of these messages.
 
-    `ids` has the columns message_id, key, topic and tag. The function removes effects of messages of other topics. If a
-    message is not among `ids` (it is older, or missing), its effects keep the message id as their key. If retention has
-    removed messages (`floor`), the function keeps such an effect only if its id, a UUID of version 7, was made after
-    the floor. For an older id, retention may have removed the message.
+    `ids` has the columns message_id, key, topic and tag. The function removes the effects of messages that have another
+    topic or tag than the rule. If a message is not in `ids`, the effects of this message keep the message id as their
+    key. If `floor` is given, retention has removed the messages before this time. Then the function removes an effect
+    whose message is not in `ids`, unless the message id is a UUID of version 7 that was made after `floor`.
     """
     known = ids.where(F.col("message_id").isNotNull()).select("message_id", F.col("key").alias("of"), "topic", "tag")
     found = effects.join(known, effects["key"] == known["message_id"], "left")
@@ -334,11 +336,11 @@ def _of_group(rule: Rule, number: int) -> Iterator[Column]:
 
 
 def _in_order_of_commit(rule: Rule) -> Iterator[Column]:
-    """The values of the message that was committed last, computed by two orders.
+    """The compared values of the message that was committed last, once for each of two orders of the messages.
 
-    The order `prompt` is the order of the decisions. The order `early` differs for a message that was decided some time
-    after its commit: it assumes the earliest possible commit of this message. Messages that the transaction of their
-    row stored are in the log in the order of their commits.
+    The order `prompt` is the order of the decisions. In the order `early`, a message that was decided some time after
+    its commit has the place of its earliest possible commit. Messages that were stored in the transaction of their row
+    are in the log in the order of their commits.
     """
     kind, way = F.col("kind"), F.col("way")
     is_sent = kind.isin(COMMITTED, RECALLED)
@@ -356,7 +358,7 @@ def _in_order_of_commit(rule: Rule) -> Iterator[Column]:
 
 def commit_place(time: Column, log_id: Column, is_live: Column) -> Column:
     """A number that orders messages by their time of commit and, for equal times, by log id. Recalled messages come
-    first.
+    before all others.
 
     The result is not a struct, because Spark aggregates structs by sorting.
     """
@@ -367,8 +369,8 @@ def commit_place(time: Column, log_id: Column, is_live: Column) -> Column:
 def _of_each_message(rule: Rule, number: int, watermark: datetime) -> Iterator[Column]:
     """The times that show whether a group has handled each message.
 
-    If effects have message ids, the result is the time of the oldest message without an effect. Else the result is the
-    times of the newest message, the newest overdue message, and the newest effect.
+    If effects have message ids, the result is the time of the oldest message without an effect. If effects have keys,
+    the result is the times of the newest message, the newest overdue message, and the newest effect.
     """
     kind, group = F.col("kind"), rule.groups[number]
     if group.key is None:
@@ -394,7 +396,8 @@ def _earliest(column: str, condition: Column) -> Column:
 
 def _compared(values: list[Column], rule: Rule) -> list[Column]:
     exact = [value for value, field in zip(values, rule.fields, strict=True) if field.tolerance is None]
-    # xxhash64 skips nulls. So the hash also covers whether each value is null: (null, 'a') and ('a', null) must differ.
+    # xxhash64 skips nulls. So the hash also covers whether each value is null, because (null, 'a') and ('a', null) must
+    # have different hashes.
     parts = [part for value in exact for part in (value, value.isNull())]
     hashed = F.xxhash64(*parts) if parts else F.lit(0).cast("bigint")
     near = [value for value, field in zip(values, rule.fields, strict=True) if field.tolerance is not None]

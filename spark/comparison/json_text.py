@@ -42,7 +42,8 @@ def why_refused(text: str, *, is_object: bool) -> str:
 
 
 def _read(text: str, *, is_object: bool) -> str:
-    """Read one JSON text, and return the limit that it exceeds, or ''. Raises _Malformed."""
+    """Read one JSON text, and return the limit of Spark's parser that the text exceeds; '' if it exceeds none. Raises
+    _Malformed."""
     if text.startswith("\ufeff"):
         raise _Malformed("JSON: it begins with a byte order mark")
     stack: list[str] = []
@@ -111,7 +112,7 @@ def _limit(kind: str, value: str, depth: int, *, is_name: bool) -> str:
 
 
 def _lone_surrogate(string: str) -> str:
-    """The first half of a UTF-16 surrogate pair in a JSON string whose other half is missing; '' if there is none."""
+    """The first half of a UTF-16 surrogate pair that stands alone in a JSON string; '' if there is none."""
     high, end = "", -1
     for escape in _ESCAPE.finditer(string):
         unit = escape["unit"] or ""

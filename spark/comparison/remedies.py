@@ -1,4 +1,5 @@
-"""The meaning of each class, the first check and the remedy: for findings, the report and the documentation."""
+"""The meaning, the first check and the remedy of each class, as texts for findings, the report and the
+documentation."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ _FILLED: Final = {"message_id": _UUID, "transaction_id": _UUID, "group": _NAME, 
 
 @dataclass(frozen=True, slots=True)
 class Remedy:
-    """Texts for people, with commands in backticks. `check` names the first check, `settle` the step that ends the
-    finding."""
+    """The texts about one class, with commands in backticks. `check` is the first check; `settle` is the step that ends
+    the finding."""
 
     meaning: str
     check: str
@@ -41,7 +42,8 @@ REMEDIES: Final = {
     FindingClass.HALF_STUCK: Remedy(
         "A half message is parked, or undecided for too long: no check-back has found out how its transaction ended.",
         "is the row there, and does a worker of the producer group run (`python manage.py outbox_status`)?",
-        "`python manage.py outbox_transaction decide {transaction_id} commit`, if the row is there; else rollback.",
+        "if the row is there, `python manage.py outbox_transaction decide {transaction_id} commit`; if it is not "
+        "there, the same command with rollback.",
     ),
     FindingClass.LOST: Remedy(
         "A business row without any message: no subscriber gets it.",
@@ -67,7 +69,7 @@ REMEDIES: Final = {
         "correct the handler, then `python manage.py outbox_dead_letter replay {group} {message_id}`.",
     ),
     FindingClass.UNDELIVERED: Remedy(
-        "A consumer group shows no effect within its limit.",
+        "A consumer group shows no effect within the limit of the group.",
         "does the group run, lag or make no progress (`python manage.py outbox_group offsets {group}`)? The finding "
         "shows how far the message got.",
         "start or resume the group's consumers. If the group has passed the message, its handler wrote no effect: "
@@ -81,23 +83,23 @@ REMEDIES: Final = {
     FindingClass.LATE: Remedy(
         "The message or the effect exists, but it is later than the limit that the rule declares.",
         "the cause of the delay: see the times of the finding, and `python manage.py outbox_status`.",
-        "nothing is missing: `[[acknowledge]]` the finding. If the limit is too short, raise late_after (of a group: "
-        "within).",
+        "nothing is missing: `[[acknowledge]]` the finding. If the limit is too short, raise late_after (for a "
+        "message) or the group's within (for an effect).",
     ),
     FindingClass.RECOVERED: Remedy(
-        "A finding of the previous result that holds no more.", "nothing.", "no action is needed."
+        "A finding of the previous result that no longer holds.", "nothing.", "no action is needed."
     ),
     FindingClass.EXPIRED: Remedy(
         "A subject that an earlier run left open can no longer be judged: retention may have removed its evidence.",
-        "its earlier class (in flags), and whether an operator has settled it.",
-        "settle it by the business rows. If findings stay open for longer than the topic's retention, raise the "
-        "retention.",
+        "the finding's earlier class (in the column flags), and whether an operator has settled the finding.",
+        "compare the business row with what the subscribers did, and correct what is wrong. If findings stay open for "
+        "longer than the topic's retention, raise the retention.",
     ),
 }
 
 
 def with_remedies(findings: DataFrame, trace: str) -> DataFrame:
-    """The findings with the column `remedy`. Its commands contain the ids of the finding."""
+    """Add the column `remedy` to the findings. The commands in a remedy contain the ids of its finding."""
     remedy: Column = F.lit(None).cast("string")
     is_traceable = F.col("message_id").isNotNull()
     for name, known in REMEDIES.items():

@@ -1,10 +1,11 @@
-"""The history of findings over the runs: two Parquet tables in the output folder, one file of each per day.
+"""The history of findings over the runs: two Parquet tables in the output folder, each with one file per day.
 
     history/counts/day=2025-06-01/counts.parquet        per run: the number of keys of each class
     history/findings/day=2025-06-01/findings.parquet    per run: findings that are new, changed their class, or ended
 
-A run adds its rows after its result is in force. If the run is killed before that, the next run adds them. The rows
-contain the name of their run, so no run's rows are written twice. The day is the day of `finished_at`, in UTC.
+A run adds its rows to the tables after its result is in force. If the run is killed before it adds its rows, the next
+run adds these rows. The rows contain the name of their run, so no run's rows are written twice. The day in a path is
+the UTC day of the run's `finished_at`.
 """
 
 from __future__ import annotations
@@ -39,8 +40,7 @@ SCHEMAS: Final = {
 }
 _FAULTS: Final = [name.value for name in classify.FAULTS]
 _CLOSED: Final = [classify.FindingClass.RECOVERED.value, classify.FindingClass.EXPIRED.value]
-# The counts of these classes are recorded even if they are 0, so that the table also has rows of a run without
-# findings.
+# The classes whose counts are recorded even if they are 0, so that the table also has rows of a run without findings.
 _ALWAYS: Final = (classify.FindingClass.OK.value, classify.FindingClass.PENDING.value)
 
 
@@ -52,7 +52,7 @@ class Entries:
     findings: pa.Table
 
     def and_then(self, later: Entries) -> Entries:
-        """These rows, followed by the `later` rows."""
+        """The rows of these entries, followed by the rows of `later`."""
         return Entries(pa.concat_tables([self.counts, later.counts]), pa.concat_tables([self.findings, later.findings]))
 
 
@@ -74,7 +74,8 @@ def of_result(store: Store, result: Mapping[str, Any]) -> Entries:
 def _changes(found: pa.Table | None, run: str, finished: datetime) -> pa.Table:
     """The findings of a run that are new, changed their class, or ended."""
     schema = SCHEMAS[FINDINGS]
-    if found is None or "was" not in found.column_names:  # An earlier version wrote these findings.
+    # The findings of an old version have no column `was`.
+    if found is None or "was" not in found.column_names:
         return schema.empty_table()
     name, was = found["class"], found["was"]
     is_closed = pc.is_in(name, pa.array(_CLOSED))
@@ -107,7 +108,8 @@ def keep(store: Store, entries: Entries) -> None:
 
 
 def make_up(store: Store, result: Mapping[str, Any]) -> None:
-    """Add the rows of the result in force, if its run was killed before it could add them. Raises OSError."""
+    """Add the rows of the result in force, if its run was killed before it could add them to the tables. Raises
+    OSError."""
     known = store.table(_path(COUNTS, datetime.fromisoformat(result["finished_at"]).date()), ["run"])
     if known is None or result["run"] not in known["run"].unique().to_pylist():
         keep(store, of_result(store, result))
@@ -116,7 +118,7 @@ def make_up(store: Store, result: Mapping[str, Any]) -> None:
 def until(store: Store, last: date) -> Entries:
     """The rows of the REPORTED_DAYS days up to `last`.
 
-    For a day that is _WHOLE_DAYS or more before `last`, the function returns the counts of the day's last run only.
+    For a day at least _WHOLE_DAYS days before `last`, the function returns only the counts of the last run of that day.
     """
     first = (last - timedelta(days=REPORTED_DAYS)).isoformat()
     whole = (last - timedelta(days=_WHOLE_DAYS)).isoformat()
@@ -141,7 +143,8 @@ def _path(name: str, day: date) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Day:
-    """One day: the findings that were open after its last run, and the numbers of findings that were found or ended."""
+    """One day: the findings that were open after the last run of the day, and the numbers of findings that were found
+    or ended on it."""
 
     day: date
     open: Mapping[str, int]
@@ -152,7 +155,8 @@ class Day:
 
 @dataclass(frozen=True, slots=True)
 class Trend:
-    """The history for the report: open findings by class after each run, days, and recently ended findings."""
+    """The history for the report: the open findings by class after each run, the numbers of each day, and the findings
+    that ended last."""
 
     runs: Sequence[tuple[float, Mapping[str, int]]]
     days: Sequence[Day]

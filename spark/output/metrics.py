@@ -1,4 +1,4 @@
-"""A file for the textfile collector of Prometheus' node exporter."""
+"""Writes the metrics of a result into a file for the textfile collector of Prometheus' node exporter."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any, Final
 from ..common.errors import UsageProblem
 
 _HELP: Final = {
-    "outbox_reconcile_keys": "Keys of the newest result by class, of a group; without a group: of the messages.",
+    "outbox_reconcile_keys": "Number of keys per class in the newest result; the label group is empty for messages.",
     "outbox_reconcile_faults": "Findings of the newest result that are not acknowledged.",
-    "outbox_reconcile_new_faults": "Findings that no earlier result had.",
+    "outbox_reconcile_new_faults": "Findings of the newest result that no earlier result had.",
     "outbox_reconcile_acknowledged": "Findings of the newest result that are acknowledged.",
-    "outbox_reconcile_finished_timestamp_seconds": "When the newest result was finished.",
-    "outbox_reconcile_duration_seconds": "The duration of its run.",
-    "outbox_reconcile_boundary_timestamp_seconds": "Rows before this were judged.",
+    "outbox_reconcile_finished_timestamp_seconds": "The time at which the newest result was finished.",
+    "outbox_reconcile_duration_seconds": "The duration of the run that made the newest result.",
+    "outbox_reconcile_boundary_timestamp_seconds": "The newest result judges the rows before this time.",
 }
 
 
@@ -24,11 +24,11 @@ _OWNER: Final = "# From the rules file "
 
 
 def target(given: Path, rules: Path) -> Path:
-    """The metrics file of a rules file. If `given` is a folder, this is a file in the folder, named after the rules
-    file. Else it is `given`.
+    """The path of the metrics file, which is `given` or, if `given` is a folder, a file in the folder that is named
+    after the rules file.
 
-    Raises UsageProblem if the file cannot be written, or if another rules file writes it. A run calls this function
-    before any other work.
+    Raises UsageProblem if the file cannot be written, or if it contains the metrics of another rules file.
+    A run calls this function before any other work.
     """
     path = given / f"outbox_reconcile_{rules.stem}.prom" if given.is_dir() else given
     try:
@@ -38,8 +38,9 @@ def target(given: Path, rules: Path) -> Path:
         raise UsageProblem(f"the metrics {str(path)!r} cannot be written: {error}. Correct --metrics.") from error
     if first.startswith(_OWNER) and first != _owner(rules):
         raise UsageProblem(
-            f"the metrics {str(path)!r} are those of another rules file, {first.removeprefix(_OWNER)}: each would "
-            f"replace the other's. Give each a file of its own with --metrics, or all of them a folder."
+            f"the metrics file {str(path)!r} contains the metrics of another rules file, "
+            f"{first.removeprefix(_OWNER)}: the runs of the two rules files would replace each other's metrics. "
+            f"Give each rules file its own file with --metrics, or give --metrics a folder."
         )
     return path
 

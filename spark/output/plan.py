@@ -1,8 +1,9 @@
-"""The plan of a repair of the findings in force: JSON lines that a person reads, shortens and then applies.
+"""The plan of a repair of the findings in force. A plan consists of JSON lines, which a person reads, shortens and then
+applies.
 
-The first line, the head, names the run. For each rule, the head has the SQL that reads the row and the messages again.
-Each further line is a step. Making a plan reads only the result; it reads no database and changes nothing. `manage.py
-outbox_repair` applies the plan, and verifies each step before that.
+The first line of a plan, the head, names the run. For each rule, the head has the SQL that reads the row and the
+messages again. Each further line of a plan is one step. Making a plan reads only the result; it reads no database and
+changes nothing. `manage.py outbox_repair` verifies each step of the plan before it applies the step.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _CLOSED: Final = (FindingClass.RECOVERED.value, FindingClass.EXPIRED.value)
 
 
 class RepairAction(enum.StrEnum):
-    """The effect of applying a step."""
+    """The action that `outbox_repair` performs when it applies a step."""
 
     PUBLISH = "publish"
     """The repair publishes the row's message again, under an id derived from rule, key and the row's time."""
@@ -81,7 +82,7 @@ def _source(rule: Rule, rules: Rules) -> dict[str, Any]:
 
 
 def _effects(group: GroupRule) -> dict[str, Any]:
-    """The SQL that finds the effects of a key. A repair reads them before it publishes the row again."""
+    """The SQL that finds the effects of a key. A repair reads these effects before it publishes the row again."""
     return {
         "group": group.name,
         "database": group.database,
@@ -107,16 +108,16 @@ def _hindrance(finding: Mapping[str, Any], rule: Rule | None, rules: Rules) -> s
     if finding["acknowledged"]:
         return f"acknowledged: {finding['acknowledged']}"
     if rule is None:
-        return "the rules file has no such rule any more, or another one under its name: run the reconciliation again"
+        return "the rule was removed from the rules file or changed after the run: run the reconciliation again"
     if finding["class"] == FindingClass.DEAD.value and not finding["message_id"]:
-        return "the message of the dead letter is not there: which one should be replayed is not known"
+        return "the finding has no message id, so the dead letter to replay is not known"
     if finding["class"] != FindingClass.LOST.value:
         return None
     if rules.databases[rule.database].kind is not SourceKind.POSTGRES:
-        return "the rows were read from an export: applying must read the row itself again, in its database"
+        return "the rows were read from an export, but a repair must read the row again in its database"
     for group in rule.groups:
         if group.table and rules.databases[group.database].kind is not SourceKind.POSTGRES:
-            return f"the effects of {group.name} were read from an export: applying must ask them in their database"
+            return f"the effects of {group.name} were read from an export, but a repair must read them in a database"
     if finding["rows"] != 1:
-        return f"{finding['rows']} rows have this key: which of them should be published is not known"
+        return f"{finding['rows']} rows have this key, so the row to publish is not known"
     return None

@@ -33,7 +33,7 @@ class _Axis:
     bins: int
 
     def place(self, moment: float) -> int:
-        """The bucket of a moment."""
+        """The number of the bucket that contains a moment."""
         return min(self.bins - 1, int((moment - self.low) / self.width))
 
     def x(self, place: float) -> float:
@@ -92,7 +92,7 @@ def open_plot(runs: Sequence[tuple[float, Mapping[str, int]]]) -> str:
         if not any(left_open[place].values())
     ]
     parts = [
-        _lane(f"open after the last run of each {_span(width)}", _ROWS_TOP, _ROWS_HEIGHT, most),
+        _lane(f"open findings after the last run of each {_span(width)}", _ROWS_TOP, _ROWS_HEIGHT, most),
         *clean,
         *_stacks(axis, left_open, bottom, _ROWS_HEIGHT),
         *_ticks(axis, bottom + 22),

@@ -1,4 +1,4 @@
-"""The report: one HTML file that needs no other file. Every value from the data is escaped when it is written."""
+"""The report: one HTML file that needs no other file. Every value from the data is escaped in the HTML."""
 
 from __future__ import annotations
 
@@ -94,19 +94,19 @@ def _window_text(rule: Mapping[str, Any]) -> str:
 
 
 def _look_back_text(rule: Mapping[str, Any]) -> str:
-    """A sentence about the last look back. It shows whether the run sees changes of rows that an earlier run judged."""
+    """A sentence about the last look back, in which a run judged the rows of earlier runs again."""
     last = rule.get("looked_back")
     if rule["since"] is None:
         return ""
     if last is None:
         return (
-            " Changes to rows, messages and effects of a time before that are not seen: no run has looked back (set "
-            "look_back in the rule)."
+            " Later changes to rows, messages and effects from before this window are not found, because no run has "
+            "looked back (set look_back in the rule)."
         )
     since = "the beginning" if last["from"] is None else _seconds(last["from"])
     return (
-        f" Changes to rows, messages and effects of a time before that are seen by a look back: the last, at "
-        f"<b>{_seconds(last['at'])}</b>, reached back to <b>{since}</b>."
+        f" Later changes to rows, messages and effects from before this window are found by a look back. The last look "
+        f"back, at <b>{_seconds(last['at'])}</b>, judged the rows from <b>{since}</b> on again."
     )
 
 
@@ -191,8 +191,9 @@ def _reading_guide() -> str:
         for name in classify.FAULTS
     )
     return (
-        "<section><h2>How to read the classes</h2><p class='dim'>A key can be several at once; it is counted under the "
-        "first that holds, in this order. The others are named beside it.</p>"
+        "<section><h2>How to read the classes</h2><p class='dim'>Several classes can hold for one "
+        "key. The key is counted under the first of these classes, in the order of this list. The finding names the "
+        "further classes after “also”.</p>"
         f"<ol class='guide'>{items}</ol></section>"
     )
 
@@ -230,7 +231,7 @@ def _findings_section(result: Mapping[str, Any], found: Sequence[Mapping[str, An
             )
     return (
         f"<section><h2>Findings</h2>{''.join(sections)}"
-        f"<p class='dim'>All of them: <code>{escape(result['findings'])}</code> (Parquet) in the output folder.</p>"
+        f"<p class='dim'>All findings: <code>{escape(result['findings'])}</code> (Parquet) in the output folder.</p>"
         "</section>"
     )
 
@@ -257,7 +258,8 @@ def _finding(finding: Mapping[str, Any], trace: str) -> str:
 
 
 def _more(finding: Mapping[str, Any], trace: str) -> str:
-    """The remedy of a finding, and a part that the reader can open, with all evidence about the finding's key."""
+    """The remedy of a finding, and all evidence about the finding's key in a part of the page that the reader can
+    open."""
     if finding["class"] in CLOSED:
         return ""
     remedy = _remedy(finding["remedy"] or "")
@@ -350,7 +352,8 @@ def _failures(messages: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _groups(known: Mapping[str, Any]) -> str:
-    """Every group that the rule names or that subscribes, with its effects and the state of its delivery."""
+    """A table of the groups that the rule names or that subscribe to the topic, with each group's effects and
+    delivery."""
     effects = {each["group"]: each for each in known.get("effects") or []}
     states = {each["group"]: each.get("delivery") for each in known.get("deliveries") or []}
     if not effects and not states:
@@ -391,13 +394,13 @@ _SHOWN_DAYS: Final = 14
 
 
 def _history_section(trend: Trend) -> str:
-    """The section with the history; after the first run it is one sentence."""
+    """The section with the history; after the first run, the section is one sentence."""
     if len(trend.runs) < 2:
         return "<section><h2>History</h2><p class='dim'>This is the first run into this output folder.</p></section>"
     return (
         f"<section><h2>History</h2>{open_plot(trend.runs)}{_days(trend.days[:_SHOWN_DAYS])}{_ended(trend.ended)}"
-        "<p class='dim'>All of it: <code>history/counts</code> and <code>history/findings</code> (Parquet, by day) in "
-        "the output folder.</p></section>"
+        "<p class='dim'>The whole history: <code>history/counts</code> and <code>history/findings</code> (Parquet, by "
+        "day) in the output folder.</p></section>"
     )
 
 
@@ -412,9 +415,10 @@ def _days(days: Sequence[Day]) -> str:
         for day in days
     )
     return (
-        "<h3>Days</h3><p class='dim'>Findings that were found and that ended in the day (UTC), and those open after "
-        "its last run, by class.</p><div class='wide'><table><thead><tr><th>Day</th><th class='n'>Found</th>"
-        f"<th class='n'>Recovered</th><th class='n'>Expired</th>{head}</tr></thead><tbody>{rows}</tbody></table></div>"
+        "<h3>Days</h3><p class='dim'>For each day (UTC): the number of findings that were found or ended on it, and, "
+        "by class, the findings that were open after the last run of the day.</p><div class='wide'><table><thead><tr>"
+        f"<th>Day</th><th class='n'>Found</th><th class='n'>Recovered</th><th class='n'>Expired</th>{head}</tr></thead>"
+        f"<tbody>{rows}</tbody></table></div>"
     )
 
 

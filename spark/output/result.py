@@ -80,7 +80,7 @@ def publish(
         job.store.write(result["report"], text)
         job.store.write(RESULT, json.dumps(result, indent=2, ensure_ascii=False) + "\n")
     except OSError as error:
-        raise UsageProblem(f"the result cannot be written: {error}. The previous one stays in force.") from error
+        raise UsageProblem(f"the result cannot be written: {error}. The previous result stays in force.") from error
     try:
         # Write these files after the result: they may be older than the result in force, but never newer.
         history.keep(job.store, entries)
@@ -88,7 +88,7 @@ def publish(
         if metrics_file is not None:
             metrics.write(metrics_file, result, job.options.rules)
     except OSError as error:
-        return f"the result is published, but not everything that shows it: {error}"
+        return f"the result is in force, but the history, report.html or the metrics could not be written: {error}"
     return None
 
 

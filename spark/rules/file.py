@@ -1,4 +1,4 @@
-"""Reads and validates the rules file. It reports all errors at once, each with its line, key and remedy."""
+"""Reads and validates the rules file, and reports all its errors at once, each with its line, key and remedy."""
 
 from __future__ import annotations
 
@@ -43,17 +43,19 @@ _LOCATIONS: Final = ("env", "service", "dsn", "path")
 # docs/decisions/044-messages-are-found-by-their-key.md
 _BY_BODY: Final = (
     "a rule finds its messages by their key, not by a field of their body: dead letters, deliveries, the second look "
-    "and a repair know a message by its key alone",
-    'publish it with key=…, and write key = "…", the column or expression that gives the same value',
+    "and a repair find a message only by its key",
+    'publish the messages with key=…, and write key = "…" in the rule: the column or expression with the same value',
 )
 
 
 def load(path: Path, environment: Mapping[str, str] | None = None) -> Rules:
-    """The rules in `path`. Raises RulesInvalid with all errors, or UsageProblem if the file does not exist."""
+    """The rules in the file `path`. Raises RulesInvalid with all errors, or UsageProblem if the file does not exist."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageProblem(f"the rules file {path} cannot be read: {error}. Give its path with --rules.") from error
+        raise UsageProblem(
+            f"the rules file {path} cannot be read: {error}. Give the path of the rules file with --rules."
+        ) from error
     return parse(text, str(path), environment)
 
 
@@ -120,7 +122,7 @@ class _Reader:
         if mode & 0o600 != 0o600 or mode & 0o111:
             table.problem(
                 "mode",
-                f"not the permissions of a file that its owner reads and writes: {given!r}",
+                f"not the permissions of a file that its owner may read and write, and no user may execute: {given!r}",
                 'write octal digits, as in mode = "0640"',
             )
         return mode
@@ -168,10 +170,16 @@ class _Reader:
     def _location(self, table: TomlTable, kind: SourceKind, given: str) -> str:
         value = table.text(given) or ""
         if (given == "path") != (kind in (SourceKind.PARQUET, SourceKind.CSV)) and given != "env":
-            table.problem(given, f"does not fit kind {kind.value!r}", "parquet and csv take path, databases do not")
+            table.problem(
+                given,
+                f"does not fit kind {kind.value!r}",
+                "write path for parquet and csv, and env, service or dsn for a database",
+            )
         if given == "dsn" and _PASSWORD.search(value):
             table.problem(
-                given, "holds a password", "keep it in the environment (env), a libpq service file or ~/.pgpass"
+                given,
+                "contains a password",
+                "keep the password in the environment (env), a libpq service file or ~/.pgpass",
             )
         if given == "service":
             return f"service={value}"
@@ -219,10 +227,10 @@ class _Reader:
         )
         self._check_bucket(table, rule)
         if rule.look_back_seconds is None and "look_back_every" in table.values:
-            table.problem("look_back_every", "says how often a look back is due", 'add look_back = "7d", or remove it')
+            table.problem("look_back_every", "has no meaning without look_back", 'add look_back = "7d", or remove it')
         for group in rule.groups:
             if rule.message_when and group.table is None:
-                text = f"group {group.name!r} is judged by the broker's deliveries, which have no condition"
+                text = f"cannot restrict the broker's deliveries, by which group {group.name!r} is judged"
                 table.problem("message_when", text, "name the group's effect table")
         return rule
 
@@ -233,7 +241,7 @@ class _Reader:
             table.problem("mask", f"must be a list of names, got {names!r}", 'write mask = ["email"]')
             return ()
         if table.values.get("key") in names:
-            table.problem("mask", "the key cannot be masked: findings are found by it", "remove it from mask")
+            table.problem("mask", "the key cannot be masked, because it names the findings", "remove the key from mask")
         return tuple(names)
 
     def _check_bucket(self, table: TomlTable, rule: Rule) -> None:
@@ -244,11 +252,15 @@ class _Reader:
         if not any(field.column == rule.time and field.type is FieldType.TIMESTAMP for field in rule.fields):
             table.problem(
                 "bucket",
-                f"both sides need the same time, and no field of the body equals column {rule.time!r}",
+                f"messages need the time of their row, and no field of the body is compared with column {rule.time!r}",
                 f'add [[rule.field]] column = "{rule.time}", type = "timestamp", or remove bucket',
             )
         for field in rule.near_fields:
-            table.problem("bucket", f"a checksum has no tolerance (field {field.column!r})", "remove one of them")
+            table.problem(
+                "bucket",
+                f"a checksum has no tolerance (field {field.column!r})",
+                "remove bucket or the field's tolerance",
+            )
 
     def _field(self, value: Any, path: TomlPath) -> FieldRule:
         table = TomlTable(self.problem, value, path, ("column", "body", "type", "tolerance"))
@@ -325,7 +337,7 @@ _NOT_JUDGED: Final = ("mask", "look_back", "look_back_every")
 
 
 def _digest(rule: Any) -> str:
-    """A digest of the rule's keys that influence judging. It excludes the keys for masking and for looking back."""
+    """A digest of a rule, without the keys for masking and for looking back, which do not change the class of a key."""
     judged = {key: value for key, value in rule.items() if key not in _NOT_JUDGED} if isinstance(rule, dict) else rule
     return hashlib.sha256(json.dumps(judged, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
@@ -334,7 +346,7 @@ _ACKNOWLEDGE_KEYS: Final = ("rule", "key", "group", "class", "until", "reason", 
 
 
 def _acknowledgement(table: TomlTable, rules: Sequence[str]) -> Acknowledgement:
-    """An `[[acknowledge]]`; `rules` are the names of the file's rules."""
+    """Read one table `[[acknowledge]]`; `rules` has the names of all rules of the file."""
     rule, until = table.required("rule"), table.values.get("until")
     if rule and rule not in rules:
         table.problem("rule", f"no rule {rule!r}", f"use one of: {', '.join(rules)}")

@@ -1,4 +1,5 @@
-"""Masking: a run compares masked fields, but does not show their values. It shows other parts of a body unchanged."""
+"""Masking: a run compares masked fields, but does not show their values. The run shows the other parts of a body
+unchanged."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from pyspark.sql import functions as F
 from .rule import FieldRule, Rule
 
 HIDDEN: Final = "(masked)"
-NOT_JSON: Final = "(masked: not one readable JSON text, so its fields cannot be separated)"
+NOT_JSON: Final = "(masked: the body is not one readable JSON text, so its fields cannot be masked one by one)"
 _SPACE: Final = " \t\r\n"
 _DECODER: Final = json.JSONDecoder()
 
@@ -25,7 +26,8 @@ def is_masked(rule: Rule, field: FieldRule) -> bool:
 
 
 def shown(rule: Rule, field: FieldRule, value: Column) -> Column:
-    """A compared value as a finding may show it. A null is shown even if the field is masked."""
+    """A compared value in the form that a finding may show. A value of a masked field becomes HIDDEN; a null stays
+    null."""
     return F.when(value.isNotNull(), F.lit(HIDDEN)) if is_masked(rule, field) else value
 
 

@@ -11,7 +11,7 @@ from ..common.options import DEFAULT_OUTPUT_MODE
 
 
 class FieldType(enum.StrEnum):
-    """The common form of a column and a body field, in which they are compared."""
+    """The common form in which a column and a body field are compared."""
 
     TEXT = "text"
     """A text, compared unchanged."""
@@ -47,7 +47,8 @@ class Messages(enum.StrEnum):
 
     EXACTLY_ONE = "exactly_one"
     AT_LEAST_ONE = "at_least_one"
-    """The run compares the row with the message that was committed last. Every message owes its effects."""
+    """A row may have several messages. The run compares the row with the message that was committed last, and expects
+    effects of every message."""
 
 
 class SourceKind(enum.StrEnum):
@@ -56,7 +57,7 @@ class SourceKind(enum.StrEnum):
     POSTGRES = "postgres"
     """PostgreSQL, read over ADBC in several partitions, all inside one exported snapshot."""
     JDBC = "jdbc"
-    """A database read by Spark's JDBC reader. Its partitions have no common snapshot."""
+    """A database read by Spark's JDBC reader, whose partitions have no common snapshot."""
     PARQUET = "parquet"
     """A folder with one Parquet file or folder per table."""
     CSV = "csv"
@@ -72,10 +73,11 @@ DEFAULT_LOOK_BACK_EVERY_SECONDS: Final = 86_400.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DatabaseRule:
-    """One source. `location` is its connection string, JDBC URL or folder, with variables of the environment resolved.
+    """One source. `location` is the connection string, JDBC URL or folder of the source, with environment variables
+    resolved.
 
-    For a replica, `primary` names the primary, whose open transactions count. Without `primary`, a run assumes that the
-    primary's transactions last at most `longest_transaction_seconds`.
+    For a replica, `primary` is the primary database, whose open transactions limit the watermark. Without `primary`, a
+    run assumes that the primary's transactions last at most `longest_transaction_seconds`.
     """
 
     name: str
@@ -89,9 +91,9 @@ class DatabaseRule:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FieldRule:
-    """A column that must equal a field of the body. A dotted path names the field.
+    """A column that must equal a field of the body. `body` is the dotted path of this field.
 
-    The two values may differ by at most `tolerance`, which has the unit of the values. For times, it is in seconds.
+    The two values may differ by at most `tolerance`, which has the unit of the values (seconds for times).
     """
 
     column: str
@@ -102,16 +104,16 @@ class FieldRule:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupRule:
-    """A consumer group that must have handled the message, and the table in which its effect shows.
+    """A consumer group that must have handled the message, and the table into which the group writes its effect.
 
     The effect is found by `key` (equal to the message's key) or by `message_id`. Without a table, the broker's own view
-    of the delivery is the evidence. The limit `within_seconds` counts from the row's time, or from the message's
-    delivery time if this is later. If a group has no effect when the limit ends, the group is UNDELIVERED. A later
-    effect is LATE.
+    of the delivery is the evidence. The limit `within_seconds` begins at the row's time, or at the message's delivery
+    time if this is later. A group without an effect at the end of the limit is UNDELIVERED. An effect after the limit
+    is LATE.
 
-    `owed_when` is a condition over `message_v1` for the messages for which the group owes an effect. If `owed_when` is
-    None, the run reads the group's subscription from the broker (subscriptions.py). If the run cannot read it, every
-    message owes an effect.
+    `owed_when` is a condition over `message_v1`, which a message satisfies if the group owes an effect for it. If
+    `owed_when` is None, the run reads the group's subscription from the broker (subscriptions.py). If the run cannot
+    read the subscription, the group owes an effect for every message.
     """
 
     name: str
@@ -149,8 +151,8 @@ class Rule:
     stuck_after_seconds: float = DEFAULT_STUCK_AFTER_SECONDS
     bucket_seconds: float | None = None
     look_back_seconds: float | None = None
-    """Once per `look_back_every_seconds`, an incremental run judges rows of earlier runs again, back to this many
-    seconds before its boundary."""
+    """The length of a look back: once per `look_back_every_seconds`, an incremental run judges again the rows of the
+    last `look_back_seconds` before its boundary."""
     look_back_every_seconds: float = DEFAULT_LOOK_BACK_EVERY_SECONDS
     allow_empty: bool = False
     fields: tuple[FieldRule, ...] = ()
@@ -203,10 +205,10 @@ class Fault(enum.StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Acknowledgement:
-    """A known finding. Before the moment `until`, reports show it as acknowledged and do not count it as new.
+    """A known finding. Before the moment `until`, reports show the finding as acknowledged, and do not count it as new.
 
-    An acknowledgement does not change how a key is judged. Its `group` is a consumer group, '' for the key's message,
-    or None for every subject of the key.
+    An acknowledgement does not change how a key is judged. `group` is a consumer group, '' for the key's message, or
+    None for the message and all groups.
     """
 
     rule: str
@@ -227,7 +229,7 @@ class Acknowledgement:
         """The note that a run after `until` shows."""
         return (
             f"the acknowledgement of {self.finding_class} {self.key!r} by {self.by} ended at {self.until.isoformat()}: "
-            f"it counts again. Remove it, or give it another until"
+            f"the finding counts again. Remove the acknowledgement, or give it another until"
         )
 
 
@@ -242,6 +244,6 @@ class Rules:
     rules: tuple[Rule, ...]
     acknowledged: tuple[Acknowledgement, ...] = ()
     output_mode: int = DEFAULT_OUTPUT_MODE
-    """Permissions of output files. Users who may read a folder may also enter it."""
+    """The permissions of output files. Users who may read output files may also enter the output folders."""
     archive: str | None = None
     """Folder or URI of the archive, which keeps the messages that retention removes from the broker's log."""

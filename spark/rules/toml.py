@@ -1,6 +1,5 @@
-"""Reads typed values from TOML tables, and finds the line of each key, which tomllib does not give.
-
-A validation error needs this line.
+"""Reads typed values from TOML tables, and finds the line of each key for the error texts, because tomllib
+does not give lines.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ Choice = TypeVar("Choice", bound=StrEnum)
 
 
 class TomlTable:
-    """Reads typed values from one TOML table. It reports each error with its line."""
+    """Reads typed values from one TOML table, and reports each error with the line of its key."""
 
     def __init__(self, report: Callable[[Path, str], None], values: Any, path: Path, allowed: tuple[str, ...]) -> None:
         self._report, self.path = report, path

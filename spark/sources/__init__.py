@@ -1,1 +1,1 @@
-"""The sources of tables: PostgreSQL over ADBC (the default), databases over JDBC, and Parquet and CSV folders."""
+"""The sources of tables are PostgreSQL over ADBC (the default), databases over JDBC, and Parquet and CSV folders."""

@@ -1,4 +1,5 @@
-"""A Python Data Source for Spark. Each of its partitions is one SQL query, read over ADBC as Arrow, in one snapshot.
+"""A Python Data Source for Spark, whose partitions are one SQL query each. All queries are read over ADBC, as Arrow, in
+one snapshot.
 
 This code runs on executors, on which only pyspark, pyarrow and the ADBC driver must be installed. See decision 041.
 """
@@ -20,8 +21,8 @@ from ..common.errors import FAILURE, ReconcileError, RunIncomplete, UsageProblem
 from ..common.safe_text import mask_passwords
 
 FORMAT: Final = "outbox_postgres"
-# An error text shows this many characters of a query. These characters name the table and the part of the table that
-# was read. The later characters are keys.
+# The number of characters of a query that an error text shows. The first characters of a query name the table and the
+# part of the table that was read; the characters after them are keys.
 _SHOWN_QUERY: Final = 240
 _BATCH_BYTES: Final = 4 * 1024 * 1024
 _ARROW_TYPES: Final = {
@@ -32,20 +33,22 @@ _ARROW_TYPES: Final = {
 }
 NAME: Final = "outbox-reconcile"
 # Every transaction of this package holds an advisory lock of this class, so that the database shows which transactions
-# are from this package. The application_name would not show it: a pool may give a connection with this name to another
-# client. A lock ends with its transaction.
+# are from this package. The application_name would not show these transactions: a pool may give a connection with this
+# name to another client. A transaction releases the lock at its end.
 LOCK_CLASS: Final = 1_869_967_960
 SNAPSHOT: Final = "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY"
 LATEST: Final = "BEGIN ISOLATION LEVEL READ COMMITTED READ ONLY"
-# The statement SET LOCAL makes these settings, for one transaction. Behind a pool, a setting of the session would also
-# apply to other clients, and might not apply to the next transaction of this package.
+# Each transaction makes these settings with SET LOCAL. Behind a pool, a setting of the session would also apply to
+# other clients, and might not apply to the next transaction of this package.
 _SETTINGS: Final = (
     # Queries contain keys as constants. With other values of the next two settings, a constant would mean another key.
     "client_encoding = 'UTF8'",
     "standard_conforming_strings = on",
-    # If policies hide rows from the role, the query fails. Hidden rows would become false findings.
+    # With this setting, a query fails if policies hide rows from the role. Without this setting, the hidden rows would
+    # become false findings.
     "row_security = off",
-    # The database sends values as texts. These settings give texts of one form, whatever the database's own settings.
+    # The database sends values as texts. The next settings fix the form of the texts, so that the database's own
+    # settings do not matter.
     "timezone = 'UTC'",
     "datestyle = 'ISO'",
     "bytea_output = 'hex'",
@@ -55,8 +58,8 @@ _SETTINGS: Final = (
 )
 _READING: Final = (
     "work_mem = '128MB'",
-    # Decisions are stored in the order of their messages. Reading them by index is faster than scanning all decisions
-    # for every partition.
+    # Decisions are stored in the order of their messages. Reading the decisions by index is faster than scanning all
+    # decisions for every partition.
     "random_page_cost = 1.1",
 )
 _USAGE_STATES: Final = {
@@ -163,7 +166,7 @@ def begin(mode: str, name: str, *, snapshot: str = "", settings: Sequence[str] =
 
 
 def conform(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
-    """The batch with exactly the declared types and nullability. Spark refuses a batch with other types."""
+    """Convert a batch to exactly the declared types and nullability, because Spark refuses a batch with other types."""
     arrays = [
         column if column.type == field.type else column.cast(field.type)
         for column, field in zip(batch.columns, schema, strict=True)
@@ -184,4 +187,4 @@ def translated(database: str, error: Any, about: str) -> ReconcileError:
     if state in _USAGE_STATES or state[:2] in _USAGE_CLASSES:
         reason = _USAGE_STATES.get(state, "the database does not accept an expression of the rule")
         return UsageProblem(f"{reason}: {detail}. Correct the rules file or the connection.")
-    return RunIncomplete(f"reading failed, {detail}. Run it again; the previous result stays in force.")
+    return RunIncomplete(f"reading failed, {detail}. Run the reconciliation again; the previous result stays in force.")

@@ -36,11 +36,11 @@ KINDS: Final = {
     "decided_at": ColumnKind.TIMESTAMP,
     "recalled_at": ColumnKind.TIMESTAMP,
 }
-# The time at which a message is settled. Before this time, a client may recall the message. After it, the state of the
-# message cannot change.
+# The time at which a message is settled. Before this time, a client may recall the message. After this time, the state
+# of the message cannot change.
 SETTLED: Final = "coalesce(recalled_at, greatest(decided_at, deliver_at))"
 # Per topic: the number of messages that retention has removed, the number of messages in the log that earlier passes
-# took, and the horizon.
+# copied, and the time before which retention may have removed messages.
 _REMOVED: Final = """
 SELECT topic.topic, coalesce(removed.count, 0), coalesce(taken.count, 0),
        topic.pruned_at - topic.retention_seconds * interval '1 s'
@@ -53,9 +53,10 @@ LEFT JOIN (SELECT topic, count(*) AS count FROM {messages} WHERE {before} GROUP 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pass:
-    """A pass over the messages settled from `since` (None: the beginning) up to `until`.
+    """One pass of `outbox-reconcile archive`: it copied the messages that were settled from `since` (None: the
+    beginning) up to `until`.
 
-    The fields contain the number of these messages, their number per topic, and their checksum.
+    `count` is the number of the copied messages, `topics` is their number per topic, and `checksum` is their checksum.
     """
 
     name: str
@@ -67,14 +68,14 @@ class Pass:
 
     @property
     def folder(self) -> str:
-        """The folder of the pass, below the archive."""
+        """The path of the pass's folder inside the archive's folder."""
         return f"{FOLDER}/pass={self.name}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gap:
-    """The number of messages of a topic that retention removed before a pass took them. The pass that ended at `until`
-    found this gap."""
+    """The number of messages of a topic that retention removed before a pass could copy them. `until` is the end of the
+    pass that found the gap."""
 
     topic: str
     messages: int
@@ -85,8 +86,8 @@ class Gap:
 class Manifest:
     """The contents of `archive.json`: passes and gaps.
 
-    `removed` has, per topic, the number of messages that retention had removed before the first pass, and the horizon
-    at that time ('' if it had removed none).
+    For each topic, `removed` has the number of messages that retention had removed before the first pass, and the time
+    before which these messages were stored ('' if the number is 0).
     """
 
     broker: str
@@ -96,7 +97,8 @@ class Manifest:
 
     @property
     def until(self) -> str | None:
-        """The end of the newest pass: it took the messages settled before this time."""
+        """The end of the newest pass, which copied the messages that were settled before this time; None if there is no
+        pass."""
         return self.passes[-1].until if self.passes else None
 
     def missing(self, topic: str, removed: int, taken: int) -> int:
@@ -110,7 +112,7 @@ class Manifest:
         return removed - self.removed.get(topic, (0, ""))[0] - (archived - taken) - known
 
     def complete_from(self, topic: str) -> datetime | None:
-        """From this time on, every message of the topic is in the archive or in the log. None means from the beginning.
+        """The time from which on every message of the topic is in the archive or in the log; None: from the beginning.
 
         An older message may be neither in the archive nor in the log.
         """
@@ -120,7 +122,8 @@ class Manifest:
 
 
 def load_manifest(store: Store) -> Manifest | None:
-    """The manifest of the archive; None before the first pass. Raises UsageProblem if its file is damaged."""
+    """The manifest of the archive; None before the first pass. Raises UsageProblem if the file `archive.json` is
+    damaged."""
     text = store.read(MANIFEST)
     if text is None:
         return None
@@ -134,15 +137,15 @@ def load_manifest(store: Store) -> Manifest | None:
         )
     except (ValueError, KeyError, TypeError) as error:
         raise UsageProblem(
-            f"{store.path(MANIFEST)} is damaged: {error!r}. Restore it, or begin a new archive."
+            f"{store.path(MANIFEST)} is damaged: {error!r}. Restore the file, or begin a new archive."
         ) from None
 
 
 def removed_by_topic(
     source: PostgresSource, schema: str, until: str | None
 ) -> list[tuple[str, int, int, datetime | None]]:
-    """Per topic: its name, the number of messages that retention has removed, the number of messages in the log that
-    were settled before `until`, and the horizon."""
+    """For each topic: its name, the number of messages that retention has removed, the number of messages in the log
+    that were settled before `until`, and the time before which retention may have removed messages."""
     names = {"topics": "topic_v1", "pruned": "pruned", "names": "topic", "messages": FOLDER}
     tables = {key: sql.table_name(name, schema) for key, name in names.items()}
     before = "false" if until is None else f"{SETTLED} < '{until}' AND state IN ('committed', 'recalled')"
@@ -166,7 +169,7 @@ def archived_messages(*conditions: str) -> TableSelection:
 
 
 class ArchivedSource(PostgresSource):
-    """Reads messages from the log. If retention may have removed messages from the log, it reads them from the archive.
+    """Reads messages from the log, and the messages that retention may have removed from the log from the archive.
 
     A message that is in both log and archive is read only from the log.
     """
@@ -185,9 +188,8 @@ class ArchivedSource(PostgresSource):
         self._edges.clear()
 
     def horizon(self, topic: str) -> datetime | None:
-        """See DataSource. The horizon of archive and log together.
-
-        If messages are missing between archive and log, this is the horizon of the log alone.
+        """See DataSource. The result is the time before which messages may be missing in both archive and log. If
+        messages are missing between archive and log, the result is `live_horizon`.
         """
         live = self.live_horizon(topic)
         if live is None or self._manifest is None:
@@ -199,7 +201,7 @@ class ArchivedSource(PostgresSource):
         return self._manifest.complete_from(topic)
 
     def live_horizon(self, topic: str) -> datetime | None:
-        """The horizon of the log alone."""
+        """The time before which retention may have removed messages of the topic from the log."""
         return super().horizon(topic)
 
     def is_needed(self, topic: str, since: datetime | None) -> bool:
@@ -236,14 +238,14 @@ class ArchivedSource(PostgresSource):
         return reduce(DataFrame.unionByName, frames)
 
     def _archived_before(self, selection: TableSelection) -> datetime | None:
-        """Messages stored before this time are also read from the archive. None: the archive is not read."""
+        """The time before which messages are also read from the archive; None if the archive is not read."""
         if selection.table != FOLDER or self._manifest is None or not self._manifest.passes:
             return None
         return self._edge(selection.equals)
 
     def _edge(self, equals: tuple[tuple[str, str], ...]) -> datetime | None:
-        """The horizon of the log in this snapshot, for the topic in `equals`. Without a topic, the newest horizon of
-        all topics."""
+        """The time before which retention may have removed messages of the topic in `equals` from the log, in this
+        snapshot. If `equals` names no topic, the result is the newest such time of all topics."""
         topic = dict(equals).get("topic", "")
         if topic not in self._edges:
             where = sql.where([f"topic = {sql.text(topic)}"] if topic else [])

@@ -37,7 +37,7 @@ _SPARK_TYPES: dict[ColumnKind, DataType] = {
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column of the result: `expression` is a column name or an SQL expression over the table."""
+    """A column of the result. `expression` is a column name or an SQL expression over the table."""
 
     name: str
     expression: str
@@ -47,8 +47,8 @@ class Column:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TableSelection:
-    """Columns and rows of a table. A source uses the column `time` to read only a window. It uses `span`, an increasing
-    id, to split the table into several queries."""
+    """Columns and rows of a table. By the column `time`, a source reads only the rows of a window. By `span`, an
+    increasing id, a source splits the table into several queries."""
 
     table: str
     columns: tuple[Column, ...]
@@ -67,7 +67,8 @@ class TableSelection:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceBoundary:
-    """The time up to which a source is complete, and the evidence for this. Every result contains it."""
+    """The time up to which a source is complete, and the evidence for this time. Every result contains the boundary of
+    each of its sources."""
 
     database: str
     taken_at: datetime
@@ -79,19 +80,20 @@ class SourceBoundary:
 
 
 class DataSource(Protocol):
-    """A database or folder with tables. Its methods raise UsageProblem or RunIncomplete, never an error of a driver."""
+    """A database or folder with tables. A method of a source raises UsageProblem or RunIncomplete, never an error of a
+    driver."""
 
     def open(self, timed: Sequence[TableSelection]) -> SourceBoundary:
         """Take a snapshot, if the source has snapshots. All reads until `close` see only this snapshot."""
 
     def close(self) -> None:
-        """Release the snapshot. After this, Spark cannot evaluate data frames of this source any more."""
+        """Release the snapshot. After `close`, Spark cannot evaluate data frames of this source any more."""
 
     def check(self, selection: TableSelection) -> None:
         """Raise UsageProblem if the table or a column does not exist, or if a column cannot be compared as its type."""
 
     def is_empty(self, selection: TableSelection, since: datetime | None = None) -> bool:
-        """Whether the selection has no row, or no row with a time from `since` on if `since` is given."""
+        """Whether the selection has no row; if `since` is given, whether it has no row with a time from `since` on."""
 
     def read(
         self, selections: Sequence[TableSelection], since: datetime | None, until: datetime | None = None
@@ -99,8 +101,8 @@ class DataSource(Protocol):
         """All rows of the selections with `since <= time < until`. The selections must have the same columns."""
 
     def repeated(self, selection: TableSelection, since: datetime) -> DataFrame | None:
-        """The rows before `since` that have the same key as a row from `since` on; None if a unique index excludes
-        this."""
+        """The rows before `since` that have the same key as a row from `since` on; None if a unique index excludes two
+        rows with one key."""
 
     def read_keys(self, wanted: Sequence[tuple[TableSelection, Sequence[str]]]) -> DataFrame:
         """For each selection, all rows with one of its keys, at any time. The selections must have the same columns."""
@@ -111,6 +113,6 @@ class DataSource(Protocol):
         """The number of rows in each bucket of time."""
 
     def horizon(self, topic: str) -> datetime | None:
-        """Retention may have removed messages of the topic that were stored before this time. None: retention has
-        removed no message. A run calls this method only for the source of the broker.
+        """The time before which retention may have removed messages of the topic; None if retention has removed no
+        message. A run calls this method only for the source of the broker.
         """

@@ -1,7 +1,8 @@
 """The columns that a run reads from the broker's published views and from the business tables.
 
-The views belong to the broker (`outbox/broker/schema`) and have their version in their name. docs/reconciliation.md
-describes them. A test compares the list of this module with an installed broker.
+The views belong to the broker (`outbox/broker/schema`), and the name of a view ends with its version.
+docs/reconciliation.md describes the views. A test compares the views in this module with the views of an installed
+broker.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Final
 from ..rules.rule import FieldType, GroupRule, Rule
 from .base import Column, ColumnKind, TableSelection
 
-# View -> column -> PostgreSQL type.
+# The columns that a run reads from each view, with their PostgreSQL types.
 VIEWS: Final[dict[str, dict[str, str]]] = {
     "message_v1": {
         "log_id": "bigint",
@@ -73,8 +74,8 @@ ROW_KIND: Final = 0
 EFFECT_KIND: Final = 10
 _DETAILS: Final = ("message_id", "transaction_id", "tag", "decided_by")
 
-# One read covers all selections of a database, so they must have the same columns. Rows and effects have the columns
-# kind, key, at, f0, f1, … The broker's messages have the columns key, at, log_id, decided_at, …
+# One read covers all selections of a database, so all selections must have the same columns. Rows and effects have the
+# columns kind, key, at, f0, f1, … The broker's messages have the columns key, at, log_id, decided_at, …
 
 
 def rows(rule: Rule) -> TableSelection:
@@ -105,8 +106,8 @@ def rows(rule: Rule) -> TableSelection:
 def effects(rule: Rule, number: int, *, detailed: bool = False) -> TableSelection:
     """The effects of the rule's group `number`.
 
-    Without an effect table, these are the deliveries that the group has passed according to the broker, in the columns
-    of messages. They have no time, because the broker keeps no time per offset.
+    For a group without an effect table, the effects are the deliveries that the group has passed according to the
+    broker, in the columns of messages. A delivery has no time, because the broker stores no time per offset.
     """
     group = rule.groups[number]
     if group.table is None:
@@ -150,7 +151,8 @@ def messages(rule: Rule, *, detailed: bool = False) -> TableSelection:
 
 
 def owed(rule: Rule) -> str:
-    """An expression for the groups that owe an effect for a message: bit n for the rule's group n."""
+    """An SQL expression for the groups that owe an effect for a message: bit n is set if the rule's group n owes an
+    effect."""
     bits = [
         f"CASE WHEN {group.owed_when} THEN {1 << number} ELSE 0 END" if group.owed_when else str(1 << number)
         for number, group in enumerate(rule.groups)
@@ -159,7 +161,7 @@ def owed(rule: Rule) -> str:
 
 
 def owing(rule: Rule) -> TableSelection:
-    """The rule's committed messages without their bodies, if each of them owes effects."""
+    """The committed messages of a rule in which each message owes effects. The columns do not include the body."""
     columns = [
         Column("key", "key"),
         Column("log_id", "log_id", _BIGINT),

@@ -14,8 +14,8 @@ from .postgres import PostgresSource
 
 
 class Sources:
-    """The databases of a rules file. `open_all` takes the snapshots of the applications first, then the broker's, then
-    those of other databases with effects.
+    """The databases of a rules file. `open_all` takes the snapshots of the applications first, then the snapshot of the
+    broker, then the snapshots of other databases with effects.
 
     A half message is stored before its row commits. So if a row is in an application's snapshot, its half message is in
     the broker's later snapshot. An effect is newer than its message, so effects are read last.

@@ -45,8 +45,8 @@ class FrameSource:
     def open(self, timed: Sequence[TableSelection]) -> SourceBoundary:
         """See DataSource. Files are complete up to the configured watermark.
 
-        Without a watermark, the source reads the newest time of each table. It assumes that the files are complete up
-        to the earliest of these times.
+        Without a watermark, the source reads the newest time of each table. The source assumes that the files are
+        complete up to the earliest of these times.
         """
         now = datetime.now(UTC)
         notes = []
@@ -56,13 +56,15 @@ class FrameSource:
             newest = [(moment, each.table) for each in timed if (moment := self._newest(each)) is not None]
             if not newest:
                 raise RunIncomplete(
-                    f"database {self._database.name!r} has no time in it, so up to when it is complete is not known. "
+                    f"database {self._database.name!r} has no row with a time, so the run cannot tell up to which time "
+                    f"the database is complete. "
                     f'Write watermark = "…" in [database.{self._database.name}].'
                 )
             watermark, table = min(newest)
             notes.append(
-                f"no watermark is given: taken to be complete up to the newest time in {table!r}. Write watermark = "
-                f'"…" in [database.{self._database.name}], the start of the export'
+                f"no watermark is given, so the run assumes that the files are complete up to the newest time in "
+                f"{table!r}. Write the start of the export into the rules file: watermark = "
+                f'"…" in [database.{self._database.name}]'
             )
         return SourceBoundary(
             database=self._database.name, taken_at=now, watermark=watermark, identity=self._database.kind, notes=notes
@@ -125,7 +127,8 @@ class FrameSource:
         return sorted((datetime.fromtimestamp(row[0], UTC), int(row[1])) for row in counts.collect())
 
     def horizon(self, topic: str) -> datetime | None:
-        """See DataSource. Files have no horizon. If an export lacks older messages, the user must give --from."""
+        """See DataSource. For files, the result is always None. If an export lacks older messages, the user must give
+        --from."""
         return None
 
     def _limited(self, selection: TableSelection, since: datetime | None, until: datetime | None = None) -> DataFrame:
@@ -175,16 +178,16 @@ class FileSource(FrameSource):
         )
 
     def _check_plain(self, table: str) -> None:
-        """Raise UsageProblem if the files belong to a table format, because only the log of the format shows which
-        files are current."""
+        """Raise UsageProblem if the files belong to a table format (Delta Lake, for example), because only the log of
+        such a table shows which files are current."""
         folder = self._database.location.rstrip("/")
         for part in ("", *table.split("/")):
             folder = f"{folder}/{part}".rstrip("/")
             for name, log in _LOGS.items():
                 if self._is_there(f"{folder}/{log}"):
                     raise UsageProblem(
-                        f"{folder} is a table of {name} (it has {log}), and kind = 'parquet' would read the files of "
-                        f"rows that were removed or replaced too. Export the rows: read the table with {name}, and "
+                        f"{folder} is a table of {name} (it has {log}), and kind = 'parquet' would also read files "
+                        f"with rows that were removed or replaced. Export the rows: read the table with {name}, and "
                         f"write them as Parquet into a folder of their own."
                     )
 
@@ -201,17 +204,17 @@ class FileSource(FrameSource):
 # Table formats that use Parquet. Each format is recognised by a file or folder that it has in the folder of a table.
 _LOGS: Final = {"Delta Lake": "_delta_log", "Apache Iceberg": "metadata/*.metadata.json", "Apache Hudi": ".hoodie"}
 
-# pandas and Arrow write Parquet files with times in nanoseconds. Spark has no such type. With this setting, Spark reads
-# such times as whole numbers. Then only the footers of the files show which columns are times.
+# pandas and Arrow write Parquet files with times in nanoseconds. Spark has no type for nanoseconds. With this setting,
+# Spark reads times in nanoseconds as whole numbers. Then only the footers of the files show which columns are times.
 _AS_NUMBERS: Final = "spark.sql.legacy.parquet.nanosAsLong"
-_REMEDY: Final = "Export it again with times in microseconds (pandas, Arrow: coerce_timestamps='us')."
+_REMEDY: Final = "Export the table again with times in microseconds (pandas, Arrow: coerce_timestamps='us')."
 
 
 def _read_parquet(spark: SparkSession, path: str) -> DataFrame:
     """The rows of the Parquet files of `path`. Times in nanoseconds are cut to microseconds.
 
-    Raises UsageProblem with the name of the column if Spark would read a column wrong. Raises AnalysisException as
-    Spark does.
+    Raises UsageProblem with the name of the column if Spark would read a column wrong. Raises AnalysisException if
+    Spark cannot read the files.
     """
     if spark.conf.get(_AS_NUMBERS) != "true":
         try:
@@ -219,8 +222,8 @@ def _read_parquet(spark: SparkSession, path: str) -> DataFrame:
         except AnalysisException as error:
             if "TIMESTAMP(NANOS" not in str(error):
                 raise
-        # Spark reads this setting again when it reads the rows, so the setting must stay. From now on, only the footers
-        # show which whole numbers are times.
+        # Spark reads this setting again when it reads the rows, so the setting must not be reset. From now on, only the
+        # footers of the files show which columns are times.
         spark.conf.set(_AS_NUMBERS, "true")
     frame = spark.read.parquet(path)
     return frame.withColumns(
@@ -236,7 +239,7 @@ def _cut_to_microseconds(name: str) -> SparkColumn:
 
 
 def _nanosecond_columns(path: str, files: Iterable[str]) -> set[str]:
-    """The columns with times in nanoseconds. All files must have the same such columns, because Spark uses the footer
+    """The columns with times in nanoseconds. These columns must be the same in all files, because Spark uses the footer
     of one file for all files."""
     found: set[str] | None = None
     for file in files:
@@ -244,10 +247,14 @@ def _nanosecond_columns(path: str, files: Iterable[str]) -> set[str]:
         here = {field.name for field in schema if _is_nanoseconds(field.type)}
         for field in schema:
             if field.name not in here and "timestamp[ns" in str(field.type):
-                raise UsageProblem(f"{path}: column {field.name!r} holds times in nanoseconds inside. {_REMEDY}")
+                raise UsageProblem(
+                    f"{path}: column {field.name!r} has times in nanoseconds inside a nested value. {_REMEDY}"
+                )
         if found is not None and found != here:
             names = ", ".join(sorted(found ^ here))
-            raise UsageProblem(f"{path}: column {names} is in nanoseconds in some files and not in others. {_REMEDY}")
+            raise UsageProblem(
+                f"{path}: column {names} has times in nanoseconds in some files, but not in all files. {_REMEDY}"
+            )
         found = here
     return found or set()
 
@@ -279,9 +286,9 @@ _DRIVERS: Final = {
 class JdbcSource(FrameSource):
     """Spark's JDBC reader, for databases that ADBC cannot reach.
 
-    Its partitions share no snapshot, but the second look removes the false suspicions that are caused by different
-    snapshots. A window must not get new rows while it is read, so the grace must be longer than the read takes. The
-    user adds the driver's jar with `spark.jars.packages`.
+    The partitions of a table are read in different snapshots, but the second look removes the false suspicions that
+    this causes. A window must not get new rows while Spark reads it, so the rule's `grace` must be longer than the read
+    takes. The user adds the driver's jar with `spark.jars.packages`.
     """
 
     def table(self, selection: TableSelection) -> DataFrame:
@@ -295,14 +302,17 @@ class JdbcSource(FrameSource):
             raise _jdbc_problem(self._database.name, error) from error
 
     def open(self, timed: Sequence[TableSelection]) -> SourceBoundary:
-        """See DataSource. The watermark is the server's clock."""
+        """See DataSource. The watermark is the present time of the server's clock."""
         try:
             row = self._reader().option("query", "SELECT current_timestamp AS now").load()
             now = row.select(F.unix_micros("now")).collect()[0][0]
         except Exception as error:
             raise _jdbc_problem(self._database.name, error) from error
         moment = datetime.fromtimestamp(now / 1_000_000, UTC)
-        note = "read over JDBC: its partitions share no snapshot, and open transactions are not seen"
+        note = (
+            "over JDBC, the partitions of a table are read in different snapshots, and a run does not see open "
+            "transactions"
+        )
         return SourceBoundary(
             database=self._database.name, taken_at=moment, watermark=moment, identity="jdbc", notes=[note]
         )
@@ -317,7 +327,7 @@ def _jdbc_problem(name: str, error: BaseException) -> UsageProblem | RunIncomple
     text = " ".join(str(error).split())
     if "No suitable driver" in text or "ClassNotFoundException" in text:
         return UsageProblem(
-            f"database {name!r}: Spark has no JDBC driver for it. Give it by "
+            f"database {name!r}: Spark has no JDBC driver for this database. Give the driver by "
             f"--conf spark.jars.packages="
             f"org.postgresql:postgresql:42.7.7 (or the driver of your database), or "
             f"use kind = 'postgres', which needs no jar."

@@ -1,4 +1,5 @@
-"""The source of a continuous reconciliation is a stream of moments. A micro-batch judges the rows up to its moment."""
+"""The source of a continuous reconciliation is a stream of moments. A micro-batch judges the rows up to the moment of
+the batch."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ class MomentSource(DataSource):
         return NAME
 
     def schema(self) -> str:
-        """One row per batch, with its moment. The stream contains no messages. Each batch reads the messages from the
-        sources."""
+        """The stream has one row per batch: the moment of the batch. The stream contains no messages, because each
+        batch reads the messages from the sources."""
         return "until string"
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: N802
@@ -40,7 +41,7 @@ class _MomentReader(DataSourceStreamReader):
     def initialOffset(self) -> dict[str, str]:  # noqa: N802
         return {"until": _FIRST}
 
-    # Spark 4.0 calls this method without arguments. Later releases pass the previous offset and a limit.
+    # Spark 4.0 calls this method without arguments. Releases of Spark after 4.0 pass the previous offset and a limit.
     def latestOffset(self, *_: Any) -> dict[str, str]:  # noqa: N802
         return {"until": datetime.now(UTC).isoformat()}
 

@@ -14,8 +14,8 @@ MAX_PARTITIONS: Final = 256
 PAGES_PER_PARTITION: Final = 8_192
 
 _IS_PARTITIONED: Final = "SELECT count(*) FROM pg_class WHERE oid = to_regclass({table}) AND relkind = 'p'"
-# A role that may read a partitioned table may still not read its partitions by name. Row security is set per table, so
-# reading a partition by name would ignore the policies of the partitioned table.
+# A role with the right to read a partitioned table may lack the right to read the table's partitions by name. Row
+# security is set per table, so reading a partition by name would ignore the policies of the partitioned table.
 _READABLE: Final = """
 SELECT bool_and(has_table_privilege(leaf.oid, 'SELECT') AND NOT leaf.relrowsecurity), bool_or(root.relrowsecurity)
 FROM pg_class root, pg_partition_tree(root.oid) part JOIN pg_class leaf ON leaf.oid = part.relid
@@ -88,10 +88,12 @@ def page_pieces(pages: int) -> list[list[str]]:
     count = task_count(pages / PAGES_PER_PARTITION)
     edges = [pages * number // count for number in range(count)]
     pieces = [[f"ctid >= '({low},0)'::tid AND ctid < '({high},0)'::tid"] for low, high in pairwise(edges)]
-    # The last task reads to the end of the table. Pages that were added later have no rows of this snapshot.
+    # The last task reads to the end of the table. Pages that were added after the snapshot have no rows of this
+    # snapshot.
     return [*pieces, [f"ctid >= '({edges[-1]},0)'::tid"]]
 
 
 def task_count(exact: float) -> int:
-    """The number of tasks for `exact` pieces of work."""
+    """The number of tasks for a table that has `exact` times the size of one task; at least 1, at most
+    MAX_PARTITIONS."""
     return max(1, min(MAX_PARTITIONS, int(exact) + 1))

@@ -1,5 +1,5 @@
 """Reads a PostgreSQL database in one exported snapshot. A coordinator connection holds the snapshot open, and the
-executors' transactions use it."""
+transactions of the executors use this snapshot."""
 
 from __future__ import annotations
 
@@ -85,8 +85,8 @@ class PostgresSource:
         )
 
     def _completeness(self, connection: Any, activity: watermark.Activity, identifier: str) -> watermark.Completeness:
-        """The watermark. It is read before the snapshot is taken, so the snapshot has all transactions that had ended
-        by then."""
+        """The watermark, which is read before the snapshot is taken. So the snapshot has all transactions that had
+        ended at the time of this read."""
         if not activity.is_replica:
             return watermark.of_server(self._database, activity)
         if self._database.primary is None:
@@ -123,7 +123,7 @@ class PostgresSource:
                 return ""
 
     def _latest(self, connection: Any, statement: str) -> tuple[Any, ...]:
-        """The single row of a query about the present state, which runs in a transaction of its own."""
+        """The single row of a query about the present state. The query runs in a transaction of its own."""
         for opening in adbc.begin(adbc.LATEST, self._name):
             self._execute(connection, opening)
         row = self._rows(connection, statement)[0]
@@ -226,15 +226,15 @@ class PostgresSource:
     def check_finite(self, selection: TableSelection, since: datetime | None) -> None:
         """Raise UsageProblem if a row's time is infinite."""
         time = f"{sql.expression(selection.time or '')}::timestamptz"
-        # This is a query of its own, because an index on the time can answer it at once.
+        # The check is a query of its own, because PostgreSQL can answer this query at once if the time has an index.
         where = sql.where([*sql.conditions(selection, since), f"{time} IN ('infinity', '-infinity')"])
         counted = f"SELECT count(*), min({sql.expression(selection.key)}::text) FROM {self.table_of(selection)}{where}"
         count, example = self.query(counted)[0]
         if count:
             raise UsageProblem(
-                f"{selection.table}.{selection.time} is infinite in {count} rows, as in the one with key "
-                f"{example!r}: such a row is never old enough to be judged. Correct the rows, or leave them out "
-                f"by the rule's when."
+                f"{selection.table}.{selection.time} is infinite in {count} rows, for example in the row with key "
+                f"{example!r}: a row with an infinite time is never old enough to be judged. Correct these rows, or "
+                f"exclude them by the rule's when."
             )
 
     def horizon(self, topic: str) -> datetime | None:
@@ -355,7 +355,7 @@ class PostgresSource:
             kind = UsageProblem if error.sqlstate in adbc.ACCESS_STATES else RunIncomplete
             raise kind(
                 f"database {self._database.name!r} cannot be reached: {adbc.one_line(error)}. "
-                f"Check its connection in the rules file and the environment, and that the server runs."
+                f"Check the connection of the database in the rules file and the environment, and that the server runs."
             ) from error
 
     def _execute(self, connection: Any, statement: str) -> None:

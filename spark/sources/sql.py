@@ -1,5 +1,5 @@
-"""The SQL text of a selection, for PostgreSQL. This module quotes names and values. It uses expressions of the rules
-file unchanged."""
+"""The SQL text of a selection, for PostgreSQL. This module quotes names and values, and uses the expressions of the
+rules file unchanged."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def name(identifier: str) -> str:
 
 
 def table_name(table: str, schema: str | None = None) -> str:
-    """A quoted table, with a schema if the rules give one."""
+    """A quoted name of a table, with the schema if the rules give one."""
     parts = table.split(".") if schema is None else [schema, table]
     return ".".join(name(part) for part in parts)
 
 
 def text(value: str) -> str:
-    """A quoted text constant. PostgreSQL's texts cannot contain NUL."""
+    """A quoted text constant. The function removes NUL characters, which a text in PostgreSQL cannot contain."""
     return "'" + value.replace("\0", "").replace("'", "''") + "'"
 
 
@@ -55,7 +55,7 @@ def column(wanted: Column) -> str:
     as_kind = {
         ColumnKind.TEXT: f"{value}::text",
         ColumnKind.BIGINT: f"{value}::bigint",
-        # Arrow has no infinite times. It would give finite times instead.
+        # Arrow has no infinite times, and would give finite times instead.
         ColumnKind.TIMESTAMP: f"CASE WHEN isfinite({moment}) THEN {moment} END" if wanted.compared_as else moment,
         ColumnKind.BINARY: f"{value}::bytea",
         ColumnKind.MICROSECONDS: f"CASE WHEN isfinite({moment}) THEN (extract(epoch FROM {value}) * 1000000)"
@@ -85,24 +85,24 @@ def select(selection: TableSelection, table: str, terms: Sequence[str]) -> str:
 def step(items: Sequence[str], source: str) -> str:
     """A subquery whose columns are computed once, also in parallel workers (docs/decisions/021).
 
-    PostgreSQL copies the expression of a column to each use of the column, so it parsed a body nine times. If a column
-    of the subquery is volatile, PostgreSQL makes no copies. OFFSET 0 and MATERIALIZED prevent the copies too, but they
-    also prevent parallel workers.
+    PostgreSQL copies the expression of a subquery's column to each use of the column, and would parse a body nine
+    times. If a column of the subquery is volatile, PostgreSQL makes no copies. OFFSET 0 and MATERIALIZED prevent the
+    copies too, but they also prevent parallel workers.
     """
     return f"SELECT clock_timestamp() AS fence, {', '.join(items)} FROM {source}"
 
 
 def where(terms: Sequence[str]) -> str:
-    """A WHERE clause with these terms; empty if there are none."""
+    """A WHERE clause with the given terms, joined by AND; empty if there are no terms."""
     return f" WHERE {' AND '.join(terms)}" if terms else ""
 
 
 def keys_condition(key: str, column_type: str | None, keys: Sequence[str]) -> str:
-    """A condition for the rows with these keys.
+    """A condition for the rows that have one of the given keys.
 
-    The condition can use an index if the key is a column of type integer, uuid or text. Else it compares the key as
-    text. Keys that cannot be values of the column's type match no row, and are left out. The empty key also finds rows
-    whose key is null.
+    The condition can use an index if the key is a column of type integer, uuid or text. Else the condition compares the
+    key as text. The condition does not contain keys that cannot be values of the column's type, because such keys match
+    no row. The empty key also finds rows whose key is null.
     """
     term = _keys_term(key, column_type, keys)
     return f"({term} OR {expression(key)} IS NULL)" if "" in keys else term

@@ -1,8 +1,8 @@
 """The comparable form of a value: computed from a text in Spark, and computed in SQL for checksums.
 
 Spark's casts invent missing parts of a time: today's date for '12:30', January 1 for '2024'. The functions of this
-module refuse such texts. Each function first makes a cheap check, because nearly all texts have the usual form. A
-regular expression takes longer than the cast.
+module refuse such texts. Each function first makes a cheap check for the usual form, which nearly all texts have. A
+regular expression would take longer than the cast.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ NUMBER: Final = DecimalType(38, 12)
 _DAY: Final = r"^\s*[+-]?[0-9]{4,7}-[0-9]{1,2}-[0-9]{1,2}"
 _WITH_TIME: Final = r"([ T][0-9]{1,2}:.*)?\s*$"
 _NULL: Final = "E'\\x1e'"
-# The form of Python's isoformat, for a session whose time zone is UTC.
+# The format of a time in Python's isoformat, for a database session whose time zone is UTC.
 _ISO_TIME: Final = """'YYYY-MM-DD"T"HH24:MI:SS.US"+00:00"'"""
 _USUAL_TIMES: Final = "('-- ::', '-- ::.', '-- ::+:', '-- ::.+:', '-- ::-:', '-- ::.-:', '-- ::Z', '-- ::.Z')"
 
@@ -69,7 +69,7 @@ def moment(text: Column) -> Column:
 
 
 def checked_moment(text: Column, what: str) -> Column:
-    """Like `moment`, for a column whose texts must be times. If a text is not a time, the run ends with an error."""
+    """The time in a text of a column whose texts must be times. If a text is not a time, the run ends with an error."""
     failure = F.raise_error(F.concat(F.lit(f"{what} is '"), text, F.lit("', which is no timestamp with a date")))
     return F.when(text.isNull() | _has_date(text), text.cast("timestamp")).otherwise(failure)
 
@@ -81,8 +81,8 @@ def date(text: Column) -> Column:
 
 
 def number(text: Column, kind: DecimalType) -> Column:
-    """The number in a text of ASCII characters; null for other texts. Java would also read the digits of other
-    scripts."""
+    """The number in a text of ASCII characters; null for other texts. Without this limit, Java would also read the
+    digits of other scripts."""
     return F.when(F.octet_length(text) == F.length(text), text.try_cast(kind))
 
 
@@ -95,16 +95,16 @@ def _is_dashed(text: Column) -> Column:
     return (F.substring(text, 5, 1) == "-") & (F.substring(text, 8, 1) == "-")
 
 
-# The functions below compute the comparable forms in SQL. Both the database of the rows and the database of the
-# messages compute them.
+# The functions below give the SQL for the comparable forms, which the database of the rows and the database of the
+# messages compute.
 
 
 def hashed(texts: list[str]) -> str:
     """A 64-bit hash of all texts. The hash of each text is the seed for the hash of the next text, so the database
     copies no text.
 
-    The arguments must be texts: PostgreSQL's hash of a number ignores the sign, and its hash of a time has only 32
-    bits.
+    The arguments must be texts, because PostgreSQL's hash of a number ignores the sign, and its hash of a time has only
+    32 bits.
     """
     return reduce(lambda seed, value: f"hashtextextended(coalesce({value}, {_NULL}), {seed})", texts, "0")
 
@@ -119,19 +119,20 @@ def body_kind(item: FieldRule) -> str:
 
 
 def is_no_text(value: str, kind: str) -> str:
-    """A condition for values that PostgreSQL and Spark may write as different texts: 12.50 or 12.5, {"a": 1} or
-    {"a":1}."""
+    """A condition for values that PostgreSQL and Spark may write as different texts, such as {"a": true} and
+    {"a":true}, or 12.50 and 12.5."""
     whole = f"{value} ~ '^-?[0-9]{{1,15}}$'"
     other = f"{kind} IN ('object', 'array') OR ({kind} = 'number' AND NOT {whole})"
     return f"coalesce({kind} <> 'string' AND ({other}), false)"
 
 
 def unusual(value: str, item: FieldRule, time: str) -> str:
-    """A condition for values that PostgreSQL can read, but that Spark may refuse or read as another value: '0x0C',
-    'today'.
+    """A condition for values that PostgreSQL can read, but that Spark may refuse or read as another value, such as
+    '0x0C' or 'today'.
 
-    Spark reads the buckets of such values, so that only Spark interprets these bodies. The condition removes the digits
-    and looks at the remaining characters, because a regular expression would take longer than the hash.
+    Spark reads a bucket that contains an unusual value, so that only Spark interprets the bodies of the bucket. The
+    condition removes the digits and looks at the remaining characters, because a regular expression would take longer
+    than the hash.
     """
     rest = f"translate({value}, '0123456789', '')"
     if item.type in (FieldType.INTEGER, FieldType.DECIMAL):
@@ -141,8 +142,8 @@ def unusual(value: str, item: FieldRule, time: str) -> str:
     elif item.type is FieldType.DATE:
         usual = f"{rest} = '--' AND length({value}) = 10"
     elif item.type is FieldType.TIMESTAMP:
-        # This check comes first, because it costs a seventh of the other check. A year may have five digits. For an
-        # infinite time, to_char gives a text of another form.
+        # This check comes before the check below, because the other check takes seven times as long. The text of a year
+        # may have five digits, and for an infinite time to_char gives a text of another form: both fail this check.
         plain = f"coalesce(length({value}) = 32 AND {value} = to_char({time}, {_ISO_TIME}), false)"
         usual = (
             f"{plain} OR (translate({rest}, 'T', ' ') IN {_USUAL_TIMES} AND length({value}) BETWEEN 19 AND 32 "

@@ -1,7 +1,7 @@
 """The watermark of a PostgreSQL database: the start of the oldest transaction that may still add rows.
 
-For a replica, the open transactions of its primary count. The replica must have replayed all transactions that had
-ended on the primary (docs/decisions/040-the-watermark-of-a-replica.md).
+For a replica, the run reads the open transactions of its primary. The replica must have replayed all transactions that
+had ended on the primary (docs/decisions/040-the-watermark-of-a-replica.md).
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from ..common.errors import RunIncomplete, UsageProblem
 from ..rules.rule import DatabaseRule
 from . import adbc
 
-# PostgreSQL shows when a transaction was prepared, but not when it began. The run assumes that it began this much
-# earlier.
+# PostgreSQL shows when a transaction was prepared, but not when it began. The run assumes that the transaction began
+# this much time before it was prepared.
 PREPARED_MARGIN: Final = timedelta(hours=1)
 _NOTEWORTHY: Final = timedelta(minutes=5)
 
 # A transaction that was open before the snapshot may still add rows with older times. So the watermark is not after the
-# start of the oldest open transaction, of a client or of a background worker. The query runs before the snapshot is
-# taken. If a transaction ends between the query and the snapshot, the snapshot shows its rows. If a transaction begins
-# between the query and the snapshot, it begins after the watermark. For a session that the role may not see, all
-# columns except its names are null. The transactions of this package only read and do not count; the query recognises
-# them by their lock.
+# start of the oldest open transaction, whether of a client or of a background worker. The query runs before the
+# snapshot is taken. If a transaction ends between the query and the snapshot, the snapshot shows its rows. If a
+# transaction begins between the query and the snapshot, it begins after the watermark. For a session that the role may
+# not see, all columns except its names are null. The query ignores the transactions of this package, which only read,
+# and recognises them by their lock.
 OLDEST: Final = f"""
 SELECT statement_timestamp(), min(a.xact_start),
        count(*) FILTER (WHERE a.backend_type IS NULL),
@@ -37,8 +37,8 @@ WHERE a.datname = current_database() AND a.pid <> pg_backend_pid()
   AND NOT EXISTS (SELECT FROM pg_locks l
                   WHERE l.pid = a.pid AND l.locktype = 'advisory' AND l.classid = {adbc.LOCK_CLASS} AND l.granted)
 """
-# The position of the WAL. A run reads it after the query OLDEST, so all transactions that had ended when OLDEST ran end
-# below this position.
+# A run reads the position of the WAL after the query OLDEST. So all transactions that had ended when OLDEST ran have
+# their end in the WAL before this position.
 WRITTEN: Final = "SELECT pg_current_wal_insert_lsn()::text"
 REPLAYED: Final = "SELECT pg_last_wal_replay_lsn() >= '{position}'::pg_lsn"
 
@@ -73,36 +73,37 @@ def of_row(row: tuple[Any, ...]) -> Activity:
 def of_server(database: DatabaseRule, activity: Activity) -> Completeness:
     """The watermark of a primary. Raises RunIncomplete if the role cannot see all sessions.
 
-    With a guessed watermark, the run would report rows or messages of open transactions as findings.
+    With a guessed watermark, the run would report rows or messages of transactions that are still open as findings.
     """
     if activity.hidden and not database.watermark:
         raise RunIncomplete(
-            f"database {database.name!r}: {activity.hidden} sessions are hidden from this role, so what their open "
-            f"transactions may still add cannot be known. GRANT pg_read_all_stats to the role, or write watermark "
-            f"in [database.{database.name}]."
+            f"database {database.name!r}: {activity.hidden} sessions are hidden from this role, so the run cannot "
+            f"tell which rows their open transactions may still add. GRANT pg_read_all_stats to the role, or write "
+            f"watermark in [database.{database.name}]."
         )
     notes, watermark = [], min(activity.now, activity.oldest or activity.now)
     if activity.prepared is not None:
         watermark = min(watermark, activity.prepared - PREPARED_MARGIN)
         notes.append(
-            f"a transaction prepared at {activity.prepared.isoformat()} holds the watermark back; when it began is not "
-            f"known, an hour before is assumed"
+            f"a transaction that was prepared at {activity.prepared.isoformat()} is still open, so a later run "
+            f"judges the rows since its start (which is not known, and assumed to be an hour before the prepare)"
         )
     if activity.appliers:
-        notes.append("it receives rows by logical replication: the grace period must be longer than its lag")
+        notes.append(
+            "this database receives rows by logical replication: `grace` must be longer than the lag of the replication"
+        )
     if activity.oldest is not None and activity.now - activity.oldest > _NOTEWORTHY:
-        notes.append(f"a transaction open since {activity.oldest.isoformat()} holds the watermark back")
+        notes.append(f"a transaction is open since {activity.oldest.isoformat()}: newer rows are judged by a later run")
     return Completeness(watermark, notes)
 
 
 def of_replica(database: DatabaseRule, activity: Activity, primary: Completeness | None) -> Completeness:
-    """The completeness of a replica. `primary` is given if the replica has replayed all transactions that had ended on
-    its primary.
-
-    If `primary` is None, the rules declare how long the primary's transactions may be open.
+    """The completeness of a replica. `primary` is the completeness of the primary, if the replica has replayed all
+    transactions that had ended there. If `primary` is None, `longest_transaction` of the rules limits the age of the
+    primary's open transactions.
     """
     if primary is not None:
-        return Completeness(primary.watermark, [*primary.notes, "a replica: open transactions are its primary's"])
+        return Completeness(primary.watermark, [*primary.notes, "a replica: the primary gives the open transactions"])
     replayed = activity.replayed or datetime.fromtimestamp(0, UTC)
     if database.watermark:
         return Completeness(replayed, [f"a replica, replayed up to {replayed.isoformat()}"])
@@ -110,17 +111,18 @@ def of_replica(database: DatabaseRule, activity: Activity, primary: Completeness
     reason = (
         f"write primary = … in [database.{database.name}]"
         if database.primary is None
-        else f"it has not replayed yet what had ended on {database.primary.name!r}"
+        else f"the replica has not replayed all that had ended on {database.primary.name!r}"
     )
     note = (
-        f"a replica, replayed up to {replayed.isoformat()}: which transactions of its primary are open is not known "
-        f"({reason}), so rows of the last {longest} (longest_transaction) are judged later"
+        f"a replica, replayed up to {replayed.isoformat()}: the run does not know which transactions of the primary "
+        f"are open ({reason}), so a later run judges the rows of the last {longest} (longest_transaction)"
     )
     return Completeness(replayed - longest, [note])
 
 
 def check_primary(database: DatabaseRule, primary: Activity, replica: Activity, identities: tuple[str, str]) -> None:
-    """Raise UsageProblem unless `primary` is the primary of `replica`; an unknown identity ('') is accepted."""
+    """Raise UsageProblem if `primary` is not the primary of `replica`. The function accepts an unknown identity
+    ('')."""
     assert database.primary is not None
     ours, theirs = identities
     if primary.is_replica or primary.name != replica.name or (ours and theirs and ours != theirs):

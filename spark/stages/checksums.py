@@ -1,9 +1,9 @@
 """The second stage: skip the buckets of time in which the checksums of both sides are equal.
 
 Each database hashes its own rows, message bodies or effects, per bucket of the row's time. So the body must contain the
-row's time too. If counts and checksums of a bucket are equal, every row in it has its effects and its message with the
-declared fields. The run reads and classifies only the buckets that differ. If SQL cannot compute the checksums of a
-rule, the note gives the reason, and the run reads everything.
+row's time too. If the counts and checksums of a bucket are equal on all sides, every row in the bucket has its effects
+and its message with the declared fields. The run reads and classifies only the buckets that differ. If SQL cannot
+compute the checksums of a rule, the note gives the reason, and the run reads everything.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ class ComparedChecksums:
     """The result of comparing the checksums of a rule.
 
     The run does not read the `skipped_rows`, because the checksums of their buckets are equal. `limits` selects the
-    rows that the run has to read. `note` is for the report. `volume` has the seconds per bucket and the number of rows
-    in each bucket. The `volume` is None if there are no checksums, or if a bucket is not a whole number of seconds.
+    rows that the run has to read. `note` is a sentence for the report. `volume` has the seconds per bucket and the
+    number of rows in each bucket; it is None if there are no checksums, or if a bucket is not a whole number of
+    seconds.
     """
 
     note: str = ""
@@ -41,7 +42,8 @@ class ComparedChecksums:
 
 @dataclass(frozen=True, slots=True)
 class _Buckets:
-    """The checksums of one side, per bucket. The bucket None has the rows that belong to no bucket."""
+    """The checksums of one side, per bucket. The bucket None has the messages or effects that belong to no bucket of a
+    row."""
 
     sums: dict[int | None, tuple[Any, ...]]
 
@@ -51,29 +53,29 @@ def compare(prepared: PreparedRule, rules: Rules, sources: Sources) -> ComparedC
     rule, window = prepared.rule, prepared.window
     reason = _inapplicable(rule, rules, sources)
     if reason is not None:
-        return ComparedChecksums(f"checksum: not used, {reason}")
+        return ComparedChecksums(f"checksum: not used: {reason}")
     ours, broker = sources[rule.database], sources.broker
     assert isinstance(ours, PostgresSource) and isinstance(broker, PostgresSource)
     if isinstance(broker, ArchivedSource) and broker.is_needed(rule.topic, window.since):
-        return ComparedChecksums("checksum: not used, a part of the window is in the archive")
+        return ComparedChecksums("checksum: not used, because a part of the window is in the archive")
     try:
         return _Checksums(rule, ours, broker, window).compare()
     except ReconcileError as error:
         return ComparedChecksums(
-            f"checksum: not used, the database could not compute it ({' '.join(str(error).split())[:200]})"
+            f"checksum: not used, because the database could not compute it ({' '.join(str(error).split())[:200]})"
         )
 
 
 def _inapplicable(rule: Rule, rules: Rules, sources: Sources) -> str | None:
     if any(rules.databases[name].kind is not SourceKind.POSTGRES for name in (rule.database, rules.broker)):
-        return "both sides must be PostgreSQL"
+        return "the rows and the broker must be in PostgreSQL"
     if rule.messages is not Messages.EXACTLY_ONE:
-        return "it needs messages = 'exactly_one'"
+        return "the rule needs messages = 'exactly_one'"
     if rule.message_when:
-        return "it knows no message_when"
+        return "a checksum cannot apply message_when"
     for group in rule.groups:
         if group.owed_when:
-            return f"not every message owes {group.name!r} an effect"
+            return f"group {group.name!r} owes an effect only for some messages"
         if group.table is None or group.key is None:
             return f"the effects of {group.name!r} are not found by key"
         if sources[group.database] is not sources[rule.database]:
@@ -89,11 +91,11 @@ class _Checksums:
 
     def compare(self) -> ComparedChecksums:
         if not self._keys_are_unique():
-            return ComparedChecksums("checksum: not used, two rows have one key, or a row has none")
+            return ComparedChecksums("checksum: not used, because two rows have the same key, or a row has no key")
         rows, messages = self._rows(), self._messages()
         effects = [self._effects(number) for number in range(len(self._rule.groups))]
         if None in messages.sums or any(None in side.sums for side in effects):
-            return ComparedChecksums("checksum: not used, some messages or effects belong to no bucket of a row")
+            return ComparedChecksums("checksum: not used, because some messages or effects are in no bucket of a row")
         suspicious = {bucket for bucket, sums in messages.sums.items() if sums[2]} | self._dead()
         for bucket in set(rows.sums) | set(messages.sums):
             if rows.sums.get(bucket, (0, 0, 0))[:2] != messages.sums.get(bucket, (0, 0, 0))[:2]:
@@ -113,14 +115,15 @@ class _Checksums:
         seconds, rest = divmod(self._width, 1_000_000)
         if rest:
             return None
-        # Rows after the window's end are in no bucket. A row with an infinite time would never be judged, so it is an
-        # error.
+        # Rows after the window's end are in no bucket. A run would never judge a row with an infinite time, so such a
+        # row is an error.
         self._ours.check_finite(contract.rows(self._rule), self._window.since)
         counted = [(number, sums[0]) for number, sums in rows.sums.items() if number is not None]
         return seconds, [(datetime.fromtimestamp(number * seconds, UTC), count) for number, count in sorted(counted)]
 
     def _keys_are_unique(self) -> bool:
-        """Whether every row has a key of its own. In the checksum, two rows of one key would cancel each other out."""
+        """Whether every row has a key of its own. In the checksum, two rows with the same key would cancel each other
+        out."""
         rows = contract.rows(self._rule)
         table, key = self._ours.table_of(rows), sql.expression(self._rule.key)
         if self._ours.is_unique(rows):
@@ -158,12 +161,12 @@ class _Checksums:
             f"kind{n}": values.body_kind(item) for n, item in enumerate(rule.fields) if item.type is FieldType.TEXT
         }
         split = sql.step([*known, *(f"{value} AS {name}" for name, value in fields.items())], f"({parsed}) parsed")
-        # The query casts each text to a time only once and uses the result in three places. A cast costs as much as the
-        # hash.
+        # The query casts each text to a time only once, and uses the result in three places, because a cast takes as
+        # much CPU as the hash.
         times = [f"f{n}::timestamptz AS {name}" for n, name in self._times().items()]
         read = sql.step([*known, *fields, *times], f"({split}) split")
-        # Also count a message that was stored in the window but whose body has a time outside of the window. Its row
-        # may be older, or missing.
+        # Also count a message that was stored in the window but whose body has a time outside of the window, because
+        # the row of the message may be older than the window, or missing.
         inside = f"at IS NULL OR ({' AND '.join(self._inside('at'))}) OR ({' AND '.join(self._inside('stored_at'))})"
         hashed = sql.step(
             [
@@ -192,7 +195,8 @@ class _Checksums:
         )
 
     def _times(self) -> dict[int, str]:
-        """The columns with the times of a body, by field number. The column of the row's own time is `at`."""
+        """The names of the columns with the times of a body, by field number. The time of the row has the column
+        `at`."""
         fields = enumerate(self._rule.fields)
         return {n: "at" if item is self._timed else f"t{n}" for n, item in fields if item.type is FieldType.TIMESTAMP}
 
@@ -200,7 +204,8 @@ class _Checksums:
         return " AND ".join(f"{sql.name(n)} = {sql.text(v)}" for n, v in contract.messages(self._rule).equals)
 
     def _unusual(self) -> str:
-        """A condition for messages that Spark must read: their state or their form is unusual, or they are late."""
+        """A condition for messages that Spark must read, because their state or form is unusual, or because they are
+        late."""
         terms = "state <> 'committed' OR coalesce(content_type, '') NOT LIKE 'application/json%'"
         for number, item in enumerate(self._rule.fields):
             if item.type is FieldType.TEXT:
@@ -231,7 +236,7 @@ class _Checksums:
         return self._sums(self._ours, "count(*), bit_xor(key), count(*) FILTER (WHERE is_late)", joined)
 
     def _dead(self) -> set[int | None]:
-        """Buckets of rows with a dead letter."""
+        """The buckets that contain a row with a dead letter."""
         if not self._rule.groups:
             return set()
         selection, mine = contract.dead_letters(self._rule), contract.rows(self._rule)
@@ -274,7 +279,7 @@ class _Checksums:
         return terms
 
     def _bucket(self, time: str) -> str:
-        """The start of the bucket of `time`. Buckets begin at multiples of their width since 1970."""
+        """The start of the bucket that contains `time`. The first bucket begins with the year 1970, in UTC."""
         return f"date_bin('{self._width} microseconds', {time}, 'epoch')"
 
     def _sums(self, source: PostgresSource, sums: str, hashed: str, having: str = "") -> _Buckets:

@@ -1,4 +1,5 @@
-"""The fourth stage, the second look: reads the suspects, and the subjects that earlier runs left open, again by key.
+"""The fourth stage, the second look: reads the suspects of this run, and the open subjects of earlier runs, again by
+key.
 
 The second look reads under new snapshots. Snapshots of two databases are not of the same moment, so the first look may
 see a row but not yet its message. A suspicion that still holds on the second look is a finding.
@@ -56,7 +57,7 @@ class Suspects:
 class ConfirmedRule:
     """The result of the second look at a rule.
 
-    `target` is the table of the subjects that are not OK. It is None if the second look read no key.
+    `target` is the table of the subjects that are not OK. `target` is None if the second look read no key.
     """
 
     scanned: ScannedRule
@@ -83,7 +84,7 @@ def _keys(spark: SparkSession, scanned: ScannedRule, still_open: DataFrame | Non
 
 
 def judgeable(floor: Column) -> Column:
-    """Whether a subject of an earlier run is not older than `floor`. Without a floor (null), this is true for all
+    """Whether a subject of an earlier run is not older than `floor`. If `floor` is null, the result is true for all
     subjects."""
     return F.coalesce(F.col("at") >= floor, F.lit(True))
 
@@ -91,9 +92,9 @@ def judgeable(floor: Column) -> Column:
 def confirm(suspects: Suspects, job: Job, sources: Sources) -> ConfirmedRule:
     """Judge the suspects again, and write every subject that is not OK.
 
-    Keys carried over from an earlier run lie before the window, and are judged at any age. A suspect whose row is older
-    than the window is judged too: its row was judged by an earlier run, but has a second message or effect now. Raises
-    RunIncomplete if a key cannot be read again.
+    Keys that were carried over from an earlier run are before the window, and are judged at any age. A suspect whose
+    row is older than the window is judged too: an earlier run judged the row, but the row has a new message or effect
+    now. Raises RunIncomplete if a key cannot be read again.
     """
     scanned, prepared = suspects.scanned, suspects.scanned.prepared
     rule, window = prepared.rule, prepared.window
@@ -119,7 +120,8 @@ def confirm(suspects: Suspects, job: Job, sources: Sources) -> ConfirmedRule:
 def _check_gone(prepared: PreparedRule, read: sides.KeySides, keys: DataFrame, sources: Sources) -> None:
     """Raise RunIncomplete if the look-up by key found nothing about a key, but the tables contain the key.
 
-    An index may be damaged, so an empty look-up is no proof. Without this check, it would dismiss a true finding.
+    An index may be damaged, so an empty look-up is no proof. Without this check, an empty look-up would dismiss a true
+    finding.
     """
     rule = prepared.rule
     missing = keys.join(read.keys, "key", "left_anti").cache()
@@ -131,9 +133,10 @@ def _check_gone(prepared: PreparedRule, read: sides.KeySides, keys: DataFrame, s
         frame.unpersist()
     if hidden:
         raise RunIncomplete(
-            f"{len(hidden)} suspects of rule {rule.name!r} could not be looked at again, as {hidden[0]!r}: they are in "
-            f"the tables, but are not found by their keys. Check the indexes of the key (amcheck; REINDEX after a "
-            f"change of collation), and that the rule's key gives the same value each time. Nothing was published."
+            f"{len(hidden)} suspects of rule {rule.name!r} could not be looked at again, for example {hidden[0]!r}: "
+            f"the tables contain these keys, but a look-up by key finds nothing. Check the indexes of the key "
+            f"(amcheck; REINDEX after a change of collation), and that the rule's key gives the same value each time. "
+            f"Nothing was published."
         )
 
 
@@ -290,7 +293,7 @@ def _as_findings(found: DataFrame, rule: Rule) -> DataFrame:
 
 
 def _cut(value: Column) -> Column:
-    """The value of a row, cut to the length at which a finding also cuts a body."""
+    """A value of a row, cut to MAX_BODY characters, as a body is."""
     return F.when(F.length(value) > MAX_BODY, F.concat(F.substring(value, 1, MAX_BODY), F.lit("…"))).otherwise(value)
 
 

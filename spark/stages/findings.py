@@ -1,6 +1,6 @@
 """The fifth stage: compares the run with the previous result, and finds new, open and recovered findings.
 
-This stage writes the findings. They are in force once the last stage has written `result.json`.
+This stage writes the findings, which are in force as soon as the last stage has written `result.json`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _FAULTS: Final = [name.value for name in classify.FAULTS]
 class FindingCounts(NamedTuple):
     """The number of findings of one rule, group, class and bucket of time.
 
-    The group '' is the message. The field `bucket` is the start of the bucket in seconds since 1970.
+    The group '' means findings about messages. The field `bucket` is the start of the bucket in seconds since 1970.
     """
 
     rule: str
@@ -45,9 +45,9 @@ class FindingCounts(NamedTuple):
     name: str
     bucket: int | None
     is_known: bool
-    """The findings are acknowledged."""
+    """Whether the counted findings are acknowledged."""
     is_new: bool
-    """No earlier result had these findings, and they are not acknowledged."""
+    """Whether the counted findings are new: no earlier result had them, and they are not acknowledged."""
     findings: int
 
 
@@ -95,8 +95,8 @@ class Findings:
 def collect(spark: SparkSession, rules: Sequence[ConfirmedRule], still_open: DataFrame | None, job: Job) -> Findings:
     """Write the findings, and the subjects that the next run judges again (OPEN_SCHEMA).
 
-    `still_open` has the subjects that the previous run left open. Raises RunIncomplete if a part of an interval cannot
-    be judged yet.
+    `still_open` has the open subjects of the previous result. Raises RunIncomplete if a part of an interval cannot be
+    judged yet.
     """
     written: DataFrame | None = None
     counted: list[FindingCounts] = []
@@ -121,7 +121,8 @@ def _write(
     found = compared(confirmed, earlier, waiting, windows)
     in_force = [each for each in job.rules.acknowledged if job.started < each.until]
     found = with_remedies(with_acknowledgements(spark, found, in_force), job.rules.trace)
-    # One task sorts the findings and writes one file. To sort them in several tasks, Spark would compute them twice.
+    # One task sorts the findings and writes one file. To sort the findings in several tasks, Spark would compute all
+    # findings twice.
     ordered = in_order(found).repartition(1).sortWithinPartitions("rule", "class", "group", "key")
     count = put(ordered, target)
     written = spark.read.schema(FINDINGS_SCHEMA).parquet(target)
@@ -151,8 +152,8 @@ def compared(confirmed: DataFrame, earlier: DataFrame, pending: DataFrame, windo
     The column `first_seen` is the boundary of the run that found the finding first. The column `was` is the finding's
     class in the previous result; null means that the finding is new.
 
-    `earlier` has the subjects that the previous result left open, `pending` the pending subjects of this run, and
-    `windows` the window of each rule.
+    `earlier` has the open subjects of the previous result, `pending` has the pending subjects of this run, and
+    `windows` has the window of each rule.
     """
     faults = confirmed.where(F.col("class").isin(_FAULTS)).drop("carry")
     known = earlier.where(F.col("class").isNotNull()).select(
@@ -168,7 +169,7 @@ def compared(confirmed: DataFrame, earlier: DataFrame, pending: DataFrame, windo
 
 
 def _by_rule(times: Mapping[str, datetime | None]) -> Column:
-    """A column with the time that `times` has for the row's `rule`."""
+    """A column with the time of each row's rule, as `times` gives it by the name of the rule."""
     found = F.lit(None).cast("timestamp")
     for rule, time in times.items():
         found = F.when(F.col("rule") == rule, F.lit(time).cast("timestamp")).otherwise(found)
@@ -176,12 +177,13 @@ def _by_rule(times: Mapping[str, datetime | None]) -> Column:
 
 
 def closed(gone: DataFrame) -> DataFrame:
-    """The rows for open subjects that are neither findings nor pending now: EXPIRED below the floor, else RECOVERED."""
+    """The rows for earlier open subjects that are neither findings nor pending now. A subject from before the floor is
+    EXPIRED; the others are RECOVERED."""
     is_expired = ~judgeable(F.col("floor"))
     was = F.coalesce("class", F.lit(classify.FindingClass.PENDING.value))
     floor = F.date_format("floor", "yyyy-MM-dd'T'HH:mm:ss'Z'")
     reason = F.concat(
-        F.lit("was "), was, F.lit("; retention may have removed its evidence: nothing before "), floor,
+        F.lit("the subject was "), was, F.lit("; retention may have removed its evidence: nothing before "), floor,
         F.lit(" can be judged any more"),
     )  # fmt: skip
     name = F.when(is_expired, classify.FindingClass.EXPIRED.value).otherwise(classify.FindingClass.RECOVERED.value)
@@ -191,7 +193,7 @@ def closed(gone: DataFrame) -> DataFrame:
         F.when(is_expired, "warning").otherwise("info").alias("severity"),
         F.array_compact(F.array(F.col("class"))).alias("flags"),
         F.when(is_expired, reason)
-        .otherwise(F.concat(F.lit("was "), was, F.lit(", is as declared now")))
+        .otherwise(F.concat(F.lit("the subject was "), was, F.lit("; everything is as declared now")))
         .alias("detail"),
         "at",
         "first_seen",
@@ -200,9 +202,9 @@ def closed(gone: DataFrame) -> DataFrame:
 
 
 def pending(scanned: DataFrame, confirmed: DataFrame, earlier: DataFrame) -> DataFrame:
-    """The pending subjects that the next run must judge again, each with its earlier finding, if it had one.
-
-    A changed rule or a full run may move the boundary back. An earlier finding after the boundary then stays open.
+    """The pending subjects that the next run must judge again, each with the class of its earlier finding, if there is
+    one. If a changed rule or a full run sets the boundary to an earlier time, an earlier finding about a row after the
+    boundary stays open.
     """
     columns = [*SUBJECT, "at"]
     unjudged = confirmed.where("class = 'PENDING'").join(earlier.select(*SUBJECT), SUBJECT, "left_semi")
@@ -223,7 +225,8 @@ _KNOWN_SCHEMA: Final = "rule string, key string, of_group string, class string, 
 
 
 def with_acknowledgements(spark: SparkSession, findings: DataFrame, given: Sequence[Acknowledgement]) -> DataFrame:
-    """The findings with the column `acknowledged`: its author, end and reason; null without an acknowledgement."""
+    """Add the column `acknowledged` to the findings: author, end and reason of the acknowledgement; null if there is
+    none."""
     if not given:
         return findings.withColumn("acknowledged", F.lit(None).cast("string"))
     rows = [(each.rule, each.key, each.group, each.finding_class, each.text) for each in given]
@@ -243,7 +246,7 @@ def in_order(findings: DataFrame) -> DataFrame:
 
 
 def counted(findings: DataFrame, bucket_seconds: int) -> list[FindingCounts]:
-    """The written findings, in one pass over them."""
+    """The numbers of written findings, computed in one pass over them."""
     bucket = (F.floor(F.unix_seconds("at") / bucket_seconds) * bucket_seconds).cast("bigint")
     is_fault, is_known = F.col("class").isin(_FAULTS), F.col("acknowledged").isNotNull()
     is_new = ~is_known & F.col("was").isNull()
@@ -252,7 +255,8 @@ def counted(findings: DataFrame, bucket_seconds: int) -> list[FindingCounts]:
 
 
 def bucket_seconds(volumes: Sequence[Volume]) -> int:
-    """The seconds of the finest bucket in which rows were counted. Findings are counted in buckets of this size."""
+    """The length in seconds of the shortest bucket in which rows were counted. Findings are counted in buckets of this
+    length."""
     steps = [(later - sooner).total_seconds() for rows in volumes for (sooner, _), (later, _) in pairwise(rows)]
     return max(1, int(min(steps, default=1)))
 
@@ -277,7 +281,7 @@ def _judged(
 
 
 def _dismissed(spark: SparkSession, rules: Sequence[ConfirmedRule], findings: DataFrame) -> dict[tuple[str, ...], int]:
-    """The number of suspects that the second look judged OK or PENDING, by rule, group and this class."""
+    """The number of suspects that the second look judged OK or PENDING, by rule, group and class of the second look."""
     if not any(each.keys for each in rules):
         return {}
     suspects = _suspects(spark, rules).where("class <> 'PENDING'").select(*SUBJECT)
@@ -290,8 +294,8 @@ def _dismissed(spark: SparkSession, rules: Sequence[ConfirmedRule], findings: Da
 def _check_interval(rules: Sequence[JudgedRule]) -> None:
     """Raise RunIncomplete if an interval has pending subjects whose limits have not passed yet.
 
-    After the longest limit, only delayed messages can be pending. Then the run publishes the interval, with these
-    messages as PENDING.
+    After the longest limit of the rule, only delayed messages can be pending, and the run publishes the interval with
+    these messages as PENDING.
     """
     for each in rules:
         rule, window = each.confirmed.scanned.prepared.rule, each.confirmed.scanned.prepared.window
@@ -299,6 +303,6 @@ def _check_interval(rules: Sequence[JudgedRule]) -> None:
         judgeable_at = window.until + rule.longest_wait
         if window.is_exact and left and window.watermark < judgeable_at:
             raise RunIncomplete(
-                f"rule {rule.name!r}: {left} subjects of the interval cannot be judged yet, as they are "
-                f"within their limits. Run it again after {judgeable_at.isoformat()}."
+                f"rule {rule.name!r}: {left} subjects of the interval cannot be judged yet, because their "
+                f"limits have not passed. Repeat the run after {judgeable_at.isoformat()}."
             )

@@ -21,7 +21,7 @@ from ..rules.rule import Rule, Rules
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """One run: its options and rules, and its folder `runs/<name>` of the output."""
+    """One run: its options and rules, and its folder `runs/<name>` in the output folder."""
 
     options: RunOptions
     rules: Rules
@@ -57,7 +57,7 @@ class Job:
         return self.store.spark_path(f"runs/{self.name}/{name}")
 
     def write_empty(self, name: str, schema: str) -> str:
-        """Write the table `name` without rows, and return its path. This starts no Spark job."""
+        """Write the table `name` without rows, and return its path. The method starts no Spark job."""
         columns = StructType.fromDDL(schema)
         assert isinstance(columns, StructType)
         empty: pa.Table = to_arrow_schema(columns, timezone="UTC").empty_table()
@@ -66,7 +66,8 @@ class Job:
 
 
 def empty_frame(spark: SparkSession, schema: str) -> DataFrame:
-    """A frame without rows. Because of its limit, Spark's optimizer removes the joins with this frame."""
+    """A frame without rows. The frame has a limit of 0 rows, which lets Spark's optimizer remove the joins with the
+    frame."""
     return spark.createDataFrame([], schema).limit(0)
 
 
@@ -90,9 +91,11 @@ def write(frame: DataFrame, target: str, schema: str) -> int:
 
 
 def check_parts(target: str, written: int, found: int) -> None:
-    """Raise RunIncomplete if written rows are missing. Executors may write into another folder."""
+    """Raise RunIncomplete if rows are missing, because executors have written them into a folder that this process
+    cannot read."""
     if found != written:
         raise RunIncomplete(
-            f"{written} rows were written to {target}, {found} are there: the executors do not write where this "
-            f"process reads. Give a place with --output that all of them share, as s3a:// or a network disk."
+            f"{written} rows were written to {target}, but this process finds {found} rows there: the executors write "
+            f"into a folder that this process cannot read. Give a folder that the executors and this process share "
+            f"with --output, such as s3a:// or a network disk."
         )

@@ -1,6 +1,6 @@
 """The first stage: computes the window of rows to judge, and checks that all tables and columns of a rule are readable.
 
-The window begins at the end of the previous result. It ends at the watermark less the rule's grace.
+The window begins at the end of the previous result. The window ends at the watermark minus the rule's `grace`.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from .job import Job
 # If retention has removed messages, the run assumes that a half message is at most this much older than its row's time.
 HALF_AGE: Final = timedelta(seconds=60)
 _WITHOUT: Final = {
-    "dead_letter_v1": "dead_letter_v1 is not among the exports: dead letters are UNDELIVERED here, not DEAD",
-    "delivery_v1": "delivery_v1 is not among the exports: how far a message got with a group is not said",
+    "dead_letter_v1": "dead_letter_v1 was not exported, so a dead letter is reported as UNDELIVERED, not as DEAD",
+    "delivery_v1": "delivery_v1 was not exported, so a finding does not show the state of its message in each group",
 }
 
 
@@ -33,7 +33,7 @@ _WITHOUT: Final = {
 class PreparedRule:
     """A rule whose subscriptions are resolved, whose tables are checked, and whose window is known.
 
-    `missing_views` names optional views that an export lacks. They only add details to findings. The function
+    `missing_views` has the names of the views that an export lacks, and that only add details to findings. The function
     `_looked_back` describes the field `looked_back`.
     """
 
@@ -64,7 +64,8 @@ def prepare(
         each.ended_note for each in job.rules.acknowledged if each.rule == rule.name and each.until <= job.started
     ]
     notes += [
-        f"group {group.name}: judged by the broker's offsets, which say whether and not when: never LATE"
+        f"group {group.name} is judged by the broker's offsets, which show whether the group is past a message, "
+        f"but not since when: the group is never LATE"
         for group in rule.groups
         if not group.table
     ]
@@ -75,7 +76,7 @@ def prepare(
 
 
 def _horizon(rule: Rule, sources: Sources) -> datetime | None:
-    """Retention may have removed messages of the topic that were stored before this time.
+    """The time before which retention may have removed messages of the topic; None if retention has removed no message.
 
     Raises UsageProblem for a topic that is not declared.
     """
@@ -90,9 +91,9 @@ def _horizon(rule: Rule, sources: Sources) -> datetime | None:
 
 
 def _missing_views(rule: Rule, sources: Sources) -> list[str]:
-    """Check that every table and column of the rule exists and can be compared; else raise UsageProblem.
+    """Raise UsageProblem if a table or column of the rule does not exist, or if a column cannot be compared.
 
-    Return the names of the optional views that an export lacks. These views only add details to findings.
+    Return the names of the optional views that an export lacks. Optional views only add details to findings.
     """
     sources[rule.database].check(contract.rows(rule))
     sources.broker.check(contract.messages(rule, detailed=True))
@@ -124,8 +125,8 @@ def _window(
         if until > boundary:
             raise RunIncomplete(
                 f"rule {rule.name!r}: the interval ends at {until.isoformat()}, but only rows before "
-                f"{boundary.isoformat()} can be judged yet (watermark {watermark.isoformat()} less the grace "
-                f"period). Run it again later."
+                f"{boundary.isoformat()} can be judged yet (watermark {watermark.isoformat()} minus the grace "
+                f"period). Repeat the run later."
             )
         boundary = until
     if since is None and previous is not None and not options.full:
@@ -140,9 +141,9 @@ def _window(
 def _look_back(
     rule: Rule, options: RunOptions, boundary: datetime, previous: dict[str, Any] | None
 ) -> timedelta | None:
-    """How far before `boundary` the run looks back: it judges the rows of this duration again.
+    """How far the run looks back from `boundary`, the end of its window. It judges these rows again.
 
-    None if the command has no --look-back and no look back of the rule is due.
+    The result is None if the command has no --look-back and no look back of the rule is due.
     """
     seconds = rule.look_back_seconds
     if options.look_back is not None:
@@ -163,7 +164,7 @@ def _look_back(
 def _limited_by_retention(rule: Rule, window: Window, horizon: datetime) -> tuple[Window, list[str]]:
     """The window without rows whose messages retention may have removed.
 
-    A message may be stored before its row's time, so retention may remove it although its row is younger.
+    A message may be stored before its row's time, so retention may remove the message although the row is younger.
     """
     floor = horizon + max(HALF_AGE, rule.longest_wait)
     if window.since is not None and window.since >= floor:
@@ -191,11 +192,11 @@ def _known_rule(previous: dict[str, Any] | None, rule: Rule) -> dict[str, Any] |
 
 
 def _looked_back(rule: Rule, window: Window, previous: dict[str, Any] | None) -> dict[str, str | None] | None:
-    """The last look back: its time (`at`), and the time of the oldest rows that it judged again (`from`; None: it
-    judged all rows again).
+    """The last look back, as a dictionary. `at` is the time of the look back, and `from` is the time of the oldest rows
+    that the look back judged again (None if the look back judged all rows again).
 
-    The function returns None for an interval, because each run judges the whole interval. It also returns None if no
-    run has looked back.
+    The function returns None for an interval, because each run judges the whole interval. The function also returns
+    None if no run has looked back.
     """
     known = _known_rule(previous, rule)
     if window.is_exact:
@@ -208,5 +209,6 @@ def _looked_back(rule: Rule, window: Window, previous: dict[str, Any] | None) ->
 
 
 def margin(rule: Rule) -> timedelta:
-    """The duration that the run also reads before a window, because a message may be older than its row's time."""
+    """The length of the time before a window that a run also reads, because a message may be older than its row's
+    time."""
     return timedelta(seconds=max(60.0, rule.grace_seconds))

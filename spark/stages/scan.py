@@ -30,7 +30,7 @@ _FINEST_SECONDS: Final = 1
 # The run counts the rows again if the new buckets are shorter than the old buckets by at least this factor.
 _WORTH_IT: Final = 4
 Counts = dict[str, dict[str, int]]
-"""Subject ('' for the message, or a group) -> class -> number of keys."""
+"""The number of keys, first by subject ('' for the message, or the name of a group), then by class."""
 Volume = list[tuple[datetime, int]]
 """The start of each bucket of time, with the number of its rows."""
 
@@ -133,9 +133,9 @@ def _no_counts(rule: Rule) -> Counts:
 def _check_not_empty(rule: Rule, sources: Sources, floor: datetime | None, seen: tuple[bool, bool]) -> None:
     """Raise RunIncomplete if the rule has no row or no message at all.
 
-    `seen` tells whether the window had rows, and whether it had messages. The function queries a side only if the
-    window had nothing of it. A topic may be empty if retention has removed messages and no row is newer than the
-    `floor`.
+    `seen` tells whether the window had rows, and whether it had messages. If the window had no row or no message, the
+    function looks for a row or a message at any time. The topic may be empty if retention has removed messages and no
+    row is newer than the `floor`.
     """
     if rule.allow_empty or all(seen):
         return
@@ -148,8 +148,8 @@ def _check_not_empty(rule: Rule, sources: Sources, floor: datetime | None, seen:
     else:
         return
     raise RunIncomplete(
-        f"rule {rule.name!r}: {problem}: there is nothing to compare, which is not the same as clean. Check the "
-        f"connection and the rule; where a side may be empty, write allow_empty = true."
+        f"rule {rule.name!r}: {problem}, so there is nothing to compare, and the run gives no result. Check the "
+        f"connection and the rule. If the table or the topic may be empty, write allow_empty = true in the rule."
     )
 
 
@@ -160,11 +160,11 @@ def volume(
     span_seconds: float | None = None,
     known: tuple[int, Volume] | None = None,
 ) -> Volume:
-    """The number of rows per bucket of time. A bucket is an hour long, or shorter (at least a second) if the plot has
-    room.
+    """The number of rows per bucket of time. A bucket is one hour long, or shorter (at least one second) if the plot
+    has room for more bars.
 
-    If `span_seconds` is given, the function counts only once. If the buckets in `known` (seconds per bucket, rows per
-    bucket) are short enough, the function does not count.
+    If `span_seconds` is given, the function counts the rows only once. If the buckets in `known` (seconds per bucket,
+    rows per bucket) are short enough, the function does not count the rows.
     """
     guess = _COARSE_SECONDS if span_seconds is None else max(_FINEST_SECONDS, math.ceil(span_seconds / BARS))
     seconds = min(guess, _COARSE_SECONDS)

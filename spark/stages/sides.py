@@ -33,9 +33,9 @@ UUID: Final = re.compile(r"^[0-9a-f]{8}-(?:[0-9a-f]{4}-){3}[0-9a-f]{12}$")
 
 @dataclass(frozen=True, slots=True)
 class ReadLimits:
-    """Conditions, per side, for the rows that the run has to read after the checksums.
+    """For each side, the conditions for the rows that the run must read after it has compared the checksums.
 
-    The value () means all rows. If `is_nothing` is true, the run has to read no row.
+    The value () means that the run must read all rows of the side. If `is_nothing` is true, the run must read no row.
     """
 
     rows: tuple[str, ...] = ()
@@ -82,10 +82,11 @@ def _add(to: list[tuple[DataSource, list[TableSelection]]], source: DataSource, 
 
 
 def of_window(prepared: PreparedRule, limits: ReadLimits, sources: Sources) -> list[DataFrame]:
-    """The narrow sides of the rule's window (`evidence`).
+    """All sides of the rule's window, in the narrow form of the module `evidence`.
 
-    The read begins a little before the window, because a message may be older than its row's time. For an exact window,
-    the read ends after the longest limit of the rule. The second look finds later messages and effects by key.
+    The read begins a little before the window, because a message may be older than its row's time. For a window with
+    `is_exact`, the read ends after the longest limit of the rule. The second look finds later messages and effects by
+    key.
     """
     rule, window = prepared.rule, prepared.window
     start = None if window.since is None else window.since - margin(rule)
@@ -94,8 +95,9 @@ def of_window(prepared: PreparedRule, limits: ReadLimits, sources: Sources) -> l
     messages = sources.broker.read(wanted.broker, start, end)
     tables = [source.read(selections, start, end) for source, selections in wanted.tables]
     if start is not None and not window.is_exact:
-        # A key may have an earlier row, judged in an earlier window, and a second row in this window. Read the earlier
-        # row too. Without it, the message of the earlier row would count as the message of the second row.
+        # A key may have an earlier row, judged in an earlier window, and a second row in this window. The run reads the
+        # earlier row too, because the message of the earlier row would otherwise count as the message of the second
+        # row.
         repeated = sources[rule.database].repeated(contract.rows(rule), start)
         tables += [] if repeated is None else [repeated]
     by_message = []
@@ -115,7 +117,7 @@ def _tells_messages_apart(rule: Rule) -> bool:
 
 
 def _waiting(rule: Rule, owing: DataFrame, broker: DataFrame, by_message: list[DataFrame]) -> list[DataFrame]:
-    """For each group whose effects have message ids, the messages without an effect."""
+    """For each group whose effects have message ids, the messages for which the group has no effect."""
     found = []
     for number, group in enumerate(rule.groups):
         if group.key is not None:
@@ -134,8 +136,8 @@ def _waiting(rule: Rule, owing: DataFrame, broker: DataFrame, by_message: list[D
 
 @dataclass(frozen=True, slots=True)
 class KeySides:
-    """Everything about some keys: the narrow sides, and the columns that a finding shows. The caller must unpersist the
-    frames in `cached`."""
+    """All evidence about some keys: the sides in the narrow form, and the columns that a finding shows. The caller must
+    unpersist the frames in `cached`."""
 
     narrow: list[DataFrame]
     rows: DataFrame
@@ -151,7 +153,8 @@ class KeySides:
 
 
 def about_keys(prepared: PreparedRule, keys: DataFrame, listed: Sequence[str], sources: Sources) -> KeySides:
-    """All sides of `keys` (see `real_keys`), at any time. `listed` has the first MAX_KEYS + 1 of these keys."""
+    """All evidence about `keys` (a result of `real_keys`), from any time. `listed` has the first MAX_KEYS + 1 of these
+    keys."""
     if len(listed) > MAX_KEYS:
         return of_many_keys(prepared, keys.select("key"), sources)
     rule, wanted = prepared.rule, _tables(prepared, sources, detailed=True)
@@ -174,7 +177,8 @@ def about_keys(prepared: PreparedRule, keys: DataFrame, listed: Sequence[str], s
 
 
 def of_many_keys(prepared: PreparedRule, keys: DataFrame, sources: Sources, since: datetime | None = None) -> KeySides:
-    """Like `about_keys`, but without indexes: Spark reads everything (from `since` on) and joins it with `keys`."""
+    """All evidence about `keys`, read without indexes. Spark reads all rows (from `since` on), and joins the rows with
+    `keys`."""
 
     def only(frame: DataFrame) -> DataFrame:
         return frame.join(keys, F.coalesce(frame["key"], F.lit("")) == keys["key"], "left_semi")
@@ -200,10 +204,10 @@ def _ids(rule: Rule, messages: DataFrame) -> DataFrame:
 
 
 def real_keys(rule: Rule, sources: Sources, keys: DataFrame) -> DataFrame:
-    """`keys` (key, carried, sought_at), in which each message id is replaced with the key of its message.
+    """Replace each message id among `keys` (key, carried, sought_at) with the key of the message.
 
-    If a message is older than the window, the first look knows its effect only by the message's id. The function
-    removes ids of messages of other topics, because the rule does not judge their effects.
+    If a message is older than the window, the first look has only the message's id as the key of an effect. The
+    function removes the ids of messages of other topics, because the rule does not judge the effects of these messages.
     """
     if not any(group.message_id for group in rule.groups):
         return keys
@@ -228,7 +232,8 @@ def _key_sides(
     is_message = broker["state"].isin(*contract.MESSAGE_STATES)
     messages = broker.where(is_message)
     if rule.message_when:
-        # The view of dead letters has neither headers nor body. So a dead letter counts if the rule covers its message.
+        # The view of dead letters has neither headers nor body. So the rule covers a dead letter if it covers the
+        # message of the dead letter.
         letters = broker.where(broker["state"].startswith("dead "))
         ours = letters.join(messages.select("log_id"), "log_id", "left_semi").select(*broker.columns)
         broker = broker.where(~broker["state"].startswith("dead ")).unionByName(ours)
@@ -257,8 +262,9 @@ def _limited(selection: TableSelection, conditions: tuple[str, ...]) -> TableSel
     )
 
 
-# The queries below read the queue, check-backs and failures of single messages. A finding shows these facts; no class
-# depends on them. For more than this number of messages, a run does not start these queries.
+# The queries below read the queue, check-backs and failures of single messages. A finding shows the results, and no
+# class depends on them. If a rule needs these facts for more than this number of messages, the run does not start the
+# queries.
 _MAX_FACTS: Final = 1_000
 # A finding shows at most this many of the newest check-backs and failures per message. A parked half message has many
 # check-backs, because the broker checks it every hour.
@@ -290,9 +296,9 @@ def message_facts(messages: DataFrame, rule: Rule, broker: DataSource) -> DataFr
     """The queue and offset (`queue`), newest check-backs and newest failed attempts of `messages`, by `log_id`.
 
     The result is empty in three cases: the broker is an export, the role may not read the views, or the broker does not
-    have the views yet. It is also empty for more than _MAX_FACTS messages, because an operator cannot examine so many
-    single messages. If the rule masks a field, the result has no error texts, because an error text may repeat any
-    field.
+    have the views yet. The result is also empty if there are more than _MAX_FACTS messages, because an operator cannot
+    examine so many messages. If the rule masks a field, the result has no error texts, because an error text may repeat
+    any field.
     """
     rows: list[tuple[Any, ...]] = []
     if isinstance(broker, PostgresSource):
@@ -304,7 +310,7 @@ def message_facts(messages: DataFrame, rule: Rule, broker: DataSource) -> DataFr
 
 def _fact_rows(broker: PostgresSource, transactions: dict[int, str], rule: Rule) -> Iterable[tuple[Any, ...]]:
     numbers = ",".join(str(number) for number in sorted(transactions))
-    # The ids of an archive come from a file. So only ids of the right form go into a statement.
+    # The transaction ids of an archive come from a file, so only ids with the form of a UUID go into a statement.
     names = ",".join(sorted({name for name in transactions.values() if UUID.fullmatch(name)}))
     places = {row[0]: row[1] for row in _answer(broker, "queue_entry_v1", _PLACES, numbers)}
     checks, failures = _answer(broker, "check_v1", _CHECKS, names), _answer(broker, "failure_v1", _FAILURES, numbers)

@@ -1,7 +1,7 @@
 """Finds the messages for which a group owes an effect, for groups without `owed_when` in the rules.
 
-This module reads the group's subscription in the broker. It writes the subscription's filter and start as `owed_when`,
-a condition over `message_v1`.
+This module reads the group's subscription from the broker, and converts the filter and the start of the subscription
+into the condition `owed_when` over `message_v1`.
 """
 
 from __future__ import annotations
@@ -76,20 +76,24 @@ def _of_group(rule: Rule, group: GroupRule, broker: PostgresSource, schema: str)
             terms.append(_start(last, first, before))
     except UsageProblem as error:
         return group, [
-            f"group {group.name}: every message counts as owed, as its subscription cannot be read ({error}); GRANT "
-            f"SELECT on group_v1, offset_v1 and queue_entry_v1, or write owed_when"
+            f"group {group.name}: the run expects an effect for every message, because it cannot read the group's "
+            f"subscription ({error}); GRANT SELECT on group_v1, offset_v1 and queue_entry_v1, or write owed_when"
         ]
     if known[0][0].strip() not in ("", "*"):
         terms.append(filter_sql(known[0][0], group.name))
     if not terms:
         return group, []
-    note = f"group {group.name}: owes what its subscription lets pass ({known[0][0] or 'everything'!r}"
+    note = (
+        f"group {group.name} owes an effect for each message that its subscription selects "
+        f"({known[0][0] or 'everything'!r}"
+    )
     began = f", from message {last} of the log on" if last is not None else ""
     notes = [f"{note}{began})"]
     if len(before) == _MAX_LISTED:
         notes.append(
-            f"group {group.name}: more than {_MAX_LISTED:,} messages lie before its start and after the first one that "
-            f"it owes; only {_MAX_LISTED:,} of them are left out, the others count as owed. Write owed_when to say more"
+            f"group {group.name}: more than {_MAX_LISTED:,} messages from before the group's start are mixed with "
+            f"later messages in the log. The run excludes {_MAX_LISTED:,} of them, and expects effects for the others. "
+            f"To exclude all, write owed_when"
         )
     return replace(group, owed_when=" AND ".join(terms)), notes
 
@@ -97,8 +101,8 @@ def _of_group(rule: Rule, group: GroupRule, broker: PostgresSource, schema: str)
 def _start(last: int, first: int | None, before: list[str]) -> str:
     """A condition for the messages from the group's start on.
 
-    These are the messages after `last`, the last log id before the start. Between `first` and `last`, they are the
-    messages that are not in `before`.
+    The condition selects the messages after `last`, the last log id before the start. Between `first` and `last`, the
+    condition selects the messages that are not in `before`.
     """
     if first is None or first > last:
         return f"log_id > {last}"
@@ -115,8 +119,8 @@ def filter_sql(text: str, group: str) -> str:
         return f"(({' '.join(_translated(stripped[4:]))}) IS TRUE)"
     except ReconcileError:
         raise UsageProblem(
-            f"group {group!r} subscribes with the filter {text!r}, which cannot be read here: write owed_when in its "
-            f"[[rule.group]], as SQL over message_v1."
+            f"group {group!r} subscribes with the filter {text!r}, which a run cannot convert to SQL: write owed_when "
+            f"in the group's [[rule.group]], as SQL over message_v1."
         ) from None
 
 

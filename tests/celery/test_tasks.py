@@ -195,6 +195,6 @@ def test_the_error_of_a_call_in_two_transactions_names_the_next_step(shop: Proje
             send_invoice.delay("2")
         """
     )
-    assert said.startswith("the task shop.tasks.send_invoice joins the transaction that calls it")
+    assert said.startswith("the call of the task shop.tasks.send_invoice is stored with the open transaction")
     assert "@shared_task(using='default')" in said
     assert _stored(shop) == [("shop.tasks.send_invoice",)]

@@ -26,7 +26,7 @@ MIXED = Topic(name="orders")
     ("types", "way_out"),
     [
         ({"FIFO", "TRANSACTION"}, "PostgreSQL"),
-        ({"DELAY", "TRANSACTION", "NORMAL"}, "two topics"),
+        ({"DELAY", "TRANSACTION", "NORMAL"}, "a separate topic"),
         ({"FIFO", "DELAY"}, "two topics"),
     ],
 )

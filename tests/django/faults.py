@@ -35,7 +35,7 @@ def unreachable(world: World) -> None:
 
 @fault
 def schema_version(world: World) -> None:
-    """The code needs a change that the tables lack."""
+    """The code needs a schema change that the tables do not have yet."""
     world.sql("UPDATE outbox.schema_version SET change = 1")
 
 
@@ -56,7 +56,7 @@ def process_failing(world: World) -> None:
 
 @fault
 def ticks_late(world: World) -> None:
-    """A process leads and does not sequence."""
+    """A process leads, but does not sequence messages."""
     publish("orders", {}, key="unread")
     flush(within_seconds=5)
     world.age(30)
@@ -64,7 +64,7 @@ def ticks_late(world: World) -> None:
 
 @fault
 def summary_late(world: World) -> None:
-    """A process leads and does not count."""
+    """A process leads, but does not refresh the summary."""
     summary.refresh(world.run)
     world.sql("UPDATE outbox.summary SET at = at - interval '1 hour'")
 
@@ -86,7 +86,7 @@ def receiver_late(world: World) -> None:
 
 @fault
 def unanswered(world: World) -> None:
-    """A producer died in a transaction and its service does not come back."""
+    """A producer died in a transaction, and its service does not start again."""
     world.half()
     world.age(300)
 
@@ -103,7 +103,7 @@ def parked(world: World) -> None:
 
 @fault
 def contradicted(world: World) -> None:
-    """A commit and a rollback are reported for one transaction."""
+    """Processes report a commit and a rollback of the same transaction."""
     world.half()
     [(transaction_id,)] = world.sql("SELECT transaction_id FROM outbox.pending_check")
     for decision in (Decision.COMMIT, Decision.ROLLBACK):
@@ -112,7 +112,7 @@ def contradicted(world: World) -> None:
 
 @fault
 def refused(world: World) -> None:
-    """An end is reported for an unknown transaction."""
+    """A process reports the commit of an unknown transaction."""
     get_broker().end([EndTransaction(transaction_id=uuid4(), decision=Decision.COMMIT, producer_group="shop")])
 
 
@@ -127,7 +127,7 @@ def wrong_ledger(world: World) -> None:
 
 @fault
 def checker_disagrees(world: World) -> None:
-    """A look-up answers the opposite of the ledger."""
+    """A look-up function contradicts the ledger."""
     world.half()
     [check] = get_broker().claim_checks("shop")
     said = Answer(transaction_id=check.transaction_id, decision=Decision.ROLLBACK, detail="look-up: True", alarm=True)
@@ -164,25 +164,25 @@ def open_since_resync(world: World) -> None:
 
 @fault
 def space(world: World) -> None:
-    """The tables outgrow their limit."""
+    """The broker's tables become larger than the threshold."""
     world.limits(SPACE_BYTES=(1, None))
 
 
 @fault
 def xid_age(world: World) -> None:
-    """Transaction ids are not frozen."""
+    """VACUUM does not freeze old transaction ids."""
     world.limits(XID_AGE=(1, None))
 
 
 @fault
 def sequence_age(world: World) -> None:
-    """An identity column nears its end."""
+    """An identity column approaches the largest value of its type."""
     world.sql("SELECT setval(pg_get_serial_sequence('outbox.queue', 'queue_id'), 2000000000)")
 
 
 @fault
 def replica_lag(world: World) -> None:
-    """A replica is gone and its slot keeps WAL."""
+    """A replica is gone, and its replication slot keeps WAL."""
     world.limits(REPLICA_LAG_BYTES=(0, None))
     name = f"gone_{uuid4().hex}"
     world.sql("SELECT pg_create_physical_replication_slot(%s, true)", name)
@@ -191,7 +191,7 @@ def replica_lag(world: World) -> None:
 
 @fault
 def path_flipped(world: World) -> None:
-    """A connection reaches another database than the broker's."""
+    """A connection reaches a database that is not the broker's database."""
     world.change_settings(PATH="atomic")
     with pytest.raises(WrongDatabase), transaction.atomic():
         publish("orders", {})
@@ -207,7 +207,7 @@ def not_conserved(world: World) -> None:
 
 @fault
 def lost_messages(world: World) -> None:
-    """The broker's database is restored to before a message."""
+    """The broker's database is restored to a time before a message was stored."""
     with transaction.atomic():
         publish("orders", {}, key="lost")
     sequence()
@@ -218,7 +218,7 @@ def lost_messages(world: World) -> None:
 
 @fault
 def lost_commits(world: World) -> None:
-    """The application's database is restored to before a transaction whose message was queued."""
+    """The application's database is restored to a time before a transaction whose message was queued."""
     with transaction.atomic():
         publish("orders", {}, key="lost")
     sequence()
@@ -232,5 +232,5 @@ def lost_commits(world: World) -> None:
 
 @fault
 def rejecting(world: World) -> None:
-    """An operator refuses transactional messages and does not end it."""
+    """An operator sets the broker to refuse transactional messages, and does not end this."""
     switch_transactional(True)

@@ -34,7 +34,7 @@ from tests.support import eventually
 
 @fault
 def no_worker(world: World) -> None:
-    """A subscribed group has messages and no process."""
+    """Messages wait for a subscribed group, but the group has no process."""
     world.subscribe()
     world.publish()
 
@@ -150,7 +150,7 @@ def dead_letters(world: World) -> None:
 
 @fault
 def retry_storm(world: World) -> None:
-    """A handler fails on every message, and each is sent back."""
+    """A handler fails on every message, and each message is sent back for another attempt."""
 
     @subscriber("orders", group="effects")
     def effect(delivery: Delivery) -> None:
@@ -205,7 +205,7 @@ def pruning_behind(world: World) -> None:
 
 @fault
 def expired(world: World) -> None:
-    """A group does not run for longer than messages are kept."""
+    """A group does not run for a longer time than messages are kept."""
     world.subscribe()
     world.publish()
     world.age(40 * 24 * 3600)
@@ -214,7 +214,7 @@ def expired(world: World) -> None:
 
 @fault
 def lost_effects(world: World) -> None:
-    """The handlers' database is restored to before a message was handled."""
+    """The handlers' database is restored to a time before a message was handled."""
 
     @subscriber("payments", group="effects")
     def effect(delivery: Delivery) -> None:

@@ -332,7 +332,7 @@ def test_while_the_application_is_down_the_log_keeps_the_entry(
         assert REJECTING(world) == [(True,)]
     assert not OperatorAction.objects.exists()
     said = [record.getMessage() for record in caplog.records if record.name == audit.__name__]
-    begun, done = (json.loads(text.partition("keeps it: ")[2]) for text in said)
+    begun, done = (json.loads(text.partition("The entry is: ")[2]) for text in said)
     assert (begun["outcome"], done["outcome"], done["after"]) == ("begun", "done", {"rejecting": True})
     assert done["why"] == "the disk is full" and done["who"].endswith("(command)")
 

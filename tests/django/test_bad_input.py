@@ -77,10 +77,10 @@ def test_decorator_refuses_at_import(topic: str, options: Any, error: type[Excep
         (lambda: publish("orders", {}, delay=float("nan")), "delay must be seconds from now"),
         (lambda: publish("orders", {}, delay=float("inf")), "delay must be seconds from now"),
         (lambda: publish("orders", {}, delay=1e12), "delay must be seconds from now"),
-        (lambda: publish_many("orders", {"n": 1}), "give a list of bodies"),
-        (lambda: publish_many("orders", "abc"), "give a list of bodies"),
-        (lambda: publish_messages(message("orders", {})), "give a list of what"),  # type: ignore[arg-type]
-        (lambda: publish_messages([{"n": 1}]), "give a list of what"),  # type: ignore[list-item]
+        (lambda: publish_many("orders", {"n": 1}), "pass a list of bodies"),
+        (lambda: publish_many("orders", "abc"), "pass a list of bodies"),
+        (lambda: publish_messages(message("orders", {})), "pass a list of messages"),  # type: ignore[arg-type]
+        (lambda: publish_messages([{"n": 1}]), "pass a list of messages"),  # type: ignore[list-item]
     ],
 )
 def test_publish_refuses_before_anything_is_stored(empty_log: None, call: Callable[[], object], complaint: str) -> None:

@@ -151,7 +151,7 @@ def test_groups_are_listed_paused_and_moved() -> None:
     assert "effects" in call("outbox_group", "list")
 
     planned = call_json("outbox_group", "reset", "effects", "orders", "--to-earliest", "--dry-run")
-    assert "It gets 4 messages again" in planned["effect"] and sum(planned["before"].values()) == 4
+    assert "The group gets 4 messages again" in planned["effect"] and sum(planned["before"].values()) == 4
     assert "Nothing was changed" in call("outbox_group", "reset", "effects", "orders", "--to-offset", "0", "--dry-run")
     call("outbox_group", "reset", "effects", "orders", "--to-time", "2020-01-01T00:00:00+00:00")
     assert sum(queue["lag"] for queue in call_json("outbox_group", "offsets", "effects")) == 4
@@ -189,7 +189,7 @@ def test_groups_are_listed_paused_and_moved() -> None:
         (["outbox_worker", "--group", "effects"], "--group needs --role consumer"),
         (["outbox_worker", "--drain", "--role", "broker"], "leave --role out"),
         (["outbox_worker", "--until-drained", "--role", "broker"], "leave --role out"),
-        (["outbox_worker", "--until-drained", "--drain"], "give one of them"),
+        (["outbox_worker", "--until-drained", "--drain"], "pass only one of the two options"),
         (["outbox_worker", "--rocketmq-broker", "h:1"], "needs --until-drained"),
         (["outbox_message", "show", "not-an-id"], "invalid UUID"),
         (["outbox_worker", "--role", "boss"], "invalid choice"),

@@ -297,7 +297,7 @@ def test_without_a_ledger_savepoints_leave_the_end_to_the_check(outbox_settings:
     [
         (
             lambda: transactional_message("orders", body={})(cast(Any, classmethod(lambda cls: None))),
-            "below @classmethod",
+            "stands above @classmethod",
         ),
         (lambda: transactional_message("orders", body={})(Till), "class-based view"),
         (lambda: transactional_message("orders", body=lambda nmae: {})(lambda name: None), "'nmae'.*name"),

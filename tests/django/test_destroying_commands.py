@@ -72,8 +72,8 @@ def _offsets() -> list[int]:
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        (["--to-latest"], r"^Move group effects on topic orders .* it never gets 2 messages"),
-        (["--to-earliest", "--reprocess"], "and handles again the messages that its inbox has"),
+        (["--to-latest"], r"^Move group effects on topic orders .* The group never gets 2 messages"),
+        (["--to-earliest", "--reprocess"], "and handles them again even if they are in its inbox"),
     ],
 )
 def test_a_reset_that_skips_or_repeats_asks_first(

@@ -84,7 +84,7 @@ def test_retention(world: World, outbox_settings: Callable[..., None]) -> None:
     assert "payments" in names["retention of topics"].meaning and "payments" in names["check horizon"].meaning
     assert names["retention of the inbox"].severity is Severity.WARNING
     day = 24 * 3600
-    for kept, said in ((29 * day, "are not pruned"), (31 * day, "outlives the log")):
+    for kept, said in ((29 * day, "pruning keeps"), (31 * day, "longer than the log")):
         outbox_settings(INBOX_RETENTION_SECONDS=kept)
         [compared] = [one for one in examine() if one.name == "retention of the inbox"]
         assert compared.severity is Severity.OK
@@ -101,7 +101,7 @@ def test_ledgers(world: World, settings: Any) -> None:
             [identity] = cursor.fetchone()
         with connections["other"].cursor() as cursor:
             cursor.execute("UPDATE outbox_ledger_identity SET ledger_id = %s", [identity])
-        assert "identity of 'default'" in found()["ledger of 'other'"].meaning
+        assert "same identity as the ledger of 'default'" in found()["ledger of 'other'"].meaning
         with connections["other"].cursor() as cursor:
             cursor.execute("DELETE FROM outbox_ledger_identity")
         assert found()["ledger of 'other'"].severity is Severity.CRITICAL

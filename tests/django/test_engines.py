@@ -106,5 +106,5 @@ def test_what_check_refuses_does_not_start(
     outbox_settings: Callable[..., None], command: str, changed: Mapping[str, Any]
 ) -> None:
     outbox_settings(**GOOD, **changed)
-    with pytest.raises(CommandError, match=f"run {command} with a BROKER"):
+    with pytest.raises(CommandError, match=f"run {command} with settings whose BROKER"):
         call_command(*command.split(), "--drain")

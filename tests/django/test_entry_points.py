@@ -143,7 +143,9 @@ def test_a_ledger_that_is_away_is_named_and_the_others_are_pruned(monkeypatch: p
     connections["other"].close()
     with monkeypatch.context() as patch:
         patch.setitem(connections["other"].settings_dict, "PORT", "9")
-        with pytest.raises(LedgerUnavailable, match=r"(?s)not be pruned \('other': .*1 rows of the others.*next pass"):
+        with pytest.raises(
+            LedgerUnavailable, match=r"(?s)not be pruned \('other': .*1 rows of the other databases.*next pass"
+        ):
             prune_inboxes(older_than=datetime.now(UTC))
         with pytest.raises(LedgerUnavailable, match=r"(?s)not be pruned \('other': .*next pass"):
             run_prune()

@@ -175,7 +175,7 @@ def test_a_handler_that_is_still_in_its_transaction_is_waited_for_and_named(
             cursor.execute("UPDATE outbox_inbox SET generation = generation WHERE consumer_group = %s", [old])
             cursor.execute("SELECT pg_backend_pid()")
             [pid] = cursor.fetchone()
-        with pytest.raises(CommandError, match=rf"session {pid}.*run this again"):
+        with pytest.raises(CommandError, match=rf"session {pid}.*run this command again"):
             rename(old, new)
         other.rollback()
         rename(old, new)
@@ -198,7 +198,7 @@ def test_a_consumer_that_ran_meanwhile_is_noticed(names: tuple[str, str], monkey
 
     with monkeypatch.context() as patch:
         patch.setattr(rows, "copy", consumed_meanwhile)
-        with pytest.raises(CommandError, match="ran meanwhile"):
+        with pytest.raises(CommandError, match="have run since the rename began"):
             rename(old, new)
     rename(old, new)
     consume(new)

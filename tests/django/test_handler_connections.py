@@ -175,7 +175,7 @@ def test_a_consumer_warns_when_it_starts(caplog: pytest.LogCaptureFixture) -> No
         del other.settings_dict["OPTIONS"]["pool"]
     [said] = [record.getMessage() for record in caplog.records if "threads" in record.getMessage()]
     assert "3 threads on 'other'" in said
-    assert "lends 2 connections: 1 threads wait" in said
+    assert "has only 2 connections. So 1 threads may wait" in said
 
 
 @pytest.fixture

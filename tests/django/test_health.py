@@ -69,7 +69,7 @@ def test_the_probe_by_command(led: None) -> None:
         assert code == 1 and "Decided or due messages wait" in text and "30 s" in text
         connection.execute("UPDATE outbox.leader_lease SET expires_at = now() - interval '1 minute'")
     code, text = health("--json")
-    assert code == 1 and "No process sequences" in json.loads(text)["problems"][0]
+    assert code == 1 and "No process runs the sequencer" in json.loads(text)["problems"][0]
     point_alias("broker", NOWHERE)
     code, text = health()
     assert code == 1 and "cannot be reached" in text
@@ -139,7 +139,7 @@ def beat(monkeypatch: pytest.MonkeyPatch, left: dict[str, dict[str, str]], name:
 
 
 def test_signs_of_life(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert probes.live().problems == ["no worker has started here"]
+    assert probes.live().problems == ["no worker has started on this machine"]
     left = prepare_health_files(["broker", "consumer-1"])
     assert probes.live().is_healthy
     assert probes.ready().problems == [

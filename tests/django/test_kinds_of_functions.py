@@ -85,7 +85,7 @@ def test_a_check_needs_a_name_that_other_processes_find() -> None:
 
     decorate = transactional_message("orders", body={}, check=lambda message: True)
     for declare in (lambda: method_decorator(decorate, name="post")(Place), lambda: decorate(functools.partial(pay))):
-        with pytest.raises(ConfigurationError, match="next to a def"):
+        with pytest.raises(ConfigurationError, match="above a def"):
             declare()
 
 

@@ -104,14 +104,14 @@ def test_swallowed_inside_atomic_it_rolls_the_business_write_back(path: str) -> 
 
 
 def test_publishing_in_a_deeper_atomic_is_refused(path: str) -> None:
-    with pytest.raises(TransactionUsageError, match="another atomic"), transaction.atomic():
+    with pytest.raises(TransactionUsageError, match="an inner atomic"), transaction.atomic():
         with message_transaction() as tx, transaction.atomic():
             tx.publish("orders", 1, key="a")
     assert stored() == []
 
 
 def test_publishing_in_an_atomic_that_was_opened_inside_is_refused(path: str) -> None:
-    with pytest.raises(TransactionUsageError, match="another atomic"):
+    with pytest.raises(TransactionUsageError, match="an inner atomic"):
         with message_transaction() as tx, transaction.atomic():
             tx.publish("orders", 1, key="a")
     assert stored() == []
@@ -172,7 +172,7 @@ class TestFencing:
 
     def test_the_older_instance_is_refused_when_it_commits_messages_of_its_own(self, path: str) -> None:
         older, newer = fenced_producer("import"), fenced_producer("import")
-        with pytest.raises(ProducerFenced, match="epoch 1, epoch 2"), older.transaction() as tx:
+        with pytest.raises(ProducerFenced, match="epoch 1, but an instance with epoch 2"), older.transaction() as tx:
             tx.publish("orders", 1, key="older")
         with newer.transaction() as tx:
             tx.publish("orders", 1, key="newer")

@@ -54,7 +54,10 @@ def test_the_first_group_of_a_topic_is_not_warned_about() -> None:
 def test_another_name_is_warned_about_by_the_check_and_at_the_start(caplog: pytest.LogCaptureFixture) -> None:
     subscribe("dispatch")
     [found] = warned()
-    assert "'dispatch' is new to the topic 'orders' and begins with the oldest of about 3 messages" in found.msg
+    assert (
+        "'dispatch' is new to the topic 'orders'. The group will handle all messages of the topic, about 3, "
+        in found.msg
+    )
     assert "'shipping'" in found.msg
     assert found.hint is not None
     assert "start='earliest'" in found.hint

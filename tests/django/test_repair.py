@@ -85,9 +85,9 @@ def test_what_holds_no_longer_is_settled(repair: Repair) -> None:
     flush(within_seconds=5)
     steps = [lost("2"), lost("3"), lost("4")]
     assert repair.run(*steps) == [
-        ("settled", "the row is gone, or no longer satisfies the rule"),
-        ("settled", "the row is gone, or no longer satisfies the rule"),
-        ("settled", "a message of this key has arrived since"),
+        ("settled", "the row was deleted, or no longer satisfies the rule"),
+        ("settled", "the row was deleted, or no longer satisfies the rule"),
+        ("settled", "the broker now has a message of this key"),
     ]
     assert [item.key for item in stored()] == ["4"]
 
@@ -99,7 +99,10 @@ def test_it_refuses_while_a_half_of_the_key_is_undecided(repair: Repair, parked:
         park()
     state = "parked" if parked else "undecided"
     (outcome,) = repair.run(lost("9"))
-    assert outcome == ("refused", f"message {stored()[0].message_id} of this key is {state}: settle it first")
+    assert outcome == (
+        "refused",
+        f"message {stored()[0].message_id} of this key is {state}: decide its transaction first",
+    )
     assert len(stored()) == 1
 
 
@@ -194,7 +197,7 @@ def waits_for_a_lock() -> bool:
     [
         ("others=tests.django.repair_publisher.order", "does not say how to publish a row"),
         ("orders=tests.django.repair_publisher.broken", "the publisher failed: RuntimeError: no price"),
-        ("orders=tests.django.repair_publisher.elsewhere", "is not the missing one"),
+        ("orders=tests.django.repair_publisher.elsewhere", "is not the missing message"),
     ],
 )
 def test_a_publisher_that_is_not_right_is_refused(repair: Repair, publisher: str, why: str) -> None:

@@ -250,7 +250,7 @@ def test_a_stalled_saga_is_named_and_continues(hotel: SimpleNamespace) -> None:
     assert hotel.paid(running.pk, 80)
     lose_messages()
     SagaProgress.objects.filter(record=str(running.pk)).update(changed_at=long_ago())
-    why = "the broker does not have its message"
+    why = "the broker does not have the message of the saga"
     assert stalled() == {str(running.pk): why, str(waiting.pk): why}
     assert saga.mend() == {"published": 2}
     assert stalled() == {}
@@ -270,7 +270,7 @@ def test_a_saga_whose_message_is_a_dead_letter_is_named_and_left_alone(hotel: Si
         broken.start(record)
     drain()
     SagaProgress.objects.update(changed_at=long_ago())
-    assert stalled() == {str(record.pk): "its message is a dead letter"}
+    assert stalled() == {str(record.pk): "the message of the saga is a dead letter"}
     assert saga.mend() == {"published": 0}
 
 

@@ -70,7 +70,7 @@ def test_rehearsing_a_rollback_writes_no_tombstone() -> None:
     with rolled_back():
         receipt = publish("orders", {}, key="dropped")
     one = str(receipt.transaction_id)
-    assert "Its barrier decides when the action runs" in call(
+    assert "The barrier of the ledger decides when the action runs" in call(
         "outbox_transaction", "decide", one, "rollback", "--dry-run"
     )
     with connections["default"].cursor() as cursor:
@@ -88,7 +88,7 @@ def test_producers_are_asked_again_about_those_that_are_named_or_selected() -> N
     assert due() == 0
     assert call_json("outbox_transaction", "ask", str(one))["after"]["transaction_ids"] == [str(one)]
     assert due() == 1
-    with pytest.raises(CommandError, match="no check was requested"):
+    with pytest.raises(CommandError, match="No check was requested"):
         call("outbox_transaction", "ask", str(other), str(uuid4()))
     assert due() == 1
     assert call_json("outbox_transaction", "ask", "--group", "nobody")["outcome"] == "nothing"
@@ -96,7 +96,7 @@ def test_producers_are_asked_again_about_those_that_are_named_or_selected() -> N
     assert [(one["transaction_id"], one["state"]) for one in parked] == [
         (str(one), "parked") for one in (one, other, third)
     ]
-    assert "At most 2 are asked about at once" in call("outbox_transaction", "ask", "--parked", "--limit", "2")
+    assert "One action checks at most 2 transactions" in call("outbox_transaction", "ask", "--parked", "--limit", "2")
     assert due() == 2
     assert call_json("outbox_transaction", "ask", "--all")["after"]["transaction_ids"] == [
         str(one),
@@ -132,9 +132,9 @@ def pages(*arguments: str) -> list[Any]:
     while page := call_json(*arguments, *more):
         found.append(page)
         said = call(*arguments, *more).splitlines()[-1]
-        if not said.startswith("there may be more: "):
+        if not said.startswith("there may be more rows: pass "):
             break
-        more = said.removeprefix("there may be more: ").split()
+        more = said.removeprefix("there may be more rows: pass ").split()
     return found
 
 

@@ -143,7 +143,7 @@ def test_what_is_no_list_of_messages_is_refused_with_the_functions_name(
     def place_wrong() -> None:
         Order.objects.create(number="dropped")
 
-    with pytest.raises(UsageError, match=r"messages= of .*place_wrong: give a list of what message\(…\) builds"):
+    with pytest.raises(UsageError, match=r"messages= of .*place_wrong: pass a list of messages made by message\(…\)"):
         place_wrong()
     assert not Order.objects.exists()
     assert stored() == []
@@ -153,9 +153,9 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({}, r"needs a topic and body=, or messages="),
     ({"topic": "orders"}, r"needs a topic and body=, or messages="),
     ({"body": {}}, r"needs a topic and body=, or messages="),
-    ({"messages": list, "topic": "orders"}, r"takes no topic beside it"),
-    ({"messages": list, "body": None}, r"takes no body beside it"),
-    ({"messages": list, "key": "k", "delay": 3}, r"takes no delay, key beside it"),
+    ({"messages": list, "topic": "orders"}, r"cannot be used together with topic"),
+    ({"messages": list, "body": None}, r"cannot be used together with body"),
+    ({"messages": list, "key": "k", "delay": 3}, r"cannot be used together with delay, key"),
     ({"messages": []}, r"must be a function"),
 ]
 

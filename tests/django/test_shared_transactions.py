@@ -235,7 +235,7 @@ def test_on_commit_callbacks_run_after_commit_and_apart(caplog: pytest.LogCaptur
     assert results[:3] == [HANDLED] * 3
     # An error ends the callbacks of its own message, as alone. Those of a message that failed do not run.
     assert ran == [("a1", False), ("a2", False), ("b1", False), ("c1", False), ("c2", False)]
-    assert "has committed; its later failure is not tried again" in caplog.text
+    assert "has committed, so the handler is not called again" in caplog.text
     assert effects() == ["a", "b", "c"]
 
 

@@ -153,7 +153,7 @@ def test_an_immunity_that_is_none_is_refused(path: str, seconds: Any) -> None:
 
 
 def test_immunity_without_a_transaction_is_refused(path: str) -> None:
-    with pytest.raises(TransactionUsageError, match="none is open"):
+    with pytest.raises(TransactionUsageError, match="no transaction is open"):
         publish("orders", {}, immunity_seconds=60)
 
 

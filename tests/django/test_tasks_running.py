@@ -192,9 +192,9 @@ def test_an_entry_without_a_message_is_named_and_gets_one_again(databases: None)
     TaskEntry.objects.update(enqueued_at=long_ago())
     TaskEntry.objects.exclude(pk=old.id).update(announced_at=long_ago())
     assert stranded_tasks() == {
-        lost.id: "the broker does not have its message",
-        consumed.id: "its message was consumed without running it",
-        old.id: "the broker does not have its message",
+        lost.id: "the broker does not have the message of the task",
+        consumed.id: "the message of the task was consumed, but the task did not run",
+        old.id: "the broker does not have the message of the task",
     }
     assert stranded.mend() == {"published": 3, "failed": 0}
     assert (stranded.mend(), stranded_tasks()) == ({"published": 0, "failed": 0}, {})
@@ -224,7 +224,7 @@ def test_an_entry_whose_message_waits_or_is_a_dead_letter_is_not_stranded(databa
             "INSERT INTO consumer_offset (group_id, queue_id, epoch, ordinal, next_offset, start_offset)"
             " SELECT group_id, queue_id, 9, 9, 1000, 0 FROM consumer_group, queue WHERE name = 'tasks.mail'"
         )
-    assert stranded_tasks() == {dead.id: "its dead letter was discarded"}
+    assert stranded_tasks() == {dead.id: "the dead letter of the task was discarded"}
     assert stranded.mend() == {"published": 0, "failed": 1}
     dead.refresh()
     assert dead.status == "FAILED"

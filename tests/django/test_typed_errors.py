@@ -84,11 +84,11 @@ def raised_by_a_trigger(state: str) -> Iterator[None]:
 
 FAULTS: dict[str, tuple[Callable[[], AbstractContextManager[None]], str]] = {
     "killed": (killed, "the connection (broke|was ended)"),
-    "read-only": (read_only, "it is read-only"),
-    "rights": (without_rights, "its role lacks a right"),
-    "disk": (lambda: raised_by_a_trigger("53100"), "it is short of disk"),
-    "serialisation": (lambda: raised_by_a_trigger("40001"), "another transaction conflicted with it"),
-    "other": (lambda: raised_by_a_trigger("22000"), "it refused the statement"),
+    "read-only": (read_only, "the database is read-only"),
+    "rights": (without_rights, "the role lacks a right"),
+    "disk": (lambda: raised_by_a_trigger("53100"), "the server is short of disk"),
+    "serialisation": (lambda: raised_by_a_trigger("40001"), "another transaction conflicted with this transaction"),
+    "other": (lambda: raised_by_a_trigger("22000"), "the database refused the statement"),
 }
 # A decorated function opens a block of its own first; that statement of Django's fails.
 CASES = [(call, fault) for call in CALLS for fault in FAULTS if (call[:9], fault) != ("decorated", "killed")]
@@ -109,7 +109,7 @@ def test_no_error_of_the_driver_reaches_the_caller(call: str, name: str) -> None
                 CALLS[call]()
 
     with pytest.raises(
-        SendFailed, match=f"(?s)was not done: the database 'default' failed it, {said}.*rolled back"
+        SendFailed, match=f"(?s)was not done: the database 'default' reported an error, because {said}.*rolled back"
     ) as got:
         work()
     assert isinstance(got.value.__cause__, Error)
@@ -150,7 +150,7 @@ def test_a_locked_sqlite_file_is_named() -> None:
             other.ensure_connection()
             other.connection.execute("BEGIN IMMEDIATE")
             with (
-                pytest.raises(SendFailed, match="'lite' failed it, another transaction conflicted with it"),
+                pytest.raises(SendFailed, match="'lite' reported an error, because another transaction conflicted"),
                 transaction.atomic(using="lite"),
             ):
                 publish("orders", {}, using="lite")

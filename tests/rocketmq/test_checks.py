@@ -64,7 +64,7 @@ def test_a_process_that_starts_before_its_proxy_is_asked_once_the_proxy_is_there
     )
     try:
         assert early.claim_checks("shop") == [] and early.unrouted() == sorted(topic.name for topic in topics)
-        eventually(lambda: "cannot ask this process about topics" in caplog.text, within_seconds=60)
+        eventually(lambda: "cannot send this process checks about topics" in caplog.text, within_seconds=60)
         server.start()
         for topic in topics:
             server.admin.create_topic(topic)

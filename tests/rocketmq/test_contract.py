@@ -72,7 +72,8 @@ LACKING: Mapping[str, str] = {
         "RocketMQ asks about an undecided message `transactionCheckMax` times",
     ),
     **dict.fromkeys(
-        ["test_resent_half_is_stored_once", "test_resent_plain_message_is_stored_once"], "A resend is a second message"
+        ["test_resent_half_is_stored_once", "test_resent_plain_message_is_stored_once"],
+        "If a producer sends a message again, RocketMQ stores a second message",
     ),
     **dict.fromkeys(
         [

@@ -138,7 +138,7 @@ def test_verify_finds_what_was_changed(reconcile: Reconciler, world: World, tmp_
         check.unlink()
     pq.write_table(kept, file)
     (problem,) = work.verify()
-    assert problem.endswith("holds 5 messages as when it was written, but not the same ones")
+    assert problem.endswith("still contains 5 messages, but some of them have changed")
 
 
 class Stopper(Progress):

@@ -70,7 +70,7 @@ def test_an_unreachable_or_wrong_database(reconcile: Reconciler, world: World, m
     world.add(Order(number=1))
     reconcile.rules()
     monkeypatch.setenv("RECONCILE_APP", "host=127.0.0.1 port=1 dbname=shop connect_timeout=2")
-    fails(reconcile, RunIncomplete, "database 'app' cannot be reached", "Check its connection")
+    fails(reconcile, RunIncomplete, "database 'app' cannot be reached", "Check the connection of the database")
     monkeypatch.setenv("RECONCILE_APP", world.broker_url)
     fails(reconcile, UsageProblem, "the table is not there", "orders_order")
 
@@ -88,21 +88,21 @@ def test_an_empty_side_is_not_clean(reconcile: Reconciler, world: World, side: s
     else:
         world.send(Order(number=1))
     what = "no row of 'orders_order'" if side == "rows" else "no message of topic 'order.paid'"
-    fails(reconcile, RunIncomplete, what, "not the same as clean", "allow_empty = true")
+    fails(reconcile, RunIncomplete, what, "nothing to compare", "allow_empty = true")
 
 
 def test_an_unwritable_output(reconcile: Reconciler, world: World) -> None:
     world.add(Order(number=1))
     (reconcile.folder / "file").write_text("")
     reconcile.output = "file/out"
-    with pytest.raises(UsageProblem, match=r"cannot be written: .* give another with --output"):
+    with pytest.raises(UsageProblem, match=r"cannot be written: .* give another folder with --output"):
         reconcile.run()
 
 
 def test_a_damaged_result(reconcile: Reconciler, world: World) -> None:
     (reconcile.folder / "out").mkdir()
     (reconcile.folder / "out" / "result.json").write_text('{"version": 1')
-    with pytest.raises(UsageProblem, match=r"result.json is damaged: .* Remove it"):
+    with pytest.raises(UsageProblem, match=r"result.json is damaged: .* Remove the file"):
         reconcile.run()
 
 

@@ -63,7 +63,7 @@ def test_what_holds_the_watermark_back() -> None:
     assert watermark.of_server(database, free) == watermark.Completeness(at, [])
     prepared = watermark.of_server(database, replace(free, prepared=at - HOUR))
     assert prepared.watermark == at - HOUR - watermark.PREPARED_MARGIN
-    assert "when it began is not known" in prepared.notes[0]
+    assert "its start (which is not known" in prepared.notes[0]
     subscriber = watermark.of_server(database, replace(free, oldest=at - HOUR, appliers=1))
     assert subscriber.watermark == at - HOUR
     assert "logical replication" in subscriber.notes[0]
@@ -105,7 +105,7 @@ def test_an_open_finding_whose_evidence_retention_has_removed_is_closed(reconcil
     assert set(reconcile.findings(second)) == {("1", "", "EXPIRED"), ("50", "", "LOST")}
     closed = next(row for row in reconcile.rows(second) if row["key"] == "1")
     assert closed["detail"].startswith(
-        "was MISMATCH; retention may have removed its evidence: nothing before 2025-06-01T13:15"
+        "the subject was MISMATCH; retention may have removed its evidence: nothing before 2025-06-01T13:15"
     )
     report = (reconcile.folder / "out" / "report.html").read_text()
     assert "Retention: nothing before 2025-06-01 13:15:00 can be judged." in report
@@ -124,7 +124,7 @@ def test_an_interval_is_published_when_all_of_it_can_be_judged(reconcile: Reconc
     waiting = Order(number=10, at=until - timedelta(minutes=1))
     world.pay(waiting)
     world.send(waiting)
-    with pytest.raises(RunIncomplete, match=r"1 subjects of the interval cannot be judged yet.*Run it again after"):
+    with pytest.raises(RunIncomplete, match=r"1 subjects of the interval cannot be judged yet.*Repeat the run after"):
         reconcile.run(since=until - timedelta(minutes=5), until=until)
     world.effect("logistics", 10, waiting.at)
     done = reconcile.run(since=until - timedelta(minutes=5), until=until)
@@ -154,14 +154,15 @@ def test_exports_of_bytea_and_effects_without_a_watermark(reconcile: Reconciler,
     exported = f'kind = "csv"\npath = "{folder}"\n'
     text = text.replace('env = "RECONCILE_BROKER"', f'{exported}watermark = "{(START + 6 * HOUR).isoformat()}"')
     reconcile.rules(text=text)
-    with pytest.raises(RunIncomplete, match=r"'effects' has no time in it.*Write watermark"):
+    with pytest.raises(RunIncomplete, match=r"'effects' has no row with a time.*Write watermark"):
         reconcile.run()
     shipments.write_text(f"order_id,created_at\n1,{(START + timedelta(minutes=2)).isoformat()}\n")
     result = reconcile.run()
     counted = {name: count for name, count in result["totals"].items() if count}
     assert counted == {"OK": 2, "PENDING": 1}, "order 2 is newer than the export"
     (note,) = next(each["notes"] for each in result["snapshots"] if each["database"] == "effects")
-    assert note.startswith("no watermark is given: taken to be complete up to the newest time in 'shipment'")
+    assert note.startswith("no watermark is given, so the run assumes that the files are complete")
+    assert "up to the newest time in 'shipment'" in note
 
 
 def test_values_in_unusual_forms_and_outputs_that_fail(

@@ -50,7 +50,7 @@ def test_checksums_say_when_they_do_not_help(reconcile: Reconciler, world: World
     world.broker.execute("UPDATE commit_log SET body = '\\xff' WHERE key = '3'")
     for groups, extra, reason in (
         ((), 'bucket = "1h"', "the database could not compute it"),
-        ((), 'bucket = "1h"\nmessages = "at_least_one"', "it needs messages = 'exactly_one'"),
+        ((), 'bucket = "1h"\nmessages = "at_least_one"', "the rule needs messages = 'exactly_one'"),
     ):
         rules = rules_file.load(reconcile.rules(groups=groups, extra=extra))
         sources = Sources(reconcile.spark, rules)
@@ -153,7 +153,7 @@ def test_checksums_hide_nothing(reconcile: Reconciler, world: World) -> None:
         world.send(Order(number=700, total=total), message_id=uuid.uuid4())
     second = reconcile.run(since=START, until=START + 2 * HOUR)
     assert set(reconcile.findings(second)) == {*expected, ("700", "", "DUPLICATE")}
-    assert "two rows have one key" in second["rules"][0]["notes"][0]
+    assert "two rows have the same key" in second["rules"][0]["notes"][0]
     world.broker.execute("UPDATE commit_log SET body = '\\xff' WHERE key = '3'")
     world.app.execute("DELETE FROM orders_order WHERE id = 700")
     third = reconcile.run(since=START, until=START + 2 * HOUR)

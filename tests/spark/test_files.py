@@ -97,7 +97,7 @@ def test_parquet_with_nanoseconds_is_read_right(reconcile: Reconciler, world: Wo
     assert reconcile.findings(run()) == [("3", "", "MISMATCH")]
 
     pq.write_table(orders_table(world, "us").slice(0, 0), folder / "part-2.parquet")
-    with pytest.raises(UsageProblem, match=r"column paid_at is in nanoseconds in some files and not in others"):
+    with pytest.raises(UsageProblem, match=r"column paid_at has times in nanoseconds in some files, but not in all"):
         run()
 
 

@@ -66,7 +66,7 @@ def test_exports_without_some_views_and_one_that_is_damaged(reconcile: Reconcile
     reconcile.rules(text=RULES.format(folder=folder, watermark=UNTIL.isoformat()))
     result = reconcile.run()
     assert reconcile.findings(result) == [("2", "", "LOST")]
-    assert "dead letters are UNDELIVERED here, not DEAD" in result["rules"][0]["notes"][0]
+    assert "a dead letter is reported as UNDELIVERED, not as DEAD" in result["rules"][0]["notes"][0]
     inbox = folder / "inbox.parquet"
     inbox.write_bytes(inbox.read_bytes()[:-5] + b"xxxxx")
     with pytest.raises(RunIncomplete, match=r"inbox\.parquet.*previous result stays in force.*export the file"):

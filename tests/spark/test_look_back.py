@@ -48,13 +48,13 @@ def test_a_look_back_sees_what_a_full_run_sees(reconcile: Reconciler, world: Wor
     without = reconcile.run()
     assert reconcile.findings(without) == []
     page = (reconcile.folder / "out" / "report.html").read_text()
-    assert "reached back to <b>the beginning</b>" in page, "the first run of a chain has judged everything"
+    assert "judged the rows from <b>the beginning</b>" in page, "the first run of a chain has judged everything"
     looked = reconcile.run(look_back=LookBack(30 * 365 * 86_400))
     assert set(reconcile.findings(looked)) == FAULTS
     (rule,) = looked["rules"]
     assert rule["looked_back"] == {"at": rule["until"], "from": rule["since"]}
     page = (reconcile.folder / "out" / "report.html").read_text()
-    assert f"reached back to <b>{rule['since'][:10]}" in page
+    assert f"judged the rows from <b>{rule['since'][:10]}" in page
     assert set(reconcile.findings(reconcile.run())) == FAULTS, "they stay open"
     with pytest.raises(UsageProblem, match="does not say how far to look back: write look_back"):
         reconcile.run(look_back=LookBack())

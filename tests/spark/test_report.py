@@ -181,7 +181,7 @@ def test_the_metrics_of_two_rules_files_stand_beside_each_other(tmp_path: Path) 
     one = tmp_path / "outbox.prom"
     metrics.write(metrics.target(one, orders), result(), orders)
     assert metrics.target(one, orders) == one
-    with pytest.raises(UsageProblem, match=r"those of another rules file, .*orders\.toml"):
+    with pytest.raises(UsageProblem, match=r"the metrics of another rules file, .*orders\.toml"):
         metrics.target(one, refunds)
 
 

@@ -85,7 +85,7 @@ MISTAKES: list[tuple[str, str, str, str]] = [
         "a checksum has no tolerance (field 'total')",
         'bucket = "1h"',
     ),
-    ('type = "timestamp"', "", "no field of the body equals column 'paid_at'", 'bucket = "1h"'),
+    ('type = "timestamp"', "", "no field of the body is compared with column 'paid_at'", 'bucket = "1h"'),
     (
         'database = "app"',
         'database = "shop"',
@@ -93,8 +93,8 @@ MISTAKES: list[tuple[str, str, str, str]] = [
         "",
     ),
     ('env = "RECONCILE_APP"', 'env = "NOWHERE"', "the environment variable 'NOWHERE' is not set; export NOWHERE=", ""),
-    ('env = "RECONCILE_APP"', 'dsn = "dbname=a password=b"', "holds a password; keep it in the environment", ""),
-    ('env = "RECONCILE_APP"', 'dsn = "postgresql://me:secret@host/a"', "holds a password", ""),
+    ('env = "RECONCILE_APP"', 'dsn = "dbname=a password=b"', "contains a password; keep the password in the", ""),
+    ('env = "RECONCILE_APP"', 'dsn = "postgresql://me:secret@host/a"', "contains a password", ""),
     ('env = "RECONCILE_APP"', 'path = "/data"', "does not fit kind 'postgres'", ""),
     ('env = "RECONCILE_APP"', "", "needs exactly one of env, service, dsn, path", "[database.app]"),
     (
@@ -141,7 +141,7 @@ def test_syntax_errors_name_their_line() -> None:
 
 
 def test_a_missing_file_and_the_command_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(UsageProblem, match="Give its path with --rules"):
+    with pytest.raises(UsageProblem, match="Give the path of the rules file with --rules"):
         rules_file.load(tmp_path / "none.toml")
     assert cli.main(["check", "--rules", str(tmp_path / "none.toml")]) == 2
     broken = tmp_path / "broken.toml"

@@ -247,7 +247,7 @@ def test_intervals_of_a_scheduler(reconcile: Reconciler, world: World) -> None:
     result = reconcile.run(since=since, until=until)
     assert reconcile.findings(result) == [("12", "", "LOST")]
     assert result["mode"] == "interval"
-    with pytest.raises(RunIncomplete, match=r"the interval ends at .* Run it again later"):
+    with pytest.raises(RunIncomplete, match=r"the interval ends at .* Repeat the run later"):
         reconcile.run(since=now() - HOUR, until=now() + HOUR)
     in_force = json.loads((reconcile.folder / "out" / "result.json").read_text())
     assert in_force["run"] == result["run"]

@@ -46,7 +46,7 @@ def test_what_is_there_but_not_found_by_its_key_makes_the_run_incomplete(reconci
     )
     world.app.execute(f'ALTER DATABASE "{world.app.info.dbname}" SET enable_seqscan = off')
     with pytest.raises(
-        RunIncomplete, match=r"2 suspects of rule 'order-paid'.*'new 1'.*not found by their keys.*REINDEX"
+        RunIncomplete, match=r"2 suspects of rule 'order-paid'.*'new 1'.*a look-up by key finds nothing.*REINDEX"
     ):
         reconcile.run()
     assert not (reconcile.folder / "out" / "result.json").exists()

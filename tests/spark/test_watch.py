@@ -186,7 +186,7 @@ def test_sigterm_ends_batches_at_intervals_and_the_next_start_goes_on(reconcile:
         process.terminate()
         _, rest = process.communicate()
     assert process.returncode == 0, said + rest
-    assert "stopping: a batch under way is given up" in rest
+    assert "stopping: the running batch ends without a result" in rest
     assert not left_of(process.pid), "its JVM ended with it"
     first = in_force(reconcile)
     assert first["totals"]["LOST"] == 1

@@ -168,7 +168,7 @@ def test_a_replica_that_lags_is_judged_later(both: tuple[str, str], monkeypatch:
         other.execute("INSERT INTO orders VALUES (1)")
         with opened(standby, primary) as (_, reading):
             assert reading.watermark is not None and reading.watermark <= row_at - timedelta(minutes=59)
-            assert "has not replayed yet" in reading.notes[0]
+            assert "the replica has not replayed all" in reading.notes[0]
         paused.execute("SELECT pg_wal_replay_resume()")
         monkeypatch.setattr(postgres, "REPLAY_SECONDS", 60.0)
         assert watermark(standby, primary) > row_at

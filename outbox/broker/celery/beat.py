@@ -2,7 +2,7 @@
 
 A worker with `--outbox` runs the passes itself. If beat sends a task between two passes of the worker, the task finds
 that its pass has just run, and does nothing. The tasks go to Celery's default queue, or to the queue that `task_routes`
-names. A worker must consume this queue. The tasks do not expire. A task that waited behind a backlog still runs.
+names. A worker must consume this queue. The tasks do not expire: a task that waited behind other tasks still runs.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from outbox.utils.periodic import PeriodicPass
 def install(app: Celery, passes: Callable[[], list[PeriodicPass]]) -> None:
     """Register one task and one beat entry per pass, both named `outbox.<name>`.
 
-    The tasks are registered at once if the app is finalised, else when it is finalised. `passes` is called only at that
-    moment, because a Celery module may be imported before the settings can be read.
+    The function calls `passes` and registers the tasks only when Celery has finalised the app, because a Celery module
+    may be imported before the settings can be read.
     """
     if app.finalized:
         _add(app, passes())

@@ -25,7 +25,7 @@ class MakeSupervisor(Protocol):
 
 
 def install(app: Celery, make_supervisor: MakeSupervisor, *, roles: Sequence[str] = ()) -> None:
-    """Give a Celery app the worker options `--outbox` and `--outbox-roles`. A second call changes nothing.
+    """Give a Celery app the worker options `--outbox` and `--outbox-roles`. A second call of `install` changes nothing.
 
     A worker with `--outbox` calls `make_supervisor` when it starts. `roles` are the values that `--outbox-roles`
     accepts.
@@ -46,7 +46,7 @@ def _options(known: Sequence[str]) -> list[click.Option]:
     def parse(context: click.Context, parameter: click.Parameter, value: str) -> list[str]:
         asked = [role.strip() for role in value.split(",") if role.strip()]
         if unknown := [role for role in asked if role not in known]:
-            raise click.BadParameter(f"there is no role {', '.join(unknown)}; there are {', '.join(known)}.")
+            raise click.BadParameter(f"there is no role {', '.join(unknown)}; choose from {', '.join(known)}.")
         return asked
 
     return [
@@ -55,7 +55,7 @@ def _options(known: Sequence[str]) -> list[click.Option]:
             ["--outbox-roles"],
             default="",
             callback=parse,
-            help=f"Only these (with commas): {', '.join(known)}. Implies --outbox.",
+            help=f"Start only these roles (separated by commas): {', '.join(known)}. Implies --outbox.",
         ),
     ]
 
@@ -73,7 +73,7 @@ class OutboxStep(bootsteps.StartStopStep):  # type: ignore[misc]
         self.supervisor: Supervisor | None = None
 
     def start(self, worker: Any) -> None:
-        """Start the child processes after Celery has forked its pool: no pool process may inherit their handles."""
+        """Start the child processes after Celery has forked its pool: pool processes must not inherit their handles."""
         file = node_format(worker.logfile, worker.hostname) if worker.logfile else None
         log = told_to_children(level=worker.loglevel, file=file)
         self.supervisor = worker.app.conf[_CONF_KEY](self.roles, environment=log)
@@ -98,10 +98,10 @@ class OutboxStep(bootsteps.StartStopStep):  # type: ignore[misc]
             self.stop(worker)
 
     def _hurry(self, how: str = "", **_: Any) -> None:
-        """Handle a second Ctrl-C or SIGQUIT, also while draining.
+        """Handle a second Ctrl-C or SIGQUIT, also while the child processes drain.
 
-        This method runs in a signal handler, and the main thread may hold the supervisor's lock. So another thread
-        kills the child processes.
+        This method runs in a signal handler, so on the main thread, which may already hold the supervisor's lock. To
+        avoid a deadlock, another thread kills the child processes.
         """
         if how == "Cold" and self.supervisor is not None:
             threading.Thread(target=self.supervisor.kill, name="outbox-hurry", daemon=True).start()

@@ -1,4 +1,4 @@
-"""Task messages that are stored first and handed to Celery's broker later, exactly as Celery has built them.
+"""Store task messages first, and later hand them to Celery's broker exactly as Celery has built them.
 
 The stored message has everything that Celery would have sent (body, headers, properties, exchange, routing key). So
 task id, eta, priority, queue, headers, links, the later tasks of a chain and the body of a chord stay the same.
@@ -26,15 +26,15 @@ from kombu.serialization import dumps
 
 from outbox.errors import UsageError
 
-# These options say what a call does if Celery's broker is unreachable. They are not stored, because outbox repeats the
-# hand-over until Celery's broker has the message.
+# These options say what a call does if Celery's broker is unreachable. outbox does not store these options, because it
+# repeats the hand-over until Celery's broker has the message.
 _OF_THE_SENDER: Final = ("retry", "retry_policy", "timeout", "confirm_timeout")
 # kombu reopens a stale connection at once. If Celery's broker is down, the retry queue repeats the attempt.
 _RECONNECT: Final = {"max_retries": 1, "interval_start": 0, "interval_step": 0, "interval_max": 0}
 
 
 class TaskRecorder(Producer):
-    """Replaces Celery's producer for one call. It keeps the task's message instead of sending it."""
+    """Replaces Celery's producer for one call, and keeps the task's message instead of sending it."""
 
     def __init__(self, app: Celery) -> None:
         # This connection is lazy: it connects only if a result backend uses it.
@@ -67,9 +67,10 @@ class TaskRecorder(Producer):
 
 
 class RecordedTask(Task):  # type: ignore[misc]
-    """Base class of tasks whose messages can be stored. `_record_now` and `_store` define when and where.
+    """Base class of tasks whose messages can be stored.
 
-    `_recording` surrounds the call, so that a failed call can roll its transaction back.
+    A subclass defines in `_record_now` whether to store the message of a call, and in `_store` where to store it. The
+    subclass may wrap the call in `_recording`, so that a failed call rolls its transaction back.
     """
 
     abstract = True
@@ -82,17 +83,17 @@ class RecordedTask(Task):  # type: ignore[misc]
 
     def apply_async(self, *args: Any, **kwargs: Any) -> Any:
         """Like Celery's `apply_async`, but stores the message if `_record_now` is true. Returns the AsyncResult."""
-        # A subclass may override `on_bound` without calling this class's method. Then the app does not record yet.
+        # If a subclass overrides `on_bound` without calling this class's method, the app does not store calls yet.
         record_what_waits(self._get_app())
         return super().apply_async(*args, **kwargs)
 
     def retry(self, *args: Any, **kwargs: Any) -> Any:
-        """Send the retry at once: Celery's `retry` then raises, and the rollback would remove a stored message."""
+        """Send the retry at once: Celery's `retry` raises an exception, whose rollback would remove a stored retry."""
         with _at_once():
             return super().retry(*args, **kwargs)
 
     def replace(self, sig: Any, *args: Any, **kwargs: Any) -> Any:
-        """Send the replacement at once: Celery's `replace` then raises, and the rollback would remove a stored one."""
+        """Send the new task at once: Celery's `replace` raises an exception, whose rollback would remove it."""
         with _at_once():
             return super().replace(sig, *args, **kwargs)
 
@@ -143,7 +144,7 @@ def record_what_waits(app: Celery) -> None:
         with task._recording():
             _refuse_what_cannot_wait(app, name, options)
             recorder = TaskRecorder(app)
-            # A producer from the caller would send the message at once.
+            # This recorder replaces a producer from the caller, which would send the message at once.
             result = send(name, **{**options, "producer": recorder, "publisher": None})
             assert recorder.recorded is not None
             task._store(name, recorder.recorded)
@@ -154,13 +155,13 @@ def record_what_waits(app: Celery) -> None:
 
 
 def _is_running(task_id: str | None) -> bool:
-    """Whether this call retries or replaces the running task. Either call ends the task's block by an exception."""
+    """Whether this call retries or replaces the running task. Retry and replacement raise an exception in the task."""
     running = current_task.request.id if current_task else None
     return _goes_on.get() or (task_id is not None and task_id == running)
 
 
 def _recorded_task(app: Celery, name: str, options: Mapping[str, Any]) -> RecordedTask | None:
-    """Return the recorded task that a call names; None if it names only ordinary tasks."""
+    """Return the recorded task that a call names; None if the call names only ordinary tasks."""
     known: Any = options.get("task_type")
     if isinstance(known, RecordedTask):
         return known
@@ -171,14 +172,14 @@ def _recorded_task(app: Celery, name: str, options: Mapping[str, Any]) -> Record
         if isinstance(found := _task(app, named), RecordedTask):
             return found
     if _task(app, name) is None and issubclass(app.Task, RecordedTask):
-        # The task belongs to another program. This app stores the messages of such tasks, because its Task class is
-        # recorded.
+        # The task belongs to another program. If the Task class of this app is a RecordedTask, the app also stores the
+        # messages of such tasks.
         unknown: RecordedTask = app.Task()
         return unknown
     return None
 
 
-# Celery's own tasks that call another task. Their arguments hold the signature of that task.
+# Celery's own tasks that call another task. The signature of the other task is in their arguments.
 _OF_SIGNATURES: Final = ("celery.map", "celery.starmap", "celery.chunks")
 
 
@@ -191,11 +192,11 @@ def _names_in(value: Any) -> Iterator[str]:
             for key in ("chain", "chord", "link", "link_error"):
                 yield from _names_in(options.get(key))
             if value.get("subtask_type"):
-                # A chain, group or chord holds its tasks in these arguments.
+                # A chain, group or chord has its tasks in these arguments.
                 for key in ("task", "tasks", "header", "body"):
                     yield from _names_in(kwargs.get(key))
         else:
-            # The arguments of map and starmap hold a signature as `task`.
+            # The arguments of map and starmap contain a signature as `task`.
             yield from _names_in(value.get("task"))
     elif isinstance(value, (list, tuple)):
         for item in value:
@@ -206,7 +207,7 @@ def _names_in(value: Any) -> Iterator[str]:
 
 
 def _task(app: Celery, name: str) -> Any:
-    """Return the task with this name, or None. If it is unknown, import the modules with the app's tasks first."""
+    """Return the task with this name, or None. If the name is unknown, first import the modules of the app's tasks."""
     found = app.tasks.get(name)
     if found is None and not getattr(app, "outbox_has_imported", False):
         app.outbox_has_imported = True
@@ -218,16 +219,17 @@ def _task(app: Celery, name: str) -> Any:
 def _refuse_what_cannot_wait(app: Celery, name: str, options: Mapping[str, Any]) -> None:
     if options.get("connection") is not None:
         raise UsageError(
-            f"the task {name} was called with connection=, in a transaction: its message is stored with the "
-            f"transaction, and handed to the broker that the Celery app names. Leave out connection=, or call the task "
-            f"outside of the transaction."
+            f"the task {name} was called with connection= in a transaction. outbox stores the task's message with the "
+            f"transaction and later sends it to the broker of the Celery app, not over this connection. Leave out "
+            f"connection=, or call the task outside of the transaction."
         )
-    # If the result backend cannot count, Celery has already sent a task that polls for the chord without a time limit.
+    # If the result backend cannot count finished tasks, Celery sends a task that polls for the chord without a time
+    # limit.
     counts = type(app.backend).apply_chord is not Backend.apply_chord
     if options.get("chord") and not counts and not isinstance(app.tasks["celery.chord_unlock"], RecordedTask):
         raise UsageError(
-            f"the chord of {name} cannot wait for its transaction: the result backend does not count, so that "
-            f"Celery polls by a task of its own, celery.chord_unlock. Make all tasks transactional, "
+            f"the chord of {name} cannot wait for its transaction: the result backend cannot count finished tasks, so "
+            f"Celery sends its own task celery.chord_unlock before the commit. Make all tasks transactional with "
             f"Celery(…, task_cls=TransactionalTask), or use the Redis result backend."
         )
 
@@ -239,8 +241,8 @@ def hand_over(app: Celery, recorded: Mapping[str, Any]) -> None:
     """
     connection = app.connection_for_write()
     if connection.transport.driver_type == "amqp":
-        # Without `confirm_publish` RabbitMQ acknowledges no message. If the connection then breaks, messages in flight
-        # are lost.
+        # Without `confirm_publish`, RabbitMQ acknowledges no message, so a broken connection may lose messages that the
+        # producer has just sent.
         options = {**(app.conf.broker_transport_options or {}), "confirm_publish": True}
         connection = app.connection_for_write(transport_options=options)
     known = app.amqp.queues

@@ -1,4 +1,4 @@
-"""Track handler calls from their start to their result, and calls that were given up while they still run.
+"""Track handler calls from start to result, and abandoned calls for as long as they run.
 
 Each subscription has a `SubscriptionRunner`, which holds its lanes, its threads and its `Outage`.
 """
@@ -40,13 +40,13 @@ from outbox.utils.backoff import Backoff
 # same error, it assumes that a service is down.
 #
 # While a service is down, every message would fail until it is a dead letter. To prevent this, three failed calls in a
-# row count as an **outage** if they have the same error and no message in common. Then the subscription pauses. Its
-# failed messages stay in this process, and these failures do not count as attempts. After the pause, the subscription
-# runs one call at a time to test whether the outage is over. The first successful call ends the outage.
+# row count as an **outage** if they have the same error and no message in common. In an outage, the subscription
+# pauses, its failed messages stay in this process, and these failures do not count as attempts. After the pause, the
+# subscription runs one call at a time to test whether the outage is over. The first successful call ends the outage.
 #
 # A few poison messages look like an outage if no other messages arrive. So an outage lasts at most as long as all retry
-# delays of one message together. After that time, failures count as attempts again, so each message finally succeeds or
-# is given up.
+# delays of one message together. After this longest time, failures count as attempts again, so each message finally
+# succeeds or is given up.
 
 
 _IN_A_ROW: Final = 3
@@ -54,7 +54,7 @@ _PAUSES: Final = Backoff(first_seconds=1.0, longest_seconds=60.0)
 
 
 class Outage:
-    """The failures in a row of one subscription. Only the dispatching thread uses it.
+    """The consecutive failures of one subscription. Only the dispatching thread uses an `Outage`.
 
     All times are values of time.monotonic.
     """
@@ -62,8 +62,8 @@ class Outage:
     def __init__(self, subscription: Subscription) -> None:
         self._subscription = subscription
         self._error = ""
-        # For each failed call in the present series with this error, the messages of that call. No two of these calls
-        # share a message.
+        # The messages of each failed call in the present series. All calls of the series failed with `_error`, and no
+        # two of them share a message.
         self._failed: list[frozenset[Hashable]] = []
         self._pauses = 0
         self._began = 0.0
@@ -87,7 +87,7 @@ class Outage:
         return self.resume_at is None or (now >= self.resume_at and not running)
 
     def succeeded(self, now: float = math.inf) -> None:
-        """Record a successful call. It ends the outage and the series of failures.
+        """Record a successful call, which ends the outage and the series of failures.
 
         A pause that a handler has requested still lasts its full time, because the successful call may have begun
         before the request.
@@ -102,14 +102,14 @@ class Outage:
         self.resume_at = None
 
     def not_started(self, error: str, now: float, pause_seconds: float | None = None) -> float:
-        """Record a failed call. None of its messages has caused the failure.
+        """Record a failed call whose failure was not caused by its messages.
 
         Return the time at which the pause ends.
         """
         return self._pause(error, now, pause_seconds)
 
     def failed(self, messages: Iterable[Hashable], error: str, now: float) -> float | None:
-        """Record a failed call with these messages.
+        """Record that a call with these messages has failed.
 
         Return the end of the pause, or None if the failure counts as an attempt.
         """
@@ -184,7 +184,7 @@ class SubscriptionRunner:
 
     @property
     def is_running_out(self) -> bool:
-        """Whether messages may wait in the lanes while the threads will soon have no call.
+        """Whether the handler threads will soon have no call, although messages may wait in the lanes.
 
         Any thread may read this property.
         """
@@ -195,7 +195,7 @@ class SubscriptionRunner:
         return self.pool.room > 0 and self.outage.admits(now, running=self.pool.in_hand > 0)
 
     def next_at(self, now: float) -> float | None:
-        """Return the time at which the dispatching thread must look at waiting messages; None if it need not."""
+        """Return the next time at which waiting messages may need a call; None if there is no such time."""
         if self.pool.room == 0:
             return None
         resume_at = self.outage.resume_at
@@ -247,7 +247,7 @@ class Calls:
         self._running: set[HandlerCall] = set()
         self._stuck: dict[HandlerCall, list[FetchedEntry]] = {}
         self._finished: deque[HandlerCall] = deque()
-        # `_asleep_until`: the time until which the dispatching thread sleeps, unless another thread wakes it.
+        # `_asleep_until`: the time until which the dispatching thread sleeps if no other thread wakes it.
         # `_collect_at`: the time at which the dispatching thread looks for results.
         self._asleep_until = 0.0
         self._collect_at = 0.0
@@ -257,22 +257,22 @@ class Calls:
     def finished(self, work: HandlerCall) -> bool:
         """Record a finished call. Return whether to wake the dispatching thread. The handler threads call this method.
 
-        If the handler threads have enough other calls, a successful call only moves the offset. If the dispatching
-        thread wakes within 50 ms anyway, it then collects the result. To wake it for each call would cost more than the
-        handling of the message.
+        Waking the dispatching thread for each call would cost more than the handling of a message. So a successful call
+        does not wake the dispatching thread if this thread wakes by itself within 50 ms, and if the handler threads
+        have enough other calls.
         """
         self._finished.append(work)
         # Check the sleep time after appending (see `sleep`): a thread that is already asleep has missed the append.
         return self._asleep_until - time.monotonic() > COLLECT_SECONDS or self._is_awaited(work)
 
     def sleep(self, seconds: float) -> float:
-        """Return how long the dispatching thread may sleep: at most `seconds`. Call this right before the sleep."""
+        """Return how long the dispatching thread may sleep: at most `seconds`. Call `sleep` right before the wait."""
         now = time.monotonic()
         looks = self._collect_at > now
         if looks:
             seconds = min(seconds, self._collect_at - now)
         self._asleep_until = now + seconds
-        # Check for finished calls after setting the sleep time: a call that finishes later sees that time.
+        # Check for finished calls after setting the sleep time: a call that finishes after the check sees the new time.
         return 0.0 if self._finished and not (looks and not self.watched) else seconds
 
     def _is_awaited(self, work: HandlerCall) -> bool:
@@ -283,24 +283,24 @@ class Calls:
 
     @property
     def any_running(self) -> bool:
-        """Whether a handler call is running. Given-up calls do not count."""
+        """Whether a handler call is running. Abandoned calls do not count."""
         return bool(self._running)
 
     @property
     def any_counting(self) -> bool:
-        """Whether a handler call is running, or a finished call is not booked yet. Given-up calls do not count."""
+        """Whether a handler call is running, or a finished call is not booked yet. Abandoned calls do not count."""
         return bool(self._running or self._finished)
 
     def deadlines(self) -> list[float]:
-        """Return the times (time.monotonic) at which running calls time out or the process ends.
+        """Return the times (time.monotonic) at which a running call times out, or a stuck call ends the process.
 
-        The process ends when a stuck call has run for twice its timeout.
+        A stuck call ends the process when it has run for twice its timeout.
         """
         now = time.monotonic()
         limits = [(work.started_at, work.subscribed.subscription.timeout_seconds) for work in self._running]
         hangs = [(work.started_at, 2 * work.subscribed.subscription.timeout_seconds) for work in self._stuck]
-        # When a stuck call reaches its limit, the process already ends. So this method returns only times in the future
-        # for stuck calls.
+        # If a stuck call has reached its limit, the process is already ending. So for stuck calls, the method returns
+        # only times in the future.
         return [began + seconds for began, seconds in limits if began is not None] + [
             began + seconds for began, seconds in hangs if began is not None and began + seconds > now
         ]
@@ -322,7 +322,7 @@ class Calls:
         self._runners[work.subscribed.key].pool.submit(work)
 
     def hold(self, work: HandlerCall) -> None:
-        """Count the call as running, but do not start its handler yet. Later, the caller uses `start` or `refuse`."""
+        """Count the call as running, but do not start its handler yet. The caller then calls `start` or `refuse`."""
         for item in work.items:
             item.queue.started()
         self._running.add(work)
@@ -338,11 +338,11 @@ class Calls:
         self._finished.append(work)
 
     def runs_beside(self, work: HandlerCall) -> bool:
-        """Return whether a handler call other than `work` is running. Given-up calls do not count."""
+        """Return whether a handler call other than `work` is running. Abandoned calls do not count."""
         return len(self._running) > 1 or (bool(self._running) and work not in self._running)
 
     def take_back(self) -> None:
-        """End the waiting calls of each pool that starts no more threads. These calls count as not started."""
+        """End the waiting calls of each pool that starts no more threads. The ended calls count as not started."""
         for runner in self._runners.values():
             if runner.pool.frozen:
                 for work in runner.pool.withdraw():
@@ -352,7 +352,7 @@ class Calls:
         """Return why this process cannot continue to handle its messages; '' if it can.
 
         One reason is that so many handlers hang that their pool starts no more threads. The other reason is that a key
-        or queue still waits for a given-up call that has run for twice its timeout.
+        or queue still waits for an abandoned call that has run for twice its timeout.
         """
         for runner in self._runners.values():
             if runner.pool.frozen:
@@ -382,7 +382,7 @@ class Calls:
         for work in self._overdue():
             self._running.discard(work)
             self._runners[work.subscribed.key].pool.replace_stuck()
-            error = HandlerTimedOut(f"{work.abandoned}; the attempt counts as failed and its late result is ignored.")
+            error = HandlerTimedOut(f"{work.abandoned}. The attempt counts as failed; outbox ignores a late result.")
             yield work, [error] * len(work.items)
             for other in self._sharing_with(work):
                 yield other, [NOT_STARTED] * len(other.items)
@@ -415,7 +415,7 @@ class Calls:
         return overdue
 
     def _returned_late(self, work: HandlerCall) -> None:
-        """Record that a given-up call has returned: its result does not count, but its key or queue may continue."""
+        """Record that an abandoned call has returned: its result does not count, but its key or queue may continue."""
         self._runners[work.subscribed.key].pool.unstuck()
         back = self._stuck.pop(work, None)
         if back is not None:

@@ -1,8 +1,8 @@
 """The coordinator keeps this process in its groups: it renews leases and acquires a share of the queues.
 
 The coordinator runs in its own thread with its own connection. So no lease expires during a long handler call or a long
-fetch. The coordinator decides which queues this process owns, and sends events about them to the dispatching thread. It
-releases a queue after the dispatching thread has handed the queue back.
+fetch. The coordinator decides which queues this process owns, and sends events about them to the dispatching thread.
+The coordinator releases a queue after the dispatching thread has handed the queue back.
 """
 
 from __future__ import annotations
@@ -83,9 +83,9 @@ class BroadcastQueues:
     def rewind(self, lives: Sequence[Mapping[int, int]]) -> list[Lease]:
         """Return the leases of all queues. This process gives the queues up, because the server has begun new lives.
 
-        `lives` has one mapping for each new life: the head of each queue when that life began. In the new life, an
-        offset from that head on belongs to another message than before. When `gained` returns a queue again, the queue
-        continues at that head or before it.
+        `lives` has one mapping for each new life: the head of each queue when that life began. In the new life, the
+        offsets at or above this head belong to other messages than before. When `gained` returns a queue again, the
+        queue continues at the head that `lives` has for it, or at a lower offset.
         """
         lost = [queue.lease for queue in self._owned.values()]
         for lease in lost:
@@ -205,14 +205,14 @@ class Coordinator:
         self._is_lifted = False
         self._life: UUID | None = None
         self._asks_life = True
-        # Leases of an earlier life that the dispatching thread has not handed back. Until that thread hands a lease
-        # back, handlers of this lease may still run.
+        # Leases of an earlier life that the dispatching thread has not handed back. Until the dispatching thread hands
+        # a lease back, handlers of this lease may still run.
         self._awaited: dict[QueueKey, Lease] = {}
         self._thread: threading.Thread | None = None
         self._stopping = threading.Event()
 
     def start(self) -> None:
-        """Run in a thread until `stop`."""
+        """Run the coordinator in a new thread until `stop` is called."""
         self._thread = threading.Thread(target=self._run, name="outbox-coordinator", daemon=True)
         self._thread.start()
 
@@ -242,9 +242,8 @@ class Coordinator:
                 self._drop_untrusted()
             except Exception as error:
                 self._note.failed(error)
-                # If the coordinator's thread died, its process would have no queues any more, and the log would not say
-                # so.
-                logger.exception("keeping the leases failed, trying again")
+                # If the coordinator's thread died, its process would lose all queues without a line in the log.
+                logger.exception("the coordinator failed to keep the leases, trying again")
                 self._disconnect()
                 self._drop_untrusted()
             self._ownership.wait(min(_LOOK_SECONDS, self._term / 3))
@@ -253,7 +252,7 @@ class Coordinator:
         """Run one turn: renew membership and leases if due, release queues, and acquire this process's share.
 
         Raises BrokerUnavailable if the database does not answer within a lease term, even if a statement only waits for
-        a lock. Without this limit, the leases could expire unnoticed.
+        a lock. Without a limit of one lease term, the leases could expire while the coordinator waits for the database.
         """
         with self._connected().within(time.monotonic() + self._term) as connection:
             self._turn(Executor(connection, self._database.schema))
@@ -269,8 +268,8 @@ class Coordinator:
             self._renew(run)
         self._give_back(run)
         self._drop_untrusted()
-        # Read this set before the query of `members.look`, so that this query finds each queue of the set stopped in
-        # the database, too.
+        # Make the set of stopped queues before `members.look` reads the database. Each queue of this set is then also
+        # stopped in the rows that `members.look` returns.
         stopped = {key for key, queue in self._queues.items() if queue.is_stopped}
         look = members.look(run, list(self._groups))
         if look.life != life:
@@ -452,8 +451,9 @@ class Coordinator:
         try:
             self._take_up(run, group, obtained, {queue.key: queue for queue in free})
         except BaseException:
-            # These leases are stored in the database, but this process does not use them. Release them now. Otherwise
-            # no process could consume their queues until the term ends.
+            # This process does not use the leases that it has just stored in the database. Release these leases now. If
+            # the leases stayed in the database, no process could consume their queues until the term of the leases
+            # ends.
             self._ownership.hand_back_unused([lease for lease in obtained if lease.key not in self._leases])
             raise
 
@@ -484,7 +484,7 @@ class Coordinator:
             self._ownership.emit(QueueAcquired(queue))
 
     def _leave(self) -> None:
-        """Release all leases and leave the groups. Every queue is drained or lost by now."""
+        """Release all leases and leave the groups. Each queue of this process is already drained or lost."""
         for lease in self._ownership.handed_back():
             self._leases.setdefault(lease.key, lease)
         with self._connected().within(time.monotonic() + self._term) as connection:

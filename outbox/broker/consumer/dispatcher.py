@@ -1,6 +1,6 @@
 """The dispatching thread fetches messages, starts calls, collects results, and stores offsets.
 
-Only this thread changes the queues of its process.
+Only the dispatching thread changes the queues of its process.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def room_of(queue: OwnedQueue) -> int:
 
 
 class Prefetcher:
-    """Fetches messages into the lanes. Only the dispatching thread uses it.
+    """Fetches messages into the lanes. Only the dispatching thread uses this class.
 
     `dirty` collects the queues whose position may have moved. `counts` counts the filtered messages. `runners` maps
     (group id, topic id) to the runner of the subscription.
@@ -146,8 +146,8 @@ class Prefetcher:
             self._counts["filtered"] += len(rows) - len(items)
             self._dirty.add(queue)
         if queue.fetches_again:
-            # Some of these entries may be finished already: this process finished them before a stop, or a former owner
-            # finished them. Do not handle these entries again.
+            # Do not handle a fetched entry again if this process finished it before a stop, or if a former owner
+            # finished it.
             items = [item for item in items if not window.is_finished(item.offset)]
         queue.fetched(expected, more=more)
         queue.buffer(len(items))
@@ -223,7 +223,8 @@ def _leave_out_large(items: Sequence[FetchedEntry]) -> None:
 # that were handled since the last store are delivered again.
 STORE_SECONDS: Final = 0.05
 # For this time (seconds) after a hand-over begins, the process still starts the messages that come before the last
-# started message of the queue. Otherwise there would be unfinished offsets below finished ones.
+# started message of the queue. If the process did not start these messages, unfinished offsets would stay below
+# finished offsets.
 DRAIN_SECONDS: Final = 3.0
 
 
@@ -255,7 +256,7 @@ class Dispatcher:
         self._stale: list[OwnedQueue] = []
         self._calls = Calls(self._runners)
         self._quarantine = QuarantineRunner(instance, self._calls)
-        # The handler threads call `finished`. It returns whether to wake the dispatching thread.
+        # The handler threads call `finished`, which returns whether to wake the dispatching thread.
         self.finished: Final = self._calls.finished
         self._dirty: set[OwnedQueue] = set()
         self._store_at = 0.0
@@ -308,21 +309,21 @@ class Dispatcher:
 
     @property
     def is_drained(self) -> bool:
-        """Whether all queues are handed over and no handler call is running. Given-up calls do not count."""
+        """Whether all queues are handed over and no handler call is running, apart from abandoned calls."""
         return not self._owned and not self._calls.any_counting
 
     @property
     def is_running(self) -> bool:
-        """Whether a handler call is running. Given-up calls do not count."""
+        """Whether a handler call is running that is not abandoned."""
         return self._calls.any_running
 
     @property
     def hung(self) -> str:
-        """The reason why this process must end, so that other processes handle its messages; '' if there is none."""
+        """The reason why this process must end, so that other processes handle its messages; '' if it need not end."""
         return self._calls.hung()
 
     def enter_life(self, life: UUID) -> None:
-        """From now on, accept only queues that were acquired in this life (groups.lives). Give all other queues up."""
+        """From now on, accept only queues acquired in `life` (groups.lives), and give up the queues of other lives."""
         if life != self._life:
             # A restore may have removed a retry queue, and another queue may have its id now.
             for group in self._groups.values():
@@ -342,7 +343,8 @@ class Dispatcher:
     def drain(self) -> None:
         """Begin to hand over all queues.
 
-        The process finishes the running calls and the messages that come before them, and stores the offsets.
+        The process finishes the running calls and each message that comes before a message of these calls. Then it
+        stores the offsets.
         """
         self._draining = True
         self._quarantine.drain()
@@ -377,8 +379,8 @@ class Dispatcher:
                 # not seen the new life yet.
                 self._ownership.hand_back(queue.lease)
             case QueueAcquired(queue) if self._ownership.is_blocked(queue.key):
-                # The queue was lost and acquired again while its handlers were still running. Give the queue back.
-                # Otherwise two calls could handle the same message at the same time.
+                # The queue was lost and acquired again while its handlers were still running. If this process kept the
+                # queue, two calls could handle the same message at the same time.
                 self._ownership.hand_back(queue.lease)
             case QueueAcquired(queue):
                 if self._bounded:
@@ -388,8 +390,8 @@ class Dispatcher:
                     self._prefetcher.look_at(queue)
                 self._owned[queue.key] = queue
                 if queue.next_offset != queue.stored_offset:
-                    # Retention has removed the first entries of this queue, or a former owner has finished them without
-                    # storing its offset.
+                    # Retention has removed the first entries of this queue, or a former owner has finished these
+                    # entries without storing its offset.
                     self._dirty.add(queue)
                 if self._draining:
                     self._begin_hand_over(queue)
@@ -436,7 +438,7 @@ class Dispatcher:
 
     def _lose(self, queue: OwnedQueue) -> None:
         logger.warning(
-            "the lease of queue %s for group %s is lost; %d messages of it are being handled",
+            "the lease of queue %s for group %s is lost; %d messages of this queue are being handled",
             queue.name,
             queue.group.name,
             queue.running,
@@ -457,8 +459,8 @@ class Dispatcher:
             queue.stop()
             self._forget_waiting(queue)
         elif not stopped and queue.phase is Phase.STOPPED and queue.running == 0:
-            # Resume the queue only if none of its calls is running. Otherwise its messages would be handled twice. The
-            # coordinator sends the event again.
+            # Resume the queue only if none of its calls is running, because the messages of a running call would be
+            # handled twice. Until the queue is resumed, the coordinator sends `QueueStopped` again and again.
             queue.resume()
             self._prefetcher.look_at(queue)
 
@@ -483,8 +485,8 @@ class Dispatcher:
 
     def _absorb(self, work: HandlerCall, results: Sequence[Result], failed: list[Failed]) -> set[int]:
         """Book the results of a call. Return the `id()` of each item that goes back to its lane."""
-        # Count the returned items first. If the queue is lost below, the number of its running items decides whether to
-        # block it.
+        # Subtract the items of this call from the running items first. If a queue is lost below, the number of its
+        # running items decides whether the queue is blocked.
         counted = Counter(item.queue for item in work.items)
         for queue, count in counted.items():
             queue.returned(count)
@@ -499,11 +501,11 @@ class Dispatcher:
         return booked.again
 
     def _conclude(self, run: Executor, over: Sequence[tuple[HandlerCall, set[int]]], failed: Sequence[Failed]) -> None:
-        """Record all failures. Then put each item that this process tries again into its lane.
+        """Record all failures. Then put each message that this process tries again back into its lane.
 
-        A lane hands out its next messages as soon as a call is settled. So the failed messages of the call must go back
-        to the lane before that. This method compares items by identity, because one message may be in its queue and in
-        a retry queue at once.
+        A lane hands out its next messages as soon as a call is settled. So the failed messages of the call must be in
+        the lane before the call is settled. This method compares items by identity, because one message may be in its
+        queue and in a retry queue at once.
         """
         again = settle(run, self._instance, failed) if failed else []
         self.counts["failed"] += len(failed)

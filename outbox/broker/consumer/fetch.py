@@ -1,7 +1,7 @@
 """Fetch messages for all owned queues in one statement.
 
 The query plan must not depend on the statistics of fast-growing tables. So each step is a correlated subquery that
-PostgreSQL can answer only by primary key. The first step finds entries by (queue, offset), the second one finds
+PostgreSQL can answer only by primary key. The first step finds entries by (queue, offset), and the second step finds
 messages by log id.
 """
 
@@ -133,12 +133,12 @@ Row = tuple[Any, ...]
 # The positions of the first columns of _FETCH and _LOAD; `restore` unpacks the other columns. Access by position is
 # fast, and this code runs for every message.
 SLOT, OFFSET, RETRIES, LOG_ID, TOPIC_ID, PASSES, BODY, MESSAGE_ID, KEY = range(9)
-# The position of the last column. The column is NULL if the transaction id equals the message id, as for a message
-# published alone.
+# The position of the last column, the transaction id. The column is NULL if the transaction id equals the message id,
+# as for a message that is published alone.
 TRANSACTION_ID: Final = -1
 
-# The consumer does not buffer a body with more bytes than this. It loads such a large body right before it calls the
-# handler.
+# The consumer does not buffer a body that is larger than this number of bytes. The consumer loads such a large body
+# right before it calls the handler.
 LARGEST_BUFFERED_BODY: Final = 16 * 1024
 
 _FETCH: Final = """
@@ -161,9 +161,9 @@ LEFT JOIN LATERAL (
 
 
 class Fetcher:
-    """The fetch statement for the filters of some subscriptions.
+    """The fetch statement, with the filters of some subscriptions.
 
-    It numbers the filters. Number 0 means no filter.
+    Each filter has a number in the statement; the number 0 means "no filter".
     """
 
     def __init__(self, subscriptions: Iterable[Subscribed]) -> None:
@@ -179,20 +179,20 @@ class Fetcher:
         # The values of filters are parameters, so the inserted text has no braces that `Statement` could replace.
         self._statement = Statement(_FETCH.replace("{passes}", passes.as_string(None)))
         self._parameters: dict[str, Any] = {**builder.parameters, "largest": LARGEST_BUFFERED_BODY}
-        # The wanted queues of the last call. While few messages arrive, the next call often wants the same queues and
-        # reuses these parameters.
+        # The wanted queues of the last call, and its parameters. While few messages arrive, the next call often wants
+        # the same queues, and then reuses the parameters.
         self._wanted: Sequence[tuple[OwnedQueue, int]] = ()
         self._numbers: dict[Subscribed | None, int] = {
             subscribed: number for number, subscribed in enumerate(filtered, start=1)
         }
-        # Keep the cursor. At low rates the statement runs once per message, and making a cursor costs as much as using
-        # it.
+        # Keep the cursor: if few messages arrive, the statement runs once per message, and a new cursor costs as much
+        # as the statement.
         self._cursor: psycopg.RawCursor[Row] | None = None
 
     def fetch(self, run: Executor, wanted: Sequence[tuple[OwnedQueue, int]]) -> list[Row]:
-        """Return the rows of each wanted queue from its `fetch_from` on, queue by queue and in the order of offsets.
+        """Return the rows of each wanted queue at or above its `fetch_from`, queue by queue, in the order of offsets.
 
-        `SLOT` is the position of the queue in `wanted`, from 1. The queue id would not be unique, because several
+        `SLOT` is the position of the queue in `wanted`, from 1. The queue id cannot replace the slot, because several
         groups of this process may want the same queue. A row without `TOPIC_ID` refers to a message that retention
         removed. A row with `PASSES` false did not pass the filter. If a row passes but has no body, its body is large,
         and `load` returns it.
@@ -226,7 +226,7 @@ CROSS JOIN LATERAL (SELECT * FROM {schema}.commit_log l WHERE l.log_id = e.log_i
 
 
 def load(run: Executor, places: Sequence[tuple[int, int]]) -> dict[tuple[int, int], Row]:
-    """Return rows by (queue id, offset), with bodies of any size.
+    """Return a dictionary from (queue id, offset) to the row, with bodies of any size.
 
     Messages that retention has removed are not in the result.
     """
@@ -240,8 +240,8 @@ def load(run: Executor, places: Sequence[tuple[int, int]]) -> dict[tuple[int, in
 _NO_HEADERS: Final[Mapping[str, str]] = MappingProxyType({})
 _new = object.__new__
 
-# This code sets the slots directly. The constructors would repeat the checks of the sender, which cost several times as
-# much as the fetch.
+# This code sets the slots of the objects directly. The constructors would repeat the checks that the sender has made,
+# and these checks cost several times as much as the fetch.
 _message_slots = Message.__dict__
 _set_topic = _message_slots["topic"].__set__
 _set_body = _message_slots["body"].__set__

@@ -30,11 +30,11 @@ _SPAN: Final = {Mode.CONCURRENT: 4_000, Mode.ORDERLY: 4_000, Mode.KEY_ORDERED: 5
 class ConsumingGroup:
     """A consumer group in this process.
 
-    `subscribed` has the subscriptions of the group by topic id. `retry_queues` has the known ids of its retry queues,
-    also by topic id.
+    `subscribed` has the subscriptions of the group by topic id. `retry_queues` has the known ids of the group's retry
+    queues, also by topic id.
 
     `paused`, `generation` (of the inbox) and `quarantined` (by log id) are copies of the values in the database. Only
-    the dispatching thread changes these copies.
+    the dispatching thread changes these copies of database values.
     """
 
     group_id: int
@@ -102,11 +102,11 @@ class Phase(enum.Enum):
     The process finishes the running messages and the messages before them, stores the offset, and releases the lease.
     """
     LOST = "lost"
-    """Another process may own the queue, so this process starts and records nothing for it."""
+    """Another process may own the queue, so this process starts no call for the queue and stores nothing about it."""
 
 
 class OffsetWindow:
-    """The lowest unfinished offset of a queue, and the finished offsets above it.
+    """The lowest unfinished offset of a queue, and the finished offsets above this offset.
 
     The process stores the lowest unfinished offset (`base`).
     """
@@ -129,11 +129,11 @@ class OffsetWindow:
         self._gaps: dict[int, int] = {}
 
     def finish(self, offset: int, outcome: EntryOutcome) -> None:
-        """Mark `offset` as finished. The caller calls `advance` after one or several such calls."""
+        """Mark `offset` as finished. The caller calls `advance` after one or several calls of `finish`."""
         self._finished[offset] = outcome
 
     def skip(self, start: int, end: int) -> None:
-        """Mark the offsets from `start` to before `end` as removed by retention before this process fetched them."""
+        """Mark the offsets from `start` to `end - 1` as removed by retention before this process fetched them."""
         self._gaps[start] = end
 
     @property
@@ -162,7 +162,7 @@ class OffsetWindow:
         self.base = base
 
     def position(self) -> Position:
-        """Return the position of the group on this queue, as it is to be stored."""
+        """Return the position of the group on this queue, in the form to store."""
         handled, filtered, skipped, sent_back, dead, expired = self.counts
         return Position(self.base, self.start_offset, handled, filtered, skipped, sent_back, dead, expired, self.moved)
 
@@ -170,10 +170,10 @@ class OffsetWindow:
 class OwnedQueue:
     """A queue that this process consumes for a group, under a lease.
 
-    The coordinator's thread creates a queue and sends it to the dispatching thread with `QueueAcquired`. After that,
-    only the dispatching thread calls its methods. Any thread may call the methods marked "any thread", because each of
-    them reads single values that are replaced as a whole. Other code reads the fields, but changes them only through
-    the methods.
+    The coordinator's thread creates a queue and sends it to the dispatching thread with `QueueAcquired`. After the
+    dispatching thread has got a queue, only this thread calls the methods of the queue. Any thread may call the methods
+    marked "any thread", because each of these methods reads single values that are replaced as a whole. Code outside
+    this class reads the fields of a queue, but changes them only through the methods.
     """
 
     __slots__ = (
@@ -213,7 +213,7 @@ class OwnedQueue:
         self.hungry = True
         self.buffered = 0
         self.running = 0
-        # While the queue is drained, messages may still be started until this time (time.monotonic).
+        # While the queue is draining, messages may still be started until this time (time.monotonic).
         self.start_until = 0.0
         # A bounded pass fetches only entries before this offset.
         self.end: int | None = None
@@ -257,13 +257,16 @@ class OwnedQueue:
     def stop(self) -> None:
         """Stop the queue: start no call for the queue until an operator resumes it.
 
-        A drained or lost queue keeps its phase.
+        The phase of a draining or lost queue does not change.
         """
         if self.phase is Phase.ACTIVE:
             self.phase = Phase.STOPPED
 
     def resume(self) -> None:
-        """Continue after a stop: fetch again from the lowest unfinished entry. Finished entries stay finished."""
+        """Continue after a stop: fetch again from the lowest unfinished entry on.
+
+        Entries that are already finished are not handled again.
+        """
         self.phase = Phase.ACTIVE
         self._refetched_below = max(self._refetched_below, self.fetch_from)
         self.fetch_from = self.window.base
@@ -272,7 +275,7 @@ class OwnedQueue:
     def drain(self, *, start_until: float) -> None:
         """Begin to hand the queue over: fetch nothing more.
 
-        Until `start_until` (time.monotonic), messages before the last started one may still be started.
+        Until `start_until` (time.monotonic), messages before the last started message may still be started.
         """
         self.phase = Phase.DRAINING
         self.start_until = start_until
@@ -313,7 +316,7 @@ class OwnedQueue:
 
     @property
     def fetches_again(self) -> bool:
-        """Whether entries to fetch may be finished already: by this process before a stop, or by a former owner."""
+        """Whether this process (before a stop) or a former owner may have finished entries that are still to fetch."""
         return self.fetch_from < self._refetched_below
 
     def fetched(self, next_offset: int, *, more: bool) -> None:
@@ -344,7 +347,7 @@ class OwnedQueue:
         self.running += 1
 
     def returned(self, count: int) -> None:
-        """Subtract the `count` entries of a finished call from the entries in memory and from those in running calls.
+        """Lower the numbers of entries in memory and in running calls by `count`, because a call has finished.
 
         If an entry goes back to its lane, the caller calls `buffer` for it.
         """
@@ -375,7 +378,7 @@ class OwnedQueue:
 
 @dataclass(frozen=True)
 class QueueAcquired:
-    """This process now owns the queue and consumes it from its position on."""
+    """This process now owns the queue, and consumes the messages from the queue's position on."""
 
     queue: OwnedQueue
 
@@ -426,9 +429,9 @@ Event = QueueAcquired | QueueHandOver | QueueLost | GroupChanged | QueueStopped 
 class Ownership:
     """All state that the coordinator's thread and the dispatching thread share.
 
-    It needs no locks, because each field is replaced as a whole or is a thread-safe container.
+    This state needs no locks, because each field is replaced as a whole or is a thread-safe container.
 
-    It calls `wake_dispatcher` after each event.
+    An `Ownership` object calls `wake_dispatcher` after each event.
     """
 
     def __init__(self, wake_dispatcher: Callable[[], None]) -> None:

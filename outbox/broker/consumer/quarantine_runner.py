@@ -29,14 +29,14 @@ from outbox.broker.groups import quarantine
 from outbox.broker.groups.send_back import describe
 from outbox.errors import HandlerTimedOut, KillsItsProcess
 
-# If the attempt with a message may not begin, the message waits this long (seconds). The first constant is for the time
-# while another attempt is running in this process, the second one for the time while this process drains.
+# If the attempt with a message may not begin, the message waits for one of these times (seconds). The first constant
+# applies while another attempt is running in this process, and the second constant applies while this process drains.
 _ANOTHER_SECONDS: Final = 0.1
 _DRAINING_SECONDS: Final = 3600.0
 
 
 class _Stage(enum.Enum):
-    """The stage of the one attempt that this process has."""
+    """The stage of the attempt with quarantined messages; a process has at most one such attempt."""
 
     HELD = "held"
     BEGUN = "begun"
@@ -51,7 +51,7 @@ _GRANTED: Final = _Granted()
 
 
 class QuarantineRunner:
-    """Runs at most one attempt with quarantined messages at a time. Only the dispatching thread uses it."""
+    """Runs at most one attempt with quarantined messages at a time. Only the dispatching thread uses this class."""
 
     def __init__(self, instance: UUID, calls: Calls) -> None:
         self._instance = instance
@@ -105,7 +105,7 @@ class QuarantineRunner:
     def _wait_seconds(self, run: Executor, work: HandlerCall) -> float:
         """Return how long the attempt must wait.
 
-        Without this question, the process would stop other calls for an attempt that may not begin yet.
+        If the process did not ask this first, it would stop other calls for an attempt that may not begin yet.
         """
         group = work.subscribed.group
         try:
@@ -145,22 +145,25 @@ class QuarantineRunner:
             run, self._instance, self._host, group.group_id, _log_ids(work), by_all=group.broadcast
         )
         if attempt.deaths:
-            return KillsItsProcess(f"tried alone, it has killed or hung its process {attempt.deaths}")
+            return KillsItsProcess(f"this message, tried alone, has killed or hung its process {attempt.deaths}")
         return Postponed(now + attempt.wait_seconds) if attempt.wait_seconds else _GRANTED
 
     def over(self, work: HandlerCall, results: Sequence[Result], excused: Collection[int]) -> None:
-        """Record a finished call. If the call was the attempt, this process may start other calls again.
+        """Record a finished call.
+
+        If the finished call was the attempt with quarantined messages, this process may start other calls again.
 
         `excused` has the ids of items that this process calls again, because they have not caused the failure.
         """
         if work is not self._held:
             return
         self._held = None
-        # Add a result for a refused call, too: its note may have been committed although the statement seemed to fail.
+        # Add a result for a refused call, too: the note of the call may have been committed although the statement
+        # seemed to fail.
         self._verdicts.append(self._verdict(work, results, excused))
 
     def settle(self, run: Executor) -> None:
-        """Store the results of finished attempts. Call this before an offset passes their messages."""
+        """Store the results of finished attempts. Call this before an offset passes the messages of these attempts."""
         while self._verdicts:
             self._verdicts[0](run)
             self._verdicts.pop(0)
@@ -193,7 +196,7 @@ def _is_finished(item: FetchedEntry) -> bool:
 
 
 def _set_apart(items: Sequence[FetchedEntry], found: set[int], size: int) -> None:
-    """Divide a call into parts of at most `size` quarantined messages, and parts of other messages."""
+    """Divide a call. Each part has at most `size` quarantined messages, or only messages that are not quarantined."""
     start = 0
     for end in range(1, len(items) + 1):
         if end == len(items) or (id(items[end]) in found) != (id(items[start]) in found):

@@ -55,10 +55,10 @@ class Failed:
 
 
 def settle(run: Executor, instance: UUID, failures: Sequence[Failed]) -> list[FetchedEntry]:
-    """Record failed attempts. After that, each of the messages is finished, waits in a stopped queue, or is due again.
+    """Record failed attempts. Each of the messages is then finished, waits in a stopped queue, or is due again.
 
-    The function marks a message as finished if it was sent back or made a dead letter. It sets the due times of the
-    messages that this process tries again, and returns these messages.
+    The function marks a message as finished if it was sent back or made a dead letter. The function sets the due times
+    of the messages that this process tries again, and returns these messages.
 
     If the recording fails, no message was sent back or made a dead letter. This process then tries all these messages
     again, so no message is lost, and no offset moves past an unfinished message.
@@ -81,10 +81,10 @@ def settle(run: Executor, instance: UUID, failures: Sequence[Failed]) -> list[Fe
 
 
 def send_on(run: Executor, instance: UUID, foreign: Sequence[tuple[FetchedEntry, Row]]) -> None:
-    """Move retried messages to the retry queues of their topics; this process does not subscribe to these topics.
+    """Move retried messages whose topics this process does not subscribe to: each goes to the retry queue of its topic.
 
-    The move does not count as an attempt. Such messages come from retry queue number 0, which version 0.1 fills with
-    messages of all topics.
+    The move does not count as an attempt. The moved messages come from retry queue number 0, which version 0.1 fills
+    with messages of all topics.
     """
     judgement = FailurePlan(FailureAction.SEND_BACK)
     error = "delivered to an instance of the group that does not subscribe to the message's topic"
@@ -115,8 +115,8 @@ def _judge(failed: Failed) -> FailurePlan:
         # The error rules of the subscription do not apply, because the handler did not raise this error.
         return FailurePlan(FailureAction.DEAD)
     if isinstance(error, LeaseLost):
-        # The fence has stopped this attempt, so the handler has not failed. If this process still holds the lease, try
-        # again soon.
+        # The fence has stopped this attempt, so the handler has not failed. If this process still holds the lease, it
+        # tries the message again soon.
         return FailurePlan(FailureAction.IN_PLACE, _LOCAL_RETRY_SECONDS)
     return send_back.judge(
         failed.subscribed.subscription,
@@ -128,7 +128,7 @@ def _judge(failed: Failed) -> FailurePlan:
 
 
 def _record(run: Executor, instance: UUID, judged: Sequence[tuple[Failed, FailurePlan]]) -> set[leases.QueueKey]:
-    """Store the failures. Return the keys of the queues that this process still holds.
+    """Store the failures. Return the keys of the queues whose leases this process still holds.
 
     If a message occurs twice, each occurrence needs its own statement.
     """
@@ -157,7 +157,7 @@ def _record(run: Executor, instance: UUID, judged: Sequence[tuple[Failed, Failur
 
 
 def _conclude(failed: Failed, judgement: FailurePlan) -> list[FetchedEntry]:
-    """Apply the plan for a failed message. Return the message if this process tries it again.
+    """Apply the plan for a failed message. Return the message in a list if this process tries it again.
 
     Call this only after the failures are recorded. If the message were marked as finished first, a crash between the
     two steps would lose the message.
@@ -246,9 +246,9 @@ _CONSEQUENCES: Final = {
 #
 # Book the results of a finished call: a message is finished, its attempt has failed, or its attempt does not count.
 #
-# The failure of a batch does not show which message has caused it. So the consumer halves the batch and calls the
-# handler for each half, until a call has only one message. Only a failed call with one message counts as a failed
-# attempt.
+# If a call with several messages fails, the error does not show which message has caused the failure. So the consumer
+# halves the batch and calls the handler for each half, until a call has only one message. Only a failed call with one
+# message counts as a failed attempt.
 
 
 _OUTCOMES: Final = {Disposition.HANDLED: EntryOutcome.HANDLED, Disposition.SKIPPED: EntryOutcome.SKIPPED}
@@ -282,12 +282,12 @@ def book(work: HandlerCall, results: Sequence[Result], outage: Outage) -> CallOu
         elif isinstance(result, BaseException):
             errors.append((item, result))
         elif isinstance(result, Postponed) or queue.trusted():
-            # The handler was not called, perhaps because the lease had expired for a moment and was then renewed. Put
-            # the message back into its lane.
+            # The handler was not called, perhaps because the lease had expired for a moment and was then renewed. So
+            # the message goes back into its lane.
             _keep(item, result.until if isinstance(result, Postponed) else 0.0, booked)
         elif queue.phase is not Phase.STOPPED:
-            # Give the queue up now. If the lease were renewed before the next check, this message would stay
-            # unfinished.
+            # This process gives the queue up now. If the lease were renewed before the next check, this message would
+            # stay unfinished.
             booked.lost.append(queue)
     if any(isinstance(result, Disposition) for result in results):
         outage.succeeded(time.monotonic())
@@ -300,7 +300,7 @@ def book(work: HandlerCall, results: Sequence[Result], outage: Outage) -> CallOu
 def _book_failure(
     work: HandlerCall, errors: Sequence[tuple[FetchedEntry, BaseException]], outage: Outage, booked: CallOutcome
 ) -> None:
-    """Book a call in which no message was handled, and decide for which messages this counts as a failed attempt."""
+    """Book a call in which no message was handled, and decide for which messages the call is a failed attempt."""
     undecodable = [Failed(work.subscribed, item, error) for item, error in errors if isinstance(error, UndecodableBody)]
     booked.failed += undecodable
     called = [(item, error) for item, error in errors if not isinstance(error, UndecodableBody)]
@@ -320,7 +320,7 @@ def _book_failure(
         booked.failed.append(Failed(work.subscribed, items[0], error))
     else:
         logger.warning(
-            "group %s: a batch of %d messages failed; it is halved to find out which one it is: %s",
+            "group %s: a call with %d messages failed; the batch is halved to find the message that fails: %s",
             work.subscribed.group.name,
             len(items),
             describe(error),
@@ -356,9 +356,9 @@ def _outage(work: HandlerCall, items: Sequence[FetchedEntry], error: BaseExcepti
 def _is_unexplained(subscription: Subscription, error: BaseException) -> bool:
     """Return whether the error may mean that a service is down.
 
-    Neither the handler nor the subscription has classified such an error.
+    True only for an error that neither the handler nor the subscription has classified.
 
-    A database that refuses a row by a constraint has answered, so it is not down.
+    An IntegrityError is the answer of a working database, so the result is then False.
     """
     return (
         subscription.reaction(error) is OnError.RETRY
@@ -374,7 +374,7 @@ def _violates_a_constraint(error: BaseException) -> bool:
 
 def _keep(item: FetchedEntry, due: float, booked: CallOutcome) -> None:
     if item.queue.phase is not Phase.STOPPED:
-        # The items of a stopped queue need not be kept: the process fetches the queue again when an operator resumes
-        # it.
+        # The items of a stopped queue do not go back to the lane, because the process fetches them again when an
+        # operator resumes the queue.
         item.due = due
         booked.again.add(id(item))

@@ -2,8 +2,8 @@
 
 The parent makes the file and passes its descriptor to the child. The child maps the file into memory. So a note costs
 one copy in memory, and the notes survive any death of the child. The file has no name, so it disappears when both
-processes have ended. A process without such a parent notes nothing. If a message kills such a process, no process can
-find out which message it was.
+processes have ended. A process whose parent has made no such file writes no notes. If a message kills a process without
+notes, no other process can find out which message it was.
 
 See decision 065.
 """
@@ -27,7 +27,8 @@ _MAGIC: Final = b"outbox-1"
 # The header: magic bytes, number of slots, bytes per slot, whether the process was asked to stop, instance.
 _HEADER: Final = struct.Struct("=8sIII16s")
 _TOLD_TO_STOP_AT: Final = 16
-# A slot: the number of messages (0: free), whether they are tried alone, and the group id. The log ids follow.
+# A slot begins with the number of messages (0: free), whether these messages are tried alone, and the group id. The log
+# ids of the messages are the remaining content of the slot.
 _CALL: Final = struct.Struct("=IIi4x")
 _LOG_ID_BYTES: Final = 8
 
@@ -42,8 +43,8 @@ class RunningCalls:
         """Make slots for `calls` running calls of up to `batch` messages. Raises OSError if the disk is full."""
         self._slot_bytes = _CALL.size + batch * _LOG_ID_BYTES
         size = _HEADER.size + calls * self._slot_bytes
-        # Write zeros instead of only setting the size. Without disk space, access to a mapped page would kill this
-        # process.
+        # Write zeros instead of only setting the size of the file. If the disk is full, the write then fails; a later
+        # access to a mapped page would kill this process.
         os.pwrite(descriptor, bytes(size), 0)
         self._map = mmap.mmap(descriptor, size)
         self._slots = calls
@@ -51,7 +52,10 @@ class RunningCalls:
         _HEADER.pack_into(self._map, 0, _MAGIC, calls, self._slot_bytes, 0, instance.bytes)
 
     def go_on_as(self, instance: UUID) -> None:
-        """Continue under another instance id after a new registration. No call may be running."""
+        """Continue under another instance id after a new registration.
+
+        Call this only while no handler call is running.
+        """
         _HEADER.pack_into(self._map, 0, _MAGIC, self._slots, self._slot_bytes, 0, instance.bytes)
 
     def note(self, group_id: int, log_ids: Sequence[int], *, alone: bool) -> int | None:
@@ -72,7 +76,10 @@ class RunningCalls:
         self._free.append(slot)
 
     def told_to_stop(self) -> None:
-        """Note that this process was asked to stop. Its running calls are then not the cause of its end."""
+        """Note that this process was asked to stop.
+
+        The parent then does not blame the running calls for the end of this process.
+        """
         struct.pack_into("=I", self._map, _TOLD_TO_STOP_AT, 1)
 
 
@@ -98,14 +105,17 @@ class LastCalls:
 
 
 def read(descriptor: int) -> LastCalls | None:
-    """Return the notes of a dead child; None if it never began to consume. Raises ValueError if they are unreadable."""
+    """Return the notes of a dead child; None if the child never began to consume.
+
+    Raises ValueError if the notes are unreadable.
+    """
     content = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
     if not content.strip(b"\0"):
         return None
     try:
         magic, slots, slot_bytes, told_to_stop, instance = _HEADER.unpack_from(content)
         if magic != _MAGIC or slot_bytes < _CALL.size:
-            raise ValueError("it is not such a file")
+            raise ValueError("the file does not begin as a file of running calls")
         starts = range(_HEADER.size, _HEADER.size + slots * slot_bytes, slot_bytes)
         calls = [call for start in starts if (call := _read_call(content, start, slot_bytes)) is not None]
     except struct.error as error:

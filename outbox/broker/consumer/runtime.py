@@ -4,10 +4,11 @@
                                fetches, stores offsets        heartbeats, rebalances
 
 Delivery is at least once. If a process is killed, another process delivers some handled messages again: the messages of
-the last 50 ms, and all messages after the lowest unfinished message of a queue. The inbox of an `Invoker` prevents that
-a message takes effect twice. A handler that runs past its timeout cannot be stopped. Its attempt counts as failed, and
-the message is sent back. Another thread replaces the handler's thread, and the late result is ignored. With
-`outbox.utils.fence.check`, the invoker can roll back the effects of such a handler.
+the last 50 ms, and all messages after the lowest unfinished message of a queue. With the inbox of an `Invoker`, a
+message that is delivered twice takes effect only once. A handler that runs past its timeout cannot be stopped. The
+attempt of such a handler counts as failed, and its message is sent back. Another thread replaces the thread of this
+handler, and the late result of the handler is ignored. With `outbox.utils.fence.check`, the invoker can roll back the
+effects of such a handler.
 
 See decision 068.
 """
@@ -94,8 +95,8 @@ class WakeUp:
         with contextlib.suppress(OSError):
             # The socket never holds more than 64 bytes.
             self.socket.recv(64)
-        # Reset the flag last. Otherwise the `recv` above could remove the byte of a new `set`, and all later calls of
-        # `set` would be ignored.
+        # Reset the flag last. If the flag were reset first, the `recv` above could remove the byte of a new `set`, and
+        # all later calls of `set` would be ignored.
         self._is_set = False
 
     def close(self) -> None:
@@ -106,12 +107,12 @@ class WakeUp:
 
 # -- one membership of this process in its groups --------------------------------------------------
 #
-# A `ConsumerSession` is one membership of this process in its groups. It has the connection and the loop around the
-# dispatcher.
+# A `ConsumerSession` is one membership of this process in its groups. A session has the connection and the loop around
+# the dispatcher.
 
 
 # If no notification arrives, the process looks at its queues at this interval (seconds). The first constant applies to
-# a connection with LISTEN, the second one to a connection without LISTEN.
+# a connection with LISTEN, and the second constant to a connection without LISTEN.
 _LISTENING_POLL_SECONDS: Final = 3.0
 _POLL_SECONDS: Final = 1.0
 _THREADS_SECONDS: Final = 2.0
@@ -144,7 +145,7 @@ class SessionTask(Protocol):
     def end(self, run: Executor) -> None:
         """End this work, so that another process can do it at once.
 
-        Raises psycopg.Error. The caller is about to stop or to give up its connection.
+        Raises psycopg.Error. The caller calls this method before it stops or gives up its connection.
         """
 
 
@@ -154,10 +155,10 @@ Register = Callable[[Executor, uuid.UUID], list[ConsumingGroup]]
 class ConsumerSession:
     """One membership of this process in its groups.
 
-    The constructor registers the process. It raises psycopg.Error, BrokerUnavailable, or the errors of `register`.
+    The constructor registers the process, and raises psycopg.Error, BrokerUnavailable, or the errors of `register`.
 
     `noted_in` is the file in which an earlier session of this process noted its calls. The parent gives each process
-    only one such file.
+    only one file for notes.
     """
 
     def __init__(
@@ -187,8 +188,8 @@ class ConsumerSession:
         self._grown: set[int] | None = None
         self._is_new = True
         self._decided = False
-        # Whether the dispatcher has made a step on this connection. Before that, this process does not lead, because
-        # consuming may not work on the connection.
+        # Whether the dispatcher has made a step on this connection. Before the first step, this process does not lead,
+        # because consuming may not work on the connection.
         self._has_stepped = False
         self._session_task = session_task
         self._instance = instance = uuid.uuid4()
@@ -252,7 +253,7 @@ class ConsumerSession:
     def finish(self) -> None:
         """Let running handlers finish, store offsets, release the leases, and leave the groups.
 
-        This takes at most the timeout of the handlers.
+        The end of a session takes at most the timeout of the handlers.
         """
         session_task, self._session_task = self._session_task, None
         if session_task is not None and self._run is not None:
@@ -292,8 +293,8 @@ class ConsumerSession:
             return
         decided, self._decided = self._decided, False
         if self._session_task.turn(run, self._announcements, decided=decided):
-            # The connection has received the notification of its own tick together with the answer to that tick, unless
-            # the server refused to send the notification.
+            # The notification of this process's own tick arrives together with the answer to the tick. If the
+            # notification is missing, the server has refused to send it.
             arrived = self._announcements.wait(0)
             if Channel.QUEUED.name_in(self._database.schema) not in arrived:
                 self._grown = None
@@ -301,7 +302,7 @@ class ConsumerSession:
 
     def _wait(self, longest: float) -> None:
         """Wait until a wake-up or a notification arrives, or until work is due."""
-        # Without LISTEN this process would lead too slowly, so another process leads.
+        # Without LISTEN this process would lead too slowly, so it leaves the lead to another process.
         session_task = self._session_task if self._announcements is not None else None
         if session_task is not None:
             longest = 0.0 if self._decided else min(longest, session_task.wait_seconds())
@@ -318,7 +319,8 @@ class ConsumerSession:
             self._ownership.wake_coordinator()
         self._decided |= Channel.DECIDED.name_in(schema) in arrived
         for queue_ids in arrived.get(Channel.QUEUED.name_in(schema), ()):
-            # Any session may send a notification. If its payload is not a list of ids, look at all queues.
+            # Any database session may send a notification. If the payload of a notification is not a list of ids, look
+            # at all queues.
             if self._grown is None or not queue_ids.replace(" ", "").isdecimal():
                 self._grown = None
             else:
@@ -328,7 +330,7 @@ class ConsumerSession:
         """Return the connection, after the dispatcher has dropped all its data from another life of the server."""
         run = self._connected()
         # Behind a pooler there is no LISTEN, and a connection may stay open when the server restarts. So read the life
-        # each time.
+        # at each call of this method.
         if self._is_new or self._announcements is None:
             self.dispatcher.enter_life(lives.current(run))
             self._is_new = False
@@ -347,8 +349,8 @@ class ConsumerSession:
                 # While no message is published, this database session is idle for seconds, and no timeout may end the
                 # session.
                 if timeouts.lift_where_direct(connection):
-                    # If a table stays locked, this limit ends the statement. The process then logs the error and
-                    # connects again.
+                    # If a table stays locked, the lock timeout ends the waiting statement. After this lock timeout, the
+                    # process logs the error and connects again.
                     timeouts.limit_locks_for_session(connection)
                 if listening:
                     announcements = Announcements(connection)
@@ -359,7 +361,7 @@ class ConsumerSession:
             except BaseException:
                 connection.close()
                 raise
-            # Notifications from the time without a connection are lost, so any queue may have grown.
+            # The notifications that were sent while there was no connection are lost, so any queue may have grown.
             self._grown = None
             self._run = Executor(connection, self._database.schema)
             self._is_new = True
@@ -385,7 +387,7 @@ def _running_calls(instance: uuid.UUID, groups: Sequence[ConsumingGroup]) -> Run
     try:
         return running_calls.inherited(instance, calls=calls, batch=max(one.batch for one in subscriptions))
     except OSError as error:
-        logger.warning("a message that kills this process stays unknown, its calls cannot be noted: %s", error)
+        logger.warning("this process cannot note its calls, so a message that kills it cannot be found: %s", error)
         return None
 
 
@@ -393,7 +395,7 @@ def _running_calls(instance: uuid.UUID, groups: Sequence[ConsumingGroup]) -> Run
 def woken_by(stop: threading.Event, wake_up: WakeUp) -> Iterator[None]:
     """Wake the dispatching thread when `stop` is set.
 
-    That thread waits on a socket, and cannot wait for an event at the same time.
+    The dispatching thread waits on a socket, and cannot wait for an event at the same time.
     """
     ended = threading.Event()
 
@@ -452,11 +454,14 @@ class ConsumerRuntime:
         self._note = FailureNote(database, ProcessPart.CONSUMING, of=", ".join(groups))
 
     def run(self, stop: threading.Event) -> None:
-        """Consume until `stop` is set. Then finish running calls, release the leases, and leave the groups.
+        """Consume until `stop` is set.
+
+        After `stop` is set, finish running calls, release the leases, and leave the groups.
 
         While the broker's database is down, this method waits. Raises UnknownTopic, InvalidSubscription, InvalidFilter
         or SchemaError when the subscriptions cannot be registered. Raises HandlersHung when too many handlers hang.
-        Before this method raises HandlersHung, it releases the queues; then the caller must end the process.
+        Before this method raises HandlersHung, it releases the queues. After HandlersHung, the caller must end the
+        process.
         """
         failures = 0
         has_registered = False
@@ -489,14 +494,16 @@ class ConsumerRuntime:
             session.loop(until=lambda: stop.is_set() or bool(session.dispatcher.hung) or session.is_outdated)
         hung = "" if stop.is_set() else session.dispatcher.hung
         if hung:
-            logger.error("%s: this process gives up its queues, finishes what does not hang, and ends", hung)
+            logger.error("%s: this process gives up its queues, finishes the calls that do not hang, and ends", hung)
         elif session.running_calls is not None and stop.is_set():
             session.running_calls.told_to_stop()
         session.finish()
-        # If a process ends on purpose, it does not count as failing.
+        # A process that ends on purpose is not reported as failing.
         self._note.worked()
         if hung:
-            raise HandlersHung(f"{hung}; start the process again, the messages that hang are tried one by one.")
+            raise HandlersHung(
+                f"{hung}. Start the process again: it then tries the messages of these handlers one by one."
+            )
 
     def run_once(self) -> ConsumeCounts:
         """Run one bounded pass: join the groups, acquire queues, handle the present messages, and leave the groups.
@@ -549,9 +556,9 @@ class ConsumerRuntime:
 def tune_garbage_collector() -> None:
     """Tune Python's garbage collector for a pure consumer process. Call this after the application is loaded.
 
-    Such a process always keeps thousands of fetched messages in memory. With Python's thresholds, the collector
-    searches these messages for cycles after every 700 new objects, and finds no cycles. These searches take a fifth of
-    the process's time (docs/decisions/008).
+    A consumer process always keeps thousands of fetched messages in memory. With Python's thresholds, the collector
+    searches these messages for cycles after every 700 new objects, and finds no cycles. These searches for cycles take
+    a fifth of the process's time (docs/decisions/008).
     """
     gc.collect()
     gc.freeze()
@@ -576,5 +583,5 @@ def _check(subscriptions: Sequence[tuple[Subscription, AnyHandler]]) -> None:
         if broadcast.setdefault(subscription.group, subscription.broadcast) != subscription.broadcast:
             raise InvalidSubscription(
                 f"group {subscription.group!r} has subscriptions with broadcast=True and without it, but all "
-                "subscriptions of a group must have the same: give one of them another group."
+                "subscriptions of a group must have the same value: give one of them another group."
             )

@@ -35,11 +35,12 @@ _parts: Final = itertools.count(1)
 class FetchedEntry:
     """One fetched entry.
 
-    `retries` counts how often the entry was sent back. `in_place` counts the attempts in this process since then.
+    `retries` counts how often the entry was sent back. `in_place` counts the failed attempts since this process fetched
+    the entry.
 
-    `row` is the fetched row (`fetch.Row`). None means that the row is not in memory, because the body is large or the
-    entry waits behind a blocked key (`shed`). The process then loads the row before the call. `part` is the number of a
-    part of a divided batch, or 0. A call takes only entries of one part.
+    `row` is the fetched row (`fetch.Row`). `row` is None while the row is not in memory, because the body is large or
+    the entry waits behind a blocked key (`shed`). The process loads such a row before the call. `part` is the number of
+    a part of a divided batch, or 0. All entries of a call belong to the same part.
     """
 
     __slots__ = ("due", "in_place", "key", "offset", "part", "queue", "retries", "row", "shed")
@@ -63,7 +64,7 @@ class FetchedEntry:
 
 
 def divide(items: Sequence[FetchedEntry], size: int) -> None:
-    """Divide the entries into parts of at most `size`. Later calls take only entries of one part."""
+    """Divide the entries into parts of at most `size` entries. Each later call takes entries of one part only."""
     for start in range(0, len(items), size):
         part = next(_parts)
         for item in items[start : start + size]:
@@ -203,7 +204,7 @@ class ConcurrentLane:
             heapq.heappush(self._later, (item.due, next(self._numbers), item))
 
     def drop(self, queue: OwnedQueue, from_offset: int = 0) -> None:
-        """Drop the waiting messages of a queue from an offset on."""
+        """Drop the waiting messages of a queue whose offset is `from_offset` or higher."""
 
         def stays(item: FetchedEntry) -> bool:
             return item.queue is not queue or item.offset < from_offset
@@ -217,7 +218,7 @@ class ConcurrentLane:
         return any(item.queue is queue for item in self._ready)
 
     def next_at(self) -> float | None:
-        """Return the time at which the first failed message of this lane is due; None if there is none."""
+        """Return the time at which the first failed message of this lane is due; None if no failed message waits."""
         return self._later[0][0] if self._later else None
 
 
@@ -250,7 +251,7 @@ class SerialQueue:
 class OrderedLane:
     """A lane of serial queues by name.
 
-    Its subclasses define the serial queue of a message, and which messages one call takes.
+    The subclasses of this class define the serial queue of a message, and which messages one call takes.
     """
 
     def __init__(self, batch: int) -> None:
@@ -261,7 +262,7 @@ class OrderedLane:
         self._numbers = itertools.count()
 
     def serial_name(self, item: FetchedEntry) -> Hashable:
-        """Return the name of a message's serial queue. Only one call at a time handles messages of one name."""
+        """Return the name of a message's serial queue. Only one call at a time handles messages of one serial queue."""
         raise NotImplementedError
 
     def offer(self, items: Sequence[FetchedEntry]) -> None:
@@ -316,7 +317,7 @@ class OrderedLane:
         """Remove the rows of waiting messages from memory, because their serial queue is blocked."""
 
     def drop(self, queue: OwnedQueue, from_offset: int = 0) -> None:
-        """Drop the waiting messages of a queue from an offset on, and the serial queues that are then empty."""
+        """Drop the waiting messages of a queue from `from_offset` on, and the serial queues that are then empty."""
         for serial in list(self._serials.values()):
             if serial.items and serial.items[0].queue is queue:
                 serial.items = deque(item for item in serial.items if item.offset < from_offset)
@@ -331,7 +332,7 @@ class OrderedLane:
         return any(serial.items[0].queue is queue for serial in self._ready)
 
     def next_at(self) -> float | None:
-        """Return the time at which the first blocked serial queue continues; None if none is blocked."""
+        """Return the time at which the first blocked serial queue continues; None if no serial queue is blocked."""
         return self._later[0][0] if self._later else None
 
     def _resume(self, now: float) -> None:
@@ -342,7 +343,7 @@ class OrderedLane:
 
 
 class OrderlyLane(OrderedLane):
-    """The lane of orderly mode: for each queue, it returns messages in order, and for one call at a time.
+    """The lane of orderly mode: it returns the messages of a queue in order, and to only one call at a time.
 
     A failing message blocks its queue.
 
@@ -350,7 +351,7 @@ class OrderlyLane(OrderedLane):
     """
 
     def serial_name(self, item: FetchedEntry) -> Hashable:
-        """Return the identity of the queue object. If a queue is lost and acquired again, it is another object."""
+        """Return the identity of the queue object. A queue that is lost and acquired again has a new object."""
         return id(item.queue)
 
     def fill(self) -> list[FetchedEntry]:
@@ -361,7 +362,7 @@ class OrderlyLane(OrderedLane):
 
 
 class KeyOrderedLane(OrderedLane):
-    """The lane of key-ordered mode: for each key, it returns messages in order, and for one call at a time.
+    """The lane of key-ordered mode: it returns the messages of a key in order, and to only one call at a time.
 
     A failing message blocks only its key.
 
@@ -372,7 +373,7 @@ class KeyOrderedLane(OrderedLane):
     def serial_name(self, item: FetchedEntry) -> Hashable:
         """Return the identity of the queue object and the key.
 
-        If a queue is lost and acquired again, it is another object.
+        A queue that is lost and acquired again has a new object.
         """
         return (id(item.queue), item.key)
 
@@ -392,7 +393,7 @@ class KeyOrderedLane(OrderedLane):
     def shed(self, serial: SerialQueue) -> None:
         """Keep only the first message of a blocked serial queue in memory.
 
-        The process loads the other messages again before their calls.
+        The process loads each other message again before the call that handles it.
         """
         for item in list(serial.items)[1:]:
             if not item.shed:

@@ -48,7 +48,10 @@ IDLE_SECONDS: Final = 30.0
 
 
 class WorkerPool:
-    """Up to `threads` threads, which start when needed and end when idle. Only the dispatching thread uses it."""
+    """Up to `threads` threads, which start when needed and end when idle.
+
+    Only the dispatching thread uses this class.
+    """
 
     def __init__(self, name: str, threads: int, run: RunCall, *, batches: bool, sharing: Sharing | None = None) -> None:
         self._name = name
@@ -62,8 +65,8 @@ class WorkerPool:
         # An idle thread holds this lock while it ends. The dispatching thread holds this lock while it checks the
         # number of threads.
         self._staffing = threading.Lock()
-        # `_working`: the number of threads that take calls. `_stuck`: the number of threads that were given up during a
-        # call. `_in_hand`: the number of submitted calls that are not over.
+        # `_working`: the number of threads that take calls. `_stuck`: the number of threads whose call was abandoned
+        # and has not returned. `_in_hand`: the number of submitted calls that are not over.
         self._working = 0
         self._stuck = 0
         self._in_hand = 0
@@ -98,7 +101,10 @@ class WorkerPool:
         self.start(work)
 
     def reserve(self) -> None:
-        """Count a call as submitted. Later, the caller calls `start`, or only `collected` if the call is refused."""
+        """Count a call as submitted.
+
+        After `reserve`, the pool's user calls `start`, or only `collected` if the call is refused.
+        """
         self._in_hand += 1
 
     def start(self, work: HandlerCall) -> None:
@@ -134,17 +140,21 @@ class WorkerPool:
         self._in_hand -= 1
 
     def replace_stuck(self) -> None:
-        """Replace the thread of a given-up call that still runs."""
+        """Replace the thread of an abandoned call that still runs."""
         self._in_hand -= 1
         with self._staffing:
             self._working -= 1
         self._stuck += 1
         if self.frozen:
-            logger.error("%s: %d handlers are stuck; no more threads are started for it", self._name, self._stuck)
+            logger.error(
+                "%s: %d handlers are stuck; outbox starts no more threads for this subscription",
+                self._name,
+                self._stuck,
+            )
         self._staff()
 
     def unstuck(self) -> None:
-        """Record that a given-up call has returned. Its thread ends."""
+        """Record that an abandoned call has returned. The thread of this call ends."""
         self._stuck -= 1
         self._staff()
 
@@ -182,7 +192,8 @@ class WorkerPool:
             with contextlib.suppress(Empty):
                 return self._queue.get(timeout=IDLE_SECONDS)
             with self._staffing:
-                # If a call is submitted after this, `_staff` sees one working thread less, and starts another thread.
+                # If a call is submitted after this thread has left, `_staff` sees one working thread less, and starts
+                # another thread.
                 if self._queue.empty():
                     self._working -= 1
                     return None
@@ -211,7 +222,8 @@ class Caller:
         self._finished = finished
         self._running = running
         # A decoding thread holds the interpreter lock all the time. With `_decoding`, only one thread decodes at a
-        # time. Otherwise the dispatching thread would wait one switch interval for each decoding thread.
+        # time. If several threads decoded, the dispatching thread would wait one switch interval for each of these
+        # threads.
         self._decoding = threading.Lock()
 
     def run(self, work: HandlerCall, pool: WorkerPool) -> HandlerCall | None:
@@ -241,7 +253,7 @@ class Caller:
         try:
             work.results = self._call(work)
         except BaseException as error:
-            # An error of this code or of the invoker must not end the thread. It counts as a failed attempt.
+            # An error of this code or of the invoker must not end the thread. Such an error counts as a failed attempt.
             logger.exception("calling the handler of group %r failed", work.subscribed.subscription.group)
             work.results = [error] * len(work.items)
 
@@ -286,7 +298,7 @@ class Caller:
         if len(outcomes) != len(places) + joined:
             raise OutboxError(
                 f"the invoker returned {len(outcomes)} results for {len(places) + joined} deliveries of group "
-                f"{work.subscribed.group.name!r}: it must return one per delivery."
+                f"{work.subscribed.group.name!r}: it must return one result per delivery."
             )
         for place, outcome in zip(places, outcomes, strict=False):
             results[place] = outcome
@@ -349,7 +361,7 @@ class Caller:
             recorder.handled(subscription.group, subscription.topic, _waits(deliveries, started), took, failed=failed)
 
     def _note(self, work: HandlerCall, places: Sequence[int]) -> None:
-        """Note the call for the parent of this process, as long as the handler runs."""
+        """Write a note of the call into the file that the parent of this process reads."""
         if self._running is not None:
             log_ids = [row[LOG_ID] for place in places if (row := work.items[place].row) is not None]
             work.note = self._running.note(work.subscribed.group.group_id, log_ids, alone=work.alone)
@@ -362,12 +374,12 @@ class Caller:
     def _deliveries(self, work: HandlerCall, results: list[Result]) -> tuple[list[Delivery], list[int]]:
         """Return the deliveries and their places in the call.
 
-        If a body cannot be decoded, its error becomes the result of the message.
+        If a body cannot be decoded, the decoding error becomes the result of the message.
         """
         group, topic = work.subscribed.group.name, work.subscribed.subscription.topic
         decode = self._codecs.decode
-        # Check the leases after the fault point. If a test freezes the process there, no handler starts with an expired
-        # lease.
+        # Check the leases after the fault point. If a test freezes the process at the fault point, no handler starts
+        # with an expired lease.
         startable = {queue: queue.may_start() for queue in {item.queue for item in work.items}}
         deliveries: list[Delivery] = []
         places: list[int] = []

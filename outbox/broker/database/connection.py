@@ -38,16 +38,16 @@ _REMEDY: Final = (
 _SECRET: Final = re.compile(r"password|secret|scram_.*_key")
 # libpq's errors quote parts of the connection string, and such a part may belong to the password.
 _QUOTED: Final = re.compile(r'".*"', re.DOTALL)
-# The part of a URL that libpq reads as the user, then the part that it reads as hosts and database.
+# The part of a URL that libpq reads as the user, and then the part that libpq reads as hosts and database.
 _URL: Final = re.compile(r"postgres(?:ql)?://(?:[^@/]*@)?([^?]*)")
 
 
 def read_conninfo(text: str, what: str) -> dict[str, Any]:
     """Return the parameters of a connection string or URL.
 
-    Raises ConfigurationError if the string cannot be read; the error's text begins with the value of `what`. It raises
-    the same error for a URL with an unescaped @ or / in the password. libpq would read a part of such a password as
-    host, port or database, and its errors would show that part.
+    Raises ConfigurationError if the string cannot be read; the error's text begins with the value of `what`. A URL with
+    an unescaped @ or / in the password raises the same error. libpq would read a part of such a password as host, port
+    or database, and its errors would show that part.
     """
     try:
         found = conninfo_to_dict(text)
@@ -59,7 +59,7 @@ def read_conninfo(text: str, what: str) -> dict[str, Any]:
     if url and "@" in url[1]:
         raise ConfigurationError(f"{what} has an unescaped @ or / before its host: {_REMEDY}")
     if not re.fullmatch(r"[\d,]*", str(found.get("port") or "")):
-        raise ConfigurationError(f"{what} has a port that is no number: {_REMEDY}")
+        raise ConfigurationError(f"{what} has a port that is not a number: {_REMEDY}")
     return found
 
 
@@ -87,12 +87,13 @@ _KEEPALIVE: Final = {"keepalives_idle": 10, "keepalives_interval": 5, "keepalive
 class BrokerConnection(psycopg.Connection[TupleRow]):
     """A connection whose statements can be given one common deadline.
 
-    The client enforces the deadline. A frozen server or a broken network therefore cannot make a caller wait longer. No
-    server setting is used, because a connection pooler would pass such a setting on to other clients.
+    The client enforces the deadline. So a frozen server or a broken network cannot make a caller wait past the
+    deadline. The deadline is not a setting on the server, because a connection pooler would pass such a setting on to
+    other clients.
 
-    `is_direct` is True if the session lasts as long as the connection. If it is False, a pooler may give each
-    transaction another session. The connection then prepares no statement, does not LISTEN and sets nothing for its
-    session.
+    `is_direct` is True if the session lasts as long as the connection. If `is_direct` is False, a pooler may give each
+    transaction another session. A connection that is not direct prepares no statement, does not LISTEN and sets nothing
+    for its session.
     """
 
     deadline: float | None = None
@@ -124,7 +125,7 @@ class BrokerConnection(psycopg.Connection[TupleRow]):
             self.close()
             raise BrokerUnavailable(
                 "the broker's database did not answer within the deadline. The server may still have executed the "
-                "request. Send it again with the same message ids: a repeated id stores nothing twice."
+                "request. Send the same messages again with the same ids: a repeated id stores nothing twice."
             ) from None
 
     def _until_deadline(self, gen: PQGen[_Result]) -> PQGen[_Result]:
@@ -162,9 +163,10 @@ class ReachedServer:
 class BrokerDatabase:
     """A broker: the libpq connection string of its database and the schema of its tables.
 
-    `listen_conninfo` is a direct connection for LISTEN and for the broker process. It is needed when `conninfo` goes
-    through a pooler in transaction mode. None means the same as `conninfo`. An empty string means that every connection
-    goes through a pooler: LISTEN is off and every process polls.
+    `listen_conninfo` is a direct connection for LISTEN and for the broker process. A `listen_conninfo` is needed when
+    `conninfo` goes through a pooler in transaction mode. If `listen_conninfo` is None, `conninfo` is used for LISTEN,
+    too. If `listen_conninfo` is an empty string, every connection goes through a pooler, LISTEN is off and every
+    process polls.
     """
 
     conninfo: str
@@ -196,7 +198,7 @@ class BrokerDatabase:
         return self.open(timeout_seconds=timeout_seconds, name=name, direct=direct)
 
     def open(self, *, timeout_seconds: float = 3.0, name: str = "outbox", direct: bool = False) -> BrokerConnection:
-        """Like `connect`, but the returned connection also accepts deadlines."""
+        """Do the same as `connect`, but return a connection that also accepts deadlines."""
         try:
             connection = BrokerConnection.connect(
                 self.session_conninfo(name, direct=direct),
@@ -206,8 +208,8 @@ class BrokerDatabase:
         except psycopg.OperationalError as error:
             raise _unreachable(error) from error
         if self._names_pooler(direct=direct) or not _leads_straight(connection, timeout_seconds):
-            # Without this setting, psycopg would prepare a statement on its sixth execution, or at once with
-            # prepare=True.
+            # Without `prepare_threshold = None`, psycopg would prepare a statement on its sixth execution, or at once
+            # with prepare=True.
             connection.prepare_threshold = None
         else:
             connection.is_direct = True
@@ -220,7 +222,7 @@ class BrokerDatabase:
     def session_conninfo(self, name: str, *, direct: bool = False) -> str:
         """Return the connection string with the session name `name`, unless the string already has a session name.
 
-        Its keepalive settings make the client notice a dead network.
+        The returned string has keepalive settings, so that the client notices a dead network.
         """
         target = self.direct_conninfo if direct else self.conninfo
         given = conninfo_to_dict(target)
@@ -234,8 +236,8 @@ def _leads_straight(connection: BrokerConnection, timeout_seconds: float) -> boo
     A pooler accepts clients while its server is down, so this check is part of connecting. Raises BrokerUnavailable.
     """
     try:
-        # A pooler connects to its server only when it gets this statement. So wait at least as long as libpq waits for
-        # a connection.
+        # A pooler connects to its server only when the pooler gets this statement. So wait at least as long as libpq
+        # waits for a connection.
         with connection.within(time.monotonic() + max(2.0, timeout_seconds)):
             row = connection.execute("SELECT pg_backend_pid()").fetchone()
     except psycopg.Error as error:
@@ -341,16 +343,19 @@ class Pool:
             connection.close()
 
     def close(self) -> None:
-        """Close the idle connections now, and each lent connection when its thread gives it back."""
+        """Close the idle connections now, and close each lent connection when its thread gives the connection back."""
         self._is_closed = True
         self.clear()
 
 
 def _is_ended(connection: BrokerConnection) -> bool:
-    """Whether the server has ended this idle session (idle_session_timeout, a restart). Reads only the socket."""
+    """Whether the server has ended this idle session (idle_session_timeout, a restart).
+
+    The function only reads the socket, and sends nothing.
+    """
     try:
-        # Two calls are needed. The first one reads the server's reason, and the second one finds the end of the
-        # connection.
+        # Two calls of `consume_input` are needed: the first call reads the server's reason, and the second call finds
+        # the end of the connection.
         for _ in range(2):
             poll = select.poll()
             poll.register(connection.pgconn.socket, select.POLLIN)

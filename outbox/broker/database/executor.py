@@ -18,7 +18,7 @@ _Row = TypeVar("_Row")
 
 
 class BinaryValue(bytes):
-    """The binary form of a value. A cast in the statement names its type."""
+    """The binary form of a value. A cast in the statement names the type of the value."""
 
 
 class PackedDumper(Dumper):
@@ -40,7 +40,7 @@ def cursor_on(connection: Connection) -> psycopg.Cursor[tuple[Any, ...]]:
 
 
 def raw_cursor_on(connection: Connection) -> psycopg.RawCursor[tuple[Any, ...]]:
-    """Like `cursor_on`, for statements with numbered parameters (see Statement.numbered)."""
+    """Do the same as `cursor_on`, but for statements with numbered parameters (see Statement.numbered)."""
     cursor = psycopg.RawCursor(connection, row_factory=tuple_row)
     cursor.format = Format.BINARY
     cursor.adapters.register_dumper(BinaryValue, PackedDumper)
@@ -50,7 +50,8 @@ def raw_cursor_on(connection: Connection) -> psycopg.RawCursor[tuple[Any, ...]]:
 class Executor:
     """Executes the broker's statements. Rows are plain tuples, regardless of the application's row factory.
 
-    The server binds the parameters; results are binary. An Executor is as thread-safe as its connection.
+    The server binds the parameters, and returns the results in binary form. An Executor is as thread-safe as its
+    connection.
     """
 
     __slots__ = ("connection", "schema")
@@ -64,19 +65,19 @@ class Executor:
     ) -> psycopg.Cursor[tuple[Any, ...]]:
         """Execute a statement. The returned cursor has the statement's rows and its `rowcount`.
 
-        `prepare`: None leaves the decision to psycopg, which prepares frequent statements. False makes PostgreSQL plan
-        with the actual values.
+        If `prepare` is None, psycopg decides, and prepares frequent statements. If `prepare` is False, PostgreSQL plans
+        the statement with the actual values.
         """
         return cursor_on(self.connection).execute(statement.on(self.schema), parameters, prepare=prepare)
 
     def row(
         self, statement: Statement, parameters: Mapping[str, Any] | None = None, *, prepare: bool | None = None
     ) -> tuple[Any, ...] | None:
-        """Return the first row, or None if there is none."""
+        """Return the first row, or None if there is no row."""
         return self.execute(statement, parameters, prepare=prepare).fetchone()
 
     def call(self, statement: Statement, values: Sequence[Any]) -> tuple[Any, ...] | None:
-        """Return the first row of a statement with numbered parameters; for hot paths.
+        """Return the first row of a statement with numbered parameters. This method is for hot paths.
 
         psycopg translates named parameters on each execution. Numbered parameters need no translation. The statement is
         prepared if the connection prepares statements.
@@ -88,7 +89,7 @@ class Executor:
     def one(
         self, statement: Statement, parameters: Mapping[str, Any] | None = None, *, prepare: bool | None = None
     ) -> tuple[Any, ...]:
-        """Return the row of a statement that always has one."""
+        """Return the row of a statement that always returns one row."""
         found = self.row(statement, parameters, prepare=prepare)
         assert found is not None
         return found
@@ -107,9 +108,10 @@ class Executor:
         *,
         prepare: bool | None = None,
     ) -> list[_Row]:
-        """Return all rows as objects whose fields are named like the columns. Too slow for hot paths."""
+        """Return all rows as objects whose fields are named like the columns. This method is too slow for hot paths."""
         cursor = self.execute(statement, parameters, prepare=prepare)
-        # Fetch the rows before reading the description, because in pipeline mode both arrive together.
+        # Fetch the rows before reading the description of the columns, because in pipeline mode rows and description
+        # arrive together.
         rows = cursor.fetchall()
         names = [column.name for column in cursor.description or ()]
         return [row_type(**dict(zip(names, row, strict=True))) for row in rows]
@@ -121,12 +123,12 @@ class Executor:
 
 # -- snapshots -------------------------------------------------------------------------------------
 #
-# A snapshot of PostgreSQL as a value: it says which transactions a reader could see.
+# A snapshot of PostgreSQL as a value: the snapshot says which transactions a reader could see.
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A snapshot sees the transactions below `xmax` that are not `in_progress`. It sees no others."""
+    """A snapshot sees exactly the transactions below `xmax` that are not in `in_progress`."""
 
     xmin: int
     xmax: int

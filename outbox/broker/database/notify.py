@@ -1,4 +1,4 @@
-"""Notifications between processes. They only shorten waits: without them, the processes poll slowly.
+"""Notifications between processes. Notifications only shorten waits: without them, the processes poll slowly.
 
 A NOTIFY takes a lock on PostgreSQL's whole notification queue at commit. So a process sends NOTIFY as a separate
 statement, after the commit that it announces. One NOTIFY announces a burst of commits.
@@ -28,12 +28,12 @@ RECONNECT: Final = Backoff(first_seconds=0.1, longest_seconds=5.0)
 
 
 class Channel(enum.StrEnum):
-    """The subjects of notifications."""
+    """The kinds of notifications, with a PostgreSQL channel for each kind."""
 
     DECIDED = "decided"
     """From producers to the sequencer: messages may be ready for their queues."""
     QUEUED = "queued"
-    """From the sequencer to consumers: queues have new entries. Carries the queue ids, unless there are many."""
+    """From the sequencer to consumers: queues have new entries. The payload has the ids, unless there are many."""
     SHARED = "shared"
     """From consumers to consumers: a group's members, its leases or its `paused` flag have changed."""
 
@@ -42,16 +42,19 @@ class Channel(enum.StrEnum):
         return f"{schema}_{self.value}"
 
 
-# A lost notification loses no message, so its commit does not wait for the disk.
+# If a notification is lost, no message is lost. So the transaction of a notification does not wait for the disk.
 _NOTIFY = Statement("SELECT set_config('synchronous_commit', 'off', true), pg_notify(%(channel)s, '')")
 
 
 def notify(run: Executor, channel: Channel) -> bool:
-    """Send a notification on an autocommit connection. Logs and ignores an error; returns whether it was sent."""
+    """Send a notification on an autocommit connection, and return whether it was sent.
+
+    An error is logged and ignored.
+    """
     try:
         run.execute(_NOTIFY, {"channel": channel.name_in(run.schema)}, prepare=True)
     except (psycopg.Error, BrokerUnavailable) as error:
-        logger.debug("a wake-up on %s was not sent: %s", channel.name_in(run.schema), error)
+        logger.debug("a notification on channel %s was not sent: %s", channel.name_in(run.schema), error)
         return False
     return True
 
@@ -59,7 +62,7 @@ def notify(run: Executor, channel: Channel) -> bool:
 def announcement(schema: str, channel: Channel) -> Request:
     """Return the notification as a request for a connection that does not wait for answers."""
     text, _ = _NOTIFY.numbered(schema)
-    return Request(text, (channel.name_in(schema).encode(),), "a wake-up", is_said_once=True)
+    return Request(text, (channel.name_in(schema).encode(),), "a notification", is_said_once=True)
 
 
 def listen(run: Executor, *channels: Channel) -> None:
@@ -74,7 +77,7 @@ def unlisten(run: Executor, channel: Channel) -> None:
 
 
 class Announcements:
-    """Notifications that arrive on one listening connection, also while it executes other statements."""
+    """Notifications that arrive on one listening connection, also while the connection executes other statements."""
 
     def __init__(self, connection: Connection) -> None:
         self._pgconn = connection.pgconn
@@ -84,7 +87,9 @@ class Announcements:
         connection.add_notify_handler(lambda notification: self._add(notification.channel, notification.payload))
 
     def wait(self, timeout: float | None, wake_up: socket.socket | None = None) -> dict[str, set[str]]:
-        """Return the notifications since the last call, by channel. If there are none, wait up to `timeout` seconds.
+        """Return the notifications since the last call, by channel.
+
+        If there is no notification, wait up to `timeout` seconds.
 
         The method also returns when `wake_up` becomes readable. Raises psycopg.OperationalError when the connection is
         lost.

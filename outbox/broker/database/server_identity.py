@@ -1,8 +1,8 @@
 """Find out by a lock whether two connections reach the same database of the same running server.
 
 A physical copy of a server has the same system identifier and the same database names. Only the lock table of a running
-server is unique. If one connection sees a lock that the other one holds, both reach the same server. The locks belong
-to a transaction, so each connection may go through a pooler in transaction mode.
+server is unique. If one connection sees a lock that the other connection holds, both connections reach the same server.
+The locks belong to a transaction, so each connection may go through a pooler in transaction mode.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from outbox.errors import BrokerUnavailable
 class ServerIdentity:
     """A database, and the start time of its server (seconds since 1970).
 
-    Another server has another identity. The same server has another identity after a restart.
+    Two servers have different identities. After a restart, a server has a new identity.
     """
 
     started_at: Decimal
     database: str
 
 
-# The statement returns seconds since 1970. This number does not depend on the session's time zone, or on the loader
-# that the application uses for timestamps.
+# The statement returns seconds since 1970. A number of seconds does not depend on the session's time zone, or on the
+# loader that the application uses for timestamps.
 _LOCK: Final = "SELECT pg_advisory_xact_lock(%s::bigint)"
 _SEEN: Final = """
 SELECT NOT pg_try_advisory_xact_lock(%s::bigint),

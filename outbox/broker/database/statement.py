@@ -48,7 +48,7 @@ class Statement:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A statement with numbered parameters in text form, executed as a separate transaction.
+    """A statement with numbered parameters in text form, which is executed as a separate transaction.
 
     If the connection breaks, the request may be executed twice. `what` names the request in the log. `is_said_once`: if
     several equal requests are written together, only the last of them is sent.

@@ -32,16 +32,21 @@ LIFT: Final = Statement(_LIFT)
 
 
 def lift_for_session(connection: Connection) -> None:
-    """Lift the timeouts of a direct connection. A pooler in transaction mode would lift them for other clients, too."""
+    """Lift the timeouts of a direct connection.
+
+    With a pooler in transaction mode, this would lift the timeouts of other clients, too.
+    """
     _lift(connection, local=False)
 
 
 def lift_where_direct(connection: Connection) -> bool:
-    """Like `lift_for_session`, but only without a pooler; returns whether it lifted them. If it did not, use `lifted`.
+    """Lift the timeouts of the session if there is no pooler, and return whether they were lifted.
+
+    If they were not lifted, use `lifted`.
 
     The function asks the server whether there is a pooler, and does not trust the settings. With LISTEN_URL = "" the
-    settings say that every connection goes through a pooler. Such a connection may still be direct, and its session
-    then has the timeouts of its role.
+    settings say that every connection goes through a pooler. A connection may be direct in spite of this setting, and
+    its session then has the timeouts of its role.
     """
     with cursor_on(connection) as cursor:
         cursor.execute(_LIFT_WHERE_DIRECT, {"local": False, "told": connection.info.backend_pid})
@@ -49,12 +54,15 @@ def lift_where_direct(connection: Connection) -> bool:
 
 
 def limit_locks_for_session(connection: Connection) -> None:
-    """For a direct connection: a statement waits at most ten seconds for a lock, then it raises LockNotAvailable."""
+    """On a direct connection, make each statement raise LockNotAvailable after ten seconds of waiting for a lock."""
     connection.execute(_LIMIT_SESSION)
 
 
 def lift_for_transaction(connection: Connection) -> None:
-    """Lift the timeouts for the open transaction only; safe behind a pooler. Call it before any other statement."""
+    """Lift the timeouts for the open transaction only; safe behind a pooler.
+
+    Call this function before any other statement.
+    """
     _lift(connection, local=True)
 
 
@@ -70,8 +78,8 @@ def lifted(connection: Connection) -> Iterator[None]:
 def lock_limited(connection: Connection) -> Iterator[None]:
     """Open a transaction (or savepoint) that waits at most one second for a lock; safe behind a pooler.
 
-    After that second a statement raises LockNotAvailable. So the caller reports a locked table instead of waiting for
-    it.
+    If a statement has waited one second for a lock, it raises LockNotAvailable. So the caller reports a locked table
+    instead of waiting for the table.
     """
     with connection.transaction():
         connection.execute(_LIMIT)

@@ -2,7 +2,7 @@
 
 The code packs the arrays by hand: psycopg's general list dumper takes more CPU per element than PostgreSQL takes to
 store that element. The format is described in src/backend/utils/adt/arrayfuncs.c, array_recv. With the fast paths off,
-psycopg gets plain lists. In both cases a cast in the statement names the type of the array.
+psycopg gets plain lists. With and without the fast paths, a cast in the statement names the type of the array.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def xids(values: Sequence[int]) -> Array:
 
 
 def optional_integers(values: Sequence[int | None]) -> Array:
-    """integer[]; empty when all values are null, because unnest() fills missing elements with nulls."""
+    """Return an integer[]; it is empty when all values are null, because unnest() fills missing elements with nulls."""
     if not switch.enabled:
         return list(values)
     if None not in values:
@@ -83,7 +83,7 @@ def optional_integers(values: Sequence[int | None]) -> Array:
 
 
 def times(values: Sequence[datetime | None]) -> Array:
-    """timestamptz[]; empty when all values are null."""
+    """Return a timestamptz[]; it is empty when all values are null."""
     if not switch.enabled:
         return list(values)
     return _optional(
@@ -93,14 +93,14 @@ def times(values: Sequence[datetime | None]) -> Array:
 
 
 def durations(values: Sequence[timedelta | None]) -> Array:
-    """float8[] of seconds; empty when all values are null."""
+    """Return a float8[] of seconds; it is empty when all values are null."""
     if not switch.enabled:
         return [None if value is None else value.total_seconds() for value in values]
     return _optional(_FLOAT8, [None if value is None else struct.pack("!d", value.total_seconds()) for value in values])
 
 
 def header_maps(values: Sequence[Mapping[str, str]]) -> Array:
-    """jsonb[], null for a message without headers; empty when all values are null."""
+    """Return a jsonb[] with null for a message without headers; it is empty when all values are null."""
     if not switch.enabled:
         return [Jsonb(dict(value)) if value else None for value in values]
     return _optional(_JSONB, [b"\x01" + dump_headers(value).encode() if value else None for value in values])

@@ -1,8 +1,8 @@
 """Send requests without waiting for the answers: notifications and end messages.
 
-The sending thread writes the request and continues. It reads the answer when it uses the connection again. libpq's
-pipeline carries any number of requests, so no request waits for the answer to an earlier one. There is no background
-thread, which would need a restart after a fork and would compete for the interpreter's lock.
+The sending thread writes the request and continues. The thread reads the answer when it uses the connection again.
+libpq's pipeline carries any number of requests, so no request waits for the answer to an earlier request. There is no
+background thread, which would need a restart after a fork and would compete for the interpreter's lock.
 
 See decision 142.
 """
@@ -32,18 +32,19 @@ from outbox.utils.backoff import Backoff
 
 logger = logging.getLogger(__name__)
 
-# At most this many requests are queued; together they take some megabytes. A server with so many unfinished requests is
-# stuck.
+# At most this many requests are queued; together these requests take some megabytes. A server with so many unfinished
+# requests is stuck.
 MAX_QUEUED: Final = 10_000
 # A socket has room for about 270 unread answers. With more unread answers, the server would wait for this client.
 _MAX_UNANSWERED: Final = 100
-# A sender waits this many seconds for a slow server. It waits once, and again only after new answers have arrived.
+# A sender waits this many seconds for a slow server. After one such wait, it waits again only if new answers have
+# arrived.
 _CATCH_UP_SECONDS: Final = 0.1
 # A request is sent at most this many times. If the connection breaks before the answer, the request is sent a second
 # time.
 _MAX_SENT: Final = 2
-# A new connection takes some milliseconds. If a connection takes longer than this limit, the next request continues to
-# connect. Publishing itself would also wait for such a server.
+# A new connection takes some milliseconds. If a connection takes longer than this limit, the caller continues, and the
+# next request waits for the connection again. A call that publishes would also wait for such a slow server.
 _CONNECT_WAIT_SECONDS: Final = 1.0
 _CONNECT_SECONDS: Final = 3.0
 _RECONNECT: Final = Backoff(first_seconds=0.1, longest_seconds=5.0)
@@ -65,9 +66,10 @@ class _PendingRequest:
 
 
 class OneWay:
-    """One connection of this process, made at its first use. Thread-safe and fork-safe.
+    """A sender of requests with one connection, which is made when it is first needed. Thread-safe and fork-safe.
 
-    A request that cannot be sent is dropped and logged. The only effect is that another process waits longer.
+    A request that cannot be sent is dropped and logged. The only effect of a dropped request is that another process
+    waits longer.
     """
 
     def __init__(self, database: BrokerDatabase, *, name: str = "outbox-one-way") -> None:
@@ -91,11 +93,11 @@ class OneWay:
         self.dropped = 0
 
     def send(self, *requests: Request) -> None:
-        """Write the requests in this order and return at once. The call does not fail if server or network fails.
+        """Write the requests in this order and return at once. No error of the server or the network is raised.
 
-        The call waits for a moment in two cases. If the server hangs during connecting, the call waits up to 1 s, and
-        the next attempt follows some seconds later. If a hundred requests have no answer yet, the call waits 0.1 s
-        once. The next call writes the requests that are still queued.
+        The call of `send` waits for a moment in two cases. If the server hangs while this process connects, the call
+        waits up to 1 s, and the next attempt to connect follows some seconds later. If a hundred requests have no
+        answer yet, the call waits 0.1 s once. The next call of `send` writes the requests that are still queued.
         """
         self._notice_fork()
         if len(self._queued) + len(requests) > MAX_QUEUED:
@@ -131,7 +133,7 @@ class OneWay:
         return True
 
     def close(self, *, within_seconds: float = 2.0) -> None:
-        """Flush and disconnect. The next use connects again."""
+        """Flush and disconnect. The next request connects again."""
         if self._pid != os.getpid():
             return
         self.flush(within_seconds=within_seconds)
@@ -150,17 +152,25 @@ class OneWay:
     def _drop(self, number: int, why: str) -> None:
         before, self.dropped = self.dropped, self.dropped + number
         if before == 0 or before // MAX_QUEUED < self.dropped // MAX_QUEUED:
-            logger.warning("dropped %d wake-ups and end messages (%s); polling makes up for them", self.dropped, why)
+            logger.warning(
+                "dropped %d notifications and end messages (%s); polling and check-back replace them",
+                self.dropped,
+                why,
+            )
 
     # -- the caller of the following methods holds the lock ----------------------------------------------
 
     def _write(self) -> bool:
-        """Read the answers that have arrived, then write the queued requests; returns whether it could write more."""
+        """Read the answers that have arrived, and write the queued requests.
+
+        Return whether the connection accepts more requests.
+        """
         try:
             return self._read_and_write()
         except BaseException as error:
             # The signal handler of a time limit may have raised an exception during this call, or a request could not
-            # be written. Then this code does not know which requests were written and which answers were read.
+            # be written. After such an exception or failed write, this code does not know which requests were written
+            # and which answers were read.
             self._lose(error)
             raise
 
@@ -198,13 +208,16 @@ class OneWay:
         return True
 
     def _write_one(self, pgconn: PGconn, pending: _PendingRequest) -> None:
-        """Write a request, and count it as unanswered only then: the reader waits for each unanswered request."""
+        """Write a request, and then count it as unanswered.
+
+        The reader waits for each unanswered request, so a request must not be counted before it is written.
+        """
         pending.times_sent += 1
         try:
             pgconn.send_query_params(pending.request.text, list(pending.request.values))
             pgconn.pipeline_sync()
         except _BROKEN:
-            # `_lose` queues this request again, like the unanswered ones.
+            # `_lose` queues this request again, like the unanswered requests.
             self._unanswered.append(pending)
             raise
         self._unanswered.append(pending)
@@ -224,7 +237,7 @@ class OneWay:
         self._take_answers(pgconn)
         if not self._unanswered:
             # A server that ends a session first sends the reason and then closes the connection. This second read finds
-            # the end.
+            # the end of the connection.
             pgconn.consume_input()
 
     def _take_answers(self, pgconn: PGconn) -> None:
@@ -246,13 +259,13 @@ class OneWay:
     def _refused(self, result: PGresult) -> None:
         said = (result.error_message or b"").decode(errors="replace").strip()
         if result.error_field(DiagnosticField.SQLSTATE) == _READ_ONLY:
-            # This server was the primary and only reads now. The next connection may reach the present primary.
+            # This server was the primary, and is now read-only. The next connection may reach the present primary.
             raise psycopg.OperationalError(said)
-        logger.warning("%s was not done; polling makes up for it: %s", self._unanswered[0].request.what, said)
+        logger.warning("%s was not done; polling or check-back replaces it: %s", self._unanswered[0].request.what, said)
 
     def _lose(self, error: BaseException) -> None:
         """Close the lost connection, and queue its unanswered requests again."""
-        logger.info("the connection for wake-ups and end messages broke: %s", str(error).strip())
+        logger.info("the connection for notifications and end messages broke: %s", str(error).strip())
         if self._pgconn is not None:
             self._pgconn.finish()
         self._pgconn = self._connecting = None
@@ -263,7 +276,7 @@ class OneWay:
         self._queued.extendleft(reversed(again))
 
     def _is_connected(self) -> bool:
-        """Connect if the pause after a failure is over, without waiting long; returns whether there is a connection."""
+        """Connect without a long wait, if the pause after a failure is over. Return whether there is a connection."""
         if self._pgconn is not None:
             return True
         now = time.monotonic()
@@ -299,9 +312,10 @@ class OneWay:
 
 
 class Waiting(OneWay):
-    """Used with the fast paths off: plain psycopg sends each request alone and waits for its answer, at most a second.
+    """The sender with the fast paths off: psycopg sends each request alone, and waits at most a second for the answer.
 
-    If the server does not answer in that time, the object pauses, and drops the requests that it gets during the pause.
+    If the server does not answer within this second, the object pauses, and drops the requests that it gets during the
+    pause.
     """
 
     def __init__(self, database: BrokerDatabase, *, name: str = "outbox-one-way") -> None:
@@ -309,15 +323,17 @@ class Waiting(OneWay):
         self._pool = Pool(database)
 
     def send(self, *requests: Request) -> None:
-        """Execute the requests in this order. The call does not fail if server or network fails."""
+        """Execute the requests in this order. No error of the server or the network is raised."""
         for request in requests:
             if time.monotonic() < self._connect_not_before:
-                self._drop(1, "the server is away")
+                self._drop(1, "the server did not answer an earlier request")
                 continue
             try:
                 self._execute(request)
             except psycopg.Error as error:
-                logger.warning("%s was not done; polling makes up for it: %s", request.what, str(error).strip())
+                logger.warning(
+                    "%s was not done; polling or check-back replaces it: %s", request.what, str(error).strip()
+                )
 
     def _execute(self, request: Request) -> None:
         values = [None if value is None else value.decode() for value in request.values]
@@ -340,17 +356,17 @@ class Waiting(OneWay):
         return True
 
     def close(self, *, within_seconds: float = 2.0) -> None:
-        """Close idle connections. The next use connects again."""
+        """Close idle connections. The next request connects again."""
         self._pool.clear()
 
 
 def one_way(database: BrokerDatabase) -> OneWay:
-    """Return the sender of requests: OneWay, or Waiting if the fast paths are off."""
+    """Return a OneWay for the database, or a Waiting if the fast paths are off."""
     return OneWay(database) if switch.enabled else Waiting(database)
 
 
 def _wait(pgconn: PGconn, seconds: float) -> bool:
-    """Wait until answers arrive or unsent data can be written; returns whether this happened in time."""
+    """Wait until answers arrive or unsent data can be written; return False if `seconds` have passed before."""
     wanted = waiting.READY_RW if pgconn.flush() else waiting.READY_R
     return _poll(pgconn.socket, wanted, seconds)
 
@@ -363,7 +379,7 @@ def _poll(descriptor: int, ready: waiting.Ready, seconds: float) -> bool:
 
 
 def _warned(result: PGresult) -> None:
-    """Log the warnings that the functions of the schema return beside their answers."""
+    """Log the warnings that the SQL functions of the schema raise."""
     if result.error_field(DiagnosticField.SEVERITY_NONLOCALIZED) == b"WARNING":
         logger.warning("%s", (result.error_field(DiagnosticField.MESSAGE_PRIMARY) or b"").decode(errors="replace"))
 

@@ -1,7 +1,7 @@
 """Send several statements together, and read their answers together, for paths on which the client's CPU time matters.
 
 psycopg's pipeline mode takes more CPU in the client than a small statement takes in the server. This module uses
-libpq's pipeline directly. Values travel as text: the caller converts the few types it uses.
+libpq's pipeline directly. Values are sent and returned as text: the caller converts the few types that it uses.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class _Sent:
 
 
 class RoundTrip:
-    """One connection in autocommit, outside psycopg's own pipeline mode. Not thread-safe.
+    """A sender of statements on one autocommit connection, outside psycopg's own pipeline mode. Not thread-safe.
 
-    `prepare`: whether statements may be prepared; a pooler in transaction mode does not allow it. `prepared`: the
-    statements that the connection has already prepared. A caller that keeps the connection longer than this object
-    passes this set, and the object adds the statements that it prepares.
+    `prepare`: whether statements may be prepared; behind a pooler in transaction mode, they may not. `prepared`: the
+    statements that the connection has already prepared. If a caller keeps the connection longer than this object, the
+    caller passes `prepared`, and the object adds the statements that it prepares.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class RoundTrip:
         else:
             name = self._prepared.get(text)
             if name is None:
-                # The name is unique, so even behind an unknown pooler no other statement has it.
+                # The name is unique: even behind an unknown pooler, no other statement has the same name.
                 name = b"outbox_%s" % uuid.uuid4().hex.encode()
                 pgconn.send_prepare(name, text)
                 self._sent.append(_Sent(text, name))
@@ -83,7 +83,9 @@ class RoundTrip:
         self._prepared.clear()
 
     def finish(self) -> list[list[Row]]:
-        """Wait for the answers and return the rows of each statement. Statements after a failed one were not executed.
+        """Wait for the answers and return the rows of each statement.
+
+        After a failed statement, the server executes no later statement.
 
         Raises psycopg's error for the first statement that failed.
         """
@@ -93,7 +95,7 @@ class RoundTrip:
         return found
 
     def finish_all(self) -> tuple[list[list[Row]], psycopg.Error | None]:
-        """Like `finish`, but also returns the results that came before an error."""
+        """Like `finish`, but return the rows of the statements before an error, and the error or None."""
         pgconn, sent, self._sent = self._connection.pgconn, self._sent, []
         pgconn.pipeline_sync()
         rows: list[list[Row]] = []
@@ -135,7 +137,7 @@ class RoundTrip:
                 if result.status == ExecStatus.PIPELINE_SYNC:
                     return results
                 results.append(result)
-            # A None follows the results of each statement; the loop continues after it.
+            # libpq returns None after the results of each statement. The loop continues after such a None.
             if pgconn.status != ConnStatus.OK:
                 return results
 
@@ -145,7 +147,8 @@ class RoundTrip:
         poll.register(pgconn.socket, select.POLLIN)
         if writing:
             while pgconn.flush():
-                # Read the arriving answers while sending. Otherwise client and server could wait for each other.
+                # Read the arriving answers while sending. If this code only sent, client and server could wait for each
+                # other.
                 poll.modify(pgconn.socket, select.POLLIN | select.POLLOUT)
                 poll.poll()
                 pgconn.consume_input()
@@ -159,7 +162,7 @@ class RoundTrip:
 
 
 class OneByOne(RoundTrip):
-    """Used with the fast paths off: plain psycopg sends each statement alone and waits for its answer."""
+    """The sender with the fast paths off: plain psycopg sends each statement alone, and waits for its answer."""
 
     def __init__(self, connection: Connection, schema: str) -> None:
         super().__init__(connection, schema, prepare=False)
@@ -173,7 +176,7 @@ class OneByOne(RoundTrip):
         return len(self._waiting) - 1
 
     def finish_all(self) -> tuple[list[list[Row]], psycopg.Error | None]:
-        """Execute the statements in order, and stop after the first one that fails."""
+        """Execute the statements in order, and stop after the first statement that fails."""
         waiting, self._waiting = self._waiting, []
         rows: list[list[Row]] = []
         for text, values in waiting:
@@ -187,12 +190,12 @@ class OneByOne(RoundTrip):
         return rows, None
 
     def abandon(self) -> None:
-        """Drop the unfinished statements."""
+        """Drop the statements that were not executed."""
         self._waiting = []
 
 
 def round_trip(connection: Connection, schema: str, *, prepare: bool) -> RoundTrip:
-    """Return the sender of statements on this connection: RoundTrip, or OneByOne with the fast paths off."""
+    """Return a RoundTrip for this connection, or a OneByOne if the fast paths are off."""
     return RoundTrip(connection, schema, prepare=prepare) if switch.enabled else OneByOne(connection, schema)
 
 

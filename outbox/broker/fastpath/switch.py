@@ -1,8 +1,8 @@
-"""The one switch of all fast paths: OUTBOX_FAST_PATHS=off, in the environment of a process.
+"""The environment variable OUTBOX_FAST_PATHS=off switches all fast paths of a process off.
 
-A fast path has the same effect as a plain statement of psycopg or a plain `transaction.atomic` of Django. It takes less
-CPU or fewer round trips. With the switch off the plain code runs, and outbox works in the same way, but slower. Use the
-switch to find out whether a fast path causes a problem.
+A fast path has the same effect as a plain statement of psycopg or a plain `transaction.atomic` of Django. A fast path
+takes less CPU or fewer round trips than the plain code. With the switch off the plain code runs, and outbox works in
+the same way, but slower. Use the switch to find out whether a fast path causes a problem.
 """
 
 from __future__ import annotations
@@ -27,5 +27,5 @@ def _read() -> bool:
     return given == "on"
 
 
-# A process reads the variable once, at its start. Only tests change the switch later.
+# A process reads the variable once, at its start. After the start of the process, only tests change the switch.
 enabled = _read()

@@ -1,18 +1,18 @@
 """A queue lease is the right of one consumer process to consume a queue for a group, for a limited time.
 
 A lease is a row with an owner, an epoch, and an end by the clock of the database. The **epoch** is the fencing token.
-It grows with every change of owner, and every stored offset has the epoch of its lease. An offset that was stored under
-an older epoch never counts.
+The epoch grows with every change of owner, and every stored offset has the epoch of its lease. An offset that was
+stored under an older epoch never counts.
 
-- Term: a lease lasts for `lease_seconds`. A separate thread with its own connection renews it three times per term, so
-  a queue keeps its owner during a long handler call.
+- Term: a lease lasts for `lease_seconds`. A separate thread with its own connection renews the lease three times per
+  term, so a queue keeps its owner during a long handler call.
 - Trust: the owner notes the time *before* it sends a renewal. If the renewal succeeds, the owner relies on its lease
-  for `lease_seconds` from that time on. It measures with a monotonic clock that also counts while the machine sleeps.
-  In the database, the lease never ends earlier.
-- Failure: when this time is over and no renewal has succeeded, the owner starts no more handlers. If the owner was
-  frozen, it finds its lease expired as soon as it runs again. Handlers that were running at that moment may still take
-  effect. Two checks guard against this: the inbox row collides, and an invoker calls `outbox.utils.fence.check` before
-  it commits.
+  for `lease_seconds` from the noted time on. The owner measures this time with a monotonic clock that also counts
+  while the machine sleeps. In the database, the lease never ends before the owner stops relying on it.
+- Failure: if no renewal has succeeded for `lease_seconds`, the owner starts no more handlers. If the owner was frozen,
+  it finds its lease expired as soon as it runs again. Handlers that were running when the lease expired may still take
+  effect. Two checks guard against such late effects: the inbox row collides, and an invoker calls
+  `outbox.utils.fence.check` before it commits.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ def acquire(
     return [Lease((group_id, queue_id), epoch, sent + term_seconds, life) for queue_id, epoch in rows]
 
 
-# Selects those of the given leases that the owner still holds. All statements lock the rows in the same order, so they
-# cannot deadlock.
+# Selects from the given leases the ones that the owner still holds. All statements lock the rows in the same order, so
+# no two statements can deadlock.
 _THAT_ARE_OURS: Final = """
 FROM (
     SELECT * FROM unnest(%(group_ids)s::integer[], %(queue_ids)s::integer[], %(epochs)s::bigint[])
@@ -106,7 +106,10 @@ SET expires_at = clock_timestamp() + make_interval(secs => %(term)s)
 
 
 def renew(run: Executor, owner: UUID, held: Sequence[Lease], *, term_seconds: float) -> set[QueueKey]:
-    """Prolong leases. Return the keys of the leases that this owner still holds; it has lost all other leases."""
+    """Prolong leases.
+
+    Return the keys of the leases that this owner still holds; this owner has lost all other leases of `held`.
+    """
     sent = lease_clock()
     rows = run.execute(_RENEW, _named(owner, held) | {"term": term_seconds})
     kept = {(group_id, queue_id) for group_id, queue_id in rows}

@@ -1,13 +1,14 @@
 """A process may use a remembered position only in the same life of the broker in which it read the position.
 
-A crash of the server loses the ticks that had not reached the disk. A failover or a restore may lose more ticks.
-Afterwards other messages get the offsets of the lost ticks. So each start, crash, promotion or restore of the server
-begins a new life. A restore may leave the connections of running processes open. Therefore each process that remembers
-positions reads the life on each new connection, and in each turn of its coordinator.
+A crash of the server loses the ticks that had not reached the disk. A failover or a restore may lose more ticks. Later
+ticks then give the offsets of the lost ticks to other messages. So each start, crash, promotion or restore of the
+server begins a new life. A restore may leave the connections of running processes open. Therefore each process that
+remembers positions reads the life on each new connection, and in each turn of its coordinator.
 
-The first process that reads the life after such an event begins the new life. This process raises the epochs of the
-leases, so that no process can store anything under an older epoch. If a stored offset is beyond the end of its queue,
-the process moves the offset back to that end. The leader makes no tick before the new life has begun.
+The first process that reads the life after a start, crash, promotion or restore begins the new life. This process
+raises the epochs of the leases, so that no process can store anything under an older epoch. If a stored offset is
+beyond the end of its queue, the process moves the offset back to that end. The leader makes no tick before the new life
+has begun.
 
 See decision 170.
 """
@@ -39,8 +40,8 @@ def current(run: Executor) -> UUID:
 class Life:
     """One life of the broker.
 
-    `began_at`: the time at which the life began. `stored_until`: the time at which the newest message that existed then
-    was stored; None if there was no message.
+    `began_at`: the time at which the life began. `stored_until`: the time at which the newest message was stored that
+    existed when the life began; None if there was no message.
     """
 
     life_id: UUID
@@ -66,10 +67,10 @@ WHERE ordinal > coalesce((SELECT known.ordinal FROM {schema}.life known WHERE kn
 def heads_since(run: Executor, life: UUID) -> Sequence[Mapping[int, int]]:
     """Return the heads of the queues at the beginning of each later life, by queue id.
 
-    If a queue is missing, its head was 0.
+    If a queue is missing in a mapping, its head was 0.
 
-    For an unknown `life`, this returns the heads of all lives. Heads of earlier lives only make a process read messages
-    again, but without a head of a later life it could skip messages.
+    For an unknown `life`, this function returns the heads of all lives. Too many heads only make a process read
+    messages again, but a missing head could make a process skip messages.
     """
     rows = run.rows(_HEADS_SINCE, {"life": life})
     return [dict(zip(queue_ids, heads, strict=True)) for queue_ids, heads in rows]

@@ -1,7 +1,7 @@
 """The live members and the queues of a consumer group, and the outages of its members.
 
-Members and queues are the input of a rebalance. If a service that the handlers of a subscription need is down, the
-subscription pauses. The member then records an outage.
+Members and queues are the input of a rebalance. If a service is down that the handlers of a subscription need, the
+subscription pauses, and the member records an outage.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class GroupState:
 class QueueState:
     """A queue of a group as the database shows it.
 
-    `topic` is None for a retry queue. Then `retried_topic` is the topic whose messages the queue has, or None if it has
-    messages of all topics.
+    `topic` is None for a retry queue. For a retry queue, `retried_topic` is the topic whose messages the queue has, or
+    None if the queue has messages of all topics.
     """
 
     group_id: int
@@ -98,7 +98,7 @@ _LEAVE = Statement("DELETE FROM {schema}.consumer WHERE instance_id = %(instance
 def leave(run: Executor, instance: UUID) -> None:
     """Remove this instance from its groups, so that the other members acquire its queues at once.
 
-    This also removes the outages of this instance, and outages that no instance has updated for a day.
+    The function also removes the outages of this instance, and the outages that no instance has updated for a day.
     """
     run.execute(_FORGET_OUTAGES, {"instance": instance})
     run.execute(_LEAVE, {"instance": instance})
@@ -155,8 +155,8 @@ def groups(run: Executor, group_ids: Sequence[int]) -> dict[int, GroupState]:
     return {state.group_id: state for state in states}
 
 
-# The members consume the queues of one layout of a topic at a time (column `generation`). The queues of a newer layout
-# follow when the group has consumed all queues of the older layouts.
+# The members consume the queues of one layout of a topic at a time (column `generation`). The members consume the
+# queues of a newer layout when the group has consumed all queues of the older layouts.
 _SHARED: Final = (
     """
 WITH wanted AS (
@@ -207,7 +207,7 @@ def names(
 class GroupSnapshot:
     """The data that a consumer needs about its groups: settings and live members by group id, and queues.
 
-    `life` is the present life (groups.lives); None if no process has begun it.
+    `life` is the present life (groups.lives); None if no process has begun the present life.
     """
 
     groups: Mapping[int, GroupState]
@@ -216,7 +216,8 @@ class GroupSnapshot:
     life: UUID | None
 
 
-# This is one statement, because every consumer process runs it every second and usually finds no change.
+# All data is read in one statement, because every consumer process executes this statement every second and usually
+# finds no change.
 _LOOK = Statement(f"""
 SELECT (SELECT coalesce(jsonb_agg(to_jsonb(found)), '[]') FROM ({_SWITCHES}) AS found),
        (SELECT coalesce(jsonb_agg(to_jsonb(found)), '[]') FROM ({_LIVE}) AS found),

@@ -9,7 +9,7 @@ No statement updates a row, so no dead rows collect while a reader holds a snaps
 
 The consumer counts each term separately. `moved` counts the entries that an offset reset skipped, minus the entries
 that a reset made the group read again. A former owner may still append rows under its old epoch, but such a row never
-counts.
+becomes the position of the group.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ class OffsetRow:
 def newest_offset(group_id: LiteralString, queue_id: LiteralString, *, only: LiteralString = "") -> LiteralString:
     """Return SQL (for LATERAL) that selects the stored row that counts for a group and a queue.
 
-    Both ids are SQL expressions.
+    `group_id` and `queue_id` are SQL expressions.
 
-    `only` is an SQL condition. If it is false, PostgreSQL does not read the row.
+    `only` is an SQL condition. If this condition is false, PostgreSQL does not read the row.
     """
     return (
         "(SELECT stored.* FROM {schema}.consumer_offset stored WHERE stored.group_id = "
@@ -80,7 +80,10 @@ LEFT JOIN LATERAL """
 
 
 def load(run: Executor, group_id: int, queue_ids: Sequence[int]) -> dict[int, Position]:
-    """Return the positions by queue id. If a queue has no row, it is newer than the group, and its position is 0."""
+    """Return the positions by queue id.
+
+    If a queue has no row, the queue is newer than the group, and the position is 0.
+    """
     rows = run.rows(_LOAD, {"group_id": group_id, "queue_ids": arrays.integers(queue_ids)})
     # The columns after the queue id have the names and the order of the fields of Position.
     return {queue_id: Position(*position) for queue_id, *position in rows}
@@ -100,9 +103,9 @@ _GIVEN = """
                 dead, expired, moved)
 """
 
-# If a crash of the server loses the newest offsets, the messages are delivered again, as after a crash of the consumer.
-# The crash loses nothing else, so the commit does not wait for the disk. The setting of set_config(…, true) ends with
-# the transaction.
+# If a crash of the server loses the newest offsets, some handled messages are delivered again, as after a crash of the
+# consumer. Apart from these offsets the crash loses no data, so the commit does not wait for the disk. The setting of
+# set_config(…, true) ends with the transaction.
 _STORE = Statement(
     "WITH relaxed AS MATERIALIZED (SELECT set_config('synchronous_commit', 'off', true))"
     + _INSERT
@@ -123,9 +126,9 @@ _COLUMNS = ("next_offset", "start_offset", "handled", "filtered", "skipped", "se
 def store(run: Executor, owner: UUID, rows: Sequence[OffsetRow]) -> set[QueueKey]:
     """Store positions in one statement.
 
-    Return the keys of the leases that this owner still holds; it has lost all other leases.
+    Return the keys of the leases that this owner still holds; this owner has lost all other leases of `rows`.
 
-    Every call needs new ordinals. If the answer to an earlier call was lost, its rows may be stored already.
+    Every call needs new ordinals, because the rows of an earlier call may be stored although its answer was lost.
     """
     return set(run.execute(_STORE, {**_parameters(rows), "owner": owner}))
 

@@ -1,16 +1,18 @@
-"""Quarantine messages that may kill or hang their process: handle each alone, then clear it or give it up.
+"""Quarantine messages that may kill or hang their process.
+
+A group handles each such message alone, and then clears it or gives it up.
 
 The evidence comes from the parent process. The parent sees its child die, and knows which handler calls were running in
-the child. One of the messages of these calls may be a poison message, so all of them go into quarantine (table
-`suspect`). A consumer process handles a quarantined message alone, and a group handles one such message at a time.
-Before the attempt, the process commits a note about it. If the handler returns a result or raises an error, the process
-clears the message. If a process dies while it handles only this message, one death is counted against the message.
-After the third such death, the message becomes a dead letter.
+the child. One of the messages of the running calls may be a poison message, so all these messages go into quarantine
+(table `suspect`). A consumer process handles a quarantined message alone, and a group handles one such message at a
+time. Before the attempt, the process commits a note about the attempt. If the handler returns a result or raises an
+error, the process clears the message. If a process dies while it handles only this message, one death is counted
+against the message. After the third such death, the message becomes a dead letter.
 
 If a whole host fails, no parent has seen the death. The note then shows that an instance has vanished during an
-attempt. Vanished instances count as deaths if they were on at least two hosts. If the instance returns because it was
-only frozen or cut off, it withdraws the note. The group gives up an innocent message only if its process is killed from
-outside in each of three attempts. An operator can replay such a message from the dead letters.
+attempt. Vanished instances count as deaths if they were on at least two hosts. If an instance was only frozen or cut
+off and continues, it withdraws the note. The group gives up an innocent message only if its process is killed from
+outside in each of three attempts. An operator can replay such an innocent message from the dead letters.
 """
 
 from __future__ import annotations
@@ -31,8 +33,8 @@ DEATHS_TO_GIVE_UP: Final = 3
 # asks again.
 _LOOK_AGAIN_SECONDS: Final = 0.5
 
-# The wait (seconds) before the next attempt. After 0, 1, 2, 3, … deaths and vanished instances it is 0, 1, 4, 16, …
-# seconds, and at most ten minutes.
+# The wait (seconds) before the next attempt. After 0, 1, 2, 3, … deaths and vanished instances, the wait is 0, 1, 4,
+# 16, … seconds, and at most ten minutes.
 _PAUSE: Final = "CASE WHEN {0} > 0 THEN least(600, power(4, least({0}, 10) - 1)) ELSE 0 END"
 
 
@@ -63,7 +65,7 @@ class QuarantineAttempt:
     """Whether a quarantined message may be handled now.
 
     `wait_seconds`: the time after which the caller may ask again; 0 if the attempt may begin now. `deaths`: the reason
-    why the group gives the message up; '' if it does not.
+    why the group gives the message up; '' if the group does not give it up.
     """
 
     wait_seconds: float = 0.0
@@ -92,10 +94,10 @@ _WITHDRAW = Statement("DELETE FROM {schema}.suspect_vanished WHERE instance_id =
 
 
 def record_death(run: Executor, instance: UUID, calls: Sequence[RunningCall], *, evidence: str, hung: bool) -> None:
-    """Record that an instance has died during these calls: quarantine their messages and release its queues.
+    """Record that an instance has died during `calls`: quarantine the messages of the calls and release its queues.
 
-    If one message was handled alone, one more death is counted against it. `hung` says that the process has ended
-    itself because handlers hang. After the commit, the caller sends a notification on Channel.SHARED.
+    If the instance handled one message alone, one more death is counted against this message. `hung` says that the
+    process has ended itself because handlers hang. After the commit, the caller sends a notification on Channel.SHARED.
     """
     alone = not hung and len(calls) == 1 and calls[0].alone and len(calls[0].log_ids) == 1
     quarantined = [(call.group_id, log_id, len(call.log_ids)) for call in calls for log_id in call.log_ids]
@@ -135,8 +137,8 @@ def of_groups(run: Executor, group_ids: Sequence[int]) -> dict[int, dict[int, Qu
 # This lock allows only one attempt at a time in a group: an instance that wants to begin an attempt waits for this row.
 _LOCK_GROUP = Statement("SELECT 1 FROM {schema}.consumer_group WHERE group_id = %(group_id)s FOR UPDATE")
 
-# If an instance vanishes during an attempt with several messages or with other running calls, that proves nothing about
-# any single message.
+# If an instance vanishes while it tries several messages, or while other calls run, its end proves nothing about any
+# single message.
 _NOTE_VANISHED = Statement(
     """
 WITH gone AS (
@@ -202,7 +204,7 @@ def begin_attempt(
 def ask(
     run: Executor, instance: UUID, group_id: int, log_ids: Sequence[int], *, by_all: bool = False
 ) -> QuarantineAttempt:
-    """Return the probable result of `begin_attempt`, without storing a note."""
+    """Return the result that `begin_attempt` would probably have now, without storing a note."""
     values = {"group_id": group_id, "log_ids": arrays.bigints(log_ids), "instance": instance}
     return _judge(run, values, by_all=by_all)
 
@@ -261,7 +263,8 @@ _FORGET = Statement("DELETE FROM {schema}.suspect WHERE seen_at < clock_timestam
 def forget_the_old(run: Executor) -> None:
     """Delete the quarantined messages that no instance has handled for a week.
 
-    A reset may have skipped such a message, retention may have removed it, or its group does not run.
+    A quarantined message is not handled if a reset has skipped it, if retention has removed it, or if its group does
+    not run.
     """
     run.execute(_FORGET)
 

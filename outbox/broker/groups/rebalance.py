@@ -1,8 +1,8 @@
-"""Compute which instance of a group consumes which queue, by pure functions of data that all instances see.
+"""Compute which instance of a group consumes which queue, with pure functions whose input all instances can read.
 
 Every instance computes the whole assignment from the same members and queues, and takes its own share. So the group
-needs no central coordinator. If two instances see different members for a moment, both may want the same queue. Then
-only one of them gets the lease, so correctness does not depend on the assignment.
+needs no central coordinator. If two instances see different members for a moment, both may want the same queue. Only
+one of these two instances gets the lease, so correctness does not depend on the assignment.
 """
 
 from __future__ import annotations
@@ -54,8 +54,9 @@ def _hash(text: str) -> int:
 def by_name(name: str) -> Strategy | Collection[int]:
     """Return the strategy for a setting: averagely, circle, consistent_hash, or `config:0,2,5`.
 
-    `config` lists the numbers of the queues that this process consumes, for every topic. Retry queues use `averagely`.
-    Each process of the group needs such a list, and the lists should not overlap. Raises ConfigurationError.
+    `config` lists the numbers of the queues that this process consumes, for every topic. Each process of the group
+    needs such a list, and the lists should not overlap. With `config`, the retry queues are divided by `averagely`.
+    Raises ConfigurationError.
     """
     strategies: dict[str, Strategy] = {
         "averagely": averagely,
@@ -97,11 +98,11 @@ def share(
 def _owners_of_retries(
     assign: Strategy, members: Sequence[Member], queues: Sequence[QueueState]
 ) -> dict[QueueKey, UUID]:
-    """Divide all retry queues among the members with the most topics, in the same way as version 0.1.
+    """Divide all retry queues among the members that subscribe to the most topics, in the same way as version 0.1.
 
     If the owner of a retry queue does not subscribe to the topic of the queue, the queue goes to a member that
-    subscribes to it. If all members have the same topics, instances of version 0.1 and of this version compute the same
-    owners.
+    subscribes to this topic. If all members have the same topics, instances of version 0.1 and of this version compute
+    the same owners.
     """
     topics = {member.instance_id: member.topics for member in members}
     most = max(map(len, topics.values()), default=0)

@@ -64,7 +64,8 @@ def register(run: Executor, subscription: Subscription, *, instance: UUID | None
 
     `instance` is the id of the caller. Raises InvalidFilter and UnknownTopic. Raises InvalidSubscription if another
     live instance of the group uses another mode or filter for the topic, or if the group is stored with another value
-    of `broadcast`. If no other live instance uses the stored mode and filter, the new values replace them.
+    of `broadcast`. If no other live instance uses the stored mode and filter, the broker stores the new mode and filter
+    instead.
     """
     parse_filter(subscription.filter)
     topic = TopicCatalog(run.schema).get(run.connection, subscription.topic)
@@ -81,8 +82,8 @@ def register(run: Executor, subscription: Subscription, *, instance: UUID | None
         values["group_id"], broadcast = _added_and_locked(run, values)
         if broadcast != subscription.broadcast:
             raise InvalidSubscription(
-                f"group {subscription.group!r} is registered with broadcast={broadcast}: a group is one or the other "
-                f"for good. Give this subscription to {subscription.topic!r} a group of its own."
+                f"group {subscription.group!r} is registered with broadcast={broadcast}, and a group cannot "
+                f"change its `broadcast`. Give this subscription to {subscription.topic!r} a group of its own."
             )
         if run.row(_SUBSCRIBE, values) is None:
             _check_definition(run, subscription, values)
@@ -110,7 +111,7 @@ def _check_definition(run: Executor, subscription: Subscription, values: dict[st
             f"group {subscription.group!r} consumes {subscription.topic!r} with mode={mode!r} and "
             f"filter={expression!r} on {other[0]} (pid {other[1]}), but this process wants "
             f"mode={subscription.mode.value!r} and filter={subscription.filter!r}: all instances of a group need the "
-            f"same. Stop the others first, or use another group."
+            f"same mode and filter. Stop the other instances first, or use another group."
         )
     run.execute(_CHANGE, values)
 
@@ -136,8 +137,8 @@ def unknown_group(group: str) -> UnknownGroup:
     )
 
 
-# Only one process at a time may make queues of a group or register with the group. All other processes wait for this
-# row.
+# Only one process at a time may make queues of a group or register with the group. All other processes wait for the
+# lock on this row.
 _GROUP_NAME = Statement("SELECT name FROM {schema}.consumer_group WHERE group_id = %(group_id)s FOR NO KEY UPDATE")
 _ADD_RETRY_TOPIC = Statement("""
 INSERT INTO {schema}.topic (name, message_types, queue_count, retry_of)

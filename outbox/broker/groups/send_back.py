@@ -1,8 +1,8 @@
 """Decide what to do with failed messages, and record it in one statement that is fenced by the leases.
 
-This module corresponds to RocketMQ's consumerSendMsgBack. The statement schedules the message for the group's retry
-queue. The message is due after the delay of its retry level. After the last attempt, the message becomes a dead letter.
-For every failed attempt, the table `failure` has a row with the error.
+This module corresponds to RocketMQ's consumerSendMsgBack. The statement schedules a failed message for the group's
+retry queue. The message is due after the delay of its retry level. After the last attempt, the statement makes the
+message a dead letter. For every failed attempt, the table `failure` has a row with the error.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from outbox.subscription import Mode, OnError, Subscription
 from outbox.utils.safe_text import shown_text
 
 MAX_ERROR_CHARACTERS: Final = 4000
-# The largest number of attempts that is stored, because the column is a smallint.
+# The largest number of attempts that is stored; the column is a smallint and cannot store much more.
 _LAST_COUNTED: Final = 30_000
 
 
@@ -37,12 +37,12 @@ class FailureAction(enum.Enum):
     DEAD = "dead"
     """Make the message a dead letter."""
     STOP = "stop"
-    """Stop the queue. This message stays the next message of the queue."""
+    """Stop the queue. The failed message stays the next message of the queue."""
 
 
 @dataclass(frozen=True, slots=True)
 class FailurePlan:
-    """An action and, if the message is tried again, the wait in seconds."""
+    """An action and, if the message is tried again, the wait (seconds) before the next attempt."""
 
     verdict: FailureAction
     delay_seconds: float = 0.0
@@ -51,12 +51,12 @@ class FailurePlan:
 def judge(
     subscription: Subscription, error: BaseException, *, retries: int, in_place: int, returned: bool
 ) -> FailurePlan:
-    """Return what to do after an attempt raised `error`.
+    """Return what the consumer does with a message after an attempt raised `error`.
 
-    `retries` counts how often the message was sent back, and `in_place` counts the failed attempts in this process
-    since then. `returned` says that the message comes from the retry queue. Such a message has already given up its
-    order, so it is sent back and not retried in place. A broadcast group has no retry queue, so every message is
-    retried in place.
+    `retries` counts how often the message was sent back, and `in_place` counts the failed attempts since this process
+    fetched the message. `returned` says that the message comes from the retry queue. A message from the retry queue has
+    already lost its order, so it is sent back and not retried in place. A broadcast group has no retry queue, so every
+    message is retried in place.
     """
     reaction = subscription.reaction(error)
     if reaction is OnError.STOP:
@@ -88,7 +88,7 @@ def describe(error: BaseException) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """One failed attempt. `attempts` is the number of attempts so far, including this one.
+    """One failed attempt. `attempts` is the number of attempts so far, including this attempt.
 
     `offset` is the offset of the message in its queue, and `stored_offset` is the stored offset of that queue. The
     `finished_ahead` rows before `swept_offset` are deleted already.
@@ -190,7 +190,7 @@ WHERE group_id = %(group_id)s AND queue_id = ANY (%(queue_ids)s::integer[])
 
 
 def sent_away(run: Executor, group_id: int, queue_ids: Sequence[int]) -> dict[int, dict[int, bool]]:
-    """Return by queue the offsets that a former owner sent back (False) or made dead letters (True)."""
+    """Return the offsets of messages that a former owner sent back (False) or made dead letters (True), by queue."""
     found: dict[int, dict[int, bool]] = {queue_id: {} for queue_id in queue_ids}
     for queue_id, offset, is_dead in run.rows(
         _SENT_AWAY, {"group_id": group_id, "queue_ids": arrays.integers(queue_ids)}

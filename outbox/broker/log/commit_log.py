@@ -28,11 +28,11 @@ _Value = TypeVar("_Value")
 
 
 def _insert(rows: LiteralString) -> LiteralString:
-    """Return the INSERT of rows into the log. It leaves out messages whose ids are already stored.
+    """Return the INSERT of rows into the log. This INSERT leaves out messages whose ids are already stored.
 
     All statements of this module use this INSERT. The SQL functions append_one_v14 and publish_bytes each contain their
-    own INSERT, because a shared function would take 8 to 38 % more CPU per message (docs/decisions/196). A test
-    compares the columns.
+    own INSERT, because a shared function would take 8 to 38 % more CPU per message (docs/decisions/196). A test checks
+    that all these INSERTs have the same columns.
     """
     return f"""
     INSERT INTO {{schema}}.commit_log (born_at, deliver_at, transaction_id, message_id, topic_id, shard,
@@ -42,7 +42,9 @@ def _insert(rows: LiteralString) -> LiteralString:
 
 
 def _insert_all(half: LiteralString, transactional: LiteralString) -> LiteralString:
-    """Return the INSERT of all messages of a call. `half`: values of the column `half` and the three columns after it.
+    """Return the INSERT of all messages of a call.
+
+    `half`: the SQL values of the column `half` and of the three columns after this column.
 
     If all rows have the same value in a column, the value is sent once: the array stays empty, and coalesce() takes the
     single value.
@@ -65,7 +67,7 @@ FROM stored HAVING count(*) > 0
 RETURNING log_ids, extract(epoch FROM pg_postmaster_start_time())::numeric, current_database()::text
 """)
 
-# The statement has numbered parameters, because psycopg translates named ones on each execution.
+# The statement has numbered parameters, because psycopg would translate named parameters on each execution.
 _DECIDED_ONE: Final = Statement("""
 SELECT * FROM {schema}.append_one_v14($1, $2, $3, $4, $5, $6, $7, $8::text::jsonb, $9, $10, $11, $12, $13)
 """)
@@ -111,11 +113,13 @@ def append_decided(
 ) -> list[SendReceipt]:
     """Store messages together with the decision COMMIT, in the connection's present transaction.
 
-    In the application's own transaction (`transactional`), the messages commit or roll back with it. In autocommit the
-    messages are visible at once. `transactional=None` says that the local transaction has already committed.
+    In the application's own transaction (`transactional`), the messages commit or roll back with this transaction. In
+    autocommit the messages are visible at once. `transactional=None` says that the local transaction has already
+    committed.
 
     Raises the errors of TopicCatalog.prepare. Raises InvalidMessage when a message id belongs to another call. If
-    `transactional`, raises TransactionalMessagesRejected when the operator has switched such messages off.
+    `transactional` is true, raises TransactionalMessagesRejected when the operator has switched transactional messages
+    off.
     """
     if not messages:
         return []
@@ -130,9 +134,9 @@ def append_placed(
     producer_group: str = "",
     transactional: bool | None = True,
 ) -> tuple[list[SendReceipt], ServerIdentity]:
-    """Like `append_decided`, for at least one message; also returns the database and server that stored the messages.
+    """Do the same as `append_decided` for at least one message, but also return the server that stored the messages.
 
-    The atomic path needs this: the caller's connection may reach another server than before.
+    The atomic path needs the server, because the caller's connection may reach another server than before.
     """
     rows = catalog.prepare(run.connection, messages, transactional=transactional)
     try:
@@ -142,8 +146,8 @@ def append_placed(
             log_ids, place = _append_all(run, rows, producer_group, bool(transactional))
     except UniqueViolation as error:
         raise InvalidMessage(
-            f"message {messages[0].message_id} was sent before, with other messages: send the same messages again, "
-            f"or give new ones new ids. Nothing of this call was stored."
+            f"message {messages[0].message_id} was sent before, in a call with other messages: send the same messages "
+            f"again, or give new messages new ids. No message of this call was stored."
         ) from error
     if transactional and len(log_ids) < len(rows):
         _check_not_rejecting(run, messages)
@@ -197,7 +201,7 @@ def _check_not_rejecting(run: Executor, messages: Sequence[Message]) -> None:
         raise TransactionalMessagesRejected(
             f"the broker refuses transactional messages (its operator switched them off): message "
             f"{messages[0].message_id} for topic {messages[0].topic!r} was not stored. Try again once "
-            f"`outbox_transaction accept` has switched them on."
+            f"`outbox_transaction accept` has switched transactional messages on."
         )
 
 
@@ -274,16 +278,17 @@ def _existing(message: Message, stored: _Stored | None, half_of: UUID | None) ->
             f"message {message.message_id} is stored already, as a {kind} message: give the new message a new id."
         )
     if half and stored.decision is not None:
-        # The first transaction is already decided. A second local transaction could not change the message's decision.
+        # The first transaction of this message is already decided. A second local transaction could not change the
+        # decision.
         raise InvalidMessage(
-            f"half message {message.message_id} for topic {message.topic!r} was sent before and is decided "
-            f"({Decision(stored.decision).name}): build a new message for another transaction."
+            f"half message {message.message_id} for topic {message.topic!r} was sent before, and its transaction is "
+            f"already decided ({Decision(stored.decision).name}): build a new message for another transaction."
         )
     if half and stored.transaction_id != half_of:
         raise InvalidMessage(
             f"half message {message.message_id} for topic {message.topic!r} belongs to transaction "
-            f"{stored.transaction_id} "
-            f"and would share its fate, not that of {half_of}: build a new message for another transaction."
+            f"{stored.transaction_id}, whose decision it would get instead of the decision of {half_of}: build a new "
+            f"message for another transaction."
         )
     return SendReceipt(
         message_id=message.message_id,

@@ -1,4 +1,4 @@
-"""Offsets of queues: the oldest one (floor), the next one (head), and the start offset of a new group."""
+"""Offsets of queues: the oldest offset (floor), the next offset (head), and the start offset of a new group."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ WHERE q.queue_id = ANY(%(queue_ids)s::integer[])
 def heads(run: Executor, queue_ids: Iterable[int]) -> dict[int, int]:
     """Return the next offset of each queue, from its rows and its floor.
 
-    Retention raises the floor of a queue when it removes rows. So the result is also right for a queue without rows.
+    Retention raises the floor of a queue when it removes rows. So the returned offset is also right for a queue without
+    rows.
     """
     return dict(run.rows(_HEADS, {"queue_ids": integers(list(queue_ids))}))
 
@@ -39,9 +40,9 @@ def floors(run: Executor, queue_ids: Iterable[int]) -> dict[int, int]:
 
 _FLOORS_OF_TOPIC = Statement("SELECT queue_id, floor FROM {schema}.queue WHERE topic_id = %(topic_id)s")
 
-# Binary search between floor and head for the first entry queued at or after the time. Entries are queued in the order
-# of their offsets, and there are no gaps from the floor on. If retention has just removed an entry, the search counts
-# this entry as earlier than the time.
+# A binary search between floor and head for the first entry that was queued at or after `time`. Entries are queued in
+# the order of their offsets, and there are no gaps from the floor on. If retention has just removed an entry, the
+# search counts this entry as earlier than the time.
 _QUEUED_SINCE = Statement("""
 WITH RECURSIVE search (queue_id, low, high) AS (
     SELECT queue_id, low, high
@@ -59,9 +60,10 @@ WITH RECURSIVE search (queue_id, low, high) AS (
 SELECT queue_id, low FROM search WHERE low >= high
 """)
 
-# Entries that were stored before the column queued_at existed have no time. For such an entry, use the earliest moment
-# at which it can have been queued. These moments do not follow the order of the entries, so the statement reads all
-# such entries. In the course of time, retention removes these entries.
+# Entries that were stored before the column queued_at existed have no time of queueing. For an entry without this time,
+# use the earliest moment at which it can have been queued. These estimated times do not follow the order of the
+# entries, so the statement reads all entries without a time of queueing. Retention removes these old entries sooner or
+# later.
 _OLD_SINCE = Statement("""
 SELECT entry.queue_id, min(entry.queue_offset)
 FROM {schema}.consume_queue entry

@@ -1,9 +1,11 @@
-"""Notes in the broker's database about failing parts of running processes. Without a note, such a process looks absent.
+"""Notes in the broker's database about failing parts of running processes.
 
-A part that fails twice in a row stores a note, an incident of the kind `process_failing`. The part stores the note with
-plain statements on a separate connection. So the part can store the note even if its own statement, connection or
-privilege fails. The part refreshes the note while it keeps failing. When the part works again, the note becomes
-`process_failed`.
+Without a note, a failing process looks absent.
+
+A part that fails twice in a row stores a note. The note is an incident of the kind `process_failing`. The part stores
+the note with plain statements on a separate connection. So the part can store the note even if its own statement,
+connection or privilege fails. The part refreshes the note while it keeps failing. When the part works again, the note
+becomes `process_failed`.
 
 See decision 180.
 """
@@ -33,12 +35,12 @@ from outbox.errors import BrokerUnavailable
 logger = logging.getLogger(__name__)
 
 _REFRESH_SECONDS: Final = 10.0
-# The limit in seconds for connecting, and again for the statements.
+# The limit in seconds for the connection attempt; the statements have a limit of the same length.
 _SECONDS: Final = 2.0
 # A part stores a note after this many failures in a row, because a single error may concern only one request or pass.
 _IN_A_ROW: Final = 2
 # The SQLSTATE class of the errors with which a server ends or refuses sessions. The condition `unreachable` and the
-# processes' logs report such errors.
+# processes' logs report the errors of this class.
 _SHUTTING_DOWN: Final = "57P"
 
 
@@ -55,9 +57,12 @@ class ProcessPart(StrEnum):
 
     @property
     def held_seconds(self) -> float:
-        """Return for how long a note is valid without a refresh. After that time, its process may have ended."""
+        """Return the time (seconds) for which a note is valid without a refresh.
+
+        After this time, the process of the note may have ended.
+        """
         if self is ProcessPart.PASS:
-            # Pruning runs every ten minutes.
+            # A pass of pruning runs every ten minutes, so its note must be valid for longer.
             return 1500.0
         return 300.0 if self is ProcessPart.PUBLISHING else 90.0
 
@@ -79,7 +84,7 @@ ORDER BY at DESC LIMIT 1000
 
 @dataclass(frozen=True, slots=True)
 class FailingPart:
-    """A part that fails now. `of`: its groups, separated by commas, or the name of the pass."""
+    """A part that fails now. `of`: the groups of the part, separated by commas, or the name of the pass."""
 
     part: ProcessPart
     of: str
@@ -89,7 +94,7 @@ class FailingPart:
     error: str
 
     def works_for(self, name: str) -> bool:
-        """Whether the part works for `name`."""
+        """Whether `name` is a group of the part or the name of its pass."""
         return name in self.of.split(", ")
 
 
@@ -130,7 +135,10 @@ class FailureNote:
         self._stored_at = 0.0
 
     def failed(self, error: BaseException, *, is_last: bool = False) -> None:
-        """Count one more failure, and store the note at most every ten seconds. `is_last`: the process ends now."""
+        """Count one more failure, and store the note at most every ten seconds.
+
+        `is_last` says that the process ends now.
+        """
         if _is_about_connecting(error) or not self._lock.acquire(blocking=False):
             return
         try:
@@ -190,7 +198,7 @@ class FailureNote:
 
 
 def _is_about_connecting(error: BaseException) -> bool:
-    """Whether the database was unreachable or ended the session. Such a database cannot store a note."""
+    """Whether the database was unreachable or ended the session, so that it cannot store a note."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, psycopg.Error):
         cause = cause.__cause__

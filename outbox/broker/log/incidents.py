@@ -21,15 +21,15 @@ class IncidentKind(enum.StrEnum):
     CONTRADICTED = "contradicted"
     """A second decision on a transaction differed from the first decision, which is final."""
     REFUSED = "refused"
-    """An end message named an unknown transaction, or one of another producer group."""
+    """An end message named an unknown transaction, or a transaction of another producer group."""
     PARKED = "parked"
     """A transaction has exceeded its check limits and waits for an operator or a late end message."""
     ALARM = "alarm"
     """A checker reported a fault, such as another ledger."""
     RESYNC = "resync"
-    """The broker's transaction ids started over; the broker compared its log with its queues."""
+    """The broker's transaction ids restarted at a lower number, and the broker compared its log with its queues."""
     PATH = "path"
-    """A process found the broker on another server or database than the one that it had verified before."""
+    """A process found the broker on another server or database than the process had verified before."""
     EXPIRED = "expired"
     """Retention removed messages that a consumer group had not consumed."""
     PROCESS_DIED = "process_died"
@@ -42,7 +42,10 @@ class IncidentKind(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Incident:
-    """One recorded incident. `subject` names its object as text. A stored incident has a time and an id."""
+    """One recorded incident. `subject` is a text that names the object of the incident.
+
+    A stored incident has a time and an id.
+    """
 
     kind: str
     subject: str

@@ -88,14 +88,17 @@ class _Row:
 
 
 def recall(run: Executor, message_ids: Sequence[UUID]) -> list[Recall]:
-    """Recall messages that wait for their delivery time or for a group's retry; one outcome per id, in order."""
+    """Recall messages that wait for their delivery time or for a group's retry.
+
+    Return one outcome per id, in the order of the ids.
+    """
     found = {row.message_id: row.recall() for row in run.objects(_Row, _BY_ID, {"ids": uuids(list(message_ids))})}
     unknown = RecallStatus.UNKNOWN
     return [found.get(one, Recall(message_id=one, status=unknown)) for one in message_ids]
 
 
 def recall_key(run: Executor, topic: str, key: str) -> list[Recall]:
-    """Recall every waiting message of the topic and key; returns the recalled messages in the order of the log."""
+    """Recall every waiting message of the topic and key, and return the recalled messages in the order of the log."""
     outcomes = [row.recall() for row in run.objects(_Row, _BY_KEY, {"topic": topic, "key": key})]
     # Leave out the messages that the sequencer queued at the same moment.
     return [one for one in outcomes if one.status is RecallStatus.RECALLED]

@@ -1,4 +1,4 @@
-"""Declare topics, and look them up while sending."""
+"""Declare topics, and find declared topics by name when messages are sent."""
 
 from __future__ import annotations
 
@@ -93,10 +93,10 @@ class Prepared:
 
 
 def declare_topics(run: Executor, topics: Sequence[Topic]) -> None:
-    """Create topics, or change existing and deleted topics to the declaration; idempotent, in one transaction.
+    """Create topics, and change existing or deleted topics to match their declaration; idempotent, in one transaction.
 
-    A changed queue count starts a new generation of queues. Consumer groups first consume the older queues to their
-    ends.
+    A changed queue count starts a new layout of queues. Consumer groups consume the older queues to their ends before
+    the queues of the new layout.
     """
     with run.connection.transaction():
         for topic in sorted(topics, key=lambda topic: topic.name):
@@ -128,9 +128,9 @@ def _read(run: Executor) -> dict[str, KnownTopic]:
 
 
 class TopicCatalog:
-    """The declared topics, read at the first use, then every 30 s and for each unknown name.
+    """The declared topics. The catalog reads the topics at its first use, then every 30 s, and for each unknown name.
 
-    `auto_create` declares unknown topics with the defaults; `selectors` choose shards per topic. Thread-safe.
+    With `auto_create`, unknown topics are declared with the defaults; `selectors` choose shards per topic. Thread-safe.
     """
 
     def __init__(
@@ -144,7 +144,10 @@ class TopicCatalog:
         self._stale_at = 0.0
 
     def get(self, connection: Connection, name: str) -> KnownTopic:
-        """Return the topic `name`. Raises UnknownTopic with the nearest names."""
+        """Return the topic `name`.
+
+        If the topic is not declared, raises UnknownTopic, whose text has the most similar names.
+        """
         known = self._known.get(name)
         if known is not None and time.monotonic() < self._stale_at:
             return known

@@ -14,12 +14,13 @@ from outbox.broker.log import incidents
 from outbox.broker.log.incidents import Incident, IncidentKind
 
 # The queues with entries to clear, and for each queue the offset up to which its entries can be cleared. An entry is
-# cleared after its topic's retention time if every group has consumed it, and after the hard cap in any case. The cap
-# counts from the time of queueing. An entry that an old version has stored has no such time; its age then counts from
-# the last event of its message. The entries of a deleted topic are cleared at once. `consumed` is the smallest position
-# of the groups that read the queue. If no group reads the queue, no entry counts as consumed. Broadcast groups store no
-# positions, so retention does not wait for them. The statement reads each queue in order and stops at the first entry
-# that stays. So it reads only one entry of a queue that has nothing to clear.
+# cleared after its topic's retention time if every group has consumed it, and after the hard cap in any case. The
+# retention time counts from the time at which the message was stored, and the cap counts from the time of queueing. If
+# an old version has stored the entry without the time of queueing, the cap counts from the last event of the message.
+# The entries of a deleted topic are cleared at once. `consumed` is the smallest position of the groups that read the
+# queue. If no group reads the queue, no entry counts as consumed. Broadcast groups store no positions, so retention
+# does not wait for them. The statement reads each queue in order and stops at the first entry that stays. So the
+# statement reads only one entry of a queue that has nothing to clear.
 _LIMITS: Final = Statement(
     """
 WITH place AS (
@@ -110,10 +111,10 @@ _REMOVAL: Final = """
 """
 
 # Retention keeps some messages below the floor: dead letters, and messages that wait for a retry or in a retry queue.
-# Their entries stay below the floor as proof of queueing, and retention removes them later together with the messages.
-# The statement reads waiting and dead messages once and groups them with the rows of `candidate`. A join that is
-# planned with old statistics would compare each message with each row of `candidate`. Without IS TRUE, the deletions of
-# errors and letters would have the same problem.
+# The entries of these messages stay below the floor as proof of queueing. Retention removes such entries later,
+# together with their messages. The statement reads waiting and dead messages once and groups them with the rows of
+# `candidate`. A join that is planned with old statistics would compare each message with each row of `candidate`.
+# Without IS TRUE, PostgreSQL could plan the deletions of failures and dead letters as such a join, too.
 _FREE: Final = (
     """
 , waiting AS (
@@ -184,7 +185,7 @@ SELECT count(*) FROM free
 )
 
 # Clear the messages below the floors that have no reason to stay any more. The statement looks at all messages below
-# the floors, so a message that must stay does not block later ones.
+# the floors, so a message that must stay does not block later messages.
 _CLEAR_KEPT: Final = Statement(
     """
 WITH candidate AS (
@@ -209,8 +210,9 @@ WITH entries AS (
 SELECT count(*) FROM entries
 """)
 
-# Clear the messages that were never queued, because they were rolled back or recalled before they were due. A rollback
-# stays until the sequencer has read it, because reading it unblocks the key of an old message.
+# Clear the messages that were never queued, because they were rolled back or recalled before they were due. The
+# decision ROLLBACK of a message stays until the sequencer has read it, because the sequencer then unblocks the key of
+# the message.
 _CLEAR_UNQUEUED: Final = Statement(
     """
 WITH ended AS (
@@ -279,7 +281,7 @@ _INCIDENTS_KEEP_SECONDS: Final = 90 * 24 * 3600.0
 
 @dataclass(frozen=True, slots=True)
 class RetentionSettings:
-    """`hard_cap_seconds`: an unconsumed message is kept at least this long, then it expires.
+    """`hard_cap_seconds`: retention keeps an unconsumed message at least this long (seconds), and then removes it.
 
     Consumed messages are kept for their topic's `retention_seconds`. `batch` limits the rows of one statement.
     """
@@ -292,7 +294,8 @@ class RetentionSettings:
 class RetentionCounts:
     """The rows removed by one pass.
 
-    `expired`: removed messages that some group had not consumed. `more`: a batch was full.
+    `expired`: the number of removed messages that at least one group had not consumed. `more`: whether a batch was
+    full, so that more rows may have to be removed.
     """
 
     messages: int = 0
@@ -306,7 +309,7 @@ class RetentionCounts:
 
 @dataclass(frozen=True, slots=True)
 class _Limit:
-    """The offset up to which a queue may be cleared. `consumed` is None if no group reads the queue."""
+    """The offset before which the entries of a queue may be cleared. `consumed` is None if no group reads the queue."""
 
     queue_id: int
     floor: int
@@ -321,7 +324,7 @@ class _Limit:
 
     @property
     def expired(self) -> int:
-        """The number of entries to clear that some group has not consumed."""
+        """The number of entries to clear that at least one group has not consumed."""
         return 0 if self.consumed is None else max(0, self.limit - max(self.floor, self.consumed))
 
 
@@ -361,7 +364,10 @@ def run_once(run: Executor, *, settings: RetentionSettings | None = None) -> Ret
 
 
 def _chunks(limits: Sequence[_Limit], batch: int) -> Iterator[list[_Limit]]:
-    """Group queues for one statement: at most `batch` entries per queue, and at most `batch` together."""
+    """Divide the queues into groups with at most `batch` entries to clear together.
+
+    One statement clears one such group.
+    """
     chunk: list[_Limit] = []
     for limit in limits:
         if chunk and sum(one.entries for one in chunk) + limit.entries > batch:
@@ -373,7 +379,10 @@ def _chunks(limits: Sequence[_Limit], batch: int) -> Iterator[list[_Limit]]:
 
 
 def _clear(run: Executor, limits: Sequence[_Limit], settings: RetentionSettings) -> int:
-    """Remove entries up to the limits of their queues, with their messages and other rows; returns how many entries."""
+    """Remove entries up to the limits of their queues, with their messages and other rows.
+
+    Return the number of removed messages.
+    """
     parameters = {
         "queue_ids": integers([limit.queue_id for limit in limits]),
         "floors": bigints([limit.floor for limit in limits]),
@@ -393,7 +402,7 @@ def _report_expired(run: Executor, limit: _Limit) -> None:
         return
     topic, number, groups = run.one(_BEHIND, {"queue_id": limit.queue_id, "limit": limit.limit})
     detail = (
-        f"{limit.expired} messages of queue {number} have expired: they were removed at the hard cap, and "
+        f"{limit.expired} messages of queue {number} have expired: retention removed them at the hard cap, and "
         f"{', '.join(map(repr, groups)) or 'some group'} had not consumed them. Delete groups that no longer run "
         f"(outbox_group delete)."
     )

@@ -22,11 +22,11 @@ from outbox.utils.periodic import BackgroundLoop
 def run_once(
     database: BrokerDatabase, check: CheckSettings, *, stopping: Callable[[], bool] = lambda: False
 ) -> RetentionCounts:
-    """Run one pass on a separate connection: scan for undecided half messages, park overdue ones, remove rows.
+    """Run one pass on a separate connection: find undecided half messages, park overdue half messages, and remove rows.
 
-    The pass repeats the removal until no batch is full any more. All times are those of the database's clock. Returns
-    the counts of the last round of retention; their `more` is True only if `stopping` ended the pass early. Raises
-    psycopg.Error or BrokerUnavailable.
+    The pass repeats the removal until no batch is full any more. The pass takes all times from the database's clock.
+    Returns the counts of the last round of retention; `more` is True in these counts only if `stopping` ended the pass
+    early. Raises psycopg.Error or BrokerUnavailable.
     """
     with contextlib.closing(database.open(name="outbox-maintenance", direct=True)) as connection:
         run = Executor(connection, database.schema)
@@ -38,7 +38,7 @@ def run_once(
 
 
 def _remove(run: Executor) -> RetentionCounts:
-    """Run one round of retention. It has a statement per queue, so it lifts the timeouts once for all statements."""
+    """Run one round of retention. A round has many statements, so the timeouts are lifted once for the whole round."""
     if timeouts.lasts(run.connection):
         timeouts.lift_for_session(run.connection)
         return retention.run_once(run)
@@ -47,7 +47,7 @@ def _remove(run: Executor) -> RetentionCounts:
 
 
 def maintenance(database: BrokerDatabase, check: CheckSettings, *, every_seconds: float) -> BackgroundLoop:
-    """Run a pass every `every_seconds`, in the background."""
+    """Return a background loop that runs a pass every `every_seconds`."""
     note = FailureNote(database, ProcessPart.MAINTENANCE)
 
     def run(stopping: Callable[[], bool]) -> float:

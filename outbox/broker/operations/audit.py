@@ -27,7 +27,7 @@ _SNAPSHOT: Final = Statement("SELECT snapshot::text FROM {schema}.tick ORDER BY 
 # One row per topic and term. `sent` counts log rows. `committed` and `rolled back` count the messages that decisions
 # list. `unsequenced` counts decisions that the last tick could not see. `undecided` and `parked` count half messages
 # without a decision. `held`, `scheduled`, `recalled` and `queued` count rows of the tables for these states. The last
-# SELECT adds the messages that retention has removed.
+# SELECT adds the messages that retention has removed, from the table `pruned`.
 _TERMS: Final = Statement("""
 WITH decided AS MATERIALIZED (
     SELECT log.topic_id, op.decision,
@@ -63,9 +63,9 @@ GROUP BY topic_id, term
 """)
 
 # One row per group. `queued` is computed from the queue heads in the ticks and the start offsets of the group. `lag`
-# counts the entries of topics that the group has not passed. `retrying` counts its messages in retry queues and those
-# that wait for a retry. `missed` counts messages that retention removed before the group had passed them. The group
-# counts them as expired when its consumers return.
+# counts the entries of topic queues at or after the group's position. `retrying` counts the group's messages in retry
+# queues, and the group's messages that wait for a retry. `missed` counts messages that retention removed before the
+# group had passed them. When consumers of the group run again, the group counts the missed messages as expired.
 _GROUPS: Final = Statement(
     """
 WITH heads AS MATERIALIZED (
@@ -131,7 +131,7 @@ class TopicTotals:
     queued: int = 0
 
     def differences(self) -> list[str]:
-        """Return the equations that do not hold, in words."""
+        """Return a text for each equation that does not hold."""
         decided = self.committed + self.rolled_back + self.undecided + self.parked
         placed = self.unsequenced + self.held + self.scheduled + self.recalled + self.queued
         found = []
@@ -144,7 +144,9 @@ class TopicTotals:
 
 @dataclass(frozen=True, slots=True)
 class GroupTotals:
-    """Messages of a consumer group since its start. `lag`: queued and unfinished messages, without the `retrying` ones.
+    """Messages of a consumer group since its start.
+
+    `lag`: queued and unfinished messages, without the `retrying` messages.
 
     `discarded`: dead letters that an operator discarded. `expired`: messages that retention removed before the group
     had consumed them; `missed`: the expired messages that the group has not counted yet, because its consumers have not
@@ -166,7 +168,7 @@ class GroupTotals:
     recalled: int = 0
 
     def differences(self) -> list[str]:
-        """Return the equation that does not hold, in words. A broadcast group has no positions and no equation."""
+        """Return a text if the group's equation does not hold. A broadcast group has no positions and no equation."""
         if self.broadcast:
             return []
         ended = self.handled + self.skipped + self.filtered + self.dead + self.discarded + self.expired + self.recalled
@@ -181,13 +183,13 @@ class GroupTotals:
 
 @dataclass(frozen=True, slots=True)
 class MessageCounts:
-    """The counts of a broker's messages in one snapshot, by name of topic and by name of group."""
+    """The counts of a broker's messages in one snapshot: by topic name, and by group name."""
 
     topics: dict[str, TopicTotals]
     groups: dict[str, GroupTotals]
 
     def differences(self) -> list[str]:
-        """Return the equations that do not hold, with their topic or group."""
+        """Return a text for each equation that does not hold, with its topic or group."""
         found = [f"topic {name!r}: {text}" for name, topic in self.topics.items() for text in topic.differences()]
         return found + [
             f"group {name!r}: {text}" for name, group in self.groups.items() for text in group.differences()
@@ -195,7 +197,7 @@ class MessageCounts:
 
 
 def count_messages(run: Executor) -> MessageCounts:
-    """Count every retained message, all in one snapshot.
+    """Count all retained messages in one snapshot.
 
     The connection must be in autocommit and outside a transaction.
     """
@@ -237,7 +239,10 @@ FROM {schema}.audit ORDER BY audit_id DESC LIMIT 1
 
 @dataclass(frozen=True, slots=True)
 class Audit:
-    """One audit. `facts` has the terms per topic and per group; `differences` is empty when every equation holds."""
+    """One audit. `facts` has the terms of the equations per topic and per group.
+
+    `differences` is empty when every equation holds.
+    """
 
     at: str
     age_seconds: float
@@ -247,10 +252,10 @@ class Audit:
 
 
 def run_once(run: Executor) -> Audit:
-    """Count every retained message, compare, and store the result, on an autocommit connection.
+    """Count every retained message, check the equations, and store the result, on an autocommit connection.
 
     The connection must be outside a transaction. The audit takes about a second per million messages. No other process
-    waits for the audit, but the audit holds one snapshot meanwhile.
+    waits for the audit, but the audit keeps one snapshot open until its end.
     """
     started = time.monotonic()
     counted = count_messages(run)

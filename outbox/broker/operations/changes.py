@@ -47,7 +47,10 @@ def rejects_transactional(run: Executor) -> bool:
 
 
 def reject_transactional(run: Executor, rejecting: bool) -> bool:
-    """Refuse new transactional messages on both paths, or accept them again; returns whether this changed anything."""
+    """Refuse new transactional messages on both paths, or accept them again.
+
+    Return whether the broker's setting has changed.
+    """
     changed = run.count(_REJECT, {"rejecting": rejecting}) > 0
     if changed:
         logger.warning("transactional messages are %s from now on", "refused" if rejecting else "accepted")
@@ -55,14 +58,20 @@ def reject_transactional(run: Executor, rejecting: bool) -> bool:
 
 
 def pause(run: Executor, group: str) -> None:
-    """Within about a second, the group starts no more handlers; its positions do not change. Raises UnknownGroup."""
+    """Pause a group: it starts no more handlers after about a second, and its positions do not change.
+
+    Raises UnknownGroup.
+    """
     if run.row(_PAUSE, {"name": group, "paused": True}) is None:
         raise unknown_group(group)
     notify(run, Channel.SHARED)
 
 
 def resume(run: Executor, group: str) -> int:
-    """Undo `pause`, and continue the queues that on_error=STOP stopped; returns their number. Raises UnknownGroup."""
+    """End the pause of a group, and continue the queues that on_error=STOP has stopped.
+
+    Return the number of the continued queues. Raises UnknownGroup.
+    """
     with run.connection.transaction():
         row = run.row(_PAUSE, {"name": group, "paused": False})
         if row is None:
@@ -73,7 +82,10 @@ def resume(run: Executor, group: str) -> int:
 
 
 def raise_generation(run: Executor, group: str) -> int:
-    """Start a new inbox generation and return it. Messages that the inbox knows are then processed again."""
+    """Start a new inbox generation and return its number.
+
+    If a message that the inbox knows is then delivered again, the group handles it again.
+    """
     row = run.row(_RAISE_GENERATION, {"name": group})
     if row is None:
         raise unknown_group(group)
@@ -83,9 +95,9 @@ def raise_generation(run: Executor, group: str) -> int:
 # ---------------------------------------------------------------------------------------------------------------------
 # Move a group's offsets: to the first message, the end, a time or a number.
 #
-# A reset fences the owner of a queue: it raises the lease's epoch and stores the new offset under it. The former owner
-# detects that its lease is lost, drops its fetched messages, and acquires the queue again at the new offset. A message
-# whose handler ran at that moment may be handled again; without an inbox, it may take effect twice.
+# A reset fences the owner of a queue: it raises the lease's epoch and stores the new offset under the new epoch. The
+# former owner detects that its lease is lost, drops its fetched messages, and acquires the queue again at the new
+# offset. A message whose handler ran at that moment may be handled again; without an inbox, it may take effect twice.
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +124,10 @@ RETURNING queue_id, epoch
 
 
 def moved_to(position: Position, target: int) -> Position:
-    """Return the position after a reset. The counters continue, and `moved` keeps the audit's equation true."""
+    """Return the position after a reset.
+
+    The counters do not change, and `moved` changes so that the audit's equation stays true.
+    """
     start = min(position.start_offset, target)
     counted = position.next_offset - position.start_offset - position.moved
     return replace(position, next_offset=target, start_offset=start, moved=target - start - counted)
@@ -128,17 +143,19 @@ def reset(
     reprocess: bool = False,
     dry_run: bool = False,
 ) -> Sequence[QueueReset]:
-    """Move a group's offsets on a topic, or only on its queue `number`; returns the queues with both offsets.
+    """Move a group's offsets on a topic, or only on the topic's queue `number`.
 
-    Start.LATEST means the end of the queue. A number outside of the messages that the broker still has becomes the
-    nearest offset. If offsets move back, the group receives messages again. The inbox skips these messages unless
-    `reprocess` raises the group's generation. The counters continue; `moved` counts the entries that the reset passed
-    over or rewound.
+    Return the queues with old and new offset.
+
+    Start.LATEST means the end of the queue. If `target` is a number and a queue has no message at this offset, the
+    nearest existing offset of the queue is used. If offsets move back, the group receives messages again. The inbox
+    skips these messages unless `reprocess` raises the group's generation. The counters do not change; `moved` counts
+    the entries that the reset skipped, minus the entries that the group reads again.
 
     With `dry_run` the function returns the result and changes nothing. Raises UnknownGroup and UnknownTopic. Raises
     UsageError when the group does not consume the topic or the topic has no such queue.
     """
-    # Find the targets before the first lock, because finding a time may read the whole topic.
+    # Find the target offsets before the first lock, because the search for a time may read the whole topic.
     targets = _targets(run, topic, target)
     with run.connection.transaction():
         group_id = group_id_of(run, group)
@@ -155,8 +172,8 @@ def reset(
 def _move(run: Executor, group_id: int, targets: dict[int, int]) -> None:
     values = {"group_id": group_id, "queue_ids": integers(list(targets))}
     epochs = dict(run.execute(_FENCE, values).fetchall())
-    # Read this position after fencing the former owner. It includes every position that the former owner has stored. A
-    # position that the former owner stores later is not valid.
+    # Read the positions after the former owner is fenced: they then include every position that this owner has stored.
+    # A position that the former owner stores later is not valid.
     positions = offsets.load(run, group_id, list(targets))
     rows = [
         OffsetRow((group_id, queue_id), epochs[queue_id], 0, moved_to(positions[queue_id], target))
@@ -167,7 +184,10 @@ def _move(run: Executor, group_id: int, targets: dict[int, int]) -> None:
 
 
 def _targets(run: Executor, topic: str, target: Start | datetime | int) -> dict[int, int]:
-    """Return the target offsets by queue id; a given number is not limited to existing messages yet."""
+    """Return the target offsets by queue id.
+
+    If `target` is a number, a returned offset may still be greater than the end of its queue.
+    """
     topic_id = TopicCatalog(run.schema).get(run.connection, topic).topic_id
     if isinstance(target, int):
         floors = starting_offsets(run, topic_id, Start.EARLIEST)
@@ -178,11 +198,14 @@ def _targets(run: Executor, topic: str, target: Start | datetime | int) -> dict[
 def _plan(run: Executor, group: str, topic: str, targets: Mapping[int, int], number: int | None) -> list[QueueReset]:
     queues = [queue for queue in list_queues(run, group) if queue.topic == topic]
     if not queues:
-        raise UsageError(f"group {group!r} does not consume topic {topic!r}, or is a broadcast group: nothing to move.")
+        raise UsageError(
+            f"group {group!r} does not consume topic {topic!r}, or is a broadcast group: it has no offsets to move. "
+            "Check both names with `outbox_group list`."
+        )
     if number is not None and number not in {queue.number for queue in queues}:
         raise UsageError(f"topic {topic!r} has no queue {number}: its queues are 0 to {max(q.number for q in queues)}.")
     moves = [
-        # If a queue was added after the targets were found, the group's position on it does not change.
+        # If a queue was added after the targets were found, the group's position on this queue does not change.
         QueueReset(q.topic, q.layout, q.number, q.queue_id, q.next_offset, min(targets[q.queue_id], q.head))
         for q in queues
         if q.queue_id in targets and number in (None, q.number)
@@ -191,8 +214,8 @@ def _plan(run: Executor, group: str, topic: str, targets: Mapping[int, int], num
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Rename a consumer group. All broker rows of a group refer to its id. So only the name of the group and the name of its
-# retry topic change.
+# Rename a consumer group. All broker rows of a group refer to its id. So a rename changes only the name of the group
+# and the name of its retry topic.
 #
 # The inbox rows are in the databases of the application, and the caller copies them between the two steps of this
 # module. Until the second step the old name is valid, and the new name belongs to a paused, empty group.
@@ -200,7 +223,10 @@ def _plan(run: Executor, group: str, topic: str, targets: Mapping[int, int], num
 
 @dataclass(frozen=True, slots=True)
 class Reserved:
-    """A rename that has begun. If a consumer of the group starts meanwhile, it raises one of the `epochs`."""
+    """A rename that has begun.
+
+    If a consumer of the group starts before the second step, the consumer raises one of the `epochs`.
+    """
 
     epochs: str
 
@@ -221,7 +247,7 @@ INSERT INTO {schema}.consumer_group AS known (name, broadcast, paused)
 SELECT %(new)s, broadcast, true FROM {schema}.consumer_group WHERE name = %(old)s
 ON CONFLICT (name) DO UPDATE SET paused = true
 """)
-# Raise the epochs, as a change of owner does. Rows that a former owner stores under an older epoch then do not count.
+# Raise the epochs, as a change of owner does. Offsets that a former owner then stores under an older epoch are ignored.
 _FENCE_ALL = Statement("""
 UPDATE {schema}.queue_lease held SET owner = NULL, epoch = held.epoch + 1, expires_at = clock_timestamp()
 FROM (SELECT queue_id FROM {schema}.queue_lease WHERE group_id = %(group_id)s ORDER BY queue_id FOR UPDATE) AS its
@@ -238,7 +264,10 @@ UPDATE {schema}.topic SET name = '%%RETRY%%' || %(new)s::text WHERE retry_of = %
 
 
 def is_renamed(run: Executor, old: str, new: str) -> bool:
-    """Whether the broker knows only the new name. Raises UnknownGroup when it knows neither."""
+    """Whether the broker has a group only under the new name.
+
+    Raises UnknownGroup if the broker has no group of either name.
+    """
     known = {name for name, _ in run.rows(_LOCK, {"old": old, "new": new})}
     if not known:
         raise unknown_group(old)
@@ -246,15 +275,15 @@ def is_renamed(run: Executor, old: str, new: str) -> bool:
 
 
 def reserve(run: Executor, old: str, new: str, *, dry_run: bool = False) -> Reserved:
-    """The first step: take the queues from former owners, and reserve the new name for this group.
+    """The first step of a rename: take the queues from former owners, and reserve the new name for this group.
 
-    A consumer that starts under the new name from now on is paused. After an interruption, the caller can repeat the
-    step. Raises UnknownGroup. Raises UsageError if consumers of either group are alive, or a group of the new name has
-    worked already.
+    If a consumer starts under the new name after this step, its group is paused. After an interruption, the caller can
+    repeat the step. Raises UnknownGroup. Raises UsageError if consumers of either group are alive, or if a group with
+    the new name has already handled messages.
     """
     names.check_group(new)
     if old == new:
-        raise UsageError(f"the group {old!r} has this name already: nothing was renamed.")
+        raise UsageError(f"the group {old!r} already has this name: nothing was renamed. Give another name.")
     with run.connection.transaction(force_rollback=dry_run):
         group_id, other_id = _locked(run, old, new)
         if other_id is not None:
@@ -265,17 +294,17 @@ def reserve(run: Executor, old: str, new: str, *, dry_run: bool = False) -> Rese
 
 
 def rename(run: Executor, old: str, new: str, reserved: Reserved) -> None:
-    """The second step: give the group its new name.
+    """The second step of a rename: give the group its new name.
 
-    Raises the errors of `reserve`, and UsageError if a consumer of the group has run since `reserve`. It deletes the
-    group of the new name, which was paused from the first step on.
+    Raises the errors of `reserve`, and UsageError if a consumer of the group has run since `reserve`. The function
+    deletes the empty group that has the new name, which the first step has paused.
     """
     with run.connection.transaction():
         group_id, other_id = _locked(run, old, new)
         if run.one(_EPOCHS, {"group_id": group_id})[0] != reserved.epochs:
             raise UsageError(
-                f"consumers of {old!r} ran meanwhile, so its inbox may have rows that were not copied. {old!r} "
-                f"still has its name: stop its workers and run this again."
+                f"consumers of {old!r} have run since the rename began, so the inbox may have rows that were not "
+                f"copied. The group is still named {old!r}: stop its workers and run the command again."
             )
         if other_id is not None:
             _refuse_worked(run, old, new, other_id)
@@ -286,7 +315,10 @@ def rename(run: Executor, old: str, new: str, reserved: Reserved) -> None:
 
 
 def _locked(run: Executor, old: str, new: str) -> tuple[int, int | None]:
-    """Lock both groups and return their ids. Until the transaction ends, no consumer of them is alive or can start."""
+    """Lock both groups and return their ids.
+
+    Until the transaction ends, no consumer of these groups is alive or can start.
+    """
     ids = dict(run.rows(_LOCK, {"old": old, "new": new}))
     if old not in ids:
         raise unknown_group(old)
@@ -299,7 +331,7 @@ def _refuse_worked(run: Executor, old: str, new: str, new_id: int) -> None:
     [has_worked] = run.one(_HAS_WORKED, {"group_id": new_id})
     if has_worked:
         raise UsageError(
-            f"a group {new!r} is known and has handled messages, so {old!r} cannot take its name: choose another "
-            f"one. If {new!r} was started by mistake, `outbox_group delete {new}` removes it first; what both groups "
-            f"have handled has taken effect twice."
+            f"a group {new!r} exists and has handled messages, so {old!r} cannot take this name: choose another name. "
+            f"If {new!r} was started by mistake, `outbox_group delete {new}` removes it; messages that both groups "
+            f"have handled have taken effect twice."
         )

@@ -39,8 +39,8 @@ class DatabaseComparison:
     """The last comparison of one subject: a producer group, or a consumer group on `topic`.
 
     `state`: the point at which the next comparison starts. `missing`: the number of missing transactions or messages,
-    which date from `first_at` to `last_at`. `ids` names at most twenty of them. From `unproven_from` to `unproven_to`
-    data was lost, but no row is left that proves it.
+    which date from `first_at` to `last_at`. `ids` has the ids of at most twenty missing transactions or messages. From
+    `unproven_from` to `unproven_to` data was lost, but no row is left that proves the loss.
     """
 
     kind: ComparisonKind
@@ -107,7 +107,7 @@ def _read(row: Sequence[Any]) -> DatabaseComparison:
 
 
 def store(run: Executor, comparison: DatabaseComparison) -> None:
-    """Store the comparison in place of the previous one."""
+    """Store the comparison in place of the previous comparison."""
     run.execute(
         _STORE,
         {
@@ -144,7 +144,7 @@ class Bounds:
     kept_since: datetime | None
 
 
-# Retention removes the messages of a deleted topic at once.
+# Retention removes the messages of a deleted topic at once, so the time of the deletion is a bound, too.
 _BOUNDS = Statement("""
 SELECT created_at,
        (SELECT greatest(max(now() - make_interval(secs => retention_seconds)) FILTER (WHERE deleted_at IS NULL),
@@ -155,7 +155,7 @@ FROM {schema}.broker
 
 
 def bounds(run: Executor) -> Bounds:
-    """Return the bounds of the broker as it is now."""
+    """Return the present bounds of the broker."""
     return Bounds(*run.one(_BOUNDS))
 
 
@@ -169,7 +169,7 @@ ORDER BY op.transaction_id LIMIT %(limit)s
 
 
 def committed_of_ledger(run: Executor, ledger_id: UUID, after: UUID, *, limit: int) -> list[UUID]:
-    """Return the next transactions, in order, that a service has reported as committed after reading its ledger."""
+    """Return the next transactions that a service has reported as committed after reading its ledger, ordered by id."""
     values = {"ledger_id": ledger_id, "after": after, "limit": limit}
     return [found for (found,) in run.rows(_COMMITTED_OF_LEDGER, values)]
 
@@ -189,7 +189,7 @@ ORDER BY transaction_id LIMIT %(limit)s
 _REMOVE_MISSING = Statement("""
 DELETE FROM {schema}.missing_transaction WHERE kind = %(kind)s AND transaction_id = ANY (%(ids)s::uuid[])
 """)
-# The ledger does not keep rows of such old transactions, so no later comparison finds them.
+# A ledger does not keep rows of transactions that were settled so long ago, so no later comparison finds them again.
 _TRIM_MISSING = Statement("""
 DELETE FROM {schema}.missing_transaction
 WHERE producer_group = %(group)s AND settled_at < now() - make_interval(secs => %(keep)s)
@@ -218,14 +218,14 @@ class MissingTransactions:
         return {"kind": self.kind.value, "group": self.producer_group, "alias": self.alias, **more}
 
     def add(self, found: Mapping[UUID, datetime]) -> None:
-        """Store missing transactions: their ids, and the time of each. Already settled transactions stay settled."""
+        """Store the ids and times of missing transactions. Transactions that are already settled stay settled."""
         if found:
             self.run.execute(
                 _ADD_MISSING, self._named(ids=arrays.uuids(list(found)), at=arrays.times(list(found.values())))
             )
 
     def open(self, after: UUID = UUID(int=0), *, limit: int) -> list[UUID]:
-        """Return the next missing transactions, in order, that no operator has settled."""
+        """Return the next missing transactions that no operator has settled, in the order of their ids."""
         return [one for (one,) in self.run.rows(_OPEN_MISSING, self._named(after=after, limit=limit))]
 
     def remove(self, found: Sequence[UUID]) -> None:
@@ -238,12 +238,12 @@ class MissingTransactions:
         self.run.execute(_TRIM_MISSING, {"group": self.producer_group, "keep": keep_seconds})
 
     def summed(self) -> tuple[int, datetime | None, datetime | None, list[UUID]]:
-        """Return the number of unsettled transactions, their first and last time, and up to twenty ids."""
+        """Return the number of unsettled transactions, their first and last time, and up to twenty of their ids."""
         count, first, last, ids = self.run.one(_SUM_MISSING, self._named(named=NAMED))
         return count, first, last, ids
 
     def settle(self) -> int:
-        """Mark all unsettled transactions as settled by an operator; returns how many."""
+        """Mark all unsettled transactions as settled by an operator, and return the number of these transactions."""
         return self.run.count(_SETTLE_MISSING, self._named())
 
 
@@ -252,7 +252,11 @@ class MissingTransactions:
 
 @dataclass(frozen=True, slots=True)
 class Passed:
-    """A queue of a topic and a group's position on it. `moved`: the sum of all resets."""
+    """A queue of a topic, and a group's position on this queue.
+
+    `moved`: the number of entries that resets have skipped, minus the number of entries that resets made the group read
+    again.
+    """
 
     queue_id: int
     group_id: int
@@ -283,8 +287,8 @@ def passed(run: Executor, group: str, topic: str) -> list[Passed]:
     return run.objects(Passed, _PASSED, {"group": group, "topic": topic})
 
 
-# The statement leaves out messages that have ever failed. Such a message may have no effect, because it is dead, was
-# skipped by on_error, or is still retried.
+# The statement leaves out messages that have ever failed. A message that has failed may have no effect, because it is
+# dead, was skipped by on_error, or is still retried.
 _ENTRIES = Statement("""
 SELECT entry.queue_offset, log.message_id, coalesce(entry.queued_at, log.stored_at) AS queued_at, log.tag,
        coalesce(log.headers, '{{}}') AS headers
@@ -310,6 +314,6 @@ class QueuedMessage:
 
 
 def finished_entries(run: Executor, queue: Passed, low: int, high: int, *, keep_seconds: float) -> list[QueuedMessage]:
-    """Return the messages from `low` up to `high` that never failed and are younger than `keep_seconds`."""
+    """Return the messages at offsets from `low` to `high - 1` that never failed and are younger than `keep_seconds`."""
     values = {"queue_id": queue.queue_id, "group_id": queue.group_id, "low": low, "high": high, "keep": keep_seconds}
     return run.objects(QueuedMessage, _ENTRIES, values)

@@ -1,7 +1,8 @@
 """Conditions describe the state of outbox. Status, probe, doctor, checks, metrics, alerts and operator page show them.
 
 The rules (`rules.py`) yield the conditions of the catalogue below. The doctor, `manage.py check` and the probe of a
-worker add conditions of the same form that only they can find. Such a condition carries its own meaning and next step.
+worker also yield conditions of the same form that the rules cannot find. Each of these conditions has its own meaning
+and next step, which are not in the catalogue.
 
 See decision 091.
 """
@@ -14,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-# A condition lists at most this many facts; `count` has the total.
+# A condition lists at most this many facts; `count` has the number of all facts.
 EVIDENCE: Final = 20
 
 Fact = Mapping[str, str | int | float | None]
@@ -25,9 +26,9 @@ class Severity(enum.IntEnum):
     """The severity of a condition; also the exit code of the status command and the value of the metric."""
 
     OK = 0
-    """The doctor has examined it and found no fault."""
+    """The doctor has made this check and found no fault."""
     WARNING = 1
-    """An operator should look at it. outbox still keeps every promise in time."""
+    """An operator should look at the condition, but outbox still keeps every promise in time."""
     CRITICAL = 2
     """Messages wait, or a promise is in danger."""
 
@@ -42,10 +43,12 @@ class ConditionKind:
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """A condition that holds. `evidence` names at most twenty of `count` groups, queues, messages or sessions.
+    """A condition that holds.
 
-    `meaning`: one to three sentences for the operator. `next_step`: what the operator does next. If `meaning` is not
-    given, both texts come from the catalogue.
+    `evidence` names at most twenty groups, queues, messages or sessions; `count` is the number of all of them.
+
+    `meaning`: one to three sentences for the operator. `next_step`: what the operator does next. If `meaning` is empty,
+    `meaning` and `next_step` come from the catalogue.
     """
 
     name: str
@@ -77,7 +80,8 @@ class Condition:
 class ConditionReport:
     """All conditions that hold, the worst first.
 
-    `is_complete` is False if the broker did not answer. Then conditions that are not listed may hold, too.
+    `is_complete` is False if the broker did not answer. If `is_complete` is False, conditions that are not listed may
+    hold, too.
     """
 
     conditions: Sequence[Condition]
@@ -108,7 +112,7 @@ class ConditionReport:
 
 
 def condition(name: str, judged: Iterable[Judged]) -> list[Condition]:
-    """Return a list of one condition with all facts that have a severity, the worst first.
+    """Return a list with one condition, whose evidence is the facts with a severity, the worst fact first.
 
     If no fact has a severity, the list is empty.
     """
@@ -120,7 +124,10 @@ def condition(name: str, judged: Iterable[Judged]) -> list[Condition]:
 
 
 def of_text(name: str, severity: Severity, meaning: str, next_step: str = "") -> Condition:
-    """Return a condition that is not in the catalogue, with its own texts. With severity OK it needs no next step."""
+    """Return a condition that is not in the catalogue, with its own texts.
+
+    A condition with severity OK needs no next step.
+    """
     return Condition(name, severity, meaning=meaning, next_step=next_step)
 
 
@@ -130,7 +137,7 @@ def worst_first(conditions: Iterable[Condition], *, is_complete: bool = True) ->
 
 
 def duration(seconds: float | None) -> str:
-    """Return a readable time span; empty for None."""
+    """Return a readable time span; '' for None."""
     if seconds is None:
         return ""
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
@@ -153,87 +160,90 @@ def _readable(name: str, value: object) -> object:
 CATALOGUE: Final[Mapping[str, ConditionKind]] = {
     "unreachable": ConditionKind(
         "The broker's database does not answer. On the two-phase path, publishing fails.",
-        "Check that its PostgreSQL server runs. Check the connection in DATABASES.",
+        "Check that the broker's PostgreSQL server runs. Check the connection in DATABASES.",
     ),
     "schema_version": ConditionKind(
         "The version of the broker's tables does not fit the version of this code.",
-        "The evidence says which one to upgrade. Run `manage.py migrate --database=ALIAS` with the broker's alias, or "
-        "upgrade the package.",
+        "The evidence says whether to upgrade the tables or the code. For the tables, run `manage.py migrate "
+        "--database=ALIAS` with the broker's alias. For the code, upgrade the package.",
     ),
     "no_sequencer": ConditionKind(
-        "No process sequences. The broker stores published messages, but no consumer gets them.",
+        "No process runs the sequencer. The broker stores published messages, but no consumer gets them.",
         "Start a worker: `celery -A app worker --outbox` or `manage.py outbox_worker`.",
     ),
     "process_failing": ConditionKind(
-        "A process runs, but its work on the broker's database fails repeatedly. Messages wait, or the broker refuses "
-        "them.",
+        "A process runs, but its work on the broker's database fails repeatedly, so messages wait or are refused.",
         "Fix the cause that the error names (a missing right, a changed table, a timeout of the role, a pooler), or "
-        "restart the process with its older version. The log of the process has the whole error; `outbox_doctor` "
-        "checks the rest.",
+        "restart the process with the older version of its code. The log of the process has the whole error. "
+        "`outbox_doctor` looks for other problems.",
     ),
     "ticks_late": ConditionKind(
         "Decided or due messages wait for the sequencer longer than the threshold.",
         "Check the log of the broker process, the condition `lock_held`, and the load of the database.",
     ),
     "summary_late": ConditionKind(
-        "The leader does not refresh the summary. Lag and counts are old, or cost more to read.",
+        "The leader does not refresh the summary. The lag and the counts are old, or reading them takes longer.",
         "Check the log of the broker process. The leader may be a worker of an older version.",
     ),
     "check_back_late": ConditionKind(
         "Check-back or pruning of a producer group has not started for several periods. Undecided messages stay "
         "undecided.",
-        "Start `celery worker --outbox` or `outbox_worker` in that service. Its log says why a pass fails.",
+        "Start `celery worker --outbox` or `outbox_worker` in the service of that producer group. The log of this "
+        "service's worker says why a pass of check-back or pruning fails.",
     ),
     "receiver_late": ConditionKind(
-        "A receiver of OUTBOX['RECEIVE'] has had no answer from its source for several periods. No messages come in.",
-        "Start `outbox_worker --role receive`, or restore the server that its log names. If the receiver is gone for "
-        "good, run `outbox_worker --forget NAME`.",
+        "A receiver of OUTBOX['RECEIVE'] has had no answer from its source for several periods. outbox receives no "
+        "messages from this source.",
+        "Start `outbox_worker --role receive`, or restore the server that the receiver's log names. If the "
+        "receiver is gone for good, run `outbox_worker --forget NAME`.",
     ),
     "unanswered": ConditionKind(
         "Half messages are undecided, and no process of their producer group answers.",
-        "Start the producer service with check-back. If the producer group is gone for good, decide them with "
-        "`outbox_transaction decide`.",
+        "Start the producer service with check-back. If the producer group is gone for good, decide its half "
+        "messages with `outbox_transaction decide`.",
     ),
     "parked": ConditionKind(
-        "Transactions are still undecided past the limits of check-back. On FIFO topics they block their keys.",
-        "`outbox_message show ID` shows every answer. `outbox_transaction decide ID commit` or `outbox_transaction "
-        "decide ID rollback` asks the ledger, then decides.",
+        "Transactions are still undecided past the limits of check-back. On FIFO topics these transactions block "
+        "their keys.",
+        "`outbox_message show ID` shows the answers of all checks. `outbox_transaction decide ID commit` or "
+        "`outbox_transaction decide ID rollback` asks the ledger, then decides.",
     ),
     "contradicted": ConditionKind(
-        "A process reported the opposite outcome of a decided transaction. The first decision stands.",
-        "Compare the business row with `outbox_message show ID`. Check whether two services share one producer group.",
+        "A process reported the opposite outcome of a decided transaction. The first decision stays valid.",
+        "Compare the business row with the output of `outbox_message show ID`. Check whether two services share "
+        "one producer group.",
     ),
     "refused": ConditionKind(
-        "A process reported the end of a transaction that is unknown or belongs to another producer group.",
-        "Check whether two services have one PRODUCER_GROUP, or whether the broker's database was restored.",
+        "A process reported COMMIT or ROLLBACK of a transaction that is unknown or belongs to another producer group.",
+        "Check whether two services have the same PRODUCER_GROUP, or whether the broker's database was restored.",
     ),
     "wrong_ledger": ConditionKind(
-        "Check-back cannot use the ledger that a half message names. The ledger was emptied, was pruned past the "
-        "message, or belongs to another service.",
-        "Point the alias to the right database. If that ledger is gone, decide the transactions with "
+        "Check-back cannot use the ledger that a half message names. The ledger was emptied, its rows from the "
+        "time of the message were pruned, or it belongs to another service.",
+        "Point the database alias to the right database. If the ledger is gone, decide the transactions with "
         "`outbox_transaction decide --force`.",
     ),
     "checker_disagrees": ConditionKind(
-        "A look-up function given as check= contradicts the ledger. The ledger decided.",
-        "Fix the look-up function. Compare the business row with `outbox_message show ID`.",
+        "A look-up function given as check= contradicts the ledger. outbox used the ledger's answer.",
+        "Fix the look-up function. Compare the business row with the output of `outbox_message show ID`.",
     ),
     "no_worker": ConditionKind(
-        "No consumer runs for a group that subscribes to these topics.",
-        "Start a worker of that service with CONSUMER_PROCESSES above 0.",
+        "A group subscribes to topics, but no consumer of the group runs.",
+        "Start a worker of the group's service with CONSUMER_PROCESSES above 0.",
     ),
     "lag": ConditionKind(
-        "A group is behind: its messages wait too long, or too many wait.",
+        "A group is behind: its messages wait too long, or too many messages wait.",
         "`outbox_group offsets GROUP` shows which queues are behind. Add consumers, or fix the slow or blocked "
         "handler.",
     ),
     "blocked_queue": ConditionKind(
-        "An ordered handler fails on one message again and again. The messages behind it wait.",
-        "Fix the handler, let its on_error policy skip or dead-letter the error, or move the queue's offset past the "
-        "message.",
+        "An ordered handler fails on one message again and again, and the messages behind this message wait.",
+        "Fix the handler, let its on_error policy skip the message or make it a dead letter, or move the queue's "
+        "offset past the message.",
     ),
     "stopped_queue": ConditionKind(
         "The on_error policy of a handler stopped its queue.",
-        "Fix the cause, then run `outbox_group resume GROUP`.",
+        "Fix the cause of the handler's error, then run `outbox_group resume GROUP`.",
     ),
     "group_paused": ConditionKind(
         "A group is paused, and messages wait for it.",
@@ -241,70 +251,74 @@ CATALOGUE: Final[Mapping[str, ConditionKind]] = {
     ),
     "crash_loop": ConditionKind(
         "A process of a worker has died three times or more within ten minutes.",
-        "Check its log, the condition `suspects` and new dead letters. The evidence says how the process died (signal "
-        "9 often means out of memory).",
+        "Check the log of the process, the condition `suspects` and new dead letters. The evidence says how the "
+        "process died (signal 9 often means out of memory).",
     ),
     "suspects": ConditionKind(
-        "A process died while it handled these messages. Consumers now handle each of them alone. After the third "
-        "death the message becomes a dead letter.",
+        "A process died while it handled these messages. Consumers now handle each of these messages alone. After "
+        "the third death the message becomes a dead letter.",
         "`outbox_message show ID` shows the message. Fix the handler before the message becomes a dead letter, or "
         "replay it afterwards.",
     ),
     "hung_handlers": ConditionKind(
         "Handlers run past their timeout and do not return.",
-        "Find the lock or the call without a timeout that they wait for. Give it a timeout.",
+        "Find the lock or the call for which the handlers wait without a timeout, and give this lock or call a "
+        "timeout.",
     ),
     "outage": ConditionKind(
-        "A subscription pauses. Its handlers fail one after another with the same error, as if a service they need "
-        "were down.",
-        "Restore the service that the error names. The group then resumes by itself.",
+        "A subscription pauses, because its handlers fail one after another with the same error. Probably a "
+        "service that the handlers need is down.",
+        "Restore the service that the error names: the group then resumes by itself.",
     ),
     "dead_letters": ConditionKind(
         "Messages of these groups have recently become dead letters.",
         "`outbox_dead_letter list GROUP` shows the errors. Fix the handler, then replay the dead letters.",
     ),
     "saga_stalled": ConditionKind(
-        "Sagas make no progress. The message of their step, or of a deadline that has passed, will not arrive.",
-        "Replay their dead letters: `outbox_dead_letter list GROUP`. The role `check` publishes lost messages again "
-        "within a minute.",
+        "Sagas make no progress, because the message of their step, or of a deadline that has passed, will not arrive.",
+        "Replay the dead letters of the stalled sagas: `outbox_dead_letter list GROUP`. The role `check` "
+        "publishes lost messages again within a minute.",
     ),
     "task_stranded": ConditionKind(
         "Django tasks are READY, but the broker has no message left that would run them.",
-        "The role `check` publishes their messages again within a minute. If a task must not run, delete its entry.",
+        "The role `check` publishes the messages of stranded tasks again within a minute. If a task must not run, "
+        "delete the task's entry.",
     ),
     "retry_storm": ConditionKind(
         "A group sends most of its messages back for another attempt.",
-        "Probably a service that its handler needs is down. Check the errors, or pause the group until the service is "
-        "back.",
+        "Probably a service that the group's handler needs is down. Check the errors, or pause the group until the "
+        "service is back.",
     ),
     "retention_behind": ConditionKind(
         "The broker still stores consumed messages that are past their retention time.",
-        "Check the log of the broker process and the conditions `transaction_open` and `lock_held`. Its deletes may "
-        "fail or wait.",
+        "Check the log of the broker process and the conditions `transaction_open` and `lock_held`. The deletes "
+        "of retention may fail or wait.",
     ),
     "pruning_behind": ConditionKind(
-        "A service does not remove old rows of its ledger or inbox in time. The table grows.",
-        "Check the log of that service's worker and the condition `check_back_late`. Look for transactions that are "
+        "A service does not remove old rows of its ledger or inbox in time, so the table grows.",
+        "Check the log of the service's worker and the condition `check_back_late`. Look for transactions that are "
         "open for long.",
     ),
     "expired": ConditionKind(
         "Retention removed messages that a group had not consumed.",
-        "Find out why the group did not consume. `outbox_reconcile` lists the messages that it missed.",
+        "Find out why the group did not consume the removed messages. `outbox_reconcile` lists the messages that "
+        "the group missed.",
     ),
     "transaction_open": ConditionKind(
         "A session's transaction has been open for long. Vacuum cannot remove rows that this transaction might still "
         "see.",
-        "End the session: `SELECT pg_terminate_backend(PID)`. End a prepared transaction with COMMIT PREPARED or "
-        "ROLLBACK PREPARED.",
+        "End the session that has the open transaction: `SELECT pg_terminate_backend(PID)`. End a prepared "
+        "transaction with COMMIT PREPARED or ROLLBACK PREPARED.",
     ),
     "lock_held": ConditionKind(
         "A session holds a lock that the broker's sessions wait for.",
         "End the blocking transaction, or its session: `SELECT pg_terminate_backend(PID)`.",
     ),
     "open_since_resync": ConditionKind(
-        "A publishing transaction has been open since before the last resynchronisation. Only its own messages wait "
-        "for it.",
-        "If the transaction was forgotten, end it. If it commits, the broker delivers its messages.",
+        "A publishing transaction has been open since before the last resynchronisation. Only the transaction's own "
+        "messages wait for its end.",
+        "If no program needs the transaction any more, end the transaction. If the transaction commits, the broker "
+        "delivers its messages.",
     ),
     "space": ConditionKind(
         "The broker's tables are larger than the threshold SPACE_BYTES.",
@@ -316,43 +330,44 @@ CATALOGUE: Final[Mapping[str, ConditionKind]] = {
     ),
     "sequence_age": ConditionKind(
         "An identity column approaches the largest value of its type.",
-        "Plan a new broker schema. `outbox_doctor` names the column.",
+        "Plan a new schema for the broker. `outbox_doctor` names the column.",
     ),
     "replica_lag": ConditionKind(
-        "A replica is behind, or the server keeps WAL for a replica that is gone. The disk fills, and a failover "
-        "would lose commits.",
-        "Check the replica. If it is gone, drop its slot: `SELECT pg_drop_replication_slot(NAME)`.",
+        "A replica is behind its primary, or the server keeps WAL for a replica that is gone. The disk fills, and "
+        "a failover would lose commits.",
+        "Check the replica. If the replica is gone, drop its replication slot: `SELECT "
+        "pg_drop_replication_slot(NAME)`.",
     ),
     "path_flipped": ConditionKind(
-        "A database connection of a process no longer reaches the broker's database. Publishing through it fails "
-        "until it and the broker's alias lead to the same primary.",
+        "A database connection of a process no longer reaches the broker's database. Publishing through this "
+        "connection fails until the connection and the broker's alias lead to the same primary.",
         "Finish the failover. If the broker moved for good, restart the process.",
     ),
     "not_conserved": ConditionKind(
-        "The last audit found lost or duplicated messages: an equation does not hold.",
-        "Run `outbox_audit` again to confirm it. Use `outbox_message show` for the newest messages and "
-        "`outbox_reconcile` for all.",
+        "The last audit found lost or duplicated messages, because an equation of the audit does not hold.",
+        "Run `outbox_audit` again to confirm the result. To examine the newest messages, use `outbox_message show`. "
+        "To examine all messages, use `outbox_reconcile`.",
     ),
     "lost_messages": ConditionKind(
-        "The broker does not know transactions that the application has committed. A restore or a failover lost their "
-        "messages.",
-        "Reconcile that time span: `outbox-reconcile plan` and `outbox_repair` publish the messages again from the "
-        "business rows. Then run `outbox_audit settle`.",
+        "The broker does not know transactions that the application has committed, because a restore or a "
+        "failover lost their messages.",
+        "Reconcile the time span of the evidence: `outbox-reconcile plan` and `outbox_repair` publish the "
+        "messages again from the business rows. After the repair, run `outbox_audit settle`.",
     ),
     "lost_commits": ConditionKind(
-        "The broker delivered messages of transactions that the application's database does not hold. That database "
-        "was restored.",
-        "If there is a newer copy, restore it. Otherwise `outbox_reconcile` names the messages without a row. Then "
-        "run `outbox_audit settle`.",
+        "The broker delivered messages of transactions that the application's database does not contain. The "
+        "application's database was restored.",
+        "If there is a newer copy of the database, restore this copy. If there is none, `outbox_reconcile` names "
+        "the messages without a row. Finally, run `outbox_audit settle`.",
     ),
     "lost_effects": ConditionKind(
-        "Groups have passed messages whose effects are missing. The database of their handlers was restored.",
-        "Run the `outbox_group reset` command of the evidence. It delivers the messages again, and the inbox skips "
-        "those that it knows.",
+        "Groups have passed messages whose effects are missing, because the handlers' database was restored.",
+        "Run the `outbox_group reset` command of the evidence. After this reset, the broker delivers the messages "
+        "again, and the inbox skips the messages that it knows.",
     ),
     "rejecting": ConditionKind(
         "An operator has set the broker to refuse new transactional messages.",
-        "When the reason is gone, run `outbox_transaction accept`.",
+        "When the reason for the refusal is gone, run `outbox_transaction accept`.",
     ),
 }
 
@@ -366,13 +381,16 @@ _GIBIBYTE: Final = 2.0**30
 
 @dataclass(frozen=True, slots=True)
 class Threshold:
-    """A value is a warning from `warning` on, and critical from `critical` on. None means never."""
+    """A value is a warning if it is at least `warning`, and critical if it is at least `critical`.
+
+    None means "no limit".
+    """
 
     warning: float | None
     critical: float | None
 
     def judge(self, value: float | None) -> Severity | None:
-        """Return the severity of a value; None when it is within the limits, or unknown."""
+        """Return the severity of a value; None if the value is within the limits or unknown."""
         if value is None:
             return None
         if self.critical is not None and value >= self.critical:
@@ -383,7 +401,10 @@ class Threshold:
 
 
 def _limits(warning: float, critical: float | None, unit: str, meaning: str) -> Threshold:
-    """Return a field with default, unit and meaning. The table of thresholds in docs/operations.md comes from it."""
+    """Return a field with default, unit and meaning.
+
+    The table of thresholds in docs/operations.md is generated from these fields.
+    """
     made: Any = field(default=Threshold(warning, critical), metadata={"unit": unit, "meaning": meaning})
     return made  # type: ignore[no-any-return]
 
@@ -392,13 +413,18 @@ def _limits(warning: float, critical: float | None, unit: str, meaning: str) -> 
 class Thresholds:
     """All thresholds. The name of a field ends with its unit, or with the name of the things that it counts."""
 
-    no_sequencer_seconds: Threshold = _limits(0, 15, "seconds", "since the last process led")
+    no_sequencer_seconds: Threshold = _limits(0, 15, "seconds", "time since a process last led the broker")
     no_worker_seconds: Threshold = _limits(
-        10, 30, "seconds", "since the last consumer of a group left or its lease expired; a restart takes less"
+        10,
+        30,
+        "seconds",
+        "time since the last consumer of a group left or lost its lease; a restart of a consumer takes less time",
     )
     tick_late_seconds: Threshold = _limits(10, 60, "seconds", "age of a decided or due message that is in no queue")
-    pass_late_periods: Threshold = _limits(3, 10, "periods", "delay of check-back or pruning, in their periods")
-    unanswered_seconds: Threshold = _limits(120, 900, "seconds", "age of a check that is due")
+    pass_late_periods: Threshold = _limits(
+        3, 10, "periods", "delay of a pass of check-back or pruning, in periods of this pass"
+    )
+    unanswered_seconds: Threshold = _limits(120, 900, "seconds", "time since a check became due")
     parked_messages: Threshold = _limits(1, 100, "messages", "parked messages")
     lag_seconds: Threshold = _limits(60, 600, "seconds", "age of the oldest waiting message, per group and topic")
     lag_messages: Threshold = _limits(10_000, 1_000_000, "messages", "waiting messages, per group and topic")
@@ -407,16 +433,23 @@ class Thresholds:
         0.5,
         0.9,
         "share",
-        "of the messages that a group finished in the last minute: those sent back for another attempt",
+        "share of messages sent back for another attempt, of all messages that a group finished in the last minute",
     )
-    retry_messages: Threshold = _limits(100, 100, "messages", "sent back in a minute; below it, the share is ignored")
+    retry_messages: Threshold = _limits(
+        100, 100, "messages", "messages sent back in a minute; if there are fewer, `RETRY_SHARE` is ignored"
+    )
     retention_behind_seconds: Threshold = _limits(
-        3600, _DAY, "seconds", "past the retention time: the oldest row of the log, a ledger or an inbox"
+        3600,
+        _DAY,
+        "seconds",
+        "time for which the oldest row of the log, a ledger or an inbox is past its retention time",
     )
     transaction_seconds: Threshold = _limits(300, 3600, "seconds", "age of a transaction that holds back vacuum")
-    lock_seconds: Threshold = _limits(5, 60, "seconds", "wait of a session of the broker for a lock")
+    lock_seconds: Threshold = _limits(5, 60, "seconds", "time for which a session of the broker waits for a lock")
     space_bytes: Threshold = _limits(50 * _GIBIBYTE, None, "bytes", "size of the broker's tables")
-    xid_age: Threshold = _limits(1e9, 1.8e9, "transactions", "age of the oldest row, towards the wrap-around at 2^31")
+    xid_age: Threshold = _limits(
+        1e9, 1.8e9, "transactions", "age of the oldest row; at 2^31 transactions, the transaction ids wrap around"
+    )
     sequence_share: Threshold = _limits(0.5, 0.9, "share", "used part of an identity column's numbers")
     replica_lag_bytes: Threshold = _limits(
         _GIBIBYTE / 4,
@@ -424,4 +457,6 @@ class Thresholds:
         "bytes",
         "WAL that a replica has not replayed, or that is kept for a disconnected replica",
     )
-    window_seconds: Threshold = _limits(_DAY, _DAY, "seconds", "how long an event (an incident, a death) is shown")
+    window_seconds: Threshold = _limits(
+        _DAY, _DAY, "seconds", "time for which an event (an incident, the death of a process) is shown"
+    )

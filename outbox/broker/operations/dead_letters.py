@@ -19,8 +19,8 @@ from outbox.broker.groups.registration import group_id_of
 class DeadLetter:
     """A message that a group gave up after `attempts` attempts.
 
-    `replayed_at` is set when the message was delivered again. `discarded_at` is set when an operator discarded the
-    letter.
+    `replayed_at` is the time at which an operator replayed or discarded the letter. `discarded_at` is set only if an
+    operator discarded the letter.
     """
 
     group: str
@@ -44,7 +44,7 @@ class DeadLetter:
 class PagePosition(NamedTuple):
     """A position in the list of dead letters, newest first.
 
-    The next page starts after such a position, even if letters have been settled since then.
+    The next page starts after the position of a page's last letter, even if letters were settled in the meantime.
     """
 
     dead_at: datetime
@@ -72,7 +72,7 @@ class LetterSelection:
 
     @property
     def is_all(self) -> bool:
-        """Whether it selects all letters."""
+        """Whether this selection has no criteria, so that it selects all letters."""
         return self == LetterSelection()
 
     def parameters(self) -> dict[str, Any]:
@@ -141,11 +141,11 @@ def list_dead_letters(
     after: PagePosition | None = None,
     limit: int = 100,
 ) -> Sequence[DeadLetter]:
-    """Return a page of the dead letters of one group or of all groups, the newest first.
+    """Return a page of the dead letters of one group or of all groups, the newest letter first.
 
     With `settled`, the page includes settled letters. To read the next page, pass the `place` of the last letter as
-    `after`. If several groups gave up one message at the same instant, their letters have one place and stay on one
-    page. So a page may be longer than `limit`.
+    `after`. If several groups gave up one message at the same instant, the letters of these groups have the same place
+    and are on the same page. So a page may be longer than `limit`.
     """
     values = selection.parameters() | {"group": group, "settled": settled, "limit": limit}
     place = {"after": after and after.dead_at, "after_id": after and after.log_id}
@@ -163,7 +163,7 @@ ORDER BY f.attempt
 
 
 def failed_attempts(run: Executor, group: str, message_id: UUID) -> Sequence[FailedAttempt]:
-    """Return every failed attempt of a group at a message, first to last."""
+    """Return every failed attempt of a group at a message, in the order of time."""
     values = {"group": group, "message_id": message_id}
     return run.objects(FailedAttempt, _ATTEMPTS, values)
 
@@ -204,11 +204,11 @@ ON CONFLICT DO NOTHING
 
 
 def replay(run: Executor, group: str, selection: LetterSelection = ALL, *, limit: int = 10_000) -> int:
-    """Deliver dead letters again through the group's retry queues, with new attempts; returns how many.
+    """Deliver dead letters again through the group's retry queues, with new attempts. Return the number of letters.
 
-    The function takes up to `limit` letters, the oldest first. A message that fails all attempts again becomes a dead
-    letter again. To deliver the messages at once, the caller sends a notification on Channel.DECIDED afterwards. Raises
-    UnknownGroup.
+    The function delivers at most `limit` letters, the oldest letters first. A message that fails all attempts again
+    becomes a dead letter again. To have the messages delivered at once, the caller then sends a notification on
+    Channel.DECIDED. Raises UnknownGroup.
     """
     with run.connection.transaction():
         values = selection.parameters() | {"group_id": group_id_of(run, group), "limit": limit}
@@ -235,7 +235,9 @@ SELECT count(*) FROM marked
 
 
 def discard(run: Executor, group: str, selection: LetterSelection, *, limit: int = 10_000) -> int:
-    """Discard up to `limit` dead letters, oldest first; returns how many. The group counts them as discarded.
+    """Discard at most `limit` dead letters, the oldest first, and return their number.
+
+    The group counts these letters as discarded.
 
     Retention removes discarded letters together with their messages. Raises UnknownGroup.
     """

@@ -2,7 +2,7 @@
 
 No consumer of the group or topic may run during the deletion. The deletion raises an error if a consumer is alive, and
 a starting consumer waits for the lock on the group's row. The deletion first counts the messages that will be lost. A
-dry run uses the same statements.
+dry run executes the same statements and rolls them back.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Loss:
 
 @dataclass(frozen=True, slots=True)
 class TopicLoss:
-    """The data deleted with a topic: unfinished messages per group; `undelivered` messages are in no queue yet."""
+    """The data that is deleted with a topic: the loss per group, and the number of messages that are in no queue."""
 
     topic: str
     undelivered: int
@@ -85,7 +85,7 @@ SELECT (SELECT count(*) FROM {schema}.held WHERE topic_id = %(topic_id)s)
           AND NOT EXISTS (SELECT FROM {schema}.op_log op WHERE op.transaction_id = pending.transaction_id))
 """)
 
-# Retry queue 0 carries retries of all topics, so it is deleted with the group's last subscription.
+# Retry queue 0 has retries of all topics, so it is deleted together with the group's last subscription.
 _RETRY_QUEUES = Statement("""
 SELECT queue_id, number,
        EXISTS (SELECT FROM {schema}.consume_queue entry WHERE entry.queue_id = queue.queue_id)
@@ -100,8 +100,8 @@ DELETE FROM {schema}.queue_lease WHERE group_id = %(group_id)s
   AND queue_id IN (SELECT queue_id FROM {schema}.queue WHERE topic_id = %(topic_id)s
                    UNION ALL SELECT unnest(%(retry_queues)s::integer[]))
 """),
-    # A tick of the sequencer may be queueing these rows. This statement waits for the tick, and the next statement sees
-    # the new entries.
+    # A tick of the sequencer may be turning these rows into entries. This DELETE waits for the tick, and the next
+    # DELETE sees the new entries.
     Statement("DELETE FROM {schema}.scheduled WHERE queue_id = ANY (%(retry_queues)s::integer[])"),
     Statement("DELETE FROM {schema}.consume_queue WHERE queue_id = ANY (%(retry_queues)s::integer[])"),
     Statement("""
@@ -130,8 +130,8 @@ WHERE queue_id IN (SELECT queue_id FROM {schema}.queue JOIN {schema}.topic USING
                    WHERE retry_of = %(group_id)s)
 """
 _FORGET_GROUP = [
-    # Delete the rows of topics to which the group once subscribed. Leases come before offsets, as in all other
-    # statements (docs/internals/storage.md, Locks).
+    # Delete the rows of topics to which the group once subscribed. The statements lock leases before offsets, as all
+    # other statements do (docs/internals/storage.md, Locks).
     Statement("DELETE FROM {schema}.queue_lease WHERE group_id = %(group_id)s"),
     Statement("DELETE FROM {schema}.scheduled" + _ITS_RETRY_QUEUES),
     Statement("DELETE FROM {schema}.consume_queue" + _ITS_RETRY_QUEUES),
@@ -152,7 +152,9 @@ _MARK = Statement("UPDATE {schema}.topic SET deleted_at = now() WHERE topic_id =
 
 
 def delete_group(run: Executor, group: str, *, topic: str | None = None, dry_run: bool = False) -> list[Loss]:
-    """Delete a group, or only its subscription to `topic`; returns the loss (in a dry run: the expected loss) by topic.
+    """Delete a group, or only its subscription to `topic`.
+
+    Return the loss per topic; in a dry run, this is the expected loss.
 
     The group's inbox rows stay in the application's database, and a later group of the same name finds these rows.
     Raises UnknownGroup. Raises UsageError when consumers of the group are alive, or when the group has no subscription
@@ -178,10 +180,10 @@ def delete_group(run: Executor, group: str, *, topic: str | None = None, dry_run
 
 
 def delete_topic(run: Executor, topic: str, *, dry_run: bool = False) -> TopicLoss:
-    """Delete a topic with all subscriptions to it; returns the loss, or the expected loss in a dry run.
+    """Delete a topic with all subscriptions to it. Return the loss; in a dry run, this is the expected loss.
 
     Each process refuses to publish to the deleted topic as soon as it has read the topics again (within 30 s).
-    Retention removes the topic's messages. Another declaration restores the topic. Raises UnknownTopic. Raises
+    Retention removes the topic's messages. If the topic is declared again, it exists again. Raises UnknownTopic. Raises
     UsageError when consumers of the topic are alive.
     """
     topic_id = TopicCatalog(run.schema).get(run.connection, topic).topic_id
@@ -199,11 +201,14 @@ def delete_topic(run: Executor, topic: str, *, dry_run: bool = False) -> TopicLo
 
 
 def refuse_live(run: Executor, *, group_id: int | None = None, topic: str | None = None) -> None:
-    """Raise UsageError if a consumer of this group (None: any group) and this topic (None: any topic) is alive."""
+    """Raise UsageError if a consumer of the group and the topic is alive. None stands for any group or any topic."""
     live = run.rows(_LIVE, {"group_id": group_id, "topic": topic})
     if live:
         consumers = "; ".join(f"{group!r} on {host} (pid {pid})" for group, host, pid in live[:5])
-        text = f"{len(live)} consumers are alive: {consumers}. Stop them, then run this again. Nothing was changed."
+        text = (
+            f"{len(live)} consumers are alive: {consumers}. Stop these consumers and run the command again. "
+            "Nothing was changed."
+        )
         raise UsageError(text)
 
 
@@ -218,7 +223,10 @@ def _unsubscribe(run: Executor, group: str, group_id: int, topic: str, topic_id:
 
 
 def _retry_queues_of(run: Executor, group: str, values: dict[str, Any], *, whole: bool) -> list[int]:
-    """Return the retry queues to delete with a subscription: its topic's, and with the last subscription queue 0."""
+    """Return the retry queues to delete with a subscription.
+
+    The retry queue of the subscription's topic is deleted, and queue 0 too if this is the group's last subscription.
+    """
     is_last = whole or len(run.rows(_SUBSCRIBED, values)) == 1
     found = []
     for queue_id, number, was_used in run.rows(_RETRY_QUEUES, values):
@@ -226,14 +234,15 @@ def _retry_queues_of(run: Executor, group: str, values: dict[str, Any], *, whole
             found.append(queue_id)
         elif number == 0 and was_used:
             raise UsageError(
-                f"group {group!r} has a retry queue of version 0.1 with messages of all its topics, which cannot be "
-                f"separated: delete the whole group, or its other subscriptions too."
+                f"group {group!r} has a retry queue of version 0.1, in which the messages of all its topics are "
+                f"mixed: delete the whole group, or its other subscriptions too."
             )
     return found
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# For tests of applications with a real broker: read the messages that it would deliver, and empty its tables.
+# For tests of applications with a real broker: read the messages that the broker would deliver, and empty the broker's
+# tables.
 
 _VISIBLE = Statement("""
 SELECT topic.name AS topic, log.message_id, log.body, log.key, log.tag, coalesce(log.headers, '{{}}') AS headers,
@@ -275,8 +284,8 @@ def visible(run: Executor, topic: str) -> list[Message]:
 def empty(run: Executor) -> None:
     """Remove all messages, topics, groups and positions, as if the tables had just been installed.
 
-    No process may use the tables during the call. A consumer or leader would continue from positions that no longer
-    exist.
+    No process may use the tables during the call, because a consumer or leader would continue from positions that no
+    longer exist.
     """
     with run.connection.transaction():
         run.execute(_EMPTY)

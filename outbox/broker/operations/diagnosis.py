@@ -1,4 +1,4 @@
-"""Find faults of server, role and declarations before anything fails: the broker's part of the doctor."""
+"""The broker's part of the doctor: find faults of server, role and declarations before they cause a failure."""
 
 from __future__ import annotations
 
@@ -81,7 +81,10 @@ ORDER BY name
 
 
 def diagnose(run: Executor, database: BrokerDatabase) -> Iterator[Condition]:
-    """Run all checks. The connection is in autocommit, to `database`, with the tables installed."""
+    """Run all checks.
+
+    The connection must be in autocommit and connected to `database`, and the tables must be installed.
+    """
     yield from _server(run)
     yield _pooler(run, database)
     yield _clock(run)
@@ -99,17 +102,23 @@ def _server(run: Executor) -> Iterator[Condition]:
         "PostgreSQL version", version >= LEAST_VERSION, f"{version // 10000}", "Upgrade to PostgreSQL 15 or newer."
     )
     for name, remedy in (
-        ("fsync", "Turn it on: without it a crash of the server loses committed messages."),
-        ("full_page_writes", "Turn it on: without it a crash of the server can corrupt the tables."),
+        ("fsync", "Turn fsync on: without it, a crash of the server loses committed messages."),
+        ("full_page_writes", "Turn full_page_writes on: without it, a crash of the server can corrupt the tables."),
     ):
         yield _judged(name, found[name] == "on", found[name], remedy)
     durable = found["synchronous_commit"] != "off"
-    remedy = "Set it to on for the roles that publish and consume: acknowledged messages can be lost."
+    remedy = (
+        "Set synchronous_commit to on for the roles that publish and consume: with off, a crash of the server loses "
+        "messages that outbox has acknowledged."
+    )
     yield _judged("synchronous_commit", durable, found["synchronous_commit"], remedy)
     level = found["default_transaction_isolation"]
-    remedy = "Set it to read committed for the broker's role: publishing fails with serialisation errors otherwise."
+    remedy = (
+        "Set default_transaction_isolation to read committed for the broker's role: with a stricter level, publishing "
+        "fails with serialisation errors."
+    )
     yield _judged("isolation", level == "read committed", level, remedy, Severity.WARNING)
-    remedy = "Turn it on: retention leaves dead rows that only vacuum removes."
+    remedy = "Turn autovacuum on: only vacuum removes the dead rows that retention leaves."
     yield _judged("autovacuum", found["autovacuum"] == "on", found["autovacuum"], remedy, Severity.WARNING)
     [used] = run.one(_CONNECTIONS)
     most = int(found["max_connections"])
@@ -125,8 +134,10 @@ def _pooler(run: Executor, database: BrokerDatabase) -> Condition:
     [pid, _] = run.one(_PID)
     if told == pid:
         return of_text("pooler", Severity.OK, "none in between")
-    remedy = "Give OUTBOX['LISTEN_URL'] a direct URL, so that workers need not poll, or '' if polling is wanted."
-    text = "a pooler is in between, so workers poll"
+    remedy = (
+        "Set OUTBOX['LISTEN_URL'] to a direct URL, so that workers need not poll. If polling is wanted, set it to ''."
+    )
+    text = "the connection goes through a pooler, so workers poll"
     return _judged("pooler", database.listen_conninfo is not None, text, remedy, Severity.WARNING)
 
 
@@ -135,10 +146,10 @@ def _listen_url(database: BrokerDatabase) -> Condition:
         with contextlib.closing(database.open(name="outbox-doctor", direct=True)) as connection:
             leads_straight = connection.is_direct
     except BrokerUnavailable as error:
-        remedy = "Correct OUTBOX['LISTEN_URL']: workers need it to sequence and to consume."
+        remedy = "Correct OUTBOX['LISTEN_URL']: workers need this connection to sequence and to consume."
         return of_text("pooler", Severity.CRITICAL, f"LISTEN_URL leads nowhere: {error}", remedy)
-    text = "LISTEN_URL leads straight to the server" if leads_straight else "LISTEN_URL leads through a pooler"
-    remedy = "Let OUTBOX['LISTEN_URL'] name the server itself: through a pooler workers poll."
+    text = "LISTEN_URL leads to the server without a pooler" if leads_straight else "LISTEN_URL leads through a pooler"
+    remedy = "Set OUTBOX['LISTEN_URL'] to a URL of the server itself: through a pooler, workers must poll."
     return _judged("pooler", leads_straight, text, remedy, Severity.WARNING)
 
 
@@ -146,13 +157,15 @@ def _clock(run: Executor) -> Condition:
     before = time.time()
     [_, there] = run.one(_PID)
     skew = there - (before + time.time()) / 2
-    remedy = "Synchronise the clocks (NTP): ids, delays and ages are computed with both."
+    remedy = "Synchronise the clocks of this machine and the server (NTP): ids, delays and ages come from both."
     return _judged("clock", abs(skew) < CLOCK_SECONDS, f"{skew:+.3f} s from here", remedy, Severity.WARNING)
 
 
 def _timeouts(run: Executor) -> Iterator[Condition]:
     found = [f"{setting} ({role}, {database})" for role, database, setting in run.rows(_TIMEOUTS)]
-    remedy = "They hold for sends and handlers, not for the broker itself. Make sure that handlers fit into them."
+    remedy = (
+        "These timeouts apply to sends and handlers, not to the broker itself. Make sure that handlers need less time."
+    )
     yield _judged("timeouts of roles", not found, ", ".join(found) or "none", remedy, Severity.WARNING)
 
 
@@ -162,7 +175,7 @@ def _grants(run: Executor, subject: str = "grants") -> Condition:
     if not missing:
         return of_text(subject, Severity.OK, "complete")
     role, schema = run.one(_ROLE, {"schema": run.schema})
-    # The default privileges cover the tables of later versions.
+    # ALTER DEFAULT PRIVILEGES also gives the rights on tables that later versions create.
     remedy = "; ".join(
         f"{how} GRANT {rights} {kind} TO {role}".lstrip()
         for rights, every, later in (
@@ -184,7 +197,10 @@ def _grants(run: Executor, subject: str = "grants") -> Condition:
 
 
 def _direct_grants(database: BrokerDatabase) -> Iterator[Condition]:
-    """Check the grants of the direct connection's role, which may be another role. Ticks and retention need them."""
+    """Check the grants of the direct connection's role, which may be another role.
+
+    Ticks and retention need these grants.
+    """
     if not database.listen_conninfo:
         return
     subject = "grants of LISTEN_URL"
@@ -192,22 +208,30 @@ def _direct_grants(database: BrokerDatabase) -> Iterator[Condition]:
         with contextlib.closing(database.open(name="outbox-doctor", direct=True)) as connection:
             yield _grants(Executor(connection, database.schema), subject)
     except (BrokerUnavailable, psycopg.Error) as error:
-        remedy = "Correct OUTBOX['LISTEN_URL'], or let its role connect: without it nothing is sequenced."
+        remedy = "Correct OUTBOX['LISTEN_URL'], or let its role connect: without it, no process makes ticks."
         yield of_text(subject, Severity.CRITICAL, str(error).strip(), remedy)
 
 
 def _sees_sessions(run: Executor) -> Condition:
     [sees] = run.one(_SEES_SESSIONS)
-    remedy = "GRANT pg_read_all_stats to it: the status cannot name sessions of other roles that hold locks."
-    return _judged("sessions", sees, "visible" if sees else "of other roles are hidden", remedy, Severity.WARNING)
+    remedy = (
+        "GRANT pg_read_all_stats to the broker's role: without it, the status cannot name sessions of other roles that "
+        "hold locks."
+    )
+    return _judged(
+        "sessions", sees, "visible" if sees else "sessions of other roles are hidden", remedy, Severity.WARNING
+    )
 
 
 def _declared(run: Executor) -> Iterator[Condition]:
     lonely = [name for (name,) in run.rows(_TOPICS)]
-    remedy = "No group reads them: a subscriber is missing or misspells the topic, or the topic can be deleted."
+    remedy = "No group reads these topics: a subscriber is missing or misspells the topic, or the topic can be deleted."
     yield _judged("topics without a group", not lonely, ", ".join(lonely) or "none", remedy, Severity.WARNING)
     idle = [name for (name,) in run.rows(_GROUPS)]
-    remedy = "Start a worker of that service. Messages for a group without one are kept up to 30 days."
+    remedy = (
+        "Start a worker of the group's service. Retention keeps the messages of a group without a consumer for "
+        "up to 30 days."
+    )
     yield _judged("groups without a consumer", not idle, ", ".join(idle) or "none", remedy, Severity.WARNING)
 
 

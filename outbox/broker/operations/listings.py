@@ -16,9 +16,10 @@ from outbox.broker.groups.registration import unknown_group
 from outbox.broker.operations.trace import TracedAnswer, TracedMessage, trace
 from outbox.transaction import STILL_RUNNING
 
-# A group may have as many dead letters as messages. So its errors are counted in this many of its newest letters.
+# A group may have as many dead letters as messages. So only the errors of this many newest dead letters of a group are
+# counted.
 COUNTED: Final = 10_000
-# At most this many errors are listed, for all groups together.
+# The maximum number of rows that `list_errors` returns, for all groups together.
 MOST_ERRORS: Final = 200
 
 _BOUND: Final = Statement("""
@@ -74,7 +75,7 @@ _GROUP: Final = Statement("SELECT name, paused, broadcast FROM {schema}.consumer
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A consumer group with its present flags."""
+    """A consumer group: its name, whether it is paused now, and whether it is a broadcast group."""
 
     name: str
     paused: bool
@@ -125,10 +126,10 @@ class Consumer:
 
 @contextmanager
 def bounded(run: Executor, *, seconds: float) -> Iterator[None]:
-    """Open a read-only transaction with limits: `seconds` per statement, and one second per wait for a lock.
+    """Open a read-only transaction in which a statement may take `seconds`, and a wait for a lock one second.
 
-    A statement past the limit raises psycopg's QueryCanceled. The limits end with this transaction. So they do not
-    reach the next transaction behind a pooler.
+    If a statement takes longer, it raises psycopg's QueryCanceled. The limits apply to this transaction only, so they
+    do not apply to the next transaction that a pooler sends through the same session.
     """
     with run.connection.transaction():
         run.execute(_BOUND, {"milliseconds": str(round(seconds * 1000))})
@@ -146,7 +147,7 @@ def group_now(run: Executor, group: str) -> Group:
 def list_errors(run: Executor, group: str | None = None) -> list[ErrorGroup]:
     """Return the unsettled dead letters by group and type of error, the most frequent first.
 
-    It returns at most MOST_ERRORS rows, and reads the newest COUNTED letters of each group.
+    The function returns at most MOST_ERRORS rows. It reads only the newest COUNTED dead letters of each group.
     """
     return run.objects(ErrorGroup, _ERRORS, {"group": group, "limit": COUNTED, "most": MOST_ERRORS})
 
@@ -162,8 +163,9 @@ def list_waiting(
 ) -> list[WaitingMessage]:
     """Return a page of scheduled messages, the message that is due next first.
 
-    `group` and `topic` limit the page to their messages. With `delayed`, it has only the messages that wait for their
-    delivery time. To read the next page, pass `due_at` and `schedule_id` of the last message as `after`.
+    With `group` or `topic`, the page has only messages of this group or topic. With `delayed`, the page has only
+    messages that wait for their delivery time. To read the next page, pass `due_at` and `schedule_id` of the last
+    message as `after`.
     """
     after_at, after_id = after or (None, None)
     values = {"group": group, "topic": topic, "delayed": delayed, "after_at": after_at, "after_id": after_id}
@@ -178,17 +180,18 @@ def list_consumers(run: Executor, group: str, *, limit: int = 200) -> list[Consu
 # ---------------------------------------------------------------------------------------------------------------------
 # Open transactions in the broker: stored half messages without a decision, from any sender.
 #
-# Messages of a `message_transaction()` without a local transaction are not among them: they exist only in their
-# process. An open transaction blocks only its keys on FIFO topics.
+# Messages of a `message_transaction()` that has no local transaction are not in these lists, because such messages
+# exist only in the process that publishes them. An open transaction blocks only its keys on FIFO topics.
 
 
 @dataclass(frozen=True, slots=True)
 class OpenTransaction:
     """A half transaction without a decision.
 
-    `state`: new (the half scan has not found it yet), waiting (its group is asked at `due_at`) or parked. `is_immune`:
-    its immunity has not ended. `transactional_id` and `epoch` belong to a fenced producer, else None. `fenced`: a newer
-    instance has replaced the producer. `key` is the key of the first message; it is empty if this message has no key.
+    `state`: new (the half scan has not found the transaction yet), waiting (the broker asks the producer group at
+    `due_at`) or parked. `is_immune`: the transaction is younger than its immunity. `transactional_id` and `epoch` are
+    None if the producer has no transactional id. `fenced`: a newer instance with the same transactional id has replaced
+    the producer. `key` is the key of the first message; it is empty if this message has no key.
     """
 
     transaction_id: UUID
@@ -208,15 +211,15 @@ class OpenTransaction:
 
     @property
     def may_run(self) -> str:
-        """Return why its local transaction may still run; empty if no reason is known or if it is parked."""
+        """The reason why the local transaction may still run; empty if none is known or the transaction is parked."""
         if self.state == "parked":
             return ""
         if self.state == "new":
-            return "the half scan has not found it yet"
+            return "the half scan has not found the transaction yet"
         if self.is_immune:
-            return "it is younger than its immunity"
+            return "the transaction is younger than its immunity"
         if (self.last_answer or "").startswith(STILL_RUNNING):
-            return "it still ran when check-back asked last"
+            return "it was still running at the last check"
         return ""
 
 
@@ -231,7 +234,7 @@ class Description:
 
 _LAST_SCAN: Final = Statement("SELECT snapshot::text FROM {schema}.half_scan ORDER BY scan_id DESC LIMIT 1")
 
-# Find the rows that the half scan has not read yet. Like the scan, use the snapshot of the last scan.
+# Find the rows that the half scan has not read yet: the rows that the snapshot of the last scan does not contain.
 _NEW: Final = """
     SELECT transaction_id, log_id, NULL::timestamptz AS parked_at, 0 AS checks, NULL::timestamptz AS due_at,
            NULL::text AS last_answer, true AS is_immune, true AS new

@@ -24,7 +24,7 @@ SELECT EXISTS (SELECT FROM {schema}.consumer_group WHERE name = ANY (%(groups)s:
 
 
 def is_used_by(run: Executor, *, producer_group: str, consumer_groups: Sequence[str]) -> bool:
-    """Whether the broker knows one of the consumer groups, or still stores messages of the producer group."""
+    """Return whether the broker knows one of the consumer groups, or still stores messages of the producer group."""
     parameters = {"producer_group": producer_group, "groups": arrays.texts(list(consumer_groups))}
     return bool(run.one(_IS_USED_BY, parameters)[0])
 
@@ -54,12 +54,12 @@ WHERE EXISTS (SELECT FROM {schema}.commit_log log WHERE log.message_id = given.m
 
 
 def deliverable(run: Executor, handled: Sequence[tuple[str, int, UUID]]) -> set[int]:
-    """Return the positions in `handled` of the messages that the broker could deliver again.
+    """Return the indexes (in the list `handled`) of the messages that the broker could deliver again.
 
-    Each entry of `handled` is a consumer group, its generation when it handled the message, and the message id.
-    Retention removes a message from the log once no group waits for it, so a message that is not in the log is not
-    delivered. An operator may move a group back to any message in the log. An unknown group gets no messages, and no
-    group returns to an older generation.
+    Each element of `handled` has a consumer group, the generation in which the group handled the message, and the
+    message id. Retention removes a message from the log once no group waits for it, so a message that is not in the log
+    is not delivered. An operator may move a group back to any message in the log. An unknown group gets no messages,
+    and no group returns to an older generation.
     """
     values = {
         "groups": arrays.texts([group for group, _, _ in handled]),
@@ -78,7 +78,10 @@ INBOX: Final = "inbox"
 
 @dataclass(frozen=True, slots=True)
 class PruningBehind:
-    """A ledger or inbox of a service. Pruning should have examined its oldest unexamined row `seconds` ago."""
+    """A ledger or inbox of a service.
+
+    `seconds`: for this long, the oldest row that pruning has not examined has been due for pruning.
+    """
 
     producer_group: str
     alias: str
@@ -129,6 +132,6 @@ FROM {schema}.pruned_table ORDER BY seconds DESC
 def pruning_behind(run: Executor) -> list[PruningBehind]:
     """Return every table that any service has reported, the table furthest behind first.
 
-    If the passes fail or do not run, `seconds` grows.
+    While pruning fails or does not run, `seconds` grows.
     """
     return run.objects(PruningBehind, _PRUNING_BEHIND)

@@ -1,14 +1,15 @@
-"""The progress of each consumer group on each queue. This module makes all statements about lag and positions.
+"""The progress of each consumer group on each queue. All SQL statements about lag and positions are in this module.
 
 `list_queues` returns the queues of one group, for an operator. `GROUPS` sums the same figures per group and topic, for
-the summary. Both select from the CTE `progress`.
+the summary. `list_queues` and `GROUPS` select from the same CTE `progress`.
 
-Two other modules also read positions. The audit (`audit.py`) counts entry by entry, so that it can contradict these
-figures. Retention (`maintenance/retention.py`) needs only the smallest position of each queue. All of them find the
-valid row of a position by `groups/offsets.py::newest_offset`.
+Two other modules also read the positions of groups. The audit (`audit.py`) counts entry by entry, so that the audit can
+find an error in the figures of this module. Retention (`maintenance/retention.py`) needs only the smallest position of
+each queue. These three modules find the valid row of a position with `groups/offsets.py::newest_offset`.
 
 Messages of running handlers are part of the lag, because the tables do not store which messages these are. A retry that
-waits for its time is in no queue yet. The summary counts such retries per group (`GroupRest.retrying`).
+waits for its time is in no queue yet. The summary counts the retries of each group that wait for their time
+(`GroupRest.retrying`).
 """
 
 from __future__ import annotations
@@ -27,18 +28,18 @@ from outbox.broker.groups.offsets import newest_offset
 
 @dataclass(frozen=True, slots=True)
 class QueueProgress:
-    """The progress of a group on one queue. The group's position is `next_offset`, and the queue's end is `head`.
+    """The progress of a group on one queue.
 
-    A retry queue's topic is `%RETRY%group/topic`. `layout` is the generation of the topic's queues. A change of the
-    queue count starts a new generation. `floor` is the oldest offset that the broker still has; unconsumed entries
-    below it are `expired`.
+    The position of the group is `next_offset`, and the end of the queue is `head`. A retry queue's topic is
+    `%RETRY%group/topic`. `layout` is the generation of the topic's queues. A change of the queue count starts a new
+    generation. `floor` is the oldest offset that the broker still has; unconsumed entries below it are `expired`.
 
-    `lag` counts the entries from the position to the end, including those in running handlers. `oldest_at`: the time
-    since which the first of these entries could be consumed. `queued` and the counters after it are totals since the
-    group's start. `owner` is None if no process holds a live lease. `stopped` is the error that stopped the queue, if
-    one did. `blocked_by` is set if the queue is consumed in order and an attempt at its next message has failed. It is
-    the id of this message. `blocked_error` is the message's last error, and `blocked_since` is the time of its first
-    failure.
+    `lag` counts the entries from the position to the end of the queue, including the entries in running handlers.
+    `oldest_at` is the time from which the entry at the position could be consumed. `queued` and the fields after
+    `queued` are totals from the start of the group. `owner` is None if no process holds a live lease. If an error has
+    stopped the queue, `stopped` is this error. If the queue is consumed in order and an attempt at its next message has
+    failed, `blocked_by` is the id of this message, `blocked_error` is the last error of the message, and
+    `blocked_since` is the time of its first failure.
     """
 
     group: str
@@ -74,8 +75,8 @@ greatest(queue.floor, coalesce((SELECT queue_offset + 1 FROM {schema}.consume_qu
                                 WHERE entry.queue_id = queue.queue_id ORDER BY queue_offset DESC LIMIT 1), 0))
 """
 
-# All positions, read in one scan. A look-up for each of the 32,000 pairs of 200 topics and 20 groups takes several
-# times as long. The statement looks up the end of each queue separately.
+# This statement reads all positions in one scan. With 200 topics and 20 groups, a look-up for each of the 32,000 pairs
+# of group and queue takes several times as long as the scan. The statement looks up the end of each queue separately.
 EVERY: Final = (
     """
 newest AS MATERIALIZED (
@@ -107,7 +108,10 @@ _OF_WANTED: Final = (
 
 
 def _progress(positions: str) -> str:
-    """Return the CTE `progress` and the CTEs that it reads. `positions` has the joins to `ends` and `newest`."""
+    """Return the CTE `progress` and the CTEs that it reads.
+
+    The SQL text `positions` has the joins to `ends` and `newest`.
+    """
     return (
         """
 place AS (
@@ -164,7 +168,7 @@ place AS (
     )
 
 
-# The sums per group and topic; the retry queues of a group have a separate row.
+# This statement sums the figures per group and topic. The retry queues of a group have a separate row.
 GROUPS: Final = (
     "WITH "
     + EVERY
@@ -205,7 +209,7 @@ def list_queues(run: Executor, group: str | None = None, topic: str | None = Non
 
 
 def list_blocked(run: Executor, *, limit: int) -> Sequence[QueueProgress]:
-    """Return the queues whose next message has failed, the longest blocked first."""
+    """Return the queues whose next message has failed; the queue that has been blocked longest comes first."""
     return run.objects(QueueProgress, _BLOCKED, {"group": None, "topic": None, "ordered": True, "limit": limit})
 
 
@@ -228,8 +232,8 @@ class Newcomer:
     without_consumers: list[str]
 
 
-# The statement reads only the ends of each queue and the position of each group. So it takes as long for a long topic
-# as for a short one.
+# The statement reads only the first and the last offset of each queue, and the position of each group. So the number of
+# messages in a topic does not change its duration.
 _NEWCOMERS = Statement(
     """
 WITH wanted AS (
@@ -269,7 +273,7 @@ ORDER BY wanted.consumer_group, wanted.name
 
 
 def newcomers(run: Executor, wanted: Sequence[tuple[str, str]]) -> list[Newcomer]:
-    """Return the wanted pairs of a new group and a topic, if other groups have handled the topic."""
+    """Return the pairs (group, topic) of `wanted` with a new group, and with a topic that other groups have handled."""
     if not wanted:
         return []
     groups, topics = zip(*wanted, strict=True)

@@ -1,7 +1,7 @@
 """The rules find the conditions that hold now. `survey` evaluates all rules, `probe` only the two cheap rules.
 
-A rule yields conditions of the catalogue (`conditions.py`). Status, probe, metrics, alerts and operator page show the
-result.
+The catalogue of all conditions is `conditions.py`. Status, probe, metrics, alerts and operator page show the conditions
+that the rules find.
 """
 
 from __future__ import annotations
@@ -76,9 +76,9 @@ SELECT producer_group AS group, name AS pass,
 FROM {schema}.periodic_pass ORDER BY began_at
 """)
 
-# Publishing transactions that were in progress when the broker last resynchronised. Such a transaction holds a lock on
-# op_log. Every role sees locks. Without pg_read_all_stats, PostgreSQL shows neither state nor age of another role's
-# session.
+# Publishing transactions that were in progress when the broker last resynchronised. The statement finds publishing
+# transactions by their lock on op_log, because every role can see locks. Without pg_read_all_stats, PostgreSQL shows
+# neither state nor age of another role's session.
 _OPEN_SINCE_RESYNC: Final = Statement("""
 SELECT CASE WHEN written.pid IS NOT NULL THEN 'session ' || written.pid
             ELSE 'prepared transaction ' || coalesce(quote_literal(prepared.gid), held.transactionid::text) END AS who,
@@ -101,8 +101,8 @@ WHERE written.relation = '{schema}.op_log'::regclass AND written.mode = 'RowExcl
 ORDER BY age_seconds DESC NULLS LAST
 """)
 
-# The newest thousand incidents of each kind, so that many incidents of one kind do not hide another kind. The statement
-# sorts only narrow rows.
+# The newest thousand incidents of each kind, so that many incidents of one kind do not hide another kind. The inner
+# statement sorts only ids, because sorting whole rows would take longer.
 _INCIDENTS: Final = Statement("""
 SELECT kind, open, count(*), (array_agg(subject ORDER BY incident_id DESC))[1:3],
        (array_agg(detail ORDER BY incident_id DESC))[1], max(at)::text
@@ -163,10 +163,10 @@ def _of_broker(run: Executor, limits: Thresholds, summary: Summary) -> Iterator[
 
 
 def probe(run: Executor, limits: Thresholds | None = None) -> ConditionReport:
-    """Return whether a process sequences in time. Raises psycopg.Error.
+    """Return whether a leader runs and makes its ticks in time. Raises psycopg.Error.
 
-    The probe makes two look-ups by index, and takes no longer for larger tables. So a load balancer may call it every
-    second.
+    The probe makes two look-ups by index, so its duration does not depend on the size of the tables. So a load balancer
+    may call the probe every second.
     """
     leader, snapshot = run.one(_LEADER)
     if leader is None:
@@ -175,14 +175,14 @@ def probe(run: Executor, limits: Thresholds | None = None) -> ConditionReport:
 
 
 def _without_leader(limits: Thresholds, seconds: float | None) -> Severity | None:
-    """Return the severity if no process leads: critical if none has ever led."""
+    """Return the severity for a broker without a leader: critical if no process has ever led."""
     return Severity.CRITICAL if seconds is None else limits.no_sequencer_seconds.judge(seconds)
 
 
 def _undelivered(run: Executor, limits: Thresholds, snapshot: str) -> Judged:
-    """Judge how long the oldest decision waits that the tick with this snapshot could not see."""
+    """Judge the waiting time of the oldest decision that the tick with this snapshot could not see."""
     seen = Snapshot.parse(snapshot)
-    # The statement is not prepared, because a plan without the values would read the whole table.
+    # The statement is not prepared, because a plan made without the values of the snapshot would read the whole table.
     [seconds] = run.one(_UNREAD, {"xmax": str(seen.xmax), "xip": xids(seen.in_progress)}, prepare=False)
     return limits.tick_late_seconds.judge(seconds), {"waiting": "decided", "seconds": seconds}
 
@@ -275,7 +275,7 @@ def _fact(one: DatabaseComparison) -> Fact:
 
 
 def reset_command(one: DatabaseComparison) -> str:
-    """Return the command that repeats a group's missing effects; the inbox skips the messages that it still knows."""
+    """Return the command that makes a group handle the lost messages again; messages in the inbox are skipped."""
     assert one.first_at is not None
     # The time on a command line has whole microseconds.
     at = (one.first_at - timedelta(milliseconds=1)).isoformat()
@@ -285,8 +285,9 @@ def reset_command(one: DatabaseComparison) -> str:
 # ---------------------------------------------------------------------------------------------------------------------
 # Conditions of undecided transactions: no producer answers the checks, or no producer knows the outcome.
 
-# The first few transactions of a producer group whose check is due. The statement reads at most two hundred rows. If
-# all of these are decided by now, the condition has no examples and names the command that lists the transactions.
+# Three undecided transactions of a producer group whose check is due. The statement reads at most two hundred rows. If
+# all transactions of these rows are decided now, the condition has no examples and names the command that lists the
+# transactions.
 _UNANSWERED: Final = Statement("""
 SELECT transaction_id::text
 FROM (SELECT transaction_id FROM {schema}.pending_check WHERE producer_group = %(group)s AND parked_at IS NULL
@@ -341,7 +342,7 @@ def _parked(run: Executor, limits: Thresholds, summary: Summary) -> Iterator[Con
         }
         for transaction, group, age, reason, checks, answer in rows
     ]
-    # The oldest two hundred transactions may have been decided meanwhile.
+    # `facts` is empty if all of the oldest two hundred transactions have been decided after the summary was counted.
     yield Condition("parked", severity, facts or [{"list": "`outbox_transaction list --parked` lists them"}], count)
 
 
@@ -352,8 +353,8 @@ def _parked(run: Executor, limits: Thresholds, summary: Summary) -> Iterator[Con
 _RATE_WINDOW_SECONDS: Final = 60.0
 
 # Broadcast groups store no positions, so no message waits if none of their instances runs. A consumer that leaves its
-# group sets the `expires_at` of its leases to that moment. The result is null if the group has never consumed the
-# topic.
+# group sets the `expires_at` of its leases to the present time. The time without a consumer is null if the group has
+# never consumed the topic.
 _NO_WORKER: Final = Statement("""
 WITH alive AS MATERIALIZED (
     SELECT DISTINCT group_id, unnest(topics) AS topic FROM {schema}.consumer WHERE expires_at > clock_timestamp()
@@ -409,7 +410,8 @@ def _no_worker(run: Executor, limits: Thresholds, groups: Iterable[GroupProgress
     lags = {(one.group, one.topic): one.lag for one in groups}
     by_group: dict[str, dict[str, float | None]] = {}
     rows = run.rows(_NO_WORKER)
-    # If a consumer runs and fails, `process_failing` reports it. Starting another worker would not help.
+    # If a consumer process runs and fails, the condition `process_failing` reports the failure. Starting another worker
+    # would not help.
     failing = (
         [one for one in failing_parts.failing(run) if one.part in (ProcessPart.CONSUMING, ProcessPart.LEASES)]
         if rows
@@ -490,9 +492,10 @@ def _retry_storms(run: Executor, limits: Thresholds) -> Iterator[Condition]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Conditions of handlers that kill or hang their process, or pause because a service they need is down.
+# Conditions of handlers that kill or hang their process, and of subscriptions that pause because of an outage.
 
-# A process that dies this often within this many seconds is in a crash loop; there is an incident per death.
+# A process that dies at least `_DEATHS` times within `_DEATHS_SECONDS` is in a crash loop. Each death is stored as an
+# incident.
 _DEATHS: Final = 3
 _DEATHS_SECONDS: Final = 600.0
 _CRASH_LOOPS: Final = Statement("""
@@ -503,8 +506,8 @@ FROM (SELECT * FROM {schema}.incident
 GROUP BY subject HAVING count(*) >= %(deaths)s ORDER BY 2 DESC
 """)
 
-# The first suspects of each kind, so that many messages that kill their process do not hide a message whose handler
-# hangs.
+# The first suspects of each kind, killing or hanging, so that many messages that kill their process do not hide a
+# message whose handler hangs.
 _SUSPECTS: Final = Statement("""
 SELECT hung, consumer_group.name, log.message_id::text, log.key, deaths,
        extract(epoch FROM clock_timestamp() - suspected_at)::double precision, evidence, total
@@ -527,7 +530,7 @@ GROUP BY 1, 2 ORDER BY 4 DESC
 
 
 def _of_suspects(run: Executor, limits: Thresholds, summary: Summary) -> Iterator[Condition]:
-    """Return the conditions of handlers that kill, hang or pause their process."""
+    """Return the conditions of handlers that kill or hang their process, and of subscriptions in an outage."""
     yield from condition(
         "crash_loop",
         [
@@ -583,7 +586,8 @@ FROM pg_prepared_xacts WHERE database = current_database()
 ORDER BY 5 DESC
 """)
 
-# Blocked and blocking sessions, if the blocked one uses the broker's tables or belongs to the broker.
+# Sessions that wait for a lock, with the sessions that block them. The waiting session uses the broker's tables or
+# belongs to the broker.
 _LOCKS: Final = Statement("""
 SELECT 'session ' || blocker.pid, blocker.application_name, coalesce(blocker.state, 'not visible'),
        blocker.query_start::text, extract(epoch FROM clock_timestamp() - blocker.xact_start)::double precision,
@@ -755,13 +759,13 @@ def survey(run: Executor, limits: Thresholds | None = None) -> Survey:
     """Return all conditions that hold now, on an autocommit connection outside a transaction.
 
     If the tables do not fit this code, or a session keeps them locked for more than a second, the verdict contains only
-    the condition for this.
+    one condition: `schema_version` or `lock_held`.
     """
     limits = limits or Thresholds()
     try:
         with lock_limited(run.connection):
             check_schema(run.connection, run.schema)
-        # If `read` counts anew, it does so in a separate transaction.
+        # If `read` has to count, it counts in a separate transaction.
         summary = summaries.read(run)
         with lock_limited(run.connection):
             return Survey(worst_first(one for rules in _RULES for one in rules(run, limits, summary)), summary)
@@ -772,6 +776,6 @@ def survey(run: Executor, limits: Thresholds | None = None) -> Survey:
 
 
 def unusable(error: Exception) -> ConditionReport:
-    """Return the verdict on a broker that cannot answer, from a SchemaError or an error of the connection."""
+    """Return the verdict on a broker that does not answer; `error` is a SchemaError or an error of the connection."""
     name = "schema_version" if isinstance(error, SchemaError) else "unreachable"
     return worst_first(condition(name, [(Severity.CRITICAL, {"error": str(error).strip()})]), is_complete=False)

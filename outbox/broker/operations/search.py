@@ -61,11 +61,12 @@ def find_messages(
     before: int | None = None,
     limit: int = 100,
 ) -> list[FoundMessage]:
-    """Return a page of messages, the newest first: all, or those of a topic or with a key.
+    """Return a page of messages, the newest first.
 
-    `since` (None: the last day) is inclusive and `until` exclusive; both are times of storing. To read the next page,
-    pass the last log id of this page as `before`. The function reads all messages stored in that time, which takes some
-    seconds per ten million messages.
+    With `topic` or `key`, all messages of the page have this topic or key. The page has messages that were stored at
+    `since` or later, and before `until`. If `since` is None, the page has messages of the last day. To read the next
+    page, pass the last log id of this page as `before`. The function reads all messages stored between `since` and
+    `until`, which takes some seconds per ten million messages.
     """
     values = {"key": key, "topic": topic, "since": since, "until": until, "before": before, "limit": limit}
     # The statement is not prepared, because the plan must see the length of the time span.
@@ -73,7 +74,8 @@ def find_messages(
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Browse the stored messages of a topic page by page, for operators; on request also undecided messages.
+# Browse the stored messages of a topic page by page, for operators. With `uncommitted`, the pages also have undecided,
+# rolled back and recalled messages.
 #
 # Consumers cannot read undecided or rolled-back messages, because such messages never reach a queue.
 
@@ -102,9 +104,9 @@ class StoredMessage:
             return "base64:" + base64.b64encode(self.body).decode()
 
     def without(self, names: Collection[str]) -> StoredMessage:
-        """Return the message with *** for the fields of these names.
+        """Return the message with *** as the value of each field that has one of these names.
 
-        A body that is not JSON is left out, because fields cannot be found in it.
+        A body that is not JSON is left out, because this function finds fields in JSON only.
         """
         try:
             body = json.dumps(masked_value(json.loads(self.body), names), ensure_ascii=False)
@@ -113,11 +115,12 @@ class StoredMessage:
         return replace(self, body=body.encode(), headers=masked_value(self.headers, names))
 
     def as_json(self) -> dict[str, Any]:
-        """Return plain values except for ids and times."""
+        """Return the fields as a dict; ids and times keep their Python types."""
         return {name: getattr(self, name) for name in self.__slots__ if name != "body"} | {"body": self.text()}
 
 
-# There is no index by topic either. The time limits the rows to read, and the statement reads the newest rows first.
+# There is no index by topic, because it would make the storing of every message slower. The statement reads only rows
+# of the given span of time, the newest rows first.
 _BROWSE: Final = Statement(f"""
 SELECT log.log_id, log.message_id, log.transaction_id, log.key, log.tag, coalesce(log.headers, '{{{{}}}}') AS headers,
        log.content_type, log.body, log.stored_at, log.deliver_at, {STATE} AS state
@@ -143,16 +146,17 @@ def browse(
 ) -> list[StoredMessage]:
     """Return a page of the stored messages of a topic, the newest first.
 
-    `since` limits the messages by time; None means the last day. The page has committed messages. With `uncommitted`,
-    it also has undecided, rolled back and recalled messages, each with its state. To read the next page, pass the last
-    log id of this page as `after`. The function reads the messages of all topics that were stored in that time.
+    The page has committed messages that were stored after `since`; without `since`, messages of the last day. With
+    `uncommitted`, the page also has undecided, rolled back and recalled messages, each with its state. To read the next
+    page, pass the last log id of this page as `after`. The function reads the messages of all topics that were stored
+    after `since`.
     """
     values = {"topic": topic, "uncommitted": uncommitted, "since": since, "after": after, "limit": limit}
     return run.objects(StoredMessage, _BROWSE, values, prepare=False)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# A message's body and headers. They have a separate statement, because only some operators may see them.
+# A message's body and headers. Body and headers have a separate statement, because only some operators may see them.
 
 _CONTENT: Final = Statement("""
 SELECT topic.name AS topic, content_type, octet_length(body) AS size, body, headers

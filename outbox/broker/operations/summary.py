@@ -1,8 +1,8 @@
 """The summary: numbers that take long to count, counted in the background and read as one row.
 
-The leading process refreshes the summary (`summaries`). If counting takes long, it refreshes more rarely. Readers also
-get the age of the summary. If no process leads and the summary is old, the reader counts at once. `overview` adds the
-leader and the live consumers. Times are seconds since 1970 by the database's clock.
+The leading process refreshes the summary (`summaries`). If counting takes long, the process refreshes the summary more
+rarely. Readers also get the age of the summary. If no process leads and the summary is old, the reader counts the
+numbers itself. `overview` adds the leader and the live consumers. Times are seconds since 1970 by the database's clock.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from outbox.broker.operations.progress import EVERY, GROUPS, QueueProgress, list
 from outbox.errors import BrokerUnavailable
 from outbox.utils.periodic import BackgroundLoop
 
-# Per group, the figures outside of its queues: unsettled dead letters, and retries that wait for their time.
+# The figures of a group that are not about its queues: unsettled dead letters, and retries that wait for their time.
 _RESTS: Final = """
 SELECT consumer_group.name AS group, consumer_group.paused, consumer_group.broadcast,
        coalesce(letters.dead, 0) AS dead, extract(epoch FROM letters.newest)::double precision AS newest_dead_at,
@@ -43,7 +43,8 @@ LEFT JOIN (SELECT retry_of AS group_id, count(*) AS waiting
 ORDER BY consumer_group.name
 """
 
-# Per producer group: undecided and parked half transactions, the oldest ones, and the time since which a check is due.
+# Per producer group: the number of undecided and of parked transactions, the time of the oldest of each, and the time
+# at which the first check became due.
 _PRODUCERS: Final = """
 SELECT producer_group AS group, count(*) FILTER (WHERE parked_at IS NULL) AS undecided,
        count(*) FILTER (WHERE parked_at IS NOT NULL) AS parked,
@@ -91,8 +92,8 @@ GROUP BY topic.topic_id ORDER BY topic.name
 """
 )
 
-# One statement reads all figures above, the time, and the number of assigned log ids. Separate statements would cost
-# more round trips every few seconds, even when nothing happens.
+# One statement reads the figures of groups, producers and topics, the time, and the number of assigned log ids. With
+# separate statements, the leader would make more round trips every few seconds, even if there are no messages.
 _COUNT: Final = Statement(f"""
 SELECT extract(epoch FROM clock_timestamp())::double precision,
        (SELECT CASE WHEN has_sequence_privilege(ids, 'SELECT, USAGE') THEN coalesce(pg_sequence_last_value(ids), 0) END
@@ -103,7 +104,7 @@ SELECT extract(epoch FROM clock_timestamp())::double precision,
        (SELECT coalesce(jsonb_agg(to_jsonb(counted)), '[]') FROM ({_TOPICS}) AS counted)
 """)
 
-# Enough summaries are kept for the rates of the last quarter of an hour.
+# The statement deletes summaries that are older than a quarter of an hour. Rates are computed from the newer summaries.
 _STORE: Final = Statement("""
 WITH trimmed AS (
     DELETE FROM {schema}.summary WHERE at < clock_timestamp() - interval '15 minutes'
@@ -134,10 +135,11 @@ SELECT extract(epoch FROM at)::double precision, totals FROM {schema}.summary OR
 
 _Row = TypeVar("_Row")
 
-# Readers do not use a summary older than this, because the process that wrote it has stopped.
+# Readers do not use a summary that is older than this (seconds), because the process that wrote the summary has
+# stopped.
 FRESH_SECONDS: Final = 60.0
-# The largest share of the time that a process spends on counting in the background. If a count takes long, the next one
-# comes later.
+# The largest share of the time that a process spends on counting in the background. The longer a count takes, the later
+# the next count begins.
 SHARE: Final = 0.05
 _BLOCKED_NAMED: Final = 20
 
@@ -146,9 +148,9 @@ _BLOCKED_NAMED: Final = 20
 class GroupProgress:
     """A consumer group on one topic, or on its retry queue. `lag` counts queued and unfinished messages.
 
-    `oldest_at`: the time since which the first unfinished message could be consumed. `queued` and the counters that
-    follow are totals since the group's start. `blocked` and `stopped` count queues. A broadcast group has no such row:
-    it stores no positions.
+    `oldest_at` is the time from which the first unfinished message could be consumed. `queued` and the fields after
+    `queued` are totals from the start of the group. `blocked` and `stopped` count queues. A broadcast group has no
+    `GroupProgress`, because a broadcast group stores no positions.
     """
 
     group: str
@@ -183,7 +185,7 @@ class GroupRest:
 
 @dataclass(frozen=True, slots=True)
 class ProducerProgress:
-    """A producer group's undecided half transactions. `due_since`: the time since which the oldest check is due."""
+    """The undecided transactions of a producer group. `due_since`: the time at which the first check became due."""
 
     group: str
     undecided: int
@@ -195,9 +197,10 @@ class ProducerProgress:
 
 @dataclass(frozen=True, slots=True)
 class TopicProgress:
-    """The figures of a topic: messages ever `queued`, and messages that are in no queue yet.
+    """The figures of a topic.
 
-    `behind_since`: the time at which the oldest message that every group has consumed passed its retention time.
+    `queued` is the total of all messages that came into its queues; other fields count messages that are in no queue
+    yet. `behind_since`: the time at which the oldest message that every group has consumed passed its retention time.
     """
 
     topic: str
@@ -226,9 +229,9 @@ class BlockedQueue:
 class Summary:
     """The whole summary. `at`: time of counting; `now`: time of reading. `blocked` names the first twenty queues.
 
-    `drawn`: the number of log ids that PostgreSQL had assigned at the time of counting. It is None if the role may not
-    see it, and in a stored summary. `stored_age_seconds`: the age of the newest stored summary, or None if there is
-    none. `is_late`: no stored summary was fresh, so the reader has counted.
+    `drawn`: the number of log ids that PostgreSQL had assigned at the time of counting. `drawn` is None in a stored
+    summary, and if the role may not read this number. `stored_age_seconds`: the age of the newest stored summary, or
+    None if there is none. `is_late`: no stored summary was fresh, so the reader has counted.
     """
 
     at: float
@@ -245,17 +248,17 @@ class Summary:
 
     @property
     def age_seconds(self) -> float:
-        """The age of the counts."""
+        """The age of the figures in seconds."""
         return max(0.0, self.now - self.at)
 
     def seconds_since(self, at: float | None) -> float | None:
-        """The time from `at` to the counting, because the messages may have been consumed after the counting."""
+        """The seconds from `at` to the time of counting, because messages may have been consumed after the counting."""
         return None if at is None else max(0.0, self.at - at)
 
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """A group's progress in a window of time, in messages."""
+    """How many messages a group has handled, sent back or given up as dead letters in the last `seconds`."""
 
     group: str
     seconds: float
@@ -266,11 +269,11 @@ class Growth:
 
 @dataclass(frozen=True, slots=True)
 class SummaryPoint:
-    """One stored summary in short, of a group or of all. The counters are totals.
+    """The main figures of one stored summary, for one group or for all groups together. The counters are totals.
 
     `stored` counts the assigned log ids: one for each stored message, and one for each insert that was rolled back.
     `stored` and `queued` are None for a single group. `oldest_seconds`: the waiting time of the oldest unfinished
-    message; 0 without one. Neither `lag` nor `oldest_seconds` includes retries.
+    message; 0 if there is no unfinished message. Neither `lag` nor `oldest_seconds` includes retries.
     """
 
     at: float
@@ -298,10 +301,11 @@ _LIMITS: Final = "SET LOCAL jit = off; SET LOCAL lock_timeout = '1s'"
 
 
 def count(run: Executor) -> Summary:
-    """Count now, in one snapshot: in the caller's transaction if it has one, else in a separate transaction.
+    """Count all figures now, in one snapshot.
 
-    The count reads every position and every unsettled message, which takes seconds at the largest sizes. Raises
-    LockNotAvailable when a session keeps a table locked.
+    Use the caller's transaction if there is one, else a separate transaction. The count reads every position and every
+    unsettled message, which takes seconds at the largest sizes. Raises LockNotAvailable when a session keeps a table
+    locked.
     """
     started = time.monotonic()
     with _limited(run.connection):
@@ -340,8 +344,9 @@ def _blocked(queue: QueueProgress) -> BlockedQueue:
 
 @contextmanager
 def _limited(connection: Connection) -> Iterator[None]:
-    # Without the limit, the wait for a lock would count as work, and the next count would come later. The condition
-    # `lock_held` names the session that holds the lock. PostgreSQL cannot prepare several statements in one message.
+    # Without the limit of the lock wait, the wait would count as time of counting, and the next count would begin
+    # later. The condition `lock_held` names the session that holds the lock. PostgreSQL cannot prepare several
+    # statements in one message.
     if connection.info.transaction_status is not TransactionStatus.IDLE:
         with connection.transaction():
             connection.execute(_LIMITS, prepare=False)
@@ -364,7 +369,10 @@ def refresh(run: Executor) -> Summary:
 
 
 def read(run: Executor, *, fresh_seconds: float = FRESH_SECONDS) -> Summary:
-    """Return the newest summary, or a new count if none is fresh. Raises LockNotAvailable as `count` does."""
+    """Return the newest stored summary; if it is too old, count now and return the result.
+
+    Raises LockNotAvailable as `count` does.
+    """
     with lock_limited(run.connection):
         row = run.row(_NEWEST)
     if row is None:
@@ -411,12 +419,12 @@ def _moment(at: float, totals: Mapping[str, Any], group: str | None) -> SummaryP
     oldest = max((row[4] for row in rows), default=0.0)
     if group is not None:
         return SummaryPoint(at, None, None, handled, sent_back, dead, lag, oldest)
-    # A summary that older code has stored has no count of the log.
+    # If an older version has stored the summary, the summary has no count of the log.
     return SummaryPoint(at, totals.get("stored"), totals["queued"], handled, sent_back, dead, lag, oldest)
 
 
 def _totals(summary: Summary) -> dict[str, Any]:
-    """Return the data for `Growth` and `SummaryPoint`: total queued; per group three counters, lag, and its age."""
+    """Return the data for `Growth` and `SummaryPoint`: the total of queued messages, and five figures per group."""
     found: dict[str, list[float]] = {}
     for one in summary.groups:
         known = found.setdefault(one.group, [0, 0, 0, 0, 0.0])
@@ -428,7 +436,7 @@ def _totals(summary: Summary) -> dict[str, Any]:
 
 
 def _packed(row_type: type[Any], rows: Iterable[Any]) -> dict[str, Any]:
-    """Return rows with one list of column names, so that code of another version can find its columns."""
+    """Return the rows, with the column names stored once, so that code of another version can find the columns."""
     columns = [field.name for field in fields(row_type)]
     return {"columns": columns, "rows": [[getattr(row, name) for name in columns] for row in rows]}
 
@@ -475,7 +483,7 @@ class GroupOverview:
 
 @dataclass(frozen=True, slots=True)
 class Overview:
-    """The whole overview; `counted_seconds_ago`: the age of the numbers of topics and groups."""
+    """The overview. `counted_seconds_ago`: the age of the numbers of topics and groups."""
 
     broker_id: str
     incarnation: int
@@ -503,7 +511,7 @@ def live_consumers(run: Executor) -> dict[str, int]:
 
 
 def overview(run: Executor, summary: Summary) -> Overview:
-    """Read the overview, by two small statements in addition to the summary."""
+    """Return the overview, which needs the summary and two small statements."""
     broker_id, incarnation, change, leader, tick, tick_seconds = run.one(_BROKER)
     consumers = live_consumers(run)
     places: dict[str, list[GroupProgress]] = {}
@@ -536,11 +544,11 @@ def overview(run: Executor, summary: Summary) -> Overview:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Refresh the summary while this process leads. If counting takes long, refresh it more rarely.
+# Refresh the summary while this process leads. If counting takes long, refresh the summary more rarely.
 
 
 def run_once(database: BrokerDatabase) -> float:
-    """Refresh once on a separate connection; returns how long counting took, in seconds.
+    """Refresh the summary once on a separate connection, and return how long counting took, in seconds.
 
     Raises psycopg.Error or BrokerUnavailable.
     """
@@ -553,7 +561,7 @@ def run_once(database: BrokerDatabase) -> float:
 
 
 def summaries(database: BrokerDatabase, *, every_seconds: float) -> BackgroundLoop:
-    """Refresh at once and then every `every_seconds`, or more rarely if counting takes long, in the background."""
+    """Refresh the summary in the background: now, then every `every_seconds`, or more rarely if counting takes long."""
     note = FailureNote(database, ProcessPart.SUMMARY)
 
     def run(stopping: Callable[[], bool]) -> float:

@@ -44,7 +44,10 @@ class EntryState(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class EntryFacts:
-    """A queue entry as one group sees it. The positions are those of the group."""
+    """A queue entry as one group sees it.
+
+    `floor` belongs to the queue; `next_offset`, `start_offset` and `passed_over` belong to the group.
+    """
 
     log_id: int
     topic: str
@@ -81,14 +84,15 @@ def state_of(
     retrying: Collection[tuple[int, str | None]],
     dead: Collection[tuple[int, str | None]],
 ) -> EntryState:
-    """Return the state of an entry. `later`: newer entries of the same message for the group.
+    """Return the state of an entry. `later` has newer entries of the same message for the group.
 
-    A replayed dead letter starts with new attempts. `retrying` and `dead` hold (log id, group) of messages that wait
-    for another attempt, and of dead letters not replayed.
+    A replayed dead letter starts with new attempts. `retrying` has (log id, group) of messages that wait for another
+    attempt. `dead` has (log id, group) of dead letters that were not replayed.
     """
     if entry.group is None:
         return EntryState.NO_GROUP
-    # A group can finish messages ahead of its stored offset. So check the data about this entry before the offset.
+    # A group can finish messages ahead of its stored offset. So the dead letters and retries of the message are checked
+    # before the offset of the group.
     if not later and entry.place in dead:
         return EntryState.DEAD
     if not later and entry.place in retrying:
@@ -123,7 +127,8 @@ class Whereabouts(enum.StrEnum):
     """The broker does not have the message: it expired, was lost by a restore, or its transaction was rolled back."""
 
 
-# A decided message without an entry is not sequenced yet, or retention has removed the entry before the message.
+# If a decided message has no entry, either the sequencer has not read it yet, or retention has removed the entry before
+# the message.
 _UNSEQUENCED_SECONDS: Final = 3600
 
 _WHEREABOUTS: Final = Statement(
@@ -166,7 +171,7 @@ LEFT JOIN {schema}.dead_letter dead ON dead.log_id = asked.log_id AND dead.group
 
 
 def whereabouts(run: Executor, group: str, message_ids: Sequence[UUID]) -> dict[UUID, Whereabouts]:
-    """Return the place of each of these messages for the group, in one statement."""
+    """Return for each of these messages whether the group can still receive it. One statement reads all messages."""
     parameters = {"ids": list(message_ids), "group": group, "unsequenced": _UNSEQUENCED_SECONDS}
     found = {message_id: Whereabouts(where) for message_id, where in run.rows(_WHEREABOUTS, parameters)}
     return {message_id: found.get(message_id, Whereabouts.GONE) for message_id in message_ids}
@@ -256,7 +261,7 @@ WHERE log_id = ANY (%(log_ids)s) ORDER BY dead_at
 
 @dataclass(frozen=True, slots=True)
 class TracedMessage:
-    """A stored message. Its times are ISO-like text; a time that does not apply is None."""
+    """A stored message. The times of a traced message are text in ISO format; a time that does not apply is None."""
 
     log_id: int
     message_id: str
@@ -286,7 +291,10 @@ class TracedDecision:
 
 @dataclass(frozen=True, slots=True)
 class TracedCheck:
-    """An undecided transaction in check-back. `due_at`: the time at which its group is asked next. See ParkReason."""
+    """An undecided transaction in check-back. `due_at`: the time at which the broker asks the producer group next.
+
+    See ParkReason.
+    """
 
     checks: int
     immune_until: str
@@ -308,7 +316,7 @@ class TracedAnswer:
 
 @dataclass(frozen=True, slots=True)
 class TracedEntry:
-    """A queue entry, its time of queueing (None: stored by an old version), and one group's state on it."""
+    """A queue entry and one group's state on this entry. `queued_at` is None if an old version stored the entry."""
 
     log_id: int
     topic: str
@@ -369,7 +377,7 @@ class Trace:
     dead_letters: list[TracedDeath]
 
     def as_json(self) -> dict[str, Any]:
-        """Return plain values for json.dumps."""
+        """Return the fields as values that json.dumps accepts."""
         return dataclasses.asdict(self)
 
 
@@ -400,7 +408,8 @@ def _entries(
     facts: Sequence[EntryFacts], retries: Sequence[TracedRetry], letters: Sequence[TracedDeath]
 ) -> list[TracedEntry]:
     retrying = {(retry.log_id, retry.group) for retry in retries}
-    # A discarded letter is in `dead`, too: its last entry has the state DEAD, and the letter itself shows the discard.
+    # A discarded dead letter is in `dead`, too. So its last entry has the state DEAD, and the field of the dead letter
+    # shows that an operator discarded it.
     dead = {(letter.log_id, letter.group) for letter in letters if letter.replayed_at is None}
     found = []
     for index, entry in enumerate(facts):

@@ -32,16 +32,16 @@ T = TypeVar("T")
 
 
 # current.sql creates the tables of a new database. changes/ has the numbered files that bring the tables of version 0.1
-# to the same state. Each of them names the tables of earlier files that it locks. functions/ has one file per function
-# (docs/decisions/196).
+# to the same state. Each of these files names the tables from earlier files that it locks. functions/ has one file per
+# function (docs/decisions/196).
 _FOLDER: Final = resources.files("outbox.broker.schema")
 _CHANGES: Final = {
     int(file.name[:4]): file for file in _FOLDER.joinpath("changes").iterdir() if file.name.endswith(".sql")
 }
 SCHEMA_VERSION: Final = max(_CHANGES)
 _LOCKS: Final = re.compile(r"^-- Locks: (.+)$", re.MULTILINE)
-# Each of these functions writes with the rights of its owner, or is called by such a function. So each role needs a
-# GRANT to execute them. By default PostgreSQL lets every role execute a new function.
+# Functions that write with the rights of their owner, and functions that such functions call. By default, PostgreSQL
+# lets every role execute a new function. So this right is revoked here, and each role needs a GRANT.
 _GRANTED_ONLY: Final = ("key_lock_number", "key_shard", "publish", "publish_bytes", "publish_complaint")
 
 # PostgreSQL 15 introduced UNIQUE NULLS NOT DISTINCT.
@@ -49,13 +49,13 @@ MINIMUM_POSTGRESQL: Final = 15
 
 # The number of seconds for which `install` tries to make one change.
 DEFAULT_PATIENCE_SECONDS: Final = 60.0
-# This many attempts at the start do not wait for a lock, so they delay no other transaction. Each later attempt waits
-# longer than the attempt before it, up to the longest wait.
+# The number of first attempts that do not wait for a lock, so that they delay no other transaction. Each later attempt
+# waits longer than the attempt before, up to `_LONGEST_WAIT_SECONDS`.
 _ATTEMPTS_WITHOUT_WAIT: Final = 20
 _FIRST_WAIT_SECONDS: Final = 0.01
 _WAIT_GROWTH: Final = 2.0
-# The longest wait is shorter than PostgreSQL's deadlock_timeout (1 s). So PostgreSQL does not report a deadlock for a
-# transaction that waits behind this change, and does not end it.
+# The longest wait is shorter than PostgreSQL's deadlock_timeout (1 s). So if a transaction waits behind this change,
+# PostgreSQL does not report a deadlock and does not end that transaction.
 _LONGEST_WAIT_SECONDS: Final = 0.8
 # Before the first attempt, `install` names each transaction that has held a table for longer than this many seconds.
 # Younger transactions are not named, because they will probably end soon.
@@ -83,7 +83,7 @@ _RECORD = Statement("UPDATE {schema}.schema_version SET change = %(version)s")
 
 @dataclass(frozen=True, slots=True)
 class _Installed:
-    """The versions in the tables: the lowest version of code that may use them, and the last applied change."""
+    """Two versions from the tables: the lowest version of code that may use them, and the last change."""
 
     needs: int
     change: int
@@ -109,13 +109,14 @@ def install(
 ) -> int:
     """Create or upgrade the broker's tables; returns their new version. Several processes may call it at the same time.
 
-    A new database gets the present tables (current.sql). A database with older tables gets the changes that its tables
-    lack. Code of the previous version keeps working on the upgraded tables: upgrade the tables first, then deploy the
+    A new database gets the present tables (current.sql). A database with older tables gets the changes that are missing
+    there. Code of the previous version keeps working on the upgraded tables: upgrade the tables first, then deploy the
     code. Each change is a separate transaction, so it locks few tables, and only for a short time. The next call
     finishes an interrupted upgrade. `report` receives the sessions that block the upgrade.
 
-    Raises SchemaError when this code is too old for the tables, or when, for `patience_seconds`, other transactions
-    always used a table of one change. Raises ConfigurationError when the server is too old.
+    Raises SchemaError when this code is too old for the tables. Also raises SchemaError when a change could not lock
+    its tables for `patience_seconds`, because other transactions used one of them at each attempt. Raises
+    ConfigurationError when the server is too old.
     """
     check_schema_name(schema)
     check_server(connection.info.server_version)
@@ -138,9 +139,9 @@ def change_tables(
 ) -> T:
     """Make the planned change in one transaction, as soon as no other transaction uses its tables.
 
-    `plan` is called in the transaction, under the lock that admits only one installation at a time. Raises SchemaError
-    after `patience_seconds`; then the tables are unchanged. `what` is the participle for the error text, such as
-    "dropped".
+    `plan` is called in the transaction, under the lock that admits only one installation at a time. If the tables are
+    still in use after `patience_seconds`, the function raises SchemaError and changes nothing. `what` says in the error
+    text what would be done with the tables, such as "dropped".
     """
     began, attempt, reported_at = time.monotonic(), 0, -math.inf
     tables: Sequence[str] = ()
@@ -163,8 +164,8 @@ def change_tables(
         logger.debug("tables %s are in use for %.1f s: %s", ", ".join(tables), passed, met)
         if time.monotonic() - reported_at > _REPORT_EVERY_SECONDS:
             reported_at = _report_holders(run, tables, report, reported_at)
-        # The pause is random, so that attempts do not always meet the same periodic transaction. It is longer than the
-        # wait before it.
+        # The pause is random, so that attempts do not always meet the same periodic transaction. The pause is longer
+        # than the wait for the lock before the pause.
         time.sleep(random.uniform(2, 6) * max(wait_seconds, _FIRST_WAIT_SECONDS))
         attempt += 1
 
@@ -177,7 +178,7 @@ def _wait_seconds(attempt: int) -> float:
 
 
 def _report_holders(run: Executor, tables: Sequence[str], report: Callable[[str], None], reported_at: float) -> float:
-    """Report the transactions that have used the tables for a long time; returns the time of the last report."""
+    """Report the transactions that have used the tables for a long time, and return the time of the last report."""
     if found := table_locks.holders(run, tables, at_least_seconds=_NAMED_AFTER_SECONDS):
         report(f"these transactions block the change of the broker's tables in schema {run.schema!r}: {_named(found)}")
         return time.monotonic()
@@ -197,15 +198,16 @@ def _in_use(run: Executor, tables: Sequence[str], what: str, passed: float) -> S
     used = _few(table_locks.in_order(tables))
     now = _named(table_locks.holders(run, tables)) or "nothing"
     return SchemaError(
-        f"the broker's tables in schema {run.schema!r} were not {what}: for {passed:.0f} s, each time it was tried, "
-        f"other transactions used one of {used}. Blocking sessions: {now}. Nothing of this change was done. End the "
-        f"transactions that have long been open (pg_terminate_backend, ROLLBACK PREPARED), or cancel an autovacuum "
-        f"(pg_cancel_backend), and run this again; outbox_install --patience SECONDS tries for longer."
+        f"the broker's tables in schema {run.schema!r} were not {what}: at each attempt within "
+        f"{passed:.0f} s, other transactions used one of {used}. Blocking sessions: {now}. The tables are unchanged. "
+        f"End the transactions that have long been open (pg_terminate_backend, ROLLBACK PREPARED), or cancel an "
+        f"autovacuum (pg_cancel_backend). Then run this command again. `outbox_install --patience SECONDS` tries "
+        f"for so many seconds."
     )
 
 
 def create(run: Executor) -> int:
-    """Create the schema, unless it exists, with all tables and functions as they are now; returns their version."""
+    """Create all tables and functions in their newest version, in a new schema if there is none; return the version."""
     run.execute(_CREATE_SCHEMA)
     _execute(run, _FOLDER.joinpath("current.sql"))
     _create_functions(run)
@@ -229,13 +231,16 @@ def apply(run: Executor, version: int) -> int:
 
 
 def locked_tables(version: int) -> list[str]:
-    """Return the tables from earlier changes that this change locks. Its file lists them; a test checks the list."""
+    """Return the tables from earlier changes that this change locks.
+
+    The file of the change lists these tables; a test checks the list.
+    """
     found = _LOCKS.search(_CHANGES[version].read_text("utf-8"))
     return found[1].split(", ") if found else []
 
 
 def installed_version(connection: Connection, schema: str = "outbox") -> int:
-    """Return the last change applied to the tables, even if it is newer than this code; 0 without tables."""
+    """Return the number of the last change of the tables, even if newer than this code; 0 without tables."""
     return _installed(Executor(connection, schema)).change
 
 
@@ -253,9 +258,9 @@ def check_schema(connection: Connection, schema: str = "outbox") -> int:
         raise _too_new(schema, installed)
     if installed.change < SCHEMA_VERSION:
         raise SchemaError(
-            f"the broker's tables in schema {schema!r} have version {installed.change}, this code needs "
+            f"the broker's tables in schema {schema!r} have version {installed.change}, but this code needs "
             f"{SCHEMA_VERSION}: run `manage.py migrate --database=ALIAS` with the alias of the broker (outside Django: "
-            f"outbox.broker.schema.install.install). Code of the version before keeps working on the upgraded tables."
+            f"outbox.broker.schema.install.install). Code of the previous version keeps working on the upgraded tables."
         )
     return installed.change
 
@@ -265,7 +270,7 @@ def check_server(server_version: int) -> None:
     if server_version < MINIMUM_POSTGRESQL * 10_000:
         raise ConfigurationError(
             f"the broker needs PostgreSQL {MINIMUM_POSTGRESQL} or newer; this server is {server_version // 10_000}."
-            f"{server_version % 10_000}: upgrade it, or point the broker at another database (OUTBOX['BROKER'])."
+            f"{server_version % 10_000}: upgrade the server, or use another database for the broker (OUTBOX['BROKER'])."
         )
 
 
@@ -280,8 +285,8 @@ def missing(schema: str) -> SchemaError:
 
 def _too_new(schema: str, installed: _Installed) -> SchemaError:
     return SchemaError(
-        f"the broker's tables in schema {schema!r} have version {installed.change} and need code that knows version "
-        f"{installed.needs}, newer than this code ({SCHEMA_VERSION}): upgrade the package."
+        f"the broker's tables in schema {schema!r} have version {installed.change} and need code of at least version "
+        f"{installed.needs}, which is newer than this code ({SCHEMA_VERSION}): upgrade the package."
     )
 
 
@@ -294,7 +299,7 @@ def _installed(run: Executor) -> _Installed:
 
 
 def _plan_next(run: Executor) -> Planned[int]:
-    """Plan the first missing change. When it is made, it returns the number of the last change that is applied then."""
+    """Plan the first missing change. The function `change` of the plan applies it, and returns its number."""
     installed = _installed(run)
     if installed.needs > SCHEMA_VERSION:
         raise _too_new(run.schema, installed)

@@ -36,7 +36,7 @@ def refused(what: str, error: psycopg.Error, schema: str) -> OutboxError:
     if isinstance(error, pg.ReadOnlySqlTransaction):
         return BrokerUnavailable(
             f"{what}: not done, the broker's database is read-only (a replica, or its disk is nearly full). Nothing "
-            f"was stored; connect to the primary."
+            f"was stored. Connect to the primary server."
         )
     if isinstance(error, pg.InsufficientPrivilege):
         return ConfigurationError(
@@ -47,18 +47,19 @@ def refused(what: str, error: psycopg.Error, schema: str) -> OutboxError:
     if isinstance(error, (pg.LockNotAvailable, pg.QueryCanceled)):
         return BrokerUnavailable(
             f"{what}: not done, {said} (lock_timeout, statement_timeout, or cancelled by another session). Nothing was "
-            f"stored; run it again, and raise the limit if that does not help."
+            f"stored. Try again; if that does not help, raise the timeout."
         )
     if isinstance(error, _FULL):
         return BrokerUnavailable(
             f"{what}: not done, the server of the broker's database is short of disk, memory or connections "
-            f"({said}). Nothing was stored; add capacity, then run it again."
+            f"({said}). Nothing was stored. Free or add capacity, then try again."
         )
     if isinstance(error, (psycopg.OperationalError, psycopg.InterfaceError)):
         return BrokerUnavailable(
-            f"{what}: interrupted, the connection to the broker's database broke: {said}. It may still have been "
-            f"done; check, then run it again."
+            f"{what}: interrupted, the connection to the broker's database broke: {said}. It may have "
+            f"been done all the same: find out, then try again."
         )
     return BrokerError(
-        f"{what}: not done, the broker's database refused it: {said}. Nothing was stored; correct that, then retry."
+        f"{what}: not done, the broker's database raised an error: {said}. Nothing was stored. Remove the cause, "
+        "then try again."
     )

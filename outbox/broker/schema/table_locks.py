@@ -1,12 +1,13 @@
 """Lock all tables of a schema change at once, without taking part in a deadlock.
 
-A change of the tables needs ACCESS EXCLUSIVE locks while other transactions run. Two rules protect those transactions:
+A change of the tables needs ACCESS EXCLUSIVE locks while other transactions run. Two rules protect the other
+transactions:
 
 - One request to the server takes all locks of a change, before the change does anything else. The transaction waits
-  only for the first lock. During that wait it holds no other lock. It takes the other locks with NOWAIT.
+  only for the first lock, and holds no other lock during this wait. It takes all locks after the first with NOWAIT.
 - While a change waits for the first lock, every later transaction that uses this table waits behind the change. So the
-  first attempts do not wait at all. Later attempts wait, at first for some milliseconds, then longer. The pause after
-  each attempt is longer than its wait.
+  first attempts to lock the tables do not wait at all. Later attempts wait for the first lock, at the beginning for
+  some milliseconds, then longer. The pause after each attempt is longer than its wait.
 
 All changes lock the tables in the same order, the busiest table first. So a change waits only for the busiest table. An
 attempt without a wait would hardly ever find this table free.
@@ -63,8 +64,8 @@ def take(run: Executor, tables: Iterable[str], *, wait_seconds: float) -> None:
     if others:
         statements.append(_lock(run.schema, others, waits=False))
     statements.append(sql.SQL("SET LOCAL lock_timeout = {}").format(sql.Literal(f"{_REST_MILLISECONDS}ms")))
-    # One request takes all locks. Between two requests, a transaction that has waited for the first table could lock
-    # another table.
+    # One request takes all locks. Otherwise, between two requests, a transaction that has waited for the first table
+    # could lock another table.
     run.connection.execute(sql.SQL("; ").join(statements))
 
 
@@ -76,7 +77,10 @@ def _lock(schema: str, tables: Sequence[str], *, waits: bool) -> sql.Composed:
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """A transaction that uses one of the tables. For a session of another role, PostgreSQL shows only a part."""
+    """A transaction that uses one of the tables.
+
+    PostgreSQL shows only some of these fields if the session belongs to another role.
+    """
 
     session: str
     application: str | None
@@ -87,7 +91,9 @@ class Holder:
 
     def __str__(self) -> str:
         age = "" if self.age_seconds is None else f", open for {self.age_seconds:.1f} s"
-        began = "" if self.query_start is None else f", its last statement began {self.query_start:%Y-%m-%d %H:%M:%S%z}"
+        began = (
+            "" if self.query_start is None else f", its last statement began at {self.query_start:%Y-%m-%d %H:%M:%S%z}"
+        )
         application = f" ({self.application})" if self.application else ""
         return f"{self.session}{application}: {self.state}{age}{began}, uses {', '.join(self.tables)}"
 

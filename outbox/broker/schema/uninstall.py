@@ -50,9 +50,9 @@ def uninstall(
 
     Views and other objects that depend on these tables are dropped, too.
 
-    Raises SchemaError, and changes nothing, in four cases: the tables are missing; they have another version than this
-    code; the schema also holds other objects; or, for `patience_seconds`, other transactions always used one of the
-    tables.
+    Raises SchemaError, and changes nothing, in four cases: the tables are missing; the tables have another version than
+    this code; the schema also has objects that are not part of the broker; other transactions used one of the tables at
+    each attempt within `patience_seconds`.
     """
     run = Executor(connection, schema)
 
@@ -69,10 +69,10 @@ def uninstall(
         foreign = sorted(_names(run) - own)
         if foreign:
             raise SchemaError(
-                f"the schema {schema!r} also holds objects of others ({', '.join(foreign[:5])}): move them to "
-                f"another schema first. Nothing was dropped."
+                f"the schema {schema!r} also has objects that are not part of the broker ("
+                f"{', '.join(foreign[:5])}). Nothing was dropped. Move these objects to another schema first."
             )
-        # A transaction that uses a view or a sequence uses a table, too.
+        # Only tables are locked, because a transaction that uses a view or a sequence also uses a table.
         tables = [name for (name,) in run.rows(_TABLES, {"name": schema})]
         return Planned(tables, drop)
 

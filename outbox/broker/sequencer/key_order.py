@@ -18,7 +18,7 @@ Key = tuple[int, str]
 
 @dataclass
 class KeyOrder:
-    """The open and the held rows of a broker. A row with a smaller log id is earlier."""
+    """All open rows and held messages of a broker. Of two rows, the row with the smaller log id is the earlier one."""
 
     _open: dict[int, tuple[Key, UUID]] = field(default_factory=dict)
     _open_by_key: dict[Key, list[int]] = field(default_factory=dict)
@@ -27,9 +27,9 @@ class KeyOrder:
     # whose check was requested already.
     _waiting_since: dict[Key, float] = field(default_factory=dict)
     _hinted: set[UUID] = field(default_factory=set)
-    # Both fields have waiting keys whose first open row may have changed: `_reblocked` for `new_blockers`, and
-    # `_to_hint` for `hints`. `_to_hint` is a heap that begins with the key that has waited longest. Keys without a
-    # change cost no time.
+    # `_reblocked` (for `new_blockers`) and `_to_hint` (for `hints`) have only those waiting keys whose first open row
+    # may have changed, so keys without a change cost no time. `_to_hint` is a heap that begins with the key that has
+    # waited longest.
     _reblocked: set[Key] = field(default_factory=set)
     _to_hint: list[tuple[float, Key]] = field(default_factory=list)
     # The keys whose held messages may be free now.
@@ -56,7 +56,7 @@ class KeyOrder:
         return False
 
     def open(self, log_id: int, key: Key, transaction_id: UUID) -> None:
-        """Add a half row that became visible."""
+        """Add a half message that became visible to the snapshot of the tick."""
         if log_id not in self._open:
             self._open[log_id] = (key, transaction_id)
             heapq.heappush(self._open_by_key.setdefault(key, []), log_id)
@@ -90,7 +90,7 @@ class KeyOrder:
         return first is not None and first < log_id
 
     def is_apart(self, log_id: int, key: Key) -> bool:
-        """Return whether a decided message need not wait, and no message has waited for it."""
+        """Return whether the message is not an open row, and no earlier message of its key is open or held."""
         return log_id not in self._open and not self.must_wait(log_id, key)
 
     def release(self, limit: int) -> list[int]:

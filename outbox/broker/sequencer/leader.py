@@ -19,14 +19,16 @@ from outbox.broker.database.statement import Statement
 DEFAULT_TERM_SECONDS: Final = 3.0
 SEQUENCER: Final = "sequencer"
 
-# A candidate that does not lead first reads the lease. So it writes nothing while another candidate leads.
+# A candidate that does not lead reads the lease with this statement before it tries to acquire the lease. So the
+# candidate writes nothing while another candidate leads.
 _REMAINING = Statement("""
 SELECT CASE WHEN owner IS NULL OR owner = %(owner)s OR (stands_in AND NOT %(stands_in)s) THEN 0
             ELSE greatest(0, extract(epoch FROM expires_at - clock_timestamp())) END::double precision
 FROM {schema}.leader_lease WHERE role = %(role)s
 """)
 
-# If a crash loses a renewal, the worst result is a change of leaders. So the commit does not wait for the disk.
+# If a crash of the server loses a renewal of the lease, another candidate may become leader, which does no harm. So the
+# commit of a renewal does not wait for the disk.
 _ACQUIRE = Statement("""
 INSERT INTO {schema}.leader_lease AS held (role, owner, epoch, expires_at, stands_in)
 SELECT %(role)s, %(owner)s, 1, clock_timestamp() + make_interval(secs => %(term)s), %(stands_in)s
@@ -90,8 +92,8 @@ class LeaderLease:
     def _was_taken(self, connection: Connection) -> bool:
         """Return whether a consumer process has taken the lease from this stand-in.
 
-        A consumer process may take it at any time. Without this check, the ticks of both would collide, and PostgreSQL
-        would log an error each time a worker starts.
+        A consumer process may take the lease of a stand-in at any time. Without this check, the ticks of the two
+        processes would collide, and PostgreSQL would log an error each time a worker starts.
         """
         if not self._parameters["stands_in"]:
             return False
@@ -103,6 +105,6 @@ class LeaderLease:
         self._renew_at = 0.0
 
     def release(self, connection: Connection) -> None:
-        """Release the lease, so that another candidate leads at once."""
+        """Release the leader lease, so that another candidate can lead at once."""
         self._renew_at = 0.0
         Executor(connection, self._schema).execute(_RELEASE, self._parameters)

@@ -1,9 +1,10 @@
 """The sequencer is the only writer of the queues.
 
-The sequencer reads decisions by snapshot. A cursor over ids would miss transactions that commit late, and an xmin
-horizon would wait for any open transaction. The sequencer appends the messages to the queues with gapless offsets. In
-the same transaction it stores a tick, which records how far the sequencer has read. Any number of sequencers may run at
-once. They collide on the number of the tick, and all sequencers except one roll back completely.
+The sequencer reads the decisions that the snapshot of the last tick did not contain. A cursor over ids would miss
+transactions that commit late. A sequencer that reads up to the oldest running transaction would wait for any open
+transaction. The sequencer appends the messages to the queues with gapless offsets. In the same transaction, the
+sequencer stores a tick, which records how far the sequencer has read. Any number of sequencers may run at once, because
+they collide on the number of the tick. One sequencer commits, and each of the others rolls back its whole transaction.
 
 See decision 122.
 """
@@ -48,11 +49,11 @@ FROM {schema}.tick_v18(
     batch => %(batch)s, is_full_tick => %(is_full)s)
 """)
 
-# The sequencer executes this after the COMMIT of the tick, in a separate transaction that does not wait for the disk.
-# Otherwise the tick's commit would wait for all other commits with a notification. The statement announces the entries
-# that the tick has appended, if there are any. If the queues are few, the notification names them, so that only the
-# owners of these queues fetch. The row of a full tick has the heads of all queues, so the notification of a full tick
-# names no queue.
+# If the tick has appended entries, this statement notifies the consumers. The sequencer executes the statement after
+# the COMMIT of the tick, in a separate transaction that does not wait for the disk. If the notification were part of
+# the tick's transaction, the commit of the tick would wait for all other commits with a notification. If the queues are
+# few, the notification names them, so that only the owners of these queues fetch. The row of a full tick has the heads
+# of all queues, so the notification of a full tick names no queue.
 _ANNOUNCE: Final = Statement("""
 SELECT set_config('synchronous_commit', 'off', true),
        pg_notify(%(channel)s, CASE WHEN %(names_queues)s::boolean AND NOT is_full AND cardinality(queue_ids) <= 50
@@ -142,11 +143,12 @@ WHERE on_park = 'release'
 
 FULL_EVERY: Final = 500
 HINT_AFTER_SECONDS: Final = 1.0
-# Two processes may park transactions at the same time. The later commit may have the earlier `parked_at`, which a
-# search for newer times would miss. So the sequencer reads all parked transactions at this interval.
+# Two processes may park transactions at the same time. The transaction that commits later may have the earlier
+# `parked_at`, and a search for newer times would miss its row. So the sequencer reads all parked transactions at this
+# interval (seconds).
 LOOK_AT_ALL_PARKED_SECONDS: Final = 10.0
-# A scheduled row may be stored with a due time that an earlier tick has already passed. So the sequencer looks for all
-# due rows at this interval.
+# A scheduled row may be stored with a due time that an earlier tick has already passed. So the sequencer searches for
+# all due rows at this interval (seconds).
 LOOK_AT_ALL_DUE_SECONDS: Final = 2.0
 
 
@@ -154,11 +156,12 @@ LOOK_AT_ALL_DUE_SECONDS: Final = 2.0
 class TickCounts:
     """The results of one call of `Sequencer.run_once`.
 
-    `decisions`: decisions read, COMMIT and ROLLBACK. `appended`: entries appended to queues. `held`: messages that must
-    wait for an undecided message. `released`: held messages that became free. `scheduled`: messages stored for a later
-    time. `due`: scheduled messages that became due and were taken. `more`: there is more work to do now. `collided`:
-    the sequencer did no work, because another leader was faster or the FIFO topics have changed. `next_due_seconds`:
-    the time until the next scheduled message is due; None if there is none.
+    `decisions`: how many decisions (COMMIT or ROLLBACK) were read. `appended`: how many entries were appended to
+    queues. `held`: messages that must wait for an undecided message. `released`: held messages that became free.
+    `scheduled`: messages stored for a later time. `due`: scheduled messages that became due and were processed. `more`:
+    there is more work for the next tick now. `collided`: the sequencer did no work, because another leader was faster
+    or the FIFO topics have changed. `next_due_seconds`: the time until the next scheduled message is due; None if there
+    is none.
     """
 
     ticked: bool = False
@@ -184,7 +187,7 @@ class _Plan:
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """A FIFO message that the next tick will find. The values of `what` are listed at _READ_FIFO."""
+    """A FIFO message that the next tick will find in its snapshot. The values of `what` are listed at _READ_FIFO."""
 
     what: str
     log_id: int
@@ -249,7 +252,7 @@ class _Outdated(Exception):
 
 
 class Sequencer:
-    """Runs ticks for one broker. It is not thread-safe, and its position in memory belongs to one connection.
+    """Runs ticks for one broker. A sequencer is not thread-safe, and its position in memory belongs to one connection.
 
     `batch` limits the messages of a tick. A tick may exceed this limit, because the decisions of one transaction stay
     together.
@@ -272,7 +275,7 @@ class Sequencer:
     def run_once(self, connection: Connection) -> TickCounts:
         """Run one bounded tick on an autocommit connection, if there is new work.
 
-        The caller handles errors of the connection. The next call starts from the stored tick.
+        The caller handles errors of the connection. After an error, the next call starts from the stored tick.
         """
         try:
             trip, state = self._adopted(connection)
@@ -325,9 +328,10 @@ class Sequencer:
         return self._tick_in_order(trip, connection, state)
 
     def _tick_at_once(self, trip: RoundTrip, state: TickState) -> TickCounts:
-        """Tick in one round trip, or in two if FIFO messages may appear while other messages are open or held.
+        """Make a tick in one round trip.
 
-        The second round trip is needed because only this process knows the order of FIFO messages.
+        If FIFO messages may appear while other messages are open or held, the tick needs two round trips, because only
+        this process knows the order of FIFO messages.
         """
         asks = state.meets_fifo and not state.order.is_idle
         self._begin(trip)
@@ -345,7 +349,7 @@ class Sequencer:
         return self._advance(state, ticked, _Plan())
 
     def _tick_in_order(self, trip: RoundTrip, connection: Connection, state: TickState) -> TickCounts:
-        """Tick in two round trips and one snapshot: read the FIFO messages, then tick with the messages to hold."""
+        """Make a tick in two round trips with one snapshot: read the FIFO messages, then pass the messages to hold."""
         self._begin(trip)
         trip.send(_READ_FIFO, self._reading(state))
         trip.send(_NEWEST_PARKED)
@@ -383,7 +387,7 @@ class Sequencer:
     def _commit(self, trip: RoundTrip, state: TickState) -> list[list[Row]]:
         """Commit the tick, send the notification, and return all answers of this round trip.
 
-        A failed notification does no harm.
+        If the notification fails, the consumers find the new entries at their next poll.
         """
         commit = trip.send(COMMIT)
         announced = {
@@ -396,7 +400,7 @@ class Sequencer:
         if len(found) <= commit:
             raise error or psycopg.OperationalError("the connection ended during a tick")
         if error is not None:
-            logger.debug("a wake-up of consumers was not sent: %s", error)
+            logger.debug("the notification of consumers about new entries was not sent: %s", error)
             state.names_queues = False
         elif found[announce]:
             state.names_queues = True
@@ -449,14 +453,14 @@ class Sequencer:
         if ticked.obstacle == "life":
             raise _Outdated("the server has restarted")
         if ticked.obstacle == "overtaken":
-            raise _Outdated(f"another leader ticked: {state.tick_id} is not the newest tick any more")
+            raise _Outdated(f"another leader has made a tick: tick {state.tick_id} is not the newest any more")
         if ticked.obstacle == "topics":
-            raise _Outdated("a topic has become FIFO or is not any more")
+            raise _Outdated("a topic has become FIFO, or is no longer FIFO")
         if ticked.obstacle is not None:
             raise _MustLook
         if plan.has_looked or not ticked.counts.more:
-            # If this process has not looked and there is more work, the rows beyond the cut of the tick have not been
-            # checked yet.
+            # If this process has not read the FIFO messages before the tick, and there is more work, then rows that the
+            # tick did not read may have FIFO messages.
             state.half_snapshot = Snapshot.parse(ticked.seen)
         state.due_from = ticked.nothing_due_before.encode()
         if ticked.stored is not None:

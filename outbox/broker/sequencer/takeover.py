@@ -24,11 +24,10 @@ from outbox.utils import faults, heartbeat
 
 logger = logging.getLogger(__name__)
 
-# To plan a tick would take longer than to run it. So PostgreSQL plans the statements of a tick once, for any
-# parameters. Sequential scans are off and the log is behind OFFSET 0, so PostgreSQL can only choose plans that read
-# just the new rows. This is also true if a table has grown after the planning and was never analysed
-# (docs/decisions/130). If `local`, the settings apply to one transaction only, because a pooler would pass them on to
-# other clients.
+# The planning of a tick would take longer than its execution. So PostgreSQL plans the statements of a tick once, for
+# any parameters. Sequential scans are off and the log is behind OFFSET 0, so PostgreSQL can only choose plans that read
+# just the new rows. The plans stay good if a table grows after the planning and is never analysed (docs/decisions/130).
+# If `local`, the settings apply to one transaction only, because a pooler would pass them on to other clients.
 TICK_SETTINGS: Final = Statement("""
 SELECT set_config('plan_cache_mode', 'force_generic_plan', %(local)s), set_config('enable_seqscan', 'off', %(local)s),
        set_config('jit', 'off', %(local)s), set_config('enable_mergejoin', 'off', %(local)s),
@@ -93,8 +92,8 @@ UPDATE {schema}.broker SET incarnation = incarnation + 1, system_identifier = %(
 RETURNING incarnation
 """)
 
-# This compares log ids, because transaction ids are not valid any more. A committed message that is in no queue becomes
-# held, and the next tick releases it.
+# The statement compares log ids, because the transaction ids in the tables may be from another server. A committed
+# message that is in no queue becomes held, and the next tick releases it.
 _HOLD_LOST: Final = Statement("""
 WITH lost AS (
     SELECT log.log_id, log.topic_id, log.key, log.deliver_at
@@ -112,10 +111,10 @@ INSERT INTO {schema}.held (log_id, topic_id, key)
 SELECT log_id, topic_id, key FROM lost WHERE deliver_at IS NULL OR deliver_at <= now()
 """)
 
-# Some of the decisions compared above have transaction ids that another server assigned. Such a row is visible,
-# although the snapshot does not contain its transaction id. Replace these ids by 2, PostgreSQL's own "frozen" id.
-# Otherwise a tick would read the rows again when this server reaches these ids. After a failover or a physical restore,
-# the ids continue, so no row has such an id. After a logical restore, most rows have such an id.
+# Some decisions in op_log may have a transaction id that another server assigned. A row with such an id is visible,
+# although the current snapshot does not contain the id. Replace these ids by 2, PostgreSQL's own "frozen" id. Otherwise
+# a tick would read the rows again when this server reaches these ids. After a failover or a physical restore, the
+# server continues the ids, so no row has such an id. After a logical restore, most rows have such an id.
 _FREEZE_FOREIGN: Final = Statement("""
 UPDATE {schema}.op_log SET xid = '2'
 WHERE xid >= pg_snapshot_xmin(pg_current_snapshot()) AND NOT pg_visible_in_snapshot(xid, pg_current_snapshot())
@@ -126,8 +125,8 @@ INSERT INTO {schema}.resync (incarnation, reason, snapshot, life_ordinal)
 VALUES (%(incarnation)s, %(reason)s, pg_current_snapshot(), (SELECT coalesce(max(ordinal), 0) FROM {schema}.life))
 """)
 
-# The half scan starts again above the current snapshot. This statement stores all transactions that are undecided now
-# as pending.
+# This statement stores all transactions that are undecided now as pending. So the half scan continues from the current
+# snapshot.
 _RESET_HALF_SCAN: Final = Statement(
     f"""
 WITH moved AS ({insert_pending("{schema}.commit_log AS half_row", "half AND message_id = transaction_id")}
@@ -147,9 +146,9 @@ FROM {schema}.queue_head WHERE head > 0
 """)
 
 
-# A comparison of all decisions with all queues takes at most minutes. If a process seems to hang during the comparison,
-# another process could take over, and no process would ever finish the comparison. So the process counts as busy for
-# this time (seconds).
+# A comparison of all decisions with all queues takes at most minutes. For this time (seconds), the heartbeat file says
+# that the process is busy. Otherwise a probe could find the process hanging, each new process would be restarted in the
+# same way, and no process would ever finish the comparison.
 _RESYNC_SECONDS: Final = 3600.0
 
 
@@ -157,15 +156,16 @@ _RESYNC_SECONDS: Final = 3600.0
 class TickState:
     """The position of the sequencer: the last tick, and the order of FIFO keys.
 
-    `life`: the life of the server in which this process read the position. `half_snapshot`: the snapshot up to which
-    `order` knows the FIFO half rows; it can be newer than `snapshot`, which belongs to the tick. `fifo_topics`: the
-    topics whose half rows `order` knows. `newest_parked`: the newest time of parking that this process has read.
-    `look_at_all_parked_at`: the time of the next look at all parked transactions. `due_from`: no scheduled message is
-    due earlier, except messages that were stored late. `look_at_all_due_at`: the time of the next look for such
-    messages. `is_entangled`: the last look found FIFO messages that wait, or for which other messages may wait, so the
-    next tick begins with a look. `meets_fifo`: the next tick may read FIFO messages; if any message is open or held at
-    that time, the tick asks before it commits. `names_queues`: all entries of earlier ticks are announced, so the next
-    notification names only the queues of its own tick.
+    `life`: the life of the server in which this process read the position. `order` has the FIFO half messages that the
+    snapshot `half_snapshot` contains. `half_snapshot` can be newer than `snapshot`, which is the snapshot of the tick.
+    `fifo_topics`: the topics whose half messages are in `order`. `newest_parked`: the newest time of parking that this
+    process has read. `look_at_all_parked_at`: the time at which the sequencer next reads all parked transactions.
+    `due_from`: no scheduled message is due earlier, except messages that were stored late. `look_at_all_due_at`: the
+    time of the next search for scheduled messages that were stored late. `is_entangled`: the last look found FIFO
+    messages that wait or for which other messages may wait, so the next tick begins with a look. `meets_fifo`: the next
+    tick may read FIFO messages. If any message is open or held at that time, the statement of the tick returns before
+    it changes anything, so that this process can check the order. `names_queues`: all entries of earlier ticks are
+    announced, so the next notification names only the queues of its own tick.
     """
 
     tick_id: int
@@ -216,12 +216,12 @@ def _prepare(run: Executor, *, local: bool) -> None:
 def adopt(run: Executor, check: CheckSettings, *, local: bool = False) -> TickState:
     """Return the position of the sequencer. If transaction ids started over (restore, failover), resynchronise first.
 
-    `local` says that the session of the connection may not last (see `_prepare`).
+    `local` is true if the next transaction may run in another session (see `_prepare`).
     """
     if not local:
         _prepare(run, local=False)
-    # Begin the life first. Positions that processes remember from another life of the server must be invalid before the
-    # first tick.
+    # First record the new life of the server, so that positions which processes remember from an earlier life are
+    # invalid before the first tick.
     life = lives.current(run)
     if _broker(run).fifo_topics:
         # After this scan, the statements below read only transactions that the scan found undecided, not the whole log.
@@ -277,8 +277,8 @@ def _open_since(state: TickState, broker: _Broker) -> dict[str, object]:
 
 
 def _resync_if_needed(run: Executor, check: CheckSettings, life: UUID, *, local: bool) -> None:
-    # Read the tick before the snapshot. In the other order, another leader could tick between the two reads, and its
-    # tick would look like a tick of the future.
+    # Read the tick before the snapshot. In the other order, another leader could make a tick between the two reads, and
+    # that tick would seem to have transaction ids that this server has not reached.
     state = _last_tick(run, _broker(run), life)
     broker = _broker(run)
     reached = reached_server(run.connection)
@@ -288,9 +288,11 @@ def _resync_if_needed(run: Executor, check: CheckSettings, life: UUID, *, local:
     if reached.timeline != broker.timeline:
         reasons.append(f"the timeline is {reached.timeline}, it was {broker.timeline}")
     if state.snapshot.xmax > Snapshot.parse(broker.snapshot).xmax:
-        reasons.append(f"the last tick has read up to transaction {state.snapshot.xmax}, which is in the future")
+        reasons.append(
+            f"the last tick has read up to transaction id {state.snapshot.xmax}, which this server has not reached"
+        )
     if broker.has_foreign_ids:
-        reasons.append("there are decisions with transaction ids of the future")
+        reasons.append("there are decisions with transaction ids that this server has not reached")
     if broker.is_copy:
         reasons.append("a restore or a copy has written the tables")
     if not broker.is_compared:
@@ -303,13 +305,13 @@ def _resync_if_needed(run: Executor, check: CheckSettings, life: UUID, *, local:
 def _resync(run: Executor, check: CheckSettings, reached: ReachedServer, reason: str, *, local: bool) -> None:
     """Compare all decisions with all queues once. Then continue from the current snapshot in a new incarnation.
 
-    This runs in one transaction, which waits for no publisher. A transaction that is now in progress or prepared may
-    commit later. The snapshot does not see such a transaction, so a later tick reads it, with any incarnation
-    (docs/decisions/024).
+    The comparison runs in one transaction, which does not wait for open transactions of publishers. A transaction that
+    is now in progress or prepared may commit after the comparison. The current snapshot does not contain this
+    transaction, so a later tick reads its decision, whatever the incarnation of the decision is (docs/decisions/024).
     """
     _begin(run, local=local)
     [tick_id, _] = run.one(_LAST_TICK)
-    # The comparison reads whole tables. With the sequencer's settings, PostgreSQL would read them by index.
+    # The comparison reads whole tables, and with the sequencer's settings PostgreSQL would read these tables by index.
     run.connection.execute("SET LOCAL enable_seqscan = on")
     [incarnation] = run.one(
         _RAISE_INCARNATION,

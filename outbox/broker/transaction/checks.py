@@ -1,4 +1,4 @@
-"""Check-back on the broker's side: find the half transactions that are due, and apply the answers."""
+"""Check-back on the side of the broker: find the half messages that are due for a check, and apply the answers."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ SELECT log.transaction_id, coalesce(log.producer_group, '') AS producer_group, l
        topic.name AS topic, log.body, log.key, log.tag, log.headers, log.content_type, log.deliver_at, log.shard,
        log.born_at, """
 
-# This statement drops the rows of transactions that were decided meanwhile. The statement that decides does not drop
-# these rows, so an end message never waits for a row that a check has locked. If a check was hinted before immunity
-# ended, it is due again when immunity ends. Parked transactions fill only the free places of a batch, so they never
-# delay other checks.
+# This statement deletes the rows of transactions that were decided after their row was stored. The statement that
+# stores a decision does not delete these rows, so an end message never waits for a row that a check has locked. If an
+# early check was requested, the transaction is due again when its immunity ends. Parked transactions fill only the free
+# places of a batch, so they never delay other checks.
 _CLAIM = Statement(
     """
 WITH pending AS MATERIALIZED (
@@ -93,7 +93,8 @@ WHERE log.message_id = %(id)s AND log.half
 """
 )
 
-# In this statement, only answers that count park a transaction. parking.park_overdue parks by age, without an answer.
+# This statement parks a transaction after `max_checks` answers that count. `parking.park_overdue` parks a transaction
+# because of its age, even if there was no answer.
 _POSTPONE = Statement("""
 WITH answer AS (
     SELECT transaction_id, counted = 1 AS counts, detail
@@ -174,7 +175,7 @@ class _CheckRow:
 
 
 def scan(run: Executor, *, settings: CheckSettings, batch: int = half_scan.DEFAULT_BATCH) -> ScanCounts:
-    """Scan for new undecided half transactions until no backlog is left, at most 100 passes."""
+    """Scan for new undecided half messages until no backlog is left, in at most 100 passes."""
     scanned = moved = 0
     for _ in range(_MAX_SCANS):
         counts = half_scan.scan_halves(run, immunity_seconds=settings.immunity_seconds, batch=batch)
@@ -188,11 +189,12 @@ def scan(run: Executor, *, settings: CheckSettings, batch: int = half_scan.DEFAU
 def claim_checks(
     run: Executor, producer_group: str, *, limit: int, settings: CheckSettings, starts: bool = False
 ) -> list[Check]:
-    """Scan, then claim up to `limit` due checks of the group. No other process gets them before the recheck time.
+    """Scan, then claim up to `limit` due checks of the group.
 
-    `starts`: this process asks for the group for the first time. On such a start, or if no process of the group has
-    asked for a while, the group's parked transactions become due at once. Parked transactions about which a process
-    asked a moment ago are left out.
+    No other process gets these checks before the recheck time has passed. `starts`: this process claims checks of the
+    group for the first time. If `starts` is true, or if no process of the group has claimed checks for
+    GROUP_AWAY_SECONDS, the group's parked transactions become due at once. Parked transactions whose last check was
+    less than GROUP_AWAY_SECONDS ago are left out.
     """
     scan(run, settings=settings)
     was_away = parking.note_asking(run, producer_group)
@@ -206,16 +208,17 @@ def claim_checks(
     }
     while True:
         with lifted(run.connection):
-            # The statement is not prepared, because its plan must see the values, like that of the half scan.
+            # The statement is not prepared, because a good plan needs the values of the parameters.
             rows = run.objects(_CheckRow, _CLAIM, parameters, prepare=False)
         checks = [row.check() for row in rows if row.transaction_id is not None]
-        # If all claimed transactions were already decided, more transactions may be due after them.
+        # If all transactions of this batch were already decided, more transactions may be due, so the loop claims
+        # again.
         if checks or not rows[0].dropped:
             return checks
 
 
 def find_undecided(run: Executor, transaction_id: UUID) -> Check | None:
-    """Return a check that may write, of an undecided half transaction, for an operator. None if it is not undecided."""
+    """Return a check that may write a tombstone, for an operator; None if the transaction is not undecided."""
     found = run.objects(_CheckRow, _UNDECIDED, {"id": transaction_id})
     return found[0].check() if found else None
 
@@ -223,10 +226,10 @@ def find_undecided(run: Executor, transaction_id: UUID) -> Check | None:
 def report_answers(
     run: Executor, producer_group: str, answers: Sequence[Answer], *, settings: CheckSettings
 ) -> list[EndStatus | None]:
-    """Apply a checker's answers in one transaction; returns one status per answer, None for UNKNOWN.
+    """Apply a checker's answers in one transaction, and return one status per answer; None for UNKNOWN.
 
-    An answer UNKNOWN uses up one check if it counts and immunity is over. After `max_checks` such answers the
-    transaction is parked.
+    An answer UNKNOWN uses up one of the `max_checks` if the answer counts and immunity is over. After `max_checks`
+    answers that count, the transaction is parked.
     """
     with lifted(run.connection):
         known = [answer for answer in answers if answer.decision is not Decision.UNKNOWN]
@@ -277,8 +280,8 @@ def _postpone(run: Executor, producer_group: str, answers: Sequence[Answer], set
         Incident(
             IncidentKind.PARKED,
             str(transaction_id),
-            f"checks: group {producer_group!r} could not say after {checks} checks. It is asked again every "
-            f"{settings.parked_recheck_seconds:g} s; a late end or an operator also decides it",
+            f"checks: group {producer_group!r} did not know the outcome in {checks} checks. The group is asked "
+            f"again every {settings.parked_recheck_seconds:g} s. An end message or an operator can also decide",
         )
         for transaction_id, checks, parks in run.rows(_POSTPONE, parameters)
         if parks

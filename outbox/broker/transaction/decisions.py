@@ -15,8 +15,8 @@ from outbox.errors import UsageError
 from outbox.transaction import DecidedBy, Decision, EndStatus, EndTransaction
 
 # The statement starts after the outcome of the local transaction is known, and it looks up the log ids in the log. So
-# the caller can neither add nor omit a message. It sorts by transaction id, because inserts that may conflict must lock
-# in one order.
+# the caller can neither add nor omit a message. The statement sorts by transaction id, because inserts that may
+# conflict must lock in one order.
 _DECIDE = Statement("""
 WITH given AS (
     SELECT * FROM unnest(%(ids)s::uuid[], %(decisions)s::text[], %(deciders)s::text[], %(groups)s::text[])
@@ -51,12 +51,13 @@ CROSS JOIN (SELECT set_config(
 """)
 
 # Records one end message whose sender does not wait for the answer. The SQL function also records contradictions and
-# refusals. Like _DECIDE, it decides whether its commit waits for the disk.
+# refusals. Like _DECIDE, the function chooses whether its commit waits for the disk.
 _END_ONE = Statement("""
 SELECT {schema}.end_one_v15(%(transaction_id)s, %(decision)s, %(producer_group)s)
 """)
 
-# One index look-up per id: OFFSET 0 keeps the planner from reading the whole table for some thousand ids.
+# OFFSET 0 makes PostgreSQL look up each id by index, and keeps the planner from reading the whole table for some
+# thousand ids.
 _STANDING = Statement("""
 SELECT transaction_id, decision::text
 FROM unnest(%(ids)s::uuid[]) AS given (id)
@@ -68,7 +69,7 @@ SELECT message_id, coalesce(producer_group, ''), half FROM {schema}.commit_log W
 """)
 
 
-# Transaction and producer group.
+# Transaction id and producer group.
 _Key = tuple[UUID, str]
 
 
@@ -83,11 +84,14 @@ class _Outcome:
 
 
 def record_ends(run: Executor, ends: Sequence[EndTransaction]) -> list[EndStatus]:
-    """Record decisions and return one status per end, in order. A contradicting or refused end leaves an incident."""
+    """Record decisions, and return one status per end message, in order.
+
+    An end message that contradicts the decision or is refused is recorded as an incident.
+    """
     if not ends:
         return []
-    # The first end message per transaction and group. An end message of another group must not block the end message of
-    # the owner in the same batch.
+    # The first end message per transaction and group: an end message of a wrong group must not block an end message of
+    # the right group in the same batch.
     firsts: dict[_Key, EndTransaction] = {}
     for end in ends:
         if end.decision is Decision.UNKNOWN:
@@ -109,7 +113,7 @@ def end_request(schema: str, end: EndTransaction) -> Request:
 
 
 def standing_decisions(run: Executor, ids: Sequence[UUID]) -> dict[UUID, Decision]:
-    """Return the final decision of each of these transactions that is decided."""
+    """Return the final decisions by transaction id; undecided transactions are left out."""
     if not ids:
         return {}
     rows = run.rows(_STANDING, {"ids": uuids(ids)})
@@ -120,9 +124,9 @@ _FLUSH = Statement("SELECT set_config('synchronous_commit', 'on', true), pg_logi
 
 
 def flush(run: Executor) -> None:
-    """Wait until all data seen so far is on the disk: end messages and ticks themselves do not wait for it.
+    """Wait until all data that the caller has seen is on the disk. End messages and ticks do not wait for the disk.
 
-    Call it before you remove rows elsewhere that the broker would ask for again after a crash of its server.
+    Call this before you delete rows of a ledger or inbox which the broker would need again after a crash of its server.
     """
     run.execute(_FLUSH)
 
@@ -134,7 +138,8 @@ def _decide(run: Executor, ends: Sequence[EndTransaction]) -> dict[_Key, _Outcom
         "deciders": texts([end.decided_by for end in ends]),
         "groups": texts([end.producer_group for end in ends]),
         # The commit of a producer's end message does not wait for the disk, because a check-back asks the ledger again
-        # after a crash of the server. Without a ledger the answer may differ, so that commit waits.
+        # after a crash of the server. If the producer has no ledger, the answer of the check may differ, so the commit
+        # waits for the disk.
         "durable": any(end.decided_by is not DecidedBy.PRODUCER for end in ends),
     }
     rows = run.rows(_DECIDE, parameters, prepare=True)

@@ -1,9 +1,10 @@
-"""Producers with a transactional id: the newest instance fences the older ones.
+"""Producers with a transactional id: the newest instance fences the older instances.
 
-Each instance that takes over an id raises its epoch. The transaction that stores messages under the id checks the epoch
-under a shared lock, and a newer instance waits for this lock. Once the newer instance has its epoch, an older instance
-can no longer commit messages in its local transaction. A half message that was stored before keeps its state, and its
-ledger decides. `leftovers` lists the half transactions for which a newer instance waits.
+Each instance that takes over a transactional id raises the epoch of the id. The transaction that stores messages under
+the id checks the epoch under a shared lock, and a newer instance waits for this lock. Once the newer instance has its
+epoch, an older instance can no longer commit messages in its local transaction. A half message that an older instance
+stored before that time stays undecided, and its ledger decides it. `leftovers` lists the undecided transactions of
+older instances, for which the newer instance waits.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from outbox.errors import LeftoversUndecided, ProducerFenced
 from outbox.transaction import CheckSettings, ProducerEpoch
 
 # This lock is needed in addition to the row's lock, because the row's lock is not fair. Overlapping transactions could
-# share the row's lock forever, and an instance that wants to raise the epoch would never get it.
+# share the row's lock forever, and an instance that wants to raise the epoch would never get the lock.
 _LOCK_NAME: Final = "hashtextextended(%(producer_group)s || chr(31) || %(transactional_id)s, 20)"
 
 _SHARE = Statement(f"SELECT pg_advisory_xact_lock_shared({_LOCK_NAME})")
@@ -43,8 +44,8 @@ ON CONFLICT (producer_group, transactional_id) DO UPDATE SET epoch = known.epoch
 RETURNING epoch
 """)
 
-# Retention never removes undecided half messages from the log. It removes decided half messages together with their
-# decisions.
+# Retention never removes undecided half messages from the log. Retention removes decided half messages together with
+# their decisions.
 _UNDECIDED: Final = """EXISTS (SELECT FROM {schema}.commit_log half WHERE half.message_id = noted.transaction_id)
     AND NOT EXISTS (SELECT FROM {schema}.op_log WHERE op_log.transaction_id = noted.transaction_id)"""
 
@@ -77,8 +78,8 @@ WHERE transaction_id = ANY(%(ids)s::uuid[]) AND parked_at IS NULL
 def take_over(run: Executor, producer_group: str, transactional_id: str, *, timeout_seconds: float) -> ProducerEpoch:
     """Raise the epoch of a transactional id: from now on, messages with an older epoch are refused.
 
-    It waits up to `timeout_seconds` for transactions on this server that are about to commit messages under an older
-    epoch. Raises LeftoversUndecided if they did not end; then nothing has changed.
+    The function waits up to `timeout_seconds` for transactions on this server that publish messages under an older
+    epoch. If these transactions do not end in this time, it raises LeftoversUndecided and changes nothing.
     """
     producer = {"producer_group": producer_group, "transactional_id": transactional_id}
     try:
@@ -88,9 +89,9 @@ def take_over(run: Executor, producer_group: str, transactional_id: str, *, time
             [epoch] = run.one(_RAISE, producer)
     except pg.LockNotAvailable as error:
         raise LeftoversUndecided(
-            f"producer {transactional_id!r} of group {producer_group!r}: an older instance has been inside a "
-            f"transaction for more than {timeout_seconds:g} s. Nothing has changed, and the older one may still send; "
-            f"end it, or try again."
+            f"producer {transactional_id!r} of group {producer_group!r}: a transaction of an older instance "
+            f"has been open for more than {timeout_seconds:g} s. Nothing has changed, and the older instance can still "
+            f"publish. End that instance, or try again."
         ) from error
     return ProducerEpoch(producer_group=producer_group, transactional_id=transactional_id, epoch=epoch)
 
@@ -98,7 +99,7 @@ def take_over(run: Executor, producer_group: str, transactional_id: str, *, time
 def check_epoch(run: Executor, producer: ProducerEpoch) -> None:
     """Raise ProducerFenced unless `producer` is the newest instance; call it in the transaction that stores messages.
 
-    The answer holds until the transaction ends.
+    Until this transaction ends, no newer instance can take over the transactional id.
     """
     parameters = {"producer_group": producer.producer_group, "transactional_id": producer.transactional_id}
     run.execute(_SHARE, parameters)
@@ -106,18 +107,18 @@ def check_epoch(run: Executor, producer: ProducerEpoch) -> None:
         found = run.row(_EPOCH, parameters)
     except pg.SerializationFailure as error:
         # The row changed after the snapshot of this REPEATABLE READ transaction: the epoch was raised.
-        raise _fenced(producer, "a newer one") from error
+        raise _fenced(producer, "a newer epoch") from error
     if found is None:
         raise ProducerFenced(
-            f"producer {producer.transactional_id!r} of group {producer.producer_group!r} is not known to the broker "
-            f"(another database?): take the id over again. Nothing was published."
+            f"producer {producer.transactional_id!r} of group {producer.producer_group!r} is not known to the broker. "
+            f"Nothing was published. Check that this is the right database, then take over the transactional id again."
         )
     if found[0] != producer.epoch:
         raise _fenced(producer, f"epoch {found[0]}")
 
 
 def note_half(run: Executor, producer: ProducerEpoch, transaction_id: UUID) -> None:
-    """Note a half message that was stored under `producer`: a newer instance will wait until it is decided."""
+    """Store that `producer` has this half message, so that a newer instance waits until the half message is decided."""
     run.execute(
         _NOTE,
         {
@@ -130,7 +131,7 @@ def note_half(run: Executor, producer: ProducerEpoch, transaction_id: UUID) -> N
 
 
 def leftovers(run: Executor, producer: ProducerEpoch, *, settings: CheckSettings) -> list[UUID]:
-    """Return the undecided half transactions of older instances; each becomes due for a check, immune or not.
+    """Return the undecided transactions of older instances, and end their immunity, so that checks are due now.
 
     Immunity avoids checks that ask too early, but a newer instance has replaced the senders of these transactions. If a
     local transaction is still running, the ledger's barrier answers UNKNOWN.
@@ -153,6 +154,6 @@ def leftovers(run: Executor, producer: ProducerEpoch, *, settings: CheckSettings
 def _fenced(producer: ProducerEpoch, newest: str) -> ProducerFenced:
     return ProducerFenced(
         f"producer {producer.transactional_id!r} of group {producer.producer_group!r}: this instance has epoch "
-        f"{producer.epoch}, {newest} has taken its place. Nothing was published; end this process, or take the id "
-        f"over again if the other one is the mistake."
+        f"{producer.epoch}, but an instance with {newest} has taken over. Nothing was published. End this process. "
+        f"Or, if the other instance was started by mistake, take over the transactional id again."
     )

@@ -1,9 +1,9 @@
-"""Find undecided half messages, at a cost proportional to the number of undecided ones.
+"""Find undecided half messages, at a cost that is proportional to the number of undecided half messages.
 
-The scan compares two snapshots. It reads the half rows whose transactions the last scan could not see. A cursor over
-ids would miss transactions that commit late. If the oldest running transaction were the limit, any open transaction
-would stop the scan. The statement binds the upper end of the last snapshot as `%(xmax)s` and its running transactions
-as `%(xip)s`. If the statement had the functions inside one OR instead, PostgreSQL would scan the whole table.
+The scan compares two snapshots. The scan reads the half messages whose transactions the last scan could not see. A
+cursor over ids would miss transactions that commit late. If the oldest running transaction were the limit, any open
+transaction would stop the scan. The statement binds the upper end of the last snapshot as `%(xmax)s` and its running
+transactions as `%(xip)s`. With the snapshot functions inside one OR condition, PostgreSQL would scan the whole table.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _IMMUNE_UNTIL: Final = "stored_at + make_interval(secs => coalesce(immunity_seco
 
 
 def insert_pending(source: LiteralString, where: LiteralString, *, due: LiteralString = _IMMUNE_UNTIL) -> LiteralString:
-    """Return the INSERT of a pending row for each undecided transaction, due when immunity ends or at `due`.
+    """Return the INSERT of one `pending_check` row per undecided transaction, due when immunity ends or at `due`.
 
-    The length of immunity is that of the half message, or else the setting of the process that finds the message.
-    Immunity counts from the time at which the half message was stored.
+    The half message stores the length of its immunity. If it stores no length, the setting of the process that finds
+    the message applies. Immunity counts from the time at which the half message was stored.
 
     `source` has the log's columns and the alias `half_row`. The rows are sorted, because inserts that may conflict must
     lock in one order.
@@ -48,10 +48,11 @@ ORDER BY transaction_id
 """
 
 
-# `edge` has the transaction id up to which the scan reads. In a long backlog, about `batch` rows are below this id;
-# else it is the end of the current snapshot. The rows of one transaction stay together. The current snapshot limits the
-# query, because rows from before a restore may have higher transaction ids than the present ones. The scan stores the
-# current snapshot, changed so that all transactions from the id in `edge` on count as unread.
+# `edge` has the transaction id up to which the scan reads. In a long backlog, about `batch` rows are below this id, and
+# rows of one transaction are not split. Without a backlog, this id is the end of the current snapshot. The current
+# snapshot limits the query, because rows from before a restore may have higher transaction ids than the rows that are
+# written now. The scan stores the current snapshot without the transactions from the id in `edge` on, so that the next
+# scan reads these transactions.
 _SCAN = Statement(f"""
 WITH edge AS (
     SELECT coalesce(
@@ -92,7 +93,7 @@ WITH edge AS (
 SELECT fresh, moved, more FROM found
 """)
 
-# Transaction ids begin with a time, so their order is nearly the order of the transactions' starts.
+# Transaction ids begin with a time, so the order of ids is nearly the order in which the transactions began.
 _WAITING = Statement("""
 SELECT transaction_id FROM {schema}.pending_check pending
 WHERE (%(group)s::text IS NULL OR producer_group = %(group)s) AND (NOT %(parked)s::boolean OR parked_at IS NOT NULL)
@@ -124,7 +125,7 @@ ON CONFLICT (transaction_id) DO UPDATE SET due_at = least(pending.due_at, now())
 
 @dataclass(frozen=True, slots=True)
 class ScanCounts:
-    """The work of one scan pass; `more` says that a backlog is left, or may be left."""
+    """The results of one scan pass. `more`: unread half messages are left, or may be left."""
 
     scanned: int = 0
     moved: int = 0
@@ -132,7 +133,7 @@ class ScanCounts:
 
 
 def scan_halves(run: Executor, *, immunity_seconds: int, batch: int = DEFAULT_BATCH) -> ScanCounts:
-    """Run one bounded scan pass: new undecided half transactions get a pending_check row, due when immunity ends.
+    """Run one bounded scan pass: new undecided half messages get a pending_check row, due when immunity ends.
 
     Any number of scans may run at once. If two scans read the same part, they collide on the scan's id, and one of them
     gives up.
@@ -147,7 +148,8 @@ def scan_halves(run: Executor, *, immunity_seconds: int, batch: int = DEFAULT_BA
         "immunity": immunity_seconds,
     }
     try:
-        # The statement is not prepared, because a plan without the values would read the whole log.
+        # The statement is not prepared, because a plan made without the values of the snapshot would read the whole
+        # log.
         with lifted(run.connection):
             scanned, moved, more = run.one(_SCAN, parameters, prepare=False)
     except UniqueViolation:
@@ -157,28 +159,28 @@ def scan_halves(run: Executor, *, immunity_seconds: int, batch: int = DEFAULT_BA
 
 
 def drop_decided_parked(run: Executor) -> int:
-    """Delete the pending rows of parked transactions that are decided now; returns how many."""
+    """Delete the pending rows of parked transactions that are decided now, and return the number of deleted rows."""
     with lifted(run.connection):
         return run.count(_DROP_DECIDED_PARKED)
 
 
 @dataclass(frozen=True, slots=True)
 class Undecided:
-    """A half transaction without a decision; `immune`: too young for a check that may write."""
+    """A transaction without a decision. `immune`: it is too young for a check that may write a tombstone."""
 
     transaction_id: UUID
     immune: bool
 
 
 def undecided_below(run: Executor, ledger_id: UUID, below: UUID, *, limit: int) -> list[Undecided]:
-    """Return the first undecided transactions of a ledger by id, also parked ones, if the scan has found them."""
+    """Return the first undecided transactions of a ledger, in the order of their ids, which the half scan has found."""
     return run.objects(Undecided, _UNDECIDED_BELOW, {"ledger_id": ledger_id, "below": below, "limit": limit})
 
 
 def hint_checks(run: Executor, ids: Sequence[UUID], *, settings: CheckSettings) -> int:
-    """Make undecided half transactions, parked ones too, due for a check now; returns how many.
+    """Make undecided transactions (parked ones too) due for a check now, and return the number of these transactions.
 
-    Before immunity ends, such a check only reads.
+    Before the immunity of a transaction ends, such a check writes no tombstone.
     """
     return run.count(_HINT, {"ids": uuids(ids), "immunity": settings.immunity_seconds})
 
@@ -186,14 +188,15 @@ def hint_checks(run: Executor, ids: Sequence[UUID], *, settings: CheckSettings) 
 def list_waiting(run: Executor, group: str | None = None, *, parked: bool = False, limit: int) -> list[UUID]:
     """Return up to `limit` undecided transactions that the scan has found, the oldest first.
 
-    `group` limits them to a producer group, None means all. `parked` limits them to parked ones.
+    With `group`, the list has only transactions of this producer group. With `parked`, the list has only parked
+    transactions.
     """
     values = {"group": group, "parked": parked, "limit": limit}
     return [transaction_id for (transaction_id,) in run.rows(_WAITING, values)]
 
 
 def hint_request(schema: str, transaction_id: UUID, *, settings: CheckSettings) -> Request:
-    """Like `hint_checks` for one transaction, as a request for a sender that does not wait for the answer."""
+    """Return `hint_checks` for one transaction as a request, for a sender that does not wait for the answer."""
     text, names = _HINT.numbered(schema)
     given = {"ids": b"{%s}" % str(transaction_id).encode(), "immunity": b"%d" % settings.immunity_seconds}
-    return Request(text, tuple(given[name] for name in names), f"the hint to check {transaction_id}")
+    return Request(text, tuple(given[name] for name in names), f"the request for an early check of {transaction_id}")

@@ -1,4 +1,4 @@
-"""Park half transactions that check-back has not settled in time, until they are decided later.
+"""Park transactions that check-back has not decided in time. Parked transactions can still be decided.
 
           scan                 claimed by its group, immunity over
 HALF ───────────► PENDING ◄──────────────────────────────────┐
@@ -33,8 +33,8 @@ from outbox.transaction import GROUP_AWAY_SECONDS, CheckSettings, ParkReason
 _BATCH: Final = 1000
 
 # The age counts from the end of immunity, so a long immunity does not lead to parking. The statement skips rows that a
-# check has locked; the next pass sees them. If no process of its group asks for checks, a parked transaction is due at
-# once. So the next process of the group asks about it.
+# check has locked; the next pass reads these rows. If no process of the producer group asks for checks, the parked
+# transaction is due at once, so the next process of the group checks it.
 _PARK_OVERDUE = Statement("""
 WITH overdue AS MATERIALIZED (
     SELECT transaction_id, coalesce(seen_at < now() - make_interval(secs => %(away)s), true) AS unanswered, seen_at
@@ -51,8 +51,8 @@ FROM overdue WHERE pending.transaction_id = overdue.transaction_id
 RETURNING pending.transaction_id, pending.producer_group, park_reason AS reason, checks, last_answer, seen_at
 """)
 
-# A group has at most one note per ten seconds, which is exact enough. So its processes do not wait for each other's
-# row.
+# The time in `seen_at` is written at most once in ten seconds, so that the processes of a group seldom wait for each
+# other's row lock. This is exact enough.
 _NOTE_ASKING = Statement("""
 WITH before AS (
     SELECT seen_at FROM {schema}.producer_group WHERE name = %(group)s
@@ -64,7 +64,8 @@ WITH before AS (
 SELECT coalesce((SELECT seen_at FROM before) < now() - make_interval(secs => %(away)s), true)
 """)
 
-# `lately`: leave out transactions about which a process has asked within this many seconds. 0 leaves out none.
+# The statement leaves out transactions that were claimed for a check in the last `lately` seconds; with 0, it leaves
+# out no transaction.
 _ASK_PARKED = Statement("""
 WITH chosen AS (
     SELECT transaction_id FROM {schema}.pending_check pending
@@ -91,24 +92,26 @@ class _Parked:
         if self.reason == ParkReason.UNANSWERED:
             since = f"since {self.seen_at:%Y-%m-%d %H:%M:%S%z}" if self.seen_at else "ever"
             why = (
-                f"unanswered: no producer of group {self.producer_group!r} has asked for its checks {since}; start one "
-                f"with check-back, which asks about it at once"
+                f"unanswered: no producer of group {self.producer_group!r} has asked for checks {since}. Start a "
+                f"worker of this group with check-back: it checks this transaction at once"
             )
         else:
             why = (
-                f"age: group {self.producer_group!r} asks, but its checker does not know the answer; {self.checks} "
-                f"answers counted, the last one was: {self.last_answer or 'none'}"
+                f"age: group {self.producer_group!r} asks for checks, but its checker does not know the outcome. "
+                f"{self.checks} answers counted. The last answer was: {self.last_answer or 'none'}"
             )
         return Incident(
-            IncidentKind.PARKED, str(self.transaction_id), f"{why}. A late end or an operator also decides it"
+            IncidentKind.PARKED,
+            str(self.transaction_id),
+            f"{why}. An end message or an operator can also decide",
         )
 
 
 def park_overdue(run: Executor, *, settings: CheckSettings) -> int:
-    """Park transactions still undecided `max_age_seconds` after their immunity; returns how many.
+    """Park transactions that are undecided `max_age_seconds` after their immunity, and return how many were parked.
 
-    Each one leaves an incident with the reason. This function is a pass of maintenance. It needs no producer, so it
-    also reports a transaction whose group has no running process.
+    Each parked transaction is recorded as an incident with the reason. This function runs as a pass of maintenance,
+    without a producer, so it also reports a transaction whose producer group has no running process.
     """
     parameters = {
         "away": GROUP_AWAY_SECONDS,
@@ -127,16 +130,16 @@ def park_overdue(run: Executor, *, settings: CheckSettings) -> int:
 
 
 def note_asking(run: Executor, producer_group: str) -> bool:
-    """Record that a process of the group asks for checks now; returns whether the group had not asked for a while."""
+    """Record that the group asks for checks now. Return whether the group had not asked for GROUP_AWAY_SECONDS."""
     with lifted(run.connection):
         [was_away] = run.one(_NOTE_ASKING, {"group": producer_group, "away": GROUP_AWAY_SECONDS})
     return bool(was_away)
 
 
 def ask_parked(run: Executor, producer_group: str, *, lately_seconds: float = 0.0) -> int:
-    """Make the parked transactions of a group due for a check now; returns how many.
+    """Make the parked transactions of a group due for a check now, and return their number.
 
-    Transactions about which a process has asked within `lately_seconds` are left out.
+    Transactions that were claimed for a check in the last `lately_seconds` are left out.
     """
     with lifted(run.connection):
         return run.count(_ASK_PARKED, {"group": producer_group, "lately": lately_seconds})

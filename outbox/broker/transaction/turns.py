@@ -11,12 +11,12 @@ from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
 
 CHECK_BACK = "check_back"
-# The name of a receiver's pass begins with this. If such a pass is late, no transaction stays undecided, but messages
-# are not received.
+# The names of the passes of receivers begin with this text. If such a pass is late, messages are not received, but no
+# transaction stays undecided.
 RECEIVE = "receive:"
 
-# The statement uses clock_timestamp() instead of now(). After a wait for the row, the comparison must use the present
-# time.
+# The statement uses clock_timestamp() instead of now(). The statement may have waited for a lock of the row, and the
+# comparison needs the time after this wait.
 _TAKE_TURN = Statement("""
 INSERT INTO {schema}.periodic_pass AS known (producer_group, name, interval_seconds, began_at)
 VALUES (%(group)s, %(name)s, %(interval)s, clock_timestamp())
@@ -27,8 +27,8 @@ WHERE known.began_at NOT BETWEEN clock_timestamp() - make_interval(secs => %(res
 RETURNING 1
 """)
 
-# A check counts as unasked if it is overdue by several intervals, because a claimed check is due again only after its
-# recheck time.
+# The statement finds checks that are overdue by at least three intervals of the pass. A claimed check is not overdue
+# before its recheck time.
 _UNASKED = Statement("""
 SELECT pending.producer_group, count(*) AS transactions,
        extract(epoch FROM now() - min(pending.due_at))::double precision AS overdue_seconds,
@@ -49,7 +49,7 @@ _DEFAULT_INTERVAL_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True)
 class IdleProducerGroup:
-    """A producer group that has undecided transactions to check and does not ask for them.
+    """A producer group whose undecided transactions are due for a check, but whose processes do not ask for checks.
 
     `last_pass_seconds`: the time since the last pass began; None before the first pass.
     """
@@ -63,18 +63,18 @@ class IdleProducerGroup:
         last = "never ran" if self.last_pass_seconds is None else f"last ran {self.last_pass_seconds:.0f} s ago"
         return (
             f"producer group {self.producer_group!r}: {self.transactions} undecided transactions wait for check-back "
-            f"(overdue by {self.overdue_seconds:.0f} s), which {last}: start a worker of that service (celery worker "
-            f"--outbox, or outbox_worker), and find out why none runs"
+            f"(overdue by {self.overdue_seconds:.0f} s), which {last}: start a worker of this producer group (celery "
+            f"worker --outbox, or outbox_worker), and find out why no such worker runs"
         )
 
 
 def take_turn(
     run: Executor, producer_group: str, name: str, *, interval_seconds: float, rest_seconds: float | None = None
 ) -> bool:
-    """Whether the caller is to run the pass now: no, if another process began it less than `rest_seconds` ago.
+    """Return whether the caller should run the pass now: not if the pass began less than `rest_seconds` ago.
 
     The default of `rest_seconds` is half of `interval_seconds`. So one of several processes is enough to run the pass,
-    and each process may be a little late.
+    and a process may ask for its turn a little early or late.
     """
     rest = interval_seconds / 2 if rest_seconds is None else rest_seconds
     parameters = {"group": producer_group, "name": name, "interval": interval_seconds, "rest": rest}
@@ -85,10 +85,10 @@ _FORGET = Statement("DELETE FROM {schema}.periodic_pass WHERE name = %(name)s")
 
 
 def forget(run: Executor, name: str) -> int:
-    """Delete the pass, because no process runs it any more; returns how many groups had it."""
+    """Delete a pass that no process runs any more, and return how many producer groups had this pass."""
     return run.count(_FORGET, {"name": name})
 
 
 def unasked(run: Executor) -> list[IdleProducerGroup]:
-    """Return the producer groups whose transactions wait for check-back although no process runs it."""
+    """Return the producer groups whose transactions wait for a check, and of which no process runs check-back."""
     return run.objects(IdleProducerGroup, _UNASKED, {"name": CHECK_BACK, "interval": _DEFAULT_INTERVAL_SECONDS})

@@ -1,6 +1,6 @@
 """Transactional messages for Django.
 
-Importing this module needs no settings and no loaded apps. So models.py of any app may import it.
+Importing this module needs no settings and no loaded apps, so models.py of any app may import this module.
 """
 
 from outbox.contrib.django.engine.broker import get_broker

@@ -96,7 +96,7 @@ class OperatorActionAdmin(ReadOnly, _Actions):
 
     @admin.display(description="operations page")
     def operations_page(self, entry: OperatorAction) -> str:
-        """A link to the same entry on the operations page."""
+        """A link to this audit entry on the operations page."""
         return link("audit_entry", entry.pk, str(entry))
 
 

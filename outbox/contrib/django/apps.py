@@ -8,7 +8,7 @@ from django.db.models.signals import post_migrate
 
 
 class OutboxConfig(AppConfig):
-    """The app of outbox. To install it, add 'outbox.contrib.django' to INSTALLED_APPS."""
+    """The Django app of outbox. To install the app, add 'outbox.contrib.django' to INSTALLED_APPS."""
 
     name = "outbox.contrib.django"
     label = "outbox"

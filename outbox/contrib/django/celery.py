@@ -27,7 +27,7 @@ def setup(app: Any) -> None:
     A transactional task is stored with the caller's transaction even if the caller sends the task by its name.
 
     The tasks and the schedule are added when Celery finalises the app, because a Celery module may be imported before
-    Django is set up. If the app is already finalised, they are added at once.
+    Django is set up. If the app is already finalised, the tasks and the schedule are added at once.
     """
     bootstep.install(app, supervisor, roles=list(Role))
     bootstep.flush_at_end(flush)

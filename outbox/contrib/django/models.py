@@ -1,4 +1,4 @@
-"""The tables in the application's own databases: ledger, inbox, key locks, findings, sagas and audit."""
+"""The models of the tables in the application's own databases: ledger, inbox, key locks, findings, sagas and audit."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ class LedgerEntry(models.Model):
     """One local transaction that published messages.
 
     The local transaction itself writes its row 'C', so the row is visible if and only if the transaction committed. A
-    row 'R' is a tombstone: a check-back that found no row writes it, and a late 'C' then violates the unique key.
+    row 'R' is a tombstone. A check-back that finds no row writes the tombstone, and a later INSERT of 'C' then violates
+    the primary key.
     """
 
     class LedgerState(models.TextChoices):
-        """The outcome that a row records."""
+        """The outcome of a local transaction."""
 
         COMMITTED = "C", "committed"
         ROLLED_BACK = "R", "rolled back"
@@ -36,10 +37,11 @@ class LedgerEntry(models.Model):
 
 
 class LedgerIdentity(models.Model):
-    """The ledger's id, in its only row. Half messages contain the id, so that only this ledger answers their checks.
+    """The ledger's id; the table has only one row.
 
-    Ledger entries with a transaction id below `pruned_before` may have been deleted, so a missing entry proves nothing.
-    Transaction ids are ordered by time, and comparing them needs no synchronised clocks.
+    Half messages contain the id, so only this ledger answers their checks. Ledger entries with a transaction id below
+    `pruned_before` may have been deleted, so the absence of such an entry proves nothing. Transaction ids are ordered
+    by time, so an id can be compared with `pruned_before` without synchronised clocks.
     """
 
     singleton = models.BooleanField(primary_key=True, default=True)
@@ -57,9 +59,9 @@ class LedgerIdentity(models.Model):
 
 
 class InboxEntry(models.Model):
-    """A message whose effect is in this database. The handler's own transaction writes the row.
+    """A handled message whose effect is in this database. The handler's own transaction writes this row.
 
-    `generation` is increased when an operator lets a consumer group process messages again.
+    The generation of a consumer group rises when an operator lets the group process messages again.
     """
 
     pk = models.CompositePrimaryKey("group", "generation", "message_id")
@@ -79,7 +81,7 @@ class InboxEntry(models.Model):
 
 
 class SagaState(models.TextChoices):
-    """The state of a saga. In the states RUNNING and UNDOING, a message will continue the saga."""
+    """The state of a saga. In the states RUNNING and UNDOING, the next message continues the saga."""
 
     RUNNING = "running", "Running"
     WAITING = "waiting", "Waiting for an answer"
@@ -89,9 +91,9 @@ class SagaState(models.TextChoices):
 
 
 class SagaProgress(models.Model):
-    """The progress of one record's saga.
+    """The progress of one saga, which belongs to one record of the application.
 
-    Only outbox.contrib.django.saga writes this row, so saving the record does not reset it.
+    Only outbox.contrib.django.saga writes this row, so saving the record does not reset the progress.
 
     `message_id` is the message that continues the saga: the message of the step, of its compensation, or of the
     deadline at `late_at`.
@@ -111,7 +113,7 @@ class SagaProgress(models.Model):
         db_table = "outbox_saga"
         verbose_name = "saga"
         constraints: ClassVar = [models.UniqueConstraint(fields=["saga", "record"], name="outbox_saga_of_record")]
-        # The index is for queries that read the sagas in a given state, in the order of the times of their last step.
+        # The index serves queries that read all sagas in one state, ordered by the time of their last step.
         indexes: ClassVar = [models.Index(fields=["state", "changed_at"], name="outbox_saga_changed_at")]
 
     def __str__(self) -> str:
@@ -163,10 +165,10 @@ class Finding(models.Model):
 
 
 class OperatorAction(models.Model):
-    """An audit entry of an operator's action, run by a command or on the operations page.
+    """An audit entry for an action that an operator ran by a command or on the operations page.
 
-    The entry is stored before the action runs, and completed afterwards. If an entry stays `begun`, its action was
-    interrupted, and may or may not have taken effect.
+    The entry is stored before the action runs, and completed afterwards. If the outcome of an entry stays `begun`, its
+    action was interrupted, and may or may not have taken effect.
     """
 
     class Outcome(models.TextChoices):

@@ -12,18 +12,18 @@ from outbox.errors import ConfigurationError
 
 
 class BrokerRouter:
-    """A router for DATABASE_ROUTERS, if OUTBOX['BROKER'] names an alias that no model uses.
+    """A router for DATABASE_ROUTERS of projects in which OUTBOX['BROKER'] names an alias that no model uses.
 
-    Then `migrate --database=broker` installs only the broker in that database.
+    With this router, `migrate --database=broker` installs only the broker in that database.
     """
 
     def allow_migrate(self, db: str, app_label: str, model_name: str | None = None, **hints: Any) -> bool | None:
-        """False for the broker's database, so that no model gets a table in this database. None for other databases."""
+        """Return False for the broker's database, so that no model gets a table there, and None for other databases."""
         try:
             return False if is_dedicated(db) else None
         except ConfigurationError:
-            # The system checks also call the router, and one check reports the error in the settings. `migrate` starts
-            # with the checks.
+            # Ignore an error in the settings here. The system checks, with which `migrate` starts, also call the
+            # router, and one of them reports the error.
             return None
 
     def allow_relation(self, obj1: Model, obj2: Model, **hints: Any) -> bool | None:
@@ -32,5 +32,5 @@ class BrokerRouter:
 
 
 def is_dedicated(alias: str) -> bool:
-    """Whether the alias is the broker's alias and not the default alias."""
+    """Return whether the alias is the broker's alias and not the default alias."""
     return alias == get_settings().broker and alias != DEFAULT_DB_ALIAS

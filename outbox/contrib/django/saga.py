@@ -6,8 +6,8 @@ Sagas consist of subscribers and need no further process. The record is a row of
 `outbox_saga`, in the same database, stores the progress of the record's saga. Each step is a subscriber. In its
 handler's transaction, a step locks the record and the saga's row, does its work, and publishes the next message. So a
 step takes effect once, even if a process is killed, and a late message has no effect. A step that must wait (for a
-payment, for another service) returns WAIT. Then `proceed`, `refuse` or the step's deadline continues the saga. The
-deadline is a delayed message whose key contains the record and the step. When the deadline is no longer needed, the
+payment, for another service) returns WAIT. While a step waits, `proceed`, `refuse` or the step's deadline continues the
+saga. The deadline is a delayed message whose key contains the record and the step. After an answer to the step, the
 saga recalls the delayed message.
 
     booking = Saga("booking", Booking, topic="bookings")
@@ -15,7 +15,7 @@ saga recalls the delayed message.
     @booking.step(undo=release_room)
     def reserve_room(record): ...
 
-Import this module only from modules of installed apps, because it needs loaded apps.
+Import this module only after Django has loaded the apps, for example in a module `subscribers` of an app.
 
 See decision 186.
 """
@@ -58,7 +58,7 @@ logger = logging.getLogger(__name__)
 
 
 class StepRefused(Exception):
-    """A step raises this exception for a business refusal.
+    """A step raises this exception to refuse for a business reason.
 
     The effects of the step are rolled back, and earlier steps are undone.
 
@@ -68,7 +68,7 @@ class StepRefused(Exception):
 
 
 class StepAnswer(Enum):
-    """The values that a step may return besides None, which means that the step is done."""
+    """The values that a step may return if it is not done yet. A step that is done returns None."""
 
     WAIT = "wait"
 
@@ -85,7 +85,7 @@ _LATE: Final = "late."
 
 @dataclass(frozen=True, kw_only=True)
 class Step(Generic[Record]):
-    """One step: its function, its compensation, and its longest wait for an answer after it has returned WAIT."""
+    """One step: its function `work`, its compensation `undo`, and the longest wait `within` for an answer."""
 
     name: str
     work: Callable[[Record], StepAnswer | None]
@@ -94,11 +94,11 @@ class Step(Generic[Record]):
 
 
 class Saga(Generic[Record]):
-    """The steps for a kind of record, in order of declaration.
+    """The steps for the records of one model, in the order in which the steps are declared.
 
     The saga's messages are published to `topic`. If steps have deadlines, declare the topic with the types NORMAL,
-    DELAY and TRANSACTION. Each step is a consumer group `NAME.STEP` of the topic. The saga finds a step by its name.
-    After a step is renamed, the saga cannot continue with the records that are at this step.
+    DELAY and TRANSACTION. Each step is a consumer group `NAME.STEP` of the topic. The saga finds a step by its name. So
+    if you rename a step, the saga cannot continue for records that are at this step.
     """
 
     def __init__(self, name: str, record: type[Record], *, topic: str) -> None:
@@ -118,12 +118,13 @@ class Saga(Generic[Record]):
         within: timedelta | None = None,
         retry: RetryPolicy | None = None,
     ) -> Callable[[Work], Work]:
-        """Declare the next step: a function of the locked record. It runs in the transaction of the step's message.
+        """Declare the next step.
 
-        The function returns None if the step is done, or WAIT. It raises StepRefused to undo the earlier steps. `undo`
-        reverses the effects of the step, and must not raise StepRefused. `within`: a waiting step is refused after this
-        time. `retry` applies to failures of the function and of `undo`. After the last attempt the message is a dead
-        letter; replaying the dead letter continues the saga.
+        Its function gets the locked record, and runs in the transaction of the step's message. The function returns
+        None if the step is done, or WAIT if the step waits for an answer. It raises StepRefused to undo the earlier
+        steps. `undo` reverses the effects of the step, and must not raise StepRefused. If a step waits for longer than
+        `within`, the saga refuses the step. `retry` applies to failures of the function and of `undo`. After the last
+        attempt, the message becomes a dead letter. If an operator replays the dead letter, the saga continues.
         """
 
         def declare(work: Work) -> Work:
@@ -133,16 +134,17 @@ class Saga(Generic[Record]):
         return declare
 
     def start(self, record: Record) -> None:
-        """Start the saga when the open transaction commits. Call it in the transaction that creates the record.
+        """Start the saga when the open transaction commits.
 
-        Raises UsageError if no transaction is open, or if the record's saga was started before.
+        Call this method in the transaction that creates the record. Raises UsageError if no transaction is open, or if
+        the record's saga was started before.
         """
         if not self._steps:
             raise ConfigurationError(f"saga {self.name!r} has no steps: import the module that declares them.")
         if not transaction.get_connection(self._alias).in_atomic_block:
             raise TransactionUsageError(
-                f"saga {self.name!r} of record {record.pk}: start it inside the atomic() that stores the record, or a "
-                f"crash between the two leaves a record without a saga."
+                f"saga {self.name!r} of record {record.pk}: no transaction is open. Start the saga inside the "
+                f"atomic() that stores the record; otherwise a crash can leave a record without a saga."
             )
         self._locked(record.pk)
         progress, is_new = SagaProgress.objects.using(self._alias).get_or_create(
@@ -155,23 +157,26 @@ class Saga(Generic[Record]):
         self._run_next(progress, self._steps[0])
 
     def progress(self, pk: object) -> SagaProgress | None:
-        """The progress of a record's saga: `state`, `step` and `reason`. None if it was not started."""
+        """Return the `state`, `step` and `reason` of a record's saga, or None if the saga was not started."""
         return self._progress(pk).first()
 
     def proceed(self, pk: object, *, at: str) -> bool:
         """Give a positive answer to the waiting step `at`: the saga continues with the next step.
 
-        The method uses the open transaction, or else begins a transaction. If the record no longer waits at this step,
-        the method does nothing and returns False: the deadline has passed, or the step was answered before.
+        The method uses the open transaction, or begins a transaction if none is open. If the deadline has passed, or
+        the step was answered before, the method does nothing and returns False.
         """
         return self._answer(pk, at, self._go_on)
 
     def refuse(self, pk: object, reason: str, *, at: str) -> bool:
-        """Give a negative answer to the waiting step `at`: undo it and all earlier steps. Otherwise like `proceed`."""
+        """Give a negative answer to the waiting step `at`: undo this step and all earlier steps.
+
+        Otherwise like `proceed`.
+        """
         return self._answer(pk, at, lambda progress, step: self._turn_back(progress, step, reason))
 
     def deadline_key(self, pk: object, step: str) -> str:
-        """The key of the deadline message of a record and a step. No other message has this key."""
+        """Return the key of the deadline message of a record and a step. No other message has this key."""
         return f"{self.name}/{pk}/{step}"
 
     # -- declaration ------------------------------------------------------------------------------------
@@ -210,7 +215,7 @@ class Saga(Generic[Record]):
     # -- messages ---------------------------------------------------------------------------------------
 
     def _handle(self, step: Step[Record], delivery: Delivery) -> None:
-        """Handle a message of `step`: run the step, undo it, or refuse it after its deadline."""
+        """Handle a message of `step`: run the step, undo the step, or refuse the step after its deadline."""
         pk = delivery.body["pk"]
         try:
             record = self._locked(pk)
@@ -227,7 +232,9 @@ class Saga(Generic[Record]):
         elif delivery.tag == _LATE + step.name and stands_at == (SagaState.WAITING, step.name):
             self._turn_back(progress, step, f"{step.name} was not answered within {step.within}")
         else:
-            logger.info("saga %s of record %s has moved on: %s comes too late", self.name, pk, delivery.tag)
+            logger.info(
+                "saga %s of record %s has continued, so the message %s comes too late", self.name, pk, delivery.tag
+            )
 
     def _run(self, record: Record, progress: SagaProgress, step: Step[Record]) -> None:
         try:
@@ -257,7 +264,8 @@ class Saga(Generic[Record]):
                 return False
             act(progress, step)
             if step.within is not None:
-                # After this answer the deadline message has no effect, so recall it to save its delivery.
+                # After this answer the deadline message has no effect, so the saga recalls the message before its
+                # delivery.
                 recalled = partial(recall_key, self.topic, self.deadline_key(record.pk, step.name))
                 transaction.on_commit(recalled, using=self._alias, robust=True)
         return True
@@ -295,9 +303,10 @@ class Saga(Generic[Record]):
         return self._steps[place - 1] if place else None
 
     def _progress(self, pk: object) -> QuerySet[SagaProgress]:
-        """The row of the saga's progress.
+        """Return a query for the row of the saga's progress.
 
-        Lock this row after the record, because application code may lock the record first and then answer the saga.
+        Lock the record first and then this row. Application code does the same if it locks the record and then answers
+        the saga.
         """
         value = self._record._meta.pk.to_python(pk)
         return SagaProgress.objects.using(self._alias).filter(saga=self.name, record=str(value))
@@ -331,9 +340,9 @@ class Saga(Generic[Record]):
     # -- stranded sagas -------------------------------------------------------------------------------------
 
     def publish_again(self, progress: SagaProgress) -> bool:
-        """Publish a new message for a saga whose message is lost. Returns whether it was published.
+        """Publish a new message for a saga whose message is lost. Return whether a message was published.
 
-        It returns False if the saga has continued meanwhile, or if a handler has locked the saga's row.
+        The result is False if the saga has continued meanwhile, or if a handler has locked the saga's row.
         """
         with transaction.atomic(using=self._alias):
             same = self._progress(progress.record).filter(
@@ -367,16 +376,19 @@ _LOOKED_AT: Final = 200
 _MENDED: Final = 10_000
 
 _WHY: Final = {
-    Whereabouts.PASSED: "its message was consumed and did not move it on",
-    Whereabouts.GONE: "the broker does not have its message",
-    Whereabouts.DEAD: "its message is a dead letter",
-    Whereabouts.DISCARDED: "its dead letter was discarded",
+    Whereabouts.PASSED: "the message of the saga was consumed, but the saga did not continue",
+    Whereabouts.GONE: "the broker does not have the message of the saga",
+    Whereabouts.DEAD: "the message of the saga is a dead letter",
+    Whereabouts.DISCARDED: "the dead letter of the saga was discarded",
 }
 _sagas: Final[dict[str, Saga[Any]]] = {}
 
 
 def rule(run: Executor) -> Sequence[Condition]:
-    """The condition of stalled sagas, if there are any. It reads a limited number of rows by an index."""
+    """Return the condition for stalled sagas, if there are such sagas.
+
+    The query reads a limited number of rows by an index.
+    """
     return condition(
         CONDITION,
         (
@@ -398,7 +410,10 @@ def rule(run: Executor) -> Sequence[Condition]:
 
 
 def mend() -> Mapping[str, Any]:
-    """Publish a new message for every saga whose message is lost. An operator must settle dead letters."""
+    """Publish a new message for every saga whose message is lost.
+
+    If the message is a dead letter, an operator must settle it.
+    """
     if not get_settings().has_database:
         return {}
     published = 0
@@ -425,6 +440,6 @@ def _stalled(run: Executor, *, limit: int) -> Iterator[tuple[SagaProgress, Where
             for one in mine:
                 where = places[one.message_id] if one.message_id is not None else Whereabouts.GONE
                 same = {"pk": one.pk, "message_id": one.message_id, "state": one.state, "step": one.step}
-                # Read the saga again, because it may have continued since the first query.
+                # Read the saga's row again, because the saga may have continued after the first query.
                 if where in _WHY and SagaProgress.objects.using(alias).filter(**same).exists():
                     yield one, where

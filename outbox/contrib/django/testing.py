@@ -1,8 +1,8 @@
 """Test brokers for applications, and `drain`, which runs the project's subscribers.
 
-The in-memory broker works in any test. A message is published when the atomic blocks of the code under test have ended.
-A message is also published inside the transaction that a TestCase wraps around the test. `captureOnCommitCallbacks` is
-not needed, but it can be used:
+The in-memory broker works in any test. A message is published when the atomic blocks of the code under test have ended,
+even inside the transaction that a TestCase wraps around the test. A test may use `captureOnCommitCallbacks`, but does
+not need it:
 
     class PayTests(OutboxTestMixin, TestCase):
         def test_pay(self):
@@ -10,8 +10,7 @@ not needed, but it can be used:
             self.assertEqual([m.key for m in self.outbox.messages("order-paid")], [str(order.pk)])
             self.outbox.drain()
 
-Use the broker's test database to test features that only a real broker has (both paths, check-back, order, handler
-threads):
+To test both paths, check-back, order or handler threads, use a real broker in the broker's test database:
 
     class PayForReal(OutboxBrokerTestMixin, TransactionTestCase):
         databases = {"default", "broker"}
@@ -50,21 +49,21 @@ class OutboxForTests(ABC):
     """The interface of a broker in a test: the in-memory broker or a real one."""
 
     def __init__(self, groups: Sequence[str] = ()) -> None:
-        """`groups`: `drain` runs only the subscribers of these groups. If empty, it runs those of all groups."""
+        """Let `drain` run only the subscribers of `groups`, or all subscribers if `groups` is empty."""
         self._groups = groups
         self._errors: list[Exception] = []
         autodiscover()
 
     @abstractmethod
     def messages(self, topic: str) -> list[Message]:
-        """The messages of committed transactions that subscribers of the topic can see, queue by queue."""
+        """Return the messages of committed transactions that subscribers of the topic can see, queue by queue."""
 
     def bodies(self, topic: str) -> list[Any]:
-        """The decoded bodies of `messages`."""
+        """Return the decoded bodies of the messages that `messages` returns."""
         return [get_codecs().decode(item.content_type, item.body) for item in self.messages(topic)]
 
     def drain(self, *, raise_errors: bool = True) -> int:
-        """Run subscribers until no message, old or new, is deliverable. Returns the number of deliveries.
+        """Run subscribers until no message can be delivered now, and return the number of deliveries.
 
         Raises the first error of a handler. If `raise_errors` is False, this method raises no error, and failed
         messages wait for their retry.
@@ -81,7 +80,7 @@ class OutboxForTests(ABC):
 
     @abstractmethod
     def _drain_once(self) -> int:
-        """Decide half messages, then run subscribers. Returns the number of deliveries."""
+        """Decide half messages, then run subscribers once. Return the number of deliveries."""
 
     @abstractmethod
     def reset(self) -> None:
@@ -109,7 +108,7 @@ class InMemoryOutbox(OutboxForTests):
         self.reset()
 
     def reset(self) -> None:
-        """Start with a new broker."""
+        """Replace the broker by a new in-memory broker."""
         reset_broker()
         self.broker = cast(InMemoryBroker, get_broker())
         for subscription, handler in subscriptions(groups=self._groups):
@@ -124,12 +123,18 @@ class InMemoryOutbox(OutboxForTests):
         return self.broker.drain()
 
     def settle(self) -> None:
-        """Decide each half message whose transaction has ended. As in check-back, the ledger row gives the decision."""
+        """Decide each half message whose transaction has ended.
+
+        The ledger row determines the decision, as in check-back.
+        """
         get_engine().settle()
 
 
 class BrokerOutbox(OutboxForTests):
-    """A real broker in its test database. Handlers run in threads, in their own transactions, as in a worker."""
+    """A real broker in the broker's test database.
+
+    Handlers run in threads, in their own transactions, as in a worker.
+    """
 
     def __init__(self, groups: Sequence[str] = ()) -> None:
         super().__init__(groups)
@@ -138,7 +143,9 @@ class BrokerOutbox(OutboxForTests):
     def reset(self) -> None:
         """Empty the broker's test database and declare the topics of the settings again."""
         if not running_tests():
-            raise UsageError("reset() removes all messages of the broker: it works in tests only, on a test database.")
+            raise UsageError(
+                "reset() removes all messages of the broker, so it works only in tests, on a test database."
+            )
         settings = get_settings()
         flush()
         with broker_database(settings).connect(name="outbox-tests", direct=True) as connection:
@@ -164,7 +171,7 @@ class BrokerOutbox(OutboxForTests):
 
 @contextmanager
 def in_memory_outbox(*, groups: Sequence[str] = (), **settings: Any) -> Iterator[InMemoryOutbox]:
-    """A new in-memory broker for the block, with the project's subscribers.
+    """Use a new in-memory broker inside the block, with the project's subscribers.
 
     The parameter `settings` contains further keys of OUTBOX.
     """
@@ -174,7 +181,7 @@ def in_memory_outbox(*, groups: Sequence[str] = (), **settings: Any) -> Iterator
 
 @contextmanager
 def broker_outbox(*, groups: Sequence[str] = (), **settings: Any) -> Iterator[BrokerOutbox]:
-    """The broker's emptied test database for the block. The parameters are those of `in_memory_outbox`.
+    """Use the emptied test database of the broker inside the block. Otherwise like `in_memory_outbox`.
 
     Raises ConfigurationError if the broker's alias is not among the databases of the running test.
     """

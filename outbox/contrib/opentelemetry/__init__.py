@@ -1,1 +1,1 @@
-"""Traces of messages by OpenTelemetry's API (the extra `tracing`); the application chooses and sets up an SDK."""
+"""Traces of messages by OpenTelemetry's API (the extra `tracing`). The application chooses and sets up an SDK."""

@@ -26,15 +26,16 @@ from outbox.transaction import Answer, Check, Decision, EndStatus, HalfTransacti
 logger = logging.getLogger(__name__)
 
 SYSTEM: Final = "outbox"
-# At most this many failures of a batch are recorded; the total number is an attribute.
+# A span of a batch records at most this many failures. An attribute of the span has the total number.
 _RECORDED: Final = 5
 
 
 class OpenTelemetryTracer:
     """Implements outbox.tracing.Tracer.
 
-    Without `provider` it uses the global provider, even if the application sets it later. The headers come from the
-    global propagator: by default W3C's `traceparent`, `tracestate` and `baggage`.
+    Without `provider` the tracer uses the global provider, even if the application sets the global provider later. The
+    trace headers of messages come from the global propagator: by default W3C's `traceparent`, `tracestate` and
+    `baggage`.
     """
 
     def __init__(self, provider: TracerProvider | None = None) -> None:
@@ -42,10 +43,10 @@ class OpenTelemetryTracer:
 
     @contextmanager
     def publishing(self, messages: Sequence[Message]) -> Iterator[Sequence[Message]]:
-        """A span `publish TOPIC`; the messages carry the context of this span only.
+        """Start a span `publish TOPIC`. The messages carry the context of this span only.
 
-        The span's parent is the span of the publishing code. When a message from another system is stored, there is no
-        such span. The parent is then the context that the first message carries.
+        The parent of this span is the span of the publishing code. If the publishing code has no span (a receiver that
+        stores messages of another system), the parent is the context that the first message carries.
         """
         inside = trace.get_current_span().get_span_context().is_valid
         with self._tracer.start_as_current_span(
@@ -60,7 +61,11 @@ class OpenTelemetryTracer:
 
     @contextmanager
     def handling(self, deliveries: Sequence[Delivery]) -> Iterator[Conclude]:
-        """A span `process TOPIC`: child of one message's publish span, or linked to the publish spans of several."""
+        """Start a span `process TOPIC`.
+
+        For one message, this span is a child of the publish span. For a batch, this span has links to the publish
+        spans.
+        """
         messages = [delivery.message for delivery in deliveries]
         first = deliveries[0]
         attributes = _about("process", "process", messages) | {"messaging.consumer.group.name": first.group}
@@ -69,7 +74,7 @@ class OpenTelemetryTracer:
             attributes["messaging.destination.partition.id"] = first.queue
             attributes["messaging.outbox.delivery.attempt"] = first.attempt
         else:
-            # A root span, without the thread's earlier context: no single message causes the whole batch.
+            # The span of a batch is a root span, because no single message causes the whole batch.
             parent, links = Context(), _links(messages)
         with self._tracer.start_as_current_span(
             _name("process", messages), context=parent, kind=SpanKind.CONSUMER, attributes=attributes, links=links
@@ -77,7 +82,7 @@ class OpenTelemetryTracer:
             yield lambda outcomes: _conclude(span, outcomes)
 
     def decided(self, half: HalfTransaction, decision: Decision) -> None:
-        """An instant span `commit TOPIC` or `rollback TOPIC` below the publish span."""
+        """Record a span `commit TOPIC` or `rollback TOPIC`, without duration, as a child of the publish span."""
         operation = decision.name.lower()
         self._tracer.start_span(
             _name(operation, half.messages),
@@ -87,7 +92,7 @@ class OpenTelemetryTracer:
         ).end()
 
     def answered(self, check: Check, answer: Answer, status: EndStatus | None, *, asked_at_ns: int) -> None:
-        """A span `check_back TOPIC` below the publish span, with the decision found."""
+        """Record a span `check_back TOPIC` with the decision, as a child of the publish span."""
         attributes = _about("check_back", "settle", [check.message]) | {
             "messaging.outbox.producer_group.name": check.producer_group,
             "messaging.outbox.decision": answer.decision.name,
@@ -114,7 +119,7 @@ def _name(operation: str, messages: Sequence[Message]) -> str:
 
 
 def _about(operation: str, kind: str, messages: Sequence[Message]) -> dict[str, AttributeValue]:
-    """Return the attributes of a span; `kind` is one of the operation types in the conventions."""
+    """Return the attributes of a span. `kind` is an operation type of OpenTelemetry's conventions."""
     first = messages[0]
     found: dict[str, AttributeValue] = {
         "messaging.system": SYSTEM,
@@ -134,23 +139,30 @@ def _about(operation: str, kind: str, messages: Sequence[Message]) -> dict[str, 
 
 
 def _carrying(message: Message, carried: Mapping[str, str]) -> Message:
-    """The message with the context in its headers. Headers copied from the handled message are replaced."""
+    """Return the message with the trace context in its headers.
+
+    Trace headers that were copied from a handled message are replaced.
+    """
     fields = propagate.get_global_textmap().fields
     kept = {name: value for name, value in message.headers.items() if name not in fields}
     try:
         return replace(message, headers={**kept, **carried})
     except (InvalidName, InvalidMessage) as error:
-        # A custom propagator may write an invalid header. Send the message without its trace.
-        logger.debug("message %s travels without its trace: %s", message.message_id, error)
+        # If a custom propagator writes an invalid header, the message is published without trace headers.
+        logger.debug("message %s is published without trace headers: %s", message.message_id, error)
         return message
 
 
 def _context_of(message: Message) -> Context:
-    """The context in the headers, independent of this thread's context; empty if the headers hold no valid one."""
+    """Return the trace context in the headers of the message, which is independent of this thread's context.
+
+    If the headers contain no valid context, return an empty context.
+    """
     try:
         return propagate.extract(message.headers, context=Context())
     except Exception as error:
-        # The headers come from outside, and the propagator may be custom. Handle the message without its trace.
+        # Headers from another system, or a custom propagator, can cause any error. Handle the message without its
+        # trace.
         logger.debug("the trace of message %s cannot be read from its headers: %s", message.message_id, error)
         return Context()
 

@@ -16,25 +16,29 @@ from outbox.broker.operations.conditions import CATALOGUE, ConditionReport
 from outbox.broker.operations.summary import GroupProgress, Overview, Summary
 from outbox.contrib.prometheus.recorder import OTHERS
 
-# At most this many pairs of group and topic, by name, have their own series. All other pairs have one series per group.
+# The first pairs of group and topic in the order of their names, at most this many, have their own series. All other
+# pairs share one series per group.
 MOST_PAIRS: Final = 1000
 _KEPT_SECONDS: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class ScrapeState:
-    """The figures of a scrape. If the broker cannot be reached, it has only the verdict."""
+    """The figures of a scrape. If the broker cannot be reached, a scrape has only the verdict."""
 
     verdict: ConditionReport
     overview: Overview | None = None
     summary: Summary | None = None
     audit: Audit | None = None
-    # Bytes by table: the tables of the broker, and the application's ledger and inbox.
+    # The size of each table in bytes: the tables of the broker, and the application's ledger and inbox.
     sizes: Mapping[str, int] = field(default_factory=dict)
 
 
 class BrokerCollector:
-    """Reads the tables at most once in five seconds, however often it is scraped."""
+    """Collects the metrics.
+
+    Even if Prometheus scrapes more often, the collector reads the tables at most every five seconds.
+    """
 
     def __init__(self, look: Callable[[], ScrapeState], registry: CollectorRegistry | None = None) -> None:
         self._look = look
@@ -44,7 +48,7 @@ class BrokerCollector:
             registry.register(self)
 
     def describe(self) -> Sequence[Metric]:
-        """Return nothing: registering the collector must not query the broker."""
+        """Return no metrics, because registering the collector must not query the broker."""
         return []
 
     def collect(self) -> Iterator[Metric]:
@@ -61,7 +65,10 @@ class BrokerCollector:
         if state.audit is not None:
             yield from _audit(state.audit)
         yield _family(
-            "outbox_table_bytes", "Size on disk with indexes.", ["table"], [([t], b) for t, b in state.sizes.items()]
+            "outbox_table_bytes",
+            "Size of the table on disk, with its indexes.",
+            ["table"],
+            [([t], b) for t, b in state.sizes.items()],
         )
 
     def _state(self) -> ScrapeState:
@@ -88,21 +95,31 @@ def _total(name: str, text: str, labels: Sequence[str], rows: Sequence[tuple[Seq
 
 def _conditions(state: ScrapeState) -> Iterator[Metric]:
     held = {condition.name: int(condition.severity) for condition in state.verdict.conditions}
-    # An unknown condition has no sample. A 0 would resolve its alert while the broker is unreachable.
+    # A condition whose state is unknown has no sample. A sample 0 would resolve the alert while the broker is
+    # unreachable.
     known = CATALOGUE if state.verdict.is_complete else held
     rows = [([name], held.get(name, 0)) for name in known]
-    text = "0: does not hold, 1: warning, 2: critical; absent while the broker cannot be asked."
+    text = "0: the condition does not hold, 1: warning, 2: critical; no sample while the broker does not answer."
     yield _family("outbox_condition", text, ["name"], rows)
 
 
 def _broker(broker: Overview) -> Iterator[Metric]:
-    yield _family("outbox_leader", "Whether a process sequences.", [], [([], float(broker.leader is not None))])
-    yield _family("outbox_last_tick_age_seconds", "Since the last tick.", [], [([], broker.last_tick_seconds_ago)])
-    yield _family("outbox_counted_age_seconds", "How old lag and counts are.", [], [([], broker.counted_seconds_ago)])
+    yield _family(
+        "outbox_leader", "1 if a leader sequences messages, else 0.", [], [([], float(broker.leader is not None))]
+    )
+    yield _family(
+        "outbox_last_tick_age_seconds", "Seconds since the last tick.", [], [([], broker.last_tick_seconds_ago)]
+    )
+    yield _family(
+        "outbox_counted_age_seconds",
+        "Seconds since lag and other figures were counted.",
+        [],
+        [([], broker.counted_seconds_ago)],
+    )
 
 
 def _pairs(summary: Summary) -> Iterator[Metric]:
-    """Return the metrics per group and topic; the retry queues of a group count as a separate topic."""
+    """Return the metrics per group and topic. The retry queues of a group are a topic of their own in these metrics."""
     pairs: dict[tuple[str, str], list[GroupProgress]] = {}
     for one in sorted(summary.groups, key=lambda one: (one.group, one.topic)):
         pair = (one.group, one.topic) if len(pairs) < MOST_PAIRS else (one.group, OTHERS)
@@ -110,26 +127,31 @@ def _pairs(summary: Summary) -> Iterator[Metric]:
     labels = ["group", "topic"]
     yield _family(
         "outbox_lag_messages",
-        "Queued and not finished.",
+        "Messages that are queued and not finished.",
         labels,
         [(p, sum(o.lag for o in of)) for p, of in pairs.items()],
     )
     ages = [(pair, age) for pair, of in pairs.items() if (age := _lag_seconds(summary, of)) is not None]
-    yield _family("outbox_lag_seconds", "Age of the oldest unfinished message; absent if unknown.", labels, ages)
+    yield _family(
+        "outbox_lag_seconds", "Age of the oldest unfinished message; no sample if it is unknown.", labels, ages
+    )
     for name, text in (
         ("handled", "Messages handled."),
-        ("filtered", "Messages the group's filter left out."),
-        ("skipped", "Messages a handler or an operator skipped."),
+        ("filtered", "Messages that do not match the group's filter."),
+        ("skipped", "Messages that a handler or an operator skipped."),
         ("sent_back", "Messages sent back for another attempt."),
         ("dead", "Messages given up."),
-        ("expired", "Messages that retention removed unconsumed."),
+        ("expired", "Messages that retention removed before the group handled them."),
     ):
         rows = [(p, sum(getattr(o, name) for o in of)) for p, of in pairs.items()]
         yield _total(f"outbox_{name}_messages", text, labels, rows)
 
 
 def _lag_seconds(summary: Summary, of: Sequence[GroupProgress]) -> float | None:
-    """Return the age of the oldest waiting message: 0.0 if none waits, None if its time is unknown."""
+    """Return the age of the oldest waiting message in seconds.
+
+    Return 0.0 if no message waits, and None if the age is unknown.
+    """
     known = [age for one in of if (age := summary.seconds_since(one.oldest_at)) is not None]
     return max(known) if known else None if any(one.lag for one in of) else 0.0
 
@@ -139,7 +161,10 @@ def _groups(state: ScrapeState) -> Iterator[Metric]:
     rests = state.summary.rests
     yield _family("outbox_dead_letters", "Unsettled dead letters.", ["group"], [([r.group], r.dead) for r in rests])
     yield _family(
-        "outbox_retrying_messages", "Waiting for an attempt.", ["group"], [([r.group], r.retrying) for r in rests]
+        "outbox_retrying_messages",
+        "Messages that wait for another attempt.",
+        ["group"],
+        [([r.group], r.retrying) for r in rests],
     )
     if state.overview is not None:
         rows = [([g.name], g.consumers) for g in state.overview.groups]
@@ -149,10 +174,17 @@ def _groups(state: ScrapeState) -> Iterator[Metric]:
 def _producers(summary: Summary) -> Iterator[Metric]:
     label = ["producer_group"]
     rows = summary.producers
-    yield _family("outbox_undecided_transactions", "Undecided.", label, [([r.group], r.undecided) for r in rows])
-    yield _family("outbox_parked_transactions", "Past check-back.", label, [([r.group], r.parked) for r in rows])
+    yield _family(
+        "outbox_undecided_transactions", "Undecided transactions.", label, [([r.group], r.undecided) for r in rows]
+    )
+    yield _family(
+        "outbox_parked_transactions",
+        "Parked transactions: undecided past the limits of check-back.",
+        label,
+        [([r.group], r.parked) for r in rows],
+    )
     ages = [([r.group], age) for r in rows if (age := summary.seconds_since(r.oldest_at)) is not None]
-    yield _family("outbox_undecided_age_seconds", "The age of the oldest undecided one.", label, ages)
+    yield _family("outbox_undecided_age_seconds", "Age of the oldest undecided transaction.", label, ages)
 
 
 def _topics(summary: Summary) -> Iterator[Metric]:
@@ -170,15 +202,17 @@ def _topics(summary: Summary) -> Iterator[Metric]:
     )
     yield _family(
         "outbox_held_messages",
-        "Decided, behind an undecided one of their key.",
+        "Decided messages that wait for an earlier undecided message of their key.",
         ["topic"],
         [([t], n) for t, n in held.items()],
     )
 
 
 def _audit(audit: Audit) -> Iterator[Metric]:
-    yield _family("outbox_audit_differences", "Equations that do not hold.", [], [([], len(audit.differences))])
-    yield _family("outbox_audit_age_seconds", "Since the last audit.", [], [([], audit.age_seconds)])
+    yield _family(
+        "outbox_audit_differences", "Equations of the last audit that do not hold.", [], [([], len(audit.differences))]
+    )
+    yield _family("outbox_audit_age_seconds", "Seconds since the last audit.", [], [([], audit.age_seconds)])
     terms: dict[tuple[str, str, str], float] = {}
     for scope in ("topics", "groups"):
         for number, (name, counted) in enumerate(sorted(audit.facts[scope].items())):

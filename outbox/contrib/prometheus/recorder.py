@@ -1,4 +1,7 @@
-"""A process's figures about its own work. For several processes use prometheus_client's multi-process mode."""
+"""The metrics that a process records about its own work.
+
+For several processes use prometheus_client's multi-process mode.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,12 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from outbox.transaction import CheckCounts
 
-# At most this many topics, and this many pairs of group and topic, have their own series per process. All other topics
-# share one series, and so do all other pairs.
+# In one process at most this many topics, and at most this many pairs of group and topic, have their own series. All
+# other topics share one series. All other pairs share one series too.
 MOST_TOPICS: Final = 200
 MOST_PAIRS: Final = 200
 OTHERS: Final = "(others)"
-# At most this many waiting times of a batch are observed, so that the cost per message stays small.
+# The histograms get about this many waiting times of a batch, so that the cost per message stays small.
 _SAMPLES: Final = 10
 _BUCKETS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 60.0, 600.0)
 
@@ -37,33 +40,39 @@ class PrometheusRecorder:
         self._topics: set[str] = set()
         self._lock = threading.Lock()
         self._published = Counter(
-            "outbox_published_messages", "Messages given to publish().", ["topic", "path"], registry=registry
+            "outbox_published_messages", "Messages that this process published.", ["topic", "path"], registry=registry
         )
         self._publish = Histogram(
-            "outbox_publish_seconds", "One publish call.", ["path"], buckets=_BUCKETS, registry=registry
+            "outbox_publish_seconds", "Duration of one publish call.", ["path"], buckets=_BUCKETS, registry=registry
         )
         self._start = Histogram(
             "outbox_delivery_start_seconds",
-            "From publishing (or the due time) to the first call of the handler.",
+            "Seconds from publishing (or the due time) to the first call of the handler.",
             ["group", "topic"],
             buckets=_BUCKETS,
             registry=registry,
         )
         self._end = Histogram(
             "outbox_delivery_seconds",
-            "From publishing (or the due time) to the end of the first call of the handler.",
+            "Seconds from publishing (or the due time) to the end of the first call of the handler.",
             ["group", "topic"],
             buckets=_BUCKETS,
             registry=registry,
         )
         self._handler = Histogram(
-            "outbox_handler_seconds", "One call of a handler.", ["group", "topic"], buckets=_BUCKETS, registry=registry
+            "outbox_handler_seconds",
+            "Duration of one handler call.",
+            ["group", "topic"],
+            buckets=_BUCKETS,
+            registry=registry,
         )
         self._failed = Counter("outbox_failed_attempts", "Attempts that failed.", ["group", "topic"], registry=registry)
         self._tick = Histogram(
-            "outbox_tick_seconds", "One tick that had something to do.", buckets=_BUCKETS, registry=registry
+            "outbox_tick_seconds", "Duration of one tick that found work.", buckets=_BUCKETS, registry=registry
         )
-        self._sequenced = Counter("outbox_sequenced_messages", "Entries appended to queues.", registry=registry)
+        self._sequenced = Counter(
+            "outbox_sequenced_messages", "Messages that this process appended to queues.", registry=registry
+        )
         self._checks = Counter(
             "outbox_checks", "Check-backs by answer.", ["producer_group", "answer"], registry=registry
         )
@@ -106,7 +115,10 @@ class PrometheusRecorder:
             self._checks.labels(producer_group, answer).inc(count)
 
     def _place(self, group: str, topic: str) -> _Place:
-        """The metrics of a subscription. After MOST_PAIRS subscriptions, all further ones share those of (others)."""
+        """Return the metrics of a subscription.
+
+        After MOST_PAIRS subscriptions, all further subscriptions share the metrics with the label (others).
+        """
         with self._lock:
             pair = (group, topic) if len(self._places) < MOST_PAIRS else (OTHERS, OTHERS)
             if pair not in self._places:

@@ -14,7 +14,7 @@ from outbox.broker.operations.conditions import CATALOGUE
 ALERTS: Final = Path(__file__).with_name("alerts.yml")
 DASHBOARD: Final = Path(__file__).with_name("dashboard.json")
 
-# An alert keeps firing for this long after its condition has become unknown.
+# After the state of a condition has become unknown, its alert keeps firing for this time.
 _REMEMBERED: Final = "1h"
 _SEVERITY: Final = "{{ if ge $value 2.0 }}critical{{ else }}warning{{ end }}"
 
@@ -25,9 +25,9 @@ def alert_name(condition: str) -> str:
 
 
 def alerts() -> str:
-    """The rules as YAML. Strings are written as JSON, which is valid YAML."""
+    """Return the alert rules as YAML. Strings are written as JSON, which is valid YAML."""
     lines = [
-        "# One alert per condition. outbox_status shows the evidence under the same names.",
+        "# One alert per condition. outbox_status shows the evidence under the name of the condition.",
         "groups:",
         "  - name: outbox",
         "    rules:",
@@ -36,7 +36,7 @@ def alerts() -> str:
             "absent(outbox_condition)",
             "critical",
             "No process exports the metrics of outbox, so no other alert can fire.",
-            "Check the scrape of the worker's HEALTH_ADDRESS, or of the view metrics/; both ask for METRICS_TOKEN.",
+            "Check that Prometheus scrapes the worker's HEALTH_ADDRESS, or the view metrics/, with METRICS_TOKEN.",
             wait="5m",
         ),
     ]
@@ -46,9 +46,9 @@ def alerts() -> str:
 
 
 def _holds(name: str) -> str:
-    """Return an expression that is true if the condition holds, or held when it was last known.
+    """Return an expression that is true if the condition holds, or did hold when its state was last known.
 
-    So no alert resolves while the broker is down.
+    So an alert keeps firing while the broker is down.
     """
     now = f'max by (name) (outbox_condition{{name="{name}"}})'
     last = f'max by (name) (last_over_time(outbox_condition{{name="{name}"}}[{_REMEMBERED}]))'
@@ -76,19 +76,22 @@ def _quantiles(metric: str, by: str) -> list[tuple[str, str]]:
 
 
 def _summed(of_group_and_topic: str) -> str:
-    """A sum per group. Each worker and web process exports the same value, so `max` counts it once."""
+    """Return an expression for the sum per group.
+
+    Each worker and web process exports the same value, so `max` takes the value once.
+    """
     return f"sum by (group) (max by (group, topic) ({of_group_and_topic}))"
 
 
-# The panels: title, unit, and the expressions with their legends.
+# The panels of the dashboard: title, unit, and the expressions with their legends.
 PANELS: Final[list[tuple[str, str, list[tuple[str, str]]]]] = [
     ("Conditions (1 warning, 2 critical)", "none", [("max by (name) (outbox_condition) > 0", "{{name}}")]),
     ("A process sequences", "none", [("max(outbox_leader)", "leader")]),
     ("Published per second", "ops", [("sum by (topic) (rate(outbox_published_messages_total[5m]))", "{{topic}}")]),
     ("Queued per second", "ops", [("max by (topic) (rate(outbox_queued_messages_total[5m]))", "{{topic}}")]),
     ("Handled per second", "ops", [(_summed("rate(outbox_handled_messages_total[5m])"), "{{group}}")]),
-    ("From publishing to handled", "s", _quantiles("outbox_delivery_seconds", "group")),
-    ("From publishing to the handler's call", "s", _quantiles("outbox_delivery_start_seconds", "group")),
+    ("From publishing to the handler's end", "s", _quantiles("outbox_delivery_seconds", "group")),
+    ("From publishing to the handler's start", "s", _quantiles("outbox_delivery_start_seconds", "group")),
     ("Handlers", "s", _quantiles("outbox_handler_seconds", "group")),
     ("publish()", "s", _quantiles("outbox_publish_seconds", "path")),
     ("Lag in messages", "short", [(_summed("outbox_lag_messages"), "{{group}}")]),
@@ -133,7 +136,7 @@ PANELS: Final[list[tuple[str, str, list[tuple[str, str]]]]] = [
 
 
 def dashboard() -> str:
-    """The dashboard as Grafana imports it. The user chooses the data source in Grafana."""
+    """Return the dashboard as JSON that Grafana can import. The user chooses the data source in Grafana."""
     return json.dumps(
         {
             "title": "outbox",

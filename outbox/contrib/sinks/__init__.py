@@ -1,1 +1,4 @@
-"""The sinks for forwarded messages: webhooks, RabbitMQ, Redis, SQS, Kafka. They need an extra each, but not Django."""
+"""The sinks for forwarded messages: webhooks, RabbitMQ, Redis, SQS, Kafka.
+
+Each sink needs an extra of the package, but does not need Django.
+"""

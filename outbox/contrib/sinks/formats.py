@@ -88,7 +88,7 @@ def _binding(name: str) -> ModuleType:
 
 
 def _event(delivery: Delivery, topic: str, source: str, *, binary: bool) -> Any:
-    """Make the CloudEvent of a delivery. Its id and source identify it, so a repeated send has the same two values."""
+    """Make the CloudEvent of a delivery. If a delivery is sent again, id and source of the CloudEvent are the same."""
     from cloudevents.core.v1.event import CloudEvent
 
     message = delivery.message
@@ -112,7 +112,10 @@ def _event(delivery: Delivery, topic: str, source: str, *, binary: bool) -> Any:
 
 
 def _extensions(headers: Mapping[str, str]) -> dict[str, str]:
-    """Return headers as extension attributes. Names have lower-case letters and digits only, at most twenty."""
+    """Return the headers as extension attributes of a CloudEvent.
+
+    The names of these attributes have at most twenty characters: lower-case letters and digits.
+    """
     named = {re.sub("[^a-z0-9]", "", name.lower())[:20]: value for name, value in headers.items()}
     return {name: value for name, value in named.items() if name and name not in _RESERVED}
 

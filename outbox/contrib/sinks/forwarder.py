@@ -23,7 +23,7 @@ from outbox.utils.faults import point
 
 Format = Callable[[Delivery, str], Outgoing]
 
-# A rejected message is sent again at this interval, because the receiver may be corrected in the meantime.
+# A rejected message is sent again at this interval, because the application at the endpoint may have been corrected.
 SUSPEND_SECONDS: Final = 5.0
 
 
@@ -36,7 +36,10 @@ class RawCodecs(Codecs):
 
 
 class Forwarder:
-    """A handler that sends deliveries to a sink. `topic` is the topic's name at the sink, `form` the format."""
+    """A handler that sends deliveries to a sink.
+
+    `topic` is the name of the topic at the sink. `form` is the format of the sent messages.
+    """
 
     def __init__(self, sink: Sink, topic: str, form: Format) -> None:
         self._sink = sink
@@ -44,7 +47,11 @@ class Forwarder:
         self._form = form
 
     def __call__(self, given: Delivery | Sequence[Delivery]) -> None:
-        """Send all deliveries. If some fail, raises PartialFailure. If all fail for one reason, raises that error."""
+        """Send all deliveries.
+
+        If the endpoint is unavailable, raises ServiceUnavailable. If deliveries of a batch fail, raises PartialFailure.
+        If a single delivery fails, raises its error.
+        """
         deliveries = [given] if isinstance(given, Delivery) else given
         lines = _lines(deliveries)
         failed: dict[UUID, Exception] = {}
@@ -60,7 +67,7 @@ class Forwarder:
             raise _verdict(deliveries, failed)
 
     def _send(self, wave: Sequence[Delivery], *, first: bool) -> Sequence[Exception | None]:
-        """Send a list with at most one message per key. Raises LeaseLost if this process no longer owns the queue."""
+        """Send deliveries that all have different keys. Raises LeaseLost if this process no longer owns the queue."""
         fence.check()
         errors: list[Exception | None] = [None] * len(wave)
         ready: list[tuple[int, Outgoing]] = []
@@ -82,9 +89,9 @@ class Forwarder:
 
 
 def _lines(deliveries: Iterable[Delivery]) -> list[deque[Delivery]]:
-    """Return lists. The deliveries of one list must be sent one after the other.
+    """Return one list of deliveries per key. The deliveries of one list must be sent one after the other.
 
-    Messages without a key have no order.
+    A message without a key has no order, so it gets a list of its own.
     """
     lines: dict[object, deque[Delivery]] = {}
     for delivery in deliveries:
@@ -100,14 +107,14 @@ def _hold_back(line: deque[Delivery], behind: Delivery, failed: dict[UUID, Excep
     while line:
         later = line.popleft()
         failed[later.message_id] = EarlierNotAcknowledged(
-            f"waits for message {behind.message_id} of the same key {behind.key!r}"
+            f"not sent, because message {behind.message_id} of the same key {behind.key!r} was not acknowledged"
         )
 
 
 def _verdict(deliveries: Sequence[Delivery], failed: dict[UUID, Exception]) -> Exception:
     """Return the error to raise.
 
-    A single delivery raises its own error, because equal errors in a row show an outage.
+    For a single delivery this is the error of the delivery, because an outage is found by equal errors in a row.
     """
     return failed[deliveries[0].message_id] if len(deliveries) == 1 else PartialFailure(failed)
 
@@ -127,8 +134,8 @@ def subscription(
 ) -> Subscription:
     """Return the subscription of a forwarding group: in order per key, with unlimited retries in place.
 
-    A rejected message blocks its key. With `dead_letter` the rejected message goes to the dead letters, and later
-    messages of the key pass it.
+    A rejected message blocks its key. With `dead_letter` the rejected message becomes a dead letter, and the next
+    messages of the key are sent.
     """
     return Subscription(
         group=group,

@@ -1,8 +1,8 @@
 """Sends to Kafka through an idempotent producer. Messages of one key are sent one after the other.
 
 The next message of a key is sent after all in-sync replicas have acknowledged the message before it. The producer
-removes duplicates only while it lives. After a crash of this process it may write a message again. Readers that must
-process a message once compare its id, which is in the header `message-id`.
+prevents duplicates only while this process runs. After a crash of the process, a new producer may write a message
+again. A reader that must process a message only once must compare the ids in the header `message-id`.
 """
 
 from __future__ import annotations
@@ -22,15 +22,18 @@ logger = logging.getLogger(__name__)
 
 _POLL_SECONDS: Final = 0.05
 _REJECTED: Final = frozenset((KafkaError.MSG_SIZE_TOO_LARGE, KafkaError.INVALID_MSG, KafkaError.INVALID_RECORD))
-# The sink sets these options itself. With other values a message could overtake an unacknowledged message of its key.
+# The sink sets these options itself. With other values of these options, a message could overtake an unacknowledged
+# message of its key.
 _FIXED: Final = {"enable.idempotence": True, "acks": "all"}
 
 
 class KafkaSink:
-    """Sends to a cluster. `servers` are host:port, separated by commas. `config` has further options of librdkafka.
+    """Sends to a cluster.
 
-    The message names its topic in Kafka. The key chooses the partition as in Java (murmur2). The topics must exist, or
-    the cluster must create them. `timeout_seconds` is the time limit for an acknowledgement.
+    `servers` is a list of host:port, separated by commas. `config` has further options of librdkafka.
+
+    Each message goes to the Kafka topic that it names. The key chooses the partition as in Java (murmur2). The topics
+    must exist, or the cluster must create them. `timeout_seconds` is the time limit for an acknowledgement.
     """
 
     binding = "kafka"
@@ -42,7 +45,7 @@ class KafkaSink:
         if fixed := sorted(set(_FIXED) & set(given)):
             raise ConfigurationError(
                 f"kafka {servers}: config must not set {', '.join(fixed)}, because the order per key depends on "
-                "them; remove them."
+                "these options. Remove them from config."
             )
         self._servers = servers
         self._config = {
@@ -58,7 +61,7 @@ class KafkaSink:
         self._producer: Producer | None = self._made()
 
     def send(self, messages: Sequence[Outgoing]) -> Sequence[Exception | None]:
-        """Send messages. If Kafka acknowledges none of them in time, raises ServiceUnavailable."""
+        """Send messages. If Kafka acknowledges no message in time, raises ServiceUnavailable."""
         producer = self._current()
         outcomes: dict[int, KafkaError | None] = {}
         for place, message in enumerate(messages):
@@ -102,7 +105,9 @@ class KafkaSink:
     def _result(self, message: Outgoing, error: KafkaError | None) -> Exception | None:
         if error is None:
             return None
-        said = f"kafka {self._servers} did not take a message for {message.topic!r}: {error.name()}: {error.str()}"
+        said = (
+            f"kafka {self._servers} did not accept a message for topic {message.topic!r}: {error.name()}: {error.str()}"
+        )
         if error.code() in _REJECTED:
             return Rejected(f"{said} (message {message.message_id})")
         # The text has no message id, because an outage is detected by equal errors of different messages.
@@ -115,7 +120,7 @@ class KafkaSink:
             return self._producer
 
     def _drop(self, producer: Producer) -> None:
-        """Forget a producer after a fatal error, because it cannot send again."""
+        """Remove a producer after a fatal error, because this producer cannot send any more."""
         with self._lock:
             if self._producer is producer:
                 self._producer = None

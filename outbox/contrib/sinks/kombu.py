@@ -1,8 +1,9 @@
 """Sends to RabbitMQ, Redis and SQS through kombu. Messages of one key are sent one after the other.
 
 The next message of a key is sent after the server has confirmed the message before it. RabbitMQ confirms a message when
-it is on disk in a durable queue. It returns a message that no queue takes (mandatory). Redis acknowledges a message in
-memory, and its `appendfsync` setting decides how much survives a crash. SQS answers after it has stored the message.
+it is on disk in a durable queue. With the flag `mandatory`, RabbitMQ returns a message that matches no queue. Redis
+acknowledges a message in memory, and its `appendfsync` setting decides how much survives a crash. SQS answers after it
+has stored the message.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class KombuSink:
         if exchange and not self._confirms:
             raise ConfigurationError(
                 f"sink {self._name}: an exchange is for AMQP only, because other transports do not report that no "
-                "queue is bound to it. Leave it out: messages go into the queue that routing_key names."
+                "queue is bound to it. Leave out exchange: messages then go into the queue that routing_key names."
             )
         try:
             routing_key.format(topic="", key="")
@@ -68,7 +69,7 @@ class KombuSink:
         self._declare = declare and not exchange
         self._timeout_seconds = timeout_seconds
         self._options = {**({"confirm_publish": True} if self._confirms else {}), **(transport_options or {})}
-        # Channels that no thread uses now. Only one thread may use a channel at a time.
+        # The channels that no thread uses now. Two threads must not use one channel at the same time.
         self._idle: list[_Channel] = []
         self._lock = threading.Lock()
 
@@ -133,13 +134,16 @@ class KombuSink:
 
 
 class _Channel:
-    """A connection with one channel, opened when it is needed. It remembers the queues that it has declared."""
+    """A connection with one channel.
+
+    The first message opens the connection. The channel remembers the queues that it has declared.
+    """
 
     def __init__(self, url: str, options: Mapping[str, Any], timeout_seconds: float, *, confirms: bool) -> None:
         self._template = Connection(url, connect_timeout=timeout_seconds, transport_options=dict(options))
         self._connection: Any = None
         self._producer: Any = None
-        # Only AMQP returns a message that no queue takes.
+        # Only AMQP servers return a message that matches no queue.
         self._on_return = self._returned if confirms else None
         self._declared: set[str] = set()
         self.returned: list[object] = []
@@ -150,7 +154,7 @@ class _Channel:
         return (*self._template.connection_errors, *self._template.channel_errors, KombuError, OSError)
 
     def open(self) -> Any:
-        """Return the producer. Open the connection if necessary."""
+        """Return the producer. If the connection is closed, open it."""
         if self._producer is None:
             self._connection = self._template.clone()
             channel = self._connection.channel()
@@ -164,7 +168,7 @@ class _Channel:
             self._declared.add(name)
 
     def close(self) -> None:
-        """Close the connection. The next `open` makes another connection."""
+        """Close the connection. The next call of `open` makes another connection."""
         if self._connection is not None:
             self._connection.release()
         self._connection = self._producer = None

@@ -18,13 +18,13 @@ PREFIX: Final = "whsec_"
 # The allowed difference in seconds between a timestamp and the receiver's clock.
 TOLERANCE_SECONDS: Final = 300
 _LEAST_BYTES, _MOST_BYTES = 24, 64
-# The limit for the digits of a timestamp. No clock gives more, and Python refuses to convert thousands of digits.
+# The longest timestamp in digits. No clock gives more digits, and Python refuses to convert thousands of digits.
 _MOST_DIGITS: Final = 18
 _SHOWN_CHARACTERS: Final = 200
 
 
 class InvalidSignature(OutboxError):
-    """The request has no valid, recent signature of a known secret. Do not act on it."""
+    """The request has no valid, recent signature of a known secret. Refuse the request."""
 
 
 def secret_bytes(secret: str) -> bytes:
@@ -42,7 +42,10 @@ def secret_bytes(secret: str) -> bytes:
 
 
 def sign(keys: Sequence[bytes], message_id: str, timestamp: int, body: bytes) -> str:
-    """Return the header webhook-signature. It has one signature per key, so the receiver needs only one of the keys."""
+    """Return the value of the header webhook-signature.
+
+    The value has one signature per key, so the receiver needs one key only.
+    """
     return " ".join("v1," + _mac(key, message_id, timestamp, body) for key in keys)
 
 
@@ -56,9 +59,9 @@ def verify(
 ) -> str:
     """Check a received webhook, with its unchanged body; return the message's id. `now` is the time since the epoch.
 
-    Store the id with the effect, in one transaction. If the sender or an attacker repeats the request within the
-    tolerance, the id is the same. If you accept the secrets of several senders, store the sender with the id, because
-    two senders may choose the same id. Raises InvalidSignature.
+    Store this id in the same transaction as the effect of the webhook. If the sender or an attacker repeats the request
+    within the tolerance, the id is the same. If you accept the secrets of several senders, store the sender with the
+    id, because two senders may choose the same id. Raises InvalidSignature.
     """
     given = {name.lower(): value for name, value in headers.items()}
     message_id, stamp = given.get("webhook-id", ""), given.get("webhook-timestamp", "")
@@ -78,7 +81,7 @@ def verify(
     if abs(now - int(stamp)) > tolerance_seconds:
         raise InvalidSignature(
             f"webhook {message_id!r} was signed {now - int(stamp):.0f} s ago by the clocks of sender and receiver; "
-            f"the limit is {tolerance_seconds:g} s. It is a replay, or one of the clocks is wrong: refuse the "
+            f"the limit is {tolerance_seconds:g} s. The request is a replay, or one of the clocks is wrong: refuse the "
             "request and compare the clocks."
         )
     return message_id

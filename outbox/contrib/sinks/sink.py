@@ -1,4 +1,7 @@
-"""The protocol of every sink. A sink sends messages to an endpoint and reports whether each one was acknowledged."""
+"""The protocol of every sink.
+
+A sink sends messages to an endpoint, and reports for each message whether the endpoint acknowledged it.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ class Rejected(HandlerError):
 
 
 class EarlierNotAcknowledged(HandlerError):
-    """An earlier message of the same key was not acknowledged, so this one was not sent."""
+    """An earlier message of the same key was not acknowledged, so this message was not sent."""
 
 
 class NotAcknowledged(HandlerError):
@@ -26,8 +29,8 @@ class NotAcknowledged(HandlerError):
 class Outgoing:
     """One message to send. `body` and `headers` are in the chosen format.
 
-    `message_id` is the same on every send, so receivers can recognise repetitions. `topic` is the topic's name at the
-    endpoint. `headers` are those of the format. The sink adds the headers that its transport needs.
+    If the message is sent again, `message_id` is the same, so that receivers can recognise the repetition. `topic` is
+    the topic's name at the endpoint. The sink adds the headers that its transport needs.
     """
 
     message_id: UUID
@@ -39,10 +42,10 @@ class Outgoing:
 
 
 class Sink(Protocol):
-    """Sends messages to one endpoint. Several threads may call its methods at a time.
+    """Sends messages to one endpoint. Several threads may call the methods of a sink at the same time.
 
     `binding` chooses the form of CloudEvents attributes at the endpoint (`http`, `amqp`, `kafka`). `batch` and
-    `threads` are the sink's defaults. A declaration in the settings can override them.
+    `threads` are the defaults of the sink, which the settings of a project can override.
     """
 
     @property
@@ -51,18 +54,18 @@ class Sink(Protocol):
 
     @property
     def batch(self) -> int:
-        """The number of messages per call."""
+        """The largest number of messages per call of `send`."""
 
     @property
     def threads(self) -> int:
-        """The number of calls at a time."""
+        """The largest number of `send` calls at the same time."""
 
     def send(self, messages: Sequence[Outgoing]) -> Sequence[Exception | None]:
         """Send messages, at most one per key.
 
         Return None for each acknowledged message, and an error for each other message. Rejected says that the endpoint
-        will never accept the message. If the endpoint is unavailable, raises ServiceUnavailable; then none of these
-        messages counts as sent.
+        will never accept the message. If the endpoint is unavailable, raises ServiceUnavailable, and all messages of
+        the call count as not sent.
         """
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
 """Sends webhooks: one POST per message, signed by the Standard Webhooks scheme, in order per key.
 
-The sink resolves the host name once per request and checks each address. It then connects to a checked address
-directly. So it does not matter if the name resolves to another address a moment later (DNS rebinding).
+For each request, the sink resolves the host name once, checks each address, and connects to a checked address. So an
+attacker cannot change the address between the check and the connection (DNS rebinding).
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _MOST_RESPONSE_BYTES: Final = 64 * 1024
 _SHOWN_CHARACTERS: Final = 200
 _LONGEST_PAUSE_SECONDS: Final = 3600.0
 
-# Statuses about the whole endpoint: another message would fail in the same way. A redirect counts as such a status.
+# Statuses about the whole endpoint: another message would fail in the same way. A redirect is such a status too.
 _ENDPOINT: Final = frozenset((401, 403, 404, 405, 407, 410, 425, 429, 502, 503))
-# Statuses about this attempt only. If other messages fail with the same status, the endpoint is down.
+# Statuses that concern one attempt only. If other messages fail with the same status, the endpoint is down.
 _ATTEMPT: Final = frozenset((408, 421, 423))
 
 
 class WebhookSink:
-    """Sends to one URL.
+    """Sends messages to one URL.
 
     `secrets` are `whsec_…` texts. With two secrets, each request has both signatures, so that the receiver can change
     from one secret to the other. Private addresses, plain http and another certificate authority (`ca_file`) must be
@@ -110,7 +110,9 @@ class WebhookSink:
         said = f"webhook {self._url.host} answered {status}"
         pause = retry_after_seconds(response.headers.get("retry-after"), self._clock())
         if 300 <= status < 400:
-            raise ServiceUnavailable(f"{said}, a redirect, which is not followed: declare the URL it points to")
+            raise ServiceUnavailable(
+                f"{said}, which is a redirect. The sink follows no redirects: declare the URL of the redirect"
+            )
         if status in _ENDPOINT or (pause is not None and status >= 500):
             raise ServiceUnavailable(said, pause_seconds=pause)
         if status >= 500 or status in _ATTEMPT:
@@ -120,9 +122,9 @@ class WebhookSink:
 
 
 def retry_after_seconds(value: str | None, now: float) -> float | None:
-    """Return the seconds for which the header Retry-After asks. Its value is a number or a date.
+    """Return the pause in seconds that the header Retry-After requests by a number or a date.
 
-    The result is at most an hour, and None for any other text.
+    The longest result is an hour. If the text is neither a number nor a date, return None.
     """
     if value is None:
         return None
@@ -145,7 +147,7 @@ def _checked(text: str, allow_http: bool) -> httpx.URL:
         raise ConfigurationError(f"webhook url={text!r} is not a valid URL: {error}.") from error
     if url.userinfo:
         raise ConfigurationError(
-            f"webhook {url.host}: the URL must not contain a user and password; send a header instead."
+            f"webhook {url.host}: the URL must not contain a user and password. Use the option headers instead."
         )
     if not url.host or url.scheme not in ("https", *(["http"] if allow_http else [])):
         raise ConfigurationError(f"webhook url={text!r} must begin with https:// (allow_http=True allows http).")
@@ -155,7 +157,7 @@ def _checked(text: str, allow_http: bool) -> httpx.URL:
 def _beginning(response: httpx.Response) -> str:
     """Return the first bytes of the answer, not decompressed, so that a receiver cannot fill the memory.
 
-    If the answer was read completely, its connection stays open.
+    If the answer was read completely, the connection stays open.
     """
     body = b""
     for chunk in response.iter_raw(4096):
@@ -173,7 +175,10 @@ class AddressRefused(httpx.TransportError):
 
 
 def is_public(address: Address) -> bool:
-    """Whether an address belongs to the public internet. If it contains an IPv4 address, that address decides."""
+    """Whether an address belongs to the public internet.
+
+    For an IPv6 address with an IPv4 address in it, check the IPv4 address.
+    """
     if isinstance(address, IPv6Address):
         inner = address.ipv4_mapped or address.sixtofour or (address.teredo or (None, None))[1]
         if inner is None and address in _NAT64:
@@ -184,7 +189,7 @@ def is_public(address: Address) -> bool:
 
 
 def resolve(host: str, port: int) -> list[Address]:
-    """Return the addresses of a host name. For an address, return the address itself. Raises httpx.ConnectError."""
+    """Return the addresses of a host name. If `host` is an address, return this address. Raises httpx.ConnectError."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError as error:

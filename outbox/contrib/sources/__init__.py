@@ -1,1 +1,4 @@
-"""The sources of received messages: queues of RabbitMQ, topics of Kafka. They need an extra each, but not Django."""
+"""The sources of received messages: queues of RabbitMQ, topics of Kafka.
+
+Each source needs an extra of the package, but does not need Django.
+"""

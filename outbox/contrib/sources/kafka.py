@@ -13,7 +13,8 @@ from outbox.errors import ConfigurationError, ServiceUnavailable
 
 logger = logging.getLogger(__name__)
 
-# The source sets these options itself. With other values Kafka could count messages as read before they are stored.
+# The source sets these options itself. With other values of these options, Kafka could count messages as read before
+# they are stored.
 _FIXED: Final = {"enable.auto.commit": False, "enable.auto.offset.store": False}
 _ID_HEADERS: Final = ("message-id", "outbox-message-id", "ce-id")
 _MORE_SECONDS: Final = 0.02
@@ -22,8 +23,8 @@ _MORE_SECONDS: Final = 0.02
 class KafkaSource:
     """Receives one topic as a member of a consumer group. A new group starts at the beginning of the topic.
 
-    The id of a message comes from its headers (`message-id`, `ce_id`). Without such a header, the id is made from
-    partition, offset and time. A CloudEvent is identified by its source and its id instead.
+    The id of a message comes from its headers (`message-id`, `ce_id`). A message without such a header gets an id that
+    is made from partition, offset and time. The id of a CloudEvent is made from its attributes `source` and `id`.
     """
 
     def __init__(self, *, servers: str, topic: str, group: str, config: Mapping[str, Any] | None = None) -> None:
@@ -31,7 +32,7 @@ class KafkaSource:
         if fixed := sorted(set(_FIXED) & set(given)):
             raise ConfigurationError(
                 f"kafka {servers}: config must not set {', '.join(fixed)}, because offsets are committed only after "
-                "storing; remove them."
+                "the messages are stored. Remove these options from config."
             )
         self._topic = topic
         self._name = f"topic {topic!r} of kafka {servers}"
@@ -59,7 +60,10 @@ class KafkaSource:
         return [self._incoming(message) for message in found]
 
     def acknowledge(self, messages: Sequence[Incoming]) -> None:
-        """Commit the offsets. Raises ServiceUnavailable, also if another consumer has taken over the partition."""
+        """Commit the offsets.
+
+        If Kafka is unavailable, or another consumer has the partition now, raises ServiceUnavailable.
+        """
         ends: dict[int, int] = {}
         for message in messages:
             partition, offset = message.handle
@@ -73,7 +77,7 @@ class KafkaSource:
             raise self._unavailable(error.args[0]) from error
 
     def close(self) -> None:
-        """Leave the group. The next `receive` joins it again."""
+        """Leave the group. The next call of `receive` joins the group again."""
         if self._consumer is not None:
             self._consumer.close()
             self._consumer = None

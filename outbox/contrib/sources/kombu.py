@@ -16,12 +16,12 @@ from outbox.contrib.sources.source import Incoming
 from outbox.errors import ServiceUnavailable
 from outbox.utils.safe_text import mask_passwords
 
-# The time to wait for further messages after the first one.
+# After the first message, the source waits for further messages for this number of seconds.
 _MORE_SECONDS: Final = 0.01
 
 
 class KombuSource:
-    """Receives from one queue. At most `prefetch` messages are received and not yet acknowledged.
+    """Receives from one queue. The server sends at most `prefetch` messages before the source acknowledges them.
 
     `declare` creates the durable queue if it is missing. Without `declare` the source waits until the queue exists.
     """
@@ -70,7 +70,7 @@ class KombuSource:
             raise self._unavailable(error) from error
 
     def close(self) -> None:
-        """Close the connection. The next `receive` opens another connection."""
+        """Close the connection. The next call of `receive` opens another connection."""
         self._waiting.clear()
         if self._connection is not None:
             self._connection.release()

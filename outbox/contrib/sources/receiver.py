@@ -1,8 +1,8 @@
 """Stores foreign messages in a topic. A message is acknowledged at its source only after it is stored.
 
-If the process dies between the two steps, the source delivers the message again. The message then has the same id, so
-it is stored once. A stored message is like any other message: subscribers handle it with the inbox, in order, with
-retries and dead letters.
+If the process dies after it has stored a message and before it acknowledges the message, the source delivers the
+message again. The repetition has the same id, so the message is stored once. A stored message is like any other
+message: subscribers handle it with the inbox, in order, with retries and dead letters.
 
 See decision 189.
 """
@@ -41,7 +41,7 @@ _SHOWN_CHARACTERS: Final = 1000
 
 
 class UnstorableMessage(OutboxError):
-    """A received message cannot be stored in its topic; the receiver stops here."""
+    """A received message cannot be stored in its topic. The receiver stops before this message."""
 
 
 @dataclass
@@ -81,7 +81,7 @@ class Receiver:
         self._batch = batch
 
     def run(self, stop: threading.Event, *, on_round: Callable[[], None] | None = None) -> None:
-        """Receive until `stop`. While the source or the broker is unavailable, wait and try again.
+        """Receive until `stop` is set. While the source or the broker is unavailable, wait and try again.
 
         Raises UnstorableMessage, or a usage error.
 
@@ -95,7 +95,7 @@ class Receiver:
                 if on_round is not None:
                     on_round()
             except (ServiceUnavailable, BrokerUnavailable, SendFailed) as error:
-                # The source delivers the unacknowledged messages again, to the next connection.
+                # After the source is opened again, it delivers the unacknowledged messages again.
                 self._source.close()
                 failures += 1
                 pause = _AGAIN.pause_seconds(failures)
@@ -103,7 +103,10 @@ class Receiver:
                 stop.wait(pause)
 
     def run_once(self, *, wait_seconds: float = _WAIT_SECONDS) -> Received:
-        """Receive, store and acknowledge a batch. Raises UnstorableMessage, ServiceUnavailable or BrokerError."""
+        """Receive, store and acknowledge a batch of messages.
+
+        Raises UnstorableMessage, ServiceUnavailable or BrokerError.
+        """
         incoming = self._source.receive(self._batch, wait_seconds=wait_seconds)
         done = Received()
         if not incoming:
@@ -121,7 +124,7 @@ class Receiver:
         return done
 
     def _all_at_once(self, incoming: Sequence[Incoming]) -> bool:
-        """Store all messages in one call. Return False if one of them is invalid."""
+        """Store all messages in one call. If one of the messages is invalid, store no message and return False."""
         try:
             self._broker.send([self._convert(one, self._name, self._topic) for one in incoming])
         except (InvalidMessage, InvalidName, ValueError):
@@ -141,10 +144,11 @@ class Receiver:
         except (InvalidMessage, InvalidName, ValueError) as error:
             if self._poison_topic is None:
                 raise UnstorableMessage(
-                    f"receiving {self._name!r}: {one.where} cannot be stored in topic {self._topic!r}: {error} It "
-                    "was not acknowledged. Correct its sender and remove it there, or declare a poison_topic."
+                    f"receiving {self._name!r}: {one.where} cannot be stored in topic {self._topic!r}: {error} The "
+                    "message was not acknowledged. Remove the message at its source and correct the sender, or "
+                    "declare a poison_topic."
                 ) from error
-            logger.error("receiving %r: %s is put aside: %s", self._name, one.where, error)
+            logger.error("receiving %r: %s is stored in the poison topic: %s", self._name, one.where, error)
             self._broker.send([self._aside(one, self._poison_topic, error)])
             return False
         return True

@@ -21,7 +21,9 @@ _SHOWN_CHARACTERS: Final = 255
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Incoming:
-    """A message as received. `message_id` is the id that its sender gave it, or ''. `where` is its place at the source.
+    """A message as received.
+
+    `message_id` is the id that the sender gave the message, or ''. `where` is the place of the message at the source.
 
     `sender` is the application that chose the id, or '' if the transport does not name it. Only the source uses
     `handle`.
@@ -38,23 +40,29 @@ class Incoming:
 
 
 class Source(Protocol):
-    """Receives from one queue or topic. Only one thread calls it."""
+    """Receives from one queue or topic. Only one thread calls the methods of a source."""
 
     def receive(self, limit: int, *, wait_seconds: float) -> Sequence[Incoming]:
-        """Return up to `limit` messages, oldest first; no message if none came in time. Raises ServiceUnavailable."""
+        """Return up to `limit` messages, oldest first.
+
+        Return no message if no message came in time. Raises ServiceUnavailable.
+        """
 
     def acknowledge(self, messages: Sequence[Incoming]) -> None:
-        """Acknowledge stored messages. If it raises ServiceUnavailable, the source delivers these messages again."""
+        """Acknowledge stored messages.
+
+        If this call raises ServiceUnavailable, the source delivers the messages again.
+        """
 
     def close(self) -> None:
-        """Close the connections. Later, the source delivers the unacknowledged messages again."""
+        """Close the connections. The next connection gets the unacknowledged messages again."""
 
 
 Convert = Callable[[Incoming, str, str], Message]
 
 
 def identity(incoming: Incoming) -> tuple[str, str]:
-    """Return a message's sender, and the id that the sender gave it. Each is '' if it is unknown.
+    """Return a message's sender, and the id that the sender gave the message. An unknown sender or id is ''.
 
     A CloudEvent is identified by its source and its id, on any transport.
     """
@@ -65,24 +73,28 @@ def identity(incoming: Incoming) -> tuple[str, str]:
 
 
 def message_id_of(name: str, incoming: Incoming) -> uuid.UUID:
-    """Return the id under which a message is stored. Every repetition has the same id. Raises InvalidMessage.
+    """Return the id under which a message is stored.
 
-    The id is computed from the sender and the sender's id, even if that id is a UUID. If a message of this broker comes
-    back through a source, it is another message and needs another id. Each sender has a separate namespace, so that the
-    end of a sender's name is never read as the beginning of an id.
+    All repetitions of a message have the same id. Raises InvalidMessage.
+
+    The id is computed from the sender and the sender's id, even if that id is a UUID. If a message of this broker is
+    forwarded and then received again, the received message is a new message and needs a new id. Each sender has a UUID
+    namespace of its own, so equal ids of two senders give different results.
     """
     sender, message_id = identity(incoming)
     if not message_id:
         raise InvalidMessage(
-            f"{incoming.where} has no message id, so repetitions could not be recognised: let its sender set one, or "
-            "set one with convert=."
+            f"{incoming.where} has no message id, so repetitions could not be recognised: let the sender set an id, "
+            "or set an id with convert=."
         )
     scope = uuid.uuid5(_NAMESPACE, name)
     return uuid.uuid5(uuid.uuid5(scope, sender) if sender else scope, message_id)
 
 
 def convert(incoming: Incoming, name: str, topic: str) -> Message:
-    """Return the message to store in `topic`. The body is unchanged. The sender has set key, tag and headers.
+    """Return the message to store in `topic`.
+
+    The body is unchanged. Key, tag and headers are those that the sender has set.
 
     The function reads messages that a sink sent as `plain`, and CloudEvents in binary mode. Raises InvalidMessage or
     InvalidName.

@@ -127,7 +127,7 @@ def test_a_killer_is_tried_alone_and_given_up_after_three_deaths(
         assert (workers.calls()[9], workers.deaths()) == (4, 4)
     assert letters(orders) == [sent[9].message_id]
     (letter,) = dead_letters.list_dead_letters(orders.run, "g")
-    assert letter.error.startswith("KillsItsProcess: tried alone, it has killed or hung its process 3 times")
+    assert letter.error.startswith("KillsItsProcess: this message, tried alone, has killed or hung its process 3 times")
     assert_innocents_took_effect_once(orders, sent, [9])
     if mode != "concurrent":
         assert_in_order(orders)

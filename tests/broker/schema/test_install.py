@@ -117,7 +117,7 @@ def test_install_gives_up_behind_an_open_transaction(new_database: Callable[...,
         pid = holder.info.backend_pid
         old = "SELECT clock_timestamp() - xact_start > interval '1 second' FROM pg_stat_activity WHERE pid = %s"
         eventually(lambda: watching.execute(old, [pid]).fetchone() == (True,))
-        with pytest.raises(SchemaError, match="run this again") as raised:
+        with pytest.raises(SchemaError, match="run this command again") as raised:
             install(connection, "outbox", patience_seconds=0.5, report=reports.append)
         named = f"session {pid} \\(the shop\\): idle in transaction, open for [0-9.]+ s, its last statement began .*"
         assert re.search(named + "uses .*subscription", reports[0])
@@ -209,7 +209,7 @@ def install_first_version(connection: psycopg.Connection) -> None:
 
 @pytest.mark.parametrize(("server_version", "said"), [(140_000, "14.0"), (140_021, "14.21"), (130_004, "13.4")])
 def test_a_server_that_is_too_old_is_named(server_version: int, said: str) -> None:
-    with pytest.raises(ConfigurationError, match=rf"PostgreSQL 15 or newer; this server is {said}: upgrade it"):
+    with pytest.raises(ConfigurationError, match=rf"PostgreSQL 15 or newer; this server is {said}: upgrade the server"):
         check_server(server_version)
 
 

@@ -144,7 +144,7 @@ def test_a_message_id_used_for_something_else_is_refused_and_nothing_is_lost(
 ) -> None:
     first, second = message(), message()
     broker.send([first])
-    with pytest.raises(InvalidMessage, match="sent before, with other messages"):
+    with pytest.raises(InvalidMessage, match="sent before, in a call with other messages"):
         broker.send([first, second])
     with pytest.raises(InvalidMessage, match="plain message"):
         broker.send_half(HalfTransaction(producer_group="shop", messages=[first]))

@@ -122,7 +122,7 @@ def test_maintenance_parks_halves_without_an_answer_and_names_the_group(
     assert parked(connection) == {one.transaction_id: ParkReason.UNANSWERED}
     [incident] = incidents.recent(Executor(connection, "outbox"))
     assert (incident.kind, incident.subject) == ("parked", str(one.transaction_id))
-    assert incident.detail.startswith("unanswered: no producer of group 'switched off' has asked for its checks ever")
+    assert incident.detail.startswith("unanswered: no producer of group 'switched off' has asked for checks ever")
     assert park(connection) == 0, "once"
     # A process of the group starts later: checked at once, and no check is used up.
     [check] = at_once.claim_checks("switched off")

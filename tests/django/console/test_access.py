@@ -46,7 +46,7 @@ def test_pages_are_for_staff_with_the_permission(world: World, name: str) -> Non
     assert anonymous.status_code == 302 and anonymous["Location"].startswith("/accounts/login/?next=%2Foutbox%2F")
     for refused in (make_user(), make_user("act", "view_bodies"), make_user("view_operations", staff=False)):
         answer = client_of(refused).get(address(name))
-        assert answer.status_code == 403 and b"Not for this user" in answer.content
+        assert answer.status_code == 403 and b"This user has no access" in answer.content
     reader = client_of(make_user("view_operations"))
     assert reader.get(address(name)).status_code in (200, 400, 404)
     assert reader.post(address(name)).status_code == 405

@@ -113,7 +113,7 @@ def test_several_statements_have_one_deadline(
     dead.sql("CREATE VIEW outbox.dead_letter AS SELECT slow_letter.* FROM outbox.slow_letter,"
              " LATERAL (SELECT pg_sleep(0.5 + 0 * log_id)) AS late")  # fmt: skip
     answer = operator.get("/outbox/dead-letters/list/")
-    assert answer.status_code == 503 and b"Too much to read" in answer.content
+    assert answer.status_code == 503 and b"The search takes too long" in answer.content
     eventually(lambda: not busy(dead), what="the end of the statement on the server")
 
 

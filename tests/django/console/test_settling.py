@@ -69,7 +69,7 @@ def test_an_open_transaction_of_a_fenced_producer_is_listed_before_its_first_che
 def test_an_action_is_shown_first_then_done_with_a_reason_and_kept(world: World, operator: Client) -> None:
     given = {"id": str(lost_end(world)), "decision": "commit", "back": "/outbox/undecided/"}
     shown = operator.post("/outbox/act/decide/", given).content.decode()
-    assert "Its messages are delivered to every group" in shown and "COMMIT" in shown
+    assert "are delivered to every group" in shown and "COMMIT" in shown
     assert 'href="/outbox/undecided/"' in shown
     without = operator.post("/outbox/act/decide/", {**given, "confirmed": "yes", "why": " "})
     assert without.status_code == 422 and b"Give a reason" in without.content
@@ -106,7 +106,7 @@ def test_asking_again_makes_the_check_due(world: World, operator: Client) -> Non
     assert run_check_back().committed == 1
     assert decision(world) == [("C", "K")]
     again = operator.post("/outbox/act/ask/", given)
-    assert again.status_code == 400 and b"no undecided transactions" in again.content
+    assert again.status_code == 400 and b"these transactions are not undecided" in again.content
 
 
 def test_a_message_shows_its_whole_life(world: World, operator: Client) -> None:
@@ -154,11 +154,15 @@ def test_a_transaction_that_may_still_run_cannot_be_decided(world: World, operat
         given = {"id": str(transaction_id), "decision": "rollback"}
         forced = {**given, "confirmed": "yes", "why": "a guess", "force": "yes"}
         pages = ("/outbox/undecided/", f"/outbox/messages/{transaction_id}/")
-        for reason in ("the half scan has not found it yet", "its immunity", "it still ran when check-back asked last"):
+        for reason in (
+            "the half scan has not found the transaction",
+            "its immunity",
+            "it was still running at the last check",
+        ):
             if reason == "its immunity":
                 checks.scan(world.run, settings=CheckSettings())
                 world.sql("UPDATE outbox.pending_check SET immune_until = now() + interval '1 minute'")
-            elif "asked last" in reason:
+            elif "last check" in reason:
                 world.sql("UPDATE outbox.pending_check SET immune_until = now(), due_at = now()")
                 assert run_check_back().unknown == 1
             for page in pages:

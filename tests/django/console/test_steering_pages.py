@@ -73,10 +73,12 @@ def test_a_group_is_paused_resumed_and_moved(world: World, operator: Client) -> 
     assert done(operator, "resume", group="mail").after == {"paused": False, "released_queues": 0}
     moved = {"group": "mail", "topic": "orders"}
     assert 'name="to_time"' in page and 'name="reprocess"' in page and "Reset …" in page, "the form of the declaration"
-    assert "it never gets 8 messages that it has not handled" in shown(operator, "reset", **moved, to_latest="yes")
+    assert "The group never gets 8 messages that it has not handled" in shown(
+        operator, "reset", **moved, to_latest="yes"
+    )
     ends = done(operator, "reset", **moved, to_latest="yes").after
     assert sum(ends.values()) == 8
-    assert "It gets 8 messages again" in shown(operator, "reset", **moved, to_earliest="yes")
+    assert "The group gets 8 messages again" in shown(operator, "reset", **moved, to_earliest="yes")
     one = done(operator, "reset", **moved, to_offset="0", queue="0")
     assert one.after == {"orders/0": 0}
     assert operator.post("/outbox/act/reset/", {**moved, "to_latest": "yes", "to_offset": "0"}).status_code == 400

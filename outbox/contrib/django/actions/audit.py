@@ -28,16 +28,17 @@ logger = logging.getLogger(__name__)
 
 
 def recorded(action: str, plan: ActionPlan, *, who: str, why: str) -> OperatorAction:
-    """Store the audit entry, run the action, and store its outcome. Returns the entry. The operations page calls it.
+    """Store the audit entry, run the action, and store its outcome. Returns the entry.
 
-    If the action raises OutboxError, the entry records it as the outcome. Every other error is recorded and raised. If
-    the entry cannot be stored, Django's DatabaseError is raised before the action runs.
+    The operations page calls this function. If the action raises OutboxError, the error is stored as the outcome. Every
+    other error is stored and raised. If the entry cannot be stored, Django's DatabaseError is raised before the action
+    runs.
     """
     return _run(_entry(action, plan, who=who, why=why), plan, _stored)[0]
 
 
 def recorded_command(action: str, plan: ActionPlan, *, why: str) -> tuple[OperatorAction, OutboxError | None]:
-    """Like `recorded`, but for a command. Also returns the OutboxError of a failed action.
+    """Do the work of `recorded` for a command, and also return the OutboxError of a failed action.
 
     If the application's database cannot store the entry, the entry is logged as one line of JSON. If the audit table is
     missing, UsageError is raised before the action runs.
@@ -103,7 +104,7 @@ def _stored_or_logged(entry: OperatorAction) -> None:
         names = ("at", "who", "why", "action", "subject", "effect", "before", "after", "outcome", "ended_at")
         line = _plain({name: getattr(entry, name) for name in names})
         logger.warning(
-            "the application's database took no audit entry (%s), so the log keeps it: %s",
+            "the application's database did not store the audit entry (%s). The entry is: %s",
             for_people(said), json.dumps(line),
         )  # fmt: skip
 

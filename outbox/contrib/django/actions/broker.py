@@ -43,7 +43,7 @@ def _alter(values: Values) -> ActionPlan:
     changed = replace(known[name], **_properties(values))
     return ActionPlan(
         subject=f"topic {name}",
-        effect=f"Change topic {name}; properties that are not given stay.",
+        effect=f"Change topic {name}. Properties that you do not give keep their values.",
         before=_shown(known[name]),
         nothing=changed == known[name],
         do=lambda: _declare(changed),
@@ -62,7 +62,7 @@ def _delete(values: Values) -> ActionPlan:
     return ActionPlan(
         subject=f"topic {name}",
         effect=f"Delete topic {name}, with {loss.undelivered} messages that are in no queue yet, and "
-        f"{describe_losses(loss.groups)}. Remove it from OUTBOX['TOPICS'], or the next `migrate` declares it again.",
+        f"{describe_losses(loss.groups)}. Remove the topic from OUTBOX['TOPICS'], or `migrate` declares it again.",
         caution="This cannot be undone.",
         dangerous=True,
         before={"losses": asdict(loss)},
@@ -107,8 +107,8 @@ def _drop(values: Values) -> ActionPlan:
 
     return ActionPlan(
         subject=f"schema {settings.schema!r} on {settings.broker!r}",
-        effect=f"Drop the broker's schema {settings.schema!r} on {settings.broker!r} with all messages. `migrate` "
-        "installs it again: remove the app from INSTALLED_APPS, or name another broker.",
+        effect=f"Drop the broker's schema {settings.schema!r} on {settings.broker!r} with all messages. To keep "
+        "`migrate` from creating it again, remove the app from INSTALLED_APPS, or name another broker.",
         caution="This cannot be undone.",
         before={"lost": left},
         do=do,
@@ -120,7 +120,7 @@ def _settle(values: Values) -> ActionPlan:
     missing = sum(one.missing for one in left)
     return ActionPlan(
         subject="comparisons of ledgers and inboxes with the broker",
-        effect=f"{missing} missing rows are counted as settled, so that they are no condition any more.",
+        effect=f"Mark {missing} missing rows as settled, so that the conditions no longer name them.",
         caution="This cannot be undone.",
         dangerous=True,
         before={"missing": {f"{one.kind.value} {one.subject}": one.missing for one in left}},
@@ -133,7 +133,7 @@ def _forget(values: Values) -> ActionPlan:
     names = values["forget"]
     return ActionPlan(
         subject=f"receivers {', '.join(names)}",
-        effect=f"Delete the state of the receivers {', '.join(names)}: their absence is no condition any more.",
+        effect=f"Delete the state of the receivers {', '.join(names)}. No condition names them any more.",
         do=lambda: {"forgotten": forget_receivers(names)},
     )
 
@@ -142,12 +142,26 @@ _NAME = ActionField(name="name", required=True, positional=True, help="topic")
 _PROPERTIES = (
     _NAME,
     ActionField(name="type", many=True, choices=tuple(map(str, MessageType)), help="type of messages; repeatable"),
-    ActionField(name="queue_count", kind=FieldKind.NUMBER, help="how many consumers can share the topic"),
-    ActionField(name="retention_seconds", kind=FieldKind.NUMBER, help="how long consumed messages are kept"),
     ActionField(
-        name="on_park", choices=("hold", "release"), help="FIFO: later messages behind a parked one: hold or release"
+        name="queue_count",
+        kind=FieldKind.NUMBER,
+        help="number of queues; at most so many consumers can share the topic",
     ),
-    ActionField(name="key_lock", choices=("on", "off"), help="FIFO: whether publish serialises its keys"),
+    ActionField(
+        name="retention_seconds",
+        kind=FieldKind.NUMBER,
+        help="number of seconds for which the broker keeps consumed messages",
+    ),
+    ActionField(
+        name="on_park",
+        choices=("hold", "release"),
+        help="FIFO topics: whether messages wait for a parked message of their key (hold) or not (release)",
+    ),
+    ActionField(
+        name="key_lock",
+        choices=("on", "off"),
+        help="FIFO topics: whether transactions that publish the same key run one after the other",
+    ),
 )
 
 TOPICS: Final = (
@@ -161,7 +175,7 @@ TOPICS: Final = (
     ),
     DeclaredAction(
         name="alter_topic",
-        title="Change some properties of a topic, keep the others",
+        title="Change some properties of a topic, and keep its other properties",
         command="outbox_topic alter",
         fields=_PROPERTIES,
         plan=_alter,
@@ -181,12 +195,14 @@ DROP: Final = DeclaredAction(
     title="Remove the broker's tables with all messages",
     command="outbox_install --drop",
     fields=(
-        ActionField(name="force", kind=FieldKind.FLAG, help="with --drop: undelivered messages too"),
+        ActionField(
+            name="force", kind=FieldKind.FLAG, help="with --drop: also drop messages that are not delivered yet"
+        ),
         ActionField(
             name="patience",
             kind=FieldKind.SECONDS,
             default=DEFAULT_PATIENCE_SECONDS,
-            help="how many seconds each change is tried while transactions use its tables (default: %(default).0f)",
+            help="for how many seconds the command tries to lock tables that are in use (default: %(default).0f)",
         ),
     ),
     plan=_drop,
@@ -194,7 +210,7 @@ DROP: Final = DeclaredAction(
 )
 SETTLE: Final = DeclaredAction(
     name="settle",
-    title="Count the rows that comparisons miss as settled, so that they are no condition any more",
+    title="Mark the rows that comparisons report as missing as settled, so that no condition names them",
     command="outbox_audit settle",
     fields=(),
     plan=_settle,
@@ -202,9 +218,11 @@ SETTLE: Final = DeclaredAction(
 )
 FORGET: Final = DeclaredAction(
     name="forget",
-    title="Delete the state of entries of OUTBOX['RECEIVE'] that are no longer received",
+    title="Delete the state of receivers that are not in OUTBOX['RECEIVE'] any more",
     command="outbox_worker --forget",
-    fields=(ActionField(name="forget", many=True, help="entries that are no longer received (repeatable)"),),
+    fields=(
+        ActionField(name="forget", many=True, help="a receiver that is not in OUTBOX['RECEIVE'] any more (repeatable)"),
+    ),
     plan=_forget,
     permission=None,
 )

@@ -1,8 +1,8 @@
 """Operator actions. Each action is declared once; its command, its form on the page and its audit use the declaration.
 
 `DeclaredAction.plan` changes nothing and describes the effect in words. `ActionPlan.do` runs the action. With
-`--dry-run`, a command only shows the plan. The operations page shows the plan, and the operator then confirms it with a
-reason.
+`--dry-run`, a command only shows the plan. The operations page shows the plan, and the operator then confirms the plan
+with a reason.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any, Final
 
 # The permission that a user needs to run actions on the operations page.
 ACT: Final = "outbox.act"
-# The key in `before` and `after` that lists the requested parts that were not done. If the key is present, the command
-# exits with 1.
+# A key in `before` and `after`. Its value lists the requested messages that the action did not change. If the key is
+# present, the command exits with 1.
 LEFT: Final = "not_done"
 
 Values = Mapping[str, Any]
@@ -99,8 +99,8 @@ class DeclaredAction:
     """One kind of action.
 
     `name`: the action's name in the audit and in the page's address. `command`: the command as an operator writes it in
-    a shell. `permission`: the permission that the page requires. If it is None, the page does not offer the action, and
-    only a command runs it. `plan` raises UsageError for an impossible action.
+    a shell. `permission`: the permission that the page requires. If `permission` is None, the page does not offer the
+    action, and only a command runs the action. `plan` raises UsageError for an impossible action.
     """
 
     name: str
@@ -112,5 +112,5 @@ class DeclaredAction:
 
     @property
     def subcommand(self) -> str:
-        """The word after the command's name. For a command without subcommands, it is an option such as `--drop`."""
+        """The subcommand, such as `pause`. If the command has no subcommands, this is an option such as `--drop`."""
         return self.command.partition(" ")[2]

@@ -39,8 +39,8 @@ def _pause(values: Values) -> ActionPlan:
 
     return ActionPlan(
         subject=f"group {group}",
-        effect=f"Group {group} starts no further handlers; running ones finish. Its messages wait, and its positions "
-        "stay.",
+        effect=f"Group {group} starts no further handlers. Running handlers finish. The messages of the group "
+        "wait, and its positions do not change.",
         before={"paused": paused},
         nothing=paused,
         do=do,
@@ -83,15 +83,11 @@ def _reset(values: Values) -> ActionPlan:
     planned = moved(dry_run=True)
     back = sum(max(0, one.from_offset - one.to_offset) for one in planned)
     over = sum(max(0, one.to_offset - one.from_offset) for one in planned)
-    inbox = (
-        "and handles again the messages that its inbox has"
-        if again
-        else "and its inbox skips the messages that it has handled"
-    )
+    inbox = "and handles them again even if they are in its inbox" if again else "and skips those that are in its inbox"
     return ActionPlan(
         subject=f"group {group} on topic {topic}",
-        effect=f"Move group {group} on topic {topic} {words}: {len(planned)} queues move. It gets {back} messages "
-        f"again, {inbox}; it never gets {over} messages that it has not handled.",
+        effect=f"Move group {group} on topic {topic} {words}: {len(planned)} queues move. The group gets {back} "
+        f"messages again, {inbox}. The group never gets {over} messages that it has not handled.",
         caution="If the handler uses no inbox, calls that are running now may take effect a second time.",
         dangerous=over > 0 or again,
         before=_offsets(planned, "from_offset"),
@@ -107,9 +103,9 @@ def _target(values: Values) -> tuple[Start | datetime | int, str]:
     if values["to_earliest"]:
         return Start.EARLIEST, "to the oldest message in the broker"
     if values["to_latest"]:
-        return Start.LATEST, "behind the newest message"
+        return Start.LATEST, "to the end, after the newest message"
     if values["to_time"] is not None:
-        return values["to_time"], f"to the first message queued since {values['to_time'].isoformat()}"
+        return values["to_time"], f"to the first message queued at {values['to_time'].isoformat()} or later"
     return values["to_offset"], f"to offset {values['to_offset']}"
 
 
@@ -180,33 +176,35 @@ ACTIONS: Final = (
                 name="to_offset",
                 kind=FieldKind.NUMBER,
                 one_of=_TARGET,
-                help="the number of the next message, in every queue",
+                help="continue at this offset in every queue",
             ),
-            ActionField(name="to_latest", kind=FieldKind.FLAG, one_of=_TARGET, help="skip all messages"),
+            ActionField(
+                name="to_latest", kind=FieldKind.FLAG, one_of=_TARGET, help="skip all messages that are stored now"
+            ),
             ActionField(
                 name="to_earliest",
                 kind=FieldKind.FLAG,
                 one_of=_TARGET,
-                help="from the oldest message the broker still has",
+                help="continue at the oldest message that the broker still has",
             ),
             ActionField(
                 name="queue",
                 kind=FieldKind.NUMBER,
                 label="Queue (empty: all)",
-                help="only the queue of this number",
+                help="move only the queue with this number",
             ),
             ActionField(
                 name="reprocess",
                 kind=FieldKind.FLAG,
-                label="Process again what the inbox has",
-                help="also handle messages that the inbox already has",
+                label="Handle messages in the inbox again",
+                help="also handle messages that are already in the inbox",
             ),
         ),
         plan=_reset,
     ),
     DeclaredAction(
         name="rename_group",
-        title="Rename a group whose consumers are stopped, with everything it has",
+        title="Rename a stopped group, with its positions, retries, dead letters and inbox rows",
         command="outbox_group rename",
         fields=(_GROUP, ActionField(name="new_name", required=True, positional=True, help="the new name")),
         plan=_rename,
@@ -214,9 +212,9 @@ ACTIONS: Final = (
     ),
     DeclaredAction(
         name="delete_group",
-        title="Delete a group that no longer runs, or one of its topics",
+        title="Delete a group that no longer runs, or only its subscription to one topic",
         command="outbox_group delete",
-        fields=(_GROUP, ActionField(name="topic", help="only its subscription to this topic")),
+        fields=(_GROUP, ActionField(name="topic", help="delete only the group's subscription to this topic")),
         plan=_delete,
         permission=None,
     ),

@@ -31,8 +31,8 @@ _Settle = Callable[..., int]
 def replay_dead_letters(group: str, selection: LetterSelection, *, limit: int, dry_run: bool) -> int:
     """Replay dead letters of a group and return their number.
 
-    Raises UnknownGroup. If one of the ids is not a dead letter of the group, it raises UsageError and replays no
-    message.
+    Raises UnknownGroup. If one of the ids is not a dead letter of the group, the function raises UsageError and replays
+    no message.
     """
     count = _settle(dead_letters.replay, "replayed", group, selection, limit=limit, dry_run=dry_run)
     if not dry_run:
@@ -55,9 +55,9 @@ def _settle(settle: _Settle, done: str, group: str, selection: LetterSelection, 
             ids = selection.message_ids
             if ids is not None and count != len(set(ids)):
                 raise UsageError(
-                    f"{count} of the {len(set(ids))} ids are dead letters of group {group!r} that meet the rest of "
-                    f"the selection (or --limit is too low), so nothing was {done}: `outbox_dead_letter list "
-                    f"{group}` lists them."
+                    f"{count} of the {len(set(ids))} ids are dead letters of group {group!r} that match the other "
+                    f"options (or --limit is too low), so nothing was {done}. `outbox_dead_letter list {group}` lists "
+                    f"the dead letters of the group."
                 )
     return count
 
@@ -95,7 +95,11 @@ def _settling(values: Values, settle: _Settle, effect: str, caution: str, *, dan
             [now] = Executor(connection, schema).one(_NOW)
         selection = replace(selection, until=now)
     count = settle(group, selection, limit=limit, dry_run=True)
-    more = f" At most {limit:,} are settled at once: repeat this action for the rest." if count == limit else ""
+    more = (
+        f" One action settles at most {limit:,} dead letters: repeat the action for the others."
+        if count == limit
+        else ""
+    )
 
     def do() -> Mapping[str, Any]:
         return {"settled": settle(group, selection, limit=limit, dry_run=False)}
@@ -116,7 +120,8 @@ def _settling(values: Values, settle: _Settle, effect: str, caution: str, *, dan
 def _selection(values: Values) -> LetterSelection:
     """The selection of dead letters that the values of an action describe.
 
-    To select all dead letters, the operator must pass `all`. Otherwise a forgotten field would select all of them.
+    To select all dead letters, the operator must pass `all`, so that a forgotten field does not select all dead
+    letters.
     """
     parts = _parts(values)
     narrowed = any(value is not None for name, value in parts.items() if name != "until")
@@ -171,7 +176,7 @@ def _recall(values: Values) -> ActionPlan:
     count = sum(one.is_recalled for one in planned)
     return ActionPlan(
         subject=f"key {key} of topic {topic}" if by_key else f"messages {_some(ids)}",
-        effect=f"Recall {count} messages that wait for their delivery time or a retry: no group gets them (again).",
+        effect=f"Recall {count} messages that wait for their delivery time or a retry, so that no group handles them.",
         caution="This cannot be undone." + _not_recalled(planned),
         before=_counted(planned),
         nothing=count == 0,
@@ -199,14 +204,20 @@ _GROUP = ActionField(name="group", required=True, positional=True, help="consume
 _MESSAGES = ActionField(name="ids", kind=FieldKind.ID, positional=True, many=True, help="message ids")
 
 SELECTION: Final = (
-    ActionField(name="error", help="those whose last error contains this text"),
-    ActionField(name="error_type", help="those whose last error is of this type (its name, without modules)"),
-    ActionField(name="topic", help="those published to this topic"),
-    ActionField(name="key", help="those with this key"),
+    ActionField(name="error", help="only dead letters whose last error contains this text"),
     ActionField(
-        name="since", kind=FieldKind.TIME, help="dead-lettered at this time or later; ISO 8601 with a time zone"
+        name="error_type", help="only dead letters whose last error is of this type (class name without module)"
     ),
-    ActionField(name="until", kind=FieldKind.TIME, help="dead-lettered before this time"),
+    ActionField(name="topic", help="only dead letters of this topic"),
+    ActionField(name="key", help="only dead letters with this key"),
+    ActionField(
+        name="since",
+        kind=FieldKind.TIME,
+        help="only messages that became dead letters at this time or later; ISO 8601 with a time zone",
+    ),
+    ActionField(
+        name="until", kind=FieldKind.TIME, help="only messages that became dead letters before this time; ISO 8601"
+    ),
 )
 _SETTLING = (
     _GROUP,
@@ -218,7 +229,7 @@ _SETTLING = (
         kind=FieldKind.COUNT,
         default=LIMIT,
         on_page=False,
-        help="at most so many, oldest first (default: %(default)s)",
+        help="at most so many dead letters, the oldest first (default: %(default)s)",
     ),
 )
 
@@ -243,8 +254,8 @@ ACTIONS: Final = (
         command="outbox_message recall",
         fields=(
             _MESSAGES,
-            ActionField(name="topic", help="with a key: all waiting messages of this topic and key"),
-            ActionField(name="key", help="with a topic"),
+            ActionField(name="topic", help="together with a key: all waiting messages of this topic and key"),
+            ActionField(name="key", help="together with a topic: all waiting messages of this topic and key"),
         ),
         plan=_recall,
     ),

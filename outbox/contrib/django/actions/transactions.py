@@ -24,10 +24,10 @@ from outbox.transaction import Answer, Check, DecidedBy, Decision, EndStatus, En
 LIMIT: Final = 10_000
 
 _EFFECTS = {
-    Decision.COMMIT: "Its messages are delivered to every group that subscribes to them.",
+    Decision.COMMIT: "The messages of the transaction are delivered to every group that subscribes to them.",
     Decision.ROLLBACK: (
-        "Its messages are never delivered. First a tombstone is written into the ledger, so that a late commit of "
-        "the local transaction fails."
+        "The messages of the transaction are never delivered. First the action writes a tombstone into the ledger, so "
+        "that a late commit of the local transaction fails."
     ),
 }
 _FORCED = {
@@ -60,7 +60,7 @@ def decide(transaction_id: UUID, decision: Decision, *, force: bool = False) -> 
 def ask_again(
     ids: Sequence[UUID] = (), *, group: str | None = None, parked: bool = False, limit: int = LIMIT, dry_run: bool
 ) -> list[UUID]:
-    """Request a check of undecided transactions now. Returns their ids, oldest first.
+    """Request a check of undecided transactions now. Returns the ids of these transactions, the oldest first.
 
     `ids` names the transactions. Without `ids`, checks of up to `limit` transactions are requested: those of the
     producer group `group`, or of all groups if `group` is None. With `parked`, only parked transactions are selected.
@@ -74,8 +74,9 @@ def ask_again(
         if hint_checks(run, wanted, settings=settings) != len(wanted):
             strangers = [one for one in wanted if find_undecided(run, one) is None]
             raise UsageError(
-                f"no undecided transactions: {', '.join(map(str, strangers))}; no check was requested. "
-                "`outbox_transaction list` lists the undecided ones, `outbox_message show ID` shows the outcome of one."
+                f"these transactions are not undecided: {', '.join(map(str, strangers))}. No check was requested. "
+                "`outbox_transaction list` lists undecided transactions, and `outbox_message show ID` shows the "
+                "outcome of a transaction."
             )
     return wanted
 
@@ -116,7 +117,7 @@ def _decision(transaction_id: UUID, decision: Decision, force: bool, running: bo
         effect=f"{decision.name.capitalize()} transaction {transaction_id}. "
         f"{_FORCED[decision] if force else _EFFECTS[decision]}",
         caution=f"The first decision is final. The ledger says now: {said}"
-        + (". Its barrier decides when the action runs." if barrier and not force else ""),
+        + (". The barrier of the ledger decides when the action runs." if barrier and not force else ""),
         dangerous=force,
         before={"ledger": said, **_known(transaction_id)},
         refusal=refusal,
@@ -142,7 +143,7 @@ def _asked(check: Check) -> Answer:
 def _not_proven(check: Check, decision: Decision, answer: Answer) -> str:
     return (
         f"{decision.name} of {check.transaction_id} is not what the ledger proves: {answer.detail}. If you know more "
-        "than the ledger, `outbox_transaction decide --force` does it: a wrong COMMIT delivers a message about an "
+        "than the ledger, use `outbox_transaction decide --force`: a wrong COMMIT delivers a message about an "
         "event that never happened, a wrong ROLLBACK loses a message."
     )
 
@@ -153,8 +154,8 @@ def _refuse_running(transaction_id: UUID) -> None:
     if found is not None and found.may_run:
         raise UsageError(
             f"{transaction_id} was not decided: its local transaction may still run, because {found.may_run}. A "
-            "wrong decision would contradict it. Ask again (`outbox_transaction ask`): check-back asks its ledger as "
-            "soon as its immunity has ended, and decides it, or an operator may decide then. "
+            "wrong decision would contradict the local transaction. Request a check (`outbox_transaction ask`): after "
+            "the immunity has ended, check-back asks the ledger and decides, and an operator may also decide. "
             "`outbox_transaction decide --force --running` decides at once."
         )
 
@@ -163,7 +164,7 @@ def _known(transaction_id: UUID) -> Mapping[str, Any]:
     with broker_connection() as (connection, schema):
         found = trace(Executor(connection, schema), transaction_id)
     if found is None:
-        raise UsageError(f"the broker has no transaction {transaction_id}, or has deleted it.")
+        raise UsageError(f"the broker does not have transaction {transaction_id}: retention may have deleted it.")
     pending = found.pending
     return {
         "decision": found.decision and found.decision.decision,
@@ -195,12 +196,14 @@ def _ask(values: Values) -> ActionPlan:
         else f"{'parked' if parked else 'undecided'} ones" + (f" of producer group {group}" if group else "")
     )
     more = (
-        f" At most {limit:,} are asked about at once: repeat this for the rest." if not ids and count == limit else ""
+        f" One action checks at most {limit:,} transactions: repeat the action for the others."
+        if not ids and count == limit
+        else ""
     )
     return ActionPlan(
         subject=f"producer group {group}" if group else f"transactions: {which}",
         effect=f"The checks of {count} transactions ({which}) are due now: the next check-back pass of their producer "
-        f"group asks about them. The message's page then shows the answer.{more}",
+        f"group asks about them. After that, the page of the message shows the answer.{more}",
         before=planned,
         nothing=count == 0,
         do=lambda: asked(dry_run=False),
@@ -212,7 +215,7 @@ def _ask(values: Values) -> ActionPlan:
 
 def _reject(values: Values) -> ActionPlan:
     return _switch(
-        True, "New transactional messages are refused: every transaction that publishes one fails and rolls back."
+        True, "New transactional messages are refused: every transaction that publishes such a message fails."
     )
 
 
@@ -242,19 +245,19 @@ ACTIONS: Final = (
             _ID,
             ActionField(
                 name="decision", required=True, positional=True, choices=("commit", "rollback"),
-                help="the ledger must agree, or --force is given",
+                help="the ledger must agree, or you must give --force",
             ),
             ActionField(
                 name="force",
                 kind=FieldKind.FLAG,
-                label="Without asking the ledger",
+                label="Decide without asking the ledger",
                 help="Only if you know more than the ledger: a wrong commit delivers a message about an event that "
                 "never happened; a wrong rollback loses a message.",
                 with_confirmation=True,
             ),
             ActionField(
                 name="running", kind=FieldKind.FLAG, on_page=False,
-                help="with --force: even if its local transaction may still run",
+                help="together with --force: decide even if the local transaction may still run",
             ),
         ),
         plan=_decide,
@@ -268,16 +271,16 @@ ACTIONS: Final = (
     ),
     DeclaredAction(
         name="ask",
-        title="Ask about transactions again",
+        title="Request checks of undecided transactions",
         command="outbox_transaction ask",
         fields=(
             ActionField(name="ids", kind=FieldKind.ID, positional=True, many=True, help="transaction ids"),
-            ActionField(name="group", help="those of this producer group"),
-            ActionField(name="parked", kind=FieldKind.FLAG, help="only parked ones"),
-            ActionField(name="all", kind=FieldKind.FLAG, help="of every group, parked or not"),
+            ActionField(name="group", help="only transactions of this producer group"),
+            ActionField(name="parked", kind=FieldKind.FLAG, help="only parked transactions"),
+            ActionField(name="all", kind=FieldKind.FLAG, help="transactions of every group, parked or not"),
             ActionField(
                 name="limit", kind=FieldKind.COUNT, default=LIMIT, on_page=False,
-                help="at most so many, oldest first (default: %(default)s)",
+                help="at most so many transactions, the oldest first (default: %(default)s)",
             ),
         ),
         plan=_ask,

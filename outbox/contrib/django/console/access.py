@@ -32,9 +32,9 @@ def seeing(view: View) -> View:
 
 
 def acting(permission: str) -> Callable[[View], View]:
-    """Wrap a view that changes something: it accepts only POST, from staff who also have this permission.
+    """Wrap a view that changes something: it accepts only POST, and only with the CSRF token.
 
-    The request must contain the CSRF token.
+    The user must be staff, with `permission` and with the permission to see the page.
     """
     return lambda view: _guarded(require_POST, view, [SEE, permission])
 
@@ -64,12 +64,14 @@ def _refusal(request: HttpRequest, permissions: list[str]) -> HttpResponse | Non
         )
     if not user.is_authenticated:
         if request.method == "POST":
-            return problem(request, "No user is logged in", "Log in, then do it again: nothing was done.", status=403)
+            return problem(
+                request, "No user is logged in", "Nothing was done. Log in, then repeat the action.", status=403
+            )
         return redirect(f"{_login_url()}?{urlencode({'next': request.get_full_path()})}")
     lacking = [name for name in permissions if not user.has_perm(name)]
     if not user.is_staff or lacking:
-        needed = "The page is for staff" + (f" with the permission {', '.join(lacking)}" if lacking else "")
-        return problem(request, "Not for this user", f"{needed}. Nothing was done.", status=403)
+        needed = "The operations page is for staff" + (f" with the permission {', '.join(lacking)}" if lacking else "")
+        return problem(request, "This user has no access", f"{needed}. Nothing was done.", status=403)
     return None
 
 
@@ -86,7 +88,7 @@ def _answer(view: View, permissions: list[str], request: HttpRequest, *args: Any
             refusal = _refusal(request, permissions)
         return refusal or view(request, *args, **kwargs)
     except (UnknownGroup, UnknownTopic) as error:
-        return problem(request, "Not known to the broker", str(error), status=404)
+        return problem(request, "The broker does not have this group or topic", str(error), status=404)
     except UsageError as error:
         return problem(request, "This is not possible", str(error), status=400)
     except (OutboxError, psycopg.Error, DatabaseError) as error:
@@ -104,11 +106,11 @@ def _unanswered(request: HttpRequest, error: Exception) -> HttpResponse:
         title = "Another session holds a lock"
         said = (
             f"Another session has held a lock that this action needs for longer than {deadline.LOCK_SECONDS:.0f} s. "
-            "Nothing was done. The condition lock_held names a session that holds a table of the broker. End its "
-            f"transaction, or try again later.\n{said}"
+            "Nothing was done. The condition lock_held names a session that holds a table of the broker. End the "
+            f"transaction of that session, or try again later.\n{said}"
         )
     elif isinstance(driver, psycopg.errors.QueryCanceled):
-        title = "Too much to read"
+        title = "The search takes too long"
         said = (
             f"The database did not answer within {SECONDS:.0f} s. Nothing was done. Name a topic, a shorter time, or "
             f"fewer messages.\n{said}"

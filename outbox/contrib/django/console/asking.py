@@ -23,7 +23,8 @@ from outbox.errors import UsageError
 
 # The time limit for all database requests of one page, or of one action's plan, together.
 SECONDS: Final = 5.0
-# The time limit for a confirmed action. It is longer, because the action repeats the plan's work and commits it.
+# The time limit for a confirmed action. This limit is longer than the limit of a page, because the action makes the
+# plan again and commits its changes.
 ACTION_SECONDS: Final = 20.0
 
 
@@ -31,8 +32,8 @@ ACTION_SECONDS: Final = 20.0
 def reading() -> Iterator[Executor]:
     """A read-only transaction on the broker, within the deadline of the request.
 
-    Raises BrokerUnavailable. If a time limit was reached, the cause of this error is psycopg's QueryCanceled or
-    LockNotAvailable.
+    Raises BrokerUnavailable. If a time limit was the reason, the `__cause__` of BrokerUnavailable is psycopg's
+    QueryCanceled or LockNotAvailable.
     """
     with broker_connection() as (connection, schema):
         run = Executor(connection, schema)

@@ -119,7 +119,7 @@ def _sent(trace: Trace, message: TracedMessage) -> Iterator[tuple[datetime, Even
     # The producer's clock may be ahead of the database's clock.
     yield min(at(message.born_at), stored_at), Event(at(message.born_at), "Published", by)
     kind = "Stored as a half message" if message.half else "Stored with its decision"
-    yield stored_at, Event(stored_at, kind, "invisible until it is decided" if message.half else "")
+    yield stored_at, Event(stored_at, kind, "invisible until its transaction is decided" if message.half else "")
     last = stored_at
     for answer in trace.answers:
         tone = "warn" if answer.answer == "UNKNOWN" else "plain"
@@ -138,10 +138,10 @@ def _sent(trace: Trace, message: TracedMessage) -> Iterator[tuple[datetime, Even
         yield last, Event(decided_at, word, f"decided by {who}", tone)
     if message.held_since:
         held_at = at(message.held_since)
-        yield max(held_at, last), Event(held_at, "Held", "behind an earlier message of its key", "warn")
+        yield max(held_at, last), Event(held_at, "Held", "waits for an earlier message of its key", "warn")
     if message.recalled_at:
         recalled_at = at(message.recalled_at)
-        yield max(recalled_at, last), Event(recalled_at, "Recalled", "before its delivery time")
+        yield max(recalled_at, last), Event(recalled_at, "Recalled", "no group gets the message")
 
 
 def _consumed(trace: Trace, message: TracedMessage) -> Iterator[tuple[datetime, Event]]:
@@ -182,7 +182,7 @@ def _consumed(trace: Trace, message: TracedMessage) -> Iterator[tuple[datetime, 
 
 
 def _newest_entries(trace: Trace, message: TracedMessage) -> dict[str, TracedEntry]:
-    """The newest queue entry of the message in each group."""
+    """For each group, the newest queue entry of the message."""
     return {entry.group: entry for entry in trace.entries if entry.log_id == message.log_id and entry.group}
 
 

@@ -43,13 +43,13 @@ def _body(content: Content, names: Collection[str]) -> tuple[str, str]:
         text = content.body.decode()
     except UnicodeDecodeError:
         if names:
-            return "", "It is not JSON, so the masked fields of this topic cannot be found in it."
+            return "", "The body is not shown: it is not JSON, so its masked fields cannot be found."
         return content.body[:_UNREADABLE].hex(" "), f"Not UTF-8 text: its first {_UNREADABLE:,} bytes in hexadecimal."
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):
         if names:
-            return "", "It is not JSON, so the masked fields of this topic cannot be found in it."
+            return "", "The body is not shown: it is not JSON, so its masked fields cannot be found."
         return text, ""
     masked = masked_value(found, names)
     note = "Fields named in OUTBOX['MASKED_FIELDS'] are masked." if masked != found else ""

@@ -17,46 +17,48 @@ class Remedy:
 
 REMEDIES: Final[Mapping[str, Remedy]] = {
     "LOST": Remedy(
-        "A business row without any message: no subscriber gets it.",
-        "Find the code that writes the row without publishing, and correct it; publish from the row with "
-        "`outbox-reconcile plan` and `outbox_repair`.",
+        "A business row has no message, so no subscriber knows about the row.",
+        "Find the code that writes the row without publishing, and correct the code. Publish a message for the row "
+        "with `outbox-reconcile plan` and `outbox_repair`.",
     ),
     "ORPHAN": Remedy(
-        "A committed message, or an effect, without a business row.",
-        "See on the message's page how it was decided. Restore the row, or undo the effects of the groups.",
+        "A committed message or an effect has no business row.",
+        "The message's page shows how its transaction was decided. Restore the row, or undo the effects of the groups.",
     ),
     "HALF_STUCK": Remedy(
         "A half message has been undecided for too long.",
-        "See on the message's page why check-back found no answer; commit it if the row exists, else roll it back.",
+        "The message's page shows why check-back found no answer. If the row exists, commit the transaction, else roll "
+        "it back.",
     ),
     "DEAD": Remedy(
-        "A consumer group gave the message up.",
+        "The message is a dead letter of a consumer group.",
         "Correct the handler, then replay the dead letter.",
     ),
     "UNDELIVERED": Remedy(
         "A consumer group shows no effect within its limit.",
-        "See on the group's page whether it runs, waits or is stopped; if it passed the message without an effect, "
-        "reset it and process again.",
+        "The group's page shows whether the group runs, waits or is stopped. If the group passed the message without "
+        "an effect, reset the group so that it handles the message again.",
     ),
     "DUPLICATE": Remedy(
-        "More messages than rows, more rows than keys, or more effects than messages.",
-        "Undo the surplus effect; look for a retry that publishes outside of the transaction of its row.",
+        "There are more messages than rows, several rows with one key, or more effects than messages.",
+        "Undo the surplus effect. Look for a retry that publishes outside of the transaction of its row.",
     ),
     "MISMATCH": Remedy(
-        "Row and message body differ.",
+        "The business row and the message body differ.",
         "Publish the row's state as a new message if subscribers need it, or correct the row.",
     ),
     "UNREADABLE": Remedy(
         "The body of a committed message cannot be read as declared.",
-        "If the message is right, correct the rule; else correct the publisher, and publish the row again.",
+        "If the message is right, correct the rule. Otherwise correct the publisher, and publish the row again.",
     ),
     "LATE": Remedy(
         "The message or the effect exists, but it is later than the limit that the rule declares.",
-        "Nothing is missing: acknowledge it.",
+        "Nothing is missing: acknowledge the finding.",
     ),
-    "RECOVERED": Remedy("A finding of the previous result that no longer holds.", "Nothing to do."),
+    "RECOVERED": Remedy("The difference that the previous run found does not exist any more.", "Nothing to do."),
     "EXPIRED": Remedy(
         "A finding of an earlier run can no longer be judged.",
-        "Settle it by the business rows; if findings stay open for longer, raise the topic's retention.",
+        "Look at the business rows to settle the finding. If findings stay open for longer than the topic's retention, "
+        "raise the retention.",
     ),
 }

@@ -29,7 +29,8 @@ _NOT_LIBPQ: Final = frozenset(
 def broker_database(settings: OutboxSettings | None = None) -> BrokerDatabase:
     """The broker's database.
 
-    Raises ConfigurationError if its alias is missing or not PostgreSQL, or if the running test must not use it.
+    Raises ConfigurationError if the broker's alias is missing or is not a PostgreSQL database, or if the running test
+    must not use the alias.
     """
     settings = settings or get_settings()
     if not settings.in_memory:
@@ -39,9 +40,9 @@ def broker_database(settings: OutboxSettings | None = None) -> BrokerDatabase:
 
 
 def database_of(settings: OutboxSettings) -> BrokerDatabase:
-    """Like `broker_database`, but without the check whether the running test may use the database.
+    """The broker's database. This function does not check whether the running test may use the database.
 
-    A broker can be built in any test, as long as the test does not use it.
+    Any test may build a broker object, as long as the test does not use the broker.
     """
     conninfo = alias_conninfo(settings.broker)
     listen = settings.listen_url and _in_role(settings.listen_url, _alias(settings.broker))
@@ -101,7 +102,7 @@ def alias_conninfo(alias: str) -> str:
     if connection.vendor != "postgresql":
         raise ConfigurationError(
             f"OUTBOX['BROKER'] = {alias!r} is a {connection.display_name} database: the broker needs PostgreSQL. "
-            f"Add an alias for one to DATABASES; the application's own data may stay where it is."
+            f"Add an alias of such a database to DATABASES. The application's own data need not move there."
         )
     parameters: dict[str, Any] = connection.get_connection_params()
     return _in_role(
@@ -110,7 +111,7 @@ def alias_conninfo(alias: str) -> str:
 
 
 def _in_role(conninfo: str, connection: BaseDatabaseWrapper) -> str:
-    """The connection string with OPTIONS['assume_role'] as the session's first role, as in Django's sessions."""
+    """The connection string, extended so that sessions begin with the role OPTIONS['assume_role'], as in Django."""
     role = connection.settings_dict["OPTIONS"].get("assume_role")
     if not role:
         return conninfo
@@ -124,7 +125,8 @@ def place_named_by(alias: str) -> tuple[object, ...]:
 
     Every publish call reads this value.
     """
-    # All threads share this dictionary. Finding this thread's connection would cost more.
+    # The settings are read from the dictionary that all threads share, because a look-up of this thread's connection
+    # would take longer.
     entry = connections.settings.get(alias) or _alias(alias).settings_dict
     role = entry["OPTIONS"].get("assume_role")
     return entry["NAME"], entry["HOST"], entry["PORT"], entry["USER"], entry["PASSWORD"], role

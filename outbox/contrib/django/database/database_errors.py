@@ -27,9 +27,9 @@ _AGAIN: Final = "run the whole operation again, in a new transaction"
 
 # The reason and the remedy by SQLSTATE, or by the class of the SQLSTATE (its first two characters).
 _STATES: Final = {
-    "42501": ("its role lacks a right", "grant it (docs/operations.md), then run the whole operation again"),
-    "25006": ("it is read-only (a replica?)", "let the alias lead to the primary"),
-    "53": ("it is short of disk, memory or connections", f"free or add some, then {_AGAIN}"),
+    "42501": ("the role lacks a right", "grant the right (docs/operations.md), then run the whole operation again"),
+    "25006": ("the database is read-only (a replica?)", "connect the alias to the primary server"),
+    "53": ("the server is short of disk, memory or connections", f"free or add capacity, then {_AGAIN}"),
     "55P03": ("another transaction has held a lock for too long", _AGAIN),
     "57014": ("the statement took longer than statement_timeout, or was cancelled", _AGAIN),
     "08": ("the connection broke", _AGAIN),
@@ -48,14 +48,15 @@ def naming(what: str, connection: BaseDatabaseWrapper) -> Iterator[None]:
     except Error as error:
         reason, remedy = _judged(error)
         raise SendFailed(
-            f"{what} was not done: the database {connection.alias!r} failed it, {reason}: {str(error).strip()}. The "
-            f"surrounding transaction is rolled back and nothing is published; {remedy}."
+            f"{what} was not done: the database {connection.alias!r} reported an error, because {reason}: "
+            f"{str(error).strip()}. The surrounding transaction is rolled back, and nothing is published. "
+            f"Next step: {remedy}."
         ) from error
 
 
 def _judged(error: Error) -> tuple[str, str]:
     if was_in_the_way(error):
-        return "another transaction conflicted with it", _AGAIN
+        return "another transaction conflicted with this transaction", _AGAIN
     cause = error.__cause__
     state = getattr(cause, "sqlstate", None) or ""
     known = _STATES.get(state) or _STATES.get(state[:2])
@@ -65,18 +66,18 @@ def _judged(error: Error) -> tuple[str, str]:
         known = (
             ("the connection broke", _AGAIN)
             if not state
-            else ("it refused the statement", "correct the cause that it names")
+            else ("the database refused the statement", "correct the cause that the error names")
         )
     return known
 
 
 # -- repeating after contention --------------------------------------------------------------------
 #
-# Repeats a handler's transaction at once if another transaction stopped it.
+# If another transaction has stopped the transaction of a handler, this code runs the handler again at once.
 #
 # If two transactions conflict (a serialisation failure, a deadlock), PostgreSQL ends one of them, and the client may
-# repeat it. The handler has made no error, and no effect remains. So the repetition does not count as an attempt, and
-# does not wait in the retry queue.
+# repeat the transaction. The handler has made no error, and no effect of the handler remains. So the repetition does
+# not count as an attempt, and does not wait in the retry queue.
 
 
 Result = TypeVar("Result")

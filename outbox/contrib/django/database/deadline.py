@@ -70,7 +70,7 @@ def kept(connection: BrokerConnection) -> Iterator[None]:
 
 @contextlib.contextmanager
 def kept_in_transaction(connection: BrokerConnection, schema: str) -> Iterator[None]:
-    """Like `kept`, but also begin one transaction with a statement timeout and a lock timeout in the server.
+    """Do the same as `kept`, and begin one transaction with a statement timeout and a lock timeout in the server.
 
     Without a deadline, this function does nothing.
     """
@@ -78,8 +78,8 @@ def kept_in_transaction(connection: BrokerConnection, schema: str) -> Iterator[N
     if values is None:
         yield
     else:
-        # The timeouts end with the transaction. So behind a pooler the timeouts do not apply to the session's next
-        # transaction.
+        # The timeouts end with the transaction, so behind a pooler they do not apply to the next transaction of the
+        # session.
         with kept(connection), connection.transaction():
             Executor(connection, schema).execute(Statement(_LIMIT), values)
             yield
@@ -91,7 +91,7 @@ def kept_by_application(alias: str) -> Iterator[None]:
 
     Without a deadline, or on another database than PostgreSQL, this function does nothing.
 
-    Raises Django's OperationalError for a cancelled statement.
+    If the server cancels a statement, Django's OperationalError is raised.
     """
     values = limits()
     if values is None or connections[alias].vendor != "postgresql":

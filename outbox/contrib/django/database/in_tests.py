@@ -1,8 +1,8 @@
 """Guards an application's tests: they use only the databases that Django allows them to use.
 
 The broker has its own connections. A test runner's new names for databases and Django's guard against undeclared
-databases do not apply to these connections. Without this module, a test would publish into the development broker, and
-a worker would handle the message.
+databases do not apply to the connections of the broker. Without this module, a test would publish into the development
+broker, and a worker would handle the message.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _REMEDY: Final = (
 def remember_configured_names() -> None:
     """Record the configured names of the databases.
 
-    `OutboxConfig.ready` calls it. Django calls `ready` when the process starts, and again when a test overrides
-    INSTALLED_APPS.
+    `OutboxConfig.ready` calls this function. Django calls `ready` when the process starts, and again when a test
+    overrides INSTALLED_APPS.
     """
     for alias in connections:
         _configured.setdefault(alias, connections.settings[alias]["NAME"])
@@ -46,7 +46,7 @@ def running_tests() -> bool:
 def makes_or_drops_databases(connection: BaseDatabaseWrapper) -> bool:
     """Whether a test runner has made this connection to create or drop test databases.
 
-    The broker must then have no open session, because PostgreSQL refuses to drop a database that has sessions.
+    At this time, the broker must have no open session, because PostgreSQL refuses to drop a database that has sessions.
     """
     return running_tests() and connection.alias == NO_DB_ALIAS
 
@@ -93,15 +93,15 @@ def _is_guarded() -> bool:
 
 def _ask_guard(alias: str) -> None:
     """Call the guard of the running test, if there is one. The caller gets the guard's error."""
-    # If the guard allows the database, Django may still refuse to connect in a coroutine. The guard does not raise this
-    # error.
+    # If the guard allows the database, Django may still refuse to connect in a coroutine. That error
+    # (SynchronousOnlyOperation) is ignored, because the guard does not raise it.
     if _is_guarded():
         with suppress(SynchronousOnlyOperation):
             BaseDatabaseWrapper.ensure_connection(_Probe(alias))
 
 
 class _Probe(BaseDatabaseWrapper):
-    """A connection object for the guard to check. It never connects to a database."""
+    """A connection object for the guard to check. The object never connects to a database."""
 
     def __init__(self, alias: str) -> None:
         self.alias = alias
@@ -116,4 +116,4 @@ def _not_made_for_tests(alias: str) -> str:
     if _is_guarded():
         return ""
     name = connections[alias].settings_dict["NAME"]
-    return f"{name!r} is its name in the settings" if _configured.get(alias) == name else ""
+    return f"{name!r} is the database of the settings" if _configured.get(alias) == name else ""

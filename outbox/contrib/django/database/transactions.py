@@ -25,15 +25,16 @@ from outbox.errors import ConfigurationError, TransactionUsageError
 #
 # Django assumes that a block is one transaction from BEGIN to COMMIT. Application code can end that transaction earlier
 # by hand. The later statements of the block then run in another transaction (on SQLite, without a transaction), and the
-# earlier writes are already committed or rolled back. A message must not be bound to such a block.
+# earlier writes are already committed or rolled back. A message must not be bound to a block whose transaction was
+# ended by hand.
 #
-# The watch sees every statement that Django's cursors execute. It also detects a statement on the driver's own
-# connection if no transaction is open afterwards. It does not see `ROLLBACK; BEGIN` on the driver's connection. To
-# detect this, the package reads the ledger row or inbox row again.
+# The watch sees every statement that Django's cursors execute. If a statement on the driver's own connection ends the
+# transaction, the watch detects that no transaction is open. The watch does not see `ROLLBACK; BEGIN` on the driver's
+# connection. To detect these statements, the package reads the ledger row or inbox row again.
 
 
-# Matches a statement that ends the transaction (not ROLLBACK TO SAVEPOINT). A text is split at its semicolons only if
-# it contains no string constant and no function body.
+# Matches a statement that ends the transaction (not ROLLBACK TO SAVEPOINT). A text with a string constant or a function
+# body is not split at its semicolons.
 _ENDS: Final = re.compile(
     r"(?:\s|--[^\n]*\n|/\*.*?\*/)*"
     r"(commit|end|abort|prepare\s+transaction|rollback(?!\s+(?:work\s+|transaction\s+)?to\b))\b",
@@ -86,7 +87,8 @@ class BlockTraces:
 class BlockWatch:
     """An execute wrapper of Django that watches the atomic blocks of one connection.
 
-    It is installed when Django opens the connection. Its state belongs to one run of an outermost block.
+    The wrapper is installed when Django opens the connection. The state of the wrapper belongs to one run of an
+    outermost block.
     """
 
     def __init__(self, connection: BaseDatabaseWrapper) -> None:
@@ -146,22 +148,22 @@ class BlockWatch:
         self._ended = word
 
     def bind(self, what: str) -> None:
-        """From now on, refuse statements that end the block's transaction by hand. The error text contains `what`."""
+        """Refuse later statements that end the block's transaction by hand, with `what` in the error text."""
         self._bound_to = self._bound_to or what
 
     def what_ended(self) -> str:
         """The reason why the block's transaction has ended or cannot commit, or ''."""
         if self._ended:
-            return f"{self._ended} was executed by hand inside it"
+            return f"{self._ended} was executed by hand inside the block"
         raw = self._connection.connection
         if isinstance(raw, Connection):
             status = raw.info.transaction_status
             if status == pq.TransactionStatus.INERROR:
-                return "a statement in it failed and the error was swallowed, so PostgreSQL will roll it back"
+                return "a statement in the block failed, and its error was caught, so PostgreSQL will roll back"
             if status == pq.TransactionStatus.IDLE and self._started:
-                return "its transaction was ended by hand"
+                return "the transaction of the block was ended by hand"
         elif self._connection.vendor == "sqlite" and raw is not None and not raw.in_transaction:
-            return "its transaction was ended by hand"
+            return "the transaction of the block was ended by hand"
         return ""
 
 
@@ -196,15 +198,15 @@ def require_whole(connection: BaseDatabaseWrapper, what: str) -> BlockWatch:
     watch = watch_of(connection)
     if connection.needs_rollback:
         raise TransactionUsageError(
-            f"{what} was not done: the atomic block on {connection.alias!r} is marked for rollback, as after an "
-            "error that was caught in it. Let that error leave the block, or put the code that may fail into an "
-            "inner atomic()."
+            f"{what} was not done: the atomic block on {connection.alias!r} is marked for rollback, for example "
+            "because an error was caught in the block. Let that error leave the block, or put the code that may fail "
+            "into an inner atomic()."
         )
     try:
         sync_pipeline(connection)
         reason = watch.what_ended()
     except DriverError as error:
-        reason = f"a statement in its pipeline failed ({str(error).strip()})"
+        reason = f"a statement in the psycopg pipeline failed ({str(error).strip()})"
     if reason:
         raise TransactionUsageError(
             f"{what} was not done: the atomic block on {connection.alias!r} has lost its transaction: {reason}. Put a "
@@ -216,7 +218,7 @@ def require_whole(connection: BaseDatabaseWrapper, what: str) -> BlockWatch:
 def sync_pipeline(connection: BaseDatabaseWrapper) -> None:
     """Wait until a psycopg pipeline has executed its statements.
 
-    Before that, the client does not know the status of the transaction.
+    Before the statements are executed, the client does not know the status of the transaction.
     """
     raw = connection.connection
     if isinstance(raw, Connection) and raw.pgconn.pipeline_status:
@@ -231,14 +233,14 @@ def in_pipeline(connection: BaseDatabaseWrapper) -> bool:
 
 
 def begun_by_hand(connection: BaseDatabaseWrapper) -> bool:
-    """Whether the connection has a transaction that Django does not know of (BEGIN outside of atomic())."""
+    """Whether the connection has an open transaction that Django did not begin (BEGIN outside of atomic())."""
     raw = connection.connection
     if connection.in_atomic_block or raw is None:
         return False
     if isinstance(raw, Connection):
         with suppress(DriverError):
-            # The application must handle an error in its pipeline. The transaction status is correct in spite of the
-            # error.
+            # An error of a statement in the pipeline is ignored here: the application must handle this error, and the
+            # transaction status is correct in spite of the error.
             sync_pipeline(connection)
         return raw.info.transaction_status in (pq.TransactionStatus.INTRANS, pq.TransactionStatus.INERROR)
     return connection.vendor == "sqlite" and bool(raw.in_transaction)
@@ -275,9 +277,9 @@ def lost(connection: BaseDatabaseWrapper, name: str, reason: str) -> Transaction
 def current_transaction(using: str | None) -> BaseDatabaseWrapper | None:
     """The connection whose transaction a publish call joins; None if no transaction is open.
 
-    `using` names the alias. Without `using`, this thread may have a transaction on one alias only. The transaction that
-    a TestCase wraps around a test is ignored. Raises TransactionUsageError if transactions are open on several aliases,
-    or if Django did not begin the transaction.
+    `using` names the alias. Without `using`, this thread may have an open transaction on at most one alias. The
+    transaction that a TestCase wraps around a test is ignored. Raises TransactionUsageError if transactions are open on
+    several aliases, or if Django did not begin the transaction.
     """
     if using is not None:
         if using not in connections:
@@ -295,7 +297,7 @@ def current_transaction(using: str | None) -> BaseDatabaseWrapper | None:
     if len(candidates) > 1:
         aliases = ", ".join(repr(connection.alias) for connection in candidates)
         raise TransactionUsageError(
-            f"transactions are open on {aliases}: say with which of them the message commits, publish(…, using=…)."
+            f"transactions are open on {aliases}: name the alias with which the message commits: publish(…, using=…)."
         )
     return candidates[0] if candidates else None
 
@@ -304,7 +306,7 @@ def current_transaction(using: str | None) -> BaseDatabaseWrapper | None:
 def failing_takes_the_block_along(using: str | None) -> Iterator[None]:
     """Mark the atomic block of a publish call for rollback if the call fails for any reason.
 
-    Otherwise a caller that swallows the error would commit its row without the message. If it is not clear which
+    Otherwise a caller that catches the error would commit its row without the message. If it is not clear which
     transaction the call joins, no block is marked, and the error gives the reason.
     """
     try:
@@ -339,14 +341,14 @@ def _refuse_manual_commit(connection: BaseDatabaseWrapper) -> None:
         raise TransactionUsageError(
             f"a transaction was begun by hand on {connection.alias!r}, and outbox cannot see when it commits: put "
             f"the write and the publish call into `with transaction.atomic(using={connection.alias!r})` instead of "
-            "BEGIN and COMMIT. If the message belongs to another database, name that: publish(…, using=…)."
+            "BEGIN and COMMIT. If the message belongs to another database, name its alias: publish(…, using=…)."
         )
     if manual:
         raise TransactionUsageError(
             f"the connection {connection.alias!r} is in manual-commit mode (autocommit is off), and outbox cannot "
             "see when it commits: turn AUTOCOMMIT on and put the write and the publish call into `with "
             f"transaction.atomic(using={connection.alias!r})`. If the message belongs to another database, name "
-            "that: publish(…, using=…)."
+            "its alias: publish(…, using=…)."
         )
 
 

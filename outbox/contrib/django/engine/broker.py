@@ -50,7 +50,7 @@ class _Current:
         return place_named_by(self.settings.broker) if self.has_database else ()
 
     def is_for(self, settings: OutboxSettings) -> bool:
-        """Whether the settings are the same, and their alias leads to the same database."""
+        """Whether the settings are the same, and the broker's alias leads to the same database."""
         return self.settings is settings and (not self.has_database or place_named_by(settings.broker) == self.place)
 
 
@@ -59,7 +59,7 @@ _lock = threading.Lock()
 
 
 def engine_of(settings: OutboxSettings) -> Engine:
-    """A new engine for these settings, separate from the engine of this process. For checks and commands."""
+    """A new engine for these settings, separate from the engine of this process. Checks and commands use it."""
     return _ENGINES[settings.engine](settings)
 
 
@@ -101,7 +101,10 @@ def get_catalog() -> TopicCatalog:
 
 
 def flush(*, within_seconds: float = _FLUSH_SECONDS) -> bool:
-    """Wait until this process has sent or given up its decisions. Returns False if that takes longer."""
+    """Wait until this process has sent or given up its decisions.
+
+    Returns False if this takes longer than `within_seconds`.
+    """
     return _current is None or _current.broker.flush(within_seconds=within_seconds)
 
 
@@ -111,7 +114,7 @@ atexit.register(flush)
 def reset_broker() -> None:
     """Close the broker; the next use builds a new one.
 
-    Call it between tests, and after the database was replaced.
+    Call this function between tests, and after the database was replaced.
     """
     global _current
     with _lock:
@@ -128,7 +131,10 @@ def let_go_of_test_databases(sender: object, connection: BaseDatabaseWrapper, **
 
 
 def remembered_paths() -> dict[tuple[object, ...], ServerIdentity | None]:
-    """The path decisions of this process (see the module `path`). A change of the settings discards these decisions."""
+    """The path decisions of this process (see the module `path`).
+
+    A change of the settings discards the path decisions.
+    """
     return _get().paths
 
 

@@ -1,4 +1,4 @@
-"""The interface of every engine on Django's side. Publishers, workers, checks and commands use it."""
+"""The interface of every engine on Django's side. Publishers, workers, checks and commands use this interface."""
 
 from __future__ import annotations
 
@@ -117,6 +117,6 @@ def _codec(where: str, dotted_path: str) -> Codec:
     codec = made() if isinstance(made, type) else made
     if lacking := [name for name in ("content_type", "encode", "decode") if not hasattr(codec, name)]:
         raise ConfigurationError(
-            f"{where} = {dotted_path!r} is not a codec, it has no {' and no '.join(lacking)}: see outbox.Codec."
+            f"{where} = {dotted_path!r} is not a codec, because it has no {' and no '.join(lacking)}: see outbox.Codec."
         )
     return cast(Codec, codec)

@@ -1,6 +1,6 @@
 """The in-memory engine, for tests.
 
-In a TestCase no transaction commits. So the ledger rows show which transactions would have committed.
+In a TestCase no transaction commits, so this engine reads from the ledger rows which transactions would have committed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class MemoryEngine(Engine):
     refusals: ClassVar[Refusals] = Refusals(
         "in memory (OUTBOX['IN_MEMORY'])",
         calls={
-            "install": Refusal("tables: it exists only inside this process", "There is nothing to install."),
+            "install": Refusal("tables: the broker exists only inside this process", "There is nothing to install."),
             "left": Refusal("messages of another process", "Turn IN_MEMORY off to look into a broker."),
         },
     )
@@ -52,8 +52,8 @@ class MemoryEngine(Engine):
     def check(self) -> Iterator[CheckMessage]:
         if not django_settings.DEBUG and not running_tests():
             yield Warning(
-                "OUTBOX['IN_MEMORY'] is on: messages exist only in this process and are lost when it ends.",
-                hint="Use it in tests only.",
+                "OUTBOX['IN_MEMORY'] is on: messages exist only in this process and are lost when the process ends.",
+                hint="Use IN_MEMORY in tests only.",
                 id="outbox.W011",
             )
 

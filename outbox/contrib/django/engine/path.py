@@ -3,7 +3,7 @@
 Each process proves the path of an alias once, and verifies it with every message.
 
 The proof is a lock (see outbox.broker.database.server_identity). The broker's connection takes the lock, and the
-application's connection must see it. The result of the proof is valid until the process ends. So a failover never
+application's connection must see it. The result of the proof is valid until the process ends, so a failover never
 changes the path silently.
 
 See decision 026.
@@ -65,9 +65,9 @@ def confirm(connection: BaseDatabaseWrapper, settings: OutboxSettings, place: Se
     """Verify that this connection has written its row into the broker's own database.
 
     `place` is the server that stored the row. If `place` is the proven server, the verification costs nothing. If
-    `place` is another server, the server was restarted, or the connection now leads to another server. Then the
-    function repeats the proof in the same transaction. Raises the errors of `prove`. Raises WrongDatabase if the broker
-    is not on that server; after this error the transaction must not commit.
+    `place` is another server (after a restart, or because the connection now leads to another server), the function
+    repeats the proof in the same transaction. Raises the errors of `prove`. Raises WrongDatabase if the broker is not
+    on that server; after this error the transaction must not commit.
     """
     paths = remembered_paths()
     named = place_named_by(connection.alias)
@@ -101,7 +101,7 @@ _REPORT_EVERY_SECONDS: Final = 60.0
 def _reported(error: WrongDatabase, alias: str, settings: OutboxSettings) -> WrongDatabase:
     """Record the error as an incident in the broker, because only this process can see it. Returns the error.
 
-    If the incident cannot be recorded, no error is raised, because the given error is more important.
+    If the incident cannot be recorded, this is only logged, because the caller must get `error`.
     """
     now, reports = time.monotonic(), path_reports()
     if now - reports.get(alias, -_REPORT_EVERY_SECONDS) >= _REPORT_EVERY_SECONDS:
@@ -112,21 +112,21 @@ def _reported(error: WrongDatabase, alias: str, settings: OutboxSettings) -> Wro
                 found = Incident(IncidentKind.PATH, subject, str(error))
                 incidents.record(Executor(broker, settings.schema), [found])
         except (OutboxError, psycopg.Error) as failure:
-            logger.warning("that %s leads elsewhere could not be recorded: %s", subject, failure)
+            logger.warning("the incident of the wrong database of %s could not be recorded: %s", subject, failure)
     return error
 
 
 def _elsewhere(connection: BaseDatabaseWrapper, settings: OutboxSettings) -> WrongDatabase:
     if settings.path is PathChoice.ATOMIC:
-        expected = "which OUTBOX['PATH'] = 'atomic' does not allow: set it to 'auto', or"
+        expected = "which OUTBOX['PATH'] = 'atomic' does not allow: set PATH to 'auto', or"
     elif connection.alias == settings.broker:
         expected = "although OUTBOX['BROKER'] names this alias (a pooler, a list of hosts, an unfinished failover?):"
     else:
         expected = (
-            "although this process wrote its messages there before (a failover?). If the broker is meant to stay "
-            "there, restart the process: messages then take the two-phase path. Otherwise"
+            "although it reached the broker's database before (a failover?). If this is intended, restart the "
+            "process: messages then take the two-phase path. Otherwise"
         )
     return WrongDatabase(
         f"the connection {connection.alias!r} reaches another server or database than the broker's, {expected} let "
-        f"both lead to the same primary, then run the whole operation again. Nothing was published."
+        f"both reach the same primary server, then run the whole operation again. Nothing was published."
     )

@@ -39,7 +39,7 @@ _WORDS: Final = {"unsequenced": "not queued yet", "lag": "not handled"}
 
 
 class PostgresEngine(Engine):
-    """The engine for a broker in the database of the alias OUTBOX['BROKER']. It refuses no declaration."""
+    """The engine for a broker in the database of the alias OUTBOX['BROKER']. This engine accepts every declaration."""
 
     refusals: ClassVar[Refusals] = Refusals("PostgreSQL")
 

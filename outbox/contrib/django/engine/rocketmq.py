@@ -82,9 +82,9 @@ class RocketMQEngine(Engine):
         if settings.path is PathChoice.ATOMIC:
             yield "OUTBOX['PATH'] is 'atomic', but RocketMQ is not in a database: leave PATH out."
         if not settings.producer_group:
-            yield "OUTBOX['PRODUCER_GROUP'] is not set: RocketMQ asks it for the outcome of its transactions. Name it."
+            yield "OUTBOX['PRODUCER_GROUP'] is not set: RocketMQ asks this group for outcomes of transactions. Set it."
         if settings.auto_create_topics:
-            yield "OUTBOX['AUTO_CREATE_TOPICS'] is on: RocketMQ's clients create no topics. Declare them in TOPICS."
+            yield "OUTBOX['AUTO_CREATE_TOPICS'] is on, but RocketMQ's clients create no topics. Declare the topics."
         for declared in settings.topics.values():
             yield from self.refusals.of_topic(declared.topic)
         for item in subscribers():
@@ -94,16 +94,16 @@ class RocketMQEngine(Engine):
         if settings.forward:
             yield (
                 f"OUTBOX['FORWARD'] declares {', '.join(map(repr, settings.forward))}: outbox_worker --role forward "
-                f"reads the bundled broker only, because RocketMQ holds back a whole queue and not one key. Keep the "
-                f"topics on PostgreSQL, run outbox_worker --role forward with a BROKER that names its alias and "
-                f"declare FORWARD there only; or let a @subscriber send them."
+                f"reads the bundled broker only, because RocketMQ holds back a whole queue and not one key. Keep "
+                f"the topics on PostgreSQL, run outbox_worker --role forward with settings whose BROKER names its "
+                f"alias, and declare FORWARD in these settings only; or let a @subscriber send them."
             )
         if settings.receive:
             yield (
                 f"OUTBOX['RECEIVE'] declares {', '.join(map(repr, settings.receive))}: outbox_worker --role receive "
-                f"stores in the bundled broker only, because RocketMQ stores a repetition a second time. Keep the "
-                f"topics on PostgreSQL, run outbox_worker --role receive with a BROKER that names its alias and "
-                f"declare RECEIVE there only; or let the sender publish to RocketMQ."
+                f"stores in the bundled broker only, because RocketMQ stores a repetition a second time. Keep "
+                f"the topics on PostgreSQL, run outbox_worker --role receive with settings whose BROKER names its "
+                f"alias, and declare RECEIVE in these settings only; or let the sender publish to RocketMQ."
             )
         yield from declarations.collisions(settings.topics)
         yield from declarations.collisions({item.subscription.group for item in subscribers()})
@@ -176,15 +176,15 @@ class RocketMQEngine(Engine):
         admins = [parse_address(text) for text in brokers] or named
         if not admins:
             raise UsageError(
-                "RocketMQ's clients cannot count the remaining messages: name each broker's administration port by "
-                "--rocketmq-broker HOST:10911, or in OUTBOX['BROKER'] by ?brokers=HOST:10911."
+                "RocketMQ's clients cannot count the remaining messages: name the administration port of each "
+                "broker: --rocketmq-broker HOST:10911, or ?brokers=HOST:10911 in OUTBOX['BROKER']."
             )
         group = settings.producer_group
         return left(admins, wanted, topics, self._timers, producer_group=group, settles=bool(named))
 
 
 def _mixed_groups() -> Iterator[str]:
-    """One text for each group with ordered and concurrent subscriptions. RocketMQ does not support such a group."""
+    """One text for each group with ordered and concurrent subscriptions, which RocketMQ does not support."""
     kinds: dict[str, set[bool]] = {}
     for item in subscribers():
         kinds.setdefault(item.subscription.group, set()).add(item.subscription.mode == "concurrent")
@@ -192,5 +192,5 @@ def _mixed_groups() -> Iterator[str]:
         if len(concurrent) > 1:
             yield (
                 f"group {group!r} consumes one topic in order and another concurrently, which RocketMQ does not "
-                "support in one group: give each topic a group of its own."
+                "support in one group: give each topic a separate group."
             )

@@ -37,11 +37,12 @@ class BlockMark:
         """Do nothing when Django calls the mark as a callback."""
 
     def is_new(self, connection: BaseDatabaseWrapper) -> bool:
-        """Whether the open outermost block is not the block of the last call. False if no block is open."""
+        """Whether another outermost block is open than at the last call. False if no block is open."""
         outside = sum(map(is_test_case, connection.atomic_blocks))
         if len(connection.atomic_blocks) == outside:
             return False
-        # Inside a TestCase, Django drops no callback, but each block has its own savepoint.
+        # Inside a TestCase, Django does not empty the list of callbacks, so the savepoints of the blocks are also
+        # compared.
         savepoint = connection.savepoint_ids[outside - 1] if outside else None
         callbacks: list[Any] = connection.run_on_commit
         is_marked = any(callback is self for _, callback, *_ in callbacks)

@@ -1,9 +1,10 @@
 """A handler's transaction with few round trips, on PostgreSQL.
 
 Django sends BEGIN, every statement and COMMIT one by one. This module sends BEGIN together with the first statement,
-which writes the inbox row. It sends COMMIT together with the last statement, which checks that row. If the check fails,
-the server does not execute COMMIT. If the check succeeds, the transaction has ended; Django then runs the on_commit
-callbacks and ends its atomic block. With the fast paths off, the inbox executes its statements through Django.
+which writes the inbox row. It sends COMMIT together with the last statement, which checks the inbox row. If the check
+fails, the server does not execute COMMIT. If the check succeeds, the transaction has ended; Django then runs the
+on_commit callbacks and ends its atomic block. With the fast paths off, the inbox executes its statements through
+Django.
 
 For a single message, planning a statement costs the server more than executing it. So this module prepares its
 statements if no pooler is between the connection and the server.
@@ -52,7 +53,7 @@ class _Session:
     messages: int = 0
 
 
-# The sessions by the driver's connection. Django's pool gives one connection to different threads in turn.
+# The key is the connection of the driver, because Django's pool gives one connection to different threads in turn.
 _sessions: Final[WeakKeyDictionary[Connection, _Session]] = WeakKeyDictionary()
 
 
@@ -151,7 +152,7 @@ class ShortTransaction:
         return _status(self._connection.connection) == pq.TransactionStatus.INTRANS
 
     def commit(self, check: Statement | None, values: Mapping[str, bytes]) -> bool:
-        """Run `check` and commit. If the check fails by a division by zero, commit nothing and return False."""
+        """Run `check` and commit. If the check fails (with a division by zero), commit nothing and return False."""
         with self._connection.wrap_database_errors:
             if check is not None:
                 self._trip.send(check, values)

@@ -19,7 +19,8 @@ def register_lookup(name: str, lookup: Lookup) -> None:
     """Register a look-up under a checker name ('module:qualname' of the decorated function)."""
     if not callable(lookup):
         raise ConfigurationError(
-            f"check= of {name} must be a function of the message that returns True if it committed, not {lookup!r}."
+            f"check= of {name} must be a function: it gets the message and returns True if the transaction committed. "
+            f"It is {lookup!r}."
         )
     _lookups[name] = lookup
 

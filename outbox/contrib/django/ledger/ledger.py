@@ -39,9 +39,9 @@ class Identity:
 class LedgerWrite:
     """The place of a local transaction's ledger row.
 
-    `xid`: the database's own id of that transaction, which `is_rolled_back` uses later; '' if the database has no such
-    id. `ledger_id`: None if the ledger has no identity. `table_oid`: the table on PostgreSQL, where the search path
-    chooses the table.
+    `xid`: the database's own id of the local transaction, which `is_rolled_back` uses later; '' if the database has no
+    such id. `ledger_id`: the id of the ledger; None if the row with the id is missing. `table_oid`: the table on
+    PostgreSQL, where the search path chooses the table.
     """
 
     xid: str
@@ -94,9 +94,10 @@ WHERE transaction_id = ANY (%s) AND state = 'C' AND NOT pg_is_in_recovery()
 
 
 def committed(connection: BaseDatabaseWrapper, transaction_ids: Sequence[UUID]) -> set[UUID]:
-    """The transactions whose row 'C' is visible on `connection`. The other transactions may also have committed.
+    """The transactions whose row 'C' is visible on `connection`.
 
-    The transaction that wrote a row sees the row before the commit. Every other transaction sees only committed rows.
+    A transaction that is not returned may also have committed. The transaction that wrote a row sees the row before the
+    commit. Every other transaction sees only committed rows.
     """
     if connection.vendor != "postgresql":
         return {value for value, state in states(connection, transaction_ids).items() if state == COMMITTED}
@@ -147,7 +148,8 @@ def insert_tombstone(connection: BaseDatabaseWrapper, transaction_id: UUID, *, l
 
     The tombstone is written only if the ledger still has this `ledger_id`, and is complete for the transaction's id.
 
-    Raises IntegrityError if the row exists, or OperationalError if the statement would have to wait for a lock.
+    Raises IntegrityError if the ledger already has a row of the transaction, or OperationalError if the statement would
+    have to wait for a lock.
     """
     value = _stored(connection, transaction_id)
     with connection.cursor() as cursor:
@@ -215,7 +217,7 @@ def insert_tombstones(
 ) -> set[UUID]:
     """Write the tombstones of all ids for which this ledger is complete, and return these ids. PostgreSQL only.
 
-    Raises the same errors as `insert_tombstone`, and then writes no tombstone.
+    If the function raises an error (the errors of `insert_tombstone`), no tombstone is written.
     """
     with (
         without_timeouts(connection, lock_timeout_milliseconds=lock_timeout_milliseconds),

@@ -1,13 +1,15 @@
-"""The default checker: answers from the ledger's rows. If a row is missing, the checker answers by the barrier.
+"""The default checker: it answers from the ledger's rows, or with the barrier if a row is missing.
 
-A row 'C' was committed together with the business write. A row 'R' is a tombstone. If there is no row, the checker
-tries to write the tombstone itself, by a plain INSERT in autocommit with a very short lock wait:
+A ledger row 'C' was committed together with the business write. A ledger row 'R' is a tombstone. If there is no row,
+the checker tries to write the tombstone itself, by a plain INSERT in autocommit with a very short lock wait:
 
-- The INSERT succeeds: the local transaction has not committed. It can never commit, because its own row would collide.
+- The INSERT succeeds: the local transaction has not committed. That transaction can never commit, because its own
+  ledger row would collide with the tombstone.
 - The INSERT would have to wait: the local transaction is still running. The answer is UNKNOWN, and no check is counted.
-- The INSERT collides: another transaction has committed the row meanwhile. A new statement reads this row.
+- The INSERT collides: another transaction has committed the row meanwhile. The checker reads this row with a new
+  statement.
 
-Tested on PostgreSQL and SQLite. The settings for MySQL and Oracle exist but are untested.
+This module is tested on PostgreSQL and SQLite. Its settings for MySQL and Oracle are not tested.
 """
 
 from __future__ import annotations
@@ -35,10 +37,10 @@ logger = logging.getLogger(__name__)
 # Another checker's INSERT ends within this time, and the wait hardly delays other answers.
 LOCK_TIMEOUT_MILLISECONDS: Final = 20
 
-# The longest wait for a server that does not respond, in a request with a deadline.
+# In a request with a deadline, a connection attempt to a server that does not respond fails after this time.
 _CONNECT_SECONDS: Final = 3
 
-# PostgreSQL: lock_not_available, serialization_failure, deadlock_detected.
+# The SQLSTATEs of PostgreSQL for lock_not_available, serialization_failure and deadlock_detected.
 _CONTENTION_STATES: Final = frozenset({"55P03", "40001", "40P01"})
 
 _DECISIONS: Final = {ledger.COMMITTED: Decision.COMMIT, ledger.ROLLED_BACK: Decision.ROLLBACK}
@@ -80,9 +82,10 @@ class LedgerChecker:
 
 
 def ledger_aliases(*, usable: bool = False) -> list[str]:
-    """The aliases on which the database routers allow a ledger.
+    """Return the aliases on which the database routers allow a ledger.
 
-    `usable`: return only aliases that the running test may use. On other aliases, the test cannot have published.
+    If `usable` is true, return only aliases that the running test may use. The test cannot have published on another
+    alias.
     """
     from outbox.contrib.django.models import LedgerEntry
 
@@ -94,7 +97,7 @@ def ledger_aliases(*, usable: bool = False) -> list[str]:
 
 
 def open_connection(alias: str) -> BaseDatabaseWrapper:
-    """A new connection in autocommit mode, independent of this thread's own connection to the alias."""
+    """Return a new connection in autocommit mode. It is independent of this thread's own connection to the alias."""
     connection = connections.create_connection(alias)
     options = dict(connection.settings_dict["OPTIONS"])
     # Do not use Django's pool: its connections still have the search path of their last user.
@@ -125,10 +128,14 @@ def answer_by_ledger(
             yield _decided(check, states[check.transaction_id])
         elif not check.may_write:
             yield _unknown(
-                check, "no ledger row yet: rolled back, or still open; only a tombstone would show which", counts=False
+                check, "the transaction has no ledger row: it was rolled back, or it is still open", counts=False
             )
         elif pruned_before is not None and check.transaction_id < pruned_before:
-            yield _unknown(check, "older than the rows that the ledger keeps: an operator must decide", alarm=True)
+            yield _unknown(
+                check,
+                "the transaction is older than the rows that the ledger keeps, so an operator must decide it",
+                alarm=True,
+            )
         else:
             absent.append(check)
     if absent:
@@ -144,7 +151,7 @@ def _states(connection: BaseDatabaseWrapper, checks: Sequence[Check]) -> dict[UU
 def _limit_waiting(connection: BaseDatabaseWrapper) -> None:
     """Limit the wait for locks on MySQL and Oracle.
 
-    On PostgreSQL the statement itself sets the limit. On SQLite the connection's settings contain the limit.
+    On PostgreSQL the statement itself limits this wait. On SQLite the connection's settings contain the limit.
     """
     if connection.vendor == "mysql":
         with connection.cursor() as cursor:
@@ -155,7 +162,10 @@ def _limit_waiting(connection: BaseDatabaseWrapper) -> None:
 
 
 def _barrier(connection: BaseDatabaseWrapper, checks: Sequence[Check]) -> Iterator[Answer]:
-    """Write tombstones for all of `checks`. If a statement fails, divide the batch into halves and try each half."""
+    """Write the tombstones for all of `checks` in one statement.
+
+    If the statement fails, divide the checks into halves, and try each half.
+    """
     point("check.before_tombstone")
     ledger_id = checks[0].ledger_id
     assert ledger_id is not None
@@ -181,12 +191,12 @@ def _barrier(connection: BaseDatabaseWrapper, checks: Sequence[Check]) -> Iterat
 
 
 def settle(connection: BaseDatabaseWrapper, transaction_ids: Sequence[UUID], *, ledger_id: UUID) -> set[UUID]:
-    """Run the barrier without answering a check.
+    """Try to write a tombstone for each transaction without a ledger row (the barrier), without answering a check.
 
-    Returns the ids that still have no row, because their transactions are still open.
+    Returns the ids that still have no ledger row, because their transactions are still open.
 
-    Call it for half messages whose immunity has ended. If a transaction has a row afterwards, its checks can be
-    answered at any later time.
+    Call this function for half messages whose immunity has ended. If a transaction has a ledger row afterwards, the
+    checker can answer its checks at any later time.
     """
     known = ledger.states(connection, transaction_ids)
     absent = [transaction_id for transaction_id in transaction_ids if transaction_id not in known]
@@ -210,7 +220,10 @@ class _OneAtATime(DatabaseError):
 
 
 def is_contention(error: DatabaseError) -> bool:
-    """Whether a statement failed because of another transaction, and may succeed after that transaction has ended."""
+    """Return whether the statement failed because of another open transaction.
+
+    In this case, the statement may succeed after that transaction has ended.
+    """
     cause = error.__cause__
     state = getattr(cause, "sqlstate", None)
     if state is not None:
@@ -234,14 +247,17 @@ def _insert(connection: BaseDatabaseWrapper, transaction_ids: Sequence[UUID], *,
 
 
 def _after_conflict(connection: BaseDatabaseWrapper, checks: Sequence[Check]) -> Iterator[Answer]:
-    """Answer from the rows that were committed meanwhile, and run the barrier again for the other checks."""
+    """Answer from the ledger rows that were committed meanwhile.
+
+    Run the barrier again for checks without such a row.
+    """
     states = _states(connection, checks)
     rest = [check for check in checks if check.transaction_id not in states]
     for check in checks:
         if check.transaction_id in states:
             yield _decided(check, states[check.transaction_id])
     if len(rest) == len(checks):
-        # The row that collided no longer exists, so this attempt proves nothing.
+        # The row with which the INSERT collided no longer exists, so this attempt proves nothing.
         yield from (_unknown(check, "the ledger changed while it was read", counts=False) for check in rest)
     elif rest:
         yield from _barrier(connection, rest)
@@ -251,7 +267,7 @@ def _after_conflict(connection: BaseDatabaseWrapper, checks: Sequence[Check]) ->
 
 
 def _decided(check: Check, state: str) -> Answer:
-    """The answer from a ledger row. If the check has a look-up, run it too, and report a disagreement."""
+    """Return the answer from a ledger row. If the check has a look-up, call it too, and report if the two disagree."""
     decision = _DECISIONS[state]
     said = f"the ledger says {decision.name}"
     lookup = find_lookup(check.checker) if check.checker else None
@@ -274,7 +290,7 @@ def _decided(check: Check, state: str) -> Answer:
 
 
 def _by_lookup(check: Check) -> Answer:
-    """The answer of a look-up if no ledger is used. The result True proves the commit; False proves nothing."""
+    """Return the answer of the look-up for a check without a ledger. True proves the commit; False proves nothing."""
     lookup = find_lookup(check.checker)
     if lookup is None:
         return _unknown(check, f"no look-up {check.checker!r} is registered in this process", counts=False)

@@ -23,7 +23,8 @@ from outbox.message import Message
 
 logger = logging.getLogger(__name__)
 
-# The ledger's table and identity. The search path finds each of the two tables separately, so both values are compared.
+# The oid of the ledger's table, and the ledger's id from the table outbox_ledger_identity. The search path finds each
+# of the two tables separately, so both values are compared.
 _Ledger = tuple[int | None, UUID]
 
 # The ledgers that a new connection of an alias has reached. An id always names the same ledger, so this set keeps its
@@ -35,8 +36,8 @@ def enter(connection: BaseDatabaseWrapper, first: Message) -> tuple[str, UUID]:
     """Write the ledger row of a publish call. Returns the row's `xid` and the ledger's id.
 
     `first` is the first message of the call; its id is the transaction id. Raises TransactionAlreadyRolledBack if the
-    ledger has a tombstone. Raises ConfigurationError if the ledger is missing or check-back could not find it. The
-    caller must then roll back the surrounding block.
+    ledger has a tombstone. Raises ConfigurationError if the ledger is missing or check-back could not find it. After an
+    exception, the caller must roll back the surrounding block.
     """
     alias = connection.alias
     try:
@@ -70,7 +71,7 @@ def _refuse_unreachable(alias: str, entered: _Ledger) -> None:
     try:
         found = _reached_from_outside(alias)
     except DatabaseError as error:
-        # This publish call can continue, because its half message names the ledger that has its row.
+        # The publish call can continue, because the half message names the ledger in which the row of this call is.
         logger.warning("the ledger of %r could not be read on another connection: %s", alias, error)
         return
     if found != entered:
@@ -85,8 +86,8 @@ def _refuse_unreachable(alias: str, entered: _Ledger) -> None:
 
 def _reached_from_outside(alias: str) -> _Ledger | None:
     with closing(open_connection(alias)) as outside, outside.cursor() as cursor:
-        # This transaction may have locked the table. Without a lock timeout, the second connection would wait for this
-        # transaction.
+        # The publishing transaction may have locked the table. Without a lock timeout, the second connection would wait
+        # for this transaction.
         cursor.execute("BEGIN; SET LOCAL lock_timeout = '1s'")
         try:
             return ledger.reached(outside)

@@ -31,19 +31,22 @@ from outbox.contrib.django.ledger.ledger_checker import ledger_aliases, open_con
 from outbox.contrib.django.settings.conf import OutboxSettings, get_settings
 from outbox.errors import LedgerUnavailable
 
-# A ledger row is kept for at least this time. The broker keeps its decisions for longer, and every decision or check
-# takes less time.
+# A ledger row is kept for at least this time. The broker keeps decisions for a longer time, and the decision of a
+# transaction and its checks take a shorter time.
 LEDGER_KEEP_SECONDS: Final = 3600.0
 # Rows per statement. The locks of one statement last some tens of milliseconds, and many rows share one round trip.
 _BATCH: Final = 5000
-# At most this share of the time is spent on reading a table again from its beginning.
+# The share of the time that sweeps may use to read a table again from its beginning.
 _SWEEP_SHARE: Final = 0.05
 _SHORT_SWEEP_SECONDS: Final = 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PruneCounts:
-    """The rows that one pruning pass removed. `more`: the pass ended before it had examined all tables."""
+    """The numbers of rows that one pruning pass removed.
+
+    `more` is true if the pass ended before it had examined all tables.
+    """
 
     ledger: int = 0
     inbox: int = 0
@@ -52,9 +55,9 @@ class PruneCounts:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """The work of a pass on one table.
+    """The result of a pruning pass on one table.
 
-    `pruned_to`: the pass has examined all rows before this time. If it is None, the pass has examined no rows.
+    The pass has examined all rows before `pruned_to`, or no rows if `pruned_to` is None.
     """
 
     removed: int = 0
@@ -64,9 +67,10 @@ class _Part:
 
 @dataclass(slots=True)
 class _Sweep:
-    """One sweep through a table. It takes as many passes as necessary, and examines each remaining row once.
+    """One sweep through a table.
 
-    `place`: the position at which the sweep continues; None is the beginning of the table.
+    A sweep takes as many pruning passes as necessary, and examines each remaining row once. The sweep continues at the
+    position `place`; None is the beginning of the table.
     """
 
     place: Any = None
@@ -79,7 +83,7 @@ _sweeps: dict[tuple[str, str], _Sweep] = {}
 
 @contextmanager
 def _sweeping(alias: str, table: str) -> Iterator[_Sweep]:
-    """The current sweep of a table.
+    """Yield the current sweep of a table.
 
     A sweep that has reached the end of the table continues with rows that reach their retention time, until a new sweep
     may begin.
@@ -93,7 +97,7 @@ def _sweeping(alias: str, table: str) -> Iterator[_Sweep]:
 
 
 def _is_through(sweep: _Sweep) -> None:
-    """Record that the sweep has reached the end. If it took long, the next sweep begins later."""
+    """Record that the sweep has reached the end of its table. After a long sweep, the next sweep begins later."""
     if sweep.rests_until is None:
         rest = sweep.spent_seconds / _SWEEP_SHARE if sweep.spent_seconds > _SHORT_SWEEP_SECONDS else 0.0
         sweep.rests_until = time.monotonic() + rest
@@ -103,9 +107,9 @@ def run_prune(*, now: datetime | None = None, max_seconds: float | None = None) 
     """Remove ledger rows of transactions that the broker shows as decided, and inbox rows past their retention.
 
     The function ends when all tables are examined, or after about `max_seconds`. If tables remain, the next call in
-    this process continues at the position that was reached. Each statement and each transaction covers at most some
-    thousand rows. Raises BrokerError. If a database fails, the function prunes the other databases and then raises
-    LedgerUnavailable.
+    this process continues at the position that this call has reached. Each statement and each transaction covers at
+    most some thousand rows. Raises BrokerError. If a database fails, the function prunes the other databases and then
+    raises LedgerUnavailable.
     """
     now = now or datetime.now(UTC)
     half = None if max_seconds is None else max_seconds / 2
@@ -119,9 +123,9 @@ def prune_ledgers(*, older_than: datetime, max_seconds: float | None = None) -> 
     """Remove ledger rows of transactions before `older_than` that the broker shows as decided.
 
     If the broker does not know a transaction, the row belongs to the engine that OUTBOX['BROKER'] named before. Such a
-    row is kept for as long as that engine can request a check (OUTBOX['INBOX_RETENTION_SECONDS']). Before rows are
-    removed, `pruned_before` records the id from which on the ledger is complete. So the checker does not answer from
-    the missing row of an older transaction.
+    row is kept for as long as that engine can request a check (OUTBOX['INBOX_RETENTION_SECONDS']). Before this function
+    removes rows, it stores in `pruned_before` the first id from which the ledger is still complete. So the checker does
+    not take the missing row of an older transaction for a rollback.
     """
     settings = get_settings()
     if settings.in_memory:
@@ -133,7 +137,7 @@ def prune_ledgers(*, older_than: datetime, max_seconds: float | None = None) -> 
     below = first_id_at(older_than)
     with _broker(settings) as run:
         if scan(run, settings=settings.check).more:
-            # The half messages that the half scan has not read yet may belong to undecided transactions.
+            # Remove nothing: a half message that the half scan has not read yet may belong to an undecided transaction.
             return PruneCounts()
 
         def prune(alias: str, ends: float) -> _Part:
@@ -171,7 +175,7 @@ def _counts(*, ledger: Sequence[_Part] = (), inbox: Sequence[_Part] = ()) -> Pru
 
 
 def _of_each(prune: Callable[[str, float], _Part], max_seconds: float | None) -> list[_Part]:
-    """Call `prune` for every alias, and return the results. Each alias gets an equal share of the time.
+    """Call `prune` for every alias, and return the results. Each alias gets an equal share of `max_seconds`.
 
     If one database cannot be pruned, the function continues with the next database.
     """
@@ -189,16 +193,16 @@ def _of_each(prune: Callable[[str, float], _Part], max_seconds: float | None) ->
         return parts
     said = "; ".join(f"{alias!r}: {str(error).strip()}" for alias, error in failed.items())
     raise LedgerUnavailable(
-        f"ledger and inbox could not be pruned ({said}); {sum(part.removed for part in parts)} rows of the others "
-        "were. Nothing is lost: the next pass tries again. Check that database; if it is a replica, let a router's "
-        "allow_migrate refuse the models of outbox."
+        f"ledger and inbox could not be pruned ({said}); {sum(part.removed for part in parts)} rows of the other "
+        "databases were removed. Nothing is lost: the next pass tries again. Check the named database. If it is a "
+        "replica, let a router's allow_migrate refuse the models of outbox."
     ) from next(iter(failed.values()))
 
 
 def _has_tables(alias: str) -> bool:
-    """False if the routers allow the tables, but no migration has created the tables.
+    """Return False if the routers allow the tables on this alias, but no migration has created them.
 
-    This happens with a former broker's own database, after OUTBOX was changed to another engine.
+    After OUTBOX was changed to another engine, the former broker's own database has no such tables.
     """
     from outbox.contrib.django.models import LedgerEntry
 
@@ -216,8 +220,8 @@ def _retained_from(settings: OutboxSettings) -> UUID:
 def _prune_ledger(alias: str, run: Executor | None, below: UUID, ends: float) -> _Part:
     """Remove ledger rows with ids less than `below`, until the time `ends` (time.monotonic).
 
-    If `run` is None, no broker can be asked, and rows are removed by age. RocketMQ shows no decisions, but it keeps
-    messages for a shorter time than OUTBOX['INBOX_RETENTION_SECONDS'].
+    If `run` is None, the function cannot ask the broker for decisions, and removes rows by age. The broker is then
+    RocketMQ, which keeps messages for a shorter time than OUTBOX['INBOX_RETENTION_SECONDS'].
     """
     with closing(open_connection(alias)) as connection, _sweeping(alias, presence.LEDGER) as sweep:
         identity = ledger.identity(connection)
@@ -243,7 +247,7 @@ def _prune_ledger(alias: str, run: Executor | None, below: UUID, ends: float) ->
 
 
 def _over(run: Executor, batch: Sequence[UUID], foreign_below: UUID) -> set[UUID]:
-    """The transactions of a batch for which no further check can be requested."""
+    """Return the transactions of a batch for which the broker can no longer request a check."""
     over = set(standing_decisions(run, batch))
     old = [one for one in batch if one < foreign_below and one not in over]
     if old:
@@ -254,10 +258,11 @@ def _over(run: Executor, batch: Sequence[UUID], foreign_below: UUID) -> set[UUID
 
 
 def _lowest_open(connection: BaseDatabaseWrapper, run: Executor, ledger_id: UUID, below: UUID) -> UUID:
-    """An id, at most `below`: every undecided transaction of the ledger with a smaller id has a row.
+    """Return an id that is not larger than `below`. Every undecided transaction of the ledger with a smaller id has a
+    ledger row.
 
-    For transactions without a recent check (parked transactions), the barrier writes a row. Without this row, a check
-    of a transaction below `pruned_before` could no longer be answered.
+    For transactions without a recent check (parked transactions), the barrier writes a row. Without this row, the
+    checker could no longer answer a check of a transaction with an id below `pruned_before`.
     """
     undecided = undecided_below(run, ledger_id, below, limit=_BATCH)
     open_ids = settle(connection, [half.transaction_id for half in undecided if not half.immune], ledger_id=ledger_id)
@@ -270,8 +275,8 @@ def _lowest_open(connection: BaseDatabaseWrapper, run: Executor, ledger_id: UUID
 def prune_inboxes(*, older_than: datetime, max_seconds: float | None = None) -> PruneCounts:
     """Remove inbox rows handled before `older_than` whose group cannot get the message again.
 
-    RocketMQ and the in-memory broker cannot be asked about a single message. With these two engines, rows are removed
-    by age.
+    With RocketMQ and the in-memory broker, the function removes rows by age, because it cannot ask these two engines
+    about a single message.
     """
     settings = get_settings()
     if not settings.has_database:
@@ -312,15 +317,15 @@ def _undeliverable(run: Executor, batch: Sequence[handled.Handled]) -> list[hand
 
 
 def first_id_at(moment: datetime) -> UUID:
-    """The smallest UUIDv7 of a time. Transaction ids are ordered by time."""
+    """Return the smallest UUIDv7 of a time. Transaction ids are ordered by time."""
     return UUID(int=(int(moment.timestamp() * 1000) << 80) | 0x7 << 76 | 0x8 << 60)
 
 
 def moment_of(transaction_id: UUID) -> datetime:
-    """The time at which a transaction with this id began."""
+    """Return the time at which the transaction began; its id contains this time."""
     return datetime.fromtimestamp((transaction_id.int >> 80) / 1000, UTC)
 
 
 def first_id_after(value: UUID) -> UUID:
-    """The id that follows `value` in the order of ids."""
+    """Return the next larger id after `value`."""
     return UUID(int=value.int + 1)

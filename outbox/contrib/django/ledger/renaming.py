@@ -14,7 +14,7 @@ from outbox.utils.faults import point
 
 # Rows per statement. Each statement is one transaction.
 BATCH: Final = 5000
-# The longest wait for the end of the handlers' transactions.
+# The longest time for which a rename waits until the handlers' transactions have ended.
 PATIENCE_SECONDS: Final = 30.0
 _PAUSE_SECONDS: Final = 0.1
 
@@ -29,11 +29,12 @@ WHERE locktype = 'relation' AND relation = 'outbox_inbox'::regclass AND mode = '
 
 
 def wait_for_writers(connection: BaseDatabaseWrapper) -> None:
-    """Wait for open transactions that have written to the inbox, because their rows cannot be copied yet.
+    """Wait for open transactions that have written to the inbox, because rows of an open transaction cannot be copied.
 
-    A frozen handler process may have such a transaction although it has lost its queue. Transactions that begin later
-    commit nothing, because their process sees before the commit that its lease has expired. On other databases than
-    PostgreSQL, this function does not wait. Raises UsageError if the transactions do not end in time.
+    A consumer process that does not respond may have such a transaction although it has lost its queue. Transactions
+    that begin after this call commit nothing: before the commit, their process sees that its lease has expired. On
+    databases other than PostgreSQL, this function does not wait. Raises UsageError if the transactions do not end in
+    time.
     """
     if connection.vendor != "postgresql":
         return
@@ -44,7 +45,8 @@ def wait_for_writers(connection: BaseDatabaseWrapper) -> None:
             raise UsageError(
                 f"a transaction on {connection.alias!r} has written to the inbox and does not end "
                 f"({', '.join(sorted(waited_for.values()))}): its row could not be copied, and its message would "
-                "take effect twice. The group still has its former name: end that transaction and run this again."
+                "take effect twice. The group still has its former name: end that transaction and run this "
+                "command again."
             )
         time.sleep(_PAUSE_SECONDS)
         writers = _writers(connection)
@@ -76,8 +78,8 @@ WHERE consumer_group = %s AND generation = %s AND message_id > %s {bound}
 def copy(connection: BaseDatabaseWrapper, old: str, new: str) -> int:
     """Copy a group's inbox rows to another group name, and return the number of added rows.
 
-    The function copies in batches. If no handler of the group runs meanwhile, all rows are copied at the end. Otherwise
-    another call adds the missing rows.
+    The function copies in batches. If no handler of the group runs during the call, the call copies all rows. Otherwise
+    call the function again: it adds the missing rows.
     """
     copied, generation = 0, _next_generation(connection, old, -1)
     while generation is not None:
@@ -99,7 +101,7 @@ def _next_generation(connection: BaseDatabaseWrapper, group: str, generation: in
 
 
 def _id_after(connection: BaseDatabaseWrapper, group: str, generation: int, after: Any) -> Any:
-    """The last message id of the next batch. None if the next batch is the last one."""
+    """Return the last message id of the next batch, or None if the next batch is the last batch."""
     with connection.cursor() as cursor:
         place = connection.ops.limit_offset_sql(BATCH - 1, BATCH)
         cursor.execute(f"{_NEXT_ID} {place}", [group, generation, after])
@@ -123,7 +125,7 @@ WHERE known.consumer_group = %s AND twin.consumer_group = %s
 
 
 def has_copies(connection: BaseDatabaseWrapper, old: str, new: str) -> bool:
-    """Whether some inbox rows of group `old` also exist under the name `new`."""
+    """Return whether any inbox row of group `old` also exists under the name `new`."""
     with connection.cursor() as cursor:
         cursor.execute(f"{_HAS_COPIES} {connection.ops.limit_offset_sql(0, 1)}", [old, new])
         return cursor.fetchone() is not None

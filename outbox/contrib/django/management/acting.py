@@ -1,4 +1,7 @@
-"""The base of commands that run declared actions: arguments, `--dry-run`, `--json`, the confirmation, and the audit."""
+"""The base class of commands that run declared actions.
+
+It implements arguments, dry run, JSON, confirmation and audit.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,7 @@ _TYPES: Final[Mapping[FieldKind, Callable[[str], Any]]] = {
 class ActionCommand(OutboxCommand):
     """A command with subcommands.
 
-    A subcommand is a declared action, or a method of the class that only reads.
+    Each subcommand is a declared action, or a method of the class that only reads data.
     """
 
     def add_subcommands(self, parser: CommandParser, *, required: bool = True) -> Any:
@@ -65,7 +68,7 @@ class ActionCommand(OutboxCommand):
 
     @property
     def command_name(self) -> str:
-        """The name of the command as an operator writes it in a shell."""
+        """The name that an operator writes in a shell to run this command."""
         return type(self).__module__.rpartition(".")[2]
 
     def handle(self, *args: Any, **options: Any) -> None:
@@ -123,7 +126,7 @@ class ActionCommand(OutboxCommand):
 
 
 def add_field(parser: Any, field: ActionField) -> None:
-    """Add the argument of a field to a parser."""
+    """Add the command line argument for a field of an action to a parser."""
     if field.kind is FieldKind.FLAG:
         parser.add_argument(f"--{field.name.replace('_', '-')}", action="store_true", help=field.help)
         return

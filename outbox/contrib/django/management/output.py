@@ -18,27 +18,32 @@ from outbox.contrib.django.engine.broker import reset_broker
 from outbox.errors import OutboxError
 from outbox.utils.safe_text import for_people, inert
 
-# A shell's exit code for a program ended by SIGPIPE: 128 + 13.
+# The exit code that a shell shows for a program that SIGPIPE has ended: 128 + 13.
 _CLOSED_PIPE: Final = 141
 
 
 class OutboxCommand(BaseCommand):
-    """A command that calls one function. For an OutboxError, it prints the text and no traceback."""
+    """A command that calls one function.
 
-    # A command that repairs something must run even if a check fails.
+    If the function raises an OutboxError, the command prints the error text without a traceback.
+    """
+
+    # Commands run without system checks, because a command that repairs something must run even if a check fails.
     requires_system_checks: tuple[str, ...] = ()
 
     def add_json(self, parser: CommandParser) -> None:
         """Add the option --json."""
         parser.add_argument("--json", action="store_true", help="print JSON instead of text")
 
-    def add_dry_run(self, parser: CommandParser, what: str = "say what would change, change nothing") -> None:
+    def add_dry_run(self, parser: CommandParser, what: str = "show what would change, and change nothing") -> None:
         """Add the option --dry-run."""
         parser.add_argument("--dry-run", action="store_true", help=what)
 
     def add_page(self, parser: CommandParser, place: str, what: str, parse: Callable[[str], object] = str) -> None:
         """Add the options of a list that is shown page by page: --limit and --after."""
-        parser.add_argument("--limit", type=positive, default=100, help="the number of rows (default: %(default)s)")
+        parser.add_argument(
+            "--limit", type=positive, default=100, help="show at most this number of rows (default: %(default)s)"
+        )
         parser.add_argument("--after", type=parse, metavar=place, help=what)
 
     def execute(self, *args: Any, **options: Any) -> str | None:
@@ -47,8 +52,8 @@ class OutboxCommand(BaseCommand):
             self.stdout.flush()
             return found
         except BrokenPipeError:
-            # The reader, such as `head`, has closed the pipe. Discard Python's buffer, because writing it at exit would
-            # fail.
+            # The program that reads the output, such as `head`, has closed the pipe. Discard Python's output buffer,
+            # because writing it at exit would fail.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             sys.exit(_CLOSED_PIPE)
         except OutboxError as error:
@@ -56,16 +61,17 @@ class OutboxCommand(BaseCommand):
         except CommandError as error:
             raise CommandError(for_people(str(error)), returncode=error.returncode) from error
         finally:
-            # This call ends the background threads, and reports the decisions that these threads could not send.
+            # Resetting the broker ends its background threads, and reports the decisions that these threads could not
+            # send.
             reset_broker()
 
     def add_no_input(self, parser: CommandParser, dry_run: str) -> None:
         """Add the options of an action that asks for a confirmation: --dry-run and --no-input."""
         self.add_dry_run(parser, dry_run)
-        parser.add_argument("--no-input", action="store_true", help="do it without a confirmation")
+        parser.add_argument("--no-input", action="store_true", help="run the action without asking for a confirmation")
 
     def confirm(self, what: str, options: Mapping[str, Any]) -> None:
-        """Ask the operator to confirm `what`. Raises CommandError unless the answer is yes."""
+        """Ask the operator to confirm `what`. Raises CommandError if the answer is not "yes"."""
         if options["no_input"]:
             return
         try:
@@ -93,11 +99,9 @@ class OutboxCommand(BaseCommand):
         self.stdout.write(inert(text), style)
 
     def say_more(self, shown: int, limit: int, place: object = None) -> None:
-        """After a full page, print that there may be more rows, and how to get the next page."""
+        """If a page is full, print that there may be more rows, and how to get the next page."""
         if shown >= limit:
-            self.say(
-                f"there may be more: {'that is as many as --limit allows' if place is None else f'--after {place}'}"
-            )
+            self.say(f"there may be more rows: {'pass a higher --limit' if place is None else f'pass --after {place}'}")
 
     def clear(self) -> None:
         """On a terminal, clear the screen. Otherwise print an empty line."""
@@ -108,7 +112,7 @@ class OutboxCommand(BaseCommand):
         self.stdout.write(json.dumps(value, indent=2, default=_plain))
 
     def print_rows(self, header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-        """Print an aligned table. If it has no rows, print "none"."""
+        """Print an aligned table, or "none" if the table has no rows."""
         lines = [tuple("" if cell is None else inert(str(cell)) for cell in row) for row in rows]
         if not lines:
             self.say("none")
@@ -119,7 +123,7 @@ class OutboxCommand(BaseCommand):
 
 
 def first_line(text: str | None) -> str:
-    """The first line of an error text, for a table. With --json, a command prints the whole text."""
+    """Return the first line of an error text, for a table. With --json, a command prints the whole text."""
     return text.splitlines()[0] if text else ""
 
 

@@ -2,11 +2,12 @@ from typing import Any
 
 from django.db import migrations, router
 
-# A ledger row removed while a check may still ask about its transaction would be mistaken for a rollback. Rows below
-# `pruned_before` may be removed: their absence proves nothing. An emptied ledger becomes another one, which no half
-# message names. PostgreSQL refuses to delete any other row (checked once per statement; INSERT costs nothing). On
-# SQLite, where Django's flush is a DELETE, a deletion makes it another ledger as well.
-# SQLite drops triggers when Django remakes a table: a migration that alters outbox_ledger must create them again.
+# If a ledger row is removed while a check may still ask about its transaction, the checker answers ROLLBACK for a
+# transaction that has committed. Rows with ids below `pruned_before` may be removed, because the checker proves nothing
+# from their absence. An emptied ledger gets a new ledger id, which no half message names. On PostgreSQL, a trigger
+# refuses to delete any other row; it runs once per DELETE statement and never for an INSERT. On SQLite, Django's flush
+# is a DELETE, so such a deletion gives the ledger a new id. On SQLite, Django remakes a table to alter it, which drops
+# the triggers of the table. So a migration that alters outbox_ledger must create the triggers again.
 
 _POSTGRESQL = """
 CREATE FUNCTION outbox_ledger_guard() RETURNS trigger LANGUAGE plpgsql AS $$

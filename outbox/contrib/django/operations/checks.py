@@ -1,6 +1,6 @@
-"""Checks that `manage.py check` and `migrate` run to find problems before they occur.
+"""Checks that `manage.py check` and `migrate` run to find mistakes in settings, subscribers and databases.
 
-For the check of groups that are new to a topic, see decision 178.
+Decision 178 describes the check for groups that are new to a topic.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def register_all() -> None:
 
 
 def check_settings(**options: Any) -> list[CheckMessage]:
-    """Check the settings, the aliases they name, and the subscribers."""
+    """Check the settings, the aliases that the settings name, and the subscribers."""
     try:
         settings = get_settings()
     except ConfigurationError as error:
@@ -70,7 +70,7 @@ def _producer_group(settings: OutboxSettings) -> Iterator[CheckMessage]:
     if not settings.producer_group and may_be_two_phase and settings.path is not PathChoice.ATOMIC:
         yield Error(
             "OUTBOX['PRODUCER_GROUP'] is not set, but messages may take the two-phase path.",
-            hint="Name this service, unlike any other that shares the broker, for example 'orders'.",
+            hint="Set a name that no other service on the same broker uses, for example 'orders'.",
             id="outbox.E004",
         )
 
@@ -115,7 +115,7 @@ def _router(settings: OutboxSettings) -> Iterator[CheckMessage]:
     if dedicated and not any(str(router).endswith("BrokerRouter") for router in django_settings.DATABASE_ROUTERS):
         yield Warning(
             f"`migrate --database={settings.broker}` would create the tables of all apps in the broker's database.",
-            hint=f"Add {_ROUTER!r} to DATABASE_ROUTERS, unless {settings.broker!r} is an application database too.",
+            hint=f"If {settings.broker!r} is not also an application database, add {_ROUTER!r} to DATABASE_ROUTERS.",
             id="outbox.W008",
         )
 
@@ -134,15 +134,15 @@ def _subscribers(settings: OutboxSettings) -> Iterator[CheckMessage]:
         declared = settings.topics.get(item.subscription.topic)
         if declared is not None and declared.topic.is_fifo and item.subscription.mode is Mode.CONCURRENT:
             yield Warning(
-                f"{item.name} handles the FIFO topic {item.subscription.topic!r} concurrently: the order per key is "
-                "lost.",
+                f"{item.name} handles the FIFO topic {item.subscription.topic!r} concurrently, so the messages of a "
+                "key are handled without an order.",
                 hint="Pass mode='key_ordered' or mode='orderly' to @subscriber.",
                 id="outbox.W015",
             )
         if settings.topics and not settings.auto_create_topics and item.subscription.topic not in settings.topics:
             yield Warning(
                 f"{item.name} subscribes to {item.subscription.topic!r}, which OUTBOX['TOPICS'] does not declare.",
-                hint="Declare it, unless another service does.",
+                hint="Declare the topic, or ignore this warning if another service declares it.",
                 id="outbox.W013",
             )
     for shortage in pool_shortages(found):
@@ -150,24 +150,25 @@ def _subscribers(settings: OutboxSettings) -> Iterator[CheckMessage]:
     for group, broadcast in kinds.items():
         if len(broadcast) > 1:
             yield Error(
-                f"the subscribers of group {group!r} contradict each other: some are broadcast, some are not.",
-                hint="Give the broadcast ones a group of their own.",
+                f"some subscribers of group {group!r} have broadcast=True and some do not. All subscribers of a "
+                "group must have the same `broadcast`.",
+                hint="Give the subscribers with broadcast=True another group.",
                 id="outbox.E014",
             )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Checks that read databases: run by `manage.py check --database ALIAS` and by `migrate`.
+# The checks below read databases. `manage.py check --database ALIAS` and `migrate` run these checks.
 
 _MIGRATIONS: Final = "django_migrations"
 
 
 def check_databases(*, databases: Iterable[str] | None = None, **options: Any) -> list[CheckMessage]:
-    """Check the tables and the live connections of the given aliases."""
+    """Open a connection to each given alias, and check its tables and its server's settings."""
     try:
         settings = get_settings()
     except ConfigurationError:
-        # check_settings reports this error.
+        # The check of the settings (check_settings) reports this error.
         return []
     if settings.in_memory:
         return []
@@ -195,11 +196,12 @@ def _application_database(alias: str, settings: OutboxSettings) -> Iterator[Chec
         yield Error(f"the database {alias!r} cannot be read: {error}.", id="outbox.E020")
         return
     if missing and _MIGRATIONS in tables:
-        # This is a warning, because `migrate` runs these checks before it creates the tables: an error would stop
-        # `migrate`. Before the first `migrate` the tables cannot exist yet, so the check does not report that they are
-        # missing.
+        # Missing tables are only a warning, because `migrate` runs this check before it creates the tables, and an
+        # error would stop `migrate`. Before the first `migrate` the tables cannot exist yet, so the check does not
+        # report that they are missing.
         yield Warning(
-            f"{' and '.join(missing)} are missing in {alias!r}, where publish() or a subscriber may need them.",
+            f"{' and '.join(missing)} are missing in {alias!r}. Calls of publish() and subscribers on this alias "
+            "need these tables.",
             hint=f"Run `manage.py migrate --database={alias}`.",
             id="outbox.W021",
         )
@@ -220,9 +222,9 @@ def _durable(vendor: str, cursor: Any) -> bool:
 
 def _not_durable(alias: str) -> Warning:
     return Warning(
-        f"the server behind {alias!r} may lose acknowledged commits (synchronous_commit or fsync is off): then "
-        "messages can be lost, or appear for transactions that are gone.",
-        hint="Turn them on: without them messages can be lost.",
+        f"the server of {alias!r} may lose acknowledged commits, because synchronous_commit or fsync is off. So "
+        "messages can be lost, or the broker can deliver messages of transactions that the server has lost.",
+        hint="Turn on both parameters.",
         id="outbox.W022",
     )
 
@@ -243,7 +245,7 @@ def _forced_path(alias: str) -> Iterator[CheckMessage]:
         return
     if not same:
         yield Error(
-            f"OUTBOX['PATH'] is 'atomic', but {alias!r} is connected to another database than the broker.",
+            f"OUTBOX['PATH'] is 'atomic', but {alias!r} is connected to a database that is not the broker's database.",
             hint="Set PATH to 'auto'.",
             id="outbox.E024",
         )
@@ -265,7 +267,8 @@ def _broker_database(settings: OutboxSettings) -> Iterator[CheckMessage]:
                 if not _durable("postgresql", cursor):
                     yield _not_durable(settings.broker)
     except SchemaError as error:
-        # This is a warning, because `migrate` installs the tables. Before the first `migrate` the check says nothing.
+        # Unusable broker tables are a warning, because `migrate` installs the tables. Before the first `migrate`, the
+        # check reports nothing about them.
         if _MIGRATIONS in connections[settings.broker].introspection.table_names():
             yield from _unusable(error, Warning, "outbox.W026")
     except ConfigurationError as error:
@@ -275,7 +278,7 @@ def _broker_database(settings: OutboxSettings) -> Iterator[CheckMessage]:
 
 
 def _unusable(error: Exception, level: type[Error] | type[Warning], check_id: str) -> Iterator[CheckMessage]:
-    """Return the check messages for an error of the broker, with the texts that `outbox_status` shows for it."""
+    """Return the check messages for an error of the broker, with the same texts as `outbox_status`."""
     for one in unusable(error).conditions:
         yield level(one.text, hint=one.next_step, id=check_id)
 
@@ -284,16 +287,18 @@ def _foreign_ledger(alias: str, settings: OutboxSettings) -> Iterator[CheckMessa
     try:
         unknown = unknown_to_broker(alias, settings)
     except (OutboxError, psycopg.Error, DatabaseError) as error:
-        # The other checks of these two databases report the error.
+        # Other checks of the two databases report this error.
         logger.debug("the ledger on %r cannot be compared with the broker: %s", alias, error)
         return
     if unknown:
         yield Warning(
-            f"the ledger on {alias!r} has rows ({unknown} of its oldest) of transactions that the broker on "
-            f"{settings.broker!r} has never seen: was OUTBOX['BROKER'] changed, or its database replaced, with "
-            "messages in flight? No worker delivers those messages or answers for them.",
-            hint="Set BROKER back and let `manage.py outbox_worker --until-drained` deliver the remaining messages. "
-            "The rows of a drained broker are pruned after INBOX_RETENTION_SECONDS.",
+            f"{unknown} of the oldest rows of the ledger on {alias!r} belong to transactions that the broker on "
+            f"{settings.broker!r} has never stored. OUTBOX['BROKER'] was changed, or the broker's database was "
+            "replaced, before all messages were delivered. No worker delivers the messages of these transactions, "
+            "or answers their checks.",
+            hint="Set OUTBOX['BROKER'] to the previous broker, and run `manage.py outbox_worker --until-drained`, "
+            "which delivers the remaining messages. Pruning removes the ledger rows of a drained broker after "
+            "OUTBOX['INBOX_RETENTION_SECONDS'].",
             id="outbox.W029",
         )
 
@@ -303,12 +308,12 @@ def _former_broker(alias: str, settings: OutboxSettings) -> Iterator[CheckMessag
         left = left_behind(alias, settings)
     except (OutboxError, psycopg.Error) as error:
         # If this project cannot read a broker on the alias, it has never used that broker.
-        logger.debug("whether %r holds a broker cannot be determined: %s", alias, error)
+        logger.debug("the check could not find out whether %r has a broker: %s", alias, error)
         return
     if left:
         yield Warning(
-            f"OUTBOX['BROKER'] is {settings.broker!r}, but a broker on {alias!r} holds messages of this project: "
-            f"{'; '.join(left)}. No worker of this project delivers them or answers for them.",
+            f"OUTBOX['BROKER'] is {settings.broker!r}, but a broker on {alias!r} has messages of this project: "
+            f"{'; '.join(left)}. No worker of this project delivers these messages or answers their checks.",
             hint=f"Let `manage.py outbox_worker --until-drained` deliver them with BROKER set back to {alias!r}.",
             id="outbox.W028",
         )
@@ -326,7 +331,7 @@ def _new_groups(run: Executor) -> Iterator[CheckMessage]:
     try:
         found = new_groups(run)
     except OutboxError as error:
-        # check_settings reports the subscribers that cannot be imported.
+        # The check of the settings (check_settings) reports subscribers that cannot be imported.
         logger.debug("new groups cannot be determined: %s", error)
         return
     for one in found:
@@ -337,14 +342,15 @@ def _undeclared(settings: OutboxSettings, known: Mapping[str, Topic]) -> Iterato
     differing = [name for name, declared in settings.topics.items() if known.get(name) != declared.topic]
     if differing:
         yield Warning(
-            f"the broker does not have {', '.join(map(repr, differing))} as OUTBOX['TOPICS'] declares.",
+            "these topics are missing on the broker, or differ from OUTBOX['TOPICS']: "
+            f"{', '.join(map(repr, differing))}.",
             hint=f"Run `manage.py migrate --database={settings.broker}`.",
             id="outbox.W027",
         )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Finds consumer groups that are new to a topic whose messages other groups have handled.
+# The functions below find consumer groups that are new to a topic whose messages other groups have handled.
 #
 # Such a group is either a new group, or an old group under a new name. A renamed group would handle these messages
 # again.
@@ -353,7 +359,7 @@ def _undeclared(settings: OutboxSettings, known: Mapping[str, Topic]) -> Iterato
 def new_groups(run: Executor) -> list[Condition]:
     """Return the project's groups without `start` that would begin with messages that other groups have handled.
 
-    Raises the errors of `autodiscover`.
+    The function also raises the errors of `autodiscover`.
     """
     known = autodiscover()
     wanted = [
@@ -370,7 +376,7 @@ def new_groups(run: Executor) -> list[Condition]:
 
 
 def warn_of_new_groups(groups: Collection[str]) -> None:
-    """Log a warning for each of `groups` that is new to a topic. If the broker cannot be reached, log none."""
+    """Log a warning for each of `groups` that is new to a topic. If the broker cannot be reached, log no warning."""
     try:
         with broker_connection() as (connection, schema):
             found = new_groups(Executor(connection, schema))
@@ -384,13 +390,13 @@ def warn_of_new_groups(groups: Collection[str]) -> None:
 
 def _said(one: Newcomer, of_project: Collection[str]) -> Condition:
     text = (
-        f"the group {one.group!r} is new to the topic {one.topic!r} and begins with the oldest of about "
-        f"{one.messages} messages there, which {', '.join(map(repr, one.handled_by))} handled before."
+        f"the group {one.group!r} is new to the topic {one.topic!r}. The group will handle all messages of the topic, "
+        f"about {one.messages}, which {', '.join(map(repr, one.handled_by))} handled before."
     )
     former = [name for name in one.without_consumers if name not in of_project]
     renamed = (
-        f" If it is {former[0]!r} under another name, stop its workers and run `outbox_group rename {former[0]} "
-        f"{one.group}`."
+        f" If the new group is {former[0]!r} under another name, stop its workers and run `outbox_group rename "
+        f"{former[0]} {one.group}`."
         if former
         else ""
     )
@@ -400,5 +406,6 @@ def _said(one: Newcomer, of_project: Collection[str]) -> Condition:
         [{"group": one.group, "topic": one.topic, "messages": one.messages}],
         1,
         text,
-        f"Declare where it begins: start='earliest' for all of them, start='latest' for none.{renamed}",
+        "Declare where the group begins: start='earliest' to handle all these messages, start='latest' to handle "
+        f"none.{renamed}",
     )

@@ -1,17 +1,18 @@
 """Compares the application's databases with the broker, to find what a restore of one side has removed.
 
-There are three comparisons. Each looks for data that only one of the two databases has, although both had it before:
+There are three comparisons. Each comparison looks for data that only one of two databases has, although both had the
+data before:
 
 - The ledger has a row 'C', but the broker has no record of the row's transaction. The half message was durable before
-  the row committed, so the broker's database was restored, or a failover lost the message.
+  the transaction of the row committed, so the broker's database was restored, or a failover lost the message.
 - The broker committed a transaction because its producer saw the row 'C'. The ledger no longer has this row, and
-  pruning did not remove it. So the application's database was restored.
+  pruning did not remove it. So the application's database was restored to an earlier time.
 - The offset of a group has passed a message that did not fail, but the inbox of the group has no row of the message. So
-  the handlers' database was restored.
+  the database to which the handlers write was restored to an earlier time.
 
-Each comparison is incremental. If a sign shows that one side was restored, the comparison reads all rows again. There
-are two signs: a new life of the broker, and a missing row among the newest rows that both sides had at the last
-comparison.
+Each comparison reads only rows that are new since the last comparison. If a sign shows that one side was restored, the
+comparison reads all rows again. Such a sign is a new life of the broker, or a missing row among the newest rows that
+both sides had at the last comparison.
 
 See decision 171 and decision 172.
 """
@@ -73,7 +74,7 @@ class CompareCounts:
 
 
 def compare_when_due() -> CompareCounts | None:
-    """Call `run_compare` if the broker has begun a new life, or if the last pass was ten minutes ago.
+    """Call `run_compare` if the broker has begun a new life, or if the last pass was ten minutes ago or earlier.
 
     Else return None.
     """
@@ -122,8 +123,8 @@ def run_compare(*, max_batches: int = 400) -> CompareCounts:
     if failed:
         said = "; ".join(f"{alias!r}: {str(error).strip()}" for alias, error in failed.items())
         raise LedgerUnavailable(
-            f"ledger and inbox could not be compared with the broker ({said}). Nothing is lost by that: the next "
-            "pass tries again. Check that database."
+            f"ledger and inbox could not be compared with the broker ({said}). No data is lost by this "
+            "error. Make the named databases reachable: the next pass compares again."
         ) from next(iter(failed.values()))
     return counts
 
@@ -149,7 +150,10 @@ def settle() -> int:
 
 
 def found() -> list[DatabaseComparison]:
-    """Return the findings of the last comparisons. They include the findings of other projects on the broker."""
+    """Return the findings of the last comparisons.
+
+    The result includes findings of other projects that use the broker.
+    """
     with broker_connection() as (connection, schema):
         return comparisons.every(Executor(connection, schema))
 
@@ -165,7 +169,7 @@ def _has_tables(alias: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Context:
-    """The data that all comparisons of a pass share."""
+    """The data that all comparisons of one pass use."""
 
     run: Executor
     life: Life
@@ -177,7 +181,7 @@ class _Context:
 
     @property
     def is_young(self) -> bool:
-        """Whether transactions that began before this life of the broker may still commit."""
+        """Return whether transactions that began before this life of the broker may still commit."""
         return self.life.began_at > datetime.now(UTC) - _YOUNG
 
 
@@ -215,7 +219,8 @@ def _counts(
         known = before.get((one.kind, one.subject, one.topic, one.alias))
         if not one.is_clean and (known is None or known.missing != one.missing or known.is_clean):
             logger.error(
-                "%s of %s on %r: %d are missing since a restore or a failover, from %s to %s; outbox_status names them",
+                "%s of %s on %r: since a restore or a failover, %d are missing, with times from %s to %s; see "
+                "outbox_status",
                 one.kind,
                 one.subject,
                 one.alias,
@@ -245,8 +250,8 @@ def _compare_ledger(context: _Context, application: BaseDatabaseWrapper) -> None
     run, alias = context.run, application.alias
     known = context.known.get((ComparisonKind.LEDGER, context.producer_group, "", alias))
     missing = MissingTransactions(run, ComparisonKind.LEDGER, context.producer_group, alias)
-    # The broker may have removed older transactions, or another engine may have them. Pruning removes the ledger rows
-    # of those transactions by age.
+    # The broker may have removed older transactions, or an engine that the project used before may have them. Pruning
+    # removes the ledger rows of those transactions by age.
     oldest = max(context.bounds.installed_at, datetime.now(UTC) - context.keep, context.bounds.kept_since or _LONG_AGO)
     same_ledger = known is not None and known.state.get("ledger") == str(identity.ledger_id)
     is_first = known is None or known.life_id != context.life.life_id or not same_ledger
@@ -376,9 +381,10 @@ def _store(
 
 @dataclass(slots=True)
 class _Queue:
-    """The state of a queue. `valid_from`: the comparison ignores lower offsets. `position`: the next offset to examine.
+    """The state of one queue in the comparison of an inbox.
 
-    `moved`: the number of resets so far. `look_from`: the lowest offset whose effect was missing.
+    The comparison ignores offsets below `valid_from`, and examines the offset `position` next. `moved` is the number of
+    offset resets so far. `look_from` is the lowest offset whose effect was missing.
     """
 
     valid_from: int
@@ -394,7 +400,7 @@ class _InboxLook:
     context: _Context
     application: BaseDatabaseWrapper
     item: Subscriber
-    # The newest existing inbox rows of each queue.
+    # Maps the id of a queue to the message ids of the newest inbox rows that exist.
     present: dict[int, list[UUID]] = field(default_factory=dict)
     missing: dict[UUID, datetime] = field(default_factory=dict)
     highest: int = -1
@@ -428,7 +434,7 @@ class _InboxLook:
         return lowest
 
     def look_back(self, queue: Passed, low: int, high: int) -> int | None:
-        """Like `look`, but batch by batch from `high` down to `low`. Stop at a batch without a missing effect."""
+        """Do the same as `look`, batch by batch from `high` down to `low`. Stop at a batch without a missing effect."""
         lowest: int | None = None
         newest: list[UUID] = []
         while high > low:
@@ -443,7 +449,10 @@ class _InboxLook:
         return lowest
 
     def present_from(self, queue: Passed) -> int:
-        """Return the offset from which the inbox has a row of every message. Examine at most `_FIRST_LOOK` batches."""
+        """Return the first offset from which the inbox has a row for every message.
+
+        Examine at most `_FIRST_LOOK` batches.
+        """
         high = queue.next_offset
         for _ in range(_FIRST_LOOK):
             low = max(queue.floor, high - _BATCH)
@@ -459,11 +468,12 @@ class _InboxLook:
 
 
 def _compare_inbox(context: _Context, application: BaseDatabaseWrapper, item: Subscriber) -> None:
-    """Find messages that the group has passed without a failure, although the inbox has no row of them.
+    """Find messages that the group has passed without a failure, although the inbox has no row for these messages.
 
-    The first comparison reports nothing, because the group may have handled messages before it had an inbox. It only
-    finds the offset from which on the inbox has a row of every message. The comparison never reports a message that an
-    offset reset has skipped, or a message that an earlier filter of the group selected.
+    The first comparison reports nothing, because the group may have handled messages before it had an inbox. The first
+    comparison only finds the offset from which the inbox has a row for every message. The comparison never reports a
+    message that an offset reset has skipped. If the filter of the group has changed, the comparison starts again as at
+    the first time.
     """
     subscription = item.subscription
     group, topic, alias = _inbox_key(item)
@@ -479,7 +489,7 @@ def _compare_inbox(context: _Context, application: BaseDatabaseWrapper, item: Su
     for queue in passed:
         seen = queues.get(queue.queue_id)
         if seen is None:
-            # If the queue is new since the last comparison, all its offsets are compared.
+            # The comparison reads all offsets of a queue that is new since the last comparison.
             begin = queue.floor if state else look.present_from(queue)
             seen = queues[queue.queue_id] = _Queue(begin, queue.floor if state else queue.next_offset, queue.moved)
         if queue.moved > seen.moved:

@@ -1,4 +1,4 @@
-"""Examines settings, databases, ledgers and retention for problems that may occur, and names a remedy for each."""
+"""Finds problems in settings, databases, ledgers and retention, and names a remedy for each problem."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _system_checks() -> Iterator[Condition]:
     messages = [*checks.check_settings(), *check_databases(databases=aliases)]
     for message in messages:
         bad = Severity.CRITICAL if message.level >= django_checks.ERROR else Severity.WARNING
-        yield of_text(f"check {message.id}", bad, message.msg, message.hint or "The text says what to do.")
+        yield of_text(f"check {message.id}", bad, message.msg, message.hint or "Do what the text of this check says.")
     if not messages:
         yield of_text("settings and aliases", Severity.OK, f"checked for {', '.join(sorted(aliases))}")
 
@@ -76,15 +76,19 @@ def _ledgers() -> Iterator[Condition]:
             with closing(open_connection(alias)) as connection:
                 identity = ledger.identity(connection)
         except DatabaseError as error:
-            remedy = f"Run `manage.py migrate --database={alias}`, or leave the alias out of DATABASES."
+            remedy = f"Run `manage.py migrate --database={alias}`, or remove the alias from DATABASES."
             yield of_text(f"ledger of {alias!r}", Severity.WARNING, str(error).strip(), remedy)
             continue
         if identity is None:
-            remedy = f"Run `manage.py migrate --database={alias}`: it gives the ledger an identity."
+            remedy = f"Run `manage.py migrate --database={alias}`, which gives the ledger an identity."
             yield of_text(f"ledger of {alias!r}", Severity.CRITICAL, "has no identity", remedy)
         elif identity.ledger_id in owners:
-            remedy = "If one database is a copy of the other, give it an identity of its own (docs/operations.md)."
-            text = f"has the identity of {owners[identity.ledger_id]!r}: the same database, or a copy of it"
+            remedy = (
+                "If one database is a copy of the other, give the copy an identity of its own (docs/operations.md)."
+            )
+            text = (
+                f"has the same identity as the ledger of {owners[identity.ledger_id]!r} (the same database, or a copy)"
+            )
             yield of_text(f"ledger of {alias!r}", Severity.WARNING, text, remedy)
         else:
             owners[identity.ledger_id] = alias
@@ -100,18 +104,23 @@ def _retention(settings: OutboxSettings, topics: list[Topic]) -> Iterator[Condit
     """
     short = [topic.name for topic in topics if topic.retention_seconds < 2 * LEDGER_KEEP_SECONDS]
     remedy = (
-        f"Keep them for {2 * LEDGER_KEEP_SECONDS:.0f} s: ledger rows are removed once the broker shows their decision."
+        f"Set the retention of these topics to at least {2 * LEDGER_KEEP_SECONDS:.0f} s: pruning removes a ledger row "
+        "only if the broker still has the decision."
     )
-    text = f"too short for the ledger: {', '.join(short)}" if short else "outlives the ledger's rows"
+    text = (
+        f"these topics keep messages for too short a time: {', '.join(short)}"
+        if short
+        else "is longer than the retention of ledger rows"
+    )
     yield of_text("retention of topics", *((Severity.WARNING, text, remedy) if short else (Severity.OK, text)))
     yield _inbox_retention(settings, topics)
     horizon = settings.check.max_age_seconds
     early = [topic.name for topic in topics if topic.retention_seconds < horizon]
-    remedy = f"Keep them for {horizon:.0f} s (MAX_CHECK_AGE_SECONDS), or reduce that setting."
+    remedy = f"Set the retention of these topics to at least {horizon:.0f} s, or reduce MAX_CHECK_AGE_SECONDS."
     text = (
-        (f"decisions are removed before check-back ends: {', '.join(early)}")
+        f"retention removes decisions of these topics before check-back ends: {', '.join(early)}"
         if early
-        else "decisions outlive check-back"
+        else "the broker keeps decisions until check-back has ended"
     )
     yield of_text("check horizon", *((Severity.WARNING, text, remedy) if early else (Severity.OK, text)))
 
@@ -119,8 +128,8 @@ def _retention(settings: OutboxSettings, topics: list[Topic]) -> Iterator[Condit
 def _inbox_retention(settings: OutboxSettings, topics: list[Topic]) -> Condition:
     """Check the inbox's retention.
 
-    Pruning keeps the inbox rows of messages that are in the log. A restored broker may also deliver messages again that
-    had already been removed from the log.
+    Pruning keeps the inbox rows of messages that are in the log. The inbox must also keep rows of messages that
+    retention has removed from the log, because a restored broker may deliver these messages again.
     """
     name, kept = "retention of the inbox", settings.inbox_retention_seconds
     longest = max((topic.retention_seconds for topic in topics), default=0)
@@ -132,20 +141,26 @@ def _inbox_retention(settings: OutboxSettings, topics: list[Topic]) -> Condition
             f"Set OUTBOX['INBOX_RETENTION_SECONDS'] to at least {needed:.0f}: otherwise a message may take effect "
             "twice if a restored broker delivers it again, or if it is sent again with its id."
         )
-        return of_text(name, Severity.WARNING, f"{kept:.0f} s, but messages are delivered for {needed:.0f} s", remedy)
+        return of_text(
+            name, Severity.WARNING, f"is {kept:.0f} s, but the broker may deliver a message for {needed:.0f} s", remedy
+        )
     if kept < cap:
         text = (
-            f"outlives usual deliveries, which end after {needed:.0f} s; the log keeps what a group has not consumed "
-            f"for {cap:.0f} s, and rows of messages in the log are not pruned"
+            f"is longer than usual deliveries, which end after {needed:.0f} s; the log keeps messages that a group has "
+            f"not consumed for {cap:.0f} s, and pruning keeps the inbox rows of messages in the log"
         )
         return of_text(name, Severity.OK, text)
-    return of_text(name, Severity.OK, f"outlives the log, which keeps what a group has not consumed for {cap:.0f} s")
+    return of_text(
+        name,
+        Severity.OK,
+        f"is longer than the log's retention, which is {cap:.0f} s for messages that a group has not consumed",
+    )
 
 
 def _retry_seconds(subscription: Subscription) -> float:
     """Return the sum of the waits between a subscription's attempts.
 
-    For a subscription without a limit of attempts, sum the waits of sixteen attempts.
+    For a subscription without a limit of attempts, return the sum of the waits between the first sixteen attempts.
     """
     attempts = subscription.retry.max_attempts or 16
     return sum(subscription.retry.delay_seconds(attempt) for attempt in range(1, attempts))

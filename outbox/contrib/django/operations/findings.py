@@ -1,4 +1,4 @@
-"""Reconciliation's findings as a table, for the admin."""
+"""Stores the findings of the reconciliation in a table, which the admin shows."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Installs and removes the broker's schema, its topics, and the ledger's identity (`migrate`, `outbox_install`).
 
-`left_behind` finds the messages that a project has not delivered on a broker that it used before.
+`left_behind` finds undelivered messages of the project on a broker that the project used before.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 def after_migrate(
     *, using: str, apps: Apps = global_apps, plan: Sequence[tuple[Any, bool]] = (), **options: Any
 ) -> None:
-    """Receive the signal post_migrate. After a flush, Django sends it without the arguments `apps` and `plan`.
+    """Receive the signal post_migrate. After a flush, Django sends the signal without the arguments `apps` and `plan`.
 
     Raises CommandError, which `migrate` and `flush` print as a message, if the broker's tables cannot be installed.
     """
@@ -65,7 +65,10 @@ def after_migrate(
 
 
 def name_ledger(alias: str, apps: Apps) -> None:
-    """Give the ledger an id if it has none. A flush removes the id and the rows, so the ledger gets a new id."""
+    """Give the ledger an id if it has none.
+
+    A flush removes the id and all rows of the ledger, so this function then gives the ledger a new id.
+    """
     try:
         identity = apps.get_model("outbox", "LedgerIdentity")
     except LookupError:
@@ -83,8 +86,8 @@ def install_broker(
 ) -> tuple[int, int]:
     """Install or upgrade the broker's tables and declare the topics of the settings. A second call changes nothing.
 
-    Returns the versions before and after. The parameters `patience_seconds` and `report` are passed to `install`.
-    Raises SchemaError, BrokerUnavailable or ConfigurationError.
+    Returns the versions of the schema before and after the call. The parameters `patience_seconds` and `report` are
+    passed to `install`. Raises SchemaError, BrokerUnavailable or ConfigurationError.
     """
     with _administering(settings) as connection:
         before = installed_version(connection, settings.schema)
@@ -97,7 +100,7 @@ def install_broker(
 
 
 def planned_installation(settings: OutboxSettings) -> tuple[int, int]:
-    """Return the versions before and after an `install_broker`, but change nothing. Raises the same errors."""
+    """Return what `install_broker` would return, but change nothing. Raises the same errors as `install_broker`."""
     with _administering(settings) as connection:
         before = installed_version(connection, settings.schema)
         if before >= SCHEMA_VERSION:
@@ -113,7 +116,7 @@ def remove_broker(
     patience_seconds: float = DEFAULT_PATIENCE_SECONDS,
     report: Callable[[str], None] = logger.warning,
 ) -> list[str]:
-    """Drop the broker's tables with all messages. Return a text for each loss (see `_left_in`).
+    """Drop the broker's tables with all messages. Return one text for each reason against the drop (see `_left_in`).
 
     If a process uses the tables or a message is undelivered, and `force` is False, raises UsageError. Also raises
     SchemaError, BrokerUnavailable or ConfigurationError.
@@ -124,7 +127,7 @@ def remove_broker(
         if left and not force:
             raise UsageError(
                 f"the broker on {settings.broker!r} is not empty: {'; '.join(left)}. Nothing was dropped. Stop the "
-                "workers after everything is delivered, or drop it anyway with --force."
+                "workers after everything is delivered, or pass --force to drop the tables with these messages."
             )
         if not dry_run:
             uninstall(connection, settings.schema, patience_seconds=patience_seconds, report=report)
@@ -133,7 +136,7 @@ def remove_broker(
 
 
 def _left_in(run: Executor) -> Iterator[str]:
-    """Yield a text for each loss if the tables are dropped: processes that would fail, and undelivered messages."""
+    """Yield one text for each reason against dropping the tables: processes that use them, and undelivered messages."""
     if has_leader(run):
         yield "a broker process runs"
     for group, consumers in live_consumers(run).items():
@@ -150,12 +153,13 @@ def _administering(settings: OutboxSettings) -> Iterator[Connection]:
         except psycopg.Error as error:
             raise SchemaError(
                 f"the broker's tables in schema {settings.schema!r} on {settings.broker!r} were not changed: "
-                f"{str(error).strip()}. Run this as a role that may (their owner; CREATE on the database)."
+                f"{str(error).strip()}. Run this command as a role that owns the tables and has CREATE on the database."
             ) from error
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Finds unfinished messages in a broker that the project used before. No worker of the project serves that broker now.
+# The functions below find undelivered messages in a broker that the project used before OUTBOX was changed. No worker
+# of the project uses that broker now.
 
 _SAMPLE: Final = 100
 
@@ -179,8 +183,9 @@ def left_behind(alias: str, settings: OutboxSettings) -> list[str]:
 def unknown_to_broker(alias: str, settings: OutboxSettings) -> int:
     """Read the oldest ledger rows on `alias`. Count the rows whose transactions the broker has never seen.
 
-    Pruning removes a row only if the broker shows its transaction as decided. So the rows of transactions on another
-    broker stay, and become the oldest rows of the ledger. Raises BrokerError, psycopg.Error, or django.db.Error.
+    Pruning removes a row only if the broker shows its transaction as decided. So rows whose transactions are on another
+    broker are not removed, and become the oldest rows of the ledger. Raises BrokerError, psycopg.Error, or
+    django.db.Error.
     """
     below = first_id_at(datetime.now(UTC) - timedelta(minutes=1))
     ids = ledger.ids_between(connections[alias], UUID(int=0), below, limit=_SAMPLE)

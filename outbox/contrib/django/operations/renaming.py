@@ -1,4 +1,4 @@
-"""Renames a consumer group, with its data in the broker and the inboxes.
+"""Renames a consumer group and its data, in the broker and in the inboxes.
 
 See decision 177.
 """
@@ -28,9 +28,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Renamed:
-    """The result of a rename. `renamed`: False if nothing was left to do.
+    """The result of a rename. `renamed` is False if the group already had the new name, or in a dry run.
 
-    `copied`: the number of copied inbox rows by alias.
+    `copied` has the number of copied inbox rows for each alias.
     """
 
     renamed: bool
@@ -40,10 +40,10 @@ class Renamed:
 def rename_group(old: str, new: str, *, dry_run: bool = False) -> Renamed:
     """Rename a group whose consumers are stopped. If the rename is interrupted, call it again.
 
-    A message that the group has handled under its former name is not handled again under the new name. A group that
-    starts under the new name is paused until the broker has the new name. Rows with the former name stay in the inboxes
-    until pruning removes them. Raises UnknownGroup, UsageError, BrokerError, or LedgerUnavailable if an inbox cannot be
-    reached.
+    A message that the group has handled under its former name is not handled again under the new name. If consumers
+    start under the new name too early, their group is paused until the broker has the new name. Rows with the former
+    name stay in the inboxes until pruning removes them. Raises UnknownGroup, UsageError, BrokerError, or
+    LedgerUnavailable if an inbox cannot be reached.
     """
     with broker_connection() as (connection, schema):
         run = Executor(connection, schema)
@@ -79,7 +79,7 @@ def _on_each(work: Callable[[BaseDatabaseWrapper], T]) -> dict[str, T]:
             except DatabaseError as error:
                 raise LedgerUnavailable(
                     f"the inbox on {alias!r} cannot be read or written ({str(error).strip()}), so the group still "
-                    "has its former name: under the new one its handled messages would run again. Bring the "
-                    "database back and run this again."
+                    "has its former name: under the new name it would handle its messages again. Make "
+                    "the database reachable, and run this command again."
                 ) from error
     return found

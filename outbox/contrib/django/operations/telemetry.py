@@ -1,8 +1,8 @@
-"""Metrics and traces of a project: figures of its processes, figures of the broker's tables, and spans.
+"""Metrics and traces of a project: numbers about its processes, numbers from the broker's tables, and spans.
 
-Metrics need `prometheus-client` (the extra `metrics`). A process writes its figures to prometheus_client's default
-registry, like the application's own metrics. If several processes serve metrics, set PROMETHEUS_MULTIPROC_DIR, as
-prometheus_client requires. A worker sets this variable for its own processes.
+Metrics need `prometheus-client` (the extra `metrics`). A process writes its metrics to prometheus_client's default
+registry, as the application does with its own metrics. If several processes serve metrics, set
+PROMETHEUS_MULTIPROC_DIR, as prometheus_client requires. A worker sets this variable for its own processes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from outbox.contrib.prometheus.collector import BrokerCollector, ScrapeState
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The figures that a process measures about itself.
+# The functions below start the metrics that a process measures about itself.
 
 DIRECTORY_VARIABLE: Final = "PROMETHEUS_MULTIPROC_DIR"
 
@@ -45,7 +45,7 @@ def require() -> None:
 
 
 def record() -> None:
-    """Start to measure this process. Raises ConfigurationError without prometheus-client."""
+    """Start the metrics of this process. Raises ConfigurationError if prometheus-client is not installed."""
     global _recording
     if _recording:
         return
@@ -59,7 +59,10 @@ def record() -> None:
 
 
 def record_if_wanted() -> None:
-    """Call `record` if OUTBOX['METRICS'] is on. Invalid settings are ignored: `manage.py check` reports them."""
+    """Call `record` if OUTBOX['METRICS'] is on.
+
+    If the settings are invalid, do nothing: `manage.py check` reports them.
+    """
     try:
         wanted = get_settings().metrics
     except ConfigurationError:
@@ -69,7 +72,8 @@ def record_if_wanted() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# A project's metrics for Prometheus: the figures of its processes, and the figures of the broker's tables.
+# The functions below serve a project's metrics to Prometheus: metrics of its processes, and metrics of the broker's
+# tables.
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -86,7 +90,10 @@ _collector: BrokerCollector | None = None
 
 
 def is_authorized(header: str) -> bool:
-    """Whether an Authorization header has the token of OUTBOX['METRICS_TOKEN']; False if the setting is not set."""
+    """Return whether an Authorization header has the token of OUTBOX['METRICS_TOKEN'].
+
+    Without this setting, return False.
+    """
     token = get_settings().metrics_token
     return token is not None and hmac.compare_digest(header.encode(), f"Bearer {token}".encode())
 
@@ -96,7 +103,7 @@ def render() -> bytes:
 
     If PROMETHEUS_MULTIPROC_DIR is set, the result has the metrics of all processes that share this directory.
 
-    Raises ConfigurationError without prometheus-client.
+    Raises ConfigurationError if prometheus-client is not installed.
     """
     require()
     from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
@@ -115,7 +122,7 @@ def render() -> bytes:
 
 
 def state() -> ScrapeState:
-    """The present figures of the broker's tables."""
+    """Return the present state of the broker's tables, for the metrics."""
     from outbox.contrib.prometheus.collector import ScrapeState
 
     try:
@@ -147,13 +154,14 @@ def _application_sizes() -> dict[str, Any]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Traces of this process's messages: OUTBOX['TRACING'].
+# The function below turns on traces of this process's messages (OUTBOX['TRACING']).
 
 
 def trace_if_wanted() -> None:
-    """Trace messages if OUTBOX['TRACING'] is on. Invalid settings are ignored: `manage.py check` reports them.
+    """Trace messages if OUTBOX['TRACING'] is on.
 
-    Raises ConfigurationError without opentelemetry-api.
+    If the settings are invalid, do nothing: `manage.py check` reports them. Raises ConfigurationError if
+    opentelemetry-api is not installed.
     """
     try:
         wanted = get_settings().tracing

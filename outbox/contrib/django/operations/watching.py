@@ -34,15 +34,15 @@ _rules: dict[str, Rule] = {}
 
 
 def add_rule(name: str, rule: Rule) -> None:
-    """Evaluate `rule` each time the conditions are evaluated. A second registration of a name replaces the first.
+    """Register a rule that is called each time the conditions are evaluated.
 
-    `name` is the name of the condition that the rule may return.
+    `name` is the name of the condition that the rule may return. A second rule with the same name replaces the first.
     """
     _rules[name] = rule
 
 
 def with_application(verdict: ConditionReport, run: Executor) -> ConditionReport:
-    """Add the conditions of the application's tables to a verdict on the broker."""
+    """Return the conditions of the broker together with the conditions of the application's own tables."""
     return worst_first([*verdict.conditions, *_all(run)])
 
 
@@ -51,14 +51,17 @@ def _all(run: Executor) -> Iterator[Condition]:
         try:
             yield from rule(run)
         except DatabaseError as error:
-            # If the table cannot be read, the condition is unknown, not false.
-            logger.warning("whether %r holds is unknown, its table could not be read: %s", name, error)
+            # The table cannot be read, so it is unknown whether the condition holds. Report that instead of no
+            # condition.
+            logger.warning(
+                "it is unknown whether the condition %r holds, because its table could not be read: %s", name, error
+            )
             yield from condition(name, [(Severity.WARNING, {"unknown": str(error).strip()})])
 
 
 @dataclass(frozen=True, slots=True)
 class BrokerView:
-    """The verdict and the broker's figures; `overview` is None if the broker does not answer."""
+    """The conditions that hold, and an overview of the broker. `overview` is None if the broker does not answer."""
 
     verdict: ConditionReport
     overview: Overview | None
@@ -69,7 +72,10 @@ class BrokerView:
 
 
 def look() -> BrokerView:
-    """Read verdict and figures once. If the broker is unreachable, the verdict says so. Raises ConfigurationError."""
+    """Read the conditions and the overview once.
+
+    If the broker is unreachable, a condition says so. Raises ConfigurationError.
+    """
     limits = get_settings().thresholds
     try:
         with asking() as run:
@@ -83,7 +89,10 @@ def look() -> BrokerView:
 
 
 def probe() -> ConditionReport:
-    """Evaluate the rules of the probe. If the broker is unreachable, a condition says so. Raises ConfigurationError."""
+    """Evaluate the few rules for load balancers.
+
+    If the broker is unreachable, a condition says so. Raises ConfigurationError.
+    """
     settings = get_settings()
     require_database(settings)
     try:
@@ -94,7 +103,10 @@ def probe() -> ConditionReport:
 
 
 def run_audit() -> dict[str, Any]:
-    """Count all messages, compare the counts and store the result. Raises BrokerError or ConfigurationError."""
+    """Run the audit: count all messages, check the equations of the counts, and store the result.
+
+    Raises BrokerError or ConfigurationError.
+    """
     with broker_connection() as (connection, schema):
         return dataclasses.asdict(audit.run_once(Executor(connection, schema)))
 
@@ -113,7 +125,7 @@ def audit_when_due() -> dict[str, Any]:
 
 @contextmanager
 def asking() -> Iterator[Executor]:
-    """Open a connection to the broker, even if its tables have another version than this code."""
+    """Open a connection to the broker, even if the version of its tables does not fit this code."""
     settings = get_settings()
     require_database(settings)
     with (

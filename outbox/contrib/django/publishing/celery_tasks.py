@@ -28,21 +28,25 @@ class TransactionalTask(RecordedTask):
     """A Celery task whose calls inside `atomic()` are stored with the transaction.
 
     A consumer process sends the call to Celery's broker after the transaction has committed. If the transaction rolls
-    back, nothing is sent. docs/celery.md lists the forms of a call. A call outside of `atomic()` is an ordinary call.
-    `self.retry()` and `self.replace()` are sent at once. Use the class as `@shared_task(base=TransactionalTask)`, or
-    for all tasks: `Celery("shop", task_cls=TransactionalTask)`. `using` names the database alias if transactions are
-    open on several aliases. The task needs OUTBOX['CELERY_APP'] and a consumer process.
+    back, the call is not sent. docs/celery.md lists the forms of a call. A call outside of `atomic()` is an ordinary
+    Celery call. `self.retry()` and `self.replace()` are sent at once. Use the class as
+    `@shared_task(base=TransactionalTask)`, or for all tasks: `Celery("shop", task_cls=TransactionalTask)`. `using`
+    names the database alias if transactions are open on several aliases. The task needs OUTBOX['CELERY_APP'] and a
+    consumer process.
     """
 
     abstract = True
     using: str | None = None
 
     def delay_on_commit(self, *args: Any, **kwargs: Any) -> None:
-        """The same method as in Celery's own task class for Django, but here the task cannot be lost."""
+        """Call the task after the commit, as in Celery's own task class for Django.
+
+        With this class, a crash after the commit cannot lose the call.
+        """
         self.apply_async(args, kwargs)
 
     def apply_async_on_commit(self, *args: Any, **kwargs: Any) -> None:
-        """Like `delay_on_commit`, with the arguments of `apply_async`."""
+        """Do the same as `delay_on_commit`, with the arguments of `apply_async`."""
         self.apply_async(*args, **kwargs)
 
     def _record_now(self, name: str) -> bool:
@@ -50,8 +54,8 @@ class TransactionalTask(RecordedTask):
             return current_transaction(self.using) is not None
         except TransactionUsageError as error:
             raise TransactionUsageError(
-                f"the task {name} joins the transaction that calls it; for a task, `using` is an option of its own, "
-                f"@shared_task(using='default'). {error}"
+                f"the call of the task {name} is stored with the open transaction, which must be on one alias. Name "
+                f"this alias in the declaration of the task, for example @shared_task(using='default'). {error}"
             ) from error
 
     def _recording(self) -> AbstractContextManager[None]:
@@ -62,8 +66,8 @@ class TransactionalTask(RecordedTask):
         if settings.celery_app is None:
             raise ConfigurationError(
                 f"the task {name} is called in a transaction, but OUTBOX['CELERY_APP'] is not set, so no process "
-                "would send it to Celery: write the dotted path of the app there, for example 'shop.celery.app', "
-                "and run `manage.py migrate` for its topic."
+                "would send the call to Celery. Set OUTBOX['CELERY_APP'] to the dotted path of the app, for example "
+                "'shop.celery.app', and run `manage.py migrate`, which creates the topic of the calls."
             )
         tag = name if len(name) <= MAX_TAG else ""
         publish(
@@ -72,7 +76,7 @@ class TransactionalTask(RecordedTask):
 
 
 def register_hand_over() -> None:
-    """Subscribe the service to the tasks of its own Celery app (OUTBOX['CELERY_APP'])."""
+    """Register the subscriber that sends stored task calls to the service's own Celery app (OUTBOX['CELERY_APP'])."""
     topic = tasks_topic(get_settings())
     register(
         Subscriber(
@@ -96,7 +100,7 @@ def subscriber_task(topic: str, *, group: str, **options: Any) -> Callable[[AnyT
 
     The consumer process sends the call to Celery's broker. When Celery's broker has the call, the message is handled,
     and Celery's rules apply to the call (acks_late, retries). If the call is sent twice, both calls have the same task
-    id. `options` are the options of `subscriber`.
+    id. The function takes the same `options` as `subscriber`.
     """
     options.setdefault("retry", _UNTIL_IT_IS_THERE)
 

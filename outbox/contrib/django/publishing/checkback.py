@@ -16,9 +16,9 @@ logger = logging.getLogger(__name__)
 
 
 def run_check_back(*, max_batches: int = 100, parked: bool = False) -> CheckCounts:
-    """Answer all due checks of this producer group now. Several processes may call it at the same time.
+    """Answer all due checks of this producer group now. Several processes may call this function at the same time.
 
-    With `parked`, it also checks the group's parked transactions, before their checks are due. Raises
+    With `parked`, the function also checks the group's parked transactions, before their checks are due. Raises
     ConfigurationError if PRODUCER_GROUP is not set, and BrokerError if the broker does not answer.
     """
     is_my_turn(CHECK_BACK, get_settings().check_interval_seconds, rest_seconds=0)
@@ -28,14 +28,17 @@ def run_check_back(*, max_batches: int = 100, parked: bool = False) -> CheckCoun
 
 
 def check_back(*, max_batches: int = 100) -> CheckCounts:
-    """Run one pass of check-back, even if another process should run it. Raises the errors of `run_check_back`."""
+    """Run one pass of check-back, even if another process should run the next pass.
+
+    Raises the errors of `run_check_back`.
+    """
     group = get_settings().required_producer_group()
     broker = get_broker()
     return CheckBack(broker, group, LedgerChecker()).run_once(max_batches=max_batches)
 
 
 def is_my_turn(name: str, interval_seconds: float, *, rest_seconds: float | None = None) -> bool:
-    """Whether this process should run the periodic pass `name` now.
+    """Return whether this process should run the periodic pass `name` now.
 
     If the function returns True, the broker has recorded the start of the pass. If the broker does not answer, the
     function also returns True, because an extra pass is harmless.
@@ -46,5 +49,7 @@ def is_my_turn(name: str, interval_seconds: float, *, rest_seconds: float | None
     try:
         return broker.take_turn(group, name, interval_seconds=interval_seconds, rest_seconds=rest_seconds)
     except BrokerError as error:
-        logger.warning("the broker does not say which process runs %s, so this one runs it: %s", name, error)
+        logger.warning(
+            "the broker does not answer which process should run %s, so this process runs it: %s", name, error
+        )
         return True

@@ -49,19 +49,19 @@ from outbox.utils.faults import point
 # The name of the parameter by which a part's function receives the return value of the decorated function.
 RESULT: Final = "result"
 
-# The mark for a part that was not given. None cannot be the mark, because None is a valid value of a part.
+# The default value of a part that the caller did not pass. None is not used, because None is a valid value of a part.
 NOT_GIVEN: Final[Any] = object()
 
-# `*args` and `**kwargs`: a caller cannot pass a value by the name of such a parameter.
+# Parameters such as `*args` and `**kwargs`. A caller cannot pass a value by the name of such a parameter.
 _COLLECTING: Final = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 @dataclass(frozen=True, slots=True)
 class MessagePart:
-    """One property of the message: a value, or a function and the names of its arguments.
+    """One field of the message, such as the body: a value, or a function and the names of its arguments.
 
-    `wanted`: the arguments without a default. `optional`: the arguments with a default. `others`: the name of the
-    decorated function's `**kwargs`, which may also contain an argument, or ''.
+    `wanted` has the arguments without a default, and `optional` the arguments with a default. `others` is the name of
+    the `**kwargs` of the decorated function, which may also contain an argument; it is '' if there is none.
     """
 
     what: str
@@ -72,11 +72,11 @@ class MessagePart:
 
     @property
     def needs_result(self) -> bool:
-        """Whether the part can be built only after the decorated function has run."""
+        """Return whether the part can be built only after the decorated function has run."""
         return self.wanted is not None and RESULT in (*self.wanted, *self.optional)
 
     def of(self, arguments: Mapping[str, Any], name: str) -> Any:
-        """The part's value for one call of the function `name`. Raises the errors of the part's function.
+        """Return the part's value for one call of the function `name`. Raises the errors of the part's function.
 
         Raises UsageError if the call did not pass an argument that the part needs.
         """
@@ -85,26 +85,27 @@ class MessagePart:
         known = {**arguments.get(self.others, {}), **arguments}
         if lacking := [wanted for wanted in self.wanted if wanted not in known]:
             raise UsageError(
-                f"{self.what}= of {name} needs {', '.join(map(repr, lacking))}, which this call did not pass by "
-                "name. Nothing was published, and the transaction is rolled back: pass it, or give the part a "
-                "default."
+                f"{self.what}= of {name} needs {', '.join(map(repr, lacking))}, which this call did not pass. "
+                "Nothing was published, and the transaction is rolled back. Pass the argument, or give the parameter a "
+                "default in the function of this part."
             )
         names = (*self.wanted, *self.optional)
         return self.value(**{wanted: known[wanted] for wanted in names if wanted in known})
 
 
 def part(function: Callable[..., Any], what: str, value: Any, *, may_yield: bool = False) -> MessagePart:
-    """The message part named `what`, for the messages of `function`. Raises ConfigurationError if it cannot be built.
+    """Return the message part named `what`, for the messages of `function`.
 
-    `may_yield`: the part may be a generator. The generator runs to its end when the messages are built.
+    Raises ConfigurationError for a wrong value. If `may_yield` is true, the part may be a generator, which runs to its
+    end when the messages are built.
     """
     if not callable(value):
         return MessagePart(what, value)
     name = name_of(function)
     if is_asynchronous(value) or (is_generator(value) and not may_yield):
         raise ConfigurationError(
-            f"{what}= of {name} is asynchronous or a generator: it is called when the message is built. Make it a "
-            f"plain function of the parameters of {name}."
+            f"{what}= of {name} is an asynchronous function or a generator, which cannot be called when the message is "
+            f"built. Pass a plain function with parameters of {name}."
         )
     parameters = signature_of(function).parameters
     others = next((p.name for p in parameters.values() if p.kind is p.VAR_KEYWORD), "")
@@ -126,20 +127,24 @@ def _parameters(name: str, what: str, value: Callable[..., Any]) -> list[inspect
         return list(signature_of(value).parameters.values())
     except ValueError:
         raise ConfigurationError(
-            f"{what}= of {name} is {value!r}, which has no readable signature: write a function of the parameters of "
-            f"{name}, like `lambda order: {{'id': order.pk}}`, or a value."
+            f"{what}= of {name} is {value!r}, which has no readable signature: pass a function with parameters of "
+            f"{name}, like `lambda order: {{'id': order.pk}}`, or pass a value."
         ) from None
 
 
 def _unknown(name: str, what: str, parameter: inspect.Parameter, known: Iterable[str]) -> ConfigurationError:
     return ConfigurationError(
-        f"{what}= of {name} is a function with the parameter {str(parameter)!r}: its parameters must be named like "
-        f"those of {name} ({', '.join(known) or 'none'}), or 'result' for what it returned."
+        f"{what}= of {name} is a function with the parameter {str(parameter)!r}. Rename this parameter: it must have "
+        f"the name of a parameter of {name} ({', '.join(known) or 'none'}), or 'result' for the return value of "
+        f"{name}."
     )
 
 
 def arguments_of(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of one call by name, with defaults. Raises TypeError if they do not match the signature."""
+    """Return the arguments of one call by name, with defaults.
+
+    Raises TypeError if the call does not match the signature.
+    """
     bound = signature.bind(*args, **kwargs)
     bound.apply_defaults()
     return bound.arguments
@@ -147,14 +152,14 @@ def arguments_of(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Ma
 
 # -- writes to another database --------------------------------------------------------------------
 #
-# Refuses a write to a database whose transaction does not decide about the message.
+# The code below refuses a write to a database whose transaction does not decide about the message.
 #
 # Without `using`, `@transactional_message` chooses an alias, but a router may send a model's write to another alias. If
 # the function failed after this write, the row would stay, and the message would be rolled back. So such a write is
 # refused.
 
 
-# Matches a statement that changes rows, also after comments and parentheses, and inside WITH.
+# Matches a statement that changes rows, also if it begins with comments or parentheses, or is inside WITH.
 _WRITES: Final = re.compile(
     r"(?:\s|\(|--[^\n]*\n|/\*.*?\*/)*"
     r"(?:(?:INSERT|UPDATE|DELETE|MERGE|REPLACE|TRUNCATE|COPY)\b"
@@ -164,7 +169,7 @@ _WRITES: Final = re.compile(
 
 
 class _Watch:
-    """Refuses the writes of a decorated function on other aliases than the alias of its transaction."""
+    """Refuses writes of a decorated function if they are not on the alias of its transaction."""
 
     def __init__(self, alias: str, name: str) -> None:
         self.alias = alias
@@ -180,11 +185,11 @@ class _Watch:
 
     def _refusal(self, alias: str, statement: str) -> TransactionUsageError:
         return TransactionUsageError(
-            f"{self.name} wrote to {alias!r} ({' '.join(statement.split())[:60]}…), but its message follows the "
-            f"transaction on {self.alias!r}: had the function failed, the row would have stayed without its message. "
-            "The write was not executed, and the transaction is rolled back. Say which database decides: "
-            f"@transactional_message(…, using={alias!r}), or using={self.alias!r} if this write may commit "
-            "separately."
+            f"{self.name} wrote to {alias!r} ({' '.join(statement.split())[:60]}…), but its message belongs to "
+            f"the transaction on {self.alias!r}. If the function failed after this write, the row would stay and the "
+            "message would be rolled back. The write was not executed, and the transaction is rolled back. Write "
+            f"@transactional_message(…, using={alias!r}), or using={self.alias!r} if this write may commit in a "
+            "separate transaction."
         )
 
 
@@ -195,9 +200,10 @@ _watching: ContextVar[_Watch | None] = ContextVar("outbox_watching", default=Non
 def writes_stay_on(alias: str | None, name: str) -> Iterator[None]:
     """Inside the block, refuse this thread's writes on every other alias than `alias`.
 
-    If `alias` is None, all writes are allowed again. Raises TransactionUsageError before the write is executed. If the
-    caller swallows the error, the error is raised again at the end of the block. The check detects only writes through
-    Django's cursors. With one database, this check costs nothing.
+    If `alias` is None, the block allows all writes, also inside a block that refuses writes. Raises
+    TransactionUsageError before the refused write is executed. If the code in the block swallows this error, the error
+    is raised again at the end of the block. The check detects only writes through Django's cursors. In a project with
+    one database, this check costs nothing.
     """
     watch = _Watch(alias, name) if alias is not None else None
     token = _watching.set(watch)
@@ -276,22 +282,24 @@ def transactional_message(
 
     `body`, `key`, `tag`, `headers` and `deliver_at` are values, or functions whose parameters are named like parameters
     of the decorated function. If such a function has a parameter `result`, it gets the return value of the decorated
-    function, for example an object with a database id. The message is then built after the decorated function has run,
-    before COMMIT. A parameter may also name a keyword argument that the decorated function takes by `**kwargs`.
+    function, for example an object with a database id. With this parameter, the message is built after the decorated
+    function has run, and before COMMIT. A parameter may also name a keyword argument that the decorated function takes
+    by `**kwargs`.
 
-    `messages` replaces the topic and the parts. It is a function of the same kind that returns or yields any number of
-    messages, of any topics, made by `message(…)`. The messages become visible together or never.
+    `messages` replaces the topic and the parts. The value is a function with such parameters that returns or yields any
+    number of messages, of any topics, made by `message(…)`. The messages become visible together or never.
 
-    `check` is a look-up that gets the message (of several messages, the first message), for example `lambda m:
+    `check` is a look-up function that gets the message, or the first of several messages, for example `lambda m:
     Order.objects.filter(pk=m.key, status="paid").exists()`. With the ledger, check-back also runs the look-up and
     reports a disagreement. Without the ledger, the look-up decides. `immunity_seconds` is how long the broker waits
-    before the first check (default OUTBOX['IMMUNITY_SECONDS']). Choose a larger number for a function that takes long.
-    `using` is the alias of the transaction. Without `using`, the database routers choose the alias, and a write to
-    another alias is refused. With `durable`, a call inside another transaction is refused.
+    before the first check (default OUTBOX['IMMUNITY_SECONDS']). Choose a larger number for a function that runs for a
+    long time. `using` is the alias of the transaction. Without `using`, the database routers choose the alias, and a
+    write to another alias is refused. With `durable`, a call inside another transaction is refused.
 
     Inside another `atomic()` block (also the block of ATOMIC_REQUESTS), the outermost commit decides about the message.
     For an async function, the transaction is on one synchronous thread. If the function raises an exception, the
-    transaction rolls back. Raises ConfigurationError at decoration for an impossible declaration.
+    transaction rolls back. When the function is decorated, the decorator raises ConfigurationError if the declaration
+    is invalid.
     """
     parts = {"body": body, "key": key, "tag": tag, "headers": headers, "deliver_at": deliver_at}
     if messages is None:
@@ -315,8 +323,8 @@ def transactional_message(
 def _check_one(topic: str, body: Any) -> None:
     if body is NOT_GIVEN or not topic:
         raise ConfigurationError(
-            "@transactional_message needs a topic and body=, or messages= for several (or none): a function that "
-            "returns or yields what message(…) builds."
+            "@transactional_message needs a topic and body=, or messages=. The value of messages= is a function that "
+            "returns or yields any number of messages made by message(…)."
         )
     names.check_topic(topic)
 
@@ -325,20 +333,21 @@ def _check_several(messages: Any, **others: Any) -> None:
     absent = {"body": (NOT_GIVEN,)}
     if given := [what for what, value in others.items() if value not in absent.get(what, ("", None))]:
         raise ConfigurationError(
-            f"@transactional_message(messages=…) takes no {', '.join(given)} beside it: give that to each message(…)."
+            f"@transactional_message(messages=…) cannot be used together with {', '.join(given)}: pass that to each "
+            "message(…)."
         )
     if not callable(messages):
         raise ConfigurationError(
-            f"messages= of @transactional_message must be a function that returns or yields what message(…) builds, "
-            f"not {messages!r:.80}: a message made here would have the same id in every call."
+            f"messages= of @transactional_message must be a function that returns or yields messages made by "
+            f"message(…), not {messages!r:.80}: a message that is made only once would have the same id in every call."
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Decorator:
-    """The decorator with its declared parts, before it is applied to a function.
+    """The arguments of one use of `@transactional_message`.
 
-    `topic` is empty if `messages` gives the topics.
+    `topic` is empty if the argument `messages` is used, because each message then has its own topic.
     """
 
     topic: str
@@ -361,13 +370,13 @@ class _Decorator:
         return cast(Function, _wrap(function, call))
 
     def _register_check(self, function: Callable[..., Any]) -> str:
-        """Register the look-up. Returns the name by which other processes find it, or ''."""
+        """Register the look-up. Returns the name by which other processes find the look-up, or '' without a look-up."""
         if self.check is None:
             return ""
         if not has_a_name(function):
             raise ConfigurationError(
-                f"check= of {self._about} needs a function that every process finds by its name: put "
-                "@transactional_message next to a def, not into method_decorator or around functools.partial."
+                f"check= of {self._about} needs a decorated function that every process can import by its name: "
+                "write @transactional_message above a def, not in method_decorator or around functools.partial."
             )
         checker = path_of(function)
         register_lookup(checker, self.check)
@@ -406,7 +415,8 @@ def _wrap(function: Callable[..., Any], call: _Call) -> Callable[..., Any]:
 def _refuse_unsuitable(function: Any) -> None:
     if isinstance(function, (classmethod, staticmethod)):
         raise ConfigurationError(
-            f"put @transactional_message below @{type(function).__name__} of {function.__qualname__}, next to the def."
+            f"@transactional_message stands above @{type(function).__name__} of {function.__qualname__}: put it "
+            "below, next to the def."
         )
     if inspect.isclass(function) or not callable(function):
         raise ConfigurationError(
@@ -416,26 +426,26 @@ def _refuse_unsuitable(function: Any) -> None:
     name = name_of(function)
     if is_generator(function):
         raise ConfigurationError(
-            f"{name} is a generator: its body would run after the transaction. Decorate a function that does its work "
-            f"before it returns."
+            f"{name} is a generator, so its body would run after the transaction has ended. Decorate a function that "
+            "does its work before it returns."
         )
     try:
         parameters = signature_of(function).parameters
     except ValueError:
         raise ConfigurationError(
-            f"{name} has no readable signature, so the parts of a message cannot find its parameters: decorate a def "
-            "that calls it."
+            f"{name} has no readable signature, so @transactional_message cannot find its parameters: write a def "
+            f"that calls {name}, and decorate this def."
         ) from None
     if RESULT in parameters:
         raise ConfigurationError(
-            f"{name} has a parameter called 'result', which @transactional_message uses for its return value: rename "
-            "it."
+            f"{name} has a parameter called 'result', but @transactional_message uses this name for the return value "
+            f"of {name}: rename the parameter."
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Call:
-    """A decorated function with its message. Errors contain `name`. Check-back finds the look-up by `checker`."""
+    """A decorated function with the parts of its message. Check-back finds the look-up of the message by `checker`."""
 
     decorator: _Decorator
     name: str
@@ -508,7 +518,7 @@ class _Block:
 
 
 def _default_alias() -> str:
-    """The default alias: the database routers choose this alias for writes to the ledger."""
+    """Return the default alias, which the database routers choose for writes to the ledger."""
     from outbox.contrib.django.models import LedgerEntry
 
     return router.db_for_write(LedgerEntry)

@@ -1,10 +1,10 @@
 """A producer's reports after its transaction: the decision if it is certain, otherwise a request for a check.
 
-Django runs `on_commit` after COMMIT was executed. This does not prove a commit. If a statement failed and the
-application swallowed the error, PostgreSQL answers COMMIT with ROLLBACK and no error. `on_commit` also runs for work
-that a manual `savepoint_rollback` undid. So COMMIT is reported only if the ledger row is visible. A missing row proves
-nothing, because a lagging replica may not have the row yet. If the row is missing, the producer asks for an early
-check.
+Django runs `on_commit` after COMMIT was executed. So a call of `on_commit` does not prove a commit. If a statement
+failed and the application swallowed the error, PostgreSQL answers COMMIT with ROLLBACK and no error. `on_commit` also
+runs for work that a manual `savepoint_rollback` undid. So the producer reports COMMIT only if the ledger row is
+visible. A missing row proves nothing, because a lagging replica may not have the row yet. If the row is missing, the
+producer asks for an early check.
 
 See decision 022.
 """
@@ -74,7 +74,7 @@ def _after_commit(alias: str, half: HalfTransaction, halves: BlockHalves) -> Non
 
 
 def _in_ledger(connection: BaseDatabaseWrapper, halves: BlockHalves) -> set[UUID]:
-    """The ids with a committed ledger row, among all half messages of the block.
+    """Return the transaction ids of the block's half messages that have a committed ledger row.
 
     One look-up reads all these ids, on the connection that wrote the ledger rows.
     """
@@ -83,9 +83,9 @@ def _in_ledger(connection: BaseDatabaseWrapper, halves: BlockHalves) -> set[UUID
             sync_pipeline(connection)
             halves.in_ledger = ledger.committed(connection, halves.ids)
         except Exception as error:
-            # The error must not be raised, because the transaction has already ended. The connection of the transaction
-            # may have been replaced.
-            logger.info("the ledger on %r cannot be read, check-back will: %s", connection.alias, error)
+            # The error must not be raised, because the transaction has already ended. A possible reason for the error
+            # is a new connection, which has replaced the connection of the transaction.
+            logger.info("the ledger on %r cannot be read now, so check-back will read it: %s", connection.alias, error)
             halves.in_ledger = set()
     return halves.in_ledger
 
@@ -97,7 +97,7 @@ def confirm_before_commit(connection: BaseDatabaseWrapper, published: Published,
     application marked the block for rollback, the function checks only whether the connection was closed.
     """
     if connection.closed_in_transaction:
-        raise lost(connection, name, "its connection was closed")
+        raise lost(connection, name, "the connection of the transaction was closed")
     if connection.needs_rollback:
         return
     with naming(f"the commit of {name}", connection):
@@ -106,7 +106,7 @@ def confirm_before_commit(connection: BaseDatabaseWrapper, published: Published,
         except (InternalError, DriverError) as error:
             raise lost(connection, name, str(error).strip()) from error
     if not is_there:
-        raise lost(connection, name, "the messages published in it are gone (a ROLLBACK was executed inside it)")
+        raise lost(connection, name, "a ROLLBACK was executed in this transaction, so its messages are gone")
 
 
 def _is_there(connection: BaseDatabaseWrapper, published: Published) -> bool:
@@ -118,12 +118,12 @@ def _is_there(connection: BaseDatabaseWrapper, published: Published) -> bool:
 
 def _is_half_there(connection: BaseDatabaseWrapper, half: HalfTransaction) -> bool:
     if half.ledger_id is None:
-        # The ledger is off, so there is no row to read. After COMMIT, the producer only asks for a check.
+        # The ledger is off, so there is no ledger row to read. After COMMIT, the producer only requests a check.
         return True
     halves = watch_of(connection).halves
     found = ledger.committed(connection, halves.ids)
     if len(connection.atomic_blocks) == 1 and not in_pipeline(connection):
-        # Only COMMIT follows, so `_after_commit` needs no further look-up.
+        # No statement follows except COMMIT, so `_after_commit` can use this result and needs no further look-up.
         halves.in_ledger = found
     return half.transaction_id in found
 
@@ -134,28 +134,33 @@ def _is_decision_there(connection: BaseDatabaseWrapper, transaction_id: UUID) ->
 
 
 def mark_transaction(connection: BaseDatabaseWrapper, name: str) -> str:
-    """A mark of the open transaction, for a block that publishes at its end. See `require_marked`."""
+    """Return a mark of the open transaction. A block that publishes at its end compares the mark (`require_marked`)."""
     if connection.vendor != "postgresql":
         return ""
-    # In a pipeline psycopg sends BEGIN together with the statement.
+    # In a pipeline, psycopg sends BEGIN and this statement together, which saves a round trip.
     together = connection.connection.pipeline() if switch.enabled else nullcontext()
     with naming(f"the transaction of {name}", connection), together:
         return ledger.current_xid(connection)
 
 
 def require_marked(connection: BaseDatabaseWrapper, mark: str, name: str) -> None:
-    """Raise TransactionUsageError if the open transaction is not the marked transaction. Call it before publishing."""
+    """Raise TransactionUsageError if the open transaction is not the marked one.
+
+    Call this function before publishing.
+    """
     require_whole(connection, f"publishing for {name}")
     with naming(f"publishing for {name}", connection):
         is_same = not mark or ledger.current_xid(connection) == mark
     if not is_same:
-        raise lost(connection, name, "it was ended inside, and another one begun (by COMMIT or ROLLBACK)")
+        raise lost(
+            connection, name, "a COMMIT or ROLLBACK was executed inside the block, and another transaction has begun"
+        )
 
 
 def report_rollback(connection: BaseDatabaseWrapper, half: HalfTransaction, xid: str) -> None:
     """Report ROLLBACK if the rollback is certain, else ask for a check.
 
-    Call it after a block of this package has ended without a commit.
+    Call this function after a block of this package has ended without a commit.
     """
     if half.ledger_id is not None and _is_rolled_back(connection, half, xid):
         _end_soon(half, Decision.ROLLBACK)
@@ -174,7 +179,7 @@ def _is_rolled_back(connection: BaseDatabaseWrapper, half: HalfTransaction, xid:
         return ledger.is_rolled_back(connection, half.transaction_id, xid)
     except Exception as error:
         logger.info(
-            "how %s ended on %r could not be read, check-back will: %s",
+            "the outcome of transaction %s on %r could not be read, so check-back will read it: %s",
             half.transaction_id,
             connection.alias,
             error,

@@ -1,8 +1,8 @@
-"""`message_transaction()`: several messages, to several topics, that become visible together or never.
+"""`message_transaction()` publishes several messages, to several topics, that become visible together or never.
 
 Inside `atomic()`, all messages share one ledger row, one half batch, one decision and one row of the op log. Outside of
-`atomic()`, one statement stores the messages when the block ends. So no transaction is ever open in the broker: if a
-process abandons a transaction, the broker has stored nothing of this transaction, and no other transaction waits.
+`atomic()`, one statement stores the messages when the block ends. Before the block ends, the broker has stored nothing.
+So if a process dies inside a block, the broker has no open transaction for which others would wait.
 
 See decision 095.
 """
@@ -30,7 +30,7 @@ from outbox.message import Message, SendReceipt
 from outbox.transaction import ProducerEpoch
 from outbox.utils.backoff import Backoff
 
-# One statement sends all messages of a transaction. Before that, this process keeps the messages in memory.
+# This process keeps all messages of a transaction in memory, until one statement sends them.
 MAX_BYTES: Final = 64 * 1024 * 1024
 
 DEFAULT_TIMEOUT_SECONDS: Final = 60.0
@@ -39,23 +39,23 @@ DEFAULT_TIMEOUT_SECONDS: Final = 60.0
 def message_transaction(
     *, using: str | None = None, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS
 ) -> MessageTransaction:
-    """A block whose messages become visible together or never, also over several topics.
+    """Return a context manager for a block whose messages become visible together or never, also over several topics.
 
         with message_transaction() as tx:
             tx.publish("orders", {...}, key=order.pk)
             tx.publish("points", {...}, key=order.customer_id)
 
-    Inside `atomic()`, the messages belong to that transaction (if transactions are open on several aliases, `using`
-    names the alias). The messages are stored when the block ends; before that, the keys of FIFO topics are locked in a
-    fixed order. Outside of `atomic()`, the messages are sent when the block ends, if the block was open for at most
-    `timeout_seconds`. If the block raises an exception, no message is sent. If `publish` raises an exception and the
-    block catches this exception, no message is sent either.
+    Inside `atomic()`, the messages belong to the transaction of `atomic()`. If transactions are open on several
+    aliases, `using` names the alias. When the block ends, the keys of FIFO topics are locked in a fixed order, and then
+    the messages are stored. Outside of `atomic()`, the messages are sent when the block ends, if the block was open for
+    at most `timeout_seconds`. If the block raises an exception, no message is sent. If `publish` raises an exception
+    and the block catches this exception, no message is sent either.
     """
     return MessageTransaction(using=using, timeout_seconds=timeout_seconds)
 
 
 class MessageTransaction:
-    """The messages of one `message_transaction()` block. Use an object in one thread only, and only once."""
+    """The messages of one `message_transaction()` block. Use each object for only one block, in one thread."""
 
     def __init__(
         self, *, using: str | None = None, timeout_seconds: float, producer: ProducerEpoch | None = None
@@ -74,12 +74,17 @@ class MessageTransaction:
 
     @property
     def receipts(self) -> Sequence[SendReceipt]:
-        """One receipt per message, in order; empty until the block has ended."""
+        """One receipt per message, in the order of the `publish` calls.
+
+        The sequence is empty until the block has ended.
+        """
         return self._receipts
 
     def __enter__(self) -> Self:
         if self._entered_at is not None:
-            raise TransactionUsageError("this message_transaction() was used before: write a new one for each block.")
+            raise TransactionUsageError(
+                "this message_transaction() was used before: call message_transaction() for each block."
+            )
         self._connection = current_transaction(self._using)
         self._block = _innermost(self._connection)
         self._entered_at = time.monotonic()
@@ -100,8 +105,8 @@ class MessageTransaction:
 
         The message is encoded and checked now, and stored when the block ends.
 
-        The parameters are those of `publish`. Raises UsageError for a message that can never be sent. After this error,
-        no message of the transaction is sent.
+        The parameters are the same as for `publish`. Raises UsageError for a message that can never be sent. After this
+        error, no message of the transaction is sent.
         """
         with failing_takes_the_block_along(self._alias):
             try:
@@ -122,14 +127,15 @@ class MessageTransaction:
 
     @property
     def _alias(self) -> str | None:
-        """The alias of the joined transaction, or else the alias that the caller named."""
+        """The alias of the open transaction in which this block began, or else the alias that the caller named."""
         return self._using if self._connection is None else self._connection.alias
 
     def _store(self) -> None:
         if self._failure is not None:
             raise TransactionUsageError(
-                f"a message of this message_transaction() could not be added ({self._failure}), so none of its "
-                f"{len(self._messages)} others is sent: let that error leave the block, or publish it by itself."
+                f"a message of this message_transaction() could not be added ({self._failure}), so its "
+                f"{len(self._messages)} other messages were not sent. Do not swallow that error inside the block, or "
+                "publish that message outside of the block."
             ) from self._failure
         if not self._messages:
             return
@@ -148,7 +154,8 @@ class MessageTransaction:
         if self._size > MAX_BYTES:
             raise InvalidMessage(
                 f"{name}: the bodies of this transaction would be larger than {MAX_BYTES // 1024**2} MiB together "
-                f"({len(self._messages)} messages before it). None of it was sent; send fewer at a time."
+                f"({len(self._messages)} messages before it). No message of this transaction was sent. Publish fewer "
+                "messages in one transaction."
             )
         self._messages.append(built)
 
@@ -162,8 +169,9 @@ class MessageTransaction:
         if found is self._connection and _innermost(found) is self._block:
             return
         raise TransactionUsageError(
-            f"{name}: another atomic() was opened since this message_transaction() began, and its rollback would "
-            f"not take the message back. Begin the message_transaction() inside it, or publish before it."
+            f"{name}: an inner atomic() was opened after this message_transaction() had begun, and a rollback of the "
+            "inner block would not remove the message. Begin the message_transaction() inside the inner atomic(), or "
+            "publish before the inner atomic()."
         )
 
     def _refuse_if_late(self) -> None:
@@ -173,9 +181,9 @@ class MessageTransaction:
         if open_seconds > self._timeout_seconds:
             raise TransactionTimedOut(
                 f"the transaction of {len(self._messages)} messages beginning with {self._messages[0].message_id} "
-                f"(topic {self._messages[0].topic!r}) was open for {open_seconds:.1f} s, its limit is "
-                f"{self._timeout_seconds:g} s. None of it was published, because the data behind it may be out of "
-                "date. Run it again, or give a longer message_transaction(timeout_seconds=…)."
+                f"(topic {self._messages[0].topic!r}) was open for {open_seconds:.1f} s, and its limit is "
+                f"{self._timeout_seconds:g} s. No message of this transaction was published, because its data may be "
+                "out of date. Run the block again, or pass a longer message_transaction(timeout_seconds=…)."
             )
 
 
@@ -193,7 +201,10 @@ _BACKOFF: Final = Backoff(first_seconds=0.05, longest_seconds=1.0, factor=2)
 
 
 class FencedProducer:
-    """The newest instance of a logical producer; made by `fenced_producer`. Threads may share it."""
+    """The newest instance of a producer with a transactional id; made by `fenced_producer`.
+
+    Threads may share the object.
+    """
 
     def __init__(self, instance: ProducerEpoch) -> None:
         self.instance: Final = instance
@@ -201,18 +212,18 @@ class FencedProducer:
     def transaction(
         self, *, using: str | None = None, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS
     ) -> MessageTransaction:
-        """Like `message_transaction()`. If a newer instance exists, the end of the block raises ProducerFenced."""
+        """Like `message_transaction()`, but the end of the block raises ProducerFenced if a newer instance exists."""
         return MessageTransaction(using=using, timeout_seconds=timeout_seconds, producer=self.instance)
 
 
 def fenced_producer(transactional_id: str, *, wait_seconds: float = 30.0) -> FencedProducer:
-    """Take over `transactional_id` within this service's PRODUCER_GROUP. Call it once, when the process starts.
+    """Take over `transactional_id` within this service's PRODUCER_GROUP.
 
-    Afterwards the broker refuses older instances. Before it returns, the function decides the undecided transactions of
-    older instances by check-backs, which do not wait for immunity. The function takes at most `wait_seconds`. If such
-    transactions are still undecided after this time, it raises LeftoversUndecided: an older instance has not ended its
-    transaction, or no process can answer the checks. The text of this error says whether the older instances are
-    fenced.
+    Call this function once, when the process starts. After this call, the broker refuses older instances. Before it
+    returns, the function decides the undecided transactions of older instances by check-backs, which do not wait for
+    immunity. The function takes at most `wait_seconds`. If such transactions are still undecided after this time, the
+    function raises LeftoversUndecided: an older instance has not ended its transaction, or no process can answer the
+    checks. The text of this error says whether the older instances are fenced.
     """
     names.check_group(transactional_id)
     group = get_settings().required_producer_group()
@@ -227,9 +238,9 @@ def fenced_producer(transactional_id: str, *, wait_seconds: float = 30.0) -> Fen
             if time.monotonic() + pause_seconds >= deadline:
                 raise LeftoversUndecided(
                     f"producer {transactional_id!r} of group {group!r}: {len(left)} transactions of older instances "
-                    f"are undecided after {wait_seconds:g} s, the first is {left[0]}. `manage.py outbox_message show "
-                    f"{left[0]}` shows the answers of its checks; a local transaction that is still running must end "
-                    "first. The older instances are fenced; call this again."
+                    f"are undecided after {wait_seconds:g} s; the first transaction is {left[0]}. `manage.py "
+                    f"outbox_message show {left[0]}` shows the answers of its checks; a local transaction that is "
+                    "still open must end first. The older instances are fenced. Call fenced_producer() again."
                 )
             pause.wait(pause_seconds)
         run_check_back()

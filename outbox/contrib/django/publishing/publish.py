@@ -1,4 +1,4 @@
-"""`publish`: binds messages to the open local transaction. Without a transaction, it sends them at once.
+"""`publish` binds messages to the open local transaction. Without a transaction, it sends the messages at once.
 
 Inside `atomic()`, the two-phase path has these steps: FIFO key lock, ledger row, half message, business work, COMMIT,
 end message. The broker has stored the half message before the business work continues. If the application's connection
@@ -71,13 +71,13 @@ def publish(
 ) -> SendReceipt:
     """Publish one message and return its receipt.
 
-    Inside `atomic()`, the message is delivered if and only if that transaction commits. Outside of `atomic()`, the
-    message is sent at once. The topic's codec encodes `body` (the default codec is JSON). `key` orders messages on FIFO
-    topics; ints and UUIDs are written as text. On topics of type DELAY, `delay` or `deliver_at` postpones the delivery.
-    `delay` is seconds or a timedelta, counted from the time at which the broker stores the message. If USE_TZ is on,
-    `deliver_at` is an aware datetime. `immunity_seconds` is how long the broker waits before its first check of this
-    transaction (default OUTBOX['IMMUNITY_SECONDS']). Choose a larger number for a transaction that takes long. If
-    transactions are open on several aliases, `using` names the alias.
+    Inside `atomic()`, the message is delivered if and only if the transaction of `atomic()` commits. Outside of
+    `atomic()`, the message is sent at once. The topic's codec encodes `body` (the default codec is JSON). `key` orders
+    messages on FIFO topics; ints and UUIDs are written as text. On topics of type DELAY, `delay` or `deliver_at`
+    postpones the delivery. `delay` is a number of seconds or a timedelta, which begins when the broker stores the
+    message. If USE_TZ is on, `deliver_at` is an aware datetime. `immunity_seconds` is how long the broker waits before
+    its first check of this transaction (default OUTBOX['IMMUNITY_SECONDS']). Choose a larger number for a transaction
+    that runs for a long time. If transactions are open on several aliases, `using` names the alias.
 
     Raises UsageError for a message that can never be sent. Raises BrokerError if the broker did not store the message.
     After each of these errors, the surrounding atomic block is marked for rollback, even if the caller swallows the
@@ -100,15 +100,15 @@ def publish_many(
     immunity_seconds: int | None = None,
     using: str | None = None,
 ) -> list[SendReceipt]:
-    """Publish one message per body, with one transaction id and one statement: all messages or no message.
+    """Publish one message per body, with one transaction id and one statement. The broker stores all messages or none.
 
-    `key` and `tag` may be functions of a body. The other parameters are those of `publish`. If messages differ in
-    further properties or in their topics, build them with `message` and pass them to `publish_messages`.
+    `key` and `tag` may be functions of a body. The other parameters are the same as for `publish`. If your messages
+    differ in other fields or in their topics, build each with `message`, and pass all to `publish_messages`.
     """
     with failing_takes_the_block_along(using):
         if isinstance(bodies, (str, bytes, Mapping)):
             raise UsageError(
-                f"publish_many to {topic!r}: give a list of bodies, not {bodies!r:.80}; publish() sends one."
+                f"publish_many to {topic!r}: pass a list of bodies, not {bodies!r:.80}; for one body, call publish()."
             )
         built = [
             message(
@@ -128,7 +128,10 @@ def publish_many(
 def publish_messages(
     messages: Sequence[Message], *, immunity_seconds: int | None = None, using: str | None = None
 ) -> list[SendReceipt]:
-    """Publish messages made by `message`, to one or several topics: all or no message. Otherwise like `publish`."""
+    """Publish all of the given messages, made by `message`, or none.
+
+    The messages may have different topics. Otherwise like `publish`.
+    """
     with failing_takes_the_block_along(using):
         return _publish_all(messages_of(messages, "publish_messages"), immunity_seconds, using)
 
@@ -144,8 +147,8 @@ def _awaitable(
 ) -> Callable[Parameters, Coroutine[Any, Any, Result]]:
     @functools.wraps(function)
     async def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
-        # With thread_sensitive, the function runs on the thread of the async code's database calls, and so in the
-        # transaction of these calls.
+        # With thread_sensitive, the function runs on the thread of the async code's database calls, and so in the same
+        # transaction as these calls.
         return await sync_to_async(function, thread_sensitive=True)(*args, **kwargs)
 
     call.__name__ = call.__qualname__ = f"a{function.__name__}"
@@ -155,19 +158,19 @@ def _awaitable(
 
 apublish = _awaitable(
     publish,
-    """`publish`, to be awaited: joins the transaction of an async subscriber or of @transactional_message.
+    """An async `publish`. In an async subscriber or @transactional_message, the message belongs to their transaction.
 
     Elsewhere in async code, where Django has no transactions, the message is sent at once. If the await is cancelled,
-    the call is not stopped, and the message may have been stored.
+    the call does not stop, so the broker may store the message.
     """,
 )
-apublish_many = _awaitable(publish_many, """`publish_many`, to be awaited; otherwise like `apublish`.""")
-apublish_messages = _awaitable(publish_messages, """`publish_messages`, to be awaited; otherwise like `apublish`.""")
+apublish_many = _awaitable(publish_many, """An async `publish_many`; otherwise like `apublish`.""")
+apublish_messages = _awaitable(publish_messages, """An async `publish_messages`; otherwise like `apublish`.""")
 
 
 @async_unsafe(
-    "publish() waits for databases: in a coroutine write `await apublish(…)`, which also joins the transaction of "
-    "an async subscriber or of @transactional_message."
+    "publish() waits for databases, so a coroutine must not call it. Write `await apublish(…)`: in an async "
+    "subscriber or in @transactional_message, its message also belongs to the transaction."
 )
 def publish_bound(
     messages: Sequence[Message],
@@ -179,10 +182,10 @@ def publish_bound(
 ) -> Published:
     """Like `publish_messages`.
 
-    `checker` names the look-up that check-back runs (`transactional_message(check=…)`). `producer` is the instance that
-    must be the newest of its transactional id. If the call raises an error, the caller must roll back the block. The
-    broker may have stored the half message before the error. Check-back rolls this half message back, because its
-    ledger row is missing.
+    `checker` names the look-up that check-back runs (`transactional_message(check=…)`). If `producer` is not the newest
+    instance of its transactional id, the broker refuses the messages. If the call raises an error, the caller must roll
+    back the block. The broker may have stored the half message before the error. Check-back rolls this half message
+    back, because its ledger row is missing.
     """
     with tracing.publishing(messages) as traced:
         return _publish(traced, using, _HalfTerms(checker, immunity_seconds, producer))
@@ -276,7 +279,7 @@ def _wake_after_commit() -> None:
 
 @dataclass(frozen=True, slots=True)
 class _HalfTerms:
-    """The fields of a half message besides its messages (see HalfTransaction)."""
+    """The fields of a half transaction that the caller chooses (see HalfTransaction)."""
 
     checker: str
     immunity_seconds: int | None
@@ -289,8 +292,8 @@ def _publish_two_phase(
     group = settings.required_producer_group()
     if not settings.ledger and not terms.checker:
         raise ConfigurationError(
-            "OUTBOX['LEDGER'] is off, so no process could answer a check-back about the message for "
-            f"{messages[0].topic!r}: publish through @transactional_message(check=…), or turn the ledger on."
+            "OUTBOX['LEDGER'] is off, so no process could answer a check of the half message for topic "
+            f"{messages[0].topic!r}. Publish through @transactional_message(check=…), or turn the ledger on."
         )
     if not settings.in_memory and in_test_case(connection):
         raise leak_from_test(f"a half message for {messages[0].topic!r}")
@@ -335,14 +338,17 @@ def _lock_keys(connection: BaseDatabaseWrapper, topics: Sequence[Topic], message
 
 
 def _topic(settings: OutboxSettings, name: str) -> Topic:
-    """The topic as the settings declare it, or else as the broker has stored it. Raises UnknownTopic."""
+    """Return the topic as the settings declare it, or as the broker has stored it if no setting declares it.
+
+    Raises UnknownTopic.
+    """
     declared = settings.topics.get(name)
     return get_broker().topic(name) if declared is None else declared.topic
 
 
 # -- messages --------------------------------------------------------------------------------------
 #
-# Builds messages from an application's values: a body, a key, a delay.
+# The functions below build messages from an application's values: a body, a key, a delay.
 
 
 def message(
@@ -355,7 +361,10 @@ def message(
     delay: float | timedelta | None = None,
     deliver_at: datetime | None = None,
 ) -> Message:
-    """An encoded message for `publish_messages`. The parameters are those of `publish`. Raises UsageError."""
+    """Return an encoded message for `publish_messages`.
+
+    The parameters are the same as for `publish`. Raises UsageError.
+    """
     encoded, content_type = get_codecs().encode(topic, body)
     return Message(
         topic=topic,
@@ -370,37 +379,41 @@ def message(
 
 
 def messages_of(given: Iterable[Message], name: str) -> list[Message]:
-    """The given messages as a list. Raises UsageError, which names the function `name`, for other values."""
+    """Return the given messages as a list. For other values, raise UsageError with the function's `name`."""
     found: list[Any] = list(given) if isinstance(given, Iterable) else [given]
     wrong = [item for item in found if not isinstance(item, Message)]
     if wrong or isinstance(given, Message):
         raise UsageError(
-            f"{name}: give a list of what message(…) builds, not {(wrong or [given])[0]!r:.80}. Nothing was published."
+            f"{name}: pass a list of messages made by message(…), not {(wrong or [given])[0]!r:.80}. Nothing was "
+            "published."
         )
     return found
 
 
 def key_text(key: object) -> str:
-    """The key as text. Ints and UUIDs are converted."""
+    """Return the key as text; ints and UUIDs are converted."""
     if isinstance(key, (int, UUID)) and not isinstance(key, bool):
         return str(key)
     return cast(str, key)
 
 
 def wait_of(topic: str, delay: float | timedelta | None, deliver_at: datetime | None) -> timedelta | None:
-    """The delay as a timedelta. Raises UsageError for an invalid delay, and if `deliver_at` is given too."""
+    """Return the delay as a timedelta.
+
+    Raises UsageError for an invalid delay, or if the caller also passed `deliver_at`.
+    """
     if delay is None:
         return None
     if deliver_at is not None:
-        raise UsageError(f"topic {topic!r}: give delay or deliver_at, not both.")
+        raise UsageError(f"topic {topic!r}: pass delay or deliver_at, not both.")
     if isinstance(delay, bool) or not isinstance(delay, (int, float, timedelta)):
-        raise UsageError(f"topic {topic!r}: delay must be seconds or a timedelta, not {delay!r}.")
+        raise UsageError(f"topic {topic!r}: delay must be seconds (a number) or a timedelta, not {delay!r}.")
     try:
         wait = delay if isinstance(delay, timedelta) else timedelta(seconds=delay)
         datetime.now(UTC) + wait
     except (OverflowError, ValueError) as error:
         raise UsageError(
-            f"topic {topic!r}: delay must be seconds from now, up to the year 9999, got {delay!r}."
+            f"topic {topic!r}: delay must be seconds from now that end before the year 10000, got {delay!r}."
         ) from error
     if wait < timedelta(0):
         raise UsageError(f"topic {topic!r}: delay must not be negative, got {delay!r}.")
@@ -409,15 +422,15 @@ def wait_of(topic: str, delay: float | timedelta | None, deliver_at: datetime | 
 
 # -- refusals --------------------------------------------------------------------------------------
 #
-# `publish` refuses a message before it stores anything: if the required transaction is missing, or if a TestCase would
-# publish the message to a real broker.
+# If the required transaction is missing, or if a TestCase would publish to a real broker, `publish` refuses the message
+# before it stores anything.
 
 
 _MAX_IMMUNITY_SECONDS: Final = 366 * 24 * 3600
 
 
 def check_immunity(topic: str, immunity_seconds: object) -> None:
-    """Raise UsageError unless `immunity_seconds` is None or a number that the broker can store."""
+    """Raise UsageError if `immunity_seconds` is neither None nor a number that the broker can store."""
     if immunity_seconds is None or (type(immunity_seconds) is int and 0 <= immunity_seconds <= _MAX_IMMUNITY_SECONDS):
         return
     raise UsageError(
@@ -427,22 +440,23 @@ def check_immunity(topic: str, immunity_seconds: object) -> None:
 
 
 def refuse_without_transaction(settings: OutboxSettings, first: Message, immunity_seconds: int | None) -> None:
-    """With no open transaction, raise TransactionUsageError if one is required, or if an option needs one."""
+    """Raise TransactionUsageError if an option or a setting of a publish call needs a transaction, but none is open."""
     if immunity_seconds is not None:
         raise TransactionUsageError(
-            f"immunity_seconds={immunity_seconds} for topic {first.topic!r} applies to a transaction, and none is "
-            "open: put the write and the publish call into `with transaction.atomic():`, or leave it out."
+            f"immunity_seconds={immunity_seconds} for topic {first.topic!r} applies to a transaction, but no "
+            "transaction is open. Put the write and the publish call into `with transaction.atomic():`, or leave "
+            "immunity_seconds out."
         )
     if settings.require_transaction:
         raise TransactionUsageError(
-            f"OUTBOX['REQUIRE_TRANSACTION'] is on and no transaction is open: the message for topic {first.topic!r} "
-            "would be sent even if its rows roll back. Put the write and the publish call into `with "
-            "transaction.atomic():`, or use @transactional_message."
+            f"OUTBOX['REQUIRE_TRANSACTION'] is on, but no transaction is open. The message for topic {first.topic!r} "
+            "would be sent even if the rows of your code are rolled back. Put the write and the publish call into "
+            "`with transaction.atomic():`, or use @transactional_message."
         )
 
 
 def refuse_leak_from_test(settings: OutboxSettings, using: str | None) -> None:
-    """Raise TransactionUsageError if a TestCase would publish to a real broker, where its rollback has no effect."""
+    """Raise TransactionUsageError if a TestCase would publish to a real broker, which its rollback does not undo."""
     if settings.in_memory:
         return
     opened = [connections[using]] if using else connections.all(initialized_only=True)
@@ -451,11 +465,11 @@ def refuse_leak_from_test(settings: OutboxSettings, using: str | None) -> None:
 
 
 def leak_from_test(what: str) -> TransactionUsageError:
-    """The error for a message that a TestCase would publish to a real broker."""
+    """Return the error for a message that a TestCase would publish to a real broker."""
     return TransactionUsageError(
-        f"{what} would leave this TestCase: its transaction is always rolled back, the broker's database is not. Set "
-        f"OUTBOX['IN_MEMORY'] = True for tests (OutboxTestMixin of outbox.contrib.django.testing does), or use "
-        f"TransactionTestCase."
+        f"{what} would be stored in a real broker, but the rollback of this TestCase does not remove it from there. "
+        "Set OUTBOX['IN_MEMORY'] = True for tests, as OutboxTestMixin of outbox.contrib.django.testing does, or use "
+        "TransactionTestCase."
     )
 
 
@@ -476,17 +490,18 @@ _ADD_ROW: Final = "INSERT INTO outbox_key_lock (key_hash, taken) VALUES (%s, 0)"
 
 
 def lock_keys(connection: BaseDatabaseWrapper, keys: Iterable[tuple[str, str]]) -> None:
-    """Lock these (topic, key) pairs until the transaction ends. If another transaction holds a lock, wait for its end.
+    """Lock these (topic, key) pairs until the transaction ends.
 
-    The pairs are sorted, so that two publish calls with the same keys do not deadlock. Raises InvalidMessage for more
-    than MAX_KEYS pairs.
+    If another transaction has locked a pair, wait until it ends. The pairs are sorted, so that two publish calls with
+    the same keys do not deadlock. Raises InvalidMessage if there are more than MAX_KEYS pairs.
     """
     numbers = sorted({_lock_number(topic, key) for topic, key in keys})
     if len(numbers) > MAX_KEYS:
         raise InvalidMessage(
-            f"{len(numbers)} different keys of FIFO topics in one call: each is locked until the transaction ends, "
-            f"and the limit is {MAX_KEYS}. Nothing was published; publish fewer at a time, in transactions of their "
-            "own, or declare the topic with key_lock=False if its order between transactions does not matter."
+            f"one call has {len(numbers)} different keys of FIFO topics, and the limit is {MAX_KEYS}, because each "
+            "key is locked until the transaction ends. Nothing was published. Publish fewer messages in each "
+            "transaction. If the order of messages from different transactions does not matter, declare the topic "
+            "with key_lock=False."
         )
     if not numbers:
         return
@@ -508,7 +523,8 @@ def _lock_number(topic: str, key: str) -> int:
 def _lock_row(connection: BaseDatabaseWrapper, number: int) -> None:
     """Lock the row of a key by an UPDATE.
 
-    Unlike SELECT FOR UPDATE, this locks the row on every database. On SQLite it locks the whole database.
+    An UPDATE locks the row on every database, which SELECT FOR UPDATE does not. On SQLite, the UPDATE locks the whole
+    database.
     """
     with connection.cursor() as cursor:
         cursor.execute(_LOCK_ROW, [number])
@@ -518,5 +534,5 @@ def _lock_row(connection: BaseDatabaseWrapper, number: int) -> None:
             with transaction.atomic(using=connection.alias):
                 cursor.execute(_ADD_ROW, [number])
         except IntegrityError:
-            # Another transaction has added the row and committed meanwhile.
+            # Another transaction has added the row of this key and committed meanwhile.
             cursor.execute(_LOCK_ROW, [number])

@@ -1,4 +1,4 @@
-"""Further requests of an application or operator to the broker: recall messages, or refuse transactional messages."""
+"""Requests to the broker from an application or an operator: recall messages, or refuse transactional messages."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from outbox.recall import Recall
 def recall(message_id: UUID) -> Recall:
     """Recall a message that waits for its delivery time or for a retry. Returns the outcome.
 
-    A recall takes effect at once and cannot be undone. So a recall is refused inside a transaction, which could roll
-    back. Call it in `transaction.on_commit`. A message that is already in its queue is delivered. Raises BrokerError.
+    A recall takes effect at once and cannot be undone. So this function refuses to run inside a transaction, which
+    could roll back. Call `recall` in `transaction.on_commit`. A message that is already in its queue is delivered.
+    Raises BrokerError.
     """
     _refuse_in_transaction("recall(…)")
     return _settled_broker().recall([message_id])[0]
@@ -27,9 +28,9 @@ def recall(message_id: UUID) -> Recall:
 
 @async_unsafe("recall_key() waits for a database: in a coroutine write `await sync_to_async(recall_key)(…)`.")
 def recall_key(topic: str, key: object) -> list[Recall]:
-    """Recall every waiting message of the topic and key. Returns the recalled messages. Otherwise like `recall`.
+    """Recall every waiting message of the topic and key.
 
-    Raises UnknownTopic.
+    Returns the recalled messages. Otherwise, this function is like `recall`. Raises UnknownTopic.
     """
     _refuse_in_transaction("recall_key(…)")
     return _settled_broker().recall_key(topic, key_text(key))
@@ -46,7 +47,7 @@ def reject_transactional(rejecting: bool = True) -> bool:
 
 
 def _settled_broker() -> Broker:
-    # In a TestCase no transaction commits. So the in-memory broker has no decisions before this call.
+    # In a TestCase no transaction commits, so the in-memory broker stores decisions only when `settle` is called.
     get_engine().settle()
     return get_broker()
 
@@ -55,7 +56,7 @@ def _refuse_in_transaction(what: str) -> None:
     connection = current_transaction(None)
     if connection is not None:
         raise TransactionUsageError(
-            f"{what} takes effect at once, but the transaction open on {connection.alias!r} could still roll back: "
-            f"then a message would be missing. Write transaction.on_commit(lambda: {what}, "
+            f"{what} takes effect at once, but the transaction open on {connection.alias!r} could still roll "
+            f"back, and the recalled message would then be missing. Write transaction.on_commit(lambda: {what}, "
             f"using={connection.alias!r})."
         )

@@ -1,1 +1,4 @@
-"""Applies a repair plan of the reconciliation. Each step is verified again and audited. A step may be repeated."""
+"""Applies a repair plan of the reconciliation.
+
+Each step is verified again and audited. Running a step twice has the same effect as running it once.
+"""

@@ -1,4 +1,6 @@
-"""Verifies one step of a repair plan again, then does it. Doing a step twice has the same effect as doing it once.
+"""Verifies one step of a repair plan again, and then does the step.
+
+Doing a step twice has the same effect as doing it once.
 
 See decision 050.
 """
@@ -30,7 +32,10 @@ from outbox.transaction import Decision, EndStatus
 from outbox.utils.faults import point
 
 Publisher = Callable[[Mapping[str, Any]], Message]
-"""Makes the message of a row, as `outbox.contrib.django.message` does. The row's columns are given by name."""
+"""A function of your project that makes the message of a row by `outbox.contrib.django.message`.
+
+The function gets the row's columns as a mapping.
+"""
 
 _LIVE: Final = ("committed", "recalled")
 _OPEN: Final = ("undecided", "parked")
@@ -41,11 +46,11 @@ class StepOutcome(enum.StrEnum):
 
     DONE = "done"
     WOULD_BE_DONE = "would be done"
-    """The step was verified but not done, because --apply was not given."""
+    """The step was verified but not done, because the command ran without --apply."""
     SETTLED = "settled"
-    """The finding no longer holds, so there is nothing to do."""
+    """The finding of the step is no longer true, so there is nothing to do."""
     REFUSED = "refused"
-    """The step cannot be done now; the detail says why."""
+    """The step cannot be done now. The detail of the result contains the reason."""
     REPORTED = "reported"
     """A person must do the step."""
     LEFT = "left"
@@ -64,7 +69,7 @@ class Result:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PublishSources:
-    """The data for steps that publish: sources and publishers by rule name, and aliases by database name."""
+    """The data for steps that publish a message: sources and publishers by rule name, and aliases by database name."""
 
     sources: Mapping[str, RuleSource]
     aliases: Mapping[str, str]
@@ -72,11 +77,11 @@ class PublishSources:
 
 
 class Refusal(Exception):
-    """The step cannot be done; the text says why."""
+    """The step cannot be done; the text of the exception is the reason."""
 
 
 def take(step: RepairStep, means: PublishSources, *, dry_run: bool) -> Result:
-    """Verify one step and, unless `dry_run`, do it.
+    """Verify one step, and do the step if `dry_run` is false.
 
     If the broker or a database refuses the step, the outcome is REFUSED.
     """
@@ -100,10 +105,10 @@ def take(step: RepairStep, means: PublishSources, *, dry_run: bool) -> Result:
 
 
 def derived_id(rule: str, key: str, row_at: datetime) -> UUID:
-    """Return the id under which a row's message is published again. Rule, key and row time determine it.
+    """Return the id under which a row's message is published again. The id is computed from rule, key and row time.
 
-    The id is a UUIDv7 with the row's time, because the reconciliation takes a message's time from its id. With the
-    row's time, it can tell an inbox row whose message retention has removed from an effect without a message.
+    The id is a UUIDv7 with the row's time, because the reconciliation takes a message's time from its id. So it does
+    not mistake an inbox row whose message retention has removed for an effect without a message.
     """
     digest = int.from_bytes(hashlib.blake2b(json.dumps(["repair", rule, key]).encode(), digest_size=10).digest())
     milliseconds = int(row_at.timestamp() * 1000) & (1 << 48) - 1
@@ -120,8 +125,8 @@ def _publish(step: RepairStep, means: PublishSources, dry_run: bool) -> Result:
         )
     connection = connections[means.aliases[source.database]]
     with transaction.atomic(using=connection.alias):
-        # The lock is held until the message is stored. Until then, publishers of this key on a FIFO topic wait for the
-        # lock, and another run of `apply` waits too.
+        # This transaction locks the key until the message is stored. Until then, publishers of this key on a FIFO topic
+        # and other runs of `apply` wait for the lock.
         lock_keys(connection, [(source.topic, step.key)])
         result = _settled(step, source, connection)
         if isinstance(result, Result):
@@ -140,7 +145,7 @@ def _publish(step: RepairStep, means: PublishSources, dry_run: bool) -> Result:
 def _settled(
     step: RepairStep, source: RuleSource, connection: BaseDatabaseWrapper
 ) -> Result | tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """Return the row and the evidence, or the result if nothing is left to do. Raises Refusal."""
+    """Return the row and the evidence, or the result of the step if nothing is left to do. Raises Refusal."""
     assert step.row_at is not None
     message_id = derived_id(step.rule, step.key, step.row_at)
     rows = evidence.lock_row(connection, source, step.key)
@@ -149,12 +154,14 @@ def _settled(
     if any(item.message_id == message_id and item.state in _LIVE for item in known):
         return Result(StepOutcome.SETTLED, f"published already, as {message_id}", before)
     if any(item.state in _LIVE for item in known):
-        return Result(StepOutcome.SETTLED, "a message of this key has arrived since", before)
+        return Result(StepOutcome.SETTLED, "the broker now has a message of this key", before)
     if not rows:
-        return Result(StepOutcome.SETTLED, "the row is gone, or no longer satisfies the rule", before)
+        return Result(StepOutcome.SETTLED, "the row was deleted, or no longer satisfies the rule", before)
     waiting = [item for item in known if item.state in _OPEN]
     if waiting:
-        raise Refusal(f"message {waiting[0].message_id} of this key is {waiting[0].state}: settle it first")
+        raise Refusal(
+            f"message {waiting[0].message_id} of this key is {waiting[0].state}: decide its transaction first"
+        )
     if len(rows) > 1:
         raise Refusal("more than one row has this key")
     return rows[0], before
@@ -165,15 +172,15 @@ def _refuse_what_was_handled(
 ) -> None:
     """Raise Refusal if the row's message may exist under another key, or if a group has already acted on the row.
 
-    The inbox knows a message by its id. If the message were published under another id, a group would handle it twice.
+    The inbox stores message ids. If a handled message were published under another id, a group would handle it twice.
     """
     assert step.row_at is not None
     misplaced = evidence.message_naming(connection, source, step, step.row_at)
     if misplaced is not None:
         raise Refusal(
-            f"message {misplaced.message_id} ({misplaced.state}) has another key, and its body names this one: if it "
-            "is the row's message, publish nothing; correct its publisher, and acknowledge the findings of both "
-            "keys. If it is not, publish the row by hand"
+            f"message {misplaced.message_id} ({misplaced.state}) has another key, and its body contains the key "
+            "of this row. If it is the message of this row, publish nothing: correct the code that published it, and "
+            "acknowledge the findings of both keys. If it is not, publish the row by hand"
         )
     acted = [
         each.group
@@ -182,9 +189,9 @@ def _refuse_what_was_handled(
     ]
     if acted:
         raise Refusal(
-            f"{', '.join(acted)} acted on this key already, by a message that is not there any more: published "
-            "again, it would be handled a second time. Correct the missing effects of other groups by hand, then "
-            "acknowledge the finding"
+            f"{', '.join(acted)} acted on this key already, but the broker no longer has the message. A new "
+            "message would have another id, so the group would act twice. Correct the missing effects of other "
+            "groups by hand, then acknowledge the finding"
         )
 
 
@@ -201,8 +208,8 @@ def _built(
         raise Refusal(f"the publisher returned {type(message).__name__}, not a message made by message(…)")
     if (message.topic, message.key) != (source.topic, step.key) or source.tag not in (None, message.tag):
         raise Refusal(
-            f"the publisher made a message for topic {message.topic!r}, key {message.key!r}, tag {message.tag!r}: "
-            "that is not the missing one"
+            f"the publisher made a message for topic {message.topic!r}, key {message.key!r}, tag {message.tag!r}, "
+            "which is not the missing message: correct the publisher"
         )
     return replace(message, message_id=message_id)
 
@@ -214,13 +221,13 @@ def _replay(step: RepairStep, dry_run: bool) -> Result:
     assert step.message_id is not None
     dead_at = evidence.dead_since(step.group, step.message_id)
     if dead_at is None:
-        return Result(StepOutcome.SETTLED, "it is no longer a dead letter")
+        return Result(StepOutcome.SETTLED, "the message is no longer a dead letter")
     what, before = f"deliver {step.message_id} to {step.group!r} again", {"dead_at": dead_at}
     if dry_run:
         return Result(StepOutcome.WOULD_BE_DONE, what, before)
     replay_dead_letters(step.group, LetterSelection(message_ids=[step.message_id]), limit=1, dry_run=False)
     point("repair.after_effect")
-    return Result(StepOutcome.DONE, "it is delivered again", before, {"dead_at": None})
+    return Result(StepOutcome.DONE, "the broker delivers the message again", before, {"dead_at": None})
 
 
 # -- HALF_STUCK: the ledger is asked again -----------------------------------------------------------------
@@ -233,20 +240,25 @@ def _ask(step: RepairStep, dry_run: bool) -> Result:
     if half is None or half.state not in _OPEN:
         state = "gone" if half is None else half.state
         return Result(StepOutcome.SETTLED, f"the half message is {state}", {"state": state})
-    what, before = f"ask the ledger about {step.transaction_id}", {"state": half.state}
+    what, before = f"read the outcome of transaction {step.transaction_id} in its ledger", {"state": half.state}
     if dry_run:
         return Result(StepOutcome.WOULD_BE_DONE, what, before)
     decision, answers = _asked(step.transaction_id)
     point("repair.after_effect")
     if decision is None:
-        raise Refusal(f"its ledger cannot say how it ended: {answers}")
-    return Result(StepOutcome.DONE, f"{decision.name}, as its ledger proves", before, {"decision": decision.value})
+        raise Refusal(f"the ledger of the transaction does not prove an outcome: {answers}")
+    return Result(
+        StepOutcome.DONE,
+        f"{decision.name}, which the ledger of the transaction proves",
+        before,
+        {"decision": decision.value},
+    )
 
 
 def _asked(transaction_id: UUID) -> tuple[Decision | None, str]:
     """Record the decision that the ledger proves.
 
-    COMMIT is tried first, because the check for COMMIT only reads the ledger.
+    The function tries COMMIT first, because the check for COMMIT only reads the ledger.
     """
     answers = ""
     for decision in (Decision.COMMIT, Decision.ROLLBACK):

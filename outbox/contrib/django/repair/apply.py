@@ -1,4 +1,7 @@
-"""Applies a whole plan step by step, within a limit and a rate, and audits the evidence before and after each step."""
+"""Applies a repair plan step by step, within a limit and a rate.
+
+The audit stores the evidence before and after each step.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +20,17 @@ from outbox.utils.faults import point
 
 @dataclass(frozen=True, slots=True)
 class ApplyLimits:
-    """The limits of an apply: `most` steps with an effect in total, and `per_second` verified steps per second."""
+    """The limits of one run: `most` steps with an effect, and `per_second` verified steps per second, at most."""
 
     most: int
     per_second: float
 
 
 class RateLimiter:
-    """Spaces calls evenly: `turn` returns when the next call may start. Tests pass their own `clock` and `wait`."""
+    """Spreads calls evenly over time.
+
+    The method `turn` returns when the next call may start. Tests pass their own `clock` and `wait`.
+    """
 
     def __init__(
         self,
@@ -37,7 +43,7 @@ class RateLimiter:
         self._next = clock()
 
     def turn(self) -> None:
-        """Wait for the next slot. A slot that no call has used is lost."""
+        """Wait until the next call may start. After a pause of the caller, calls do not start faster to catch up."""
         pause = self._next - self._clock()
         if pause > 0:
             self._wait(pause)
@@ -52,10 +58,10 @@ def apply(
     reason: str | None,
     pace: RateLimiter | None = None,
 ) -> Iterator[tuple[RepairStep, Result]]:
-    """Yield each step with its result as soon as the step has ended. Without a `reason` steps are only verified.
+    """Yield each step with its result as soon as the step has ended.
 
-    If the broker or a database cannot be reached, raises the error of the connection. The audit then has all steps that
-    were done before the error.
+    Without a `reason`, the function only verifies steps. If the broker or a database cannot be reached, raises the
+    error of the connection. Even then, the audit contains all steps that were done before the error.
     """
     pace = pace or RateLimiter(limits.per_second)
     acted = 0
@@ -75,7 +81,7 @@ def apply(
 
 
 def _done(plan: RepairPlan, step: RepairStep, means: PublishSources, verified: Result, reason: str) -> Result:
-    """Do a verified step and record it in the audit of operator actions. The step is verified again under its locks."""
+    """Do a verified step and record the step in the audit. The step is verified again while its locks are held."""
     results: list[Result] = []
 
     def do() -> Mapping[str, Any]:

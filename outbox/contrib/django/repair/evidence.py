@@ -22,8 +22,8 @@ from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.repair.plan import Effects, RepairStep, RuleSource
 from outbox.errors import BrokerError, UsageError
 
-# A half message is older than its row by at most the duration of the local transaction. If a transaction takes longer
-# than this limit, check-back has already parked its half message.
+# A half message is older than its row by at most the duration of the local transaction. Check-back parks a half message
+# before a transaction can take longer than this limit.
 _BEFORE_ROW: Final = timedelta(hours=72)
 # The statement has two conditions on the key: the first uses the index, the second compares the exact text.
 _ROW: Final = "SELECT * FROM {table} WHERE {key} = %s AND ({key})::text = %s{when} LIMIT 2 FOR SHARE"
@@ -54,7 +54,7 @@ _DEAD: Final = (
 
 @dataclass(frozen=True, slots=True)
 class BrokerMessage:
-    """A message of the broker. `state` has a value of the view message_v1."""
+    """A message of the broker. Its `state` is a value of the column `state` of the view message_v1."""
 
     message_id: UUID
     state: str
@@ -77,17 +77,17 @@ def messages_of(source: RuleSource, step: RepairStep, row_at: datetime) -> list[
 
 
 def has_effect(connection: BaseDatabaseWrapper, effects: Effects, key: str) -> bool:
-    """Whether a group has acted on the key."""
+    """Return whether the group has an effect for the key."""
     return _is_there(connection, effects.table, effects.key, effects.when, key)
 
 
 def message_naming(
     connection: BaseDatabaseWrapper, source: RuleSource, step: RepairStep, row_at: datetime
 ) -> BrokerMessage | None:
-    """Return a message of another key whose body names the key of `step`; None if there is none.
+    """Return a message of another key whose body contains the key of `step`, or None if there is no such message.
 
-    A message is left out if a row has the message's key and needs the message, because the message then belongs to that
-    row. Raises UsageError if too many bodies contain the key's text.
+    The function ignores a message that belongs to another row: this row has the message's key, and no other message has
+    this key. Raises UsageError if too many bodies contain the key's text.
     """
     statement = _NAMING.replace("{when}", _and(source.message_when).replace("{", "{{").replace("}", "}}"))
     values = {"topic": source.topic, "tag": source.tag, "key": step.key, "since": row_at - _BEFORE_ROW}
@@ -102,14 +102,15 @@ def message_naming(
             return BrokerMessage(message_id, state)
     if len(found) == MOST_NAMING:
         raise UsageError(
-            f"more than {MOST_NAMING} messages of topic {source.topic!r} contain the text {step.key!r}, so whether "
-            "one of them is about this row is not known. Look for it, then publish the row by hand."
+            f"more than {MOST_NAMING} messages of topic {source.topic!r} contain the text {step.key!r}, and outbox "
+            "does not parse more bodies. Find out whether one of them is the message of this row. If none is, "
+            "publish the row by hand."
         )
     return None
 
 
 def _with_several(source: RuleSource, keys: Sequence[str], values: Mapping[str, Any]) -> set[str]:
-    """Return the keys among `keys` that have more than one message."""
+    """Return those of `keys` that have more than one message."""
     statement = _COUNTED.replace("{when}", _and(source.message_when).replace("{", "{{").replace("}", "}}"))
     return {row[0] for row in _rows(statement, "message_v1", {**values, "keys": list(set(keys))})} if keys else set()
 
@@ -126,7 +127,7 @@ def _is_there(connection: BaseDatabaseWrapper, table: str, key: str, when: str |
 def _written(key: str) -> list[bytes]:
     """Return the forms that the key may have in a body.
 
-    They are the key itself, the key as JSON escapes it, and for a UUID the forms without hyphens or in capitals.
+    These are the key itself, the key as JSON escapes it, and for a UUID the forms without hyphens or in capitals.
     """
     texts = {key, json.dumps(key)[1:-1], json.dumps(key)[1:-1].replace("/", "\\/")}
     with suppress(ValueError):
@@ -136,7 +137,7 @@ def _written(key: str) -> list[bytes]:
 
 
 def _names(body: bytes, content_type: str, key: str) -> bool:
-    """Whether a JSON body has the key as a value. For a body that is not JSON: whether it has the key as a word."""
+    """Return whether a JSON body has the key as a value, or whether another body has the key as a word."""
     text = body.decode("utf-8", "replace")
     with suppress(ValueError, RecursionError):
         if content_type.startswith("application/json"):
@@ -173,7 +174,7 @@ def message(message_id: UUID) -> BrokerMessage | None:
 
 
 def dead_since(group: str, message_id: UUID) -> datetime | None:
-    """Return the time since which the message is a dead letter of the group.
+    """Return the time at which the message became a dead letter of the group.
 
     The result is None if the message is not a dead letter of the group, or if it was replayed.
     """
@@ -195,7 +196,7 @@ def _rows(statement: str, view: str, values: Mapping[str, Any]) -> Sequence[tupl
         recovering = connection.execute("SELECT pg_is_in_recovery()").fetchone()
         if recovering is None or recovering[0]:
             raise BrokerError("the broker's alias leads to a replica, which may lack newer messages: use the primary.")
-        # The statement contains the rules' SQL unchanged, because the author of a plan is also allowed to write the
-        # rules.
+        # The statement contains SQL of the rules unchanged. This is safe, because the author of a plan may also write
+        # the rules.
         text = sql.SQL(statement).format(view=sql.Identifier(schema, view))
         return connection.execute(text, values).fetchall()

@@ -28,7 +28,7 @@ class RepairAction(enum.StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Effects:
-    """The effects of a rule's group. `table`, `key` and `when` are SQL texts."""
+    """Where a group of a rule stores its effects. `table`, `key` and `when` are SQL texts."""
 
     group: str
     database: str
@@ -39,7 +39,7 @@ class Effects:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RuleSource:
-    """A rule's rows and messages. `table`, `key`, `when` and `message_when` are SQL texts.
+    """Where a rule finds its rows and messages. `table`, `key`, `when` and `message_when` are SQL texts.
 
     `messages` says how many messages a row must have: exactly_one or at_least_one.
     """
@@ -57,7 +57,7 @@ class RuleSource:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RepairStep:
-    """One finding and its action. `why` says why a finding is only reported."""
+    """One finding and its action. If the action is REPORT, `why` is the reason."""
 
     step: str
     action: RepairAction
@@ -74,7 +74,7 @@ class RepairStep:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RepairPlan:
-    """A whole plan. `digest` is the hash by which the audit identifies the plan."""
+    """A repair plan with all its steps. `digest` is the hash by which the audit identifies the plan."""
 
     digest: str
     run: str
@@ -83,7 +83,7 @@ class RepairPlan:
 
 
 def read(path: Path) -> RepairPlan:
-    """Read the plan in a file. If the file is not a plan, raises UsageError with the line."""
+    """Read a plan from a file. If the file is not a plan, raises UsageError with the number of the wrong line."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -94,7 +94,7 @@ def read(path: Path) -> RepairPlan:
         head = json.loads(lines[0])
         if head["plan"] != VERSION:
             raise UsageError(
-                f"{path} is a plan of version {head['plan']}, and this release reads version {VERSION}. Make it again "
+                f"{path} is a plan of version {head['plan']}, and this release reads version {VERSION}. Make it again, "
                 f"with `outbox-reconcile plan` of this release."
             )
         sources = {name: _source(source) for name, source in head["rules"].items()}
@@ -104,8 +104,8 @@ def read(path: Path) -> RepairPlan:
                 steps.append(_step(json.loads(line), sources))
     except (KeyError, TypeError, ValueError) as error:
         raise UsageError(
-            f"{path}:{number}: not a line of a plan ({type(error).__name__}: {error}). Make it with `outbox-reconcile "
-            f"plan`; steps may be taken out, the first line must stay."
+            f"{path}:{number}: not a line of a plan ({type(error).__name__}: {error}). Make the plan with "
+            f"`outbox-reconcile plan`. You may delete lines of steps, but not the first line."
         ) from error
     return RepairPlan(
         digest=hashlib.sha256(text.encode()).hexdigest()[:16], run=head["run"], sources=sources, steps=tuple(steps)
@@ -140,7 +140,7 @@ def _step(item: Mapping[str, Any], sources: Mapping[str, RuleSource]) -> RepairS
     if action in needed and needed[action] is None:
         raise ValueError(f"a step to {action} without its subject")
     if action is RepairAction.PUBLISH and step.rule not in sources:
-        raise ValueError(f"the first line does not know the rule {step.rule!r}")
+        raise ValueError(f"the first line of the plan does not contain the rule {step.rule!r}")
     return step
 
 

@@ -1,4 +1,4 @@
-"""All settings. Each setting is defined once, in this module. Code reads a setting when it needs the value.
+"""All settings of outbox. This module defines each setting once.
 
     OUTBOX = {
         "BROKER": "broker",                     # alias of the broker's database (default: DEFAULT_DB_ALIAS)
@@ -6,9 +6,10 @@
         "TOPICS": {"order-paid": {"types": ["FIFO", "TRANSACTION"], "queue_count": 8}},
     }
 
-Every key is a field of `OutboxSettings` in capitals. The keys of nested dictionaries are fields of `TopicOptions`,
-`DeclaredForward`, `DeclaredReceive` and `Thresholds`; TASKS[alias]["OPTIONS"] are `TaskOptions`. After a change to a
-definition run `python -m outbox.contrib.django.settings.tables`, which writes the tables in the documents.
+Every key of OUTBOX is the name of a field of `OutboxSettings` in capitals. The keys of nested dictionaries are names of
+fields of `TopicOptions`, `DeclaredForward`, `DeclaredReceive` and `Thresholds`; the keys of TASKS[alias]["OPTIONS"] are
+names of fields of `TaskOptions`. After a change to a definition, run `python -m outbox.contrib.django.settings.tables`,
+which writes the tables in the documents.
 """
 
 from __future__ import annotations
@@ -77,13 +78,13 @@ class TopicOptions:
         members(MessageType),
         shown="`NORMAL`, `TRANSACTION`",
         word="message type (RocketMQ)",
-        meaning="the messages that the topic takes",
+        meaning="the types of messages that the topic accepts",
     )
     queue_count: int = setting(
         _TOPIC["queue_count"],
         whole(1, "queues"),
         word="queue (RocketMQ; Kafka's partition)",
-        meaning="number of queues: so many consumers can share the topic",
+        meaning="number of queues, and so the maximum number of consumer processes of one group that share the topic",
     )
     retention_seconds: int = setting(
         _TOPIC["retention_seconds"],
@@ -96,20 +97,21 @@ class TopicOptions:
         None,
         dotted_path,
         word="selector (RocketMQ's message queue selector)",
-        meaning="function that chooses the queue, in place of the key",
+        meaning="function that chooses the queue of a message; without it, the key chooses the queue",
     )
     key_lock: bool = setting(
         _TOPIC["key_lock"],
         flag,
         word="key lock",
-        meaning="FIFO topics: publishers of one key wait for each other's commit",
+        meaning="FIFO topics: a transaction that publishes a key waits until earlier transactions of this key have "
+        "ended",
     )
     on_park: str = setting(
         _TOPIC["on_park"],
         one_of("hold", "release"),
         word="park",
-        meaning="FIFO topics: later messages of its key wait behind a [parked message](guide.md#parked-messages), "
-        "or pass it",
+        meaning="FIFO topics: if a message is [parked](guide.md#parked-messages), later messages of the same key wait "
+        "(`hold`) or are delivered (`release`)",
     )
 
 
@@ -147,7 +149,7 @@ def _names_there(where: str, value: Any) -> Mapping[str, str]:
         return {name: name for name in value}
     if isinstance(value, Mapping) and value and all(isinstance(name, str) for pair in value.items() for name in pair):
         return dict(value)
-    raise wrong(where, value, "a list of topics, or a dictionary {topic: its name there}")
+    raise wrong(where, value, "a list of topics, or a dictionary {topic: name of the topic at the receiver}")
 
 
 def _filter(where: str, value: Any) -> str:
@@ -164,43 +166,60 @@ class DeclaredForward:
 
     topics: Mapping[str, str] = required(
         Rule("`[topic]` or `{topic: name}`", _names_there),
-        meaning="the topics to send; a dictionary also gives each topic's name there",
+        meaning="the topics whose messages are sent; a dictionary also gives the name of each topic at the receiver",
     )
     sink: str = required(
-        named_or_path(SINKS), meaning="where the messages go; the path: of [your class](#a-sink-of-your-own)"
+        named_or_path(SINKS),
+        meaning="where the messages go: a built-in sink, or the dotted path of [your class](#a-sink-of-your-own)",
     )
-    options: Mapping[str, Any] = setting({}, keywords, secret=True, meaning="the options of the sink, see its section")
+    options: Mapping[str, Any] = setting(
+        {}, keywords, secret=True, meaning="the options of the sink; the section about the sink lists them"
+    )
     filter: str = setting(
         "",
         Rule("filter", _filter),
         shown="all",
-        meaning='tags (`"paid \\|\\| refunded"`), or `sql:` and an expression over headers',
+        meaning='sends only messages with one of these tags (`"paid \\|\\| refunded"`) or, after `sql:`, only messages '
+        "whose headers match the expression",
     )
     format: str = setting(
         formats.PLAIN,
         one_of(*formats.NAMES),
         meaning="[format](#formats) of body and metadata; CloudEvents need the extra `cloudevents`",
     )
-    source: str = setting("", text("URI reference"), meaning="CloudEvents: the publisher, like `/shops/orders`")
+    source: str = setting(
+        "",
+        text("URI reference"),
+        meaning="the attribute `source` of CloudEvents, which names the publisher, like `/shops/orders`",
+    )
     on_rejected: str = setting(
         BLOCK,
-        one_of(BLOCK, DEAD_LETTER, because="'block' (its key waits) or 'dead_letter' (later ones overtake it)"),
-        meaning="a refused message holds up its key, or becomes a dead letter that later ones overtake",
+        one_of(
+            BLOCK,
+            DEAD_LETTER,
+            because="'block' (later messages of its key wait) or 'dead_letter' (later messages are sent)",
+        ),
+        meaning="if the endpoint refuses a message, later messages of its key wait (`block`), or the message becomes "
+        "a dead letter and later messages are sent (`dead_letter`)",
     )
     batch: int | None = setting(
-        None, whole(1, "messages"), shown="the sink's", meaning="how many messages one call sends, at most"
+        None, whole(1, "messages"), shown="the sink's", meaning="the maximum number of messages in one call of the sink"
     )
-    threads: int | None = setting(None, whole(1, "calls"), shown="the sink's", meaning="how many calls run at a time")
+    threads: int | None = setting(
+        None, whole(1, "calls"), shown="the sink's", meaning="how many calls of the sink run at the same time"
+    )
     suspend_seconds: float = setting(
         5.0, seconds(0), meaning="the wait until `outbox_worker --role forward` sends a refused message again"
     )
-    timeout_seconds: float = setting(120.0, seconds(1), meaning="a call that lasts longer counts as failed")
+    timeout_seconds: float = setting(
+        120.0, seconds(1), meaning="a call of the sink that lasts longer than this time counts as failed"
+    )
     start: Start | None = setting(
         None,
         member(Start),
         shown='`"earliest"`',
-        meaning="where a group that is new to a topic begins. Without it, checks and `outbox_worker --role forward` "
-        "warn if other groups have handled messages of the topic",
+        meaning="where a group that is new to a topic begins. If `start` is missing and other groups have handled "
+        "messages of the topic, `manage.py check` and `outbox_worker --role forward` warn",
     )
 
 
@@ -216,15 +235,25 @@ SOURCES: Final[Mapping[str, str]] = {
 class DeclaredReceive:
     """One entry of RECEIVE. `convert` is a dotted path, which is imported at its first use."""
 
-    source: str = required(named_or_path(SOURCES), meaning="where the messages come from; the path is of a class")
-    topic: str = required(text("topic"), meaning="the topic here that stores them; declare it in `TOPICS`")
-    options: Mapping[str, Any] = setting({}, keywords, secret=True, meaning="the options of the source, below")
-    batch: int = setting(100, whole(1, "messages"), meaning="how many messages one statement stores, at most")
+    source: str = required(
+        named_or_path(SOURCES),
+        meaning="where the messages come from: a built-in source, or the dotted path of your class",
+    )
+    topic: str = required(
+        text("topic"), meaning="the topic of outbox that gets the received messages; declare it in `TOPICS`"
+    )
+    options: Mapping[str, Any] = setting(
+        {}, keywords, secret=True, meaning="the options of the source; the next table lists them"
+    )
+    batch: int = setting(100, whole(1, "messages"), meaning="the maximum number of messages that one statement stores")
     poison_topic: str | None = setting(
         None, or_none(text("topic")), meaning="the topic for messages that cannot be stored in `topic`"
     )
     convert: str | None = setting(
-        None, dotted_path, meaning="a function `(Incoming, name, topic) -> Message`; by default as described below"
+        None,
+        dotted_path,
+        meaning="a function `(Incoming, name, topic) -> Message` that makes the message. The text below the tables "
+        "describes the default function",
     )
 
 
@@ -254,14 +283,17 @@ def _limits(where: str, value: Any) -> Threshold:
 
 
 class PathChoice(enum.StrEnum):
-    """The path on which a transactional publish reaches the broker."""
+    """How a publish call inside a transaction reaches the broker."""
 
     AUTO = "auto"
-    """The path is chosen per live connection: atomic if the connection leads to the broker's own database."""
+    """A connection to the broker's own database uses the atomic path.
+
+    Every other connection uses the two-phase path.
+    """
     TWO_PHASE = "two_phase"
-    """Every transactional publish sends a half message, runs the local transaction, and sends an end message."""
+    """Every publish call inside a transaction uses the two-phase path."""
     ATOMIC = "atomic"
-    """Every transactional publish uses the application's connection.
+    """Every publish call inside a transaction uses the atomic path, on the application's connection.
 
     If the broker is in another database, publishing fails.
     """
@@ -309,7 +341,8 @@ class OutboxSettings:
         bundled_only=True,
         secret=True,
         word="LISTEN (PostgreSQL)",
-        meaning='direct URL, if the alias uses a [pooler](operations.md#behind-a-pooler); `""`: poll without LISTEN',
+        meaning='URL without the pooler, if the alias uses a [pooler](operations.md#behind-a-pooler). With `""`, '
+        "outbox polls and does not use LISTEN",
     )
     topics: Mapping[str, DeclaredTopic] = setting(
         {},
@@ -325,21 +358,26 @@ class OutboxSettings:
         meaning="whether the first message of an unknown topic creates the topic",
     )
     codec: str | None = setting(
-        None, dotted_path, shown="JSON", word="codec", meaning="codec (class or object) of every topic that names none"
+        None,
+        dotted_path,
+        shown="JSON",
+        word="codec",
+        meaning="codec (class or object) of every topic without a `codec` of its own",
     )
     forward: Mapping[str, DeclaredForward] = setting(
         {},
         _by_group(DeclaredForward, "{group: {'topics': [...], 'sink': 'webhook', ...}}"),
         bundled_only=True,
         word="forward",
-        meaning="the messages that `outbox_worker --role forward` [sends elsewhere](forwarding.md), by consumer group",
+        meaning="for each consumer group, the messages that `outbox_worker --role forward` [sends to another "
+        "system](forwarding.md)",
     )
     receive: Mapping[str, DeclaredReceive] = setting(
         {},
         _by_group(DeclaredReceive, "{name: {'source': 'kombu', 'topic': …}}"),
         bundled_only=True,
         word="receive",
-        meaning="the foreign messages that `outbox_worker --role receive` [stores here](forwarding.md#receiving)",
+        meaning="the sources from which `outbox_worker --role receive` [receives messages](forwarding.md#receiving)",
     )
     in_memory: bool = setting(False, flag, word="in memory", meaning="`True`: a broker inside this process, for tests")
 
@@ -348,33 +386,34 @@ class OutboxSettings:
         group,
         shown="none",
         word="producer group (RocketMQ)",
-        meaning="the name of this service, unique among the services on the broker: its processes answer for its "
-        "transactions",
+        meaning="the name of this service, unique among the services on the broker. Only processes of this service "
+        "answer checks of its transactions",
         section="publishing",
     )
     path: PathChoice = setting(
         PathChoice.AUTO,
         member(PathChoice),
         word="path: two-phase or atomic",
-        meaning="`two_phase` and `atomic` insist on one way to the broker; `auto` chooses per connection",
+        meaning="the way of a message to the broker: always `two_phase`, always `atomic`, or chosen per connection "
+        "(`auto`)",
     )
     require_transaction: bool = setting(
         False, flag, word="transaction", meaning="`True`: `publish` outside of a transaction is refused, on every topic"
     )
     send_timeout_seconds: float = setting(
-        3.0, seconds(0.05), word="send: what goes to the broker", meaning="how long `publish` waits for the broker"
+        3.0, seconds(0.05), word="send: pass a message to the broker", meaning="how long `publish` waits for the broker"
     )
     immunity_seconds: int = setting(
-        6, whole(0, "seconds"), word="immunity (RocketMQ)", meaning="age of a half message at its first check"
+        6, whole(0, "seconds"), word="immunity (RocketMQ)", meaning="the age at which a half message is first checked"
     )
     check_interval_seconds: float = setting(
-        30.0, seconds(0.1), word="interval: between passes", meaning="time between two check-back passes"
+        30.0, seconds(0.1), word="interval: the time between two passes", meaning="time between two check-back passes"
     )
     check_retry_seconds: int = setting(
         60,
         whole(1, "seconds"),
         bundled_only=True,
-        word="retry: of one check",
+        word="retry: check the same half message again",
         meaning="time between two checks of one half message",
     )
     max_checks: int = setting(
@@ -382,20 +421,21 @@ class OutboxSettings:
         whole(1, "checks"),
         bundled_only=True,
         word="check",
-        meaning="after so many answers without an outcome the message is [parked](guide.md#parked-messages)",
+        meaning="after this number of answers without an outcome, a half message is [parked](guide.md#parked-messages)",
     )
     max_check_age_seconds: int = setting(
         int(3 * _DAY),
         whole(1, "seconds"),
         bundled_only=True,
         word="check",
-        meaning="after so long without an outcome the message is parked",
+        meaning="a half message is parked if it is still undecided at this time after the end of its immunity",
     )
     ledger: bool = setting(
         True,
         flag,
-        word="ledger: the local transactions' own table",
-        meaning="`False`: no ledger; every transactional message needs a look-up, `@transactional_message(check=…)`",
+        word="ledger: the table of the local transactions",
+        meaning="`False`: there is no ledger, so every transactional message needs a look-up function, "
+        "`@transactional_message(check=…)`",
     )
 
     subscriber_module: str = setting(
@@ -419,21 +459,22 @@ class OutboxSettings:
         flag,
         bundled_only=True,
         word="broker",
-        meaning="`True`: a worker's only consumer process never sequences, because its handlers compute for long or "
-        "kill their process",
+        meaning="`True`: the only consumer process of a worker does not run the sequencer. Use `True` if handlers "
+        "compute for long or kill their process",
     )
     lease_seconds: float = setting(
         10.0,
         seconds(1),
         word="lease",
-        meaning="how long a queue stays with a consumer that died. A handler waits for a lock for half of it, and is "
-        "idle in its transaction for four fifths of it, at most",
+        meaning="how long a queue stays with a consumer that died. A handler may wait for a lock for half of this "
+        "time, and its transaction may be idle for four fifths of this time",
     )
     drain_seconds: float = setting(
         20.0,
         seconds(0),
-        word="drain: finish what is held, then end",
-        meaning="how long a worker's processes may take to finish their work when it stops; then they are killed",
+        word="drain: finish the started work, then end",
+        meaning="how long the processes of a stopping worker may take to finish their work before the worker kills "
+        "them",
     )
     messages_per_commit: int = setting(
         16,
@@ -447,8 +488,8 @@ class OutboxSettings:
         14 * _DAY,
         seconds(60),
         word="retention",
-        meaning="how long the inbox remembers a handled message, at least. It remembers a message as long as the log "
-        "has it, even if that is longer",
+        meaning="the minimum time for which the inbox remembers a handled message. The inbox also remembers each "
+        "message that is still in the log",
     )
 
     thresholds: Thresholds = setting(
@@ -456,14 +497,14 @@ class OutboxSettings:
         Rule("`{name: (warning, critical)}`", _thresholds),
         shown="[see operations](operations.md#thresholds)",
         word="threshold",
-        meaning="the limits from which on a condition is a warning or critical",
+        meaning="the limits at which a condition becomes a warning or critical",
         section="observing",
     )
     audit_interval_seconds: float = setting(
         _DAY,
         seconds(1),
         bundled_only=True,
-        word="interval: between passes; audit (bookkeeping)",
+        word="interval: the time between two audits; audit (bookkeeping)",
         meaning="time between two audits of conservation",
     )
     metrics: bool = setting(
@@ -477,7 +518,8 @@ class OutboxSettings:
         or_none(any_text),
         secret=True,
         word="token",
-        meaning="sent as `Authorization: Bearer`, it opens the views `status/` and `metrics/` without an account",
+        meaning="a request with this token in `Authorization: Bearer` may read `status/` and `metrics/` without an "
+        "account",
     )
     tracing: bool = setting(
         False,
@@ -495,22 +537,22 @@ class OutboxSettings:
         None,
         address,
         word="health",
-        meaning='address (`"0.0.0.0:9464"`) at which one more process serves `/live`, `/ready` and `/metrics`',
+        meaning='address (`"0.0.0.0:9464"`) at which an additional process serves `/live`, `/ready` and `/metrics`',
     )
     masked_fields: Mapping[str, frozenset[str]] = setting(
         {},
         field_names,
         word="mask",
-        meaning='fields of bodies and headers, by topic (`"*"`: all), that neither a command nor the '
-        "[page](operations.md#the-page) shows",
+        meaning='for each topic (`"*"`: for all topics), the fields of bodies and headers that commands and the '
+        "[operations page](operations.md#the-page) hide",
     )
 
     def required_producer_group(self) -> str:
-        """Return the producer group. Raises ConfigurationError if it is not set."""
+        """Return the producer group. Raises ConfigurationError if PRODUCER_GROUP is not set."""
         if not self.producer_group:
             raise ConfigurationError(
-                "OUTBOX['PRODUCER_GROUP'] is not set: name this service (for example 'orders'), unlike any other "
-                "service that shares the broker. Check-back asks it for the outcome of its transactions."
+                "OUTBOX['PRODUCER_GROUP'] is not set: set a name for this service, for example 'orders', that no other "
+                "service on the broker uses. The broker asks this group for the outcome of its transactions."
             )
         return self.producer_group
 
@@ -523,12 +565,12 @@ class OutboxSettings:
 
     @property
     def has_database(self) -> bool:
-        """Whether the broker is the bundled one, in the database of the alias `broker`."""
+        """Whether the broker is the bundled broker, in the database of the alias `broker`."""
         return not self.in_memory and not self.broker.startswith("rocketmq://")
 
     @property
     def check(self) -> CheckSettings:
-        """The limits that say when the broker checks a half message, and when it parks the message."""
+        """The settings that determine when the broker checks a half message, and when it parks the message."""
         return CheckSettings(
             immunity_seconds=self.immunity_seconds,
             recheck_seconds=self.check_retry_seconds,
@@ -543,7 +585,8 @@ _cached: tuple[object, OutboxSettings] | None = None
 def get_settings() -> OutboxSettings:
     """Return the current settings. Raises ConfigurationError, which names the wrong key and the allowed values.
 
-    The result is kept while `settings.OUTBOX` is the same object, so `override_settings` takes effect at once.
+    The function checks the dictionary again if `settings.OUTBOX` is a new object, so `override_settings` takes effect
+    at once.
     """
     global _cached
     raw = getattr(django_settings, "OUTBOX", None)
@@ -560,18 +603,21 @@ def parse_settings(raw: object) -> OutboxSettings:
     settings = read(OutboxSettings, "OUTBOX", raw, noun="setting")
     if settings.celery_app is None:
         return settings
-    # The topic of transactional Celery tasks is added to the topics that the application declares.
+    # The calls of transactional Celery tasks need a topic, so add this topic to the declared topics.
     name = tasks_topic(settings)
     return replace(settings, topics={name: _topic(f"OUTBOX['TOPICS'][{name!r}]", name, {}), **settings.topics})
 
 
 def tasks_topic(settings: OutboxSettings) -> str:
-    """Return the topic of the service's Celery tasks. Raises ConfigurationError without PRODUCER_GROUP."""
+    """Return the topic of the service's Celery tasks. Raises ConfigurationError if PRODUCER_GROUP is not set."""
     return f"{settings.required_producer_group()}.celery-tasks"
 
 
 def imported(where: str, dotted_path: str) -> Any:
-    """Import the object at a dotted path in the settings. If that fails, raises ConfigurationError with the setting."""
+    """Import the object at a dotted path in the settings.
+
+    If the import fails, raises ConfigurationError with the setting.
+    """
     try:
         return import_string(dotted_path)
     except ImportError as error:
@@ -579,9 +625,9 @@ def imported(where: str, dotted_path: str) -> Any:
 
 
 def chosen(where: str, declared: Mapping[str, Entry], names: Sequence[str], purpose: str) -> dict[str, Entry]:
-    """Return the entries with these names; without names, all entries.
+    """Return the declared entries with these names, or all entries if `names` is empty.
 
-    Raises ConfigurationError for an unknown name. Also raises it if nothing is declared.
+    Raises ConfigurationError for an unknown name, or if no entry is declared.
     """
     if not declared:
         raise ConfigurationError(f"{where} declares nothing {purpose}.")
@@ -594,7 +640,7 @@ def chosen(where: str, declared: Mapping[str, Entry], names: Sequence[str], purp
 
 
 def _delays(where: str, value: Any) -> Sequence[float]:
-    allowed = "a list of seconds, at least one, none negative"
+    allowed = "a list of numbers of seconds that is not empty"
     if not isinstance(value, (list, tuple)) or not value:
         raise wrong(where, value, allowed)
     return [seconds(0).check(f"{where}[{place}]", one) for place, one in enumerate(value)]
@@ -604,16 +650,20 @@ def _delays(where: str, value: Any) -> Sequence[float]:
 class TaskOptions:
     """The options of the backend for Django's tasks."""
 
-    topic: str = setting("tasks", text("topic"), meaning="the topic that carries the tasks. Each backend needs its own")
-    threads: int = setting(8, whole(1, "tasks"), meaning="tasks that run at a time, per queue and process")
+    topic: str = setting(
+        "tasks", text("topic"), meaning="the topic of the task messages. Each backend needs a topic of its own"
+    )
+    threads: int = setting(
+        8, whole(1, "tasks"), meaning="how many tasks of one queue run at the same time in one process"
+    )
     timeout_seconds: float = setting(15 * 60.0, seconds(0.01), meaning="how long a task may run")
     max_attempts: int | None = setting(
-        1, or_none(whole(1, "attempts")), meaning="how many times a failing task runs at most; `None`: no limit"
+        1, or_none(whole(1, "attempts")), meaning="the maximum number of attempts of a failing task; `None`: no limit"
     )
     delays_seconds: Sequence[float] = setting(
         (10.0, 60.0, 600.0),
         Rule("a list of seconds, at least 0", _delays, "seconds"),
-        meaning="the waits between the attempts; the last one repeats",
+        meaning="the waits between the attempts of a failing task; the last wait is used for all further attempts",
     )
 
 
@@ -621,9 +671,9 @@ class TaskOptions:
 
 
 def aware(moment: datetime) -> datetime:
-    """Return a project's time as an aware time. Without USE_TZ, a naive time counts as a time in TIME_ZONE.
+    """Return an aware time. Without USE_TZ, a naive time is taken as a time in TIME_ZONE.
 
-    With USE_TZ a naive time is returned unchanged, and the caller refuses it.
+    With USE_TZ, the function returns a naive time unchanged, and the caller refuses it.
     """
     if moment.tzinfo is not None or django_settings.USE_TZ:
         return moment
@@ -660,12 +710,18 @@ ENVIRONMENT: Final = (
     Variable(
         "OUTBOX_POSTGRES_URL",
         _USER,
-        "`outbox.broker.embedded`: URL of a PostgreSQL that replaces the private server of development",
+        "`outbox.broker.embedded` uses the PostgreSQL at this URL in place of a private server",
     ),
     Variable(
-        "OUTBOX_FAULTS", _USER, "tests and demo: where a process is killed, stopped or delayed (`outbox.utils.faults`)"
+        "OUTBOX_FAULTS",
+        _USER,
+        "for tests and the demo: the places where a process is killed, stopped or delayed (`outbox.utils.faults`)",
     ),
-    Variable("OUTBOX_FAST_PATHS", _USER, "`off`: plain psycopg and Django in place of the fast paths; default `on`"),
+    Variable(
+        "OUTBOX_FAST_PATHS",
+        _USER,
+        "`off`: outbox uses plain psycopg and Django in place of the fast paths; default `on`",
+    ),
     Variable("PROMETHEUS_MULTIPROC_DIR", _USER, "prometheus-client's folder, which several web processes share"),
     Variable("OUTBOX_HEARTBEAT", _OUTBOX, "file into which a process writes its heartbeat"),
     Variable("OUTBOX_PARENT_PID", _OUTBOX, "process id of the supervisor: a process ends when its supervisor has died"),
@@ -674,10 +730,24 @@ ENVIRONMENT: Final = (
     Variable("OUTBOX_LOG_LEVEL", _OUTBOX, "log level of a worker's processes, as a number"),
     Variable("RECONCILE_…", _USER, "reconciliation: the variables that `env = …` in the rules file names"),
     Variable("JAVA_HOME", _USER, "reconciliation: the Java that Spark uses, version 17 or newer"),
-    Variable("PATH", _USER, "reconciliation: looked through for `java`"),
-    Variable("JAVA_TOOL_OPTIONS", _USER, "reconciliation: if it names a garbage collector, outbox chooses none"),
-    Variable("JDK_JAVA_OPTIONS", _USER, "reconciliation: the same"),
-    Variable("PYSPARK_PYTHON", _USER, "reconciliation: the Python of Spark's workers, by default the running one"),
-    Variable("PYSPARK_GATEWAY_PORT", "spark-submit", "reconciliation: the session belongs to spark-submit"),
-    Variable("SPARK_REMOTE", "Spark Connect", "reconciliation: the session is a remote one"),
+    Variable("PATH", _USER, "reconciliation searches these folders for `java`"),
+    Variable(
+        "JAVA_TOOL_OPTIONS", _USER, "reconciliation: if the value names a garbage collector, outbox does not choose one"
+    ),
+    Variable(
+        "JDK_JAVA_OPTIONS",
+        _USER,
+        "reconciliation: if the value names a garbage collector, outbox does not choose one",
+    ),
+    Variable(
+        "PYSPARK_PYTHON",
+        _USER,
+        "reconciliation: the Python of Spark's workers; by default the Python that runs the command",
+    ),
+    Variable(
+        "PYSPARK_GATEWAY_PORT",
+        "spark-submit",
+        "reconciliation: if this is set, the Spark session belongs to spark-submit",
+    ),
+    Variable("SPARK_REMOTE", "Spark Connect", "reconciliation: if this is set, the Spark session is remote"),
 )

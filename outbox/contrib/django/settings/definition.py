@@ -1,9 +1,9 @@
-"""Defines settings: the definition of one setting, the rules for its value, and the reading of a dictionary.
+"""The classes and functions with which settings are defined, and the function that reads a dictionary of settings.
 
     drain_seconds: float = setting(20.0, seconds(0), word="drain", meaning="how long processes may take to stop")
 
-A field of a frozen dataclass is one setting. The check of a value, the text of the error, and the tables in the
-documents (`tables.py`) use its definition. The program reads a setting as an attribute.
+A field of a frozen dataclass is one setting. The check of a value, the text of its error, and the tables in the
+documents (`tables.py`) use the definition in this field.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ REQUIRED: Final = dataclasses.MISSING
 
 @dataclass(frozen=True, slots=True)
 class Rule(Generic[Value]):
-    """The rule for the values of a setting. `kind` describes them in the documents, with the unit of a number (`unit`).
+    """The rule for the values of a setting.
 
-    `check` gets the place of the setting, as in "OUTBOX['BROKER']", and the given value. It returns the value to use.
-    If the value is not allowed, it raises ConfigurationError with the place, the given value and the allowed values.
+    In the documents, `kind` describes the values, and `unit` is a number's unit. `check` gets the place of the setting,
+    as in "OUTBOX['BROKER']", and the given value. It returns the value to use. If the value is not allowed, `check`
+    raises ConfigurationError with the place, the given value and the allowed values.
     """
 
     kind: str
@@ -47,8 +48,9 @@ class Rule(Generic[Value]):
 class Setting:
     """The definition of one setting. `name` is the name that a project writes; `shown` is the documented default.
 
-    `word` is the term behind the name (docs/names.md). `section` is the table in the guide. A field without a section
-    is in the section of the field before it. `bundled_only`: another engine ignores the setting or refuses it.
+    `word` is the term from which the name is made (docs/names.md). `section` names the table of the guide that lists
+    the setting. A field without a section is in the section of the field before it. If `bundled_only` is true, engines
+    other than the bundled broker ignore the setting or refuse it.
     """
 
     name: str
@@ -72,7 +74,7 @@ def setting(
     bundled_only: bool = False,
     secret: bool = False,
 ) -> Entry:
-    """Return a dataclass field for a setting. The type checker sees its default. `secret`: the repr hides the value."""
+    """Return a dataclass field for a setting. If `secret` is true, the repr of the dataclass hides the value."""
     definition = {
         "rule": rule,
         "meaning": meaning,
@@ -90,13 +92,13 @@ def setting(
 
 
 def required(rule: Rule[Entry], *, meaning: str) -> Entry:
-    """Like `setting`, but without a default: a dictionary without this key is refused."""
+    """Like `setting`, but without a default: `read` refuses a dictionary without this key."""
     made: Any = setting(REQUIRED, rule, meaning=meaning)
     return made  # type: ignore[no-any-return]
 
 
 def definitions(kind: type) -> Mapping[str, Setting]:
-    """Return the settings of a dataclass by attribute name. The names of settings with a section are in capitals."""
+    """Return the settings of a dataclass by attribute name. If a setting has a section, its `name` is in capitals."""
     found: dict[str, Setting] = {}
     section = ""
     for item in dataclasses.fields(kind):
@@ -108,7 +110,7 @@ def definitions(kind: type) -> Mapping[str, Setting]:
 
 
 def read(kind: type[Entry], where: str, given: object, *, noun: str = "option") -> Entry:
-    """Return the checked settings of a dictionary. `where` is its place, as in "OUTBOX['TOPICS']['orders']".
+    """Check a dictionary and return its settings. `where` is its place, as in "OUTBOX['TOPICS']['orders']".
 
     Raises ConfigurationError for an unknown name, a wrong value, or a missing required key. For an unknown name, the
     error shows the most similar known name.
@@ -135,7 +137,7 @@ def read(kind: type[Entry], where: str, given: object, *, noun: str = "option") 
 
 
 def unknown(where: str, name: object, noun: str, known: Iterable[str]) -> ConfigurationError:
-    """Return the error for an unknown name. It names the most similar known name, or all known names."""
+    """Return the error for an unknown name. The error shows the most similar known name, or all known names."""
     by_capitals = {one.upper(): one for one in known}
     near = difflib.get_close_matches(str(name).upper(), by_capitals, n=1, cutoff=0.5)
     if near:
@@ -213,7 +215,7 @@ def seconds(minimum: float) -> Rule[float]:
 
 
 def one_of(*allowed: str, because: str = "") -> Rule[str]:
-    """Return the rule for one of some texts. `because` explains the texts in the error."""
+    """Return the rule that allows only the given texts. In the error, `because` explains these texts."""
     listed = because or (" or " if len(allowed) == 2 else ", ").join(map(repr, allowed))
 
     def check(where: str, value: Any) -> str:
@@ -235,7 +237,7 @@ def member(kind: type[Choice]) -> Rule[Choice]:
 
 
 def members(kind: type[Choice]) -> Rule[frozenset[Choice]]:
-    """Return the rule for a list of values of an enumeration. The list has at least one value."""
+    """Return the rule for a list of values of an enumeration. An empty list is not allowed."""
     allowed = f"a list of {', '.join(map(repr, map(str, kind)))}"
 
     def check(where: str, value: Any) -> frozenset[Choice]:
@@ -254,7 +256,7 @@ def named_or_path(known: Mapping[str, str]) -> Rule[str]:
     def check(where: str, value: Any) -> str:
         name = _text(where, value)
         if "." not in name and name not in known:
-            raise ConfigurationError(f"{where} = {name!r}: use one of {', '.join(known)}, or give a dotted path.")
+            raise ConfigurationError(f"{where} = {name!r}: use one of {', '.join(known)}, or a dotted path.")
         return known.get(name, name)
 
     return Rule(f"{_quoted(known)}, or a dotted path", check)
@@ -318,7 +320,11 @@ def _address(where: str, value: Any) -> str:
 
 def _masked_fields(where: str, value: Any) -> Mapping[str, frozenset[str]]:
     if not isinstance(value, Mapping):
-        raise wrong(where, value, "a dictionary of field names by topic, '*' for all: {'*': ['password']}")
+        raise wrong(
+            where,
+            value,
+            "a dictionary {topic: list of field names}, in which '*' means all topics, like {'*': ['password']}",
+        )
     found = {}
     for topic, given in value.items():
         if isinstance(given, str) or not all(isinstance(one, str) and one for one in given):

@@ -28,19 +28,20 @@ from outbox.subscription import Subscription
 
 # The default and the meaning of each parameter of @subscriber that is not a field of Subscription.
 AROUND_THE_HANDLER: Final[Mapping[str, tuple[str, str]]] = {
-    "tag": ("all", "only messages with this tag, or with one of a list of tags; in place of `filter`"),
+    "tag": ("all", "the handler gets only messages with this tag, or with one tag of a list; in place of `filter`"),
     "idempotent": (
         "`True`",
-        "the handler runs in a transaction with its inbox row. `False`: without both; its effect may happen again",
+        "the handler runs in a transaction with its inbox row. `False`: the handler runs without transaction and inbox "
+        "row, so its effect may happen again",
     ),
-    "using": ("the routers' choice", "alias of that transaction"),
+    "using": ("the routers' choice", "alias of the handler's transaction"),
 }
 _BLOCK: Final = re.compile(r"(<!-- table: ([\w. ]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 _UNITS: Final = (("days", 24 * 3600), ("hours", 3600), ("minutes", 60))
 
 
 def rendered(page: str) -> str:
-    """Return the text of a page with current tables. Raises KeyError for an unknown table."""
+    """Return the text of a page with its tables made again. Raises KeyError for an unknown table."""
     return _BLOCK.sub(lambda found: f"{found[1]}{TABLES[found[2]]()}{found[3]}", page)
 
 
@@ -55,7 +56,10 @@ def _table(header: tuple[str, ...], rows: Iterable[Iterable[str]]) -> str:
 
 
 def _shown(value: object, shown: str = "", *, unit: str = "") -> str:
-    """Return a default value as a project writes it. A long time is also given in a larger unit."""
+    """Return a default value as a project writes it.
+
+    For a long time, the text also has the value in a larger unit, such as days.
+    """
     if shown:
         return shown
     if value is REQUIRED:
@@ -156,7 +160,7 @@ TABLES: Final[Mapping[str, Callable[[], str]]] = {
 
 
 def write(folder: Path) -> list[Path]:
-    """Rewrite the tables in the pages of a folder; return the changed pages."""
+    """Write the tables of all pages in a folder again, and return the changed pages."""
     changed = []
     for page in sorted(folder.glob("*.md")):
         before = page.read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Examines a decorated callable: whether it is async, its parameters, and its name.
+"""Finds out of a decorated callable whether it is async, which parameters it has, and its name.
 
 Python's `inspect` handles plain functions only. The functions of this module also handle `functools.partial`, objects
 with a `__call__`, and views that Django has marked as asynchronous.
@@ -15,17 +15,17 @@ from asgiref.sync import iscoroutinefunction
 
 from outbox.errors import TransactionUsageError
 
-# Django's method_decorator passes a stand-in function to a decorator. It defines the stand-in in this module.
+# Django's method_decorator passes a stand-in function to a decorator. Django defines the stand-in in this module.
 _METHOD_DECORATOR: Final = "django.utils.decorators"
 
 
 def is_asynchronous(function: Callable[..., Any]) -> bool:
-    """Whether a call of the function returns a coroutine."""
+    """Return whether a call of the function returns a coroutine."""
     return any(iscoroutinefunction(part) for part in _layers(function))
 
 
 def is_generator(function: Callable[..., Any]) -> bool:
-    """Whether a call of the function returns a generator, synchronous or asynchronous."""
+    """Return whether a call of the function returns a generator, synchronous or asynchronous."""
     return any(inspect.isgeneratorfunction(part) or inspect.isasyncgenfunction(part) for part in _layers(function))
 
 
@@ -48,9 +48,13 @@ def _inner(function: Any) -> Any:
 
 
 def signature_of(function: Callable[..., Any]) -> inspect.Signature:
-    """Return the signature that a caller sees. Raises ValueError if it cannot be read (`dict`, some built-ins)."""
+    """Return the signature that a caller sees.
+
+    Raises ValueError for `dict` and some built-ins, because their signature cannot be read.
+    """
     if isinstance(function, functools.partial):
-        # method_decorator gives its partial the method's name, so Python would read the method's signature.
+        # Make a new partial. method_decorator copies the attributes of the method to its partial, so Python would read
+        # the signature of the method.
         function = functools.partial(function.func, *function.args, **function.keywords)
     return inspect.signature(function)
 
@@ -62,13 +66,13 @@ def name_of(function: Any) -> str:
 
 
 def path_of(function: Any) -> str:
-    """Return `module:function`, the path by which another process finds the function."""
+    """Return `module:function`, the path by which another process can find the function."""
     named = _named(function)
     return f"{named.__module__}:{named.__qualname__}"
 
 
 def has_a_name(function: Any) -> bool:
-    """Whether the callable has a name of its own.
+    """Return whether the callable has a name of its own.
 
     For a callable without a name of its own, `name_of` returns the name of its function or its class. The stand-in
     function of Django's method_decorator counts as a callable without a name.
@@ -77,7 +81,7 @@ def has_a_name(function: Any) -> bool:
 
 
 def is_stand_in(function: Any) -> bool:
-    """Whether this is the function that `method_decorator` passes to a decorator in place of the method."""
+    """Return whether `method_decorator` has passed this function to a decorator in place of the method."""
     return getattr(function, "__module__", "") == _METHOD_DECORATOR
 
 
@@ -88,13 +92,14 @@ def _named(function: Any) -> Any:
 
 
 def refuse_work_to_come(result: Any, name: str) -> None:
-    """Raise TransactionUsageError if the result is a coroutine or a generator: its work would run after the commit."""
+    """Raise TransactionUsageError for a coroutine or a generator as result, because its work would run after COMMIT."""
     if inspect.iscoroutine(result):
-        # Close the coroutine, because no caller will await it. Otherwise Python warns about it later.
+        # Close the coroutine, because no caller will await it. Without this, Python would warn about the coroutine.
         result.close()
     elif not (inspect.isawaitable(result) or inspect.isgenerator(result) or inspect.isasyncgen(result)):
         return
     raise TransactionUsageError(
-        f"{name} returned a {type(result).__name__}, whose work would be done after the transaction has committed. It "
-        f"was rolled back. Declare it as `async def` and await in it, or do the work (list(…)) before it returns."
+        f"{name} returned a {type(result).__name__}, whose work would be done after the transaction has committed. "
+        "The transaction was rolled back. Declare the function as `async def` and await the coroutine in it, or do "
+        "the work of the generator before the function returns, for example with list(…)."
     )

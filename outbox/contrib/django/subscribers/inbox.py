@@ -1,7 +1,7 @@
 """The inbox: a handler's effects and the inbox row commit in one transaction, so the effects happen once.
 
-The inbox row is written first. A second delivery of the same message waits at the unique key for the first delivery's
-transaction. It then finds the row, and the handler is not called.
+The transaction writes the inbox row first. A second delivery of the same message waits at the unique key until the
+transaction of the first delivery ends. After that, the second delivery finds the row, and the handler is not called.
 
 See decision 075 and decision 114.
 """
@@ -43,18 +43,18 @@ logger = logging.getLogger(__name__)
 
 # -- the connections of handlers -------------------------------------------------------------------
 #
-# The database connections of handler threads. Between two messages a connection is kept, returned to a pool, or closed.
+# The code below manages the database connections of handler threads. Between two messages, a connection stays open, is
+# returned to a pool, or is closed.
 #
-# The threads belong to the consumer runtime. Django closes connections at the end of a request, but a consumer has no
-# requests.
+# Django closes connections at the end of a request, but a consumer has no requests.
 
 
-# The default of psycopg_pool.ConnectionPool(min_size=4, max_size=None).
+# The size of a psycopg_pool.ConnectionPool without options (min_size=4, max_size=None).
 _POOL_SIZE: Final = 4
 
 
 class _Closing:
-    """Closes the connections it holds when it is deleted."""
+    """Closes its connections when Python deletes the object."""
 
     def __init__(self) -> None:
         self.connections: Sequence[BaseDatabaseWrapper] = ()
@@ -68,7 +68,7 @@ class _Closing:
 class _OfThread(threading.local):
     """The connections of one handler thread.
 
-    They are closed when the thread ends, because Python then deletes the local data of the thread. Without this class,
+    When the thread ends, Python deletes the local data of the thread, which closes the connections. Without this class,
     the connections would stay open until the garbage collector finds them.
     """
 
@@ -83,9 +83,9 @@ def refresh_connections() -> None:
     """Return this thread's connections to Django's pool. Close connections that are broken or past CONN_MAX_AGE.
 
     A pool may have fewer connections than there are threads, so a thread that keeps a connection would block another
-    thread. Without a pool, connections with CONN_MAX_AGE = 0 are kept. Django's close_old_connections closes them,
-    because 0 means "for one request"; a worker would then reconnect for every message. These connections are closed
-    when the idle thread that has them ends.
+    thread. Without a pool, connections with CONN_MAX_AGE = 0 are kept. Django's close_old_connections would close such
+    connections, because 0 means "for one request", and a worker would reconnect for every message. A connection with
+    CONN_MAX_AGE = 0 is closed when its thread ends.
     """
     opened = _of_thread.closing.connections = connections.all(initialized_only=True)
     for connection in opened:
@@ -104,8 +104,8 @@ def refresh_connections() -> None:
         connection.errors_occurred = False
 
 
-# One lock per file. With the lock, the threads of a process wait for each other. Without it, they would fail in
-# SQLite's busy loop.
+# One lock per SQLite file. The threads of a process wait for each other at this lock. Without the lock, threads would
+# fail with "database is locked".
 _turns: Final[dict[str, threading.RLock]] = {}
 
 
@@ -113,8 +113,8 @@ _turns: Final[dict[str, threading.RLock]] = {}
 def one_writer(connection: BaseDatabaseWrapper) -> Iterator[None]:
     """Let the handlers of this process take turns on SQLite, which has one writer at a time.
 
-    On other databases do nothing. Without turns, a handler that waits for the others for longer than `timeout` fails
-    with "database is locked".
+    On other databases, do nothing. Without this lock, a handler that waits for other handlers longer than SQLite's
+    `timeout` fails with "database is locked".
     """
     if connection.vendor != "sqlite":
         yield
@@ -128,7 +128,7 @@ def _has_pool(settings: Mapping[str, Any]) -> bool:
 
 
 def handler_alias(subscriber: Subscriber) -> str:
-    """Return the alias of the database with a subscriber's transaction and its inbox."""
+    """Return the alias of the database on which a subscriber's transaction runs and its inbox is."""
     from outbox.contrib.django.models import InboxEntry
 
     return subscriber.using or router.db_for_write(InboxEntry)
@@ -149,11 +149,11 @@ def pool_shortages(subscribers: Iterable[Subscriber]) -> Iterator[str]:
         if wanted > size:
             each = ", ".join(f"{item.name} {item.subscription.threads}" for item in sharing)
             yield (
-                f"the handlers of one consumer process have {wanted} threads on {alias!r} ({each}), and its connection "
-                f"pool lends {size} connections: {wanted - size} threads wait for one, and a message whose thread "
-                f"waits longer than the pool's timeout ({given.get('timeout', 30):g} s) has failed. Set "
-                f"DATABASES[{alias!r}]['OPTIONS']['pool']['max_size'] = {wanted}, or give the subscribers threads=… "
-                f"that add up to {size}."
+                f"the handlers of one consumer process have {wanted} threads on {alias!r} ({each}), but its connection "
+                f"pool has only {size} connections. So {wanted - size} threads may wait for a connection. If a thread "
+                f"waits longer than the pool's timeout ({given.get('timeout', 30):g} s), the attempt has failed. Set "
+                f"DATABASES[{alias!r}]['OPTIONS']['pool']['max_size'] = {wanted}, or reduce threads=… of the "
+                f"subscribers to {size} in total."
             )
 
 
@@ -161,8 +161,8 @@ def pool_shortages(subscribers: Iterable[Subscriber]) -> Iterator[str]:
 
 
 # The text of the statement is the same on a connection of Django and in a ShortTransaction. The statement sets the
-# timeouts before its first wait. They apply to this transaction only, so they are safe behind a pooler. A handler that
-# is frozen until its lease has expired must not block the next owner of the queue.
+# timeouts before its first wait. The timeouts apply to this transaction only, so they are safe behind a pooler. The
+# timeouts are needed because a handler that does not continue must not block the next owner of its queue.
 _ENTER: Final = """
 INSERT INTO outbox_inbox (consumer_group, generation, message_id)
 SELECT %(group)s, %(generation)s::integer, {ids}
@@ -171,7 +171,8 @@ WHERE set_config('lock_timeout', %(lock)s, true) IS NOT NULL
 ON CONFLICT DO NOTHING
 RETURNING message_id
 """
-# PostgreSQL plans the variant for one message faster. The ids of a batch are sorted, so two batches cannot deadlock.
+# PostgreSQL plans the statement for one message faster than the statement for a batch. The ids of a batch are sorted,
+# so two batches cannot deadlock.
 _ENTER_ONE_TEXT: Final = _ENTER.format(ids="%(message_ids)s::uuid")
 _ENTER_ALL_TEXT: Final = _ENTER.format(ids="unnest(%(message_ids)s::uuid[])")
 _ENTER_ONE: Final = Statement(_ENTER_ONE_TEXT)
@@ -204,14 +205,14 @@ class InboxEntries:
         self._short: ShortTransaction | None = None
         # The limit of idle_in_transaction_session_timeout for this transaction, in milliseconds.
         self._idle = b""
-        # True after all work before COMMIT is done. A failure from then on happened in COMMIT or after COMMIT.
+        # True as soon as no work remains except COMMIT. A failure after that happened in COMMIT or after COMMIT.
         self.is_confirmed = False
 
     def enter(self, deliveries: Sequence[Delivery], *, lease_seconds: float) -> list[Delivery]:
-        """Write the rows in the open transaction; return the deliveries whose rows are new.
+        """Write the inbox rows in the open transaction, and return the deliveries whose rows are new.
 
-        A batch may contain a message twice: once delivered again, and once from the retry queue. Only the first of the
-        two is handled.
+        A batch may contain a message twice, for example if the topic's queue and the retry queue both deliver it. Only
+        the first delivery is handled.
         """
         firsts: dict[UUID, Delivery] = {}
         for delivery in deliveries:
@@ -226,8 +227,8 @@ class InboxEntries:
         lock, idle = (str(round(lease_seconds * share * 1000)) for share in (0.5, 0.8))
         is_one = len(message_ids) == 1
         if ShortTransaction.is_possible(self._connection):
-            # The watch of the connection does not see this BEGIN. Report the BEGIN to the watch, because the watch
-            # would otherwise assume that the transaction does not belong to the block.
+            # The watch of the connection (BlockWatch) does not see this BEGIN, so report it. Otherwise the watch would
+            # assume that the transaction does not belong to the block.
             watch_of(self._connection).note_begun()
             self._short = ShortTransaction(self._connection)
             self._idle = idle.encode()
@@ -290,25 +291,25 @@ class InboxEntries:
             return True
 
     def leave(self, message_ids: Iterable[UUID]) -> None:
-        """Remove the rows of messages whose effects the handler has undone."""
+        """Remove the inbox rows of messages whose effects the handler has undone."""
         rows = [[*self._key, self._stored(value)] for value in sorted(message_ids)]
         if rows:
             with self._connection.cursor() as cursor:
                 cursor.executemany(_DELETE, rows)
 
     def confirm(self, deliveries: Sequence[Delivery], name: str) -> None:
-        """Verify, with the last statement, that the inbox rows are still part of the transaction.
+        """Verify, with the last statement of the transaction, that the inbox rows are still part of it.
 
-        If the rows are part of the transaction, the handler's effects are too. If checking and committing in one
-        request saves a round trip, the function also commits. If the rows are not part of the transaction, raises
-        TransactionUsageError, because COMMIT would succeed and store nothing.
+        If the rows are still part of the transaction, the effects of the handler are still part of it too. If checking
+        and committing in one request saves a round trip, the function also commits. If the rows are not part of the
+        transaction, raises TransactionUsageError, because COMMIT would succeed and store nothing.
         """
         if self._connection.needs_rollback:
             raise TransactionUsageError(
-                f"{name} marked its transaction for rollback without raising (or closed its connection): the message "
-                "counts as failed. Raise the error that caused the rollback."
+                f"{name} raised no error, but its transaction was marked for rollback or its connection was closed. "
+                "So the message has failed. Raise the error that caused the rollback."
             )
-        gone = "its inbox row is gone (a ROLLBACK was executed inside it)"
+        gone = "a ROLLBACK was executed in this transaction, so its inbox row is gone"
         if self._short is not None and self._short.is_whole():
             self.is_confirmed = True
             if not self._commit(self._short, deliveries):
@@ -333,7 +334,7 @@ class InboxEntries:
     def still_there(self, deliveries: Sequence[Delivery]) -> set[UUID]:
         """Return the messages whose rows are committed although the attempt failed, because the handler ran COMMIT."""
         if not deliveries or fence.is_lost():
-            # There are no rows to read, or another owner of the queue may have written the rows.
+            # Either no inbox rows were written, or another owner of the queue may have written them.
             return set()
         try:
             return self._present(deliveries)
@@ -364,7 +365,7 @@ def _array(values: Sequence[UUID]) -> bytes:
 def handled(
     connection: BaseDatabaseWrapper, group: str, generations: Sequence[int], message_ids: Sequence[UUID]
 ) -> set[UUID]:
-    """Return the messages among `message_ids` that the group's inbox has, in any of the generations."""
+    """Return those of `message_ids` for which the group's inbox has a row in any of the generations."""
     found: set[UUID] = set()
     native = connection.features.has_native_uuid_field
     for start in range(0, len(message_ids), _LARGEST_LIST):
@@ -381,7 +382,10 @@ def handled(
 
 
 class InboxInvoker:
-    """Calls Django handlers (ports.Invoker): transaction, inbox, timeouts, replacement of broken connections."""
+    """Calls Django handlers (ports.Invoker).
+
+    It adds transaction, inbox row and timeouts, and replaces broken connections.
+    """
 
     def __init__(
         self, *, lease_seconds: float = 10.0, masked_fields: Mapping[str, frozenset[str]] = MappingProxyType({})
@@ -495,8 +499,8 @@ class _Call:
                 raise
             if not inbox.is_confirmed:
                 return [_half_done(name, error) if d.message_id in stayed else error for d in self.deliveries]
-            # The error came from an on_commit callback, or from a COMMIT that succeeded although it raised.
-            logger.exception("%s has committed; its later failure is not tried again", name)
+            # The error came from an on_commit callback, or from a COMMIT that succeeded and then raised an exception.
+            logger.exception("%s has committed, so the handler is not called again after this error", name)
         point("consumer.after_inbox_commit")
         called = set(map(id, fresh))
         results = [_result(delivery, id(delivery) in called, failed) for delivery in self.deliveries]
@@ -515,7 +519,7 @@ class _Call:
 
 
 def _handle(subscription: Subscription, handler: AnyHandler, deliveries: Sequence[Delivery]) -> dict[UUID, Exception]:
-    """Run the handler; return the failures that it reports for a batch. Any other exception rolls everything back."""
+    """Run the handler, and return the failures of a PartialFailure. Any other exception rolls the whole batch back."""
     if not deliveries:
         return {}
     try:
@@ -532,15 +536,16 @@ def _handle(subscription: Subscription, handler: AnyHandler, deliveries: Sequenc
 def _not_started(name: str, alias: str, error: Exception) -> HandlerNotStarted:
     return HandlerNotStarted(
         f"{name} was not called, because its transaction on {alias!r} could not begin: {type(error).__name__}: "
-        f"{str(error).strip()}. This does not count as an attempt; the messages wait until it can."
+        f"{str(error).strip()}. This does not count as an attempt. The messages wait until a transaction can begin "
+        "there."
     )
 
 
 def _half_done(name: str, error: Exception) -> PermanentError:
     failure = PermanentError(
-        f"{name} ended its transaction by hand (COMMIT) and then failed: {type(error).__name__}: {error}. Its "
-        "committed effects stay, with the record that the message was handled, so no later attempt will run: "
-        "complete the missing effects by hand. Leave COMMIT to the transaction that surrounds the handler."
+        f"{name} ended its transaction by hand (COMMIT) and then failed: {type(error).__name__}: {error}. The "
+        "committed effects and the inbox row of the message stay, so outbox will not call the handler again for this "
+        "message: complete the missing effects by hand. Remove the COMMIT from the handler; outbox commits."
     )
     failure.__cause__ = error
     return failure
@@ -553,9 +558,9 @@ def _result(delivery: Delivery, called: bool, failed: dict[UUID, Exception]) -> 
 
 
 def require_inboxes(subscriptions: Iterable[Subscription]) -> None:
-    """Raise ConfigurationError if handlers need an inbox that no migration has created: each message would fail.
+    """Raise ConfigurationError if handlers need an inbox that no migration has created: their messages would all fail.
 
-    If a database cannot be reached, the worker continues, and messages for it are tried again later.
+    If a database cannot be reached, the worker continues. Messages whose handlers need this database are tried again.
     """
     from outbox.contrib.django.models import InboxEntry
 
@@ -565,7 +570,7 @@ def require_inboxes(subscriptions: Iterable[Subscription]) -> None:
         try:
             found = connections[alias].introspection.table_names()
         except OperationalError as error:
-            logger.warning("whether %r has an inbox cannot be determined now: %s", alias, error)
+            logger.warning("the worker could not find out whether %r has an inbox: %s", alias, error)
             continue
         if table not in found:
             raise ConfigurationError(

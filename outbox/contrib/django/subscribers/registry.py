@@ -38,7 +38,7 @@ _OPTIONS: Final = frozenset({"suspend_seconds", "max_suspends", "timeout_seconds
 class Subscriber:
     """A registered handler. `using` is the alias of inbox and transaction; if it is None, the routers choose the alias.
 
-    `names_start`: whether the project declares at which message a group that is new to the topic begins.
+    `names_start` is true if the project declares with which message a group that is new to the topic begins.
     """
 
     subscription: Subscription
@@ -71,11 +71,11 @@ def subscriber(
 ) -> Callable[[Function], Function]:
     """Handle the messages of a topic for a consumer group.
 
-    The function gets a `Delivery`, or a list of deliveries with `batch` > 1. It may be async. With `idempotent` (the
-    default) it runs inside `atomic()` on `using`, together with the inbox row. Because of the inbox row, the effects of
-    the function in that database happen once. A broadcast group has no inbox, because otherwise one instance would
-    handle a message for all instances. `tag` selects messages by tags, `filter` by an SQL92 expression over headers
-    (`"amount > 10"`).
+    The function gets a `Delivery`, or with `batch` > 1 a list of deliveries. The function may be async. With
+    `idempotent` (the default), the function runs inside `atomic()` on the alias `using`, and the inbox row is in the
+    same transaction. Because of the inbox row, the effects of the function in that database happen once. A broadcast
+    group has no inbox, because otherwise one instance would handle a message for all instances. `tag` selects messages
+    by tags. `filter` selects messages by an SQL92 expression over headers (`"amount > 10"`).
 
     A group that is new to the topic begins at `start`, by default at the earliest message in the broker. If another
     group has handled messages of the topic, checks and workers warn until `start` is given. `mode`, `batch`, `threads`,
@@ -115,8 +115,8 @@ def _subscription(topic: str, group: str, given: Mapping[str, Any], further: Map
     where = f"@subscriber({topic!r}, group={group!r})"
     if unknown := sorted(set(further) - _OPTIONS):
         raise InvalidSubscription(
-            f"{where}: there is no option {', '.join(unknown)}; besides those of @subscriber there are "
-            f"{', '.join(sorted(_OPTIONS))}."
+            f"{where}: there is no option {', '.join(unknown)}. The options besides the named parameters of "
+            f"@subscriber are {', '.join(sorted(_OPTIONS))}."
         )
     options = {**given, **further}
     try:
@@ -144,7 +144,7 @@ def _choice(kind: type[Choice], what: str, value: Any) -> Choice:
 
 def _reactions(on_error: Any) -> dict[type[BaseException], OnError]:
     if on_error is not None and not isinstance(on_error, Mapping):
-        raise TypeError(f"on_error={on_error!r} must map exception classes to what happens, {{ValueError: 'skip'}}")
+        raise TypeError(f"on_error={on_error!r} must map exception classes to reactions, like {{ValueError: 'skip'}}")
     return {kind: _choice(OnError, "on_error", reaction) for kind, reaction in (on_error or {}).items()}
 
 
@@ -152,7 +152,7 @@ def _filter(where: str, tag: str | Sequence[str], expression: str) -> str:
     tags = tag if isinstance(tag, str) else " || ".join(tag)
     if tags and expression:
         raise InvalidSubscription(
-            f"{where}: give tag or filter, not both; in a filter, compare the tag as TAGS = 'paid'."
+            f"{where}: pass tag or filter, not both. A filter can also test the tag, as in TAGS = 'paid'."
         )
     if expression:
         return expression if expression.startswith("sql:") else f"sql:{expression}"
@@ -160,7 +160,10 @@ def _filter(where: str, tag: str | Sequence[str], expression: str) -> str:
 
 
 def _handler(function: Callable[..., Any]) -> AnyHandler:
-    """Return the synchronous function that a worker calls. When it returns, its work is done."""
+    """Return the synchronous function that a worker calls.
+
+    When this function returns, the work of the handler is done.
+    """
     if not callable(function):
         raise InvalidSubscription(f"@subscriber takes a function, not {function!r}.")
     name = name_of(function)
@@ -168,13 +171,16 @@ def _handler(function: Callable[..., Any]) -> AnyHandler:
         signature_of(function).bind(None)
     except TypeError:
         raise InvalidSubscription(
-            f"{name} must take one argument: the delivery, or with batch > 1 the list of deliveries."
+            f"{name} must accept one argument, which is the delivery, or the list of deliveries if batch > 1."
         ) from None
     except ValueError:
-        pass  # A built-in without a signature.
+        pass  # The signature of some built-ins cannot be read.
     if is_generator(function):
-        raise InvalidSubscription(f"{name} is a generator: a subscriber must do its work before it returns.")
-    # The coroutine runs in an event loop of its own. Its ORM calls run on the handler's thread, in the transaction.
+        raise InvalidSubscription(
+            f"{name} is a generator, but a subscriber must do its work before it returns: write a plain function."
+        )
+    # The coroutine of an async handler runs in an event loop of its own. Its ORM calls run on the handler's thread, and
+    # so in the handler's transaction.
     call = async_to_sync(function) if is_asynchronous(function) else function
 
     def handle(given: Any) -> None:
@@ -189,14 +195,15 @@ def register(new: Subscriber) -> None:
     known = _subscribers.get(key)
     if known is not None and known.name != new.name:
         raise InvalidSubscription(
-            f"group {key[0]!r} handles topic {key[1]!r} in {known.name} and in {new.name}: each message would go to "
-            "only one of them. Give one of them a group of its own, or let one function do both."
+            f"group {key[0]!r} handles topic {key[1]!r} in {known.name} and in {new.name}, but each "
+            "message would go to only one of these two functions. Give one function another group, or call both from "
+            "one function."
         )
     _subscribers[key] = new
 
 
 def subscribers() -> list[Subscriber]:
-    """Return all subscribers registered so far. After `autodiscover` these are all subscribers of the project."""
+    """Return all subscribers registered so far. After `autodiscover`, these are all subscribers of the project."""
     return list(_subscribers.values())
 
 
@@ -206,7 +213,7 @@ def find_subscriber(subscription: Subscription) -> Subscriber | None:
 
 
 def subscriptions(*, groups: Sequence[str] = ()) -> list[tuple[Subscription, AnyHandler]]:
-    """Return the subscriptions and handlers of `groups` for a ConsumerRuntime; without `groups`, of all groups.
+    """Return the subscriptions and handlers of `groups`, or of all groups if `groups` is empty.
 
     Raises ConfigurationError for unknown groups.
     """
@@ -236,9 +243,9 @@ def add_discovery(further: Callable[[], None]) -> None:
 
 
 def autodiscover() -> list[Subscriber]:
-    """Import the module OUTBOX['SUBSCRIBER_MODULE'] of every installed app that has it; return all subscribers.
+    """Import the module OUTBOX['SUBSCRIBER_MODULE'] of every app that has this module. Return all subscribers.
 
-    If a module cannot be imported, raises ConfigurationError with its name and the cause.
+    If a module cannot be imported, raises ConfigurationError with the name of the module and the cause.
     """
     module = get_settings().subscriber_module
     for app in apps.get_app_configs():

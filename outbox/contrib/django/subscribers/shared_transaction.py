@@ -113,7 +113,7 @@ class _Callbacks:
                         raise
                     logger.exception("an on_commit callback of %s failed", name)
         except Exception:
-            logger.exception("%s has committed; its later failure is not tried again", name)
+            logger.exception("%s has committed, so the handler is not called again after this error", name)
 
 
 class SharedTransaction:

@@ -1,4 +1,4 @@
-"""The API of tasks: Django's own since version 6, and the package django-tasks for older versions."""
+"""The tasks API: `django.tasks` in Django 6 and newer, or the package django-tasks with older versions of Django."""
 
 from __future__ import annotations
 

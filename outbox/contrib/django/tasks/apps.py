@@ -6,7 +6,7 @@ from django.apps import AppConfig
 
 
 class OutboxTasksConfig(AppConfig):
-    """Tasks through the outbox: add 'outbox.contrib.django.tasks' to INSTALLED_APPS."""
+    """Django's tasks with outbox as backend. To use it, add 'outbox.contrib.django.tasks' to INSTALLED_APPS."""
 
     name = "outbox.contrib.django.tasks"
     label = "outbox_tasks"

@@ -64,15 +64,18 @@ class OutboxBackend(BaseTaskBackend):
 
     @property
     def groups(self) -> dict[str, str]:
-        """The queue of each consumer group. It is '' if QUEUES is empty, because then any queue name is allowed."""
+        """Map each consumer group to the name of its queue.
+
+        The name is '' if QUEUES is empty, so that any name is allowed.
+        """
         topic = self.settings.topic
         return {f"{topic}.{queue}": queue for queue in sorted(self.queues)} or {topic: ""}
 
     def enqueue(self, task: Task[_P, _R], args: Any, kwargs: Any) -> TaskResult[_P, _R]:
         """Store a call of the task. The task runs after the surrounding transaction has committed.
 
-        Raises InvalidTask, TypeError or ValueError for arguments that JSON cannot represent, and the errors of
-        `publish`.
+        Raises InvalidTask, or TypeError or ValueError for arguments that JSON cannot represent. Also raises the errors
+        of `publish`.
         """
         from outbox.contrib.django.tasks.models import TaskEntry
         from outbox.contrib.django.tasks.results import result_of, storable
@@ -100,12 +103,12 @@ class OutboxBackend(BaseTaskBackend):
     def announce(self, entry: TaskEntry, deliver_at: datetime | None, *, using: str, waits: int = 0) -> None:
         """Publish the next message of an entry in the open transaction on `using`, and record the message in the entry.
 
-        A caller that has locked the entry must save it after this call. `waits` counts how often in a row a message of
-        the entry has found the entry locked.
+        If the caller has locked the entry, it must save the entry after this call. `waits` is the number of consecutive
+        messages of the entry that have found the entry locked.
         """
         if deliver_at is not None and timezone.is_naive(deliver_at):
             deliver_at = timezone.make_aware(deliver_at)
-        # The key "priority" is for workers that still run code from before migration 0002.
+        # The key "priority" is read only by workers that still run a version of the code from before migration 0002.
         body = {"task": str(entry.id), "attempts": entry.attempts, "priority": entry.priority, "waits": waits}
         receipt = publish(
             self.settings.topic, body, key=entry.id, tag=entry.queue_name, deliver_at=deliver_at, using=using
@@ -132,14 +135,14 @@ class OutboxBackend(BaseTaskBackend):
         return result_of(entry)
 
     def check(self, **kwargs: Any) -> list[CheckMessage]:
-        """Return the problems in the settings for tasks."""
+        """Return the problems that are found in the settings for tasks."""
         return list(self._complaints())
 
     def _complaints(self) -> Iterator[CheckMessage]:
         where = f"TASKS[{self.alias!r}]"
         if not apps.is_installed("outbox.contrib.django.tasks"):
             yield Error(
-                f"{where} uses the outbox, but its table is missing.",
+                f"{where} uses the backend of outbox, but the app with the table of tasks is not installed.",
                 hint="Add 'outbox.contrib.django.tasks' to INSTALLED_APPS and run migrate.",
                 id="outbox_tasks.E001",
             )
@@ -147,9 +150,9 @@ class OutboxBackend(BaseTaskBackend):
         others = [item.alias for item in task_backends.all() if _topic_of(item) == self.settings.topic]
         if len(others) > 1:
             yield Error(
-                f"the backends {', '.join(map(repr, others))} in TASKS share the topic {self.settings.topic!r}: each "
-                f"would get the other's messages.",
-                hint="Give each a topic of its own, in its OPTIONS.",
+                f"the backends {', '.join(map(repr, others))} in TASKS share the topic {self.settings.topic!r}, so "
+                "each backend would get messages of the others.",
+                hint="In OPTIONS of each backend, set a topic that no other backend uses.",
                 id="outbox_tasks.E003",
             )
 
@@ -157,13 +160,13 @@ class OutboxBackend(BaseTaskBackend):
         try:
             declared = get_settings().topics.get(self.settings.topic)
         except ConfigurationError:
-            # The check of the settings reports this error.
+            # The check of OUTBOX (check_settings) reports this error.
             return
         if declared is None or not declared.topic.types >= _NEEDED:
             yield Error(
                 f"{where} sends its tasks through the topic {self.settings.topic!r}, which OUTBOX['TOPICS'] does not "
                 f"declare with the types that tasks need.",
-                hint=f"Add {self.settings.topic!r}: {{'types': ['NORMAL', 'DELAY', 'TRANSACTION']}}, then migrate the "
-                f"broker's alias.",
+                hint=f"Add {self.settings.topic!r}: {{'types': ['NORMAL', 'DELAY', 'TRANSACTION']}} to "
+                "OUTBOX['TOPICS'], and run `manage.py migrate` for the broker's alias.",
                 id="outbox_tasks.E002",
             )

@@ -1,4 +1,4 @@
-"""The table of tasks in the application's database. It has the calls and their results."""
+"""The model of the table `outbox_task` in the application's database, with the calls of tasks and their results."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from outbox.utils.ids import uuid7
 class TaskEntry(models.Model):
     """One call of a task, written by `enqueue` in the caller's transaction.
 
-    Every READY entry has its own message: `message_id`, published at `announced_at`. The handler of that message runs
-    this entry, or a more urgent entry. If it runs another entry, it publishes the next message of this entry in the
-    same transaction.
+    Every READY entry has its own message, with the id `message_id` and published at `announced_at`. The handler of that
+    message runs this entry, or a more urgent entry. If the handler runs a more urgent entry, it publishes the next
+    message of this entry in the same transaction.
     """
 
     if TYPE_CHECKING:
         objects: ClassVar[models.Manager[TaskEntry]]
 
     class Status(models.TextChoices):
-        """The states of django.tasks.
+        """The states of a task, as django.tasks defines them.
 
-        Only the task itself sees RUNNING, because its outcome and its effects commit together.
+        Only the task itself sees RUNNING: its entry is saved when the task has ended, together with the effects of the
+        task.
         """
 
         READY = "READY", "ready"
@@ -40,9 +41,9 @@ class TaskEntry(models.Model):
     kwargs: models.JSONField[Any, Any] = models.JSONField()
     status = models.CharField(max_length=15, choices=Status, default=Status.READY)
     # False until the message of a postponed attempt has arrived, because only the broker's clock decides when the
-    # attempt is due. While it is False, only the entry's own message can run the entry.
+    # attempt is due. While `is_due` is False, only the entry's own message can run the entry.
     is_due = models.BooleanField(default=True)
-    # Entries from before migration 0002 have NULL here.
+    # Entries from before migration 0002 have no `message_id` and no `announced_at`.
     message_id = models.UUIDField(null=True, editable=False)
     announced_at = models.DateTimeField(null=True, editable=False)
     attempts = models.PositiveSmallIntegerField(default=0)
@@ -64,7 +65,7 @@ class TaskEntry(models.Model):
                 fields=["backend", "queue_name", "status", "is_due", "-priority", "enqueued_at"],
                 name="outbox_task_next",
             ),
-            # This index serves queries that read the READY entries in the order of the times of their messages.
+            # This index serves queries that read the READY entries, ordered by `announced_at`.
             models.Index(fields=["status", "announced_at"], name="outbox_task_announced_at"),
             models.Index(fields=["finished_at"], name="outbox_task_finished_at"),
         ]

@@ -13,7 +13,10 @@ from outbox.subscription import Subscription
 
 
 def register_backends() -> None:
-    """Register the subscribers of all backends. Raises the errors of the backends and their options."""
+    """Register the subscribers of all backends.
+
+    Raises an error if the definition of a backend or its options is wrong.
+    """
     using = router.db_for_write(TaskEntry)
     for backend in task_backends.all():
         if isinstance(backend, OutboxBackend):

@@ -13,14 +13,15 @@ from outbox.contrib.django.tasks.api import Task, TaskError, TaskResult, TaskRes
 from outbox.contrib.django.tasks.models import TaskEntry
 from outbox.errors import ConfigurationError
 
-# Matches an escaped NUL, which PostgreSQL's jsonb refuses. It does not match an escaped backslash before "u0000".
+# Matches an escaped NUL, which PostgreSQL's jsonb refuses. The expression does not match an escaped backslash before
+# "u0000".
 _NUL: Final = re.compile(r"(?<!\\)(?:\\\\)*\\u0000")
 
 
 def storable(value: Any) -> Any:
-    """Return the value after encoding to JSON and decoding (a tuple becomes a list).
+    """Return the value after it was encoded to JSON and decoded again, which makes a list of a tuple.
 
-    Raises TypeError or ValueError if it cannot be stored.
+    Raises TypeError or ValueError if the value cannot be stored as JSON.
     """
     text = json.dumps(value, allow_nan=False, ensure_ascii=False)
     text.encode()
@@ -68,6 +69,7 @@ def result_of(entry: TaskEntry, task: Task[..., Any] | None = None) -> TaskResul
         errors=[TaskError(**error) for error in entry.errors],
         worker_ids=list(entry.worker_ids),
     )
-    # The tasks API sets this field in the same way: the class is frozen, and its constructor has no such parameter.
+    # The tasks API itself also sets this field so, because the class is frozen and its constructor has no such
+    # parameter.
     object.__setattr__(result, "_return_value", entry.return_value)
     return result

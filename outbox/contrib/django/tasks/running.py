@@ -1,4 +1,4 @@
-"""Runs tasks: a subscriber handles one message in the transaction of the message's inbox row.
+"""Runs tasks. A subscriber handles each message of a task in the transaction that also writes the message's inbox row.
 
 See decision 185.
 """
@@ -28,7 +28,8 @@ logger = logging.getLogger(__name__)
 
 Status = TaskEntry.Status
 
-# The inbox ends a transaction that is idle for most of a lease. A task may be idle for its whole time limit.
+# The inbox sets a timeout that ends a transaction which is idle for most of a lease. A task may be idle for its whole
+# time limit, so replace this timeout.
 _ALLOW_IDLING: Final = "SELECT set_config('idle_in_transaction_session_timeout', %s, true)"
 
 # If another handler runs the entry, the entry's next message is delivered after at most this time.
@@ -40,8 +41,8 @@ def handler_for(backend: OutboxBackend, queue: str, *, using: str) -> Callable[[
 
     `using` is the alias of the entries' database. For each message the handler runs one entry: the message's own entry,
     or a more urgent entry that is due. The handler locks only the entry that it runs. If the message's own entry is
-    READY afterwards, the handler publishes its next message in the same transaction. So a READY entry has a message,
-    even after a failure. An entry whose last attempt has ended gets no further message.
+    still READY afterwards, the handler publishes the next message of this entry in the same transaction. So a READY
+    entry always has a message, even after a failure. An entry whose last attempt has ended gets no further message.
     """
 
     def run_a_task(delivery: Delivery) -> None:
@@ -50,14 +51,17 @@ def handler_for(backend: OutboxBackend, queue: str, *, using: str) -> Callable[[
         announced = ready.filter(pk=UUID(delivery.body["task"]), attempts=delivery.body["attempts"])
         own = announced.first()
         if own is None:
-            logger.debug("message %s has no task to run: the task has been run, or deleted", delivery.message_id)
+            logger.debug(
+                "message %s has no task to run, because the task was run or deleted before", delivery.message_id
+            )
         elif urgent := _locked(ready.filter(is_due=True, priority__gt=own.priority)):
             _run(backend, urgent, using=using)
             _announce_again(backend, announced, using=using, waits=0)
         elif entry := _locked(announced):
             _run(backend, entry, using=using)
         else:
-            # Another handler runs the entry. If that handler rolls back, only this entry's next message can run it.
+            # Another handler runs the entry now. If that handler rolls back, only the next message of the entry can run
+            # it.
             _announce_again(backend, announced, using=using, waits=delivery.body.get("waits", 0) + 1)
 
     return run_a_task
@@ -77,22 +81,22 @@ def _ready(backend: str, queue: str, *, using: str) -> QuerySet[TaskEntry]:
 def _locked(entries: QuerySet[TaskEntry]) -> TaskEntry | None:
     """Return the most urgent entry that no other handler runs, locked until the transaction ends."""
     if connections[entries.db].features.has_select_for_update_skip_locked:
-        # Other databases (SQLite) need no lock. A handler first writes its inbox row, and only one handler can do so at
-        # a time.
+        # Databases without SKIP LOCKED (SQLite) need no lock: a handler writes its inbox row first, and SQLite allows
+        # only one writer at a time.
         entries = entries.select_for_update(skip_locked=True)
     return entries.order_by("-priority", "enqueued_at", "pk").first()
 
 
 def _announce_again(backend: OutboxBackend, announced: QuerySet[TaskEntry], *, using: str, waits: int) -> None:
-    """Publish the next message of an entry that has not run yet. If another message has run it, do nothing.
+    """Publish the next message of an entry that has not run yet. If another message has run the entry, do nothing.
 
-    `waits` counts how often in a row a message of the entry has found it locked. The delay grows with it, up to a
-    minute.
+    `waits` is the number of consecutive messages of the entry that have found the entry locked. The delay of the next
+    message grows with this number, up to a minute.
     """
     entry = _locked(announced)
     if entry is not None:
-        # The entry's message has arrived, so the entry is due: from now on, handlers of other entries' messages may run
-        # it too.
+        # The message of the entry has arrived, so the entry is due. After this, handlers of other entries' messages may
+        # also run the entry.
         entry.is_due = True
         backend.announce(entry, None, using=using)
         entry.save(using=using, update_fields=["is_due", "message_id", "announced_at"])
@@ -146,7 +150,12 @@ def _finish(backend: OutboxBackend, entry: TaskEntry, *, using: str, known: bool
     if known:
         task_finished.send(type(backend), task_result=result_of(entry))
     else:
-        logger.error("task %s (%s) could not be started", entry.id, entry.task_path, exc_info=True)
+        logger.error(
+            "task %s (%s) FAILED, because this process could not load the task",
+            entry.id,
+            entry.task_path,
+            exc_info=True,
+        )
 
 
 def _try_again(backend: OutboxBackend, entry: TaskEntry, wait: timedelta, *, using: str) -> None:
@@ -154,4 +163,4 @@ def _try_again(backend: OutboxBackend, entry: TaskEntry, wait: timedelta, *, usi
     entry.is_due = False
     backend.announce(entry, timezone.now() + wait, using=using)
     entry.save(using=using)
-    logger.warning("task %s (%s) failed and runs again in %s", entry.id, entry.task_path, wait, exc_info=True)
+    logger.warning("task %s (%s) failed; its next attempt is in %s", entry.id, entry.task_path, wait, exc_info=True)

@@ -1,8 +1,8 @@
 """Finds READY entries without a message, reports them as a condition, and publishes a new message for each of them.
 
-The handlers always leave a READY entry with a message (running.py). The entry can lose the message in four ways: the
-broker's database was restored; retention removed a message that no group consumed; an operator moved the offset past
-it; or code from before migration 0002 consumed it.
+The handlers publish a message for every READY entry (running.py). An entry can lose its message in four ways: the
+broker's database was restored; retention removed the message before its group consumed it; an operator moved the offset
+past the message; or code from before migration 0002 consumed the message.
 """
 
 from __future__ import annotations
@@ -35,29 +35,32 @@ CONDITION: Final = "task_stranded"
 PASS_INTERVAL_SECONDS: Final = 60.0
 # A message is examined only after this time, because a worker may still be handling it.
 _GRACE: Final = timedelta(seconds=60)
-# The condition examines at most this many entries: the entries with the oldest messages. The periodic pass examines
-# more.
+# The condition examines at most this many entries, which are the entries with the oldest messages. The periodic pass
+# examines more entries.
 _LOOKED_AT: Final = 200
 _BATCH: Final = 1000
 _BATCHES: Final = 20
 
 _WHY: Final = {
-    Whereabouts.PASSED: "its message was consumed without running it",
-    Whereabouts.GONE: "the broker does not have its message",
-    Whereabouts.DISCARDED: "its dead letter was discarded",
+    Whereabouts.PASSED: "the message of the task was consumed, but the task did not run",
+    Whereabouts.GONE: "the broker does not have the message of the task",
+    Whereabouts.DISCARDED: "the dead letter of the task was discarded",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Stranded:
-    """An entry without a message. `where` says what happened to the last message of the entry."""
+    """An entry without a message. `where` tells what happened to the last message of the entry."""
 
     entry: TaskEntry
     where: Whereabouts
 
 
 def rule(run: Executor) -> Sequence[Condition]:
-    """Return the condition, if it holds. An index limits the number of rows to read."""
+    """Return the condition for READY entries without a message, if there are any.
+
+    The query reads a limited number of rows.
+    """
     alias = router.db_for_write(TaskEntry)
     judged = (
         (
@@ -78,7 +81,7 @@ def rule(run: Executor) -> Sequence[Condition]:
 def mend() -> Mapping[str, Any]:
     """Publish a new message for every READY entry without a message.
 
-    If the dead letter of an entry was discarded, mark the entry FAILED.
+    If the dead letter of an entry was discarded, mark the entry FAILED instead.
     """
     if not get_settings().has_database:
         return {}
@@ -93,7 +96,8 @@ def mend() -> Mapping[str, Any]:
             for one in found:
                 if (done := _mend(one, using=alias)) is not None:
                     counts[done] += 1
-            # An entry that got a new message is no longer among the entries with the oldest messages.
+            # An entry that got a new message is no longer among the entries with the oldest messages, so do not skip
+            # it.
             looked_at += len(entries) - len(found)
             if len(entries) < _BATCH:
                 break
@@ -102,7 +106,8 @@ def mend() -> Mapping[str, Any]:
 
 def _oldest(count: int, *, using: str, offset: int = 0) -> list[TaskEntry]:
     before = timezone.now() - _GRACE
-    # Entries from before migration 0002 have no message id. Until such an entry is due, its message has not arrived.
+    # Entries from before migration 0002 have no message id. If such an entry is not due, the broker still has its
+    # delayed message.
     unknown = Q(announced_at__isnull=True, enqueued_at__lt=before, is_due=True)
     ready = TaskEntry.objects.using(using).filter(Q(announced_at__lt=before) | unknown, status=Status.READY)
     return list(ready.order_by("announced_at", "pk")[offset : offset + count])
@@ -123,7 +128,7 @@ def _stranded(run: Executor, entries: Sequence[TaskEntry]) -> Iterator[Stranded]
 
 
 def _unlocked(entry: TaskEntry, *, using: str) -> TaskEntry | None:
-    """Return the entry as it is now. Return None if it has changed, or if a handler runs it."""
+    """Return the entry as it is in the database now, or None if the entry has changed or a handler runs it."""
     same = TaskEntry.objects.using(using).filter(
         pk=entry.pk, status=Status.READY, attempts=entry.attempts, message_id=entry.message_id
     )

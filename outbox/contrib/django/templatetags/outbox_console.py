@@ -41,7 +41,7 @@ def first_line(value: object) -> str:
 
 @register.filter
 def marked(text: str) -> SafeString:
-    """Return a sentence as HTML: parts between backticks become code."""
+    """Return a sentence as HTML, with the parts between backticks as <code>."""
     return format_html_join(
         "", "{}", ((format_html("<code>{}</code>", part) if odd else part,) for odd, part in _alternating(text))
     )
@@ -69,7 +69,7 @@ def amount(value: int | float | None) -> str:
 
 @register.filter
 def moment(value: datetime | None) -> SafeString | str:
-    """Return a time to the second, in Django's time zone. The HTML title has the full precision."""
+    """Return a time as HTML, in Django's time zone. Only the HTML title shows fractions of a second."""
     if value is None:
         return "–"
     aware = value if value.tzinfo is not None else value.replace(tzinfo=UTC)
@@ -81,7 +81,7 @@ def moment(value: datetime | None) -> SafeString | str:
 
 @register.filter
 def ago(value: datetime | None) -> SafeString | str:
-    """Return the time since a past moment, or until a future moment. The HTML title has the moment itself."""
+    """Return the time since a past moment, or until a future moment. The HTML title shows the moment."""
     if value is None:
         return "–"
     aware = value if value.tzinfo is not None else value.replace(tzinfo=UTC)
@@ -92,7 +92,7 @@ def ago(value: datetime | None) -> SafeString | str:
 
 @register.inclusion_tag("outbox/console/button.html", takes_context=True)
 def act(context: dict[str, Any], name: str, label: str, tone: str = "plain", **fields: object) -> dict[str, Any]:
-    """A button that leads to the confirmation page of an action.
+    """Show a button that leads to the confirmation page of an action.
 
     If the user may not run actions, there is no button.
     """
@@ -109,9 +109,10 @@ def act(context: dict[str, Any], name: str, label: str, tone: str = "plain", **f
 
 @register.inclusion_tag("outbox/console/action_form.html", takes_context=True)
 def action_form(context: dict[str, Any], name: str, label: str, **given: object) -> dict[str, Any]:
-    """The form of an action. It has an input for each declared field that is not in `given`.
+    """Show the form of an action. The form has an input for each declared field that is not in `given`.
 
-    A field that is declared for the confirmation page is not in this form; that page asks for it, and for the reason.
+    This form has no fields that are declared for the confirmation page. The confirmation page asks for these fields and
+    for the reason.
     """
     fields = [one for one in ACTIONS[name].fields if one.on_page and not one.with_confirmation]
     return {**act(context, name, label), "given": given, "fields": [one for one in fields if one.name not in given]}

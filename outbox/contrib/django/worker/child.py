@@ -1,7 +1,7 @@
 """`python -m outbox.contrib.django.worker.child ROLE [ROLE]`: one supervised process of a Django project.
 
-Runs until SIGTERM or SIGINT, or until its supervisor has ended; then drains and ends. Exit codes: 0 drained, 1 failed,
-2 wrong usage or configuration, 3 handlers hang.
+The process runs until it gets SIGTERM or SIGINT, or until its supervisor has ended. Then it drains and ends. The exit
+code is 0 if it has drained, 1 if it has failed, 2 for wrong usage or configuration, 3 if handlers hang.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from outbox.contrib.django.worker.workers import (
 )
 from outbox.errors import HandlersHung, OutboxError
 
-# If threads hang, the interpreter has this time to end normally.
+# If handlers hang, the process is killed after this number of seconds.
 _HUNG_SECONDS: Final = 5.0
 
 logger = logging.getLogger("outbox.contrib.django.worker.child")
@@ -43,11 +43,11 @@ def main(arguments: list[str] | None = None) -> int:
         SHARED_LEAD,
         action="store_true",
         dest="shared_lead",
-        help="the worker's only consumer process sequences, and its broker process is the standby",
+        help="the consumer process is the leader, and the broker process of the worker is the standby",
     )
     options = parser.parse_args(arguments)
     if len(options.roles) > 1 and {Role.CONSUMER, Role.MONITOR} & set(options.roles):
-        parser.error("each of these is a process of its own: only broker and check can be combined")
+        parser.error("only the roles broker and check can run in one process: start one process for each other role")
     name = "+".join(options.roles)
     stop = threading.Event()
     stop_on_signals(stop)
@@ -69,9 +69,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def set_up(name: str) -> None:
-    """Set up Django, then the log. If the set-up of Django fails, the log is still set up.
+    """Set up Django, then the log.
 
-    Django itself configures the project's logging.
+    Django itself configures the project's logging. If the set-up of Django fails, the log of the worker is still set
+    up.
     """
     try:
         django.setup()
@@ -80,7 +81,10 @@ def set_up(name: str) -> None:
 
 
 def run_roles(roles: Sequence[str], stop: threading.Event, *, groups: Sequence[str], shared_lead: bool = False) -> None:
-    """Run roles of a worker in this process until `stop`. `shared_lead`: the option `SHARED_LEAD` was given."""
+    """Run roles of a worker in this process until `stop` is set.
+
+    `shared_lead` is True if the option `SHARED_LEAD` was given.
+    """
     name = " and ".join(roles)
     logger.info("%s starts", name)
     if Role.CONSUMER in roles:

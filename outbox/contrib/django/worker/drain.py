@@ -20,8 +20,8 @@ from outbox.ports import AnyHandler, ConsumeCounts, LeftoverWork
 logger = logging.getLogger(__name__)
 
 _LOOK_SECONDS: Final = 5.0
-# Each count reads every message in the broker. So the pause before the next count is this many times as long as the
-# count.
+# A count of the remaining messages reads every message in the broker. So the pause after a count is this many times as
+# long as the count took.
 _REST_FACTOR: Final = 5
 
 
@@ -35,7 +35,7 @@ class DrainCounts:
 
 
 def settle() -> int:
-    """Send end messages, check back and sequence; return the number of queued messages.
+    """Send end messages, run check-back, and put decided messages into queues. Return the number of queued messages.
 
     Raises the errors of these steps.
     """
@@ -45,13 +45,14 @@ def settle() -> int:
 
 
 def drain(*, groups: Sequence[str] = (), wrap: Callable[[AnyHandler], AnyHandler] | None = None) -> DrainCounts:
-    """Settle and consume repeatedly until no work is due.
+    """Send, check back, sequence and handle messages, and repeat this until no work is due.
 
-    The parameter `groups` limits the drain to these groups. `wrap` gets every handler and returns the function to call
-    in its place. Messages and retries that are due later stay in the broker. Workers may run at the same time. Raises
-    the errors of the steps. If the engine cannot know what is due, raises NotSupported.
+    The parameter `groups` limits the drain to these groups. For each handler, `wrap` returns the function that is
+    called instead of the handler. Messages and retries that are not due yet stay in the broker. Workers may run at the
+    same time. If the engine cannot find out which work is due, the function raises NotSupported. The function also
+    raises the errors of its steps.
     """
-    get_engine().refusals.require("run_once", "handling what is due now")
+    get_engine().refusals.require("run_once", "handling the messages that are due now")
     runtime, queued, handled, failed = consumer_runtime(groups=groups, wrap=wrap), 0, 0, 0
     while True:
         appended = settle()
@@ -62,10 +63,11 @@ def drain(*, groups: Sequence[str] = (), wrap: Callable[[AnyHandler], AnyHandler
 
 
 def run_until_drained(stop: threading.Event, brokers: Sequence[str] = ()) -> LeftoverWork:
-    """Run all roles until no message waits on OUTBOX['BROKER'], or until `stop`; return the last count.
+    """Run all roles until no message waits on OUTBOX['BROKER'], or until `stop` is set.
 
-    During that time only handlers of this project may publish on that broker. `brokers`: see `Engine.left`. A usage
-    error of `Engine.left` ends the worker, because the worker could never finish.
+    Return the last count of the remaining messages. While the worker runs, only handlers of this project may publish on
+    this broker. The parameter `brokers` is explained in `Engine.left`. A usage error of `Engine.left` ends the worker,
+    because the worker could never finish.
     """
     autodiscover()
     engine = engine_of(get_settings())
@@ -90,22 +92,22 @@ def run_until_drained(stop: threading.Event, brokers: Sequence[str] = ()) -> Lef
 
 
 def _until_nothing_waits(stop: threading.Event, look: Callable[[], LeftoverWork]) -> LeftoverWork:
-    """Wait until two looks in a row find no message, and no message was written between the two looks.
+    """Wait until two counts in a row find no message, and no message was written between the two counts.
 
-    Return the last look. If `stop` is set, return the last look even if it found messages.
+    Return the last count. If `stop` is set, return the last count even if it found messages.
     """
-    before, said = LeftoverWork(["the broker was not examined"]), ""
+    before, said = LeftoverWork(["the messages on the broker were not counted"]), ""
     while True:
         began = time.monotonic()
         try:
             found = look()
         except BrokerUnavailable as error:
-            logger.warning("the remaining messages cannot be counted: %s", error)
-            found = LeftoverWork(["the broker did not answer"])
+            logger.warning("the messages that are left on the broker cannot be counted: %s", error)
+            found = LeftoverWork(["the broker did not answer, so its messages were not counted"])
         if not found.waiting and before == found:
             return found
         if (text := "; ".join(found.waiting)) != said:
-            logger.info("left on the broker: %s", text or "nothing, looking again")
+            logger.info("messages left on the broker: %s", text or "none, counting once more")
         before, said = found, text
         if stop.wait(max(_LOOK_SECONDS, _REST_FACTOR * (time.monotonic() - began))):
             return found

@@ -28,7 +28,9 @@ _PURPOSE: Final = (
 
 
 def run_forward(stop: threading.Event, *, groups: Sequence[str] = ()) -> None:
-    """Forward the messages of the given groups until `stop`, then finish the sends in progress. Default: all groups.
+    """Forward the messages of the given groups until `stop` is set, then finish the sends in progress.
+
+    By default the function forwards the messages of all groups.
 
     Raises ConfigurationError for a group that is not declared, or a sink that cannot be created.
     """

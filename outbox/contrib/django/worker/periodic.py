@@ -24,37 +24,40 @@ from outbox.utils.periodic import PeriodicPass
 logger = logging.getLogger(__name__)
 
 PRUNE_INTERVAL_SECONDS: Final = 600.0
-# One turn of pruning ends after this time, because check-back waits for it on the same thread. The next turn continues.
+# One turn of pruning ends after this number of seconds, because check-back waits on the same thread until pruning ends.
+# The next turn of pruning continues the work.
 PRUNE_TURN_SECONDS: Final = 2.0
-# A new life of the broker is noticed within this time. If no comparison is due, the pass runs only one query.
+# The pass `compare` runs at this interval, so it notices a new life of the broker within this time. If no comparison is
+# due, the pass runs only one query.
 _LOOK_INTERVAL_SECONDS: Final = 60.0
 
-_LEFT: Final = {"left_to": "another process, which has just begun it"}
+_LEFT: Final = {"left_to": "another process, which has just begun this pass"}
 
-# The names of passes that ended before their work was complete. They continue in this process, although they began
-# recently.
+# The names of passes that ended before their work was complete. In this process such a pass runs again at once,
+# although it began only a short time ago.
 _unfinished: set[str] = set()
 
 _added: dict[str, tuple[float, Callable[[], Mapping[str, Any]]]] = {}
 
 
 def add_pass(name: str, interval_seconds: float, work: Callable[[], Mapping[str, Any]]) -> None:
-    """Run `work` periodically too. Other apps call this in their `ready`.
+    """Run `work` as a further periodic pass. Other apps call this function in their `AppConfig.ready`.
 
-    A second call with the same name replaces the first.
+    If a pass with this name exists, `work` replaces it.
     """
     _added[name] = (interval_seconds, work)
 
 
 def passes() -> list[PeriodicPass]:
-    """Return the periodic passes of a producer service. A worker's role "check" or Celery beat runs them.
+    """Return the periodic passes of a producer service. A worker's role "check" or Celery beat runs these passes.
 
     A pass does not run if another process of the service has recently begun it. Without PRODUCER_GROUP there is no
     check-back, because no message can be published on the two-phase path.
     """
     settings = get_settings()
     prune = _in_turn("prune", PRUNE_INTERVAL_SECONDS, lambda: asdict(run_prune(max_seconds=PRUNE_TURN_SECONDS)))
-    # The pass runs more often than an audit is due. A worker that starts again begins its interval again.
+    # After a restart, a worker begins the interval of each pass again. So the pass `audit` runs at least once an hour,
+    # and makes an audit only if one is due.
     audit_seconds = min(3600.0, settings.audit_interval_seconds)
     audit = PeriodicPass(name="audit", interval_seconds=audit_seconds, run=partial(_watched, "audit", audit_when_due))
     always = [_in_turn("compare", _LOOK_INTERVAL_SECONDS, _compared), prune, audit]

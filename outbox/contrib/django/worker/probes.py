@@ -1,8 +1,8 @@
 """Liveness and readiness of a worker, from the heartbeats of its processes.
 
-The worker also serves liveness and readiness over HTTP. A worker is live if every process has a recent heartbeat;
-otherwise restart it. It is ready if every process can also reach the broker. Neither probe reads a database, so an
-unreachable database causes no restart.
+The worker also serves liveness and readiness over HTTP. A worker is live if every process has a recent heartbeat. If a
+worker is not live, restart the worker. A worker is ready if every process can also reach the broker. Neither probe
+reads a database, so an unreachable database causes no restart.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from outbox.utils import heartbeat
 
 logger = logging.getLogger(__name__)
 
-# A loop writes its heartbeat every second. It notices a broken connection within 15 s. If a database accepts
-# connections but never answers, the probe cannot distinguish a loop that waits for it from a loop that hangs.
+# A loop writes its heartbeat every second. The loop notices a broken connection within 15 s. If a database accepts
+# connections but never answers, the probe cannot distinguish a loop that waits for the database from a loop that hangs.
 LIVE_SECONDS: Final = 30.0
 
 
 @contextmanager
 def alone(name: str) -> Iterator[None]:
-    """Write and serve a heartbeat of this process during the block. Use it if the process has no supervisor."""
+    """Write and serve a heartbeat of this process during the block. Use this block if the process has no supervisor."""
     files = prepare_health_files([name])[name]
     os.environ.update({key: value for key, value in files.items() if key == heartbeat.VARIABLE})
     with served():
@@ -55,7 +55,7 @@ def ready() -> ConditionReport:
             "worker_not_ready",
             Severity.WARNING,
             f"{heart.name} waits for the broker",
-            "See `manage.py outbox_status`; the process goes on once the broker answers.",
+            "The process continues as soon as the broker answers. `manage.py outbox_status` shows the cause.",
         )
         for heart in hearts
         if not heart.is_ready
@@ -68,8 +68,8 @@ def _not_live(hearts: Sequence[heartbeat.SignOfLife]) -> Iterator[Condition]:
         yield of_text(
             "worker_missing",
             Severity.CRITICAL,
-            "no worker has started here",
-            "Start it; HEALTH_DIRECTORY must be the worker's.",
+            "no worker has started on this machine",
+            "Start a worker. If one runs, give this command the same HEALTH_DIRECTORY as the worker.",
         )
     for heart in hearts:
         if not heart.is_alive(within_seconds=LIVE_SECONDS):
@@ -95,7 +95,7 @@ def _figures() -> bytes:
     try:
         return telemetry.render()
     finally:
-        # Each request runs on a new thread. The connections of this thread are closed here.
+        # Each request runs on a new thread, so close the database connections of this thread.
         connections.close_all()
 
 
@@ -114,7 +114,11 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(404, "text/plain", b"there are /live, /ready and /metrics\n")
 
     def _may_scrape(self) -> bool:
-        """With OUTBOX['METRICS_TOKEN'], callers with the token may read. Without it, callers on this machine may."""
+        """Whether the caller may read the metrics.
+
+        If OUTBOX['METRICS_TOKEN'] is set, the caller must send the token. If it is not set, the caller must be on this
+        machine.
+        """
         if get_settings().metrics_token is None:
             return ip_address(self.client_address[0]).is_loopback
         return telemetry.is_authorized(self.headers.get("Authorization", ""))
@@ -132,7 +136,9 @@ class _Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def served() -> Iterator[tuple[Any, ...] | None]:
-    """Serve /live, /ready and /metrics at OUTBOX['HEALTH_ADDRESS'] during the block. Without the setting do nothing.
+    """Serve /live, /ready and /metrics at OUTBOX['HEALTH_ADDRESS'] during the block.
+
+    If this setting is missing, serve nothing.
 
     Raises OSError if another process uses the port.
     """

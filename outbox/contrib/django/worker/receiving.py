@@ -37,7 +37,7 @@ _PURPOSE: Final = (
 
 
 def run_receive(stop: threading.Event, *, names: Sequence[str] = ()) -> None:
-    """Receive for the given entries until `stop`. Default: all entries.
+    """Store the foreign messages of the given entries (by default all entries) until `stop` is set.
 
     If the receiver of one entry fails, all receivers end. Raises the error of the entry that failed.
     """
@@ -68,7 +68,7 @@ def run_receive(stop: threading.Event, *, names: Sequence[str] = ()) -> None:
 
 
 class ReceiverHeartbeat:
-    """Reports that a receiver runs: to this process's probe, and to the broker (condition `receiver_late`)."""
+    """Reports to the probe of this process, and to the broker, that a receiver runs (condition `receiver_late`)."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -86,17 +86,17 @@ class ReceiverHeartbeat:
                 group, f"{turns.RECEIVE}{self._name}", interval_seconds=ROUND_SECONDS, rest_seconds=0
             )
         except BrokerError as error:
-            logger.warning("the broker could not record that %r is received: %s", self._name, error)
+            logger.warning("the broker could not record that the receiver %r runs: %s", self._name, error)
 
     def is_recent(self) -> bool:
-        """Whether the receiver's last round is recent."""
+        """Whether the receiver has recently completed a round."""
         return time.monotonic() - self._at < probes.LIVE_SECONDS
 
 
 def forget_receivers(names: Sequence[str]) -> int:
     """Delete the broker's records of receivers that the project no longer uses. Return the number of deleted records.
 
-    After that, no condition reports these receivers.
+    Without a record of a receiver, no condition reports the receiver as late.
     """
     with broker_connection() as (connection, schema):
         run = Executor(connection, schema)
@@ -104,7 +104,10 @@ def forget_receivers(names: Sequence[str]) -> int:
 
 
 def receive_once(*, names: Sequence[str] = (), wait_seconds: float = 2.0) -> Received:
-    """Receive until no message comes for `wait_seconds`. Raises the errors of `run_receive`, and ServiceUnavailable."""
+    """Store foreign messages until no message comes for `wait_seconds`.
+
+    Raises the errors of `run_receive`, and ServiceUnavailable.
+    """
     total = Received()
     with receiving(names) as receivers:
         for receiver in receivers.values():
@@ -116,7 +119,10 @@ def receive_once(*, names: Sequence[str] = (), wait_seconds: float = 2.0) -> Rec
 
 @contextlib.contextmanager
 def receiving(names: Sequence[str]) -> Iterator[Mapping[str, Receiver]]:
-    """Make the receivers, by name. Their sources are closed at the end of the block."""
+    """Give the block a mapping from names to receivers.
+
+    The sources of the receivers are closed at the end of the block.
+    """
     settings = get_settings()
     engine_of(settings).require()
     with contextlib.ExitStack() as sources:

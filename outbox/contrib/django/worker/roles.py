@@ -24,7 +24,8 @@ from outbox.utils import heartbeat
 
 logger = logging.getLogger(__name__)
 
-# With this option the worker's consumer process sequences messages, and the worker's broker process is the standby.
+# With the option --shared-lead, the worker's consumer process is the leader, and the broker process of the worker is
+# the standby.
 SHARED_LEAD: Final = "--shared-lead"
 
 SUFFIX: Final = ".heartbeat"
@@ -35,7 +36,7 @@ class Role(StrEnum):
     """The role of a process in a worker."""
 
     BROKER = "broker"
-    """Sequences messages and runs retention, while it holds the leader's lease."""
+    """The process sequences messages and runs retention, while it holds the leader's lease."""
     CONSUMER = "consumer"
     """Runs the project's subscribers."""
     CHECK = "check"
@@ -60,7 +61,9 @@ def supervisor(roles: Sequence[str] = (), *, environment: Mapping[str, str] | No
 
 
 def child_specs(roles: Sequence[str] = ()) -> list[ChildSpec]:
-    """Return the processes for `roles`; by default all roles, but no consumers in a project without subscribers.
+    """Return the processes that run `roles`.
+
+    By default a worker runs all roles, but no consumers in a project without subscribers.
 
     One process runs the roles broker and check. OUTBOX['CONSUMER_PROCESSES'] processes run consumers. A worker's only
     consumer process also leads the broker, and its broker process is the standby (docs/decisions/163).
@@ -106,23 +109,23 @@ def _has_subscribers() -> bool:
 
 
 def required_subscriptions(*, groups: Sequence[str] = ()) -> list[tuple[Subscription, AnyHandler]]:
-    """Return the project's subscriptions and handlers. Raises ConfigurationError if there are none."""
+    """Return the project's subscriptions and handlers. Raises ConfigurationError if no subscription exists."""
     autodiscover()
     wanted = subscriptions(groups=groups)
     if not wanted:
         raise ConfigurationError(
-            f"there is no @subscriber in this project: workers look into {get_settings().subscriber_module!r} of "
-            f"each of INSTALLED_APPS (OUTBOX['SUBSCRIBER_MODULE']). Without any, leave out the role consumer "
-            f"(--outbox-roles broker,check)."
+            f"there is no @subscriber in this project: workers look for subscribers in the module "
+            f"{get_settings().subscriber_module!r} of each of INSTALLED_APPS (OUTBOX['SUBSCRIBER_MODULE']). If the "
+            f"project needs no subscribers, leave out the role consumer (--outbox-roles broker,check)."
         )
     return wanted
 
 
 def prepare_health_files(names: Iterable[str]) -> dict[str, dict[str, str]]:
-    """Prepare the directory for processes with these names; return the environment variables of each process.
+    """Prepare the directory for processes with these names, and return the environment variables of each process.
 
     Files of an earlier worker are removed. Each process gets a first heartbeat, so that the probe notices a process
-    whose loop never runs. Without OUTBOX['HEALTH_DIRECTORY'] there are no variables.
+    whose loop never runs. Without OUTBOX['HEALTH_DIRECTORY'] the processes get no environment variables.
     """
     folder = get_settings().health_directory
     if folder is None:
@@ -140,6 +143,6 @@ def prepare_health_files(names: Iterable[str]) -> dict[str, dict[str, str]]:
 
 
 def monitor_environment() -> dict[str, str]:
-    """Return the variables of the process that serves the heartbeats and metrics of the other processes."""
+    """Return the environment variables of the process that serves the heartbeats and metrics of the other processes."""
     folder = get_settings().health_directory
     return {DIRECTORY_VARIABLE: str(Path(folder) / FIGURES)} if folder else {}

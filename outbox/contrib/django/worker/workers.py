@@ -34,9 +34,11 @@ _BEAT_SECONDS: Final = 1.0
 
 
 def run_broker_role(stop: threading.Event, *, stands_in: bool = False) -> None:
-    """Sequence messages and run retention until `stop`, while this process holds the leader's lease.
+    """Sequence messages and run retention until `stop` is set.
 
-    `stands_in`: the process leads only while no consumer process leads.
+    The process works only while it holds the leader's lease.
+
+    With `stands_in` the process leads only while no consumer process leads.
     """
     run_broker(broker_database(), stop, settings=LeaderSettings(check=get_settings().check, stands_in=stands_in))
 
@@ -44,10 +46,10 @@ def run_broker_role(stop: threading.Event, *, stands_in: bool = False) -> None:
 def consumer_runtime(
     *, groups: Sequence[str] = (), wrap: Callable[[AnyHandler], AnyHandler] | None = None, leads: bool = False
 ) -> Consumers:
-    """Return the consumers of the project's subscribers. `wrap` gets each handler and returns the function to call.
+    """Return the consumers of the project's subscribers. For each handler, `wrap` returns the function to call.
 
-    With `leads` the consumers also sequence (outbox.broker.leading). Raises ConfigurationError if there are no
-    subscribers, or if the engine refuses one of them.
+    With `leads` the consumer process is also the leader, which sequences messages (outbox.broker.leading). Raises
+    ConfigurationError if the project has no subscribers, or if the engine refuses a subscriber.
     """
     wanted = required_subscriptions(groups=groups)
     require_inboxes([subscription for subscription, _ in wanted])
@@ -59,30 +61,38 @@ def consumer_runtime(
 
 
 def run_consumer_role(stop: threading.Event, *, groups: Sequence[str] = (), leads: bool = False) -> None:
-    """Consume for the project's subscribers until `stop`, then finish the messages in hand. `leads`: also sequence."""
+    """Run the project's subscribers until `stop` is set, then finish the messages whose handlers run.
+
+    With `leads` the process is also the leader, which sequences messages.
+    """
     consumer_runtime(groups=groups, leads=leads).run(stop)
 
 
 def run_monitor_role(stop: threading.Event) -> None:
-    """Serve /live, /ready and /metrics until `stop`."""
+    """Serve /live, /ready and /metrics until `stop` is set."""
     with probes.served():
         stop.wait()
 
 
 def _compare_topics() -> None:
-    """Log what the server lacks for the declared topics. It runs at the start, before the server refuses a message."""
+    """Log the problems that the server has with the declared topics.
+
+    The check runs at the start of the process, so the log shows a problem before the server refuses a message.
+    """
     engine = get_engine()
     try:
         for problem in engine.server_problems():
             logger.error("%s", problem)
     except OutboxError as error:
-        logger.warning("%s's topics cannot be compared with the declared ones: %s", engine.refusals.engine, error)
+        logger.warning(
+            "the topics of %s cannot be compared with the declared topics: %s", engine.refusals.engine, error
+        )
 
 
 def run_check_role(stop: threading.Event, *, alone: bool = True) -> None:
-    """Run the periodic passes, each at its own interval, until `stop`.
+    """Run the periodic passes, each at its own interval, until `stop` is set.
 
-    `alone`: no other loop in this process writes heartbeats.
+    With `alone` this loop writes the heartbeats, because no other loop of this process writes them.
     """
     _compare_topics()
     due = {item.name: 0.0 for item in passes()}
@@ -95,8 +105,8 @@ def run_check_role(stop: threading.Event, *, alone: bool = True) -> None:
                     began = time.monotonic()
                     has_more = run_pass(item).get("more")
                     due[item.name] = began if has_more else began + item.interval_seconds
-            # Some passes use this thread's Django connections. Django renews such connections only at the start of a
-            # request.
+            # Some passes use this thread's Django connections. Django renews the connections of a thread only at the
+            # start of a request.
             close_old_connections()
             pause = max(0.05, min(due.values()) - time.monotonic())
             stop.wait(min(pause, _BEAT_SECONDS) if alone else pause)
@@ -105,20 +115,23 @@ def run_check_role(stop: threading.Event, *, alone: bool = True) -> None:
 
 
 def run_pass(item: PeriodicPass) -> Mapping[str, Any]:
-    """Run one pass and return its counts. If it fails, log the error; the pass runs again later."""
+    """Run one pass and return its counts. If the pass fails, log the error. The pass runs again after its interval."""
     try:
         counts = item.run()
         logger.debug("%s: %s", item.name, counts)
         return counts
     except OutboxError as error:
-        logger.warning("%s failed, it runs again in %.0f s: %s", item.name, item.interval_seconds, error)
+        logger.warning("the pass %s failed and runs again in %.0f s: %s", item.name, item.interval_seconds, error)
     except Exception:
-        logger.exception("%s failed, it runs again in %.0f s", item.name, item.interval_seconds)
+        logger.exception("the pass %s failed and runs again in %.0f s", item.name, item.interval_seconds)
     return {}
 
 
 def run_broker_and_check_roles(stop: threading.Event, *, stands_in: bool = False) -> None:
-    """Run both roles in one process, because a thread needs 40 MB less than a process. Raises the error of either."""
+    """Run the roles broker and check in one process, because a thread needs 40 MB less than a process.
+
+    Raises the error of the role that fails.
+    """
     failed: list[BaseException] = []
 
     def check() -> None:
@@ -141,7 +154,7 @@ def run_broker_and_check_roles(stop: threading.Event, *, stands_in: bool = False
 
 
 def run_all(stop: threading.Event) -> None:
-    """Run all roles in their own processes, under a supervisor, until `stop`."""
+    """Run all roles in their own processes, under a supervisor, until `stop` is set."""
     log = process_log.told_to_children(level=logging.getLogger().getEffectiveLevel(), file=None)
     processes = supervisor(environment=log)
     processes.start()
@@ -159,7 +172,7 @@ def _by_itself(name: str, role: Callable[[], None]) -> None:
         role()
 
 
-# The functions of `outbox_worker --role`, by role. Each gets the stop event and the group names.
+# The functions of `outbox_worker --role`, by role. Each function gets the stop event and the group names.
 ROLES: Final[Mapping[str, Callable[[threading.Event, Sequence[str]], None]]] = {
     "all": lambda stop, groups: run_all(stop),
     Role.BROKER: lambda stop, groups: _by_itself("broker", lambda: run_broker_role(stop)),

@@ -58,7 +58,7 @@ def view_of(action: DeclaredAction) -> Callable[..., HttpResponse]:
 
 
 def _local(address: str) -> str:
-    """The address if it is a path of this site, else ''.
+    """Return the address if it is a path of this site, else ''.
 
     The check is needed because a form contains the address of the page to return to.
     """

@@ -1,4 +1,4 @@
-"""The pages of groups and topics: a group's progress and processes, and each queue with its obstacle."""
+"""The pages of groups and topics: a group's progress and processes, and the reason why a queue waits."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ _SPANS: Final = {"hour": _HOUR, "day": 24 * _HOUR, "week": 7 * 24 * _HOUR}
 
 @seeing
 def search(request: HttpRequest) -> HttpResponse:
-    """Search by id, transaction id, business key, topic or time. Without any of them, show the newest messages."""
+    """Search by id, transaction id, business key, topic or time. If the search is empty, show the newest messages."""
     given = request.GET
     wanted, topic = text(given, "q"), text(given, "topic")
     found = as_uuid(wanted) if wanted else None

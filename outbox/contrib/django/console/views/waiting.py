@@ -33,7 +33,7 @@ def waiting(request: HttpRequest) -> HttpResponse:
     with reading() as run:
         rows = list_waiting(run, group, topic, delayed=delayed, after=place(given), limit=PER_PAGE + 1)
     context = {
-        "title": "Waiting for their time",
+        "title": "Messages that wait for their time",
         "page": paged(request, rows, lambda one: {"after": one.due_at.isoformat(), "after_id": one.schedule_id}),
         "group": group,
         "topic": topic,

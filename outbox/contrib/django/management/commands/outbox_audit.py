@@ -18,8 +18,9 @@ class Command(ActionCommand):
     """Parses the arguments, then calls run_audit or run_compare."""
 
     help = (
-        "Count every message by state and compare. The result is stored for the status. Exits with 2 if an equation "
-        "fails, or if `compare` finds that a restore has lost messages or effects."
+        "Count every message by state, and check that the counts agree. The command stores the result, and the "
+        "status shows it. Exits with 2 if an equation fails, or if `compare` finds that a restore has lost messages "
+        "or effects."
     )
 
     def add_arguments(self, parser: CommandParser) -> None:

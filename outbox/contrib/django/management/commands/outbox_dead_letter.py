@@ -25,15 +25,21 @@ class Command(ActionCommand):
 
     def add_arguments(self, parser: CommandParser) -> None:
         subcommands = self.add_subcommands(parser)
-        shown = subcommands.add_parser("list", help="unsettled dead letters; --json with the error of every attempt")
+        shown = subcommands.add_parser(
+            "list", help="list unsettled dead letters; with --json, also the error of every attempt"
+        )
         shown.add_argument("group", nargs="?")
         for field in SELECTION:
             add_field(shown, field)
-        self.add_page(shown, "PLACE", "the page after this position", _place)
-        shown.add_argument("--settled", action="store_true", help="also replayed and discarded ones")
+        self.add_page(
+            shown, "PLACE", "show the page after this position, which the end of the previous page shows", _place
+        )
+        shown.add_argument(
+            "--settled", action="store_true", help="also list dead letters that were replayed or discarded"
+        )
         self.add_json(shown)
         one = subcommands.add_parser(
-            "show", help="one dead letter, settled or not, with the whole error of every attempt"
+            "show", help="show one dead letter, settled or not, with the whole error of every attempt"
         )
         one.add_argument("group")
         one.add_argument("id", type=UUID, help="message id")
@@ -87,5 +93,7 @@ class Command(ActionCommand):
 def _place(text: str) -> PagePosition:
     moment_text, _, log_id = text.partition("/")
     if not log_id.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a position: use the one at the end of a page")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a position: copy the value after --after from the end of a page"
+        )
     return PagePosition(moment(moment_text), int(log_id))

@@ -1,4 +1,4 @@
-"""`manage.py outbox_doctor`: finds problems before they have an effect, and prints each problem with its remedy."""
+"""`manage.py outbox_doctor`: finds problems in the project, and prints each problem with its remedy."""
 
 from __future__ import annotations
 

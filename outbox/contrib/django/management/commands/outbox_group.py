@@ -24,8 +24,10 @@ class Command(ActionCommand):
 
     def add_arguments(self, parser: CommandParser) -> None:
         subcommands = self.add_subcommands(parser)
-        self.add_json(subcommands.add_parser("list", help="every group with its lag"))
-        offsets = subcommands.add_parser("offsets", help="every queue of a group: position, end, owner, what blocks it")
+        self.add_json(subcommands.add_parser("list", help="list every group with its lag"))
+        offsets = subcommands.add_parser(
+            "offsets", help="show each queue of a group: position, end, owner, and the error that blocks it"
+        )
         offsets.add_argument("group")
         self.add_json(offsets)
 

@@ -19,7 +19,7 @@ from outbox.contrib.django.operations.installation import install_broker, planne
 from outbox.contrib.django.settings.conf import EngineName, OutboxSettings, get_settings
 from outbox.contrib.django.subscribers.registry import autodiscover
 
-# For about 20 s, RocketMQ's proxy caches that a topic is missing, or the topic's former type.
+# RocketMQ's proxy has a cache of topics: for about 20 s, a new topic is missing there, or has its former type.
 _SETTLE_SECONDS: Final = 30.0
 _PAUSE_SECONDS: Final = 0.5
 
@@ -27,13 +27,14 @@ _PAUSE_SECONDS: Final = 0.5
 class Command(ActionCommand):
     """Parses the arguments, then calls one function.
 
-    On RocketMQ, the command compares the existing topics with the declared topics. With --create, it first creates
-    topics and groups.
+    On RocketMQ, the command compares the existing topics with the declared topics. With --create, it first creates the
+    declared topics and groups.
     """
 
     help = (
-        "Install or upgrade the broker's tables and declare OUTBOX['TOPICS'], as `migrate` does; or drop them. On "
-        "RocketMQ: check the declared topics; with --create, create them and the consumer groups."
+        "Install or upgrade the broker's tables and declare the topics of OUTBOX['TOPICS'], as `migrate` does. With "
+        "--drop, drop the tables. On RocketMQ, check the declared topics; with --create, first create the topics and "
+        "the consumer groups."
     )
 
     def add_arguments(self, parser: CommandParser) -> None:
@@ -41,8 +42,8 @@ class Command(ActionCommand):
         parser.add_argument(
             "--create",
             metavar="HOST:PORT",
-            help="RocketMQ: the administration port of a broker (listenPort, 10911): create topics and groups there "
-            "first",
+            help="first create topics and groups on the RocketMQ broker with this administration port (listenPort, "
+            "10911)",
         )
         self.add_action(parser, DROP)
 
@@ -51,7 +52,9 @@ class Command(ActionCommand):
         if options["force"] and not options["drop"]:
             raise CommandError("--force needs --drop: an installation deletes nothing.")
         if options["create"] and options["dry_run"]:
-            raise CommandError("--create and --dry-run exclude each other: without --create nothing is changed.")
+            raise CommandError(
+                "--create cannot be used with --dry-run: leave --create out, then the command only checks the topics."
+            )
         if settings.engine is EngineName.ROCKETMQ:
             if options["drop"]:
                 raise CommandError("the broker is RocketMQ: delete its topics and groups with its own tools (mqadmin).")
@@ -59,7 +62,10 @@ class Command(ActionCommand):
             return
         engine_of(settings).refusals.require("install", "outbox_install")
         if options["create"]:
-            raise CommandError("OUTBOX['BROKER'] is not a RocketMQ address, so --create has no use: leave it out.")
+            raise CommandError(
+                "OUTBOX['BROKER'] is not a RocketMQ address, so there is no topic for --create to create: leave "
+                "--create out."
+            )
         if options["drop"]:
             self.act(DROP, options)
         else:
@@ -86,7 +92,8 @@ class Command(ActionCommand):
 
         If `create` is an address, first create the topics and groups at this address.
 
-        Raises CommandError if something is missing, or if RocketMQ gave up transactions that no worker has decided.
+        Raises CommandError if a topic or group is missing, or if RocketMQ has stopped checking transactions that no
+        worker has decided yet.
         """
         engine = cast(RocketMQEngine, get_engine())
         autodiscover()
@@ -99,14 +106,14 @@ class Command(ActionCommand):
         self.say(f"RocketMQ has the declared topics: {', '.join(sorted(settings.topics)) or 'none'}")
         if given_up := engine.given_up():
             raise CommandError(
-                f"RocketMQ gave up asking about {given_up} messages of producer group {settings.producer_group!r}, and "
-                "the ledger has not decided them yet: start outbox_worker. If a worker runs, its log names the "
-                "transactions and the reason."
+                f"RocketMQ has stopped checking {given_up} half messages of producer group "
+                f"{settings.producer_group!r}, and no worker has decided them yet: start outbox_worker. If a worker "
+                "runs, its log names the transactions and the reason."
             )
 
 
 def _problems(look: Callable[[], Iterable[str]], seconds: float) -> list[str]:
-    """Repeat the check `look` for at most `seconds`, and return the problems that remain."""
+    """Call `look` until it finds no problem, for at most `seconds`. Return the problems of the last call."""
     deadline = time.monotonic() + seconds
     while (problems := list(look())) and time.monotonic() < deadline:
         time.sleep(_PAUSE_SECONDS)

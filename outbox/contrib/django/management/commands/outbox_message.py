@@ -24,21 +24,23 @@ _SHOWN_CHARACTERS = 60
 class Command(ActionCommand):
     """Parses the arguments, then calls one function."""
 
-    help = "List the stored messages of a topic or key, show the path of one, or recall waiting ones."
+    help = "List the stored messages of a topic or key, show the path of one message, or recall waiting messages."
 
     def add_arguments(self, parser: CommandParser) -> None:
         subcommands = self.add_subcommands(parser)
         stored = subcommands.add_parser(
-            "list", help="of a topic, or with a key; newest first. Changes no offset and locks nothing"
+            "list", help="list the messages of a topic, or with a key, newest first; moves no offset and locks nothing"
         )
         stored.add_argument("topic", nargs="?")
-        stored.add_argument("--key", help="those with this business key, in any state")
-        stored.add_argument("--uncommitted", action="store_true", help="also undecided, rolled back and recalled ones")
-        stored.add_argument("--since", type=moment, help="stored since then (default: in the last day)")
-        self.add_page(stored, "LOG_ID", "the page after this message: earlier ones", int)
+        stored.add_argument("--key", help="list the messages with this business key, in any state")
+        stored.add_argument(
+            "--uncommitted", action="store_true", help="also list undecided, rolled back and recalled messages"
+        )
+        stored.add_argument("--since", type=moment, help="list messages stored after this time (default: one day ago)")
+        self.add_page(stored, "LOG_ID", "list messages that were stored before the message with this log id", int)
         self.add_json(stored)
         shown = subcommands.add_parser(
-            "show", help="where it is: stored, decided, queued, and the progress of each group"
+            "show", help="show where a message is: stored, decided, queued, and the progress of each group"
         )
         shown.add_argument("id", type=UUID, help="message or transaction id")
         self.add_json(shown)
@@ -70,7 +72,7 @@ class Command(ActionCommand):
     def _list_key(self, options: dict[str, Any]) -> None:
         with broker_connection() as (connection, schema):
             narrowed = {name: options[name] for name in ("topic", "since", "limit")}
-            # The newest message comes first, so the next page has older messages.
+            # This list begins with the newest message, so the next page has older messages.
             found = find_messages(Executor(connection, schema), options["key"], before=options["after"], **narrowed)
         if options["json"]:
             self.print_json(found)
@@ -86,7 +88,8 @@ class Command(ActionCommand):
             found = trace(Executor(connection, schema), options["id"])
         if found is None:
             raise CommandError(
-                f"the broker has no message or transaction {options['id']}: it never had it, or retention removed it."
+                f"the broker has no message or transaction {options['id']}: it was never stored, or retention removed "
+                "it."
             )
         if options["json"]:
             self.print_json(found.as_json())

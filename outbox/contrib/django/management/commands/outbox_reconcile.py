@@ -20,7 +20,7 @@ from outbox.contrib.django.operations.findings import MAX_SAVED, replace
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.errors import ConfigurationError
 
-# The name of the installed package, and its name in a checkout of this project.
+# The reconciliation's package has the first name if it is installed, and the second name in a checkout of this project.
 _PACKAGES = ("outbox_spark", "spark")
 # The pipeline's exit codes. CommandError's default exit code 1 would mean "findings".
 _CLEAN, _FINDINGS, _USAGE, _INCOMPLETE = range(4)
@@ -30,8 +30,8 @@ class Command(OutboxCommand):
     """Parses the arguments, starts the reconciliation process, and ends with the exit code of this process."""
 
     help = (
-        "Compare business tables, messages and effects with Spark. Exit codes: 0 clean, 1 findings, 2 something "
-        "must be corrected first, 3 incomplete."
+        "Compare business tables, messages and effects with Spark. Exit codes: 0 no findings, 1 findings, 2 an "
+        "operator must first correct something, such as rules or permissions, 3 the run could not judge everything."
     )
 
     def add_arguments(self, parser: CommandParser) -> None:
@@ -42,8 +42,8 @@ class Command(OutboxCommand):
             action="append",
             default=[],
             metavar="NAME=ALIAS",
-            help="give the rules $RECONCILE_NAME for this alias (repeatable); every PostgreSQL alias is also given "
-            "by its own name, and the broker's as $RECONCILE_BROKER",
+            help="set $RECONCILE_NAME in the rules to the connection string of this alias (repeatable); the rules "
+            "also have a variable with the name of each PostgreSQL alias, and $RECONCILE_BROKER",
         )
         parser.add_argument("--from", dest="since", help="judge rows from this time on (ISO 8601), with --to")
         parser.add_argument("--to", dest="until", help="judge rows before this time")
@@ -55,15 +55,15 @@ class Command(OutboxCommand):
             metavar="DURATION",
             help="judge the last DURATION again, as in 7d (default: the rules' look_back)",
         )
-        parser.add_argument("--metrics", help="write a Prometheus textfile here, or into this folder")
+        parser.add_argument("--metrics", help="write a Prometheus textfile with this name, or into this folder")
         parser.add_argument(
             "--plan",
             type=Path,
             metavar="FILE",
-            help="write a repair plan for the findings here, for outbox_repair; it changes nothing by itself",
+            help="write a repair plan for the findings into this file, as input for outbox_repair; changes no data",
         )
         parser.add_argument(
-            "--save", action="store_true", help="save the findings in a table too, where the admin shows them"
+            "--save", action="store_true", help="also save the findings in a table, which the admin shows"
         )
         self.add_json(parser)
 
@@ -80,43 +80,48 @@ class Command(OutboxCommand):
             raise SystemExit(done.returncode)
 
     def save(self, output: str) -> None:
-        """Replace the findings in the table. If it raises CommandError, the result in `output` is still valid."""
+        """Replace the findings in the table.
+
+        If this method raises CommandError, the result in `output` is still valid.
+        """
         command = [sys.executable, "-m", package(), "findings", "--output", output, "--limit", str(MAX_SAVED + 1)]
         printed = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
         problem = f"The result is in {output}, but its findings were not saved in the table"
         if printed.returncode:
-            raise CommandError(f"{problem}: they cannot be read (above).", returncode=_INCOMPLETE)
+            raise CommandError(f"{problem}, because they cannot be read: see the error above.", returncode=_INCOMPLETE)
         lines = printed.stdout.splitlines()
         try:
             saved = replace(output, lines[:MAX_SAVED])
         except DatabaseError as error:
             raise CommandError(
-                f"{problem}: {first_line(str(error))}. Run manage.py migrate if it was not run, then run this again.",
+                f"{problem}: {first_line(str(error))}. If the table is missing, run manage.py migrate. Then run "
+                "this command again.",
                 returncode=_INCOMPLETE,
             ) from error
-        rest = f"; there are more, all of them are in {output}" if len(lines) > MAX_SAVED else ""
+        rest = f"; the table has only these findings, and {output} has all" if len(lines) > MAX_SAVED else ""
         self.stderr.write(f"saved {saved} findings in the table{rest}")
 
     def plan(self, file: Path, rules: str, output: str, variables: Mapping[str, str]) -> None:
-        """Write the repair plan of the valid result. If it raises CommandError, the result is still valid."""
+        """Write the repair plan for the result. If this method raises CommandError, the result is still valid."""
         command = [sys.executable, "-m", package(), "plan", "--rules", rules, "--output", output]
         printed = subprocess.run(command, env=variables, stdout=subprocess.PIPE, text=True, check=False)
         if printed.returncode:
             raise CommandError(
-                f"The result is in {output}, but no plan was made of it (above).", returncode=printed.returncode
+                f"The result is in {output}, but making a plan failed: see the error above.",
+                returncode=printed.returncode,
             )
         try:
-            file.touch(mode=0o600)  # The plan contains the findings' texts.
+            file.touch(mode=0o600)  # Only the owner may read the plan, because it contains the findings' texts.
             file.write_text(printed.stdout, encoding="utf-8")
         except OSError as error:
             raise CommandError(
-                f"The result is in {output}, but its plan cannot be written: {error}.", returncode=_USAGE
+                f"The result is in {output}, but the plan of this result cannot be written: {error}.", returncode=_USAGE
             ) from error
         self.stderr.write(f"plan: {file}; read it, then: python manage.py outbox_repair {file}")
 
 
 def package() -> str:
-    """The name of the module to run. Raises CommandError if the module is not installed."""
+    """Return the name of the reconciliation's module. Raises CommandError if the module is not installed."""
     for name in _PACKAGES:
         if importlib.util.find_spec(name) and importlib.util.find_spec(f"{name}.cli"):
             return name
@@ -126,7 +131,7 @@ def package() -> str:
 
 
 def arguments(options: Mapping[str, Any]) -> list[str]:
-    """The arguments of `outbox-reconcile run`."""
+    """Return the command line arguments for `outbox-reconcile run`."""
     named = {"--rules": "rules", "--output": "output", "--from": "since", "--to": "until", "--metrics": "metrics"}
     parts = [part for flag, name in named.items() if options[name] for part in (flag, options[name])]
     if options["look_back"] is not None:
@@ -135,7 +140,10 @@ def arguments(options: Mapping[str, Any]) -> list[str]:
 
 
 def project() -> dict[str, str]:
-    """RECONCILE_… variables with the connection strings of the project's aliases; the environment takes precedence."""
+    """Return RECONCILE_… variables with the connection strings of the project's aliases.
+
+    A variable that the environment has too is replaced by the environment's value.
+    """
     variables = {}
     for alias, database in settings.DATABASES.items():
         if str(database.get("ENGINE", "")).rpartition(".")[2] in ("postgresql", "postgis"):
@@ -145,9 +153,9 @@ def project() -> dict[str, str]:
 
 
 def given(databases: Sequence[str]) -> dict[str, str]:
-    """RECONCILE_… variables from the option --database.
+    """Return RECONCILE_… variables made from the option --database.
 
-    They override the environment. Raises CommandError for unknown aliases.
+    These variables override variables of the environment. Raises CommandError for unknown aliases.
     """
     variables = {}
     for item in databases:

@@ -24,36 +24,39 @@ _FOR_PEOPLE = (StepOutcome.REFUSED, StepOutcome.REPORTED, StepOutcome.LEFT)
 
 
 class Command(OutboxCommand):
-    """Parses the arguments, then verifies or applies the plan. Prints each step when the step ends."""
+    """Parses the arguments, then verifies or applies the plan. Prints the result of each step when the step ends."""
 
     help = (
-        "Verify the steps of a plan from `outbox-reconcile plan`, and do them with --apply. Exit codes: 0 nothing "
-        "is left, 1 steps were refused, left or need a person, 2 something must be corrected first, 3 a database "
-        "could not be reached: run it again, a completed step is not repeated."
+        "Verify the steps of a plan from `outbox-reconcile plan`; with --apply, also do the steps. Exit codes: 0 no "
+        "step is left, 1 some steps were refused, were not done or need a person, 2 wrong options, plan or settings, "
+        "3 a database could not be reached: run the command again, which does not repeat completed steps."
     )
 
     def add_arguments(self, parser: CommandParser) -> None:
         """See BaseCommand."""
         parser.add_argument("plan", type=Path, help="the plan's file")
-        parser.add_argument("--apply", action="store_true", help="do the steps; without it they are only verified")
+        parser.add_argument(
+            "--apply", action="store_true", help="do the steps; without this option, the command only verifies them"
+        )
         parser.add_argument("--reason", default="", metavar="TEXT", help="why, for the audit")
         parser.add_argument("--most", type=_positive, default=100, help="do at most this many steps (default: 100)")
         parser.add_argument(
-            "--per-second", type=_rate, default=10.0, help="at most this many steps per second (default: 10)"
+            "--per-second", type=_rate, default=10.0, help="do at most this many steps per second (default: 10)"
         )
         parser.add_argument(
             "--publisher",
             action="append",
             default=[],
             metavar="RULE=DOTTED.PATH",
-            help="the function that makes a rule's message from its row, given as a mapping (repeatable)",
+            help="the function that makes the message of a rule from a business row; it gets the row as a mapping "
+            "(repeatable)",
         )
         parser.add_argument(
             "--database",
             action="append",
             default=[],
             metavar="NAME=ALIAS",
-            help="the alias of a database of the rules (repeatable; default: the alias of that name)",
+            help="the alias of the database that the rules call NAME (repeatable; default: the alias NAME)",
         )
         self.add_json(parser)
 
@@ -67,7 +70,8 @@ class Command(OutboxCommand):
             raise CommandError(str(error), returncode=_USAGE) from error
         except (BrokerError, Error) as error:
             raise CommandError(
-                f"{first_line(str(error))}. The other steps were left; run it again: a completed step is not repeated.",
+                f"{first_line(str(error))}. The remaining steps were not done. Run the command again: it does not "
+                "repeat completed steps.",
                 returncode=_INCOMPLETE,
             ) from error
         if not options["json"]:
@@ -104,8 +108,8 @@ def _means(plan: RepairPlan, options: dict[str, Any]) -> PublishSources:
             )
         if connections[alias].vendor != "postgresql":
             raise UsageError(
-                f"the alias {alias!r} is not a PostgreSQL database, but that of {name!r} in the rules is: pass "
-                "another alias."
+                f"the alias {alias!r} is not a PostgreSQL database, but the rules need PostgreSQL for {name!r}: pass "
+                f"--database {name}=ALIAS with another alias."
             )
     return PublishSources(sources=plan.sources, aliases=aliases, publishers=publishers)
 
@@ -124,7 +128,7 @@ def _pair(text: str) -> tuple[str, str]:
 
 def _positive(text: str) -> int:
     if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of steps: 1 or more.")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of steps: pass a whole number, at least 1.")
     return int(text)
 
 
@@ -134,5 +138,7 @@ def _rate(text: str) -> float:
     except ValueError:
         rate = 0.0
     if not 0 < rate <= 10_000:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of steps per second: above 0, up to 10000.")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a number of steps per second: pass a number above 0, at most 10000."
+        )
     return rate

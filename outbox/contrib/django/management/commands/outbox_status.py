@@ -20,20 +20,20 @@ class Command(OutboxCommand):
     """Parses the arguments, then calls `look` or one of the probes."""
 
     help = (
-        "Show what needs attention, topics and groups; exits with 0, 1 (warning) or 2 (critical). --probe, --live and "
-        "--ready are cheap probes that exit with 0 or 1."
+        "Show the conditions that need attention, the topics and the groups. Exit codes: 0, 1 (warning) or 2 "
+        "(critical). --probe, --live and --ready are cheap probes with the exit codes 0 (healthy) and 1."
     )
 
     def add_arguments(self, parser: CommandParser) -> None:
         self.add_json(parser)
         probes = parser.add_mutually_exclusive_group()
-        probes.add_argument("--probe", action="store_true", help="only whether messages are delivered")
+        probes.add_argument("--probe", action="store_true", help="show only whether the broker delivers messages")
         probes.add_argument(
             "--live",
             action="store_true",
-            help="every process of this machine's worker has a recent heartbeat; asks no database",
+            help="show whether every process of this machine's worker has a recent heartbeat; reads no database",
         )
-        probes.add_argument("--ready", action="store_true", help="and every process can work")
+        probes.add_argument("--ready", action="store_true", help="like --live, and show whether every process can work")
         probes.add_argument(
             "--watch", type=float, nargs="?", const=2.0, metavar="SECONDS", help="repeat until interrupted"
         )
@@ -55,7 +55,9 @@ class Command(OutboxCommand):
 
     def _probe(self, options: dict[str, Any]) -> None:
         if not options["probe"] and not get_settings().health_directory:
-            raise CommandError("OUTBOX['HEALTH_DIRECTORY'] is not set, so the worker writes no heartbeats: set it.")
+            raise CommandError(
+                "OUTBOX['HEALTH_DIRECTORY'] is not set, so the worker writes no heartbeats: set this setting."
+            )
         found = probe() if options["probe"] else live() if options["live"] else ready()
         if options["json"]:
             self.print_json({"healthy": found.is_healthy, "problems": list(found.problems)})

@@ -16,10 +16,10 @@ from outbox.contrib.django.management.acting import ActionCommand
 class Command(ActionCommand):
     """Parses the arguments, then calls one function."""
 
-    help = "Create, alter, delete or list the topics of the broker. `migrate` declares those of OUTBOX['TOPICS']."
+    help = "Create, alter, delete or list the topics of the broker. `migrate` declares the topics of OUTBOX['TOPICS']."
 
     def add_arguments(self, parser: CommandParser) -> None:
-        self.add_json(self.add_subcommands(parser).add_parser("list", help="every topic of the broker"))
+        self.add_json(self.add_subcommands(parser).add_parser("list", help="list every topic of the broker"))
 
     def _list(self, options: dict[str, Any]) -> None:
         with broker_connection() as (connection, schema):

@@ -19,21 +19,29 @@ from outbox.contrib.django.publishing.checkback import run_check_back
 class Command(ActionCommand):
     """Parses the arguments, then calls one function."""
 
-    help = "List and settle the open transactions of the broker, or refuse new ones."
+    help = "List and settle the open transactions of the broker, or refuse new transactions of a producer group."
 
     def add_arguments(self, parser: CommandParser) -> None:
         subcommands = self.add_subcommands(parser)
-        shown = subcommands.add_parser("list", help="oldest first, including new ones that are not checked yet")
-        shown.add_argument("--group", help="only of this producer group")
-        shown.add_argument("--transactional-id", metavar="ID", help="only those of the fenced producer with this id")
-        shown.add_argument("--parked", action="store_true", help="only parked ones")
-        self.add_page(shown, "ID", "the page after this transaction", UUID)
-        described = subcommands.add_parser("describe", help="one with its messages and the answers of its checks")
+        shown = subcommands.add_parser(
+            "list", help="list open transactions, oldest first, including new transactions that are not checked yet"
+        )
+        shown.add_argument("--group", help="list only transactions of this producer group")
+        shown.add_argument(
+            "--transactional-id", metavar="ID", help="list only transactions of the producer with this transactional id"
+        )
+        shown.add_argument("--parked", action="store_true", help="list only parked transactions")
+        self.add_page(shown, "ID", "list the transactions after this transaction", UUID)
+        described = subcommands.add_parser(
+            "describe", help="show one transaction with its messages and the answers of its checks"
+        )
         described.add_argument("id", type=UUID, help="transaction id")
         check = subcommands.add_parser(
             "check", help="run one pass of check-back, as a worker does: answer the due checks of this producer group"
         )
-        check.add_argument("--parked", action="store_true", help="also the parked ones, before they are due")
+        check.add_argument(
+            "--parked", action="store_true", help="also check parked transactions, even if they are not due yet"
+        )
         for one in (shown, described, check):
             self.add_json(one)
 

@@ -21,8 +21,8 @@ from outbox.contrib.django.worker.workers import ROLES
 from outbox.errors import HandlersHung
 
 _FORWARD, _RECEIVE = "forward", "receive"
-# The role `all` does not include these two roles. These two roles need credentials of other systems, so an operator
-# runs them on hosts that have these credentials.
+# The role `all` does not include these two roles. They need credentials for other systems, so an operator starts them
+# on hosts that have these credentials.
 _ROLES: Final[Mapping[str, Callable[[threading.Event, Sequence[str]], None]]] = {
     **ROLES,
     _FORWARD: lambda stop, names: run_forward(stop, groups=names),
@@ -32,41 +32,48 @@ _HUNG_SECONDS: Final = 5.0
 
 
 class Command(ActionCommand):
-    """Parses the arguments, then runs one role until SIGTERM or SIGINT, or runs the due work once."""
+    """Parses the arguments, then runs one role until SIGTERM or SIGINT, or does the due work once and ends."""
 
-    help = "Run the broker, the consumers and check-back until SIGTERM, then drain; or forward, or receive."
+    help = "Run the broker, the consumers and check-back until SIGTERM, then drain. Or run the role forward or receive."
 
     def add_arguments(self, parser: CommandParser) -> None:
         parser.add_argument(
             "--role",
             choices=sorted(_ROLES),
             default="all",
-            help="all (default): supervise one process for broker and check, and the consumer processes; forward: send "
-            "messages as OUTBOX['FORWARD'] declares; receive: store foreign messages as OUTBOX['RECEIVE'] declares",
+            help="all (default): start and supervise one process for the roles broker and check, and the consumer "
+            "processes; forward: send messages as OUTBOX['FORWARD'] declares; receive: store foreign messages as "
+            "OUTBOX['RECEIVE'] declares",
         )
         parser.add_argument(
-            "--group", action="append", default=[], help="consumer, forward: only this group (repeatable)"
+            "--group",
+            action="append",
+            default=[],
+            help="roles consumer and forward: work only for this group (repeatable)",
         )
         parser.add_argument(
-            "--receiver", action="append", default=[], help="receive: only this entry of OUTBOX['RECEIVE'] (repeatable)"
+            "--receiver",
+            action="append",
+            default=[],
+            help="role receive: use only this entry of OUTBOX['RECEIVE'] (repeatable)",
         )
         parser.add_argument(
             "--drain",
             action="store_true",
-            help="do all work that is due now in this process, then end; receive: when no message has come for two "
-            "seconds",
+            help="do all work that is due now in this process, then end; the role receive ends after two seconds "
+            "without a new message",
         )
         parser.add_argument(
             "--until-drained",
             action="store_true",
-            help="end when no message of this project waits on the broker any more: to move to another broker",
+            help="end as soon as no message of this project waits on the broker; used before a move to another broker",
         )
         parser.add_argument(
             "--rocketmq-broker",
             action="append",
             default=[],
             metavar="HOST:PORT",
-            help="--until-drained on RocketMQ: the administration port of a broker (listenPort, 10911); repeatable",
+            help="for --until-drained on RocketMQ: the administration port of a broker (listenPort, 10911); repeatable",
         )
         self.add_action(parser, FORGET)
 
@@ -117,21 +124,22 @@ class Command(ActionCommand):
 
 
 def _refuse(options: Mapping[str, Any]) -> None:
-    """Raise CommandError for options that cannot be combined."""
+    """Raise CommandError if the command got options that cannot be used together."""
     role, drains = options["role"], options["drain"]
     elsewhere = role in (_FORWARD, _RECEIVE)
     if options["group"] and (role not in ("consumer", _FORWARD) or options["until_drained"]):
-        raise CommandError("--group needs --role consumer or forward: only these can be limited to groups.")
+        raise CommandError("--group needs --role consumer or forward: only these two roles can be limited to groups.")
     if options["group"] and drains and role != _FORWARD:
         raise CommandError("--drain with --group needs --role forward.")
     if options["receiver"] and role != _RECEIVE:
         raise CommandError("--receiver needs --role receive.")
     if (options["until_drained"] and role != "all") or (drains and role != "all" and not elsewhere):
         option = "--drain" if drains else "--until-drained"
-        raise CommandError(f"{option} does the work of every role: leave --role out.")
+        raise CommandError(f"{option} does the work of all roles: leave --role out.")
     if drains and options["until_drained"]:
         raise CommandError(
-            "--drain does the work that is due now, --until-drained also waits for later work: give one of them."
+            "--drain does the work that is due now, and --until-drained also waits for later work: pass only one of "
+            "the two options."
         )
     if options["rocketmq_broker"] and not options["until_drained"]:
         raise CommandError("--rocketmq-broker needs --until-drained.")
