@@ -156,7 +156,7 @@ class RocketMQConsumers:
 
 
 class _Poller:
-    """One subscription: its RocketMQ client, its handler threads, and the thread that keeps running messages invisible."""
+    """One subscription: its RocketMQ client, its threads for handlers, and the thread that keeps messages invisible."""
 
     def __init__(
         self, configuration: Any, subscription: Subscription, handler: AnyHandler, invoker: Invoker, codecs: Codecs
