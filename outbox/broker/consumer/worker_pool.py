@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from queue import Empty, SimpleQueue
-from typing import Any, Final, Protocol
+from typing import Any, Final, TypeAlias
 
 from outbox import tracing
 from outbox.broker.consumer.fetch import LOG_ID, deliver, restore
@@ -34,11 +34,8 @@ _AHEAD_SINGLE: Final = 3
 _AHEAD_BATCH: Final = 1
 
 
-class RunCall(Protocol):
-    """Runs a call in a thread of a pool (see `Caller.run`)."""
-
-    def __call__(self, work: HandlerCall, pool: WorkerPool) -> HandlerCall | None:
-        """Run the call. Return a call that was taken from the pool and not run; the thread runs it next."""
+# Runs a call in a thread of the pool (see `Caller.run`). It returns a call that it has taken from the pool and not run.
+RunCall: TypeAlias = "Callable[[HandlerCall, WorkerPool], HandlerCall | None]"
 
 
 # A pool with N threads replaces at most N times this number of stuck threads.

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from outbox import ports
-from outbox.broker.consumer import running_calls, shared_calls
+from outbox.broker.consumer import running_calls
 from outbox.broker.consumer.running_calls import RunningCalls
 from outbox.broker.consumer.shared_calls import SHORT_SECONDS, Sharing
 from outbox.message import Delivery
@@ -221,7 +221,7 @@ def test_calls_share_only_while_handlers_are_short() -> None:
 
 def test_after_a_failure_calls_share_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
     now = time.monotonic()
-    monkeypatch.setattr(shared_calls.time, "monotonic", lambda: now)
+    monkeypatch.setattr("outbox.broker.consumer.shared_calls.time.monotonic", lambda: now)
     sharing = Sharing(8)
     sharing.took(0.0)
     pauses = []

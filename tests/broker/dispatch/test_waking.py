@@ -11,6 +11,7 @@ import pytest
 from outbox.broker.consumer.calls import Calls, SubscriptionRunner
 from outbox.broker.consumer.owned_queue import ConsumingGroup, OwnedQueue
 from outbox.broker.consumer.work import FetchedEntry, HandlerCall
+from outbox.broker.consumer.worker_pool import WorkerPool
 from outbox.broker.groups.leases import Lease, lease_clock
 from outbox.broker.groups.offsets import Position
 from outbox.message import Delivery
@@ -35,7 +36,7 @@ class Line:
         self.runner = SubscriptionRunner(self.subscribed, self._run)
         self.calls = Calls({self.subscribed.key: self.runner})
 
-    def _run(self, _: HandlerCall) -> None:
+    def _run(self, _: HandlerCall, pool: WorkerPool) -> None:
         self.over.wait(60)
 
     def submitted(self) -> HandlerCall:

@@ -15,7 +15,7 @@ from tests.support import eventually
 class Call:
     """As much of a Work as the pool looks at."""
 
-    abandoned = ""
+    is_given_up = False
 
 
 class Pool:
@@ -25,7 +25,7 @@ class Pool:
         self.ran: list[threading.Thread] = []
         self.pool = WorkerPool("idle-test", threads, self._run, batches=False)
 
-    def _run(self, call: Any) -> None:
+    def _run(self, call: Any, pool: WorkerPool) -> None:
         self.ran.append(threading.current_thread())
 
     def submit(self) -> None:

@@ -186,9 +186,9 @@ def test_a_pool_whose_threads_were_all_stuck_works_again_when_they_return() -> N
         """As much of a Work as the pool looks at."""
 
         def __init__(self, gate: threading.Event | None) -> None:
-            self.gate, self.abandoned = gate, ""
+            self.gate, self.is_given_up = gate, False
 
-    def run(call: Any) -> None:
+    def run(call: Any, pool: WorkerPool) -> None:
         if call.gate is None:
             done.set()
         else:
@@ -198,7 +198,7 @@ def test_a_pool_whose_threads_were_all_stuck_works_again_when_they_return() -> N
     stuck = [Call(gate) for gate in gates]
     for call in stuck:
         pool.submit(call)  # type: ignore[arg-type]
-        call.abandoned = "too long"
+        call.is_given_up = True
         pool.replace_stuck()
     pool.submit(Call(None))  # type: ignore[arg-type]
     assert not done.wait(0.1)
