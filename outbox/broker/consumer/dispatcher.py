@@ -293,6 +293,7 @@ class Dispatcher:
             and (at := runner.next_at(now)) is not None
         ]
         due += self._calls.deadlines()
+        due += [at for runner in self._runners.values() if (at := runner.pool.spread_at()) is not None]
         if self._dirty:
             due.append(self._store_at)
         due += [queue.start_until for queue in self._owned.values() if queue.start_until > now]
@@ -532,6 +533,7 @@ class Dispatcher:
         now = time.monotonic()
         self._quarantine.proceed(run)
         for runner in self._runners.values():
+            runner.pool.spread(now)
             if runner.subscribed.group.paused:
                 continue
             for lane in runner.lanes:

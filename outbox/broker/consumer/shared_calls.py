@@ -83,7 +83,7 @@ class Sharing:
 class SharedCalls:
     """The calls that share the transaction of their first call. It implements `ports.MoreCalls`.
 
-    `take` returns the next waiting call of the subscription, or None. `deliver` returns the delivery of a call; if the
+    `take` returns the next waiting call that may join, or None. `deliver` returns the delivery of a call; if the
     handler cannot be called for it, `deliver` stores the result and returns None. `running` surrounds the handler's run
     for a call (parameters: the previous call, the call, the delivery). `finished` gets a call that is over. Only the
     thread of the first call uses this object.
@@ -100,8 +100,6 @@ class SharedCalls:
         finished: Callable[[HandlerCall], None],
     ) -> None:
         self.calls = [first]
-        # The taken call that may not join. The thread of this object runs it next.
-        self.left: HandlerCall | None = None
         self._sharing = sharing
         self._take = take
         self._deliver = deliver
@@ -113,9 +111,6 @@ class SharedCalls:
     def next(self) -> Delivery | None:
         """Return the message of a further call for this transaction; None if the transaction should end now."""
         while self._is_open() and (work := self._take()) is not None:
-            if not may_join(work):
-                self.left = work
-                return None
             delivery = self._deliver(work)
             if delivery is not None:
                 work.shares = self.calls

@@ -7,6 +7,7 @@ import itertools
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from queue import Empty, SimpleQueue
 from typing import Any, Final, TypeAlias
@@ -34,10 +35,12 @@ _AHEAD_SINGLE: Final = 3
 _AHEAD_BATCH: Final = 1
 
 
-# Runs a call in a thread of the pool (see `Caller.run`). It returns a call that it has taken from the pool and not run.
-RunCall: TypeAlias = "Callable[[HandlerCall, WorkerPool], HandlerCall | None]"
-
-
+# Runs a call in a thread of the pool (see `Caller.run`).
+RunCall: TypeAlias = "Callable[[HandlerCall, WorkerPool], None]"
+# If calls share transactions, up to this number of calls per busy thread waits for that thread, instead of another one.
+_BEHIND: Final = 4
+# If no thread takes a call that waits for it within this time (seconds), the handlers of these threads are not short.
+_BEHIND_SECONDS: Final = 0.02
 # A pool with N threads replaces at most N times this number of stuck threads.
 STUCK_LIMIT: Final = 4
 # If a thread has no call for this time (seconds), it ends and closes its database connections.
@@ -67,6 +70,12 @@ class WorkerPool:
         self._working = 0
         self._stuck = 0
         self._in_hand = 0
+        # `_behind`: the calls that wait for a busy thread. `_busy`: the number of calls in `_queue` and of threads that
+        # run calls. `_taken_at`: the time (time.monotonic) at which `_behind` got its first call or lost a call.
+        self._sharing_lock = threading.Lock()
+        self._behind: deque[HandlerCall] = deque()
+        self._busy = 0
+        self._taken_at = 0.0
 
     @property
     def room(self) -> int:
@@ -85,7 +94,7 @@ class WorkerPool:
     @property
     def waiting(self) -> int:
         """The number of calls that no thread has taken yet. Any thread may read this property."""
-        return self._queue.qsize()
+        return self._queue.qsize() + len(self._behind)
 
     @property
     def in_hand(self) -> int:
@@ -106,23 +115,48 @@ class WorkerPool:
 
     def start(self, work: HandlerCall) -> None:
         """Run a call that `reserve` has counted."""
-        self._queue.put(work)
-        self._staff()
+        if self.sharing is None or not self._waits_behind(work, self.sharing):
+            self._queue.put(work)
+            self._staff()
+
+    def _waits_behind(self, work: HandlerCall, sharing: Sharing) -> bool:
+        """Let a call wait for a busy thread, if it may share that thread's transaction. Return whether it waits."""
+        with self._sharing_lock:
+            if sharing.allowed and may_join(work) and len(self._behind) < _BEHIND * self._busy:
+                if not self._behind:
+                    self._taken_at = time.monotonic()
+                self._behind.append(work)
+                return True
+            self._busy += 1
+            return False
 
     def take(self) -> HandlerCall | None:
-        """Return a waiting call, for a thread that is running another call; None if the other threads need the calls.
+        """Return a call that waits for a busy thread, or None. Only a thread of the pool uses this method."""
+        with self._sharing_lock:
+            return self._take_behind()
 
-        Only a thread of the pool uses this method.
-        """
-        if self._queue.qsize() < self._working:
+    def _take_behind(self) -> HandlerCall | None:
+        if not self._behind:
             return None
-        with contextlib.suppress(Empty):
-            work = self._queue.get_nowait()
-            if work is not None:
-                return work
-            # The pool is stopping. A None is for a thread that waits in `_next`.
-            self._queue.put(None)
-        return None
+        self._taken_at = time.monotonic()
+        return self._behind.popleft()
+
+    def spread_at(self) -> float | None:
+        """Return the time at which to call `spread`; None if no call waits for a busy thread."""
+        return self._taken_at + _BEHIND_SECONDS if self._behind else None
+
+    def spread(self, now: float) -> None:
+        """Give the calls that wait for busy threads to other threads, if the busy threads do not take them."""
+        at = self.spread_at()
+        if at is not None and now >= at:
+            with self._sharing_lock:
+                self._spread()
+            self._staff()
+
+    def _spread(self) -> None:
+        while self._behind:
+            self._busy += 1
+            self._queue.put(self._behind.popleft())
 
     def withdraw(self) -> list[HandlerCall]:
         """Return the submitted calls that no thread has taken."""
@@ -130,6 +164,10 @@ class WorkerPool:
         with contextlib.suppress(Empty):
             while (work := self._queue.get_nowait()) is not None:
                 waiting.append(work)
+        with self._sharing_lock:
+            self._busy -= len(waiting)
+            waiting += self._behind
+            self._behind.clear()
         return waiting
 
     def collected(self) -> None:
@@ -141,6 +179,9 @@ class WorkerPool:
         self._in_hand -= 1
         with self._staffing:
             self._working -= 1
+        with self._sharing_lock:
+            self._busy -= 1
+            self._spread()
         self._stuck += 1
         if self.frozen:
             logger.error(
@@ -166,7 +207,8 @@ class WorkerPool:
     def _staff(self) -> None:
         """Start threads for the submitted calls, unless too many threads are stuck."""
         with self._staffing:
-            while self._working < min(self._in_hand, self._threads) and not self.frozen:
+            wanted = min(self._in_hand - len(self._behind), self._threads)
+            while self._working < wanted and not self.frozen:
                 self._working += 1
                 name = f"{self._name}-{next(self._numbers)}"
                 thread = threading.Thread(target=self._loop, name=name, daemon=True)
@@ -176,12 +218,20 @@ class WorkerPool:
     def _loop(self) -> None:
         work = self._next()
         while work is not None:
-            left = self._run(work, self)
+            self._run(work, self)
             if work.is_given_up:
-                if left is not None:
-                    self._queue.put(left)
                 return
-            work = left or self._next()
+            work = self._next_behind() or self._next()
+
+    def _next_behind(self) -> HandlerCall | None:
+        """Return a call that waits for this busy thread; None if there is none, and the thread is not busy any more."""
+        if self.sharing is None:
+            return None
+        with self._sharing_lock:
+            work = self._take_behind()
+            if work is None:
+                self._busy -= 1
+            return work
 
     def _next(self) -> HandlerCall | None:
         """Return the next call for this thread; None if the pool stops, or if the thread was idle for too long."""
@@ -223,28 +273,24 @@ class Caller:
         # threads.
         self._decoding = threading.Lock()
 
-    def run(self, work: HandlerCall, pool: WorkerPool) -> HandlerCall | None:
+    def run(self, work: HandlerCall, pool: WorkerPool) -> None:
         """Call the handler for the messages of this call that may be started now.
 
         If the calls of the pool may share a transaction, this method also takes and runs waiting calls of the pool.
-        Return a call that was taken and not run.
         """
         sharing = pool.sharing
-        if sharing is None:
-            self._run_alone(work)
-            self._finished(work)
-            return None
-        if not (sharing.allowed and may_join(work)):
-            started = time.monotonic()
-            self._run_alone(work)
+        if sharing is not None and sharing.allowed and may_join(work):
+            take, deliver = pool.take, self._deliver_joined
+            shared = SharedCalls(
+                work, sharing, take=take, deliver=deliver, running=self._joined, finished=self._finished
+            )
+            self._run_shared(shared, sharing)
+            return
+        started = time.monotonic()
+        self._run_alone(work)
+        if sharing is not None:
             sharing.took(time.monotonic() - started)
-            self._finished(work)
-            return None
-        shared = SharedCalls(
-            work, sharing, take=pool.take, deliver=self._deliver_joined, running=self._joined, finished=self._finished
-        )
-        self._run_shared(shared, sharing)
-        return shared.left
+        self._finished(work)
 
     def _run_alone(self, work: HandlerCall) -> None:
         try:
