@@ -130,6 +130,11 @@ class WorkerPool:
             self._busy += 1
             return False
 
+    @property
+    def has_behind(self) -> bool:
+        """Whether calls wait for a busy thread. Any thread may read this property."""
+        return bool(self._behind)
+
     def take(self) -> HandlerCall | None:
         """Return a call that waits for a busy thread, or None. Only a thread of the pool uses this method."""
         with self._sharing_lock:
@@ -276,10 +281,10 @@ class Caller:
     def run(self, work: HandlerCall, pool: WorkerPool) -> None:
         """Call the handler for the messages of this call that may be started now.
 
-        If the calls of the pool may share a transaction, this method also takes and runs waiting calls of the pool.
+        If calls wait for a busy thread of the pool, this method also runs some of them, in the same transaction.
         """
         sharing = pool.sharing
-        if sharing is not None and sharing.allowed and may_join(work):
+        if sharing is not None and pool.has_behind and sharing.allowed and may_join(work):
             take, deliver = pool.take, self._deliver_joined
             shared = SharedCalls(
                 work, sharing, take=take, deliver=deliver, running=self._joined, finished=self._finished
