@@ -5,7 +5,7 @@
 
 A pass takes the messages that were settled (decided and due, or recalled) since the previous pass. A message is settled
 once, so no message is in two passes. A pass is part of the archive as soon as `archive.json` names the pass. If a pass
-was killed, the next pass removes its files.
+was killed, the next pass removes the files of the killed pass.
 """
 
 from __future__ import annotations

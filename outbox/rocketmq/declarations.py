@@ -143,7 +143,8 @@ def message_type(topic: Topic) -> str:
 def topic_problems(topic: Topic, accepted: frozenset[int] | None) -> Iterator[str]:
     """Yield what is wrong with a declared topic.
 
-    `accepted` is the set of message types that the server's topic takes. It is None if the server has no such topic.
+    `accepted` is the set of message types that the topic accepts on the server, or None if the server does not have the
+    topic.
     """
     if accepted is None:
         yield (

@@ -94,7 +94,7 @@ _WITHDRAW = Statement("DELETE FROM {schema}.suspect_vanished WHERE instance_id =
 
 
 def record_death(run: Executor, instance: UUID, calls: Sequence[RunningCall], *, evidence: str, hung: bool) -> None:
-    """Record that an instance has died during `calls`: quarantine the messages of the calls and release its queues.
+    """Record that an instance has died during `calls`: quarantine the calls' messages, release the instance's queues.
 
     If the instance handled one message alone, one more death is counted against this message. `hung` says that the
     process has ended itself because handlers hang. After the commit, the caller sends a notification on Channel.SHARED.

@@ -1,8 +1,9 @@
-"""Conditions describe the state of outbox. Status, probe, doctor, checks, metrics, alerts and operator page show them.
+"""Conditions describe the state of outbox.
 
-The rules (`rules.py`) yield the conditions of the catalogue below. The doctor, `manage.py check` and the probe of a
-worker also yield conditions of the same form that the rules cannot find. Each of these conditions has its own meaning
-and next step, which are not in the catalogue.
+Status, probe, doctor, checks, metrics, alerts and operator page show the conditions. The rules (`rules.py`) yield the
+conditions of the catalogue below. The doctor, `manage.py check` and the probe of a worker also find other problems, and
+report each problem as a condition. Such a condition is not in the catalogue, so it contains its own meaning and next
+step.
 
 See decision 091.
 """
@@ -26,11 +27,11 @@ class Severity(enum.IntEnum):
     """The severity of a condition; also the exit code of the status command and the value of the metric."""
 
     OK = 0
-    """The doctor has made this check and found no fault."""
+    """The doctor has checked the subject of the condition, and has found no fault."""
     WARNING = 1
-    """An operator should look at the condition, but outbox still keeps every promise in time."""
+    """An operator should look at the condition, but outbox still meets all its guarantees."""
     CRITICAL = 2
-    """Messages wait, or a promise is in danger."""
+    """Messages wait, or outbox may soon break one of its guarantees."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +113,9 @@ class ConditionReport:
 
 
 def condition(name: str, judged: Iterable[Judged]) -> list[Condition]:
-    """Return a list with one condition, whose evidence is the facts with a severity, the worst fact first.
+    """Return a list with one condition, or an empty list if no fact has a severity.
 
-    If no fact has a severity, the list is empty.
+    The evidence of the condition contains the facts that have a severity; the worst fact comes first.
     """
     bad = [(severity, fact) for severity, fact in judged if severity]
     if not bad:
