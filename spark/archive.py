@@ -72,7 +72,8 @@ class Archive:
                 reading = self._source.open([])
                 if not self._source.query(_LOCK)[0][0]:
                     raise RunIncomplete(
-                        "another pass over this broker is running. Start this pass again after the other has ended."
+                        "another pass over this broker is running. Start this pass again after the other pass has "
+                        "ended."
                     )
             manifest = load_manifest(self._store) or Manifest(broker=reading.identity)
             if manifest.broker != reading.identity:

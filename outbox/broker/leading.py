@@ -187,7 +187,7 @@ class Leader:
         if self._settings.stands_in:
             logger.info("a consumer process leads now; this process leads again only if no consumer process leads")
         else:
-            logger.warning("this process has lost the lead: another process leads now")
+            logger.warning("this process has lost the leader lease: another process leads now")
         self.interrupted()
         self._stop_listening(run)
 

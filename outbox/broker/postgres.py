@@ -323,6 +323,6 @@ def _unavailable(what: str, error: Exception) -> BrokerError:
             f"{what}: the disk of the broker's database is full ({error}). Nothing was stored. Free space on this disk."
         )
     return BrokerUnavailable(
-        f"{what}: not completed within the deadline: {str(error).strip()}. The broker may have done "
-        f"it all the same. Send it again with the same message ids, so that no message is stored twice."
+        f"{what}: not completed within the deadline: {str(error).strip()}. The broker may have completed the "
+        "request. Send the request again with the same message ids, so that no message is stored twice."
     )

@@ -100,7 +100,7 @@ REFUSALS: Final = Refusals(
         ),
         "run_once": Refusal(
             "report of what is due now",
-            "Run outbox_worker. With the option --until-drained, it ends when no message is left.",
+            "Run outbox_worker. With the option --until-drained, the worker ends when no message is left.",
         ),
         "install": Refusal("tables in a database", "Create RocketMQ's topics and groups with outbox_install --create."),
     },

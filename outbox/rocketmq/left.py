@@ -102,7 +102,9 @@ def left(
         for topic in topics:
             found[f"messages on topic {topic!r} wait for their delivery time"] += delayed[wire_name(topic)]
         held = sum(count for name, count in delayed.items() if name.startswith(_REVIVE))
-        found["messages (of all services) are in a consumer, were in a consumer until now, or wait for a retry"] += held
+        found["messages (of all services) are at a consumer, were at a consumer a moment ago, or wait for a retry"] += (
+            held
+        )
         for group, subscribed in groups.items():
             ends, lag = _group(broker, group, subscribed)
             written += ends

@@ -132,8 +132,8 @@ class CheckingProducer(client.Producer):  # type: ignore[misc]
             return
         if about is None:
             logger.warning(
-                "RocketMQ sent a check about message %s on topic %r, which outbox did not send: it "
-                "does not answer the check",
+                "RocketMQ sent a check about message %s on topic %r, which outbox did not send, so this process does "
+                "not answer the check",
                 wire.message_id,
                 wire.topic,
             )

@@ -113,7 +113,7 @@ def of_replica(database: DatabaseRule, activity: Activity, primary: Completeness
     reason = (
         f"write primary = … in [database.{database.name}]"
         if database.primary is None
-        else f"the replica has not replayed all that had ended on {database.primary.name!r}"
+        else f"the replica has not replayed all transactions that had ended on {database.primary.name!r}"
     )
     note = (
         f"a replica, replayed up to {replayed.isoformat()}: the run does not know which transactions of the primary "

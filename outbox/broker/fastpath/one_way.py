@@ -261,7 +261,11 @@ class OneWay:
         if result.error_field(DiagnosticField.SQLSTATE) == _READ_ONLY:
             # This server was the primary, and is now read-only. The next connection may reach the present primary.
             raise psycopg.OperationalError(said)
-        logger.warning("%s was not done; polling or check-back replaces it: %s", self._unanswered[0].request.what, said)
+        logger.warning(
+            "%s was not sent or failed; polling or check-back does the same work later: %s",
+            self._unanswered[0].request.what,
+            said,
+        )
 
     def _lose(self, error: BaseException) -> None:
         """Close the lost connection, and queue its unanswered requests again."""
@@ -332,7 +336,9 @@ class Waiting(OneWay):
                 self._execute(request)
             except psycopg.Error as error:
                 logger.warning(
-                    "%s was not done; polling or check-back replaces it: %s", request.what, str(error).strip()
+                    "%s was not sent or failed; polling or check-back does the same work later: %s",
+                    request.what,
+                    str(error).strip(),
                 )
 
     def _execute(self, request: Request) -> None:

@@ -292,7 +292,9 @@ class QuarantineStatus:
     def __str__(self) -> str:
         what = "hanging" if self.hung else "killing its process"
         now = f"being tried on {self.tried_on}" if self.tried_on else f"tried alone from {self.due_at:%H:%M:%S} UTC on"
-        vanished = f", instances vanished with it on {', '.join(self.hosts)}" if self.hosts else ""
+        vanished = (
+            f", instances vanished while they handled the message on {', '.join(self.hosts)}" if self.hosts else ""
+        )
         return (
             f"group {self.group!r}: message {self.message_id} (topic {self.topic!r}, key {self.key!r}) is suspected of "
             f"{what}: {self.deaths} of {DEATHS_TO_GIVE_UP} deaths alone{vanished}, {now}; {self.evidence}"

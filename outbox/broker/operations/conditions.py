@@ -434,10 +434,13 @@ class Thresholds:
         0.5,
         0.9,
         "share",
-        "share of messages sent back for another attempt, of all messages that a group finished in the last minute",
+        "messages sent back for another attempt, divided by all messages that the group finished in the last minute",
     )
     retry_messages: Threshold = _limits(
-        100, 100, "messages", "messages sent back in a minute; if there are fewer, `RETRY_SHARE` is ignored"
+        100,
+        100,
+        "messages",
+        "messages sent back in a minute; if a group sent back fewer messages, `RETRY_SHARE` has no effect",
     )
     retention_behind_seconds: Threshold = _limits(
         3600,
@@ -449,7 +452,10 @@ class Thresholds:
     lock_seconds: Threshold = _limits(5, 60, "seconds", "time for which a session of the broker waits for a lock")
     space_bytes: Threshold = _limits(50 * _GIBIBYTE, None, "bytes", "size of the broker's tables")
     xid_age: Threshold = _limits(
-        1e9, 1.8e9, "transactions", "age of the oldest row; at 2^31 transactions, the transaction ids wrap around"
+        1e9,
+        1.8e9,
+        "transactions",
+        "age of the oldest row, counted in transactions; at an age of 2^31, the transaction ids wrap around",
     )
     sequence_share: Threshold = _limits(0.5, 0.9, "share", "used part of an identity column's numbers")
     replica_lag_bytes: Threshold = _limits(

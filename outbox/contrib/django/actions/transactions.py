@@ -119,7 +119,11 @@ def _decision(transaction_id: UUID, decision: Decision, force: bool, running: bo
         effect=f"{decision.name.capitalize()} transaction {transaction_id}. "
         f"{_FORCED[decision] if force else _EFFECTS[decision]}",
         caution=f"The first decision is final. The ledger says now: {said}"
-        + (". The barrier of the ledger decides when the action runs." if barrier and not force else ""),
+        + (
+            ". While the action runs, the barrier of the ledger decides whether the rollback is possible."
+            if barrier and not force
+            else ""
+        ),
         dangerous=force,
         before={"ledger": said, **_known(transaction_id)},
         refusal=refusal,

@@ -147,7 +147,8 @@ def _inbox_retention(settings: OutboxSettings, topics: list[Topic]) -> Condition
         )
     if kept < cap:
         text = (
-            f"is longer than usual deliveries, which end after {needed:.0f} s; the log keeps messages that a group has "
+            f"is longer than a usual delivery with all attempts, which takes at most {needed:.0f} s; the log keeps "
+            "messages that a group has "
             f"not consumed for {cap:.0f} s, and pruning keeps the inbox rows of messages in the log"
         )
         return of_text(name, Severity.OK, text)
