@@ -79,7 +79,10 @@ def _plain(value: object) -> str:
 
 
 def _duration(value: timedelta) -> str:
-    """Return ISO 8601 in days, hours, minutes and seconds, as django.utils.duration writes and parses it."""
+    """Return the time span as text in ISO 8601, in the same form as django.utils.duration.
+
+    The text has days, hours, minutes and seconds.
+    """
     sign, value = ("-", -value) if value < timedelta(0) else ("", value)
     minutes, seconds = divmod(value.seconds, 60)
     hours, minutes = divmod(minutes, 60)

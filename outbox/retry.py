@@ -15,8 +15,9 @@ DEFAULT_DELAYS_SECONDS = (10, 30, 60, 120, 180, 240, 300, 360, 420, 480, 540, 60
 class RetryPolicy:
     """The waits between attempts, and the number of attempts.
 
-    `delays_seconds[i]` is the wait before attempt i + 2. After the end of the list, every wait is the last delay.
-    `max_attempts` includes the first delivery. None means no limit.
+    `delays_seconds[i]` is the wait before attempt i + 2. If there are more waits than delays, each further wait is as
+    long as the last delay. `max_attempts` includes the first delivery. If `max_attempts` is None, the number of
+    attempts has no limit.
     """
 
     delays_seconds: Sequence[float] = DEFAULT_DELAYS_SECONDS

@@ -44,7 +44,7 @@ class OnError(enum.StrEnum):
     SKIP = "skip"
     """Put the message into the retry queue.
 
-    The next messages are handled before it, so an ordered mode loses its order.
+    The group handles the next messages before this message, so an ordered mode loses its order.
     """
     DEAD_LETTER = "dead_letter"
     """Make the message a dead letter now."""
@@ -79,8 +79,9 @@ def _required(meaning: str) -> str:
 class Subscription:
     """One consumer group's subscription to one topic.
 
-    `filter` selects messages by tags (`"paid || refunded"`), or after `sql:` by an expression over headers. An empty
-    filter selects all messages. The table of options in docs/guide.md explains all fields of this class.
+    `filter` selects messages by tags (`"paid || refunded"`). If `filter` starts with `sql:`, the text after `sql:` is
+    an expression over headers. An empty filter selects all messages. The table of options in docs/guide.md explains all
+    fields of this class.
     """
 
     topic: str = _required("the topic")
@@ -145,8 +146,8 @@ class Subscription:
     def reaction(self, error: BaseException) -> OnError:
         """Return the reaction to `error`: the entry in `on_error` for the most specific type of the error.
 
-        If no type of the error is listed, PermanentError and a body that cannot be decoded become dead letters. Every
-        other error is retried.
+        If `on_error` lists no type of the error, the reaction to PermanentError and to a body that cannot be decoded is
+        DEAD_LETTER. The reaction to every other error is RETRY.
         """
         for kind in type(error).__mro__:
             if kind in self.on_error:

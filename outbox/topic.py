@@ -39,12 +39,12 @@ class MessageType(enum.StrEnum):
 class Topic:
     """A declared topic.
 
-    `queue_count` is the largest number of instances of a group that can consume the topic at the same time. With 1, all
-    messages have one order. With `key_lock`, publishing to a FIFO topic locks the key in the local transaction, so that
-    the order in the queue is the order of local commits. Without the lock, only transactions that do not overlap are
-    ordered. If a message of a FIFO topic is parked, `on_park` = 'hold' makes the next messages of its key wait, and
-    'release' delivers these messages. Consumed messages are removed after `retention_seconds`. Raises
-    ConfigurationError.
+    `queue_count` is the largest number of instances of a group that can consume the topic at the same time. If
+    `queue_count` is 1, all messages of the topic are in one order. With `key_lock`, publishing to a FIFO topic locks
+    the key in the local transaction, so that the order in the queue is the order of local commits. Without `key_lock`,
+    the order in the queue is the order of commits only for transactions that do not overlap in time. If a message of a
+    FIFO topic is parked, `on_park` = 'hold' makes the next messages of its key wait, and 'release' delivers these
+    messages. Consumed messages are removed after `retention_seconds`. Raises ConfigurationError.
     """
 
     name: str

@@ -35,8 +35,8 @@ class DecidedBy(enum.StrEnum):
 class ProducerEpoch:
     """One instance of a logical producer. Among the instances with the same transactional id, only the newest may send.
 
-    The transactional id is unique within its producer group. The terms are those of Kafka. The broker's database stores
-    the epoch.
+    The transactional id is unique within its producer group. The terms `transactional id` and `epoch` come from Kafka.
+    The broker's database stores the epoch.
     """
 
     producer_group: str
@@ -49,11 +49,11 @@ class HalfTransaction:
     """The messages of one publish call, stored invisibly until the local transaction is decided.
 
     `transaction_id` is the id of the first message (as in RocketMQ). `producer_group` names a group of producers, of
-    which each can answer a check. `ledger_id` names the ledger from which the answer must come, or is None without a
-    ledger. `checker` names the registered look-up that answers the check, or is empty. `immunity_seconds` is the
-    minimum age before the first check that may write. If `immunity_seconds` is None, the broker's default applies.
-    `producer` is the sending instance of a producer with a transactional id, because the broker refuses an older
-    instance.
+    which each can answer a check. `ledger_id` is the id of the ledger in which a check must look for the answer; it is
+    None if there is no ledger. `checker` names the registered look-up that answers the check, or is empty.
+    `immunity_seconds` is the minimum age before the first check that may write. If `immunity_seconds` is None, the
+    broker's default applies. If the producer has a transactional id, `producer` is the sending instance, so that the
+    broker can refuse an older instance.
     """
 
     producer_group: str
@@ -163,10 +163,10 @@ class CheckCounts:
 class CheckSettings:
     """The limits of checking half messages.
 
-    The defaults are those of RocketMQ. If RocketMQ's sources have two values, the default is the longer value.
-    `immunity_seconds` is the minimum age before the first check of a half message without a minimum age of its own.
-    `recheck_seconds` is the wait after the answer UNKNOWN. After `max_checks` answers UNKNOWN that count, the broker
-    parks the transaction. `max_age_seconds` after the end of the immunity, the broker parks the transaction even
+    The defaults are those of RocketMQ. If RocketMQ's source code has two values for a limit, the default is the longer
+    value. `immunity_seconds` is the minimum age before the first check of a half message without a minimum age of its
+    own. `recheck_seconds` is the wait after the answer UNKNOWN. After `max_checks` answers UNKNOWN that count, the
+    broker parks the transaction. `max_age_seconds` after the end of the immunity, the broker parks the transaction even
     without an answer. A parked transaction is checked every `parked_recheck_seconds`, and when its producer group asks
     for checks again after an absence.
     """
@@ -179,8 +179,8 @@ class CheckSettings:
 
 
 GROUP_AWAY_SECONDS: Final = 300.0
-"""A producer group that has not asked for checks for this number of seconds counts as away.
+"""If a producer group asks for no checks during this number of seconds, the group counts as away.
 
-When a process of the group starts, or asks for checks again, the parked transactions of the group are checked at once.
-The broker does so at most once in this interval.
+When a process of the group starts, or asks for checks again after the group was away, the parked transactions of the
+group are checked at once. A parked transaction is left out if its last check was less than GROUP_AWAY_SECONDS ago.
 """

@@ -5,7 +5,7 @@
 
 A pass takes the messages that were settled (decided and due, or recalled) since the previous pass. A message is settled
 once, so no message is in two passes. A pass is part of the archive as soon as `archive.json` names the pass. If a pass
-was killed, the next pass removes its files.
+was killed, the next pass removes the files of the killed pass.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ class Archive:
                 reading = self._source.open([])
                 if not self._source.query(_LOCK)[0][0]:
                     raise RunIncomplete(
-                        "another pass over this broker is running. Start this pass again after the other has ended."
+                        "another pass over this broker is running. Start this pass again after the other pass has "
+                        "ended."
                     )
             manifest = load_manifest(self._store) or Manifest(broker=reading.identity)
             if manifest.broker != reading.identity:

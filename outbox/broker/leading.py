@@ -2,9 +2,9 @@
 
 The broker process runs this loop on its own connection (outbox/broker/process.py). If a worker has only one consumer
 process, that process leads (`LeadingConsumer`). This consumer process makes the ticks and fetches the queued messages
-on the same database session. So a message on its way from commit to handler passes one process less, needs one
-notification less, and uses two database sessions less than with a separate broker process. The broker process of such a
-worker is a stand-in: it leads while the consumer process does not lead (docs/decisions/163).
+on the same database session. With a separate broker process, a message on its way from commit to handler would need one
+more process, one more notification and two more database sessions. The broker process of a worker with one consumer
+process is a stand-in: it leads while the consumer process does not lead (docs/decisions/163).
 """
 
 from __future__ import annotations
@@ -71,9 +71,9 @@ class Leader:
         self._loops: list[BackgroundLoop] = []
         self.leads = False
         self._decided = False
-        # `_look_at`: the time of the next turn if no notification arrives. `_gathers_until`: the time until which the
-        # leader waits for more decisions before the next tick. `_rests_until`: the time at which the pause after a
-        # failure ends.
+        # `_look_at`: the time at which `turn` has work again if no notification arrives. `_gathers_until`: the time
+        # until which the leader waits for more decisions before the next tick. `_rests_until`: the time at which the
+        # pause after a failure ends.
         self._look_at = 0.0
         self._gathers_until = 0.0
         self._rests_until = 0.0
@@ -120,7 +120,7 @@ class Leader:
         return counts.appended > 0
 
     def wait_seconds(self) -> float:
-        """Return how many seconds the caller may wait for a notification until the next turn is due."""
+        """Return how many seconds the caller may wait for a notification before it must call `turn` again."""
         return max(0.0, self._act_at() - time.monotonic())
 
     @property
@@ -187,7 +187,7 @@ class Leader:
         if self._settings.stands_in:
             logger.info("a consumer process leads now; this process leads again only if no consumer process leads")
         else:
-            logger.warning("this process has lost the lead: another process leads now")
+            logger.warning("this process has lost the leader lease: another process leads now")
         self.interrupted()
         self._stop_listening(run)
 
@@ -199,7 +199,7 @@ class Leader:
 class LeadingConsumer(Leader):
     """The SessionTask with which a consumer process leads.
 
-    After an error in a turn, the object logs the error and does not lead during a pause. The process continues to
+    After an error in `turn`, the object logs the error and does not lead during a pause. The process continues to
     consume.
     """
 

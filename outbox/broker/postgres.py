@@ -1,4 +1,4 @@
-"""The bundled broker implements the core's port.
+"""The bundled broker: implements the interface `outbox.ports.Broker` on PostgreSQL.
 
 Messages, end messages and checks go through a small pool of connections.
 """
@@ -41,10 +41,11 @@ _Result = TypeVar("_Result")
 _ATTEMPTS: Final = 3
 _BACKOFF: Final = Backoff(first_seconds=0.1, longest_seconds=1.0, factor=10)
 _CHECK_SECONDS: Final = 60.0
-# After these errors, a second attempt of the request can succeed: the connection broke, the server stops or starts, or
-# two statements collided.
+# After one of the following errors, a second attempt of the request can succeed: the connection broke, the server stops
+# or starts, or two statements collided.
 _TRANSIENT: Final = (psycopg.OperationalError, psycopg.InterfaceError, pg.SerializationFailure, pg.DeadlockDetected)
-# psycopg raises these errors as OperationalError, but a second attempt of the request fails in the same way.
+# The following errors are subclasses of psycopg's OperationalError, but a second attempt of the request would fail in
+# the same way.
 _LASTING: Final = (pg.DiskFull, pg.OutOfMemory, pg.ProgramLimitExceeded)
 
 
@@ -265,7 +266,7 @@ class PostgresBroker:
         self._note.failed(error)
 
     def publishing_worked(self) -> None:
-        """Record a successful append. This writes nothing to the database if no append has failed before."""
+        """Record a successful append. The method writes to the database only if an append has failed before."""
         self._note.worked()
 
     def _publish(
@@ -322,6 +323,6 @@ def _unavailable(what: str, error: Exception) -> BrokerError:
             f"{what}: the disk of the broker's database is full ({error}). Nothing was stored. Free space on this disk."
         )
     return BrokerUnavailable(
-        f"{what}: not completed within the deadline: {str(error).strip()}. The broker may have done "
-        f"it all the same. Send it again with the same message ids, so that no message is stored twice."
+        f"{what}: not completed within the deadline: {str(error).strip()}. The broker may have completed the "
+        "request. Send the request again with the same message ids, so that no message is stored twice."
     )

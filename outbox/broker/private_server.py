@@ -1,9 +1,11 @@
 """Run PostgreSQL on a data directory so that only the user who starts it has access.
 
 - The server listens on no port. Its socket is in the data directory. If the path of the data directory is too long for
-  a socket, the socket is in a folder of the temporary directory, which only the server's user may enter.
+  a socket, the server puts the socket into a new folder below the temporary directory. Only the server's user may enter
+  this folder.
 - The server asks the kernel for the user of each connection (`peer`), and accepts only the user who started the server.
-  This user may take any role. So the server needs no password, and the permissions of the folders do not matter.
+  The accepted user may connect with any PostgreSQL role. So the server needs no password, and access to the server does
+  not depend on the permissions of the folders.
 - PostgreSQL refuses to run as root. If root starts the server, the server runs under a separate user account. That
   account gets the right to enter the folders above the data directory, but not to list them.
 """
@@ -108,7 +110,7 @@ class PrivateServer:
         self._run("initdb", *access, "--encoding=utf8", "-U", "postgres", "-D", str(self.data))
 
     def _restrict(self) -> bool:
-        """Let the server accept only this user, and return whether the server accepted another user before."""
+        """Write the files by which the server accepts only this user, and return whether a file has changed."""
         user = pwd.getpwuid(os.geteuid()).pw_name
         wanted = {self.data / name: text.format(user=user) for name, text in _ACCESS.items()}
         changed = [path for path, text in wanted.items() if path.read_text(encoding="utf-8") != text]
@@ -142,9 +144,9 @@ class PrivateServer:
         return made
 
     def _remembered(self) -> Path | None:
-        """Return the folder of the last start's socket, if this folder still belongs to the server's user.
+        """Return the folder of the server's previous socket, if the folder still belongs to the server's user.
 
-        After a restart in the same folder, processes that know the URL of the server can connect again.
+        If the server uses the same folder after a restart, processes that know the URL of the server can connect again.
         """
         try:
             folder = Path((self.data / _REMEMBERED).read_text(encoding="utf-8"))

@@ -2,8 +2,8 @@
 
 If a child with `on_death` dies, the supervisor reads which handler calls were running in the child
 (`outbox.broker.consumer.running_calls`). The supervisor calls `on_death` before it starts the child again. The
-supervisor also calls `on_death` for a child that was killed while it drained. Otherwise the leases of that child would
-last until they expire.
+supervisor also calls `on_death` for a child that was killed while it drained, so that the child's leases are released
+before they expire.
 
 Each child is a new interpreter, never a fork of a process with threads and connections. Each child has its own session
 of the operating system, so a Ctrl-C at the terminal reaches only the supervisor. If the parent process does not exist

@@ -40,7 +40,10 @@ def as_number(value: str) -> Decimal | None:
 
 
 def _operand(name: str, like: Value, tag: str, headers: Mapping[str, str]) -> Value | None:
-    """Return the header's value, converted to the type of `like`. The header is compared with `like`."""
+    """Return the value of the header `name`, converted so that it can be compared with `like`.
+
+    If `like` is a number, the result is the number in the header's text, or None.
+    """
     value = lookup(name, tag, headers)
     return as_number(value) if value is not None and isinstance(like, Decimal) else value
 

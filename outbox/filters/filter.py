@@ -12,7 +12,8 @@ The expression after `sql:` is a subset of SQL92 over the headers of a message, 
   `OR`, `NOT`, parentheses. Two headers are compared as strings, with `=` and `<>` only.
 
 A message passes if the expression is true. The broker converts the same tree to SQL (`outbox.broker.consumer.fetch`),
-so that it transfers only messages that pass. A property test compares the two evaluations.
+so that it transfers only messages that pass. A property test compares the evaluation in Python with the evaluation in
+SQL.
 """
 
 from __future__ import annotations

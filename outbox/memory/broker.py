@@ -182,7 +182,7 @@ class InMemoryBroker:
                 )
             )
         transaction = self._log.find(answer.transaction_id)
-        assert transaction is not None, "an answer belongs to a check that was claimed before"
+        assert transaction is not None, "there is no transaction for this answer: only answer checks that were claimed"
         self._checks.postpone(transaction, answer)
         return None
 

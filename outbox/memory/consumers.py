@@ -43,7 +43,10 @@ class _Consumer:
 
 @dataclass(frozen=True)
 class _Retry:
-    """A failed message and the time of its next attempt. `number` counts the retries of all messages."""
+    """A failed message and the time of its next attempt.
+
+    `number` is the serial number of the retry among all retries of this broker.
+    """
 
     due_at: datetime
     number: int
@@ -67,7 +70,7 @@ class ConsumerGroups:
 
     def __init__(self, log: Log, *, codecs: Codecs, invoker: Invoker, now: Callable[[], datetime]) -> None:
         self.dead_letters: list[DeadLetter] = []
-        # The outcomes of deliveries, counted by the names of the fields of ConsumeCounts.
+        # Counts the outcomes of deliveries. A key is the name of a field of ConsumeCounts.
         self.counts: Counter[str] = Counter()
         self._log = log
         self._codecs = codecs
@@ -228,7 +231,7 @@ class ConsumerGroups:
 
 
 class InMemoryConsumers:
-    """Runs these subscriptions in the calling thread (implements outbox.ports.Consumers)."""
+    """Runs the given subscriptions in the calling thread (implements outbox.ports.Consumers)."""
 
     def __init__(self, groups: ConsumerGroups, subscriptions: Sequence[tuple[Subscription, AnyHandler]]) -> None:
         self._groups = groups

@@ -255,7 +255,7 @@ class CheckBackSide:
     def claim(self, producer_group: str, limit: int) -> list[Check]:
         """Claim the group's due transactions, parked transactions last.
 
-        If the group was away, its parked transactions become due.
+        If the group has not claimed any checks for GROUP_AWAY_SECONDS, its parked transactions become due.
         """
         if self._is_away(producer_group):
             self.ask_parked(producer_group, lately_seconds=GROUP_AWAY_SECONDS)
@@ -277,7 +277,7 @@ class CheckBackSide:
     def ask_parked(self, producer_group: str, *, lately_seconds: float = 0.0) -> int:
         """Make the group's parked transactions due now, except transactions that were checked recently.
 
-        Return the number.
+        Return the number of transactions that are due now because of this call.
         """
         not_since = self._in(-lately_seconds)
         parked = [t for t in self._of(producer_group) if t.parked is not None]

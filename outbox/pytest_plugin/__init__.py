@@ -31,7 +31,7 @@ def outbox(db: None) -> Iterator[InMemoryOutbox]:
 
 @pytest.fixture
 def outbox_broker(transactional_db: None) -> Iterator[BrokerOutbox]:
-    """The broker on its test database, without messages.
+    """A real broker in the broker's test database, which is empty when the test begins.
 
     `drain()` runs the project's subscribers in threads, like a worker.
 

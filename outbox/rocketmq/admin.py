@@ -1,9 +1,10 @@
 """The administration port of a broker: it creates topics and groups, and reads stored messages.
 
 A gRPC client cannot create topics or groups, and cannot read stored messages. The port uses RocketMQ's remoting
-protocol in JSON. A frame has two lengths, a header and a body. Instead of this module, an operator may use `mqadmin`
-for topics and groups. The proxy refuses system topics ("40002, cannot access system topic"). So this module reads
-system topics through the administration port: one queue of one broker per call.
+protocol in JSON. A frame consists of the length of the frame, the length of the header, the header, and the body.
+Instead of this module, an operator may use `mqadmin` for topics and groups. The proxy refuses system topics ("40002,
+cannot access system topic"). So this module reads system topics through the administration port: one queue of one
+broker per call.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ _PULL: Final = 11
 _MAX_OFFSET: Final = 30
 _FOUND: Final = 0
 _TOPIC_NOT_FOUND: Final = 17
-# Codes of answers if the queue has no message at the offset: the offset is the end of the queue (19), or the answer
-# names another offset (20, 21).
+# The answer has one of these codes if the queue has no message at the offset. With code 19, the offset is the end of
+# the queue. With codes 20 and 21, the answer contains another offset.
 _NOTHING: Final = 19
 _ELSEWHERE: Final = frozenset((20, 21))
 _WITH_SUBSCRIPTION: Final = 4
@@ -50,7 +51,7 @@ _BORN_V6, _STORED_V6 = 1 << 4, 1 << 5
 
 
 def parse_address(text: str) -> Admin:
-    """Parse a text HOST:PORT, and return the `Admin` of this port. Raises UsageError for a text of another form."""
+    """Parse a text HOST:PORT, and return the `Admin` of this port. Raises UsageError if the text has another form."""
     host, _, port = text.rpartition(":")
     if not host or not port.isdigit():
         raise UsageError(f"{text!r} must be the HOST:PORT of a broker's administration port (listenPort, 10911).")
@@ -123,7 +124,7 @@ class Admin:
     def stored_offset(self, group: str, topic: str, queue: int = 0) -> int:
         """Return the offset that a group has stored for a queue, or 0 if the group has stored none.
 
-        Give names in RocketMQ's form.
+        The caller gives the names of group and topic in RocketMQ's form.
         """
         return self._offset({"consumerGroup": group, "topic": topic, "queueId": queue})
 
@@ -139,8 +140,8 @@ class Admin:
 
     def is_registered(self, name_server: tuple[str, int], cluster: str) -> bool:
         """Whether the name server knows a broker of the cluster."""
-        # The answer is not valid JSON, because RocketMQ writes the numbers of brokers as keys without quotes. So search
-        # its text.
+        # The code searches the text of the answer, because the answer is not valid JSON: RocketMQ writes the numbers of
+        # brokers as keys without quotes.
         return f'"clusterAddrTable":{{"{cluster}":["'.encode() in self._ask(name_server, _CLUSTERS, {})
 
     def ask(self, code: int, fields: Mapping[str, Any]) -> tuple[int, Mapping[str, Any], bytes]:
@@ -223,7 +224,10 @@ def _exactly(connection: socket.socket, size: int) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """One message of a queue. The attributes have the names of the client library, for `outbox.rocketmq.wire`."""
+    """One message of a queue.
+
+    The attributes have the same names as in the client library, so that `outbox.rocketmq.wire` can convert the message.
+    """
 
     offset: int
     body: bytes

@@ -53,20 +53,20 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 _THREADS: Final = 16
-# The time limit in seconds for publishing a message again. No caller waits for this request.
+# The time limit in seconds for publishing a message again. No caller waits while a message is published again.
 _AGAIN_SECONDS: Final = 10.0
 _CLOSE_SECONDS: Final = 2.0
 
 
 class RocketMQBroker:
-    """The producer of this process.
+    """RocketMQ as the broker, with the one producer of this process.
 
-    The first call starts the producer, and any thread may use it. If a process forks after this start, the child
-    process cannot use the producer.
+    The first call starts the producer, and any thread may use the producer. If a process forks after the start of its
+    producer, the child process cannot use this producer.
 
-    `topics` are the declared topics. The process can use no other topic. `answering` creates the thread that answers
-    the checks. RocketMQ sends a check to any process that has used the topic, so every process that publishes must
-    answer checks. Raises ConfigurationError for an invalid address or topic.
+    `topics` are the declared topics. The process can use only declared topics. `answering` creates the thread that
+    answers the checks. RocketMQ sends a check to any process that has used the topic, so every process that publishes
+    must answer checks. Raises ConfigurationError for an invalid address or topic.
     """
 
     def __init__(
@@ -123,8 +123,8 @@ class RocketMQBroker:
     @staticmethod
     def _plainly(producer: CheckingProducer, topic: Topic, wire: Any) -> Any:
         if topic.types == {MessageType.TRANSACTION}:
-            # This is a repair: the local transaction of the message has committed. On this topic the server accepts
-            # only transactional messages.
+            # If a topic has only the type TRANSACTION, the server accepts only transactional messages. The message's
+            # local transaction has committed already (a repair), so the code commits the server's transaction at once.
             opened = producer.begin_transaction()
             receipt = producer.send(wire, opened)
             opened.commit()
@@ -192,7 +192,7 @@ class RocketMQBroker:
         return [_end_status(producer, end, decisions) for end, decisions in sent]
 
     def end_one_way(self, end: EndTransaction) -> None:
-        """Send a decision on another thread. If too many decisions wait for the thread, drop this decision."""
+        """Send a decision on another thread. If the queue of the thread is full, drop the decision."""
         self._flushing.put(end)
 
     def flush(self, *, within_seconds: float) -> bool:
@@ -245,7 +245,7 @@ class RocketMQBroker:
         if self._exhausted is None:
             brokers = brokers_of(self.url)
             self._exhausted = ExhaustedChecks(brokers, producer_group, self._as_check, self._publish_again)
-        # ExhaustedChecks has only the functions of the port that check-back uses.
+        # ExhaustedChecks implements only those functions of the broker port that check-back calls.
         counts = CheckBack(cast(Broker, self._exhausted), producer_group, checker).run_once(max_batches=1)
         self._exhausted.keep()
         if counts.committed or counts.rolled_back:

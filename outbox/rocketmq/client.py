@@ -153,7 +153,7 @@ class KnownConsumer(SimpleConsumer):  # type: ignore[misc]
     def wait_until_known(self) -> None:
         """Wait at most some seconds until the proxy has registered this consumer.
 
-        If a receive comes before the registration, it fails and is repeated.
+        If the consumer receives before the registration, the receive fails, and the consumer tries again.
         """
         self._init_settings_event.wait(_KNOWN_SECONDS)
 
@@ -170,8 +170,8 @@ def keep_known(started: Any) -> None:
     """
     deadline = time.monotonic() + _ROUTES_SECONDS
     for topic in unrouted(started):
-        # After a timeout, `update_topic_route` returns False. Then stop, because each further topic would also wait for
-        # the timeout.
+        # `update_topic_route` returns False after a timeout. If the deadline has passed too, the loop stops, because
+        # each further topic would also wait for the timeout.
         if not started.route_manager.update_topic_route(topic) and time.monotonic() > deadline:
             break
     for endpoints in list(started.route_manager.get_all_endpoints().values()):

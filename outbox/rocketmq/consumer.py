@@ -89,7 +89,7 @@ class Attempt:
 
 @dataclass(slots=True)
 class Extended:
-    """A message whose invisible time is extended until its attempt ends, or until it is released."""
+    """A message whose invisible time the consumer extends until the attempt ends, or until the message is released."""
 
     wire: Any
     attempt: Attempt
@@ -215,7 +215,7 @@ class _Poller:
                 failures = 0
             except Exception as error:
                 failures += 1
-                # The first failure of an outage is logged as a warning, once per thread.
+                # If several receives in a row fail, each thread logs only its first failure as a warning.
                 logger.log(
                     logging.WARNING if failures == 1 else logging.DEBUG,
                     "group %r cannot receive from topic %r and tries again: %s",
@@ -276,7 +276,8 @@ class _Poller:
             return None
         limit = self._subscription.retry.max_attempts
         if limit is not None and (wire.delivery_attempt or 1) > limit:
-            # The process died during the last attempt, so the process could not report the failure.
+            # The process that made the last allowed attempt died during this attempt, so no process reported the
+            # failure.
             self._let_go(wire, KillsItsProcess(), wire.delivery_attempt, str(message.message_id))
             return None
         if not self._filter.evaluate(message.tag, message.headers):
@@ -295,7 +296,7 @@ class _Poller:
             body=body,
             group=self._subscription.group,
             queue=self._subscription.topic,
-            # The library does not report the offset.
+            # The library does not report the offset of a message.
             offset=-1,
             attempt=wire.delivery_attempt or 1,
         )

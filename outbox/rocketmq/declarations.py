@@ -100,7 +100,7 @@ REFUSALS: Final = Refusals(
         ),
         "run_once": Refusal(
             "report of what is due now",
-            "Run outbox_worker. With the option --until-drained, it ends when no message is left.",
+            "Run outbox_worker. With the option --until-drained, the worker ends when no message is left.",
         ),
         "install": Refusal("tables in a database", "Create RocketMQ's topics and groups with outbox_install --create."),
     },
@@ -143,7 +143,8 @@ def message_type(topic: Topic) -> str:
 def topic_problems(topic: Topic, accepted: frozenset[int] | None) -> Iterator[str]:
     """Yield what is wrong with a declared topic.
 
-    `accepted` is the set of message types that the server's topic takes. It is None if the server has no such topic.
+    `accepted` is the set of message types that the topic accepts on the server, or None if the server does not have the
+    topic.
     """
     if accepted is None:
         yield (

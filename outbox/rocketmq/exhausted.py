@@ -26,7 +26,8 @@ from outbox.transaction import Answer, Check, Decision, EndStatus
 logger = logging.getLogger(__name__)
 
 TOPIC: Final = "TRANS_CHECK_MAX_TIME_TOPIC"
-# Every broker has this consumer group. A read must name a group, but changes nothing for the group.
+# Every broker has this consumer group. A request to read messages must contain the name of a group, but does not change
+# the group.
 READER: Final = "TOOLS_CONSUMER"
 
 
@@ -53,7 +54,7 @@ class ExhaustedChecks:
 
     The class implements the functions of the broker port that check-back calls.
 
-    If a transaction cannot be decided yet, or its message cannot be published, the next pass reads it again.
+    If a transaction cannot be decided yet, or its message cannot be published, the next pass reads the message again.
     """
 
     def __init__(
@@ -135,7 +136,9 @@ class ExhaustedChecks:
 
 
 def transactions(broker: Admin, offset: int) -> Iterator[tuple[int, CheckProperties | None]]:
-    """Yield the exhausted half messages with at least this offset, and None for each message of another program.
+    """Yield each message from `offset` on: its offset, and its check data.
+
+    The check data are None if another program sent the message, or if the message cannot be read.
 
     Raises BrokerError.
     """

@@ -1,8 +1,8 @@
-"""Counts the unfinished work on a RocketMQ broker through its administration port, before a project moves away.
+"""Counts the unfinished work on a RocketMQ broker through its administration port, before a project leaves RocketMQ.
 
-RocketMQ keeps the undecided half messages of all services in one internal queue. Another internal queue has the
-messages of all services that a consumer holds or that wait for a retry. So the counts of these two internal queues
-include the messages of other services.
+RocketMQ keeps the undecided half messages of all services in one internal queue. Another internal queue has messages of
+all services: the messages that consumers have received but not acknowledged, and the messages that wait for a retry. So
+the counts of these two internal queues include the messages of other services.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _QUEUES: Final = re.compile(rb"(\{[^{}]*\}):(\{[^{}]*\})")
 class Timers:
     """Counts the delayed messages of the brokers, which RocketMQ keeps in a queue of its own.
 
-    Use one instance for all counts.
+    Use one instance for all counts, because an instance reads each delayed message only once.
 
     RocketMQ stores its own counts (GET_TIMER_METRICS) only every ten seconds. After a crash of RocketMQ, the changes of
     the last seconds are missing in these counts, permanently. So a count of RocketMQ may become negative, or may never
@@ -87,8 +87,8 @@ def left(
         groups.setdefault(group, set()).add(topic)
     written = 0
     for broker in brokers:
-        # The places are counted in the order in which messages move. So a message that moves at this time is found in
-        # the next place, or is counted in `written`.
+        # The counts below follow the way of a message through the broker. So if a message moves while this code counts,
+        # a later count or `written` includes the message.
         halves, undecided = _halves(broker)
         written += halves
         found["half messages (of all services) are undecided, or RocketMQ has not processed their decision yet"] += (
@@ -102,7 +102,9 @@ def left(
         for topic in topics:
             found[f"messages on topic {topic!r} wait for their delivery time"] += delayed[wire_name(topic)]
         held = sum(count for name, count in delayed.items() if name.startswith(_REVIVE))
-        found["messages (of all services) are in a consumer, were in a consumer until now, or wait for a retry"] += held
+        found["messages (of all services) are at a consumer, were at a consumer a moment ago, or wait for a retry"] += (
+            held
+        )
         for group, subscribed in groups.items():
             ends, lag = _group(broker, group, subscribed)
             written += ends
@@ -131,7 +133,7 @@ def _number(broker: Admin, code: int, fields: dict[str, Any]) -> int:
 
 
 def _group(broker: Admin, group: str, topics: Iterable[str]) -> tuple[int, int]:
-    """Return the number of messages ever written for the group, with redeliveries, and of unacknowledged messages."""
+    """Return two numbers: messages ever written for the group (with redeliveries), and unacknowledged messages."""
     status, answer, body = broker.ask(_CONSUMER_STATISTICS, {"consumerGroup": wire_name(group)})
     if status:
         raise BrokerError(f"RocketMQ has no consumer group {group!r}: {answer.get('remark') or status}.")

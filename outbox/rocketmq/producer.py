@@ -29,11 +29,11 @@ from outbox.transaction import Decision
 
 logger = logging.getLogger(__name__)
 
-# The proxy refuses an answer later than 30 s after the check (transactionDataExpireMillis). This shorter limit leaves
-# time to send the answer.
+# The proxy refuses an answer later than 30 s after the check (transactionDataExpireMillis). The limit here is shorter
+# than 30 s, so that there is time to send the answer.
 _ANSWERABLE_SECONDS: Final = 25.0
-# The producer remembers this number of transactions without an end message. It drops older transactions from memory,
-# and check-back decides these.
+# The producer remembers at most this number of transactions without an end message. If there are more transactions, the
+# producer forgets the oldest transactions, and check-back decides them.
 _MAX_OPEN: Final = 10_000
 _LOOK_SECONDS: Final = 5.0
 
@@ -64,7 +64,7 @@ class PushedCheck:
 class CheckingProducer(client.Producer):  # type: ignore[misc]
     """The library's producer.
 
-    It receives the checks about messages of `topics`, because the server sends checks per topic.
+    The producer receives the checks about messages of `topics`, because the server sends checks per topic.
     """
 
     def __init__(self, configuration: Any, topics: Iterable[str]) -> None:
@@ -132,8 +132,8 @@ class CheckingProducer(client.Producer):  # type: ignore[misc]
             return
         if about is None:
             logger.warning(
-                "RocketMQ sent a check about message %s on topic %r, which outbox did not send: it "
-                "does not answer the check",
+                "RocketMQ sent a check about message %s on topic %r, which outbox did not send, so this process does "
+                "not answer the check",
                 wire.message_id,
                 wire.topic,
             )
@@ -169,8 +169,8 @@ class CheckingProducer(client.Producer):  # type: ignore[misc]
         """Answer the claimed checks of a transaction. Return a function that waits for the server's reply.
 
         The function returns False if the answer is lost. The proxy matches an answer with its newest copy of the half
-        message, and then deletes this copy. If the answer were UNKNOWN, a decision after it would find no copy. So
-        UNKNOWN is not sent, and one decision answers all checks of the transaction.
+        message, and then deletes this copy. If this process answered UNKNOWN, the proxy would find no copy for a later
+        decision. So UNKNOWN is not sent, and one decision answers all checks of the transaction.
         """
         with self.arrived:
             claimed = self._claimed.pop(transaction_id, [])
@@ -246,7 +246,7 @@ class AnsweringThread:
         self._thread.start()
 
     def stop(self) -> None:
-        """Tell the thread to end. Do not wait until it has answered its present checks."""
+        """Tell the thread to end, and return at once. The thread may still be answering checks."""
         with self._producer.arrived:
             self._stop = True
             self._producer.arrived.notify_all()

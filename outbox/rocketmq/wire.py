@@ -1,8 +1,8 @@
 """Converts messages to RocketMQ's form, and messages of RocketMQ to `Message`.
 
 The property `outbox` has, as ASCII JSON, all data for which RocketMQ has no field. All these data are in one property,
-because values of RocketMQ's properties must not be empty or contain separators. The tag becomes RocketMQ's tag. The
-message id and the key become RocketMQ's keys, by which its tools find messages.
+because values of RocketMQ's properties must not be empty or contain separators. The tag of the message becomes the tag
+in RocketMQ. The message id and the key become RocketMQ's keys, by which its tools find messages.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def to_wire(message: Message, *, fifo: bool, half: HalfTransaction | None = None
         wire.message_group = message.key
     due = message.deliver_at
     if message.delay is not None:
-        # The time is by this machine's clock, because the server does not report its own time.
+        # The delivery time is computed with this machine's clock, because the server does not report its own time.
         due = datetime.now(UTC) + message.delay
     if due is not None:
         wire.delivery_timestamp = math.ceil(due.timestamp())

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Backoff:
-    """The pauses between attempts. The first pause lasts `first_seconds`. Each next pause is `factor` times as long.
+    """The pauses between attempts. The first pause lasts `first_seconds`. Each next pause is `factor` times as long as
+    the pause before.
 
     The longest pause is `longest_seconds`. If an attempt worked for at least `healthy_seconds` before it failed, the
     next pause is `first_seconds` again.

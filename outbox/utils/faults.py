@@ -1,14 +1,14 @@
 """Fault points: named steps at which a test or the demo can kill, stop, delay or fail this process.
 
-Fault points are off by default. They are on if the environment variable OUTBOX_FAULTS is set when the process starts,
-or after a call of `arm`. While all fault points are off, a call of `point` only tests an empty dictionary. The syntax
-is `name=action[@n][?file]`, with `;` between entries:
+Fault points are off by default. Fault points are on if the environment variable OUTBOX_FAULTS is set when the process
+starts, or after a call of `arm`. While all fault points are off, a call of `point` only tests an empty dictionary. The
+syntax is `name=action[@n][?file]`, with `;` between entries:
 
     OUTBOX_FAULTS="producer.after_local_commit=kill@3;sequencer.before_tick=delay:0.2"
 
-Actions: `kill` (SIGKILL), `stop` (SIGSTOP), `raise` (FaultInjected), `delay:SECONDS`. With `@n` the action runs only on
-the n-th visit of the point. Without `@n` the action runs on every visit. With `?file` the action runs only in the
-process that creates the file, so that of many processes only one runs it.
+The action is `kill` (SIGKILL), `stop` (SIGSTOP), `raise` (FaultInjected) or `delay:SECONDS`. With `@n` the action runs
+only on the n-th visit of the point. Without `@n` the action runs on every visit. With `?file` the action runs only in
+the process that creates the file, so that only one of many processes runs the action.
 """
 
 from __future__ import annotations

@@ -14,7 +14,8 @@ from contextvars import ContextVar
 
 from outbox.errors import LeaseLost
 
-# A context variable follows the handler into asyncio tasks and into threads that asgiref starts for it.
+# A context variable has the same value in the handler, in the handler's asyncio tasks, and in the threads that asgiref
+# starts for the handler.
 _reason: ContextVar[Callable[[], str] | None] = ContextVar("outbox_fence", default=None)
 
 
@@ -25,7 +26,7 @@ def check() -> None:
 
 
 def is_lost() -> bool:
-    """Whether `check` would raise."""
+    """Whether a call of `check` would raise LeaseLost."""
     return bool(_why())
 
 
@@ -38,7 +39,7 @@ def _why() -> str:
 def attempt(reason: Callable[[], str]) -> Iterator[None]:
     """Run the block as an attempt.
 
-    `reason` returns the reason why the attempt no longer counts, or '' while it counts.
+    `reason` returns the reason why the attempt no longer counts, or '' while the attempt counts.
     """
     token = _reason.set(reason)
     try:

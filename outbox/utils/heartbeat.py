@@ -1,6 +1,6 @@
 """A heartbeat file.
 
-The main loop of a process writes the file, and a probe reads the file without a request to the process.
+The main loop of a process writes the heartbeat file, and a probe reads this file without a request to the process.
 
 The main loop itself writes heartbeats, because a separate thread would continue to write them while the loop hangs. The
 modification time of the file is the time of the last heartbeat. The text of the file says whether the loop could work.

@@ -28,7 +28,8 @@ FIELDS: Final = ("message_id", "transaction_id", "group", "topic", "key")
 # A record names at most this many messages of a batch.
 _NAMED: Final = 5
 
-# A context variable follows the handler into asyncio tasks and into threads that asgiref starts for it.
+# A context variable has the same value in the handler, in the handler's asyncio tasks, and in the threads that asgiref
+# starts for the handler.
 _handled: ContextVar[Sequence[Delivery]] = ContextVar("outbox_handled", default=())
 
 
@@ -66,7 +67,10 @@ def about(
 
 
 def about_half(half: HalfTransaction) -> dict[str, str]:
-    """Return the argument `extra` of a log call about a transaction. The values come from the first message."""
+    """Return the argument `extra` of a log call about a transaction.
+
+    The id, topic and key in `extra` are those of the transaction's first message.
+    """
     return _about_transaction(half.producer_group, half.messages[0])
 
 

@@ -28,8 +28,9 @@ class BackgroundLoop:
     """Runs a pass repeatedly in its own thread, from `start` to `stop`.
 
     `run` gets a function that returns True if the pass must stop early. `run` returns the seconds until the next pass.
-    `first_seconds` is the wait before the first pass. `every_seconds` is the wait after a failed pass. The loop logs an
-    error in `expected` in one line, and any other error in full. No error ends the loop.
+    `first_seconds` is the wait before the first pass. `every_seconds` is the wait after a failed pass. If the type of
+    an error is in `expected`, the loop logs the error in one line. The loop logs any other error with its traceback. No
+    error ends the loop.
     """
 
     def __init__(

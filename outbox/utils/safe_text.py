@@ -53,7 +53,7 @@ def masked_text(text: str, values: Collection[Any], names: Collection[str]) -> s
 
 
 def show_as(error: BaseException, text: str) -> None:
-    """Make `shown_text` return `text` for the error.
+    """Set `text` as the result of `shown_text` for this error.
 
     So `text` is stored and logged in place of the error's own text.
     """

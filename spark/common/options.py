@@ -17,8 +17,8 @@ _UNITS: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A micro-batch of a continuous reconciliation: the id of its query, and its number. A restart does not change the
-    id of the query."""
+    """A micro-batch of a continuous reconciliation: the id of the streaming query, and the number of the batch. A
+    restart does not change the id of the query."""
 
     query: str
     number: int
@@ -31,7 +31,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class LookBack:
-    """How far back a run judges the rows of earlier runs again.
+    """The option `look_back`: a run judges rows of earlier runs again, back to `seconds` before the end of its window.
 
     If `seconds` is None, the `look_back` of each rule applies.
     """
@@ -43,11 +43,11 @@ class LookBack:
 class RunOptions:
     """The options of the command, after parsing.
 
-    Without `since` and `until`, a run continues at the time up to which the result in `output` has judged. The first
-    run, and a run with `full`, reads everything. With `since` and `until`, a run judges exactly this interval, and
-    carries no subject over to a later run. With `look_back`, a run judges rows of earlier runs again, even if no rule's
-    look back is due. A continuous reconciliation sets the options `batch` and `no_later_than`. The next batch judges
-    the rows that are younger than the time `no_later_than`.
+    Without `since` and `until`, a run judges the rows from the end of the previous result's window on (the previous
+    result is in the folder `output`). The first run, and a run with `full`, reads everything. With `since` and `until`,
+    a run judges exactly this interval, and carries no subject over to a later run. With `look_back`, a run judges rows
+    of earlier runs again, even if no rule's look back is due. A continuous reconciliation sets the options `batch` and
+    `no_later_than`. The next batch judges the rows that are younger than the time `no_later_than`.
     """
 
     rules: Path
@@ -62,12 +62,13 @@ class RunOptions:
 
     @property
     def is_interval(self) -> bool:
-        """Whether the options contain `since` and `until`, as a scheduler with data intervals gives them."""
+        """Whether the options contain `since` and `until`. A scheduler with data intervals gives these options."""
         return self.since is not None
 
 
 def parse_moment(value: str) -> datetime:
-    """Parse a time in ISO 8601. A time without an offset is in UTC. Raises UsageProblem for any other text."""
+    """Parse a time in ISO 8601. If the text has no UTC offset, the time is in UTC. Raises UsageProblem for any other
+    text."""
     try:
         moment = datetime.fromisoformat(value)
     except ValueError as error:

@@ -212,7 +212,8 @@ class Store:
     def protect(self, name: str) -> None:
         """Set the permissions of the files that Spark wrote below `name`.
 
-        Before this call, other users cannot read the files, because of the permissions of the folder above.
+        Before this call, other users cannot read the files, because the permissions of the parent folder exclude other
+        users.
         """
         if not self._is_local:
             return

@@ -1,8 +1,9 @@
 """Gives each key its class. The class depends only on the evidence, the rule and the window.
 
 The functions of this module read no clock and no source. Each key gets one class for its message. If the key's row
-exists and its message is committed, the key also gets one class per consumer group. If several conditions hold, the
-class is the first of them in the order of `FindingClass`, and the column `flags` lists all of them.
+exists and its message is committed, the key also gets one class per consumer group. If the conditions of several
+classes hold, the key gets the first of these classes in the order of `FindingClass`, and the column `flags` lists all
+classes among them that are findings.
 """
 
 from __future__ import annotations
@@ -164,8 +165,8 @@ def group_conditions(rule: Rule, number: int, window: Window) -> dict[FindingCla
 
 
 def _unhandled(rule: Rule, number: int, window: Window) -> tuple[Column, Column]:
-    """For a rule whose messages each owe effects: whether the group has not handled a message, and whether the limit of
-    this message has passed.
+    """Two conditions for a rule in which each message owes effects: the group has not handled one of the messages, and
+    the limit of this message has passed.
 
     Effects without message ids do not show whether the group writes one effect per message or one effect for all
     messages. A message is counted as unhandled if there are fewer effects than messages, and no effect came after the
@@ -208,9 +209,9 @@ def _has_no_key() -> Column:
 def with_classes(evidence: DataFrame, rule: Rule, window: Window) -> DataFrame:
     """Add the columns `holds` and, per group, `holds_0`…: the conditions that hold, as bits in order of precedence.
 
-    The value 0 in such a column means that there was nothing to judge. Spark's optimizer copies the expression of a
-    column to each use of the column. If each class and group had a chain of CASE, the optimizer could not plan all the
-    copies. The optimizer can plan the copies of an expression of bits.
+    The value 0 in one of these columns means that the run had nothing to judge. Spark's optimizer copies the expression
+    of a column to each use of the column. If each class and group had a chain of CASE, the optimizer could not plan all
+    the copies. The optimizer can plan the copies of an expression of bits.
     """
     judged = (F.col("rows") > 0) & window.covers(F.col("row_at"))
     columns = {"holds": _bits(message_conditions(rule, window), judged)}
@@ -224,7 +225,7 @@ def subjects(classified: DataFrame, rule: Rule, window: Window) -> DataFrame:
     """One row per key and subject that is not OK: key, group ('' for the message), class, flags, at, carry.
 
     `at` is the time of the subject. `carry` is true for a PENDING subject whose time is before the end of the window.
-    No later window covers this time, so a subject with `carry` is carried over to the next run.
+    No later window contains the time of this subject, so a subject with `carry` is carried over to the next run.
     """
     own = _subject("", "holds", F.coalesce("row_at", "message_at", "undecided_at"))
     groups = [

@@ -256,8 +256,9 @@ def with_keys(effects: DataFrame, ids: DataFrame, rule: Rule, floor: datetime | 
 
     `ids` has the columns message_id, key, topic and tag. The function removes the effects of messages that have another
     topic or tag than the rule. If a message is not in `ids`, the effects of this message keep the message id as their
-    key. If `floor` is given, retention has removed the messages before this time. Then the function removes an effect
-    whose message is not in `ids`, unless the message id is a UUID of version 7 that was made after `floor`.
+    key. If `floor` is given, retention has removed the messages before this time. With `floor`, the function also
+    removes each effect whose message is not in `ids`, unless the message id is a UUID of version 7 that was made after
+    `floor`.
     """
     known = ids.where(F.col("message_id").isNotNull()).select("message_id", F.col("key").alias("of"), "topic", "tag")
     found = effects.join(known, effects["key"] == known["message_id"], "left")
@@ -336,7 +337,7 @@ def _of_group(rule: Rule, number: int) -> Iterator[Column]:
 
 
 def _in_order_of_commit(rule: Rule) -> Iterator[Column]:
-    """The compared values of the message that was committed last, once for each of two orders of the messages.
+    """For each of two orders of the messages: the compared values of the message that was committed last in this order.
 
     The order `prompt` is the order of the decisions. In the order `early`, a message that was decided some time after
     its commit has the place of its earliest possible commit. Messages that were stored in the transaction of their row

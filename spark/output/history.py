@@ -108,7 +108,7 @@ def keep(store: Store, entries: Entries) -> None:
 
 
 def make_up(store: Store, result: Mapping[str, Any]) -> None:
-    """Add the rows of the result in force, if its run was killed before it could add them to the tables. Raises
+    """If the run of the result in force was killed before it added its rows to the tables, add these rows now. Raises
     OSError."""
     known = store.table(_path(COUNTS, datetime.fromisoformat(result["finished_at"]).date()), ["run"])
     if known is None or result["run"] not in known["run"].unique().to_pylist():
@@ -144,7 +144,7 @@ def _path(name: str, day: date) -> str:
 @dataclass(frozen=True, slots=True)
 class Day:
     """One day: the findings that were open after the last run of the day, and the numbers of findings that were found
-    or ended on it."""
+    or ended on that day."""
 
     day: date
     open: Mapping[str, int]

@@ -337,7 +337,8 @@ _NOT_JUDGED: Final = ("mask", "look_back", "look_back_every")
 
 
 def _digest(rule: Any) -> str:
-    """A digest of a rule, without the keys for masking and for looking back, which do not change the class of a key."""
+    """A digest of a rule. The digest ignores the options for masking and for the look back, because these options do
+    not change the class of any subject."""
     judged = {key: value for key, value in rule.items() if key not in _NOT_JUDGED} if isinstance(rule, dict) else rule
     return hashlib.sha256(json.dumps(judged, sort_keys=True, default=str).encode()).hexdigest()[:16]
 

@@ -32,7 +32,8 @@ def shown(rule: Rule, field: FieldRule, value: Column) -> Column:
 
 
 def shown_body(rule: Rule, body: Column, otherwise: Column, longest: int) -> Column:
-    """The text of a body as a finding may show it, cut to `longest` characters; `otherwise` if no field is masked."""
+    """The text of a body as a finding may show it, cut to `longest` characters. If the rule masks no field, the result
+    is the column `otherwise`."""
     if not rule.mask:
         return otherwise
     names = [*rule.mask, *(field.body for field in rule.fields if is_masked(rule, field))]

@@ -22,7 +22,7 @@ class FieldType(enum.StrEnum):
     BOOLEAN = "boolean"
     """true/false, t/f, 1/0."""
     TIMESTAMP = "timestamp"
-    """A time with microseconds. A text without an offset is in UTC."""
+    """A time with microseconds. If a text has no UTC offset, its time is in UTC."""
     DATE = "date"
     """A date in ISO 8601."""
     UUID = "uuid"
@@ -52,7 +52,7 @@ class Messages(enum.StrEnum):
 
 
 class SourceKind(enum.StrEnum):
-    """The place from which a database's tables are read."""
+    """The kind of source from which a run reads the tables of a database."""
 
     POSTGRES = "postgres"
     """PostgreSQL, read over ADBC in several partitions, all inside one exported snapshot."""
@@ -151,8 +151,8 @@ class Rule:
     stuck_after_seconds: float = DEFAULT_STUCK_AFTER_SECONDS
     bucket_seconds: float | None = None
     look_back_seconds: float | None = None
-    """The length of a look back: once per `look_back_every_seconds`, an incremental run judges again the rows of the
-    last `look_back_seconds` before its boundary."""
+    """Once per `look_back_every_seconds`, an incremental run judges again all rows whose time is at most
+    `look_back_seconds` before the end of the run's window."""
     look_back_every_seconds: float = DEFAULT_LOOK_BACK_EVERY_SECONDS
     allow_empty: bool = False
     fields: tuple[FieldRule, ...] = ()
@@ -178,8 +178,8 @@ class Rule:
 
     @property
     def longest_wait(self) -> timedelta:
-        """The longest limit of the rule. After this time, everything about a row can be judged, unless its message was
-        delayed."""
+        """The longest limit of the rule. When this much time has passed since a row's time, the run can judge
+        everything about the row, unless the row's message was delayed."""
         waits = (self.grace_seconds, self.stuck_after_seconds, self.late_after_seconds or 0.0)
         return timedelta(seconds=max(*waits, *(group.within_seconds for group in self.groups)))
 
@@ -226,7 +226,7 @@ class Acknowledgement:
 
     @property
     def ended_note(self) -> str:
-        """The note that a run after `until` shows."""
+        """The note that a run shows if it begins after `until`."""
         return (
             f"the acknowledgement of {self.finding_class} {self.key!r} by {self.by} ended at {self.until.isoformat()}: "
             f"the finding counts again. Remove the acknowledgement, or give it another until"

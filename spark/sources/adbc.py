@@ -22,7 +22,7 @@ from ..common.safe_text import mask_passwords
 
 FORMAT: Final = "outbox_postgres"
 # The number of characters of a query that an error text shows. The first characters of a query name the table and the
-# part of the table that was read; the characters after them are keys.
+# part of the table that was read; the rest of the query contains keys.
 _SHOWN_QUERY: Final = 240
 _BATCH_BYTES: Final = 4 * 1024 * 1024
 _ARROW_TYPES: Final = {

@@ -245,7 +245,7 @@ class ArchivedSource(PostgresSource):
 
     def _edge(self, equals: tuple[tuple[str, str], ...]) -> datetime | None:
         """The time before which retention may have removed messages of the topic in `equals` from the log, in this
-        snapshot. If `equals` names no topic, the result is the newest such time of all topics."""
+        snapshot. If `equals` names no topic, the result is the newest of these times over all topics."""
         topic = dict(equals).get("topic", "")
         if topic not in self._edges:
             where = sql.where([f"topic = {sql.text(topic)}"] if topic else [])

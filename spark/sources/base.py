@@ -47,8 +47,8 @@ class Column:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TableSelection:
-    """Columns and rows of a table. By the column `time`, a source reads only the rows of a window. By `span`, an
-    increasing id, a source splits the table into several queries."""
+    """Columns and rows of a table. A source uses the column `time` to read only the rows of a window. A source uses the
+    column `span`, an increasing id, to split the table into several queries."""
 
     table: str
     columns: tuple[Column, ...]

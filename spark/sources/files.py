@@ -127,8 +127,8 @@ class FrameSource:
         return sorted((datetime.fromtimestamp(row[0], UTC), int(row[1])) for row in counts.collect())
 
     def horizon(self, topic: str) -> datetime | None:
-        """See DataSource. For files, the result is always None. If an export lacks older messages, the user must give
-        --from."""
+        """See DataSource. For files, the horizon is always None. If old messages are missing in an export, the user
+        must give --from."""
         return None
 
     def _limited(self, selection: TableSelection, since: datetime | None, until: datetime | None = None) -> DataFrame:
@@ -205,7 +205,8 @@ class FileSource(FrameSource):
 _LOGS: Final = {"Delta Lake": "_delta_log", "Apache Iceberg": "metadata/*.metadata.json", "Apache Hudi": ".hoodie"}
 
 # pandas and Arrow write Parquet files with times in nanoseconds. Spark has no type for nanoseconds. With this setting,
-# Spark reads times in nanoseconds as whole numbers. Then only the footers of the files show which columns are times.
+# Spark reads times in nanoseconds as whole numbers. In this case, only the footers of the Parquet files show which
+# columns are times.
 _AS_NUMBERS: Final = "spark.sql.legacy.parquet.nanosAsLong"
 _REMEDY: Final = "Export the table again with times in microseconds (pandas, Arrow: coerce_timestamps='us')."
 
@@ -222,8 +223,8 @@ def _read_parquet(spark: SparkSession, path: str) -> DataFrame:
         except AnalysisException as error:
             if "TIMESTAMP(NANOS" not in str(error):
                 raise
-        # Spark reads this setting again when it reads the rows, so the setting must not be reset. From now on, only the
-        # footers of the files show which columns are times.
+        # Spark reads this setting again when it reads the rows, so the setting must not be reset. With this setting,
+        # only the footers of the files show which columns are times.
         spark.conf.set(_AS_NUMBERS, "true")
     frame = spark.read.parquet(path)
     return frame.withColumns(
@@ -286,9 +287,9 @@ _DRIVERS: Final = {
 class JdbcSource(FrameSource):
     """Spark's JDBC reader, for databases that ADBC cannot reach.
 
-    The partitions of a table are read in different snapshots, but the second look removes the false suspicions that
-    this causes. A window must not get new rows while Spark reads it, so the rule's `grace` must be longer than the read
-    takes. The user adds the driver's jar with `spark.jars.packages`.
+    Spark reads the partitions of a table in different snapshots. The different snapshots cause false suspicions, and
+    the second look removes these suspicions. A window must not get new rows while Spark reads it, so the rule's `grace`
+    must be longer than the duration of the read. The user adds the driver's jar with `spark.jars.packages`.
     """
 
     def table(self, selection: TableSelection) -> DataFrame:

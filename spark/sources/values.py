@@ -81,8 +81,8 @@ def date(text: Column) -> Column:
 
 
 def number(text: Column, kind: DecimalType) -> Column:
-    """The number in a text of ASCII characters; null for other texts. Without this limit, Java would also read the
-    digits of other scripts."""
+    """The number in a text of ASCII characters; null for other texts. Without the limit to ASCII, Java would also read
+    the digits of other scripts."""
     return F.when(F.octet_length(text) == F.length(text), text.try_cast(kind))
 
 
@@ -142,8 +142,8 @@ def unusual(value: str, item: FieldRule, time: str) -> str:
     elif item.type is FieldType.DATE:
         usual = f"{rest} = '--' AND length({value}) = 10"
     elif item.type is FieldType.TIMESTAMP:
-        # This check comes before the check below, because the other check takes seven times as long. The text of a year
-        # may have five digits, and for an infinite time to_char gives a text of another form: both fail this check.
+        # This check comes before the check below, because the other check takes seven times as long. A time with a
+        # five-digit year and an infinite time do not pass this check, because their texts have another length.
         plain = f"coalesce(length({value}) = 32 AND {value} = to_char({time}, {_ISO_TIME}), false)"
         usual = (
             f"{plain} OR (translate({rest}, 'T', ' ') IN {_USUAL_TIMES} AND length({value}) BETWEEN 19 AND 32 "

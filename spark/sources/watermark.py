@@ -1,7 +1,8 @@
 """The watermark of a PostgreSQL database: the start of the oldest transaction that may still add rows.
 
-For a replica, the run reads the open transactions of its primary. The replica must have replayed all transactions that
-had ended on the primary (docs/decisions/040-the-watermark-of-a-replica.md).
+For a replica, the run reads the open transactions of its primary. The run uses them only if the replica has replayed
+all transactions that had ended on the primary at the time of this read
+(docs/decisions/040-the-watermark-of-a-replica.md).
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ _NOTEWORTHY: Final = timedelta(minutes=5)
 # A transaction that was open before the snapshot may still add rows with older times. So the watermark is not after the
 # start of the oldest open transaction, whether of a client or of a background worker. The query runs before the
 # snapshot is taken. If a transaction ends between the query and the snapshot, the snapshot shows its rows. If a
-# transaction begins between the query and the snapshot, it begins after the watermark. For a session that the role may
-# not see, all columns except its names are null. The query ignores the transactions of this package, which only read,
-# and recognises them by their lock.
+# transaction begins between the query and the snapshot, it begins after the watermark. If the role may not see a
+# session, the session's `backend_type` and `xact_start` are null. The query ignores the transactions of this package,
+# which only read, and recognises them by their lock.
 OLDEST: Final = f"""
 SELECT statement_timestamp(), min(a.xact_start),
        count(*) FILTER (WHERE a.backend_type IS NULL),
@@ -98,9 +99,10 @@ def of_server(database: DatabaseRule, activity: Activity) -> Completeness:
 
 
 def of_replica(database: DatabaseRule, activity: Activity, primary: Completeness | None) -> Completeness:
-    """The completeness of a replica. `primary` is the completeness of the primary, if the replica has replayed all
-    transactions that had ended there. If `primary` is None, `longest_transaction` of the rules limits the age of the
-    primary's open transactions.
+    """The completeness of a replica. `primary` is the completeness of the primary. `primary` is None if the rules name
+    no primary, or if the replica has not replayed all transactions that had ended on the primary. If `primary` is None
+    and the rules give no watermark, the run assumes that no open transaction of the primary is older than
+    `longest_transaction`.
     """
     if primary is not None:
         return Completeness(primary.watermark, [*primary.notes, "a replica: the primary gives the open transactions"])
@@ -111,7 +113,7 @@ def of_replica(database: DatabaseRule, activity: Activity, primary: Completeness
     reason = (
         f"write primary = … in [database.{database.name}]"
         if database.primary is None
-        else f"the replica has not replayed all that had ended on {database.primary.name!r}"
+        else f"the replica has not replayed all transactions that had ended on {database.primary.name!r}"
     )
     note = (
         f"a replica, replayed up to {replayed.isoformat()}: the run does not know which transactions of the primary "
@@ -121,8 +123,8 @@ def of_replica(database: DatabaseRule, activity: Activity, primary: Completeness
 
 
 def check_primary(database: DatabaseRule, primary: Activity, replica: Activity, identities: tuple[str, str]) -> None:
-    """Raise UsageProblem if `primary` is not the primary of `replica`. The function accepts an unknown identity
-    ('')."""
+    """Raise UsageProblem if `primary` is not the primary of `replica`. If the identity of one server is unknown (''),
+    the function does not compare the identities."""
     assert database.primary is not None
     ours, theirs = identities
     if primary.is_replica or primary.name != replica.name or (ours and theirs and ours != theirs):

@@ -1,9 +1,10 @@
 """The second stage: skip the buckets of time in which the checksums of both sides are equal.
 
-Each database hashes its own rows, message bodies or effects, per bucket of the row's time. So the body must contain the
-row's time too. If the counts and checksums of a bucket are equal on all sides, every row in the bucket has its effects
-and its message with the declared fields. The run reads and classifies only the buckets that differ. If SQL cannot
-compute the checksums of a rule, the note gives the reason, and the run reads everything.
+Each database hashes its own rows, message bodies or effects, per bucket of the row's time. The database of the messages
+must know the time of each message's row, so the message body must contain this time. If the counts and checksums of a
+bucket are equal on all sides, every row in the bucket has its effects and its message with the declared fields. The run
+reads and classifies only the buckets that differ. If SQL cannot compute the checksums of a rule, the note gives the
+reason, and the run reads everything.
 """
 
 from __future__ import annotations
@@ -195,8 +196,8 @@ class _Checksums:
         )
 
     def _times(self) -> dict[int, str]:
-        """The names of the columns with the times of a body, by field number. The time of the row has the column
-        `at`."""
+        """The names of the columns with the times of a body, by field number. The field with the row's time has the
+        column name `at`."""
         fields = enumerate(self._rule.fields)
         return {n: "at" if item is self._timed else f"t{n}" for n, item in fields if item.type is FieldType.TIMESTAMP}
 

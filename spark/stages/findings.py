@@ -169,7 +169,7 @@ def compared(confirmed: DataFrame, earlier: DataFrame, pending: DataFrame, windo
 
 
 def _by_rule(times: Mapping[str, datetime | None]) -> Column:
-    """A column with the time of each row's rule, as `times` gives it by the name of the rule."""
+    """A column that contains, for each row, the time that `times` has for the name of the row's rule."""
     found = F.lit(None).cast("timestamp")
     for rule, time in times.items():
         found = F.when(F.col("rule") == rule, F.lit(time).cast("timestamp")).otherwise(found)
@@ -241,7 +241,7 @@ def with_acknowledgements(spark: SparkSession, findings: DataFrame, given: Seque
 
 
 def in_order(findings: DataFrame) -> DataFrame:
-    """The findings with the columns of the findings file, in its order."""
+    """The findings with the columns of the findings file, in the order of the columns in this file."""
     return findings.select(*[column.split()[0].strip("`") for column in FINDINGS_SCHEMA.split(", ")])
 
 

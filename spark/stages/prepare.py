@@ -141,7 +141,8 @@ def _window(
 def _look_back(
     rule: Rule, options: RunOptions, boundary: datetime, previous: dict[str, Any] | None
 ) -> timedelta | None:
-    """How far the run looks back from `boundary`, the end of its window. It judges these rows again.
+    """The length of the run's look back. The run judges again all rows whose time is at most this length before
+    `boundary`, the end of the run's window.
 
     The result is None if the command has no --look-back and no look back of the rule is due.
     """
@@ -164,7 +165,8 @@ def _look_back(
 def _limited_by_retention(rule: Rule, window: Window, horizon: datetime) -> tuple[Window, list[str]]:
     """The window without rows whose messages retention may have removed.
 
-    A message may be stored before its row's time, so retention may remove the message although the row is younger.
+    A message may be stored before its row's time, so retention may have removed the message although the row's time is
+    after `horizon`.
     """
     floor = horizon + max(HALF_AGE, rule.longest_wait)
     if window.since is not None and window.since >= floor:
@@ -209,6 +211,6 @@ def _looked_back(rule: Rule, window: Window, previous: dict[str, Any] | None) ->
 
 
 def margin(rule: Rule) -> timedelta:
-    """The length of the time before a window that a run also reads, because a message may be older than its row's
+    """A run starts to read this much time before its window begins, because a message may be older than its row's
     time."""
     return timedelta(seconds=max(60.0, rule.grace_seconds))

@@ -63,7 +63,8 @@ def scan(
     """Classify every key of the window, except the keys in buckets whose checksums are equal. Raises RunIncomplete."""
     rule, window, name = prepared.rule, prepared.window, f"suspects/{job.number(prepared.rule)}"
     if checksums.limits.is_nothing:
-        # If there is nothing to read, skip the scan: planning a scan takes Spark seconds, even over empty tables.
+        # If there is nothing to read, skip the scan, because Spark needs several seconds to plan a scan, even over
+        # empty tables.
         target, looked = job.write_empty(name, SUSPECT_SCHEMA), _Look(0, 0, _no_counts(rule))
     else:
         target = job.path(name)

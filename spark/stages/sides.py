@@ -85,8 +85,8 @@ def of_window(prepared: PreparedRule, limits: ReadLimits, sources: Sources) -> l
     """All sides of the rule's window, in the narrow form of the module `evidence`.
 
     The read begins a little before the window, because a message may be older than its row's time. For a window with
-    `is_exact`, the read ends after the longest limit of the rule. The second look finds later messages and effects by
-    key.
+    `is_exact`, the read ends later than the window: by the longest limit of the rule, or by the margin if the margin is
+    longer. The second look finds later messages and effects by key.
     """
     rule, window = prepared.rule, prepared.window
     start = None if window.since is None else window.since - margin(rule)
@@ -232,8 +232,8 @@ def _key_sides(
     is_message = broker["state"].isin(*contract.MESSAGE_STATES)
     messages = broker.where(is_message)
     if rule.message_when:
-        # The view of dead letters has neither headers nor body. So the rule covers a dead letter if it covers the
-        # message of the dead letter.
+        # The view of dead letters has neither headers nor body. So a dead letter belongs to the rule if its message
+        # satisfies `message_when`.
         letters = broker.where(broker["state"].startswith("dead "))
         ours = letters.join(messages.select("log_id"), "log_id", "left_semi").select(*broker.columns)
         broker = broker.where(~broker["state"].startswith("dead ")).unionByName(ours)
@@ -263,8 +263,7 @@ def _limited(selection: TableSelection, conditions: tuple[str, ...]) -> TableSel
 
 
 # The queries below read the queue, check-backs and failures of single messages. A finding shows the results, and no
-# class depends on them. If a rule needs these facts for more than this number of messages, the run does not start the
-# queries.
+# class depends on them. If a rule has more than this number of messages to look up, the run does not start the queries.
 _MAX_FACTS: Final = 1_000
 # A finding shows at most this many of the newest check-backs and failures per message. A parked half message has many
 # check-backs, because the broker checks it every hour.

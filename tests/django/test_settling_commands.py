@@ -70,7 +70,7 @@ def test_rehearsing_a_rollback_writes_no_tombstone() -> None:
     with rolled_back():
         receipt = publish("orders", {}, key="dropped")
     one = str(receipt.transaction_id)
-    assert "The barrier of the ledger decides when the action runs" in call(
+    assert "While the action runs, the barrier of the ledger decides" in call(
         "outbox_transaction", "decide", one, "rollback", "--dry-run"
     )
     with connections["default"].cursor() as cursor:

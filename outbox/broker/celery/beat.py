@@ -2,7 +2,8 @@
 
 A worker with `--outbox` runs the passes itself. If beat sends a task between two passes of the worker, the task finds
 that its pass has just run, and does nothing. The tasks go to Celery's default queue, or to the queue that `task_routes`
-names. A worker must consume this queue. The tasks do not expire: a task that waited behind other tasks still runs.
+names. A worker must consume the queue of these tasks. The tasks do not expire: a task that waited behind other tasks
+still runs.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ class OutboxStep(bootsteps.StartStopStep):  # type: ignore[misc]
         self.supervisor: Supervisor | None = None
 
     def start(self, worker: Any) -> None:
-        """Start the child processes after Celery has forked its pool: pool processes must not inherit their handles."""
+        """Start the child processes after Celery has forked its pool, so that the pool inherits no child handles."""
         file = node_format(worker.logfile, worker.hostname) if worker.logfile else None
         log = told_to_children(level=worker.loglevel, file=file)
         self.supervisor = worker.app.conf[_CONF_KEY](self.roles, environment=log)

@@ -83,7 +83,8 @@ class RecordedTask(Task):  # type: ignore[misc]
 
     def apply_async(self, *args: Any, **kwargs: Any) -> Any:
         """Like Celery's `apply_async`, but stores the message if `_record_now` is true. Returns the AsyncResult."""
-        # If a subclass overrides `on_bound` without calling this class's method, the app does not store calls yet.
+        # If a subclass overrides `on_bound` and does not call `RecordedTask.on_bound`, the app does not store calls
+        # yet.
         record_what_waits(self._get_app())
         return super().apply_async(*args, **kwargs)
 
@@ -93,7 +94,7 @@ class RecordedTask(Task):  # type: ignore[misc]
             return super().retry(*args, **kwargs)
 
     def replace(self, sig: Any, *args: Any, **kwargs: Any) -> Any:
-        """Send the new task at once: Celery's `replace` raises an exception, whose rollback would remove it."""
+        """Send the new task at once: Celery's `replace` raises an exception, whose rollback removes a stored task."""
         with _at_once():
             return super().replace(sig, *args, **kwargs)
 
@@ -122,9 +123,9 @@ def _at_once() -> Iterator[None]:
 def record_what_waits(app: Celery) -> None:
     """Make `app.send_task`, through which Celery sends every task, store the calls of recorded tasks.
 
-    A call belongs to a recorded task if its message names such a task. The message may name it as the called task, as
-    the task of map, starmap or chunks, or in a chain, chord, link or link_error. If the app already stores the calls of
-    recorded tasks, the function changes nothing.
+    A call belongs to a recorded task if the call's message contains the name of a recorded task. The recorded task may
+    be the called task, the task of map, starmap or chunks, or a task in a chain, chord, link or link_error. If the app
+    already stores the calls of recorded tasks, the function changes nothing.
     """
     send = app.send_task
     if getattr(send, "records", False):
@@ -144,7 +145,8 @@ def record_what_waits(app: Celery) -> None:
         with task._recording():
             _refuse_what_cannot_wait(app, name, options)
             recorder = TaskRecorder(app)
-            # This recorder replaces a producer from the caller, which would send the message at once.
+            # If the caller passed a producer, replace it by the recorder: the caller's producer would send the message
+            # at once.
             result = send(name, **{**options, "producer": recorder, "publisher": None})
             assert recorder.recorded is not None
             task._store(name, recorder.recorded)
@@ -173,13 +175,13 @@ def _recorded_task(app: Celery, name: str, options: Mapping[str, Any]) -> Record
             return found
     if _task(app, name) is None and issubclass(app.Task, RecordedTask):
         # The task belongs to another program. If the Task class of this app is a RecordedTask, the app also stores the
-        # messages of such tasks.
+        # messages of tasks that it does not know.
         unknown: RecordedTask = app.Task()
         return unknown
     return None
 
 
-# Celery's own tasks that call another task. The signature of the other task is in their arguments.
+# Celery's own tasks that call another task. The arguments of these tasks contain the signature of the other task.
 _OF_SIGNATURES: Final = ("celery.map", "celery.starmap", "celery.chunks")
 
 
@@ -192,7 +194,7 @@ def _names_in(value: Any) -> Iterator[str]:
             for key in ("chain", "chord", "link", "link_error"):
                 yield from _names_in(options.get(key))
             if value.get("subtask_type"):
-                # A chain, group or chord has its tasks in these arguments.
+                # The tasks of a chain, group or chord are in the arguments `task`, `tasks`, `header` and `body`.
                 for key in ("task", "tasks", "header", "body"):
                     yield from _names_in(kwargs.get(key))
         else:

@@ -53,10 +53,10 @@ logger = logging.getLogger(__name__)
 #
 # The instances do not divide the queues of a broadcast group, so the queues have no leases. Each instance keeps its
 # positions in memory. **Each time** an instance starts, it begins at the `start` of its subscription. With FIRST, the
-# instance reads all retained messages again, for example to build a cache. With LAST, it reads only messages that
-# arrive while it runs. If a message fails, the instance itself tries it again, after the delays of the retry policy.
-# After the last attempt the instance logs an error and gives the message up. A broadcast group has no retry queue and
-# no dead letters, because a message in them would reach only one instance.
+# instance reads all retained messages again, for example to build a cache. With LAST, the instance reads only messages
+# that arrive while it runs. If a message fails, the instance itself tries it again, after the delays of the retry
+# policy. After the last attempt the instance logs an error and gives the message up. A broadcast group has no retry
+# queue and no dead letters, because a message in them would reach only one instance.
 
 
 _QUEUES = Statement("""
@@ -75,8 +75,8 @@ class BroadcastQueues:
     def __init__(self, groups: Sequence[ConsumingGroup]) -> None:
         self._groups = groups
         self._owned: dict[tuple[int, int], OwnedQueue] = {}
-        # `_started` has the start offsets by group and topic. `_interrupted` has the offsets at which returned queues
-        # continue, by group and queue.
+        # `_started` has the start offsets by group and topic. `_interrupted` has, by group and queue, the offset at
+        # which a given-back queue continues when it is gained again.
         self._started: dict[tuple[int, int], dict[int, int]] = {}
         self._interrupted: dict[QueueKey, int] = {}
 
@@ -84,8 +84,8 @@ class BroadcastQueues:
         """Return the leases of all queues. This process gives the queues up, because the server has begun new lives.
 
         `lives` has one mapping for each new life: the head of each queue when that life began. In the new life, the
-        offsets at or above this head belong to other messages than before. When `gained` returns a queue again, the
-        queue continues at the head that `lives` has for it, or at a lower offset.
+        offsets at or above the head of a queue belong to other messages than before. When `gained` returns a queue
+        again, this process continues at the head that `lives` has for this queue, or at a lower offset.
         """
         lost = [queue.lease for queue in self._owned.values()]
         for lease in lost:
@@ -221,7 +221,7 @@ class Coordinator:
         self._stopping.set()
         self._ownership.wake_coordinator()
         if self._thread is not None:
-            # Each turn of the coordinator ends at its deadline at the latest, so the thread ends soon.
+            # Each round of the coordinator ends at its deadline at the latest, so the thread ends soon.
             self._thread.join()
         with contextlib.suppress(psycopg.Error, BrokerUnavailable):
             self._leave()
@@ -249,7 +249,7 @@ class Coordinator:
             self._ownership.wait(min(_LOOK_SECONDS, self._term / 3))
 
     def run_once(self) -> None:
-        """Run one turn: renew membership and leases if due, release queues, and acquire this process's share.
+        """Run one round: renew membership and leases if due, release queues, and acquire this process's share.
 
         Raises BrokerUnavailable if the database does not answer within a lease term, even if a statement only waits for
         a lock. Without a limit of one lease term, the leases could expire while the coordinator waits for the database.
@@ -273,7 +273,7 @@ class Coordinator:
         stopped = {key for key, queue in self._queues.items() if queue.is_stopped}
         look = members.look(run, list(self._groups))
         if look.life != life:
-            # The database was restored while this connection stayed open. The next turn reads the new life first.
+            # The database was restored while this connection stayed open. The next round reads the new life first.
             self._asks_life = True
             self._ownership.wake_coordinator()
             return
@@ -288,7 +288,7 @@ class Coordinator:
         If the life has changed, give up all queues, because their offsets may now belong to other messages.
 
         The coordinator reads the life on each new connection, and again when `members.look` returns another life. A
-        connection may stay open during a restore. Behind a pooler, it may also stay open when the server restarts.
+        connection may stay open during a restore. A connection to a pooler may also stay open when the server restarts.
         """
         if self._life is not None and not self._asks_life:
             return self._life
@@ -372,8 +372,9 @@ class Coordinator:
             return
         with self._without_timeouts(run):
             leases.release(run, self._instance, returned)
-        # Remove the leases from the list only after the release. If the release fails, the next turn tries it again.
-        # Without a release, no process could acquire these queues until the term of their leases ends.
+        # Remove the leases from the list only after the release. If the release fails, the next round of the
+        # coordinator repeats the release. Without a release, no process could acquire these queues until the term of
+        # their leases ends.
         self._ownership.released(len(returned))
         for lease in returned:
             self._forget(lease)
@@ -451,9 +452,9 @@ class Coordinator:
         try:
             self._take_up(run, group, obtained, {queue.key: queue for queue in free})
         except BaseException:
-            # This process does not use the leases that it has just stored in the database. Release these leases now. If
-            # the leases stayed in the database, no process could consume their queues until the term of the leases
-            # ends.
+            # This process does not use the leases that it has just stored in the database, so it releases these leases
+            # now. If the leases stayed in the database, no process could consume their queues until the term of the
+            # leases ends.
             self._ownership.hand_back_unused([lease for lease in obtained if lease.key not in self._leases])
             raise
 

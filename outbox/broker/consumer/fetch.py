@@ -137,8 +137,8 @@ SLOT, OFFSET, RETRIES, LOG_ID, TOPIC_ID, PASSES, BODY, MESSAGE_ID, KEY = range(9
 # as for a message that is published alone.
 TRANSACTION_ID: Final = -1
 
-# The consumer does not buffer a body that is larger than this number of bytes. The consumer loads such a large body
-# right before it calls the handler.
+# The consumer does not buffer a body that is larger than this number of bytes. The consumer loads a larger body right
+# before it calls the handler.
 LARGEST_BUFFERED_BODY: Final = 16 * 1024
 
 _FETCH: Final = """

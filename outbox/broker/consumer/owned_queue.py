@@ -202,7 +202,7 @@ class OwnedQueue:
         self.lease: Final = lease
         self.key: Final[QueueKey] = lease.key
         self.group: Final = group
-        # None for a retry queue: each of its messages goes to the subscription of its own topic.
+        # None for a retry queue: each message of a retry queue goes to the subscription of the message's topic.
         self.subscribed: Final = subscribed
         self.name: Final = name
         self.window: Final = OffsetWindow(position)
@@ -316,7 +316,7 @@ class OwnedQueue:
 
     @property
     def fetches_again(self) -> bool:
-        """Whether this process (before a stop) or a former owner may have finished entries that are still to fetch."""
+        """Whether entries to fetch may be finished already, by this process (before a stop) or by a former owner."""
         return self.fetch_from < self._refetched_below
 
     def fetched(self, next_offset: int, *, more: bool) -> None:
@@ -502,7 +502,7 @@ class Ownership:
     def outdate(self) -> None:
         """Acquire no more queues until this process has registered again.
 
-        The ids of its groups and topics may belong to other groups and topics now.
+        The ids of this process's groups and topics may belong to other groups and topics now.
         """
         self._is_outdated = self._draining = True
         self._wake_dispatcher()

@@ -1,4 +1,4 @@
-"""Handle each quarantined message (groups.quarantine) alone, so that a death of this process shows its cause.
+"""Handle each quarantined message (groups.quarantine) alone: if the process dies, this message is the cause.
 
     found in a call ──► divided ──► held ──► tried ──► cleared, sent back, tried again later, or given up
                       from others    │ until nothing else runs here and nothing else is started;
@@ -66,7 +66,7 @@ class QuarantineRunner:
 
     @property
     def silent(self) -> bool:
-        """Whether the held attempt is the only call that this process may start."""
+        """Whether this process has an attempt that must run alone, so that the process may start no other call."""
         return self._held is not None and not self._hung
 
     @property
@@ -105,7 +105,8 @@ class QuarantineRunner:
     def _wait_seconds(self, run: Executor, work: HandlerCall) -> float:
         """Return how long the attempt must wait.
 
-        If the process did not ask this first, it would stop other calls for an attempt that may not begin yet.
+        The process asks for this time before it holds back its other calls. Otherwise, it would hold back these calls
+        for an attempt that may not begin yet.
         """
         group = work.subscribed.group
         try:
@@ -117,7 +118,7 @@ class QuarantineRunner:
             raise
 
     def proceed(self, run: Executor) -> None:
-        """Begin the held attempt if it may begin now. If a statement fails, the attempt stays held."""
+        """Begin the waiting attempt if it may begin now. If a statement fails, the attempt continues to wait."""
         work = self._held
         if work is None or self._stage is not _Stage.HELD or (self.silent and self._calls.runs_beside(work)):
             return
@@ -133,7 +134,7 @@ class QuarantineRunner:
     def _refusal(self, run: Executor, work: HandlerCall) -> Result | _Granted:
         """Commit the note about the attempt.
 
-        If the attempt may not begin, return the result for its messages instead.
+        If the attempt may not begin, store no note, and return the result for the messages of the attempt.
         """
         now = time.monotonic()
         if self._draining:
@@ -153,7 +154,8 @@ class QuarantineRunner:
 
         If the finished call was the attempt with quarantined messages, this process may start other calls again.
 
-        `excused` has the ids of items that this process calls again, because they have not caused the failure.
+        `excused` has the ids of the items for which this process calls the handler again, because these items have not
+        caused the failure.
         """
         if work is not self._held:
             return
@@ -196,7 +198,7 @@ def _is_finished(item: FetchedEntry) -> bool:
 
 
 def _set_apart(items: Sequence[FetchedEntry], found: set[int], size: int) -> None:
-    """Divide a call. Each part has at most `size` quarantined messages, or only messages that are not quarantined."""
+    """Divide a call into parts: a part has up to `size` quarantined messages, or only other messages."""
     start = 0
     for end in range(1, len(items) + 1):
         if end == len(items) or (id(items[end]) in found) != (id(items[start]) in found):

@@ -55,7 +55,7 @@ class Failed:
 
 
 def settle(run: Executor, instance: UUID, failures: Sequence[Failed]) -> list[FetchedEntry]:
-    """Record failed attempts. Each of the messages is then finished, waits in a stopped queue, or is due again.
+    """Record failed attempts. After the call, each message is finished, waits in a stopped queue, or is due again.
 
     The function marks a message as finished if it was sent back or made a dead letter. The function sets the due times
     of the messages that this process tries again, and returns these messages.
@@ -167,8 +167,8 @@ def _conclude(failed: Failed, judgement: FailurePlan) -> list[FetchedEntry]:
     if judgement.verdict is FailureAction.IN_PLACE:
         return [_again(item, judgement.delay_seconds)]
     if judgement.verdict is FailureAction.STOP:
-        # The message is not finished, so the offset does not pass it. The process fetches it again when an operator
-        # resumes the group.
+        # The message is not finished, so the offset does not pass it. The process fetches the message again when an
+        # operator resumes the group.
         queue.stop()
         return []
     outcome = EntryOutcome.DEAD if judgement.verdict is FailureAction.DEAD else EntryOutcome.SENT_BACK

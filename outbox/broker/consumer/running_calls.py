@@ -2,8 +2,8 @@
 
 The parent makes the file and passes its descriptor to the child. The child maps the file into memory. So a note costs
 one copy in memory, and the notes survive any death of the child. The file has no name, so it disappears when both
-processes have ended. A process whose parent has made no such file writes no notes. If a message kills a process without
-notes, no other process can find out which message it was.
+processes have ended. A process whose parent has made no such file writes no notes. If a message kills a process that
+writes no notes, no other process can find out which message killed it.
 
 See decision 065.
 """

@@ -47,7 +47,7 @@ def read_conninfo(text: str, what: str) -> dict[str, Any]:
 
     Raises ConfigurationError if the string cannot be read; the error's text begins with the value of `what`. A URL with
     an unescaped @ or / in the password raises the same error. libpq would read a part of such a password as host, port
-    or database, and its errors would show that part.
+    or database, and an error of libpq would show this part of the password.
     """
     try:
         found = conninfo_to_dict(text)
@@ -105,8 +105,8 @@ class BrokerConnection(psycopg.Connection[TupleRow]):
         """Close the connection and raise BrokerUnavailable when a statement waits past `deadline` (monotonic).
 
         With `cancel`, the client first asks the server to cancel the statement, which then raises psycopg's
-        QueryCanceled. The connection is closed one second later. Without `cancel`, the server may continue to wait
-        for the statement's lock.
+        QueryCanceled. If the server has not answered one second after this request, the connection is closed. Without
+        `cancel`, the server may continue to wait for the statement's lock.
         """
         self.deadline, self._cancels = deadline, cancel and psycopg.capabilities.has_cancel_safe()
         try:
@@ -236,8 +236,8 @@ def _leads_straight(connection: BrokerConnection, timeout_seconds: float) -> boo
     A pooler accepts clients while its server is down, so this check is part of connecting. Raises BrokerUnavailable.
     """
     try:
-        # A pooler connects to its server only when the pooler gets this statement. So wait at least as long as libpq
-        # waits for a connection.
+        # A pooler connects to its server only when it gets the first statement. So wait at least as long as libpq waits
+        # for a connection.
         with connection.within(time.monotonic() + max(2.0, timeout_seconds)):
             row = connection.execute("SELECT pg_backend_pid()").fetchone()
     except psycopg.Error as error:
@@ -304,7 +304,7 @@ class Pool:
             with connection.within(deadline):
                 yield connection
         except UsageError:
-            # The server has refused the statement and executes nothing any more. The connection can be used again.
+            # The server has refused the statement and does not execute it any more. The connection can be used again.
             self._give_back(connection)
             raise
         except BaseException:

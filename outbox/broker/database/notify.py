@@ -33,7 +33,7 @@ class Channel(enum.StrEnum):
     DECIDED = "decided"
     """From producers to the sequencer: messages may be ready for their queues."""
     QUEUED = "queued"
-    """From the sequencer to consumers: queues have new entries. The payload has the ids, unless there are many."""
+    """From the sequencer to consumers: queues have new entries. The payload has up to 50 queue ids, or is empty."""
     SHARED = "shared"
     """From consumers to consumers: a group's members, its leases or its `paused` flag have changed."""
 

@@ -34,7 +34,7 @@ class Statement:
         return text
 
     def numbered(self, schema: str) -> tuple[bytes, tuple[str, ...]]:
-        """Return the statement for a raw cursor, with `$1` for `%(name)s`, and the names in that order.
+        """Return the statement for a raw cursor, with `$1` for `%(name)s`, and the names in the order of the numbers.
 
         psycopg translates a statement of more than 4 KB anew on every execution.
         """

@@ -34,7 +34,7 @@ LIFT: Final = Statement(_LIFT)
 def lift_for_session(connection: Connection) -> None:
     """Lift the timeouts of a direct connection.
 
-    With a pooler in transaction mode, this would lift the timeouts of other clients, too.
+    Do not call this function behind a pooler in transaction mode: it would lift the timeouts of other clients, too.
     """
     _lift(connection, local=False)
 
@@ -42,7 +42,7 @@ def lift_for_session(connection: Connection) -> None:
 def lift_where_direct(connection: Connection) -> bool:
     """Lift the timeouts of the session if there is no pooler, and return whether they were lifted.
 
-    If they were not lifted, use `lifted`.
+    If the result is False, the caller has to open each transaction with `lifted`.
 
     The function asks the server whether there is a pooler, and does not trust the settings. With LISTEN_URL = "" the
     settings say that every connection goes through a pooler. A connection may be direct in spite of this setting, and

@@ -32,19 +32,19 @@ from outbox.utils.backoff import Backoff
 
 logger = logging.getLogger(__name__)
 
-# At most this many requests are queued; together these requests take some megabytes. A server with so many unfinished
-# requests is stuck.
+# At most this many requests are queued; together these requests take some megabytes. If a server has left so many
+# requests unfinished, it is stuck.
 MAX_QUEUED: Final = 10_000
 # A socket has room for about 270 unread answers. With more unread answers, the server would wait for this client.
 _MAX_UNANSWERED: Final = 100
-# A sender waits this many seconds for a slow server. After one such wait, it waits again only if new answers have
-# arrived.
+# A sender waits this many seconds for a slow server. After one such wait, the sender waits again only if new answers
+# have arrived.
 _CATCH_UP_SECONDS: Final = 0.1
 # A request is sent at most this many times. If the connection breaks before the answer, the request is sent a second
 # time.
 _MAX_SENT: Final = 2
 # A new connection takes some milliseconds. If a connection takes longer than this limit, the caller continues, and the
-# next request waits for the connection again. A call that publishes would also wait for such a slow server.
+# next request waits for the connection again. Without this limit, a call that publishes would wait for a slow server.
 _CONNECT_WAIT_SECONDS: Final = 1.0
 _CONNECT_SECONDS: Final = 3.0
 _RECONNECT: Final = Backoff(first_seconds=0.1, longest_seconds=5.0)
@@ -261,7 +261,11 @@ class OneWay:
         if result.error_field(DiagnosticField.SQLSTATE) == _READ_ONLY:
             # This server was the primary, and is now read-only. The next connection may reach the present primary.
             raise psycopg.OperationalError(said)
-        logger.warning("%s was not done; polling or check-back replaces it: %s", self._unanswered[0].request.what, said)
+        logger.warning(
+            "%s was not sent or failed; polling or check-back does the same work later: %s",
+            self._unanswered[0].request.what,
+            said,
+        )
 
     def _lose(self, error: BaseException) -> None:
         """Close the lost connection, and queue its unanswered requests again."""
@@ -332,7 +336,9 @@ class Waiting(OneWay):
                 self._execute(request)
             except psycopg.Error as error:
                 logger.warning(
-                    "%s was not done; polling or check-back replaces it: %s", request.what, str(error).strip()
+                    "%s was not sent or failed; polling or check-back does the same work later: %s",
+                    request.what,
+                    str(error).strip(),
                 )
 
     def _execute(self, request: Request) -> None:
@@ -366,7 +372,7 @@ def one_way(database: BrokerDatabase) -> OneWay:
 
 
 def _wait(pgconn: PGconn, seconds: float) -> bool:
-    """Wait until answers arrive or unsent data can be written; return False if `seconds` have passed before."""
+    """Wait until answers arrive or unsent data can be written; return False if neither happens within `seconds`."""
     wanted = waiting.READY_RW if pgconn.flush() else waiting.READY_R
     return _poll(pgconn.socket, wanted, seconds)
 

@@ -67,7 +67,7 @@ class RoundTrip:
         else:
             name = self._prepared.get(text)
             if name is None:
-                # The name is unique: even behind an unknown pooler, no other statement has the same name.
+                # The name is random, so no other prepared statement has this name, even behind an unknown pooler.
                 name = b"outbox_%s" % uuid.uuid4().hex.encode()
                 pgconn.send_prepare(name, text)
                 self._sent.append(_Sent(text, name))
@@ -137,7 +137,7 @@ class RoundTrip:
                 if result.status == ExecStatus.PIPELINE_SYNC:
                     return results
                 results.append(result)
-            # libpq returns None after the results of each statement. The loop continues after such a None.
+            # libpq returns None after the results of each statement, so None does not end the loop.
             if pgconn.status != ConnStatus.OK:
                 return results
 

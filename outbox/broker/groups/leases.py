@@ -81,8 +81,8 @@ def acquire(
     return [Lease((group_id, queue_id), epoch, sent + term_seconds, life) for queue_id, epoch in rows]
 
 
-# Selects from the given leases the ones that the owner still holds. All statements lock the rows in the same order, so
-# no two statements can deadlock.
+# Selects those of the given leases that the owner still holds. All statements lock the rows in the same order, so no
+# two statements can deadlock.
 _THAT_ARE_OURS: Final = """
 FROM (
     SELECT * FROM unnest(%(group_ids)s::integer[], %(queue_ids)s::integer[], %(epochs)s::bigint[])

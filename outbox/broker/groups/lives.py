@@ -3,7 +3,7 @@
 A crash of the server loses the ticks that had not reached the disk. A failover or a restore may lose more ticks. Later
 ticks then give the offsets of the lost ticks to other messages. So each start, crash, promotion or restore of the
 server begins a new life. A restore may leave the connections of running processes open. Therefore each process that
-remembers positions reads the life on each new connection, and in each turn of its coordinator.
+remembers positions reads the life on each new connection, and in each round of its coordinator.
 
 The first process that reads the life after a start, crash, promotion or restore begins the new life. This process
 raises the epochs of the leases, so that no process can store anything under an older epoch. If a stored offset is
@@ -28,7 +28,7 @@ _BEGIN = Statement("SELECT {schema}.begin_life_v18()")
 
 
 def current(run: Executor) -> UUID:
-    """Return the present life. If no process has begun it yet, begin it now.
+    """Return the present life. If no process has begun the present life yet, begin this life now.
 
     The connection must be in autocommit mode, outside a transaction.
     """
@@ -53,7 +53,7 @@ _LIFE = Statement("SELECT life_id, began_at, stored_until FROM {schema}.life WHE
 
 
 def described(run: Executor) -> Life:
-    """Return the present life. If no process has begun it yet, begin it now."""
+    """Return the present life. If no process has begun the present life yet, begin this life now."""
     [life] = run.objects(Life, _LIFE, {"life": current(run)})
     return life
 

@@ -7,9 +7,9 @@ No statement updates a row, so no dead rows collect while a reader holds a snaps
 
     next_offset - start_offset = handled + filtered + skipped + sent_back + dead + expired + moved
 
-The consumer counts each term separately. `moved` counts the entries that an offset reset skipped, minus the entries
-that a reset made the group read again. A former owner may still append rows under its old epoch, but such a row never
-becomes the position of the group.
+The consumer counts each number on the right side separately. `moved` counts the entries that an offset reset skipped,
+minus the entries that a reset made the group read again. A former owner may still append rows under its old epoch, but
+such a row never becomes the position of the group.
 """
 
 from __future__ import annotations
@@ -104,8 +104,8 @@ _GIVEN = """
 """
 
 # If a crash of the server loses the newest offsets, some handled messages are delivered again, as after a crash of the
-# consumer. Apart from these offsets the crash loses no data, so the commit does not wait for the disk. The setting of
-# set_config(…, true) ends with the transaction.
+# consumer. A crash can lose only such offsets, so the commit does not wait for the disk. The setting of set_config(…,
+# true) ends with the transaction.
 _STORE = Statement(
     "WITH relaxed AS MATERIALIZED (SELECT set_config('synchronous_commit', 'off', true))"
     + _INSERT

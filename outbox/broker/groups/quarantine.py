@@ -94,7 +94,7 @@ _WITHDRAW = Statement("DELETE FROM {schema}.suspect_vanished WHERE instance_id =
 
 
 def record_death(run: Executor, instance: UUID, calls: Sequence[RunningCall], *, evidence: str, hung: bool) -> None:
-    """Record that an instance has died during `calls`: quarantine the messages of the calls and release its queues.
+    """Record that an instance has died during `calls`: quarantine the calls' messages, release the instance's queues.
 
     If the instance handled one message alone, one more death is counted against this message. `hung` says that the
     process has ended itself because handlers hang. After the commit, the caller sends a notification on Channel.SHARED.
@@ -292,7 +292,9 @@ class QuarantineStatus:
     def __str__(self) -> str:
         what = "hanging" if self.hung else "killing its process"
         now = f"being tried on {self.tried_on}" if self.tried_on else f"tried alone from {self.due_at:%H:%M:%S} UTC on"
-        vanished = f", instances vanished with it on {', '.join(self.hosts)}" if self.hosts else ""
+        vanished = (
+            f", instances vanished while they handled the message on {', '.join(self.hosts)}" if self.hosts else ""
+        )
         return (
             f"group {self.group!r}: message {self.message_id} (topic {self.topic!r}, key {self.key!r}) is suspected of "
             f"{what}: {self.deaths} of {DEATHS_TO_GIVE_UP} deaths alone{vanished}, {now}; {self.evidence}"

@@ -55,8 +55,8 @@ def by_name(name: str) -> Strategy | Collection[int]:
     """Return the strategy for a setting: averagely, circle, consistent_hash, or `config:0,2,5`.
 
     `config` lists the numbers of the queues that this process consumes, for every topic. Each process of the group
-    needs such a list, and the lists should not overlap. With `config`, the retry queues are divided by `averagely`.
-    Raises ConfigurationError.
+    needs a list of its own, and no queue number should be in two lists. With `config`, the retry queues are divided by
+    `averagely`. Raises ConfigurationError.
     """
     strategies: dict[str, Strategy] = {
         "averagely": averagely,

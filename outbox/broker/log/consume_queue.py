@@ -42,7 +42,7 @@ _FLOORS_OF_TOPIC = Statement("SELECT queue_id, floor FROM {schema}.queue WHERE t
 
 # A binary search between floor and head for the first entry that was queued at or after `time`. Entries are queued in
 # the order of their offsets, and there are no gaps from the floor on. If retention has just removed an entry, the
-# search counts this entry as earlier than the time.
+# search counts this entry as queued before `time`.
 _QUEUED_SINCE = Statement("""
 WITH RECURSIVE search (queue_id, low, high) AS (
     SELECT queue_id, low, high

@@ -59,7 +59,7 @@ class ProcessPart(StrEnum):
     def held_seconds(self) -> float:
         """Return the time (seconds) for which a note is valid without a refresh.
 
-        After this time, the process of the note may have ended.
+        If a note was not refreshed for this time, the process that stored the note may have ended.
         """
         if self is ProcessPart.PASS:
             # A pass of pruning runs every ten minutes, so its note must be valid for longer.

@@ -111,10 +111,11 @@ _REMOVAL: Final = """
 """
 
 # Retention keeps some messages below the floor: dead letters, and messages that wait for a retry or in a retry queue.
-# The entries of these messages stay below the floor as proof of queueing. Retention removes such entries later,
-# together with their messages. The statement reads waiting and dead messages once and groups them with the rows of
+# The entries of these messages stay below the floor as proof of queueing. Retention removes the entry of such a message
+# later, together with the message. The statement reads waiting and dead messages once and groups them with the rows of
 # `candidate`. A join that is planned with old statistics would compare each message with each row of `candidate`.
-# Without IS TRUE, PostgreSQL could plan the deletions of failures and dead letters as such a join, too.
+# Without IS TRUE, PostgreSQL could plan the deletions of failures and dead letters as a join that compares all pairs of
+# rows, too.
 _FREE: Final = (
     """
 , waiting AS (
@@ -161,7 +162,7 @@ _FREE: Final = (
 """
 )
 
-# Clear some queues up to their limits, at most `batch` entries together.
+# Clear the given queues up to their limits, at most `batch` entries in all queues together.
 _CLEAR: Final = Statement(
     """
 WITH given AS (
@@ -364,9 +365,9 @@ def run_once(run: Executor, *, settings: RetentionSettings | None = None) -> Ret
 
 
 def _chunks(limits: Sequence[_Limit], batch: int) -> Iterator[list[_Limit]]:
-    """Divide the queues into groups with at most `batch` entries to clear together.
+    """Divide the queues into chunks, so that the queues of one chunk have at most `batch` entries to clear.
 
-    One statement clears one such group.
+    One statement clears the queues of one chunk.
     """
     chunk: list[_Limit] = []
     for limit in limits:
@@ -379,7 +380,7 @@ def _chunks(limits: Sequence[_Limit], batch: int) -> Iterator[list[_Limit]]:
 
 
 def _clear(run: Executor, limits: Sequence[_Limit], settings: RetentionSettings) -> int:
-    """Remove entries up to the limits of their queues, with their messages and other rows.
+    """Remove the entries before the limits of their queues, and the messages and other rows of these entries.
 
     Return the number of removed messages.
     """

@@ -24,10 +24,10 @@ from outbox.broker.groups.offsets import newest_offset
 _TOPICS: Final = Statement("SELECT topic_id, name FROM {schema}.topic WHERE retry_of IS NULL ORDER BY name")
 _SNAPSHOT: Final = Statement("SELECT snapshot::text FROM {schema}.tick ORDER BY tick_id DESC LIMIT 1")
 
-# One row per topic and term. `sent` counts log rows. `committed` and `rolled back` count the messages that decisions
-# list. `unsequenced` counts decisions that the last tick could not see. `undecided` and `parked` count half messages
-# without a decision. `held`, `scheduled`, `recalled` and `queued` count rows of the tables for these states. The last
-# SELECT adds the messages that retention has removed, from the table `pruned`.
+# One row per topic and term. `sent` counts log rows. `committed` and `rolled back` count the messages whose ids are in
+# decisions. `unsequenced` counts the committed messages whose decision the last tick could not see. `undecided` and
+# `parked` count half messages without a decision. `held`, `scheduled`, `recalled` and `queued` count rows of the tables
+# for these states. The last SELECT adds the messages that retention has removed, from the table `pruned`.
 _TERMS: Final = Statement("""
 WITH decided AS MATERIALIZED (
     SELECT log.topic_id, op.decision,
@@ -150,7 +150,7 @@ class GroupTotals:
 
     `discarded`: dead letters that an operator discarded. `expired`: messages that retention removed before the group
     had consumed them; `missed`: the expired messages that the group has not counted yet, because its consumers have not
-    run since.
+    run since the removal.
     """
 
     name: str

@@ -126,7 +126,8 @@ RETURNING queue_id, epoch
 def moved_to(position: Position, target: int) -> Position:
     """Return the position after a reset.
 
-    The counters do not change, and `moved` changes so that the audit's equation stays true.
+    The counters do not change. `moved` changes, so that `next_offset - start_offset - moved` keeps its value: the audit
+    compares this value with the counters.
     """
     start = min(position.start_offset, target)
     counted = position.next_offset - position.start_offset - position.moved
@@ -225,7 +226,7 @@ def _plan(run: Executor, group: str, topic: str, targets: Mapping[int, int], num
 class Reserved:
     """A rename that has begun.
 
-    If a consumer of the group starts before the second step, the consumer raises one of the `epochs`.
+    If a consumer of the group starts before the second step, one of the `epochs` increases.
     """
 
     epochs: str
@@ -235,7 +236,8 @@ class Reserved:
 _LOCK = Statement("""
 SELECT name, group_id FROM {schema}.consumer_group WHERE name IN (%(old)s, %(new)s) ORDER BY group_id FOR NO KEY UPDATE
 """)
-# A group that has handled messages has counters in its offsets, or the row of a failed message or a dead letter.
+# If a group has handled messages, its offsets have counters greater than 0, or the group has a row in the table
+# `failure` or `dead_letter`.
 _HAS_WORKED = Statement("""
 SELECT EXISTS (SELECT FROM {schema}.consumer_offset
                WHERE group_id = %(group_id)s AND handled + skipped + sent_back + dead > 0)
@@ -296,8 +298,8 @@ def reserve(run: Executor, old: str, new: str, *, dry_run: bool = False) -> Rese
 def rename(run: Executor, old: str, new: str, reserved: Reserved) -> None:
     """The second step of a rename: give the group its new name.
 
-    Raises the errors of `reserve`, and UsageError if a consumer of the group has run since `reserve`. The function
-    deletes the empty group that has the new name, which the first step has paused.
+    Raises the errors of `reserve`, and UsageError if a consumer of the group has run since `reserve`. If an
+    empty group has the new name, the function deletes this group; the first step has created or paused it.
     """
     with run.connection.transaction():
         group_id, other_id = _locked(run, old, new)

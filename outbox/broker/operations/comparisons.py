@@ -128,7 +128,7 @@ def store(run: Executor, comparison: DatabaseComparison) -> None:
 
 
 def forget(run: Executor, comparison: DatabaseComparison) -> None:
-    """Delete the comparison. The next comparison then does not continue from the `state` of this comparison."""
+    """Delete the comparison, so that the next comparison of the subject does not continue from its `state`."""
     named = {"kind": comparison.kind.value, "subject": comparison.subject}
     run.execute(_FORGET, {**named, "topic": comparison.topic, "alias": comparison.alias})
 
@@ -155,7 +155,7 @@ FROM {schema}.broker
 
 
 def bounds(run: Executor) -> Bounds:
-    """Return the present bounds of the broker."""
+    """Return the times after which the broker must know every transaction."""
     return Bounds(*run.one(_BOUNDS))
 
 
@@ -169,7 +169,10 @@ ORDER BY op.transaction_id LIMIT %(limit)s
 
 
 def committed_of_ledger(run: Executor, ledger_id: UUID, after: UUID, *, limit: int) -> list[UUID]:
-    """Return the next transactions that a service has reported as committed after reading its ledger, ordered by id."""
+    """Return the next committed transactions of a ledger after the id `after`, ordered by id.
+
+    Transactions that an operator decided are left out.
+    """
     values = {"ledger_id": ledger_id, "after": after, "limit": limit}
     return [found for (found,) in run.rows(_COMMITTED_OF_LEDGER, values)]
 
@@ -189,7 +192,8 @@ ORDER BY transaction_id LIMIT %(limit)s
 _REMOVE_MISSING = Statement("""
 DELETE FROM {schema}.missing_transaction WHERE kind = %(kind)s AND transaction_id = ANY (%(ids)s::uuid[])
 """)
-# A ledger does not keep rows of transactions that were settled so long ago, so no later comparison finds them again.
+# This statement deletes the rows that were settled more than `keep` seconds ago. The ledger keeps no rows of these
+# transactions any more, so no later comparison finds the transactions again.
 _TRIM_MISSING = Statement("""
 DELETE FROM {schema}.missing_transaction
 WHERE producer_group = %(group)s AND settled_at < now() - make_interval(secs => %(keep)s)

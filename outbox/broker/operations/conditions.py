@@ -1,8 +1,9 @@
-"""Conditions describe the state of outbox. Status, probe, doctor, checks, metrics, alerts and operator page show them.
+"""Conditions describe the state of outbox.
 
-The rules (`rules.py`) yield the conditions of the catalogue below. The doctor, `manage.py check` and the probe of a
-worker also yield conditions of the same form that the rules cannot find. Each of these conditions has its own meaning
-and next step, which are not in the catalogue.
+Status, probe, doctor, checks, metrics, alerts and operator page show the conditions. The rules (`rules.py`) yield the
+conditions of the catalogue below. The doctor, `manage.py check` and the probe of a worker also find other problems, and
+report each problem as a condition. Such a condition is not in the catalogue, so it contains its own meaning and next
+step.
 
 See decision 091.
 """
@@ -26,11 +27,11 @@ class Severity(enum.IntEnum):
     """The severity of a condition; also the exit code of the status command and the value of the metric."""
 
     OK = 0
-    """The doctor has made this check and found no fault."""
+    """The doctor has checked the subject of the condition, and has found no fault."""
     WARNING = 1
-    """An operator should look at the condition, but outbox still keeps every promise in time."""
+    """An operator should look at the condition, but outbox still meets all its guarantees."""
     CRITICAL = 2
-    """Messages wait, or a promise is in danger."""
+    """Messages wait, or outbox may soon break one of its guarantees."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +113,9 @@ class ConditionReport:
 
 
 def condition(name: str, judged: Iterable[Judged]) -> list[Condition]:
-    """Return a list with one condition, whose evidence is the facts with a severity, the worst fact first.
+    """Return a list with one condition, or an empty list if no fact has a severity.
 
-    If no fact has a severity, the list is empty.
+    The evidence of the condition contains the facts that have a severity; the worst fact comes first.
     """
     bad = [(severity, fact) for severity, fact in judged if severity]
     if not bad:
@@ -433,10 +434,13 @@ class Thresholds:
         0.5,
         0.9,
         "share",
-        "share of messages sent back for another attempt, of all messages that a group finished in the last minute",
+        "messages sent back for another attempt, divided by all messages that the group finished in the last minute",
     )
     retry_messages: Threshold = _limits(
-        100, 100, "messages", "messages sent back in a minute; if there are fewer, `RETRY_SHARE` is ignored"
+        100,
+        100,
+        "messages",
+        "messages sent back in a minute; if a group sent back fewer messages, `RETRY_SHARE` has no effect",
     )
     retention_behind_seconds: Threshold = _limits(
         3600,
@@ -448,7 +452,10 @@ class Thresholds:
     lock_seconds: Threshold = _limits(5, 60, "seconds", "time for which a session of the broker waits for a lock")
     space_bytes: Threshold = _limits(50 * _GIBIBYTE, None, "bytes", "size of the broker's tables")
     xid_age: Threshold = _limits(
-        1e9, 1.8e9, "transactions", "age of the oldest row; at 2^31 transactions, the transaction ids wrap around"
+        1e9,
+        1.8e9,
+        "transactions",
+        "age of the oldest row, counted in transactions; at an age of 2^31, the transaction ids wrap around",
     )
     sequence_share: Threshold = _limits(0.5, 0.9, "share", "used part of an identity column's numbers")
     replica_lag_bytes: Threshold = _limits(

@@ -1,4 +1,4 @@
-"""Dead letters: messages that a group gave up, with every attempt's error; replay or discard them."""
+"""List, replay and discard dead letters: messages that a group gave up, with every attempt's error."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ class DeadLetter:
 class PagePosition(NamedTuple):
     """A position in the list of dead letters, newest first.
 
-    The next page starts after the position of a page's last letter, even if letters were settled in the meantime.
+    The position of the last letter of a page is the start of the next page, even if letters were settled in the
+    meantime.
     """
 
     dead_at: datetime
@@ -93,14 +94,14 @@ ALL: Final = LetterSelection()
 
 @dataclass(frozen=True, slots=True)
 class FailedAttempt:
-    """One failed attempt, counted from 1."""
+    """One failed attempt. The first attempt has the number 1."""
 
     attempt: int
     error: str
     failed_at: datetime
 
 
-# Errors begin with the name of their type (groups.send_back.describe).
+# The text of a stored error begins with the name of the error's type (groups.send_back.describe).
 _SELECTED: Final = """
     (%(message_ids)s::uuid[] IS NULL OR l.message_id = ANY(%(message_ids)s::uuid[]))
       AND (%(topic)s::text IS NULL OR t.name = %(topic)s::text)

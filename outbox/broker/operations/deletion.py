@@ -130,8 +130,8 @@ WHERE queue_id IN (SELECT queue_id FROM {schema}.queue JOIN {schema}.topic USING
                    WHERE retry_of = %(group_id)s)
 """
 _FORGET_GROUP = [
-    # Delete the rows of topics to which the group once subscribed. The statements lock leases before offsets, as all
-    # other statements do (docs/internals/storage.md, Locks).
+    # Also delete the rows of topics to which the group does not subscribe any more. The statements lock leases before
+    # offsets, as all other statements do (docs/internals/storage.md, Locks).
     Statement("DELETE FROM {schema}.queue_lease WHERE group_id = %(group_id)s"),
     Statement("DELETE FROM {schema}.scheduled" + _ITS_RETRY_QUEUES),
     Statement("DELETE FROM {schema}.consume_queue" + _ITS_RETRY_QUEUES),
@@ -223,9 +223,10 @@ def _unsubscribe(run: Executor, group: str, group_id: int, topic: str, topic_id:
 
 
 def _retry_queues_of(run: Executor, group: str, values: dict[str, Any], *, whole: bool) -> list[int]:
-    """Return the retry queues to delete with a subscription.
+    """Return the retry queues that are deleted together with a subscription.
 
-    The retry queue of the subscription's topic is deleted, and queue 0 too if this is the group's last subscription.
+    The list has the retry queue of the subscription's topic. If this is the group's last subscription, the list also
+    has retry queue 0.
     """
     is_last = whole or len(run.rows(_SUBSCRIBED, values)) == 1
     found = []

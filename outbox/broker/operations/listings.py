@@ -84,7 +84,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class ErrorGroup:
-    """Unsettled dead letters of a group whose last error has one type, with the newest error as an example.
+    """The unsettled dead letters of one group with the same type of last error; `example` is the newest error.
 
     `is_cut`: the group has more than COUNTED unsettled dead letters, and only the newest COUNTED were read.
     """
@@ -126,7 +126,7 @@ class Consumer:
 
 @contextmanager
 def bounded(run: Executor, *, seconds: float) -> Iterator[None]:
-    """Open a read-only transaction in which a statement may take `seconds`, and a wait for a lock one second.
+    """Open a read-only transaction that limits each statement to `seconds`, and each wait for a lock to one second.
 
     If a statement takes longer, it raises psycopg's QueryCanceled. The limits apply to this transaction only, so they
     do not apply to the next transaction that a pooler sends through the same session.
@@ -285,10 +285,11 @@ def list_open(
     after: UUID | None = None,
     limit: int = 100,
 ) -> list[OpenTransaction]:
-    """Return a page of open transactions, the oldest first: all, or those of a producer group or transactional id.
+    """Return a page of open transactions, the oldest first.
 
-    With `parked`, only transactions past the limits of checks are returned. To read the next page, pass the last
-    transaction id of this page as `after`. The function changes nothing.
+    With `group` or `transactional_id`, the page has only transactions of this producer group or transactional id. With
+    `parked`, the page has only parked transactions. To read the next page, pass the last transaction id of this page as
+    `after`. The function changes nothing.
     """
     return _find(run, group=group, transactional_id=transactional_id, parked=parked, after=after, limit=limit)
 

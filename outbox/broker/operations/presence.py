@@ -80,7 +80,7 @@ INBOX: Final = "inbox"
 class PruningBehind:
     """A ledger or inbox of a service.
 
-    `seconds`: for this long, the oldest row that pruning has not examined has been due for pruning.
+    `seconds`: the time since the oldest row that pruning has not examined became due for pruning.
     """
 
     producer_group: str
@@ -130,7 +130,7 @@ FROM {schema}.pruned_table ORDER BY seconds DESC
 
 
 def pruning_behind(run: Executor) -> list[PruningBehind]:
-    """Return every table that any service has reported, the table furthest behind first.
+    """Return every table that any service has reported; the table with the greatest `seconds` comes first.
 
     While pruning fails or does not run, `seconds` grows.
     """

@@ -110,7 +110,7 @@ _OF_WANTED: Final = (
 def _progress(positions: str) -> str:
     """Return the CTE `progress` and the CTEs that it reads.
 
-    The SQL text `positions` has the joins to `ends` and `newest`.
+    `positions` is the part of the SQL text that joins `ends` and `newest`.
     """
     return (
         """
@@ -232,8 +232,8 @@ class Newcomer:
     without_consumers: list[str]
 
 
-# The statement reads only the first and the last offset of each queue, and the position of each group. So the number of
-# messages in a topic does not change its duration.
+# The statement reads only the first and the last offset of each queue, and the position of each group. So the duration
+# of the statement does not depend on the number of messages in a topic.
 _NEWCOMERS = Statement(
     """
 WITH wanted AS (
@@ -273,7 +273,10 @@ ORDER BY wanted.consumer_group, wanted.name
 
 
 def newcomers(run: Executor, wanted: Sequence[tuple[str, str]]) -> list[Newcomer]:
-    """Return the pairs (group, topic) of `wanted` with a new group, and with a topic that other groups have handled."""
+    """Return the pairs (group, topic) of `wanted` in which the group has no subscription to the topic.
+
+    Pairs are left out if no other group has handled messages of the topic.
+    """
     if not wanted:
         return []
     groups, topics = zip(*wanted, strict=True)

@@ -180,7 +180,10 @@ def _without_leader(limits: Thresholds, seconds: float | None) -> Severity | Non
 
 
 def _undelivered(run: Executor, limits: Thresholds, snapshot: str) -> Judged:
-    """Judge the waiting time of the oldest decision that the tick with this snapshot could not see."""
+    """Judge how long the oldest decision that is not visible in `snapshot` has waited.
+
+    `snapshot` is the snapshot of the last tick.
+    """
     seen = Snapshot.parse(snapshot)
     # The statement is not prepared, because a plan made without the values of the snapshot would read the whole table.
     [seconds] = run.one(_UNREAD, {"xmax": str(seen.xmax), "xip": xids(seen.in_progress)}, prepare=False)
@@ -277,7 +280,7 @@ def _fact(one: DatabaseComparison) -> Fact:
 def reset_command(one: DatabaseComparison) -> str:
     """Return the command that makes a group handle the lost messages again; messages in the inbox are skipped."""
     assert one.first_at is not None
-    # The time on a command line has whole microseconds.
+    # The command names a time 1 ms before the first lost message, so that rounding cannot exclude this message.
     at = (one.first_at - timedelta(milliseconds=1)).isoformat()
     return f"manage.py outbox_group reset {one.subject} {one.topic} --to-time {at}"
 
@@ -285,9 +288,9 @@ def reset_command(one: DatabaseComparison) -> str:
 # ---------------------------------------------------------------------------------------------------------------------
 # Conditions of undecided transactions: no producer answers the checks, or no producer knows the outcome.
 
-# Three undecided transactions of a producer group whose check is due. The statement reads at most two hundred rows. If
-# all transactions of these rows are decided now, the condition has no examples and names the command that lists the
-# transactions.
+# Up to three undecided transactions of a producer group; the statement chooses among the two hundred rows whose checks
+# are due first. If all transactions of these rows are decided now, the condition has no examples and names the command
+# that lists the transactions.
 _UNANSWERED: Final = Statement("""
 SELECT transaction_id::text
 FROM (SELECT transaction_id FROM {schema}.pending_check WHERE producer_group = %(group)s AND parked_at IS NULL
@@ -765,7 +768,7 @@ def survey(run: Executor, limits: Thresholds | None = None) -> Survey:
     try:
         with lock_limited(run.connection):
             check_schema(run.connection, run.schema)
-        # If `read` has to count, it counts in a separate transaction.
+        # If `read` finds no fresh summary, it counts the figures itself, in a separate transaction.
         summary = summaries.read(run)
         with lock_limited(run.connection):
             return Survey(worst_first(one for rules in _RULES for one in rules(run, limits, summary)), summary)

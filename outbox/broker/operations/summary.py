@@ -56,8 +56,8 @@ WHERE NOT EXISTS (SELECT FROM {schema}.op_log WHERE op_log.transaction_id = pend
 GROUP BY producer_group ORDER BY producer_group
 """
 
-# Figures per topic. `behind_since`: the time at which the oldest message that every group has consumed passed its
-# retention time.
+# Figures per topic. `behind_since`: the time from which retention may remove the oldest message that every group has
+# consumed. This time may be in the future.
 _TOPICS: Final = (
     """
 WITH """
@@ -135,8 +135,7 @@ SELECT extract(epoch FROM at)::double precision, totals FROM {schema}.summary OR
 
 _Row = TypeVar("_Row")
 
-# Readers do not use a summary that is older than this (seconds), because the process that wrote the summary has
-# stopped.
+# Readers do not use a summary that is older than this number of seconds, because its writer has probably stopped.
 FRESH_SECONDS: Final = 60.0
 # The largest share of the time that a process spends on counting in the background. The longer a count takes, the later
 # the next count begins.
@@ -200,7 +199,8 @@ class TopicProgress:
     """The figures of a topic.
 
     `queued` is the total of all messages that came into its queues; other fields count messages that are in no queue
-    yet. `behind_since`: the time at which the oldest message that every group has consumed passed its retention time.
+    yet. `behind_since`: the time from which retention may remove the oldest message that every group has consumed. This
+    time may be in the future.
     """
 
     topic: str
@@ -231,7 +231,7 @@ class Summary:
 
     `drawn`: the number of log ids that PostgreSQL had assigned at the time of counting. `drawn` is None in a stored
     summary, and if the role may not read this number. `stored_age_seconds`: the age of the newest stored summary, or
-    None if there is none. `is_late`: no stored summary was fresh, so the reader has counted.
+    None if there is none. `is_late`: no stored summary was fresh, so the reader has counted the figures itself.
     """
 
     at: float
@@ -252,7 +252,10 @@ class Summary:
         return max(0.0, self.now - self.at)
 
     def seconds_since(self, at: float | None) -> float | None:
-        """The seconds from `at` to the time of counting, because messages may have been consumed after the counting."""
+        """The seconds from `at` until the figures were counted; None if `at` is None.
+
+        The time after the counting is left out, because messages may have been consumed meanwhile.
+        """
         return None if at is None else max(0.0, self.at - at)
 
 
@@ -419,7 +422,7 @@ def _moment(at: float, totals: Mapping[str, Any], group: str | None) -> SummaryP
     oldest = max((row[4] for row in rows), default=0.0)
     if group is not None:
         return SummaryPoint(at, None, None, handled, sent_back, dead, lag, oldest)
-    # If an older version has stored the summary, the summary has no count of the log.
+    # A summary that an older version has stored lacks `stored`, the number of assigned log ids.
     return SummaryPoint(at, totals.get("stored"), totals["queued"], handled, sent_back, dead, lag, oldest)
 
 

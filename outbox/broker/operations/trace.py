@@ -36,9 +36,10 @@ class EntryState(enum.StrEnum):
     HANDLED = "handled"
     """A handler has finished the entry."""
     PASSED = "handled or skipped"
-    """The group skipped some entries of this queue; their offsets are not stored.
+    """A handler has finished the entry, or the group has skipped it.
 
-    Either the inbox knew the messages, or a reset passed over them.
+    The group has skipped some entries of this queue, because the inbox had their messages or a reset passed over them.
+    The broker does not store which entries were skipped.
     """
 
 
@@ -113,10 +114,13 @@ def state_of(
 
 
 class Whereabouts(enum.StrEnum):
-    """The place of a message for one consumer group."""
+    """The state of a message for one consumer group: whether and how the group can still receive it."""
 
     WAITING = "waiting"
-    """The message is undecided, not queued yet, scheduled, held, queued ahead of the group, or waits for a retry."""
+    """The message is undecided, not queued yet, scheduled or held, or it waits for a retry.
+
+    A message in a queue also has this state if the group has not consumed it yet.
+    """
     DEAD = "dead"
     """The message is a dead letter that no operator has settled."""
     DISCARDED = "discarded"

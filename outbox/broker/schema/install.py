@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 # current.sql creates the tables of a new database. changes/ has the numbered files that bring the tables of version 0.1
-# to the same state. Each of these files names the tables from earlier files that it locks. functions/ has one file per
+# to the same state. Each file in changes/ lists the existing tables that its change locks. functions/ has one file per
 # function (docs/decisions/196).
 _FOLDER: Final = resources.files("outbox.broker.schema")
 _CHANGES: Final = {
@@ -41,7 +41,8 @@ _CHANGES: Final = {
 SCHEMA_VERSION: Final = max(_CHANGES)
 _LOCKS: Final = re.compile(r"^-- Locks: (.+)$", re.MULTILINE)
 # Functions that write with the rights of their owner, and functions that such functions call. By default, PostgreSQL
-# lets every role execute a new function. So this right is revoked here, and each role needs a GRANT.
+# lets every role execute a new function. So the installation revokes the right to execute these functions, and each
+# role needs a GRANT.
 _GRANTED_ONLY: Final = ("key_lock_number", "key_shard", "publish", "publish_bytes", "publish_complaint")
 
 # PostgreSQL 15 introduced UNIQUE NULLS NOT DISTINCT.
@@ -65,7 +66,7 @@ _NAMED: Final = 5
 
 _LOCK = Statement("SELECT pg_advisory_xact_lock(hashtextextended('outbox.install', 0))")
 _EXISTS = Statement("SELECT to_regclass(%(table)s) IS NOT NULL")
-# The second change added the column `change`, so the statement also works on tables without this column.
+# The statement also works on tables without the column `change`, because only the second change added this column.
 _VERSION = Statement("""
 SELECT coalesce(max(version), 0), coalesce(max((to_jsonb(known) ->> 'change')::integer), max(version), 0)
 FROM {schema}.schema_version known
@@ -83,7 +84,10 @@ _RECORD = Statement("UPDATE {schema}.schema_version SET change = %(version)s")
 
 @dataclass(frozen=True, slots=True)
 class _Installed:
-    """Two versions from the tables: the lowest version of code that may use them, and the last change."""
+    """Two numbers from the installed tables.
+
+    `needs`: the lowest version of code that may use the tables. `change`: the number of the last applied change.
+    """
 
     needs: int
     change: int
@@ -164,8 +168,8 @@ def change_tables(
         logger.debug("tables %s are in use for %.1f s: %s", ", ".join(tables), passed, met)
         if time.monotonic() - reported_at > _REPORT_EVERY_SECONDS:
             reported_at = _report_holders(run, tables, report, reported_at)
-        # The pause is random, so that attempts do not always meet the same periodic transaction. The pause is longer
-        # than the wait for the lock before the pause.
+        # The pause is random, so that attempts do not always meet the same periodic transaction. The pause after an
+        # attempt is longer than the attempt's wait for the lock.
         time.sleep(random.uniform(2, 6) * max(wait_seconds, _FIRST_WAIT_SECONDS))
         attempt += 1
 
@@ -240,7 +244,10 @@ def locked_tables(version: int) -> list[str]:
 
 
 def installed_version(connection: Connection, schema: str = "outbox") -> int:
-    """Return the number of the last change of the tables, even if newer than this code; 0 without tables."""
+    """Return the number of the last change that was applied to the tables; 0 if the tables are missing.
+
+    The number may belong to a change that this code does not have yet.
+    """
     return _installed(Executor(connection, schema)).change
 
 

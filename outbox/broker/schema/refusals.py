@@ -56,8 +56,8 @@ def refused(what: str, error: psycopg.Error, schema: str) -> OutboxError:
         )
     if isinstance(error, (psycopg.OperationalError, psycopg.InterfaceError)):
         return BrokerUnavailable(
-            f"{what}: interrupted, the connection to the broker's database broke: {said}. It may have "
-            f"been done all the same: find out, then try again."
+            f"{what}: interrupted, the connection to the broker's database broke: {said}. The server may have "
+            "completed the operation: check the result before you try again."
         )
     return BrokerError(
         f"{what}: not done, the broker's database raised an error: {said}. Nothing was stored. Remove the cause, "

@@ -3,14 +3,15 @@
 A change of the tables needs ACCESS EXCLUSIVE locks while other transactions run. Two rules protect the other
 transactions:
 
-- One request to the server takes all locks of a change, before the change does anything else. The transaction waits
-  only for the first lock, and holds no other lock during this wait. It takes all locks after the first with NOWAIT.
-- While a change waits for the first lock, every later transaction that uses this table waits behind the change. So the
-  first attempts to lock the tables do not wait at all. Later attempts wait for the first lock, at the beginning for
-  some milliseconds, then longer. The pause after each attempt is longer than its wait.
+- One request to the server takes all locks of a change, before the change does anything else. The transaction of the
+  change waits only for the first lock, and holds no other lock during this wait. The request takes all locks after the
+  first lock with NOWAIT.
+- While a change waits for the lock of the first table, every later transaction that uses the first table waits behind
+  the change. So the first attempts to lock the tables do not wait at all. Later attempts wait for the first lock, at
+  the beginning for some milliseconds, then longer. The pause after each attempt is longer than the wait of the attempt.
 
 All changes lock the tables in the same order, the busiest table first. So a change waits only for the busiest table. An
-attempt without a wait would hardly ever find this table free.
+attempt without a wait would hardly ever find the busiest table free.
 
 See decision 183.
 """

@@ -124,9 +124,9 @@ class KeyOrder:
         return list({self._open[log_id][1] for log_id in found if log_id is not None})
 
     def hints(self, now: float, after_seconds: float) -> Sequence[UUID]:
-        """Return the transactions for which a key has waited for `after_seconds`.
+        """Return the undecided transactions that block a key which has waited for at least `after_seconds`.
 
-        Each transaction is returned only once.
+        The method returns each transaction only once.
         """
         overdue = []
         while self._to_hint and now - self._to_hint[0][0] >= after_seconds:

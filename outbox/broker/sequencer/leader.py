@@ -1,9 +1,9 @@
 """Leader election for a role of the broker.
 
-The leader lease only prevents double work. Two sequencers at the same time are safe, because they collide on the tick.
-The lease expires by the clock of the database. The owner decides by its own monotonic clock when to renew the lease,
-and counts from the moment before it sent the last renewal. A stand-in candidate leads only while no other candidate
-wants to lead. Another candidate may take the lease of a stand-in at any time.
+The leader lease only prevents double work. Two sequencers at the same time are safe, because only one of them can
+commit the next tick. The lease expires by the clock of the database. The owner decides by its own monotonic clock when
+to renew the lease, and counts from the moment before it sent the last renewal. A stand-in candidate leads only while no
+other candidate wants to lead. Another candidate may take the lease of a stand-in at any time.
 """
 
 from __future__ import annotations

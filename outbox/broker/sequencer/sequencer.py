@@ -36,7 +36,7 @@ from outbox.utils import faults
 
 logger = logging.getLogger(__name__)
 
-# The source of this function is outbox/broker/schema/functions/tick_v18.sql.
+# This statement calls an SQL function whose source is outbox/broker/schema/functions/tick_v18.sql.
 _TICK: Final = Statement("""
 SELECT obstacle, seen, stored, more, decision_count, appended_count, held_count, released_count, scheduled_count,
        due_count, next_due_seconds, nothing_due_before, met
@@ -349,7 +349,11 @@ class Sequencer:
         return self._advance(state, ticked, _Plan())
 
     def _tick_in_order(self, trip: RoundTrip, connection: Connection, state: TickState) -> TickCounts:
-        """Make a tick in two round trips with one snapshot: read the FIFO messages, then pass the messages to hold."""
+        """Make a tick in two round trips with one snapshot.
+
+        The first round trip reads the FIFO messages. The second round trip makes the tick, and tells the server which
+        messages to hold and which held messages to release.
+        """
         self._begin(trip)
         trip.send(_READ_FIFO, self._reading(state))
         trip.send(_NEWEST_PARKED)
@@ -459,8 +463,8 @@ class Sequencer:
         if ticked.obstacle is not None:
             raise _MustLook
         if plan.has_looked or not ticked.counts.more:
-            # If this process has not read the FIFO messages before the tick, and there is more work, then rows that the
-            # tick did not read may have FIFO messages.
+            # `half_snapshot` does not change if the tick left rows unread, and this process did not read the FIFO
+            # messages before the tick. The unread rows may contain FIFO messages.
             state.half_snapshot = Snapshot.parse(ticked.seen)
         state.due_from = ticked.nothing_due_before.encode()
         if ticked.stored is not None:

@@ -111,10 +111,11 @@ INSERT INTO {schema}.held (log_id, topic_id, key)
 SELECT log_id, topic_id, key FROM lost WHERE deliver_at IS NULL OR deliver_at <= now()
 """)
 
-# Some decisions in op_log may have a transaction id that another server assigned. A row with such an id is visible,
-# although the current snapshot does not contain the id. Replace these ids by 2, PostgreSQL's own "frozen" id. Otherwise
-# a tick would read the rows again when this server reaches these ids. After a failover or a physical restore, the
-# server continues the ids, so no row has such an id. After a logical restore, most rows have such an id.
+# A decision in op_log may have a foreign id: a transaction id that another server assigned. The row of such a decision
+# is visible, although the current snapshot does not contain the foreign id. This statement replaces each foreign id by
+# 2, PostgreSQL's own "frozen" id. Otherwise a tick would read the decision again when this server reaches the foreign
+# id. After a failover or a physical restore, the server continues the old sequence of transaction ids, so no row of
+# op_log has a foreign id. After a logical restore, most rows of op_log have a foreign id.
 _FREEZE_FOREIGN: Final = Statement("""
 UPDATE {schema}.op_log SET xid = '2'
 WHERE xid >= pg_snapshot_xmin(pg_current_snapshot()) AND NOT pg_visible_in_snapshot(xid, pg_current_snapshot())
@@ -125,8 +126,8 @@ INSERT INTO {schema}.resync (incarnation, reason, snapshot, life_ordinal)
 VALUES (%(incarnation)s, %(reason)s, pg_current_snapshot(), (SELECT coalesce(max(ordinal), 0) FROM {schema}.life))
 """)
 
-# This statement stores all transactions that are undecided now as pending. So the half scan continues from the current
-# snapshot.
+# This statement adds a row to `pending_check` for every undecided transaction that has none. So the half scan can
+# continue from the current snapshot.
 _RESET_HALF_SCAN: Final = Statement(
     f"""
 WITH moved AS ({insert_pending("{schema}.commit_log AS half_row", "half AND message_id = transaction_id")}
@@ -146,9 +147,9 @@ FROM {schema}.queue_head WHERE head > 0
 """)
 
 
-# A comparison of all decisions with all queues takes at most minutes. For this time (seconds), the heartbeat file says
-# that the process is busy. Otherwise a probe could find the process hanging, each new process would be restarted in the
-# same way, and no process would ever finish the comparison.
+# The heartbeat file says for this number of seconds that the process is busy with the comparison of all decisions with
+# all queues. The comparison takes some minutes at most. Without this entry in the file, a probe could judge that the
+# process hangs. Each new process would then be restarted, too, and no process would ever finish the comparison.
 _RESYNC_SECONDS: Final = 3600.0
 
 
@@ -160,12 +161,13 @@ class TickState:
     snapshot `half_snapshot` contains. `half_snapshot` can be newer than `snapshot`, which is the snapshot of the tick.
     `fifo_topics`: the topics whose half messages are in `order`. `newest_parked`: the newest time of parking that this
     process has read. `look_at_all_parked_at`: the time at which the sequencer next reads all parked transactions.
-    `due_from`: no scheduled message is due earlier, except messages that were stored late. `look_at_all_due_at`: the
-    time of the next search for scheduled messages that were stored late. `is_entangled`: the last look found FIFO
-    messages that wait or for which other messages may wait, so the next tick begins with a look. `meets_fifo`: the next
-    tick may read FIFO messages. If any message is open or held at that time, the statement of the tick returns before
-    it changes anything, so that this process can check the order. `names_queues`: all entries of earlier ticks are
-    announced, so the next notification names only the queues of its own tick.
+    `due_from`: no scheduled message is due before this time, except messages that were stored late.
+    `look_at_all_due_at`: the time of the next search for scheduled messages that were stored late. `is_entangled`: the
+    last look found FIFO messages that wait, or that may make other messages wait, so the next tick begins with a look.
+    `meets_fifo`: the next tick may read FIFO messages. If the next tick reads FIFO messages while any message is open
+    or held, the statement of the tick returns before it changes anything, so that this process can check the order.
+    `names_queues`: all entries of earlier ticks are announced, so the next notification names only the queues of its
+    own tick.
     """
 
     tick_id: int

@@ -37,10 +37,10 @@ SELECT log.transaction_id, coalesce(log.producer_group, '') AS producer_group, l
        topic.name AS topic, log.body, log.key, log.tag, log.headers, log.content_type, log.deliver_at, log.shard,
        log.born_at, """
 
-# This statement deletes the rows of transactions that were decided after their row was stored. The statement that
-# stores a decision does not delete these rows, so an end message never waits for a row that a check has locked. If an
-# early check was requested, the transaction is due again when its immunity ends. Parked transactions fill only the free
-# places of a batch, so they never delay other checks.
+# This statement also deletes the `pending_check` rows of transactions that are decided now. The statement that stores a
+# decision does not delete `pending_check` rows, so an end message never waits for a row that a check has locked. If a
+# check runs before the immunity of its transaction ends, the next check is due when the immunity ends. A batch contains
+# parked transactions only if fewer than `limit` other checks are due, so parked transactions never delay other checks.
 _CLAIM = Statement(
     """
 WITH pending AS MATERIALIZED (
@@ -228,8 +228,8 @@ def report_answers(
 ) -> list[EndStatus | None]:
     """Apply a checker's answers in one transaction, and return one status per answer; None for UNKNOWN.
 
-    An answer UNKNOWN uses up one of the `max_checks` if the answer counts and immunity is over. After `max_checks`
-    answers that count, the transaction is parked.
+    An answer UNKNOWN uses up one of the `max_checks` if its field `counts` is true and the immunity has ended. After
+    `max_checks` counted answers, the transaction is parked.
     """
     with lifted(run.connection):
         known = [answer for answer in answers if answer.decision is not Decision.UNKNOWN]

@@ -14,9 +14,9 @@ from outbox.broker.log.incidents import Incident, IncidentKind
 from outbox.errors import UsageError
 from outbox.transaction import DecidedBy, Decision, EndStatus, EndTransaction
 
-# The statement starts after the outcome of the local transaction is known, and it looks up the log ids in the log. So
-# the caller can neither add nor omit a message. The statement sorts by transaction id, because inserts that may
-# conflict must lock in one order.
+# The caller passes no log ids: this statement finds the messages of each transaction in the log, after the outcome of
+# the local transaction is known. So the caller can neither add a message to the decision nor omit a message. The
+# statement sorts by transaction id, because inserts that may conflict must lock in one order.
 _DECIDE = Statement("""
 WITH given AS (
     SELECT * FROM unnest(%(ids)s::uuid[], %(decisions)s::text[], %(deciders)s::text[], %(groups)s::text[])

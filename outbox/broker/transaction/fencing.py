@@ -2,9 +2,9 @@
 
 Each instance that takes over a transactional id raises the epoch of the id. The transaction that stores messages under
 the id checks the epoch under a shared lock, and a newer instance waits for this lock. Once the newer instance has its
-epoch, an older instance can no longer commit messages in its local transaction. A half message that an older instance
-stored before that time stays undecided, and its ledger decides it. `leftovers` lists the undecided transactions of
-older instances, for which the newer instance waits.
+epoch, an older instance can no longer commit messages in its local transaction. If an older instance stored a half
+message before the takeover, the half message stays undecided until check-back decides it by the ledger. `leftovers`
+lists the undecided transactions of older instances, for which the newer instance waits.
 """
 
 from __future__ import annotations

@@ -31,8 +31,8 @@ _IMMUNE_UNTIL: Final = "stored_at + make_interval(secs => coalesce(immunity_seco
 def insert_pending(source: LiteralString, where: LiteralString, *, due: LiteralString = _IMMUNE_UNTIL) -> LiteralString:
     """Return the INSERT of one `pending_check` row per undecided transaction, due when immunity ends or at `due`.
 
-    The half message stores the length of its immunity. If it stores no length, the setting of the process that finds
-    the message applies. Immunity counts from the time at which the half message was stored.
+    The half message stores the length of its immunity. If the half message stores no length, the setting of the process
+    that finds the message applies. Immunity counts from the time at which the half message was stored.
 
     `source` has the log's columns and the alias `half_row`. The rows are sorted, because inserts that may conflict must
     lock in one order.
@@ -48,8 +48,8 @@ ORDER BY transaction_id
 """
 
 
-# `edge` has the transaction id up to which the scan reads. In a long backlog, about `batch` rows are below this id, and
-# rows of one transaction are not split. Without a backlog, this id is the end of the current snapshot. The current
+# `edge` has the transaction id up to which the scan reads. If many rows are unread, the scan reads about `batch` rows,
+# and always all rows of a transaction. If few rows are unread, `edge` has the end of the current snapshot. The current
 # snapshot limits the query, because rows from before a restore may have higher transaction ids than the rows that are
 # written now. The scan stores the current snapshot without the transactions from the id in `edge` on, so that the next
 # scan reads these transactions.
@@ -166,14 +166,14 @@ def drop_decided_parked(run: Executor) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Undecided:
-    """A transaction without a decision. `immune`: it is too young for a check that may write a tombstone."""
+    """A transaction without a decision. `immune`: its immunity has not ended, so a check may not write a tombstone."""
 
     transaction_id: UUID
     immune: bool
 
 
 def undecided_below(run: Executor, ledger_id: UUID, below: UUID, *, limit: int) -> list[Undecided]:
-    """Return the first undecided transactions of a ledger, in the order of their ids, which the half scan has found."""
+    """Return the undecided transactions of a ledger that the half scan has found, the lowest ids first."""
     return run.objects(Undecided, _UNDECIDED_BELOW, {"ledger_id": ledger_id, "below": below, "limit": limit})
 
 

@@ -32,9 +32,9 @@ from outbox.transaction import GROUP_AWAY_SECONDS, CheckSettings, ParkReason
 
 _BATCH: Final = 1000
 
-# The age counts from the end of immunity, so a long immunity does not lead to parking. The statement skips rows that a
-# check has locked; the next pass reads these rows. If no process of the producer group asks for checks, the parked
-# transaction is due at once, so the next process of the group checks it.
+# The age of a transaction counts from the end of its immunity, so a long immunity does not lead to parking. The
+# statement skips rows that a check has locked; the next pass reads these rows. If no process of the producer group asks
+# for checks, the parked transaction is due at once, so the next process of the group checks the transaction.
 _PARK_OVERDUE = Statement("""
 WITH overdue AS MATERIALIZED (
     SELECT transaction_id, coalesce(seen_at < now() - make_interval(secs => %(away)s), true) AS unanswered, seen_at
@@ -52,7 +52,7 @@ RETURNING pending.transaction_id, pending.producer_group, park_reason AS reason,
 """)
 
 # The time in `seen_at` is written at most once in ten seconds, so that the processes of a group seldom wait for each
-# other's row lock. This is exact enough.
+# other's row lock. So `seen_at` may be ten seconds too old, which does no harm.
 _NOTE_ASKING = Statement("""
 WITH before AS (
     SELECT seen_at FROM {schema}.producer_group WHERE name = %(group)s
@@ -130,7 +130,10 @@ def park_overdue(run: Executor, *, settings: CheckSettings) -> int:
 
 
 def note_asking(run: Executor, producer_group: str) -> bool:
-    """Record that the group asks for checks now. Return whether the group had not asked for GROUP_AWAY_SECONDS."""
+    """Record that the group asks for checks now, and return whether the group was away before.
+
+    A group was away if its previous request is older than GROUP_AWAY_SECONDS, or if it has never asked for checks.
+    """
     with lifted(run.connection):
         [was_away] = run.one(_NOTE_ASKING, {"group": producer_group, "away": GROUP_AWAY_SECONDS})
     return bool(was_away)

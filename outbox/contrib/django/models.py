@@ -137,7 +137,8 @@ class KeyLock(models.Model):
 class Finding(models.Model):
     """A finding of the last reconciliation run.
 
-    `manage.py outbox_reconcile --save` replaces all findings of an `output`.
+    `output` is the folder of the results. `manage.py outbox_reconcile --save` replaces all findings with the same
+    `output`.
     """
 
     output = models.TextField()

@@ -22,8 +22,8 @@ class BrokerRouter:
         try:
             return False if is_dedicated(db) else None
         except ConfigurationError:
-            # Ignore an error in the settings here. The system checks, with which `migrate` starts, also call the
-            # router, and one of them reports the error.
+            # Ignore an error in OUTBOX here, because Django also calls the router during the system checks. `migrate`
+            # starts with these checks, and `check_settings` reports the error.
             return None
 
     def allow_relation(self, obj1: Model, obj2: Model, **hints: Any) -> bool | None:

@@ -120,11 +120,12 @@ class Saga(Generic[Record]):
     ) -> Callable[[Work], Work]:
         """Declare the next step.
 
-        Its function gets the locked record, and runs in the transaction of the step's message. The function returns
-        None if the step is done, or WAIT if the step waits for an answer. It raises StepRefused to undo the earlier
-        steps. `undo` reverses the effects of the step, and must not raise StepRefused. If a step waits for longer than
-        `within`, the saga refuses the step. `retry` applies to failures of the function and of `undo`. After the last
-        attempt, the message becomes a dead letter. If an operator replays the dead letter, the saga continues.
+        The step's function gets the locked record, and runs in the transaction that handles the step's message. The
+        function returns None if the step is done, or WAIT if the step waits for an answer. If the earlier steps must be
+        undone, the function raises StepRefused. `undo` reverses the effects of the step, and must not raise
+        StepRefused. If a step waits for longer than `within`, the saga refuses the step. `retry` applies to failures of
+        the function and of `undo`. After the last attempt, the message becomes a dead letter. If an operator replays
+        the dead letter, the saga continues.
         """
 
         def declare(work: Work) -> Work:
@@ -305,8 +306,8 @@ class Saga(Generic[Record]):
     def _progress(self, pk: object) -> QuerySet[SagaProgress]:
         """Return a query for the row of the saga's progress.
 
-        Lock the record first and then this row. Application code does the same if it locks the record and then answers
-        the saga.
+        Lock the record before you lock this row. Application code uses the same order if it locks the record and then
+        calls `proceed` or `refuse`, so no deadlock is possible.
         """
         value = self._record._meta.pk.to_python(pk)
         return SagaProgress.objects.using(self._alias).filter(saga=self.name, record=str(value))

@@ -181,7 +181,9 @@ def in_memory_outbox(*, groups: Sequence[str] = (), **settings: Any) -> Iterator
 
 @contextmanager
 def broker_outbox(*, groups: Sequence[str] = (), **settings: Any) -> Iterator[BrokerOutbox]:
-    """Use the emptied test database of the broker inside the block. Otherwise like `in_memory_outbox`.
+    """Use a real broker in the emptied test database of the broker inside the block.
+
+    The parameters are the same as for `in_memory_outbox`.
 
     Raises ConfigurationError if the broker's alias is not among the databases of the running test.
     """

@@ -154,7 +154,7 @@ def _carrying(message: Message, carried: Mapping[str, str]) -> Message:
 
 
 def _context_of(message: Message) -> Context:
-    """Return the trace context in the headers of the message, which is independent of this thread's context.
+    """Return the trace context that the message's headers contain. This thread's own context has no influence.
 
     If the headers contain no valid context, return an empty context.
     """

@@ -16,8 +16,8 @@ from outbox.broker.operations.conditions import CATALOGUE, ConditionReport
 from outbox.broker.operations.summary import GroupProgress, Overview, Summary
 from outbox.contrib.prometheus.recorder import OTHERS
 
-# The first pairs of group and topic in the order of their names, at most this many, have their own series. All other
-# pairs share one series per group.
+# At most this many pairs of group and topic have their own series: the first pairs in the order of their names. All
+# other pairs share one series per group.
 MOST_PAIRS: Final = 1000
 _KEPT_SECONDS: Final = 5.0
 

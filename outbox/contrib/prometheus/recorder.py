@@ -18,7 +18,8 @@ from outbox.transaction import CheckCounts
 MOST_TOPICS: Final = 200
 MOST_PAIRS: Final = 200
 OTHERS: Final = "(others)"
-# The histograms get about this many waiting times of a batch, so that the cost per message stays small.
+# From each batch, the histograms record the waiting times of only about this many messages, so that the cost per
+# message stays small.
 _SAMPLES: Final = 10
 _BUCKETS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 60.0, 600.0)
 

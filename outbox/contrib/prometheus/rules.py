@@ -46,7 +46,7 @@ def alerts() -> str:
 
 
 def _holds(name: str) -> str:
-    """Return an expression that is true if the condition holds, or did hold when its state was last known.
+    """Return an expression that is true if the condition holds; if its state is unknown, the last known state counts.
 
     So an alert keeps firing while the broker is down.
     """
@@ -78,7 +78,8 @@ def _quantiles(metric: str, by: str) -> list[tuple[str, str]]:
 def _summed(of_group_and_topic: str) -> str:
     """Return an expression for the sum per group.
 
-    Each worker and web process exports the same value, so `max` takes the value once.
+    Each worker and web process exports the same value. The function `max` makes one value of these equal values, so
+    that `sum` does not count it several times.
     """
     return f"sum by (group) (max by (group, topic) ({of_group_and_topic}))"
 

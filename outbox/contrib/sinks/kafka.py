@@ -110,7 +110,7 @@ class KafkaSink:
         )
         if error.code() in _REJECTED:
             return Rejected(f"{said} (message {message.message_id})")
-        # The text has no message id, because an outage is detected by equal errors of different messages.
+        # The error text has no message id, because outbox detects an outage by equal error texts of different messages.
         return NotAcknowledged(said)
 
     def _current(self) -> Producer:

@@ -31,9 +31,9 @@ class KombuSink:
 
     With `exchange`, messages go to this exchange with the routing key. Without `exchange`, they go to the queue that
     the routing key names. `routing_key` is a template of `{topic}` and `{key}`. Without an exchange, `declare` creates
-    the durable queue. If there is an exchange, the application that binds queues to the exchange must declare it. Only
-    AMQP reports that no queue matches, so the sink refuses an exchange on other transports. `timeout_seconds` limits
-    connecting and each wait for a confirmation.
+    the durable queue. The sink does not declare an exchange: the application that binds queues to the exchange must
+    declare it. Only AMQP reports that no queue matches, so the sink refuses an exchange on other transports.
+    `timeout_seconds` limits connecting and each wait for a confirmation.
     """
 
     binding = "amqp"
@@ -126,7 +126,8 @@ class KombuSink:
             raise ServiceUnavailable(f"{self._name} is unavailable: {type(error).__name__}: {error}") from error
         if channel.returned:
             channel.returned.clear()
-            # The text has no message id, because an outage is detected by equal errors of different messages.
+            # The error text has no message id, because outbox detects an outage by equal error texts of different
+            # messages.
             return NotAcknowledged(
                 f"no queue of {self._name} is bound to exchange {self._exchange!r} with routing key {routing_key!r}"
             )

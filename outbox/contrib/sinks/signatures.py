@@ -18,7 +18,8 @@ PREFIX: Final = "whsec_"
 # The allowed difference in seconds between a timestamp and the receiver's clock.
 TOLERANCE_SECONDS: Final = 300
 _LEAST_BYTES, _MOST_BYTES = 24, 64
-# The longest timestamp in digits. No clock gives more digits, and Python refuses to convert thousands of digits.
+# A timestamp may have at most this many digits. No clock gives more digits, and Python refuses to convert thousands of
+# digits.
 _MOST_DIGITS: Final = 18
 _SHOWN_CHARACTERS: Final = 200
 

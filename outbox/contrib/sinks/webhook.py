@@ -116,7 +116,8 @@ class WebhookSink:
         if status in _ENDPOINT or (pause is not None and status >= 500):
             raise ServiceUnavailable(said, pause_seconds=pause)
         if status >= 500 or status in _ATTEMPT:
-            # The text has no message id: three equal errors in a row, of different messages, are an outage.
+            # The error text has no message id, because outbox detects an outage by three equal error texts in a row, of
+            # different messages.
             return NotAcknowledged(said)
         return Rejected(f"{said} to message {message.message_id}: {text[:_SHOWN_CHARACTERS]!r}")
 

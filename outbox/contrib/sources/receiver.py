@@ -139,7 +139,7 @@ class Receiver:
         try:
             self._broker.send([self._convert(one, self._name, self._topic)])
         except MessageTypeMismatch:
-            # The topic accepts no message from this receiver, whatever its content is.
+            # The topic does not accept the type of the receiver's messages, so it would refuse every message.
             raise
         except (InvalidMessage, InvalidName, ValueError) as error:
             if self._poison_topic is None:

@@ -62,10 +62,11 @@ def ask_again(
 ) -> list[UUID]:
     """Request a check of undecided transactions now. Returns the ids of these transactions, the oldest first.
 
-    `ids` names the transactions. Without `ids`, checks of up to `limit` transactions are requested: those of the
-    producer group `group`, or of all groups if `group` is None. With `parked`, only parked transactions are selected.
-    The next check-back pass of a producer group runs the requested checks of the group. If one of the named
-    transactions is not undecided, UsageError is raised, and no check is requested.
+    `ids` names the transactions. Without `ids`, the function requests checks of the oldest undecided transactions of
+    the producer group `group`, at most `limit`. If `group` is None too, the function selects transactions of all
+    groups. With `parked`, only parked transactions are selected. The next check-back pass of a producer group runs the
+    requested checks of the group. If one of the named transactions is not undecided, UsageError is raised, and no check
+    is requested.
     """
     settings = get_settings().check
     with broker_connection() as (connection, schema), connection.transaction(force_rollback=dry_run):
@@ -104,7 +105,8 @@ def _decision(transaction_id: UUID, decision: Decision, force: bool, running: bo
         _refuse_running(transaction_id)
     answer = _asked(replace(check, may_write=False))
     said = f"{answer.decision.name}: {answer.detail}" if answer.detail else answer.decision.name
-    # The barrier of a rollback writes a tombstone, and a plan must not write. So the plan only announces the barrier.
+    # The barrier of a rollback writes a tombstone, and a plan must not write. So the text of the plan only says that
+    # the action will use the barrier.
     barrier = decision is Decision.ROLLBACK and answer.decision is Decision.UNKNOWN and not answer.alarm
     refusal = "" if force or barrier or answer.decision is decision else _not_proven(check, decision, answer)
 
@@ -117,7 +119,11 @@ def _decision(transaction_id: UUID, decision: Decision, force: bool, running: bo
         effect=f"{decision.name.capitalize()} transaction {transaction_id}. "
         f"{_FORCED[decision] if force else _EFFECTS[decision]}",
         caution=f"The first decision is final. The ledger says now: {said}"
-        + (". The barrier of the ledger decides when the action runs." if barrier and not force else ""),
+        + (
+            ". While the action runs, the barrier of the ledger decides whether the rollback is possible."
+            if barrier and not force
+            else ""
+        ),
         dangerous=force,
         before={"ledger": said, **_known(transaction_id)},
         refusal=refusal,

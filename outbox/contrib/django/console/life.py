@@ -187,7 +187,7 @@ def _newest_entries(trace: Trace, message: TracedMessage) -> dict[str, TracedEnt
 
 
 def parts(trace: Trace, message: TracedMessage) -> list[GroupDelivery]:
-    """The message's state in every group that has it, sorted by group name.
+    """The message's state in every group for which the message has a queue entry, sorted by group name.
 
     If a group has several queue entries of the message, the newest entry gives the state.
     """

@@ -1,7 +1,8 @@
 """One deadline for all database requests of one HTTP request to the operations page.
 
-Two kinds of limits enforce the deadline. The session's own limits end a statement whose web process has died. The
-deadline in this process also ends a series of statements, and the wait for a server that does not answer.
+Two kinds of limits enforce the deadline. The timeouts of the database session end a statement even if the web process
+has died. The deadline in the web process also ends a series of statements, and the wait for a server that does not
+answer.
 
 See decision 191.
 """
@@ -20,7 +21,8 @@ from outbox.broker.database.connection import BrokerConnection
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
 
-# If another session holds a needed lock for longer than this, the request fails and reports the lock.
+# If a request waits for a lock of another session for longer than this number of seconds, the request fails and reports
+# the lock.
 LOCK_SECONDS: Final = 1.0
 
 _LIMIT: Final = """

@@ -1,8 +1,8 @@
 """Guards an application's tests: they use only the databases that Django allows them to use.
 
-The broker has its own connections. A test runner's new names for databases and Django's guard against undeclared
-databases do not apply to the connections of the broker. Without this module, a test would publish into the development
-broker, and a worker would handle the message.
+The broker has its own connections. These connections of the broker do not use the database names of the test run, and
+Django's guard against undeclared databases does not check them. Without this module, a test would publish into the
+development broker, and a worker would handle the message.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ def running_tests() -> bool:
 def makes_or_drops_databases(connection: BaseDatabaseWrapper) -> bool:
     """Whether a test runner has made this connection to create or drop test databases.
 
-    At this time, the broker must have no open session, because PostgreSQL refuses to drop a database that has sessions.
+    While the test runner drops databases, the broker must have no open session, because PostgreSQL refuses to drop a
+    database that has sessions.
     """
     return running_tests() and connection.alias == NO_DB_ALIAS
 
@@ -65,7 +66,7 @@ def guarded_off(alias: str) -> str:
     try:
         _ask_guard(alias)
     except (AssertionError, RuntimeError) as error:
-        # The guards of Django and pytest-django raise these errors.
+        # The guard of Django or pytest-django raises an AssertionError or a RuntimeError.
         return str(error) or type(error).__name__
     return ""
 
@@ -93,8 +94,8 @@ def _is_guarded() -> bool:
 
 def _ask_guard(alias: str) -> None:
     """Call the guard of the running test, if there is one. The caller gets the guard's error."""
-    # If the guard allows the database, Django may still refuse to connect in a coroutine. That error
-    # (SynchronousOnlyOperation) is ignored, because the guard does not raise it.
+    # If the guard allows the database, Django may still refuse to connect in a coroutine. Django's
+    # SynchronousOnlyOperation is ignored, because it is not an error of the guard.
     if _is_guarded():
         with suppress(SynchronousOnlyOperation):
             BaseDatabaseWrapper.ensure_connection(_Probe(alias))

@@ -40,10 +40,11 @@ class _Current:
         self.codecs = self.engine.codecs
         self.catalog = self.engine.catalog
         self.broker = self.engine.broker
-        # By the target of an alias: the server on which the atomic path was proven, or None for the two-phase path.
+        # The keys are the targets of aliases. A value is the server on which the atomic path was proven, or None if
+        # messages take the two-phase path.
         self.paths: dict[tuple[object, ...], ServerIdentity | None] = {}
-        # By alias: the last time (time.monotonic) at which this process recorded that the alias leads to another
-        # database.
+        # For each alias: the last time (time.monotonic) at which this process recorded that the alias does not lead to
+        # the broker.
         self.path_reports: dict[str, float] = {}
 
     def _place(self) -> tuple[object, ...]:
@@ -139,5 +140,5 @@ def remembered_paths() -> dict[tuple[object, ...], ServerIdentity | None]:
 
 
 def path_reports() -> dict[str, float]:
-    """By alias: the last time at which this process recorded that the alias leads to another database."""
+    """For each alias: the last time at which this process recorded that the alias does not lead to the broker."""
     return _get().path_reports

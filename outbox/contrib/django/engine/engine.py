@@ -97,7 +97,10 @@ class Engine(ABC):
         raise NotImplementedError(name)
 
     def is_asked(self) -> bool:
-        """Whether check-back can reach this process. The process reports that it is ready only if this is true."""
+        """Whether check-back can reach this process.
+
+        A process that check-back cannot reach does not report that it is ready.
+        """
         return True
 
     def server_problems(self) -> Iterator[str]:

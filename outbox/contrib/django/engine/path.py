@@ -1,10 +1,10 @@
 """Chooses the path of a publish call.
 
-Each process proves the path of an alias once, and verifies it with every message.
+Each process proves the path of an alias once, and verifies the path with every message.
 
 The proof is a lock (see outbox.broker.database.server_identity). The broker's connection takes the lock, and the
-application's connection must see it. The result of the proof is valid until the process ends, so a failover never
-changes the path silently.
+application's connection must see this lock. The result of the proof is valid until the process ends, so a failover
+never changes the path silently.
 
 See decision 026.
 """
@@ -94,14 +94,15 @@ def prove(connection: BaseDatabaseWrapper, settings: OutboxSettings) -> ServerId
             ) from error
 
 
-# The limit is needed because every publish call would record the same problem again.
+# A process records at most one incident per alias in this number of seconds. Without this limit, every publish call
+# would record the same problem again.
 _REPORT_EVERY_SECONDS: Final = 60.0
 
 
 def _reported(error: WrongDatabase, alias: str, settings: OutboxSettings) -> WrongDatabase:
     """Record the error as an incident in the broker, because only this process can see it. Returns the error.
 
-    If the incident cannot be recorded, this is only logged, because the caller must get `error`.
+    If the incident cannot be recorded, the function only logs this failure, because the caller must get `error`.
     """
     now, reports = time.monotonic(), path_reports()
     if now - reports.get(alias, -_REPORT_EVERY_SECONDS) >= _REPORT_EVERY_SECONDS:

@@ -1,7 +1,7 @@
 """Notifies the watch of a connection when an outermost atomic block begins.
 
 Django has no signal for the beginning of a block. `WatchedBlocks` replaces Django's own list of open blocks, so a block
-has no further cost. With the fast paths off, Django keeps its own list, and `BlockMark` detects a new block at each
+costs no extra time. With the fast paths off, Django keeps its own list, and `BlockMark` detects a new block at each
 statement.
 """
 

@@ -40,8 +40,8 @@ class LedgerWrite:
     """The place of a local transaction's ledger row.
 
     `xid`: the database's own id of the local transaction, which `is_rolled_back` uses later; '' if the database has no
-    such id. `ledger_id`: the id of the ledger; None if the row with the id is missing. `table_oid`: the table on
-    PostgreSQL, where the search path chooses the table.
+    such id. `ledger_id`: the id of the ledger; None if the row with the id is missing. `table_oid`: on
+    PostgreSQL the oid of the ledger's table, because the search path chooses the table.
     """
 
     xid: str

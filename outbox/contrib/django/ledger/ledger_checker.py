@@ -34,10 +34,11 @@ from outbox.utils.faults import point
 
 logger = logging.getLogger(__name__)
 
-# Another checker's INSERT ends within this time, and the wait hardly delays other answers.
+# A tombstone's INSERT waits at most this long for a lock. This time is long enough for another checker's INSERT to end,
+# and so short that the wait hardly delays other answers.
 LOCK_TIMEOUT_MILLISECONDS: Final = 20
 
-# In a request with a deadline, a connection attempt to a server that does not respond fails after this time.
+# In a request with a deadline, a connection attempt fails if the server does not respond within this number of seconds.
 _CONNECT_SECONDS: Final = 3
 
 # The SQLSTATEs of PostgreSQL for lock_not_available, serialization_failure and deadlock_detected.

@@ -31,8 +31,8 @@ from outbox.contrib.django.ledger.ledger_checker import ledger_aliases, open_con
 from outbox.contrib.django.settings.conf import OutboxSettings, get_settings
 from outbox.errors import LedgerUnavailable
 
-# A ledger row is kept for at least this time. The broker keeps decisions for a longer time, and the decision of a
-# transaction and its checks take a shorter time.
+# A ledger row is kept for at least this number of seconds. The broker keeps decisions for a longer time, and the
+# decision of a transaction and its checks take a shorter time.
 LEDGER_KEEP_SECONDS: Final = 3600.0
 # Rows per statement. The locks of one statement last some tens of milliseconds, and many rows share one round trip.
 _BATCH: Final = 5000
@@ -124,8 +124,8 @@ def prune_ledgers(*, older_than: datetime, max_seconds: float | None = None) -> 
 
     If the broker does not know a transaction, the row belongs to the engine that OUTBOX['BROKER'] named before. Such a
     row is kept for as long as that engine can request a check (OUTBOX['INBOX_RETENTION_SECONDS']). Before this function
-    removes rows, it stores in `pruned_before` the first id from which the ledger is still complete. So the checker does
-    not take the missing row of an older transaction for a rollback.
+    removes rows, it stores in `pruned_before` the first id from which the ledger is still complete. So if an older
+    transaction has no ledger row, the checker does not conclude that the transaction was rolled back.
     """
     settings = get_settings()
     if settings.in_memory:
@@ -258,11 +258,11 @@ def _over(run: Executor, batch: Sequence[UUID], foreign_below: UUID) -> set[UUID
 
 
 def _lowest_open(connection: BaseDatabaseWrapper, run: Executor, ledger_id: UUID, below: UUID) -> UUID:
-    """Return an id that is not larger than `below`. Every undecided transaction of the ledger with a smaller id has a
-    ledger row.
+    """Return an id that is at most `below`.
 
-    For transactions without a recent check (parked transactions), the barrier writes a row. Without this row, the
-    checker could no longer answer a check of a transaction with an id below `pruned_before`.
+    Every undecided transaction of the ledger with a smaller id than the returned id has a ledger row. For transactions
+    without a recent check (parked transactions), this function writes the row with the barrier. If the row were
+    missing, the checker could no longer answer a check of a transaction with an id below `pruned_before`.
     """
     undecided = undecided_below(run, ledger_id, below, limit=_BATCH)
     open_ids = settle(connection, [half.transaction_id for half in undecided if not half.immune], ledger_id=ledger_id)

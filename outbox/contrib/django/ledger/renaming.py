@@ -14,7 +14,7 @@ from outbox.utils.faults import point
 
 # Rows per statement. Each statement is one transaction.
 BATCH: Final = 5000
-# The longest time for which a rename waits until the handlers' transactions have ended.
+# A rename waits at most this long for the end of the handlers' transactions.
 PATIENCE_SECONDS: Final = 30.0
 _PAUSE_SECONDS: Final = 0.1
 
@@ -31,10 +31,10 @@ WHERE locktype = 'relation' AND relation = 'outbox_inbox'::regclass AND mode = '
 def wait_for_writers(connection: BaseDatabaseWrapper) -> None:
     """Wait for open transactions that have written to the inbox, because rows of an open transaction cannot be copied.
 
-    A consumer process that does not respond may have such a transaction although it has lost its queue. Transactions
-    that begin after this call commit nothing: before the commit, their process sees that its lease has expired. On
-    databases other than PostgreSQL, this function does not wait. Raises UsageError if the transactions do not end in
-    time.
+    A consumer process that does not respond may have such a transaction although it has lost its queue. If a handler's
+    transaction begins after this call, the transaction does not commit: before the commit, the handler's process sees
+    that its lease has expired. On databases other than PostgreSQL, this function does not wait. Raises UsageError if
+    the transactions do not end in time.
     """
     if connection.vendor != "postgresql":
         return

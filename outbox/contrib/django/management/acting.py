@@ -1,6 +1,6 @@
 """The base class of commands that run declared actions.
 
-It implements arguments, dry run, JSON, confirmation and audit.
+The class implements arguments, dry run, JSON, confirmation and audit.
 """
 
 from __future__ import annotations
@@ -45,11 +45,14 @@ _TYPES: Final[Mapping[FieldKind, Callable[[str], Any]]] = {
 class ActionCommand(OutboxCommand):
     """A command with subcommands.
 
-    Each subcommand is a declared action, or a method of the class that only reads data.
+    A subcommand runs a declared action, or calls a method of the command class. These methods only read data.
     """
 
     def add_subcommands(self, parser: CommandParser, *, required: bool = True) -> Any:
-        """Add the declared actions of this command. Returns the object to which the other subcommands are added."""
+        """Add a subcommand for each declared action of this command.
+
+        Returns argparse's object to which the caller can add further subcommands.
+        """
         subcommands = parser.add_subparsers(dest="action", required=required)
         for action in of_command(self.command_name):
             self.add_action(subcommands.add_parser(action.subcommand, help=action.title), action)

@@ -23,9 +23,9 @@ _CLOSED_PIPE: Final = 141
 
 
 class OutboxCommand(BaseCommand):
-    """A command that calls one function.
+    """The base class of the outbox commands.
 
-    If the function raises an OutboxError, the command prints the error text without a traceback.
+    If the code of a command raises an OutboxError, the command prints the error text without a traceback.
     """
 
     # Commands run without system checks, because a command that repairs something must run even if a check fails.

@@ -3,11 +3,12 @@ from typing import Any
 from django.db import migrations, router
 
 # If a ledger row is removed while a check may still ask about its transaction, the checker answers ROLLBACK for a
-# transaction that has committed. Rows with ids below `pruned_before` may be removed, because the checker proves nothing
-# from their absence. An emptied ledger gets a new ledger id, which no half message names. On PostgreSQL, a trigger
-# refuses to delete any other row; it runs once per DELETE statement and never for an INSERT. On SQLite, Django's flush
-# is a DELETE, so such a deletion gives the ledger a new id. On SQLite, Django remakes a table to alter it, which drops
-# the triggers of the table. So a migration that alters outbox_ledger must create the triggers again.
+# transaction that has committed. Rows with ids below `pruned_before` may be removed: if such a row is missing, the
+# checker does not answer ROLLBACK. If all rows are removed, the ledger gets a new ledger id, which no half message
+# contains. On PostgreSQL, a trigger refuses to delete rows with ids from `pruned_before` on. The trigger runs once per
+# DELETE statement and never for an INSERT. On SQLite, Django's flush deletes the rows with DELETE, so the trigger does
+# not refuse this deletion, but gives the ledger a new id. If Django alters a table on SQLite, Django makes the table
+# again, which drops the triggers of the table. So a migration that alters outbox_ledger must create the triggers again.
 
 _POSTGRESQL = """
 CREATE FUNCTION outbox_ledger_guard() RETURNS trigger LANGUAGE plpgsql AS $$

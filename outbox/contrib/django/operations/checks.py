@@ -168,7 +168,7 @@ def check_databases(*, databases: Iterable[str] | None = None, **options: Any) -
     try:
         settings = get_settings()
     except ConfigurationError:
-        # The check of the settings (check_settings) reports this error.
+        # If OUTBOX is invalid, `check_settings` reports the error, so this check reports nothing.
         return []
     if settings.in_memory:
         return []
@@ -235,8 +235,8 @@ def _forced_path(alias: str) -> Iterator[CheckMessage]:
     try:
         refuse_in_tests(get_settings().broker)
     except ConfigurationError:
-        # Django is creating test databases, but no test database for the broker. So no test can publish through this
-        # alias.
+        # Django creates test databases for this test run, but none for the broker. So no test can publish through this
+        # alias, and there is nothing to check.
         return
     try:
         same = prove(connection, get_settings()) is not None
@@ -268,7 +268,7 @@ def _broker_database(settings: OutboxSettings) -> Iterator[CheckMessage]:
                     yield _not_durable(settings.broker)
     except SchemaError as error:
         # Unusable broker tables are a warning, because `migrate` installs the tables. Before the first `migrate`, the
-        # check reports nothing about them.
+        # broker's tables cannot exist yet, so the check reports nothing.
         if _MIGRATIONS in connections[settings.broker].introspection.table_names():
             yield from _unusable(error, Warning, "outbox.W026")
     except ConfigurationError as error:
@@ -287,7 +287,7 @@ def _foreign_ledger(alias: str, settings: OutboxSettings) -> Iterator[CheckMessa
     try:
         unknown = unknown_to_broker(alias, settings)
     except (OutboxError, psycopg.Error, DatabaseError) as error:
-        # Other checks of the two databases report this error.
+        # One of the two databases cannot be read. Other checks report this error, so this check reports nothing.
         logger.debug("the ledger on %r cannot be compared with the broker: %s", alias, error)
         return
     if unknown:
@@ -307,7 +307,8 @@ def _former_broker(alias: str, settings: OutboxSettings) -> Iterator[CheckMessag
     try:
         left = left_behind(alias, settings)
     except (OutboxError, psycopg.Error) as error:
-        # If this project cannot read a broker on the alias, it has never used that broker.
+        # A project can read every broker that it has used. So a broker that this project cannot read is not its former
+        # broker.
         logger.debug("the check could not find out whether %r has a broker: %s", alias, error)
         return
     if left:
@@ -331,7 +332,7 @@ def _new_groups(run: Executor) -> Iterator[CheckMessage]:
     try:
         found = new_groups(run)
     except OutboxError as error:
-        # The check of the settings (check_settings) reports subscribers that cannot be imported.
+        # If subscribers cannot be imported, `check_settings` reports the error, so this check reports nothing.
         logger.debug("new groups cannot be determined: %s", error)
         return
     for one in found:

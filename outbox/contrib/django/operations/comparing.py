@@ -3,8 +3,9 @@
 There are three comparisons. Each comparison looks for data that only one of two databases has, although both had the
 data before:
 
-- The ledger has a row 'C', but the broker has no record of the row's transaction. The half message was durable before
-  the transaction of the row committed, so the broker's database was restored, or a failover lost the message.
+- The ledger has a row 'C', but the broker has no record of the row's transaction. The broker had stored the half
+  message before the row's transaction committed. So the broker's database was restored to an earlier time, or a
+  failover lost the message.
 - The broker committed a transaction because its producer saw the row 'C'. The ledger no longer has this row, and
   pruning did not remove it. So the application's database was restored to an earlier time.
 - The offset of a group has passed a message that did not fail, but the inbox of the group has no row of the message. So
@@ -50,8 +51,8 @@ from outbox.filters.filter import parse_filter
 logger = logging.getLogger(__name__)
 
 COMPARE_INTERVAL_SECONDS: Final = 600.0
-# A comparison also reads the rows of this time before the previous comparison, because a transaction with an id from
-# that time may have committed after the previous comparison.
+# A comparison also reads rows whose ids are older than the previous comparison by at most this time, because their
+# transactions may have committed after the previous comparison.
 _OVERLAP: Final = timedelta(minutes=15)
 # For this long after the start of a new life of the broker, the ledger comparison reads all rows, because transactions
 # that began before this life may still commit.
@@ -250,8 +251,8 @@ def _compare_ledger(context: _Context, application: BaseDatabaseWrapper) -> None
     run, alias = context.run, application.alias
     known = context.known.get((ComparisonKind.LEDGER, context.producer_group, "", alias))
     missing = MissingTransactions(run, ComparisonKind.LEDGER, context.producer_group, alias)
-    # The broker may have removed older transactions, or an engine that the project used before may have them. Pruning
-    # removes the ledger rows of those transactions by age.
+    # Compare only ledger rows that are newer than `oldest`. The broker may have removed older transactions, or the
+    # project may have used another engine for them. Pruning removes the ledger rows of such transactions by age.
     oldest = max(context.bounds.installed_at, datetime.now(UTC) - context.keep, context.bounds.kept_since or _LONG_AGO)
     same_ledger = known is not None and known.state.get("ledger") == str(identity.ledger_id)
     is_first = known is None or known.life_id != context.life.life_id or not same_ledger
@@ -285,9 +286,9 @@ _LONG_AGO: Final = datetime(1970, 1, 1, tzinfo=UTC)
 def _unproven(context: _Context, identity: ledger.Identity) -> tuple[datetime, datetime] | None:
     """Return the time span of transactions that the broker has lost and whose ledger rows were already pruned.
 
-    A ledger is pruned up to a transaction that the broker showed as decided. If the broker no longer has that
-    transaction, and the newest entry of the broker's log is older than the transaction, the broker was restored to an
-    earlier time.
+    Pruning removed the ledger rows up to a transaction that the broker showed as decided at that time. If the broker no
+    longer has that transaction, and the newest entry of the broker's log is older than the transaction, the broker was
+    restored to an earlier time.
     """
     if identity.pruned_before is None or not context.is_young:
         return None
@@ -400,7 +401,7 @@ class _InboxLook:
     context: _Context
     application: BaseDatabaseWrapper
     item: Subscriber
-    # Maps the id of a queue to the message ids of the newest inbox rows that exist.
+    # Maps the id of a queue to the ids of its newest messages that have an inbox row.
     present: dict[int, list[UUID]] = field(default_factory=dict)
     missing: dict[UUID, datetime] = field(default_factory=dict)
     highest: int = -1
@@ -434,7 +435,10 @@ class _InboxLook:
         return lowest
 
     def look_back(self, queue: Passed, low: int, high: int) -> int | None:
-        """Do the same as `look`, batch by batch from `high` down to `low`. Stop at a batch without a missing effect."""
+        """Examine the offsets in batches from `high` down to `low`, and stop after a batch without a missing effect.
+
+        Return the lowest offset whose effect is missing.
+        """
         lowest: int | None = None
         newest: list[UUID] = []
         while high > low:
@@ -472,8 +476,8 @@ def _compare_inbox(context: _Context, application: BaseDatabaseWrapper, item: Su
 
     The first comparison reports nothing, because the group may have handled messages before it had an inbox. The first
     comparison only finds the offset from which the inbox has a row for every message. The comparison never reports a
-    message that an offset reset has skipped. If the filter of the group has changed, the comparison starts again as at
-    the first time.
+    message that an offset reset has skipped. If the filter of the group has changed, the next comparison is like the
+    first comparison.
     """
     subscription = item.subscription
     group, topic, alias = _inbox_key(item)

@@ -41,7 +41,8 @@ def examine() -> list[Condition]:
             run = Executor(connection, schema)
             found += diagnose(run, broker_database(settings))
             found += _retention(settings, list_topics(run))
-            # The survey comes last, because it limits every later wait of the session for a lock to one second.
+            # The survey comes last. If a transaction is already open, the survey's limit for lock waits (one second)
+            # also applies to all later statements of this transaction.
             found += with_application(survey(run, settings.thresholds).verdict, run).conditions
     except ConfigurationError as error:
         found.append(of_text("settings", Severity.CRITICAL, str(error), "Correct OUTBOX in the settings."))
@@ -146,7 +147,8 @@ def _inbox_retention(settings: OutboxSettings, topics: list[Topic]) -> Condition
         )
     if kept < cap:
         text = (
-            f"is longer than usual deliveries, which end after {needed:.0f} s; the log keeps messages that a group has "
+            f"is longer than a usual delivery with all attempts, which takes at most {needed:.0f} s; the log keeps "
+            "messages that a group has "
             f"not consumed for {cap:.0f} s, and pruning keeps the inbox rows of messages in the log"
         )
         return of_text(name, Severity.OK, text)

@@ -17,7 +17,7 @@ _BATCH: Final = 1_000
 
 
 def replace(output: str, lines: Iterable[str]) -> int:
-    """Replace the table's findings of `output` by `lines`, one JSON text per finding; return the number of lines.
+    """Replace the findings with this `output` by `lines`, one JSON text per finding; return the number of lines.
 
     The replacement is one transaction, so a reader sees either all previous findings or all new findings. Saving the
     same result again changes nothing.

@@ -38,7 +38,7 @@ class Renamed:
 
 
 def rename_group(old: str, new: str, *, dry_run: bool = False) -> Renamed:
-    """Rename a group whose consumers are stopped. If the rename is interrupted, call it again.
+    """Rename a group whose consumers are stopped. If the call is interrupted, call this function again.
 
     A message that the group has handled under its former name is not handled again under the new name. If consumers
     start under the new name too early, their group is paused until the broker has the new name. Rows with the former

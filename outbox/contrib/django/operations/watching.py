@@ -51,8 +51,8 @@ def _all(run: Executor) -> Iterator[Condition]:
         try:
             yield from rule(run)
         except DatabaseError as error:
-            # The table cannot be read, so it is unknown whether the condition holds. Report that instead of no
-            # condition.
+            # The table cannot be read, so it is unknown whether the condition holds. Without a report, an operator
+            # would think that the condition does not hold.
             logger.warning(
                 "it is unknown whether the condition %r holds, because its table could not be read: %s", name, error
             )
@@ -67,7 +67,7 @@ class BrokerView:
     overview: Overview | None
 
     def as_json(self) -> dict[str, Any]:
-        """Return the view as plain values for JSON."""
+        """Return the conditions and the overview as plain values for JSON."""
         return {**self.verdict.as_json(), "broker": self.overview.as_json() if self.overview else None}
 
 

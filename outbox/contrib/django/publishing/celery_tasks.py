@@ -98,9 +98,9 @@ def subscriber_task(topic: str, *, group: str, **options: Any) -> Callable[[AnyT
         @shared_task
         def send_receipt(order): ...
 
-    The consumer process sends the call to Celery's broker. When Celery's broker has the call, the message is handled,
-    and Celery's rules apply to the call (acks_late, retries). If the call is sent twice, both calls have the same task
-    id. The function takes the same `options` as `subscriber`.
+    The consumer process sends the call to Celery's broker. When Celery's broker has accepted the call, the message
+    counts as handled. From then on, Celery's rules apply to the call (acks_late, retries). If the call is sent twice,
+    both calls have the same task id. The function takes the same `options` as `subscriber`.
     """
     options.setdefault("retry", _UNTIL_IT_IS_THERE)
 

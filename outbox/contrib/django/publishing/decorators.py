@@ -60,8 +60,9 @@ _COLLECTING: Final = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KE
 class MessagePart:
     """One field of the message, such as the body: a value, or a function and the names of its arguments.
 
-    `wanted` has the arguments without a default, and `optional` the arguments with a default. `others` is the name of
-    the `**kwargs` of the decorated function, which may also contain an argument; it is '' if there is none.
+    `wanted` has the arguments without a default, and `optional` the arguments with a default. If the decorated function
+    has a parameter like `**kwargs`, `others` is the name of this parameter, because an argument of the part may also
+    come from there. Otherwise `others` is ''.
     """
 
     what: str
@@ -282,12 +283,13 @@ def transactional_message(
 
     `body`, `key`, `tag`, `headers` and `deliver_at` are values, or functions whose parameters are named like parameters
     of the decorated function. If such a function has a parameter `result`, it gets the return value of the decorated
-    function, for example an object with a database id. With this parameter, the message is built after the decorated
-    function has run, and before COMMIT. A parameter may also name a keyword argument that the decorated function takes
-    by `**kwargs`.
+    function, for example an object with a database id. A message that needs `result` is built after the decorated
+    function has run, and before COMMIT. If the decorated function has `**kwargs`, such a function may also have a
+    parameter with the name of a keyword argument that the caller passes.
 
-    `messages` replaces the topic and the parts. The value is a function with such parameters that returns or yields any
-    number of messages, of any topics, made by `message(…)`. The messages become visible together or never.
+    `messages` replaces the topic and the parts. The value of `messages` is a function whose parameters follow the same
+    rules as the parameters of `body`. The function returns or yields any number of messages, of any topics, made by
+    `message(…)`. The messages become visible together or never.
 
     `check` is a look-up function that gets the message, or the first of several messages, for example `lambda m:
     Order.objects.filter(pk=m.key, status="paid").exists()`. With the ledger, check-back also runs the look-up and
@@ -445,7 +447,7 @@ def _refuse_unsuitable(function: Any) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class _Call:
-    """A decorated function with the parts of its message. Check-back finds the look-up of the message by `checker`."""
+    """A decorated function with the parts of its message. Check-back finds its look-up by `checker`."""
 
     decorator: _Decorator
     name: str
@@ -473,7 +475,7 @@ class _Call:
         return result
 
     def _inside(self, block: _Block, function: Callable[[], Any], arguments: Mapping[str, Any]) -> Any:
-        """Publish the messages and run the function, in the order that the parts need."""
+        """Publish the messages and run the function; if a part needs the function's result, run the function first."""
         connection = block.connection
         is_late = any(part.needs_result for part in self.parts.values())
         if not is_late:

@@ -1,10 +1,10 @@
 """A producer's reports after its transaction: the decision if it is certain, otherwise a request for a check.
 
-Django runs `on_commit` after COMMIT was executed. So a call of `on_commit` does not prove a commit. If a statement
-failed and the application swallowed the error, PostgreSQL answers COMMIT with ROLLBACK and no error. `on_commit` also
-runs for work that a manual `savepoint_rollback` undid. So the producer reports COMMIT only if the ledger row is
-visible. A missing row proves nothing, because a lagging replica may not have the row yet. If the row is missing, the
-producer asks for an early check.
+Django runs the `on_commit` callbacks after COMMIT was executed, but the call of a callback does not prove a commit. If
+a statement failed and the application swallowed the error, PostgreSQL answers COMMIT with ROLLBACK and no error. Django
+also runs callbacks for work that a manual `savepoint_rollback` has undone. So the producer reports COMMIT only if the
+ledger row is visible. A missing row proves nothing, because a lagging replica may not have the row yet. If the row is
+missing, the producer asks for an early check.
 
 See decision 022.
 """
@@ -83,8 +83,8 @@ def _in_ledger(connection: BaseDatabaseWrapper, halves: BlockHalves) -> set[UUID
             sync_pipeline(connection)
             halves.in_ledger = ledger.committed(connection, halves.ids)
         except Exception as error:
-            # The error must not be raised, because the transaction has already ended. A possible reason for the error
-            # is a new connection, which has replaced the connection of the transaction.
+            # Only log the error of the look-up, because the transaction has already ended. The look-up fails, for
+            # example, if a new connection has replaced the connection of the transaction.
             logger.info("the ledger on %r cannot be read now, so check-back will read it: %s", connection.alias, error)
             halves.in_ledger = set()
     return halves.in_ledger
@@ -93,8 +93,9 @@ def _in_ledger(connection: BaseDatabaseWrapper, halves: BlockHalves) -> set[UUID
 def confirm_before_commit(connection: BaseDatabaseWrapper, published: Published, name: str) -> None:
     """At the end of a block, verify that the block's first message still belongs to the block's transaction.
 
-    Otherwise raise TransactionUsageError, because the caller must not think that `name` has succeeded. If the
-    application marked the block for rollback, the function checks only whether the connection was closed.
+    If the message does not belong to the transaction any more, raise TransactionUsageError, so that the caller learns
+    that `name` has failed. If the application marked the block for rollback, the function checks only whether the
+    connection was closed.
     """
     if connection.closed_in_transaction:
         raise lost(connection, name, "the connection of the transaction was closed")
@@ -123,7 +124,8 @@ def _is_half_there(connection: BaseDatabaseWrapper, half: HalfTransaction) -> bo
     halves = watch_of(connection).halves
     found = ledger.committed(connection, halves.ids)
     if len(connection.atomic_blocks) == 1 and not in_pipeline(connection):
-        # No statement follows except COMMIT, so `_after_commit` can use this result and needs no further look-up.
+        # Only COMMIT follows. So `_after_commit` can use the ids in `found`, and does not need to read the ledger
+        # again.
         halves.in_ledger = found
     return half.transaction_id in found
 
@@ -134,17 +136,22 @@ def _is_decision_there(connection: BaseDatabaseWrapper, transaction_id: UUID) ->
 
 
 def mark_transaction(connection: BaseDatabaseWrapper, name: str) -> str:
-    """Return a mark of the open transaction. A block that publishes at its end compares the mark (`require_marked`)."""
+    """Return a mark that identifies the open transaction; '' on databases other than PostgreSQL.
+
+    If a block publishes its messages at its end, `require_marked` compares this mark with the transaction that is open
+    then.
+    """
     if connection.vendor != "postgresql":
         return ""
-    # In a pipeline, psycopg sends BEGIN and this statement together, which saves a round trip.
+    # In a pipeline, psycopg sends BEGIN together with the statement that reads the transaction id, which saves a round
+    # trip.
     together = connection.connection.pipeline() if switch.enabled else nullcontext()
     with naming(f"the transaction of {name}", connection), together:
         return ledger.current_xid(connection)
 
 
 def require_marked(connection: BaseDatabaseWrapper, mark: str, name: str) -> None:
-    """Raise TransactionUsageError if the open transaction is not the marked one.
+    """Raise TransactionUsageError if the open transaction is not the transaction that `mark` identifies.
 
     Call this function before publishing.
     """

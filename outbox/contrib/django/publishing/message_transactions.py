@@ -2,7 +2,7 @@
 
 Inside `atomic()`, all messages share one ledger row, one half batch, one decision and one row of the op log. Outside of
 `atomic()`, one statement stores the messages when the block ends. Before the block ends, the broker has stored nothing.
-So if a process dies inside a block, the broker has no open transaction for which others would wait.
+So if a process dies inside a block, it leaves no undecided transaction in the broker, and no other message must wait.
 
 See decision 095.
 """

@@ -32,9 +32,9 @@ from outbox.transaction import Decision, EndStatus
 from outbox.utils.faults import point
 
 Publisher = Callable[[Mapping[str, Any]], Message]
-"""A function of your project that makes the message of a row by `outbox.contrib.django.message`.
+"""A function of your project: it gets a row, and returns the row's message.
 
-The function gets the row's columns as a mapping.
+The function gets the row's columns as a mapping, and makes the message with `outbox.contrib.django.message`.
 """
 
 _LIVE: Final = ("committed", "recalled")
@@ -107,8 +107,9 @@ def take(step: RepairStep, means: PublishSources, *, dry_run: bool) -> Result:
 def derived_id(rule: str, key: str, row_at: datetime) -> UUID:
     """Return the id under which a row's message is published again. The id is computed from rule, key and row time.
 
-    The id is a UUIDv7 with the row's time, because the reconciliation takes a message's time from its id. So it does
-    not mistake an inbox row whose message retention has removed for an effect without a message.
+    The id is a UUIDv7 with the row's time, because the reconciliation takes a message's time from its id. After
+    retention has removed the message, only the inbox row remains. With the row's time, the reconciliation does not
+    report this inbox row as an effect without a message.
     """
     digest = int.from_bytes(hashlib.blake2b(json.dumps(["repair", rule, key]).encode(), digest_size=10).digest())
     milliseconds = int(row_at.timestamp() * 1000) & (1 << 48) - 1
@@ -258,7 +259,7 @@ def _ask(step: RepairStep, dry_run: bool) -> Result:
 def _asked(transaction_id: UUID) -> tuple[Decision | None, str]:
     """Record the decision that the ledger proves.
 
-    The function tries COMMIT first, because the check for COMMIT only reads the ledger.
+    The function tries COMMIT before ROLLBACK, because the attempt to commit only reads the ledger.
     """
     answers = ""
     for decision in (Decision.COMMIT, Decision.ROLLBACK):

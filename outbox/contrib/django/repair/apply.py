@@ -20,7 +20,10 @@ from outbox.utils.faults import point
 
 @dataclass(frozen=True, slots=True)
 class ApplyLimits:
-    """The limits of one run: `most` steps with an effect, and `per_second` verified steps per second, at most."""
+    """The limits of one run.
+
+    A run does at most `most` steps that have an effect, and verifies at most `per_second` steps per second.
+    """
 
     most: int
     per_second: float

@@ -22,8 +22,8 @@ from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.repair.plan import Effects, RepairStep, RuleSource
 from outbox.errors import BrokerError, UsageError
 
-# A half message is older than its row by at most the duration of the local transaction. Check-back parks a half message
-# before a transaction can take longer than this limit.
+# The broker stores a half message before the local transaction writes the row: earlier by at most the duration of this
+# transaction. Check-back parks a half message before its local transaction can last as long as _BEFORE_ROW.
 _BEFORE_ROW: Final = timedelta(hours=72)
 # The statement has two conditions on the key: the first uses the index, the second compares the exact text.
 _ROW: Final = "SELECT * FROM {table} WHERE {key} = %s AND ({key})::text = %s{when} LIMIT 2 FOR SHARE"
@@ -31,7 +31,8 @@ _OF_KEY: Final = (
     "SELECT message_id, state FROM {view} WHERE topic = %(topic)s AND key = %(key)s "
     "AND (%(tag)s::text IS NULL OR tag = %(tag)s) AND stored_at >= %(since)s{when} ORDER BY log_id"
 )
-# Selects messages that have another key, but whose bodies contain the text of this key. Only these bodies are parsed.
+# Selects messages whose key is not %(key)s, but whose body contains one of %(texts)s. Python parses only the bodies of
+# these messages.
 _NAMING: Final = (
     "SELECT message_id, state, key, content_type, body FROM {view} WHERE topic = %(topic)s AND key <> %(key)s "
     "AND (%(tag)s::text IS NULL OR tag = %(tag)s) AND stored_at >= %(since)s AND state <> 'rolled_back'{when} "
@@ -86,8 +87,9 @@ def message_naming(
 ) -> BrokerMessage | None:
     """Return a message of another key whose body contains the key of `step`, or None if there is no such message.
 
-    The function ignores a message that belongs to another row: this row has the message's key, and no other message has
-    this key. Raises UsageError if too many bodies contain the key's text.
+    The function ignores a message that belongs to another row: a row with the message's key exists, and no other
+    message has that key (or the rule allows several messages per row). Raises UsageError if too many bodies contain the
+    key's text.
     """
     statement = _NAMING.replace("{when}", _and(source.message_when).replace("{", "{{").replace("}", "}}"))
     values = {"topic": source.topic, "tag": source.tag, "key": step.key, "since": row_at - _BEFORE_ROW}
@@ -137,7 +139,7 @@ def _written(key: str) -> list[bytes]:
 
 
 def _names(body: bytes, content_type: str, key: str) -> bool:
-    """Return whether a JSON body has the key as a value, or whether another body has the key as a word."""
+    """Return whether a body contains the key: a JSON body as a value, any other body as a word."""
     text = body.decode("utf-8", "replace")
     with suppress(ValueError, RecursionError):
         if content_type.startswith("application/json"):

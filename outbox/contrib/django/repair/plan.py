@@ -94,8 +94,8 @@ def read(path: Path) -> RepairPlan:
         head = json.loads(lines[0])
         if head["plan"] != VERSION:
             raise UsageError(
-                f"{path} is a plan of version {head['plan']}, and this release reads version {VERSION}. Make it again, "
-                f"with `outbox-reconcile plan` of this release."
+                f"{path} is a plan of version {head['plan']}, and this release reads version {VERSION}. Make the "
+                "plan again, with `outbox-reconcile plan` of this release."
             )
         sources = {name: _source(source) for name, source in head["rules"].items()}
         steps = []

@@ -428,7 +428,8 @@ class OutboxSettings:
         whole(1, "seconds"),
         bundled_only=True,
         word="check",
-        meaning="a half message is parked if it is still undecided at this time after the end of its immunity",
+        meaning="a half message is parked if it is still undecided when this time has passed since the end of its "
+        "immunity",
     )
     ledger: bool = setting(
         True,
@@ -662,7 +663,7 @@ class TaskOptions:
     )
     delays_seconds: Sequence[float] = setting(
         (10.0, 60.0, 600.0),
-        Rule("a list of seconds, at least 0", _delays, "seconds"),
+        Rule("a list of numbers of seconds, each at least 0", _delays, "seconds"),
         meaning="the waits between the attempts of a failing task; the last wait is used for all further attempts",
     )
 

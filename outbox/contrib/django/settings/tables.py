@@ -41,7 +41,10 @@ _UNITS: Final = (("days", 24 * 3600), ("hours", 3600), ("minutes", 60))
 
 
 def rendered(page: str) -> str:
-    """Return the text of a page with its tables made again. Raises KeyError for an unknown table."""
+    """Make the tables of a page again from the definitions, and return the new text of the page.
+
+    Raises KeyError for an unknown table.
+    """
     return _BLOCK.sub(lambda found: f"{found[1]}{TABLES[found[2]]()}{found[3]}", page)
 
 

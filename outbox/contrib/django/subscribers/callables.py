@@ -53,8 +53,8 @@ def signature_of(function: Callable[..., Any]) -> inspect.Signature:
     Raises ValueError for `dict` and some built-ins, because their signature cannot be read.
     """
     if isinstance(function, functools.partial):
-        # Make a new partial. method_decorator copies the attributes of the method to its partial, so Python would read
-        # the signature of the method.
+        # method_decorator makes a partial and copies the method's attributes to it, so Python would return the
+        # signature of the method. A new partial does not have these attributes.
         function = functools.partial(function.func, *function.args, **function.keywords)
     return inspect.signature(function)
 

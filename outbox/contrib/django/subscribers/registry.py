@@ -38,7 +38,7 @@ _OPTIONS: Final = frozenset({"suspend_seconds", "max_suspends", "timeout_seconds
 class Subscriber:
     """A registered handler. `using` is the alias of inbox and transaction; if it is None, the routers choose the alias.
 
-    `names_start` is true if the project declares with which message a group that is new to the topic begins.
+    `names_start` is true if the project declares `start`, the first message for a group that is new to the topic.
     """
 
     subscription: Subscription

@@ -160,7 +160,7 @@ class OutboxBackend(BaseTaskBackend):
         try:
             declared = get_settings().topics.get(self.settings.topic)
         except ConfigurationError:
-            # The check of OUTBOX (check_settings) reports this error.
+            # If OUTBOX is invalid, `check_settings` reports the error, so this check reports nothing.
             return
         if declared is None or not declared.topic.types >= _NEEDED:
             yield Error(

@@ -69,7 +69,7 @@ def result_of(entry: TaskEntry, task: Task[..., Any] | None = None) -> TaskResul
         errors=[TaskError(**error) for error in entry.errors],
         worker_ids=list(entry.worker_ids),
     )
-    # The tasks API itself also sets this field so, because the class is frozen and its constructor has no such
-    # parameter.
+    # The tasks API itself also sets `_return_value` with object.__setattr__, because the class is frozen and its
+    # constructor has no parameter for the return value.
     object.__setattr__(result, "_return_value", entry.return_value)
     return result

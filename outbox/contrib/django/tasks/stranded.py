@@ -96,8 +96,8 @@ def mend() -> Mapping[str, Any]:
             for one in found:
                 if (done := _mend(one, using=alias)) is not None:
                     counts[done] += 1
-            # An entry that got a new message is no longer among the entries with the oldest messages, so do not skip
-            # it.
+            # The offset of the next query counts only the entries that still have their old messages. An entry that got
+            # a new message is not among the entries with the oldest messages any more.
             looked_at += len(entries) - len(found)
             if len(entries) < _BATCH:
                 break

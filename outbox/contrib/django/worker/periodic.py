@@ -24,8 +24,8 @@ from outbox.utils.periodic import PeriodicPass
 logger = logging.getLogger(__name__)
 
 PRUNE_INTERVAL_SECONDS: Final = 600.0
-# One turn of pruning ends after this number of seconds, because check-back waits on the same thread until pruning ends.
-# The next turn of pruning continues the work.
+# One run of pruning ends after this number of seconds, because check-back waits on the same thread until the run ends.
+# The next run continues the work.
 PRUNE_TURN_SECONDS: Final = 2.0
 # The pass `compare` runs at this interval, so it notices a new life of the broker within this time. If no comparison is
 # due, the pass runs only one query.
@@ -57,7 +57,7 @@ def passes() -> list[PeriodicPass]:
     settings = get_settings()
     prune = _in_turn("prune", PRUNE_INTERVAL_SECONDS, lambda: asdict(run_prune(max_seconds=PRUNE_TURN_SECONDS)))
     # After a restart, a worker begins the interval of each pass again. So the pass `audit` runs at least once an hour,
-    # and makes an audit only if one is due.
+    # and counts the messages only if the last audit is too old.
     audit_seconds = min(3600.0, settings.audit_interval_seconds)
     audit = PeriodicPass(name="audit", interval_seconds=audit_seconds, run=partial(_watched, "audit", audit_when_due))
     always = [_in_turn("compare", _LOOK_INTERVAL_SECONDS, _compared), prune, audit]

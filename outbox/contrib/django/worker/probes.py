@@ -69,7 +69,7 @@ def _not_live(hearts: Sequence[heartbeat.SignOfLife]) -> Iterator[Condition]:
             "worker_missing",
             Severity.CRITICAL,
             "no worker has started on this machine",
-            "Start a worker. If one runs, give this command the same HEALTH_DIRECTORY as the worker.",
+            "Start a worker. If a worker already runs, give this command the same HEALTH_DIRECTORY as the worker.",
         )
     for heart in hearts:
         if not heart.is_alive(within_seconds=LIVE_SECONDS):

@@ -75,7 +75,7 @@ def run_monitor_role(stop: threading.Event) -> None:
 
 
 def _compare_topics() -> None:
-    """Log the problems that the server has with the declared topics.
+    """Log each difference between the server's topics and the declared topics.
 
     The check runs at the start of the process, so the log shows a problem before the server refuses a message.
     """

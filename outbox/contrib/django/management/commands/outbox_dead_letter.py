@@ -19,7 +19,7 @@ from outbox.contrib.django.management.output import first_line, moment
 
 
 class Command(ActionCommand):
-    """Parses the arguments, then calls one function."""
+    """Parses the arguments, then calls the function of the chosen subcommand."""
 
     help = "List the dead letters of consumer groups, replay them, or discard them."
 

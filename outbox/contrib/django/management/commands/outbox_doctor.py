@@ -13,7 +13,7 @@ from outbox.contrib.django.operations.doctor import examine
 
 
 class Command(OutboxCommand):
-    """Parses the arguments, then calls examine."""
+    """Parses the arguments, calls `examine`, and prints the results."""
 
     help = "Examine settings, databases, ledgers, server and declarations. Exits with 0, 1 (warning) or 2 (critical)."
 

@@ -18,7 +18,7 @@ _COUNTERS: Final = ("handled", "skipped", "filtered", "sent_back", "dead", "expi
 
 
 class Command(ActionCommand):
-    """Parses the arguments, then calls one function."""
+    """Parses the arguments, then calls the function of the chosen subcommand."""
 
     help = "List, pause, resume, reset, rename or delete consumer groups."
 

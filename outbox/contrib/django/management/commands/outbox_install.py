@@ -19,13 +19,14 @@ from outbox.contrib.django.operations.installation import install_broker, planne
 from outbox.contrib.django.settings.conf import EngineName, OutboxSettings, get_settings
 from outbox.contrib.django.subscribers.registry import autodiscover
 
-# RocketMQ's proxy has a cache of topics: for about 20 s, a new topic is missing there, or has its former type.
+# RocketMQ's proxy caches the topics. So for about 20 s, the proxy may report that a new topic is missing, or may report
+# the former type of a changed topic.
 _SETTLE_SECONDS: Final = 30.0
 _PAUSE_SECONDS: Final = 0.5
 
 
 class Command(ActionCommand):
-    """Parses the arguments, then calls one function.
+    """Parses the arguments, then installs, checks or drops the broker's tables, or checks RocketMQ's topics.
 
     On RocketMQ, the command compares the existing topics with the declared topics. With --create, it first creates the
     declared topics and groups.

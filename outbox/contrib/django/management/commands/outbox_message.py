@@ -17,12 +17,13 @@ from outbox.contrib.django.management.output import moment
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.utils.safe_text import masked_names
 
-# The number of characters of a body that a line of the table shows. With --json, the whole body is printed.
+# In the table, the command shows at most this many characters of each body. With --json, the command prints the whole
+# body.
 _SHOWN_CHARACTERS = 60
 
 
 class Command(ActionCommand):
-    """Parses the arguments, then calls one function."""
+    """Parses the arguments, then calls the function of the chosen subcommand."""
 
     help = "List the stored messages of a topic or key, show the path of one message, or recall waiting messages."
 

@@ -20,9 +20,11 @@ from outbox.contrib.django.operations.findings import MAX_SAVED, replace
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.errors import ConfigurationError
 
-# The reconciliation's package has the first name if it is installed, and the second name in a checkout of this project.
+# The possible names of the reconciliation's package: the first is the name of the installed package, the second is the
+# name in a checkout of this project.
 _PACKAGES = ("outbox_spark", "spark")
-# The pipeline's exit codes. CommandError's default exit code 1 would mean "findings".
+# The exit codes of the reconciliation. A CommandError needs its own exit code, because its default exit code 1 would
+# mean "findings".
 _CLEAN, _FINDINGS, _USAGE, _INCOMPLETE = range(4)
 
 
@@ -80,7 +82,7 @@ class Command(OutboxCommand):
             raise SystemExit(done.returncode)
 
     def save(self, output: str) -> None:
-        """Replace the findings in the table.
+        """Replace the findings of the folder `output` in the table outbox_finding.
 
         If this method raises CommandError, the result in `output` is still valid.
         """
@@ -102,7 +104,10 @@ class Command(OutboxCommand):
         self.stderr.write(f"saved {saved} findings in the table{rest}")
 
     def plan(self, file: Path, rules: str, output: str, variables: Mapping[str, str]) -> None:
-        """Write the repair plan for the result. If this method raises CommandError, the result is still valid."""
+        """Write a repair plan for the findings in the folder `output`.
+
+        If this method raises CommandError, the findings in `output` are still valid.
+        """
         command = [sys.executable, "-m", package(), "plan", "--rules", rules, "--output", output]
         printed = subprocess.run(command, env=variables, stdout=subprocess.PIPE, text=True, check=False)
         if printed.returncode:
@@ -142,7 +147,7 @@ def arguments(options: Mapping[str, Any]) -> list[str]:
 def project() -> dict[str, str]:
     """Return RECONCILE_… variables with the connection strings of the project's aliases.
 
-    A variable that the environment has too is replaced by the environment's value.
+    If the environment already has a variable of the same name, the environment's value is used.
     """
     variables = {}
     for alias, database in settings.DATABASES.items():

@@ -17,7 +17,7 @@ from outbox.contrib.django.worker.probes import live, ready
 
 
 class Command(OutboxCommand):
-    """Parses the arguments, then calls `look` or one of the probes."""
+    """Parses the arguments, then shows the conditions with the overview, or the result of one probe."""
 
     help = (
         "Show the conditions that need attention, the topics and the groups. Exit codes: 0, 1 (warning) or 2 "

@@ -14,7 +14,7 @@ from outbox.contrib.django.management.acting import ActionCommand
 
 
 class Command(ActionCommand):
-    """Parses the arguments, then calls one function."""
+    """Parses the arguments, then calls the function of the chosen subcommand."""
 
     help = "Create, alter, delete or list the topics of the broker. `migrate` declares the topics of OUTBOX['TOPICS']."
 

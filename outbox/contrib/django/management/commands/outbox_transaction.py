@@ -17,7 +17,7 @@ from outbox.contrib.django.publishing.checkback import run_check_back
 
 
 class Command(ActionCommand):
-    """Parses the arguments, then calls one function."""
+    """Parses the arguments, then calls the function of the chosen subcommand."""
 
     help = "List and settle the open transactions of the broker, or refuse new transactions of a producer group."
 

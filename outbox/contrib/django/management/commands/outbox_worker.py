@@ -21,8 +21,8 @@ from outbox.contrib.django.worker.workers import ROLES
 from outbox.errors import HandlersHung
 
 _FORWARD, _RECEIVE = "forward", "receive"
-# The role `all` does not include these two roles. They need credentials for other systems, so an operator starts them
-# on hosts that have these credentials.
+# The role `all` does not include the roles `forward` and `receive`. These two roles need credentials for other systems,
+# so an operator starts each of them on a host that has the credentials.
 _ROLES: Final[Mapping[str, Callable[[threading.Event, Sequence[str]], None]]] = {
     **ROLES,
     _FORWARD: lambda stop, names: run_forward(stop, groups=names),
