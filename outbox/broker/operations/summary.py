@@ -422,7 +422,7 @@ def _moment(at: float, totals: Mapping[str, Any], group: str | None) -> SummaryP
     oldest = max((row[4] for row in rows), default=0.0)
     if group is not None:
         return SummaryPoint(at, None, None, handled, sent_back, dead, lag, oldest)
-    # A summary that an older version has stored lacks `stored`, the number of assigned log ids.
+    # Summaries of older versions do not have the field `stored` (the number of assigned log ids).
     return SummaryPoint(at, totals.get("stored"), totals["queued"], handled, sent_back, dead, lag, oldest)
 
 

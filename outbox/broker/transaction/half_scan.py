@@ -1,6 +1,6 @@
 """Find undecided half messages, at a cost that is proportional to the number of undecided half messages.
 
-The scan compares two snapshots. The scan reads the half messages whose transactions the last scan could not see. A
+The half scan compares two snapshots. It reads the half messages whose transactions the last scan could not see. A
 cursor over ids would miss transactions that commit late. If the oldest running transaction were the limit, any open
 transaction would stop the scan. The statement binds the upper end of the last snapshot as `%(xmax)s` and its running
 transactions as `%(xip)s`. With the snapshot functions inside one OR condition, PostgreSQL would scan the whole table.

@@ -44,9 +44,9 @@ def wait_for_writers(connection: BaseDatabaseWrapper) -> None:
         if time.monotonic() >= ends:
             raise UsageError(
                 f"a transaction on {connection.alias!r} has written to the inbox and does not end "
-                f"({', '.join(sorted(waited_for.values()))}): its row could not be copied, and its message would "
-                "take effect twice. The group still has its former name: end that transaction and run this "
-                "command again."
+                f"({', '.join(sorted(waited_for.values()))}). The command has stopped, because it cannot copy a row of "
+                "an open transaction, and without this row the message would be handled twice. The group still has "
+                "its former name: end that transaction and run this command again."
             )
         time.sleep(_PAUSE_SECONDS)
         writers = _writers(connection)

@@ -34,7 +34,7 @@ REQUIRED: Final = dataclasses.MISSING
 class Rule(Generic[Value]):
     """The rule for the values of a setting.
 
-    In the documents, `kind` describes the values, and `unit` is a number's unit. `check` gets the place of the setting,
+    The documents print `kind` as the description of the allowed values, and `unit` as the unit of a number. `check` gets the place of the setting,
     as in "OUTBOX['BROKER']", and the given value. It returns the value to use. If the value is not allowed, `check`
     raises ConfigurationError with the place, the given value and the allowed values.
     """

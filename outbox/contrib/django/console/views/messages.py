@@ -22,7 +22,7 @@ from outbox.contrib.django.models import OperatorAction
 from outbox.contrib.django.settings.conf import get_settings
 
 _HOUR: Final = timedelta(hours=1)
-# The periods of a search, by name. The first period is the default.
+# The periods of time that a search can cover, by name. The first period is the default.
 _SPANS: Final = {"hour": _HOUR, "day": 24 * _HOUR, "week": 7 * 24 * _HOUR}
 
 
