@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import signal
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -22,12 +23,15 @@ from outbox.contrib.django.subscribers import registry
 from outbox.contrib.django.subscribers.inbox import InboxInvoker
 from outbox.errors import RetryLater
 from outbox.ports import Disposition, RunAlone
+from outbox.topic import Topic
 from outbox.utils import fence
 from outbox.utils.ids import uuid7
+from tests.django.processes import child
 from tests.django.sharing import Waiting
 from tests.django.shop.models import Effect, Order, Payment
-from tests.django.state import stored
+from tests.django.state import postgres_broker, stored
 from tests.django.urls import Refused
+from tests.support import eventually
 
 pytestmark = pytest.mark.usefixtures("databases", "no_subscribers")
 
@@ -356,6 +360,24 @@ def test_threads_that_need_the_same_rows_in_other_orders_finish() -> None:
     assert len(effects()) == 96
     total = sum(int(status) for status in Order.objects.values_list("status", flat=True))
     assert total == 2 * 96
+
+
+@pytest.mark.timeout(120)
+def test_consumers_killed_in_shared_transactions() -> None:
+    """SIGKILL between two handlers, before COMMIT and after it: each effect is there once."""
+    count, noting = 600, {"TOPICS": {"notes": {"queue_count": 2}}, "SUBSCRIBER_MODULE": "noting"}
+    postgres_broker().declare([Topic(name="notes", queue_count=2)])
+    postgres_broker().send([Message(topic="notes", body=b"{}", key=str(number)) for number in range(count)])
+    with child("broker", outbox=noting, quiet=True):
+        for kill in ("before_handler=kill@90", "before_inbox_commit=kill@25", "after_inbox_commit=kill@25"):
+            with child("consumer", outbox=noting, faults=f"consumer.{kill}", quiet=True) as victim:
+                assert victim.wait(60) == -signal.SIGKILL, kill
+        with child("consumer", outbox=noting, quiet=True):
+            eventually(lambda: len(effects()) >= count, within_seconds=60)
+    made = [number.split(":") for number in effects()]
+    assert Counter(key for key, _ in made) == Counter(map(str, range(count)))
+    together = Counter(transaction_id for _, transaction_id in made)
+    assert max(together.values()) > 1, "no transaction was shared"
 
 
 def setting(name: str) -> str:
