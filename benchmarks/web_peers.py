@@ -26,6 +26,8 @@ from benchmarks.peers.ways import RELIABLE, RELIABLE_INBOX, Way
 TRANSACTIONS = int(os.environ.get("OUTBOX_BENCH_TRANSACTIONS", "5000"))
 RATE_PER_SECOND = 300
 LATENCY_SECONDS = float(os.environ.get("OUTBOX_BENCH_LATENCY_SECONDS", "5"))
+# With four threads, up to four transactions commit at the same moment.
+LATENCY_THREADS = int(os.environ.get("OUTBOX_BENCH_LATENCY_THREADS", "1"))
 # All that happens once the web process has committed, on whosever CPU.
 BEHIND = ("broker", "consumer", "parent", "worker's sessions", "the rest")
 
@@ -85,7 +87,7 @@ def measure(chosen: Sequence[Way]) -> dict[Way, Results]:
                 with running(url, way, f"run_{run}_{number}") as it:
                     results[way].jobs.append(it.job(TRANSACTIONS))
                     count = round(RATE_PER_SECOND * LATENCY_SECONDS)
-                    results[way].steady.append(it.job(count, threads=1, per_second=RATE_PER_SECOND))
+                    results[way].steady.append(it.job(count, threads=LATENCY_THREADS, per_second=RATE_PER_SECOND))
     return results
 
 
@@ -147,7 +149,8 @@ def latency(results: dict[Way, Results]) -> None:
         runs = [job.latencies(after_seconds=0.5) for job in found.steady]
         points = [f"{Spread.of([percentile(run, share) for run in runs]):.2f}" for share in (0.5, 0.95, 0.99)]
         rows.append([way.name, *points])
-    table(f"milliseconds from commit to handler at {RATE_PER_SECOND}/s, one thread", ["way", "p50", "p95", "p99"], rows)
+    threads = "one thread" if LATENCY_THREADS == 1 else f"{LATENCY_THREADS} threads"
+    table(f"milliseconds from commit to handler at {RATE_PER_SECOND}/s, {threads}", ["way", "p50", "p95", "p99"], rows)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ process is a stand-in: it leads while the consumer process does not lead (docs/d
 from __future__ import annotations
 
 import logging
+import math
 import time
 from dataclasses import dataclass, field
 from typing import Final
@@ -38,13 +39,20 @@ logger = logging.getLogger(__name__)
 # leads.
 _REST: Final = Backoff(first_seconds=1.0, longest_seconds=30.0, healthy_seconds=10.0)
 
+# The rate of decisions is measured over this time (seconds). From the first rate on (decisions per second), the leader
+# waits between ticks. From the second rate on, it waits for `pace_seconds`.
+_LOAD_SECONDS: Final = 0.1
+_LOAD_BEGINS: Final = 500.0
+_LOAD_IS_FULL: Final = 1000.0
+
 
 @dataclass(frozen=True, slots=True)
 class LeaderSettings:
     """The settings of the leader loop. All times are in seconds.
 
-    `poll_seconds` is the longest wait until a candidate queries the database again. `pace_seconds` is the shortest time
-    between two ticks under load. With `stands_in`, a candidate leads only while no consumer process leads.
+    `poll_seconds` is the longest wait until a candidate queries the database again. `pace_seconds` is the longest time
+    for which a leader under load waits for more decisions before the next tick. With `stands_in`, a candidate leads
+    only while no consumer process leads.
     """
 
     lease_term_seconds: float = DEFAULT_TERM_SECONDS
@@ -76,6 +84,7 @@ class Leader:
         # pause after a failure ends.
         self._look_at = 0.0
         self._gathers_until = 0.0
+        self._load = Load()
         self._rests_until = 0.0
         self._led_at = 0.0
 
@@ -115,8 +124,9 @@ class Leader:
         if not counts.collided:
             self.note.worked()
         self._look_at = now if counts.more else now + self._idle_seconds(counts)
-        if _gathers(counts) and announcements.pending(self._decided_channel):
-            self._decided, self._gathers_until = True, now + self._settings.pace_seconds
+        pause = self._load.share(counts.decisions, now) * self._settings.pace_seconds
+        if pause and not counts.more and announcements.pending(self._decided_channel):
+            self._decided, self._gathers_until = True, now + pause
         return counts.appended > 0
 
     def wait_seconds(self) -> float:
@@ -247,11 +257,20 @@ class LeadingConsumer(Leader):
         )
 
 
-def _gathers(counts: TickCounts) -> bool:
-    """Return whether the next tick should wait some milliseconds for more decisions.
+class Load:
+    """The rate of decisions, which tells how long the leader waits for more decisions before the next tick.
 
-    Under load, the next tick should wait, because one tick per message costs several times as much as one tick for
-    several messages. Without load, the next tick should not wait, because the wait would delay each single message that
-    arrives during a tick.
+    Under load, the leader should wait, because one tick per message costs several times as much as one tick for several
+    messages. Without load, it should not wait, because the wait would delay messages that arrive during a tick.
     """
-    return counts.decisions > 1 and not counts.more
+
+    def __init__(self) -> None:
+        self._decisions = 0.0
+        self._at = 0.0
+
+    def share(self, decisions: int, now: float) -> float:
+        """Count the decisions of a tick. Return the share of the longest wait: 0 without load, 1 under full load."""
+        self._decisions = self._decisions * math.exp((self._at - now) / _LOAD_SECONDS) + decisions
+        self._at = now
+        per_second = self._decisions / _LOAD_SECONDS
+        return min(1.0, max(0.0, (per_second - _LOAD_BEGINS) / (_LOAD_IS_FULL - _LOAD_BEGINS)))

@@ -15,7 +15,7 @@ from outbox.broker.consumer import runtime
 from outbox.broker.consumer.running_calls import LastCalls
 from outbox.broker.consumer.runtime import ConsumerSession
 from outbox.broker.database.connection import BrokerConnection, BrokerDatabase
-from outbox.broker.leading import LeaderSettings, LeadingConsumer
+from outbox.broker.leading import LeaderSettings, LeadingConsumer, Load
 from outbox.broker.postgres import PostgresBroker
 from outbox.broker.sequencer.leader import LeaderLease
 from outbox.broker.supervisor import ChildDeath
@@ -45,6 +45,22 @@ def sessions(monkeypatch: pytest.MonkeyPatch) -> list[ConsumerSession]:
 
     monkeypatch.setattr(ConsumerSession, "_connected", connected_and_noted)
     return found
+
+
+def test_a_leader_waits_for_more_decisions_only_under_load() -> None:
+    load, now = Load(), 1000.0
+    for _ in range(200):
+        # Four threads that commit at the same moment, 300 times a second together.
+        now += 4 / 300
+        assert load.share(4, now) == 0.0
+    shares = []
+    for _ in range(200):
+        now += 0.005
+        shares.append(load.share(10, now))
+    assert shares == sorted(shares)
+    assert shares[-1] == 1.0
+    now += 1.0
+    assert load.share(1, now) == 0.0
 
 
 def test_the_lease_is_taken_from_a_process_that_stands_in(

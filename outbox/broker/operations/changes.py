@@ -285,7 +285,9 @@ def reserve(run: Executor, old: str, new: str, *, dry_run: bool = False) -> Rese
     """
     names.check_group(new)
     if old == new:
-        raise UsageError(f"the old and the new name of the group are the same ({old!r}): nothing was renamed. Give another name.")
+        raise UsageError(
+            f"the old and the new name of the group are the same ({old!r}): nothing was renamed. Give another name."
+        )
     with run.connection.transaction(force_rollback=dry_run):
         group_id, other_id = _locked(run, old, new)
         if other_id is not None:
