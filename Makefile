@@ -16,10 +16,10 @@ SLOW    := slow and not soak$(if $(BROWSER),, and not browser)$(if $(MAVEN),, an
 WORKERS ?= 3
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test slow matrix lint format bench faults clean
+.PHONY: help install demo test slow matrix lint format bench bench-quick faults clean
 
 help: ## Show this list
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 install: $(STAMP) ## Create the virtual environment and install the project into it
 
@@ -60,6 +60,10 @@ lint: $(STAMP) ## Style and types
 bench: $(STAMP) ## Measure throughput and latency on this machine (nothing else should be running)
 	$(BIN)/python -m benchmarks.web_peers --install
 	$(BIN)/python -m benchmarks
+
+bench-quick: $(STAMP) ## The web job beside its peers in five minutes, with a picture (var/bench-quick.svg)
+	$(BIN)/python -m benchmarks.web_peers --install
+	$(BIN)/python -m benchmarks.quick
 
 faults: $(STAMP) ## The longest runs: every fault many times
 	$(BIN)/python -m pytest -m soak --timeout 1800
