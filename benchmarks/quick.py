@@ -3,8 +3,8 @@
     make bench-quick                                    install the peers, measure, write var/bench-quick.svg
     python -m benchmarks.quick [--svg FILE] [--way TEXT]
 
-It is `benchmarks.web_peers` with three rounds, 2,000 transactions and four threads at 300 transactions a second. Nothing
-else should be running.
+It is `benchmarks.web_peers` with three rounds, 2,000 transactions, and four threads at 300 transactions a second.
+Nothing else should be running.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def svg(charts: Sequence[Chart], note: str) -> str:
             parts += [
                 _text(_NAMES - 10, top, bar.name, anchor="end"),
                 f'<rect x="{_NAMES}" y="{top - 14}" width="{bar.median * scale:.1f}" height="18" fill="{colour}"/>',
-                f'<path d="M{_NAMES + bar.low * scale:.1f} {middle}H{_NAMES + bar.high * scale:.1f}" stroke="#0f172a"/>',
+                f'<path d="M{_NAMES + bar.low * scale:.1f} {middle}H{_NAMES + bar.high * scale:.1f}" stroke="black"/>',
                 _text(
                     _NAMES + bar.high * scale + 8,
                     top,
