@@ -107,11 +107,7 @@ def svg(charts: Sequence[Chart], note: str) -> str:
                 _text(_NAMES - 10, top, bar.name, anchor="end"),
                 f'<rect x="{_NAMES}" y="{top - 14}" width="{bar.median * scale:.1f}" height="18" fill="{colour}"/>',
                 f'<path d="M{_NAMES + bar.low * scale:.1f} {middle}H{_NAMES + bar.high * scale:.1f}" stroke="black"/>',
-                _text(
-                    _NAMES + bar.high * scale + 8,
-                    top,
-                    f"{bar.median:,.0f}" if bar.median >= 100 else f"{bar.median:.2f}",
-                ),
+                _text(_NAMES + bar.high * scale + 8, top, _number(bar.median)),
             ]
         top += 2 * _ROW
     parts.append(_text(10, top, note))
