@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 # If the handlers of a subscription take longer than this on average (seconds), each of them commits alone. Otherwise,
 # the locks of a finished handler would be held for the time of the handlers after it.
-SHORT_SECONDS: Final = 0.005
+SHORT_SECONDS: Final = 0.01
 # No call joins a transaction that is older than this (seconds).
 _OPEN_SECONDS: Final = 0.02
 # The weight of the newest call in the average time.
@@ -134,6 +134,7 @@ class SharedCalls:
         # The handler of the previous call has returned, so its time limit ends here. The limit of the last call also
         # covers COMMIT.
         previous.started_at = None
+        previous.returned_at = time.time()
         work.start()
         started = time.monotonic()
         with self._running(previous, work, delivery):

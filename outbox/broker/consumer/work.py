@@ -123,6 +123,7 @@ class HandlerCall:
         "may_share",
         "note",
         "results",
+        "returned_at",
         "shares",
         "started_at",
         "subscribed",
@@ -141,6 +142,8 @@ class HandlerCall:
         # The reason why the attempt no longer counts; '' while the attempt counts. The dispatching thread sets this
         # text, and the handler's thread reads it.
         self.abandoned = ""
+        # The time (time.time) at which the handler returned, if another call then joined its transaction; else None.
+        self.returned_at: float | None = None
         # The place of this call's note about the running handler (RunningCalls); None without a note.
         self.note: int | None = None
         # Whether this call may share a transaction with other calls of its subscription.

@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 # The number of calls per thread that wait in the pool. So a thread that finishes a call has the next call at once.
 _AHEAD_SINGLE: Final = 3
 _AHEAD_BATCH: Final = 1
+# Of calls that share transactions, a thread takes several at once.
+_AHEAD_SHARED: Final = 7
 
 
 # Runs a call in a thread of the pool (see `Caller.run`).
@@ -82,8 +84,7 @@ class WorkerPool:
         """The number of calls that the pool accepts now."""
         if self.frozen:
             return 0
-        # A thread whose calls share transactions takes several calls at once.
-        ahead = self.sharing.most - 1 if self.sharing is not None and self.sharing.allowed else self._ahead
+        ahead = _AHEAD_SHARED if self.sharing is not None and self.sharing.allowed else self._ahead
         return max(0, self._threads * (1 + ahead) - self._in_hand)
 
     @property
@@ -405,7 +406,7 @@ class Caller:
         if recorder is not None:
             subscription = work.subscribed.subscription
             failed = sum(isinstance(outcome, BaseException) for outcome in outcomes)
-            took = time.time() - started
+            took = (work.returned_at or time.time()) - started
             recorder.handled(subscription.group, subscription.topic, _waits(deliveries, started), took, failed=failed)
 
     def _note(self, work: HandlerCall, places: Sequence[int]) -> None:
