@@ -28,7 +28,7 @@ class _Asked:
 
 
 class CheckBack:
-    """Runs check-back for one producer group. The group's processes may run any number of instances at once."""
+    """Runs check-back for one producer group. Any number of `CheckBack` objects may work for a group at once."""
 
     def __init__(self, broker: Broker, producer_group: str, checker: Checker, *, batch: int = 500) -> None:
         self._broker = broker

@@ -1,7 +1,8 @@
 """All errors of the project, in one class hierarchy.
 
-The docstring of a class is its default message. A message says what happened (with the message id or setting), why, and
-what to do next. If an id or a name is known, raise the error with another text that contains it.
+The docstring of a class is the default text of its errors. An error text says what happened (with the message id or
+setting), why, and what to do next. If an id or a name is known, raise the error with a text that contains this id or
+name.
 """
 
 from __future__ import annotations
@@ -139,7 +140,8 @@ class LeaseLost(BrokerError):
 class HandlerNotStarted(OutboxError):
     """A precondition of the handler, such as its database, is not available, so no attempt was counted.
 
-    An invoker returns this error for each delivery whose handler it did not call. The cause of the error is the reason.
+    An invoker returns this error for each delivery whose handler it did not call. The error's `__cause__` is the reason
+    why the handler was not called.
     """
 
 

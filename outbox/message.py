@@ -28,8 +28,8 @@ class Message:
     messages on FIFO topics, and names the business object on other topics. `shard` chooses the queue (shard modulo
     queue count). If `shard` is None, the broker spreads messages evenly over the queues. `deliver_at` is the earliest
     time of delivery by the broker's clock, with a time zone. `delay` counts from the time at which the broker stores
-    the message, and the broker turns it into `deliver_at`. Raises InvalidName, InvalidMessage or BodyTooLarge if the
-    message cannot be sent.
+    the message: the broker adds `delay` to this time, and so computes `deliver_at`. Raises InvalidName, InvalidMessage
+    or BodyTooLarge if the message cannot be sent.
     """
 
     topic: str

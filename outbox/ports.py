@@ -202,9 +202,9 @@ class Disposition(enum.StrEnum):
 
 
 class RunAlone(enum.Enum):
-    """The result of a delivery whose shared transaction did not commit, or not with this delivery.
+    """The result of a delivery whose effects were rolled back, alone or with its whole shared transaction.
 
-    The effects of its handler are rolled back. The consumer calls the handler again, in a transaction of its own.
+    The consumer calls the handler again, in a transaction with this delivery only.
     """
 
     RUN_ALONE = "run alone"
@@ -214,10 +214,10 @@ class MoreCalls(Protocol):
     """The waiting calls that may share the transaction of a running call (decision 198)."""
 
     def next(self) -> Delivery | None:
-        """Return the message of a further call for this transaction; None if the transaction should end now."""
+        """Return the next message to handle in this transaction; None if the transaction should end now."""
 
     def running(self, delivery: Delivery) -> AbstractContextManager[None]:
-        """Surround the handler's run for a delivery that `next` has returned."""
+        """Return a context manager, inside which the handler runs for a delivery that `next` has returned."""
 
     def end_sharing(self, reason: str) -> None:
         """From now on, each call of this subscription commits alone."""
@@ -231,10 +231,10 @@ class Invoker(Protocol):
     ) -> Sequence[Disposition | Exception]:
         """Return one result per delivery, in the same order. An exception as a result says that the delivery failed.
 
-        A handler of a subscription with `batch` > 1 gets the list, and any other handler gets one delivery.
-        `generation` is the inbox generation of the consumer group. An error of the handler is returned as a result, and
-        is not raised. HandlerNotStarted says that the handler was not called, so the delivery does not count as an
-        attempt.
+        A handler of a subscription with `batch` > 1 gets the list of deliveries, and any other handler gets one
+        delivery. `generation` is the inbox generation of the consumer group. An error of the handler is returned as a
+        result, and is not raised. HandlerNotStarted says that the handler was not called, so the delivery does not
+        count as an attempt.
         """
 
 
@@ -262,13 +262,13 @@ def call_handler(
 
 @dataclass(frozen=True, slots=True)
 class LeftoverWork:
-    """The unfinished work of a broker when a project moves to another engine, as texts.
+    """The work that is left on a broker when a project moves to another engine, described in texts.
 
     Workers finish the work in `waiting` by themselves. The work in `staying` needs an operator.
 
-    `written` is the number of all messages that were ever written to the places that were read. For an engine that
-    reads one snapshot, `written` is 0. For other engines, the caller reads the places twice. If the caller finds no
-    message both times, and `written` is the same, no message moved between the places in the meantime.
+    `written` is the number of messages that were ever written to the queues that the count has read. For an engine that
+    reads one snapshot, `written` is 0. For other engines, the caller counts twice. If both counts find no message and
+    have the same `written`, no message moved from one queue to another between the counts.
     """
 
     waiting: list[str] = field(default_factory=list)

@@ -60,7 +60,7 @@ class Refusals:
                 yield self._text(f"group {wanted.group!r} on topic {wanted.topic!r}", refusal)
 
     def require(self, call: str, what: str) -> None:
-        """If the engine refuses the call, raise NotSupported. The error names the call as `what`."""
+        """Raise NotSupported if the engine refuses the call. The error text begins with `what`, a name for the call."""
         if call in self.calls:
             self.refuse(call, what)
 

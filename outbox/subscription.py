@@ -65,7 +65,7 @@ class Start(enum.StrEnum):
 
 
 def _option(default: Value, meaning: str, *, shown: str = "") -> Value:
-    """Return a dataclass field with its meaning. `shown` is the default as the documents show it."""
+    """Return a dataclass field with `meaning` in its metadata. `shown` is the default as the documents show it."""
     made: Any = field(default_factory=lambda: default, metadata={"meaning": meaning, "shown": shown})
     return made  # type: ignore[no-any-return]
 

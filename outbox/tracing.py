@@ -42,7 +42,7 @@ class Tracer(Protocol):
 
         Check-back asked the checker at `asked_at_ns` (a time.time_ns).
 
-        `status` is the broker's reply to the answer, or None if it is unknown.
+        `status` is the broker's reply to the answer, or None if the reply is unknown.
         """
 
 
@@ -55,7 +55,7 @@ def publishing(messages: Sequence[Message]) -> AbstractContextManager[Sequence[M
 
 
 def handling(deliveries: Sequence[Delivery]) -> AbstractContextManager[Conclude]:
-    """Wrap one call of a handler. The context gives a function that takes the outcomes."""
+    """Wrap one call of a handler. The `with` block gets a function and calls it with the outcomes."""
     return _UNTRACED if tracer is None else tracer.handling(deliveries)
 
 

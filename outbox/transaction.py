@@ -164,11 +164,11 @@ class CheckSettings:
     """The limits of checking half messages.
 
     The defaults are those of RocketMQ. If RocketMQ's source code has two values for a limit, the default is the longer
-    value. `immunity_seconds` is the minimum age before the first check of a half message without a minimum age of its
-    own. `recheck_seconds` is the wait after the answer UNKNOWN. After `max_checks` answers UNKNOWN that count, the
-    broker parks the transaction. `max_age_seconds` after the end of the immunity, the broker parks the transaction even
-    without an answer. A parked transaction is checked every `parked_recheck_seconds`, and when its producer group asks
-    for checks again after an absence.
+    value. If a half message has no minimum age of its own, `immunity_seconds` is the minimum age before its first
+    check. `recheck_seconds` is the wait after the answer UNKNOWN. After `max_checks` answers UNKNOWN that count, the
+    broker parks the transaction. If a transaction is still undecided `max_age_seconds` after the end of its immunity,
+    the broker parks this transaction even without an answer. A parked transaction is checked every
+    `parked_recheck_seconds`, and when its producer group asks for checks again after an absence.
     """
 
     immunity_seconds: int = 6

@@ -3,9 +3,9 @@
     archive.json                           the passes with their counts and checksums, and the gaps
     message_v1/pass=<name>/day=<date>/…    Parquet, one row per message of the pass that was stored on this day
 
-A pass takes the messages that were settled (decided and due, or recalled) since the previous pass. A message is settled
-once, so no message is in two passes. A pass is part of the archive as soon as `archive.json` names the pass. If a pass
-was killed, the next pass removes the files of the killed pass.
+A pass copies the messages that were settled (decided and due, or recalled) since the previous pass. A message is
+settled once, so no message is in two passes. A pass is part of the archive as soon as `archive.json` names the pass. If
+a pass was killed, the next pass removes the files of the killed pass.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class Archive:
             raise UsageProblem('the rules name no archive: write archive = "/var/lib/outbox-archive" in [broker].')
         if database.kind is not SourceKind.POSTGRES:
             raise UsageProblem(
-                "only a broker in PostgreSQL can be archived. The broker of these rules is read from files, which are "
-                "an archive."
+                f"only a broker of kind 'postgres' can be archived, but the rules read the broker by kind = "
+                f"{database.kind.value!r}. Use rules that read the broker's PostgreSQL database."
             )
         self._spark, self._progress, self._schema = spark, progress, database.schema
         self._store = Store(rules.archive, rules.output_mode)
@@ -175,7 +175,7 @@ class Archive:
     def _sums(self, folder: str) -> tuple[int, int]:
         """The number and the checksum of the messages in a pass's files.
 
-        `_expected` uses the same formula in the broker.
+        `_expected` computes the checksum in the broker's database by the same formula.
         """
         from pyspark.sql import functions as F
 

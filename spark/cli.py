@@ -192,7 +192,7 @@ def _watch(given: argparse.Namespace) -> int:
         signal.signal(number, lambda *_: stop_requested.set())
     while not stop_requested.is_set() and not watch.wait(query, 1):
         pass
-    progress.say("stopping: the running batch ends without a result, and the next start judges its rows")
+    progress.say("stopping: the running batch ends without a result, and the next start judges the rows of this batch")
     query.stop()
     return CLEAN
 

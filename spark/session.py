@@ -38,7 +38,7 @@ FIXED_SETTINGS: Final = {
     # Without this setting, Spark tries to infer filters from wide rows of CASE expressions. The attempt takes minutes
     # and gigabytes of memory, and finds no filter.
     "spark.sql.constraintPropagation.enabled": "false",
-    # A time in Spark's default type INT96 does not tell other readers that it is in UTC.
+    # With Spark's default type INT96, a program that reads a Parquet file cannot see that the times are in UTC.
     "spark.sql.parquet.outputTimestampType": "TIMESTAMP_MICROS",
 }
 # These settings apply only if this process starts Spark. If spark-submit starts Spark, the configuration of

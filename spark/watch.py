@@ -36,8 +36,8 @@ class Watch:
     def __init__(self, spark: SparkSession, options: RunOptions, progress: Progress) -> None:
         if options.is_interval or options.full:
             raise UsageProblem(
-                "a continuous reconciliation continues at the end of the last result: it accepts neither an interval "
-                "nor full."
+                "a continuous reconciliation continues at the end of the last result: it accepts neither an "
+                "interval (--from, --to) nor --full."
             )
         self._spark, self._options, self._progress = spark, options, progress
         self._store = Store(options.output, rules_file.load(options.rules).output_mode)

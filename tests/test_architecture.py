@@ -110,7 +110,7 @@ def test_the_glossary_is_in_alphabetical_order() -> None:
 def test_the_index_answers_the_questions_of_a_newcomer() -> None:
     page = PAGE.read_text(encoding="utf-8").split("\n## Where is ...\n", 1)[1]
     questions = " ".join(re.findall(r"^\| ([^|]+\?) \|", page, re.MULTILINE))
-    asked = ["half parked", "killed its process", "add a sink", "add a condition", "tick's SQL", "column to the log"]
+    asked = ["message parked", "killed its process", "add a sink", "add a condition", "tick's SQL", "column to the log"]
     asked += ["which lock", "setting validated", "inbox row", "both engines", "operator action"]
     assert [words for words in asked if words not in questions] == []
 

@@ -64,6 +64,6 @@ def _record(run: Executor, death: ChildDeath) -> None:
 
             leader.release_dead(run, left.instance)
             quarantine.record_death(run, left.instance, calls, evidence=f"{process} {event}", hung=death.hung)
-    # Send the notification after the commit. A notification would switch `synchronous_commit` off for its transaction,
-    # and the death must be on the disk.
+    # Send the notification after the commit. A notification switches `synchronous_commit` off for its transaction. The
+    # transaction that stores the death must wait for the disk, so it contains no notification.
     notify(run, Channel.SHARED)

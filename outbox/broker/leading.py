@@ -35,8 +35,8 @@ from outbox.utils.periodic import BackgroundLoop
 
 logger = logging.getLogger(__name__)
 
-# The pause after a tick in a consumer process has failed. During the pause, the broker process of the same worker
-# leads.
+# How long a consumer process does not lead after its tick has failed. During this pause, the broker process of the same
+# worker leads.
 _REST: Final = Backoff(first_seconds=1.0, longest_seconds=30.0, healthy_seconds=10.0)
 
 # The rate of decisions is measured over this time (seconds). From the first rate on (decisions per second), the leader
@@ -135,7 +135,8 @@ class Leader:
 
     @property
     def is_gathering(self) -> bool:
-        """Whether the caller should wait a moment before it reads notifications."""
+        """Whether the leader delays the next tick to collect more decisions. If so, the caller waits before it reads
+        notifications."""
         return time.monotonic() < self._gathers_until
 
     def interrupted(self, *, join: bool = False) -> None:

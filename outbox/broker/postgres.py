@@ -112,7 +112,8 @@ class PostgresBroker:
 
     def take_over(self, producer_group: str, transactional_id: str, *, timeout_seconds: float = 3.0) -> ProducerEpoch:
         return self._attempt(
-            # The server limits the wait; the client's deadline adds time for the answer.
+            # The server waits at most `timeout_seconds`. The client waits 3 s longer, so that the server's answer can
+            # still arrive.
             timeout_seconds + 3.0,
             lambda run: fencing.take_over(run, producer_group, transactional_id, timeout_seconds=timeout_seconds),
             what=f"taking over producer {transactional_id!r}",
@@ -215,7 +216,8 @@ class PostgresBroker:
         )
 
     def declare(self, declared: Sequence[Topic], *, timeout_seconds: float = 10.0) -> None:
-        """Create missing topics, and change existing ones to their declaration (see topics.declare_topics)."""
+        """Create missing topics, and change existing topics so that they agree with `declared` (see
+        topics.declare_topics)."""
         self._attempt(
             timeout_seconds,
             lambda run: topics.declare_topics(run, declared),

@@ -110,7 +110,7 @@ class PrivateServer:
         self._run("initdb", *access, "--encoding=utf8", "-U", "postgres", "-D", str(self.data))
 
     def _restrict(self) -> bool:
-        """Write the files by which the server accepts only this user, and return whether a file has changed."""
+        """Write the files that make the server accept only its own user, and return whether a file has changed."""
         user = pwd.getpwuid(os.geteuid()).pw_name
         wanted = {self.data / name: text.format(user=user) for name, text in _ACCESS.items()}
         changed = [path for path, text in wanted.items() if path.read_text(encoding="utf-8") != text]

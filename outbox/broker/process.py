@@ -73,7 +73,7 @@ def _serve(database: BrokerDatabase, stop: threading.Event, owner: UUID, leader:
 
 
 def _wait(leader: Leader, announcements: Announcements, stop: threading.Event) -> bool:
-    """Wait until the next turn of the leader. Return whether notifications about decisions may have arrived."""
+    """Wait until the next round of the leader loop. Return whether notifications about decisions may have arrived."""
     seconds = leader.wait_seconds()
     if not leader.leads:
         stop.wait(seconds)

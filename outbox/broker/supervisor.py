@@ -235,7 +235,7 @@ def _calls_file(spec: ChildSpec) -> Iterator[IO[bytes] | None]:
             file = stack.enter_context(tempfile.TemporaryFile())
         except OSError as error:
             logger.warning(
-                "calls of child %s cannot be noted, so a message that kills the child stays unknown: %s",
+                "the running calls of child %s cannot be recorded, so a message that kills this child is not found: %s",
                 spec.name,
                 error,
             )
@@ -259,8 +259,8 @@ def _how(code: int) -> str:
 def stop_on_signals(stop: threading.Event) -> dict[signal.Signals, Any]:
     """Set `stop` on SIGTERM and SIGINT, and return the previous signal handlers. Call this in the main thread.
 
-    A helper thread sets the event, because the signal handler can interrupt the main thread while the main thread waits
-    for the same event and has locked it. A second Ctrl-C raises KeyboardInterrupt at once.
+    A helper thread sets `stop`, because the signal handler runs in the main thread. At this moment, the main thread may
+    be waiting for `stop`, and may own the lock inside `stop`. A second Ctrl-C raises KeyboardInterrupt at once.
     """
 
     def handle(*_: object) -> None:
@@ -273,9 +273,9 @@ def stop_on_signals(stop: threading.Event) -> dict[signal.Signals, Any]:
 def stop_with_parent(stop: threading.Event, *, grace_seconds: float = 10.0) -> None:
     """In a child process, set `stop` when the parent process has ended, and exit `grace_seconds` after that.
 
-    If no Supervisor started this process, the function does nothing. The function compares the pid of the parent,
-    because the kernel gives an orphan another parent. The function uses no pipe to the parent, because the pipe would
-    stay open in other processes that the parent forked.
+    If no Supervisor started this process, the function does nothing. The function compares the present pid of the
+    parent with the pid of the Supervisor, because the kernel gives another parent to a process whose parent has ended.
+    The function uses no pipe to the parent, because the pipe would stay open in other processes that the parent forked.
     """
     parent = os.environ.get(PARENT_VARIABLE)
     if not parent:

@@ -124,9 +124,9 @@ class Like:
         return None if value is None else re.fullmatch(self._expression(), value, re.DOTALL) is not None
 
     def _expression(self) -> str:
-        # The text between two % can take its first match, because the first match leaves the most text for the next
-        # parts. The atomic groups `(?>…)` fix each first match. Without these groups, the time for a value that does
-        # not match would grow exponentially with the number of %.
+        # For each part of the pattern between two %, the first match in the value is the right match, because it leaves
+        # the most text for the later parts. The atomic groups `(?>…)` fix each first match. Without these groups, the
+        # time for a value that does not match would grow exponentially with the number of %.
         parts = [""]
         characters = iter(self.pattern)
         for character in characters:

@@ -6,8 +6,8 @@ The expression after `sql:` is a subset of SQL92 over the headers of a message, 
 
 - A name is a header. A missing header is NULL. A comparison with NULL is neither true nor false.
   `TAGS` is the message's tag (NULL if it has none). A name that is also a keyword is written in double quotes.
-- Header values are strings. In a comparison with a number, the value is the number in its text (`-12`, `3.50`). A text
-  without a number is NULL. A comparison with a string compares strings by Unicode code point.
+- Header values are strings. In a comparison with a number, the header's text is converted to a number (`-12`, `3.50`).
+  A text that is not a number is NULL. A comparison with a string compares strings by Unicode code point.
 - `= <> != < <= > >=`, `[NOT] IN (…)`, `[NOT] BETWEEN … AND …`, `[NOT] LIKE '…' [ESCAPE 'c']`, `IS [NOT] NULL`, `AND`,
   `OR`, `NOT`, parentheses. Two headers are compared as strings, with `=` and `<>` only.
 

@@ -182,7 +182,7 @@ class InMemoryBroker:
                 )
             )
         transaction = self._log.find(answer.transaction_id)
-        assert transaction is not None, "there is no transaction for this answer: only answer checks that were claimed"
+        assert transaction is not None, "there is no transaction for this answer: answer only claimed checks"
         self._checks.postpone(transaction, answer)
         return None
 
@@ -230,7 +230,7 @@ class InMemoryBroker:
         self.hint_checks([transaction_id])
 
     def flush(self, *, within_seconds: float) -> bool:
-        """Return True, because no call is waiting to be sent."""
+        """Return True, because this broker executes every request at once, and no request is still to be sent."""
         return True
 
     def notify_decided(self) -> None:
@@ -255,7 +255,7 @@ class InMemoryBroker:
     def parked(self) -> dict[UUID, ParkReason]:
         """Return the parked transactions with their reasons.
 
-        A decision or an answer can still decide a parked transaction.
+        An end message, or an answer to a check, can still decide a parked transaction.
         """
         with self._log.lock:
             self._checks.park_overdue()

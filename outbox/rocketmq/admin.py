@@ -179,7 +179,7 @@ class Admin:
         except (ValueError, KeyError, TypeError) as error:
             raise _no_broker(where) from error
         if status == _NOT_SUPPORTED:
-            # A name server has the same protocol, but refuses the requests for a broker.
+            # A name server uses the same protocol, but refuses requests that only a broker can answer.
             raise _no_broker(where)
         return status, answer, rest
 

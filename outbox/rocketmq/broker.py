@@ -161,15 +161,16 @@ class RocketMQBroker:
             raise
         except FutureTimeout:
             raise OutcomeUnknown(
-                f"{what} was not acknowledged within {seconds:g} s: RocketMQ may or may not have stored it. "
-                "Roll back the transaction, and check-back rolls back the message. If you send a plain message again, "
-                "it may be stored twice."
+                f"{what} was not acknowledged within {seconds:g} s: RocketMQ may or may not have stored "
+                "the message. If you roll back the transaction, check-back rolls back the message. If you send a plain "
+                "message again, it may be stored twice."
             ) from None
         except Exception as error:
             if "route" in str(error):
                 raise self._unrouted(message.topic, error) from error
             raise OutcomeUnknown(
-                f"{what}: RocketMQ's proxy failed ({client.described(error)}) and may or may not have stored it."
+                f"{what}: RocketMQ's proxy failed ({client.described(error)}), and RocketMQ may or may not have stored "
+                "the message."
             ) from error
 
     def _unrouted(self, topic: str, error: Exception) -> Exception:

@@ -89,8 +89,8 @@ __all__ = [
     "unrouted",
 ]
 
-# The library raises these errors if the server refuses a request, or if the library itself refuses it before asking the
-# server. In both cases, RocketMQ has stored no message.
+# The library raises these errors if the server refuses a request, or if the library refuses to send the request. In
+# both cases, RocketMQ has stored no message.
 REFUSALS: Final = (
     BadRequestException,
     ForbiddenException,
@@ -127,7 +127,7 @@ def configuration(url: str, *, timeout_seconds: float = 3.0) -> Any:
         )
     brokers_of(url)
     credentials = Credentials(parts.username or "", parts.password or "")
-    # The library takes whole seconds, and applies them to every request.
+    # The library accepts only whole seconds for this timeout, and uses the timeout for every request.
     return ClientConfiguration(f"{parts.hostname}:{port}", credentials, request_timeout=math.ceil(timeout_seconds))
 
 
@@ -164,14 +164,14 @@ def keep_known(started: Any) -> None:
     Call this function every few seconds, because a proxy may have restarted.
 
     The library announces the client only every five minutes. Until the next announcement, a restarted proxy delivers no
-    messages and sends no checks to the client, but the server counts these checks. The library reads the route of a
-    topic once, when the client starts, and ignores a failure. Without a route the client has no proxy for the topic, so
-    this function reads missing routes first.
+    messages and sends no checks to the client, but the server counts each check as if it had been sent. The library
+    reads the route of a topic once, when the client starts, and ignores a failure. Without a route the client has no
+    proxy for the topic, so this function reads missing routes first.
     """
     deadline = time.monotonic() + _ROUTES_SECONDS
     for topic in unrouted(started):
-        # `update_topic_route` returns False after a timeout. If the deadline has passed too, the loop stops, because
-        # each further topic would also wait for the timeout.
+        # `update_topic_route` returns False after a timeout. If the deadline has passed when this happens, the loop
+        # stops, because the call for each further topic would also wait until its timeout.
         if not started.route_manager.update_topic_route(topic) and time.monotonic() > deadline:
             break
     for endpoints in list(started.route_manager.get_all_endpoints().values()):
@@ -191,8 +191,8 @@ def unrouted(started: Any) -> list[str]:
 
     The client gets no checks for messages of these topics.
     """
-    # The library keeps the routes in a private attribute. The public functions of the library would send a request to
-    # the server.
+    # This function reads a private attribute of the library, because the library's public functions for routes would
+    # send a request to the server.
     known = set(started.route_manager._ClientRouteManager__topic_route_cache.keys())
     return sorted(set(started.topics) - known)
 

@@ -367,9 +367,9 @@ class _Poller:
         client.MessagingResultChecker.check(answer.status)
 
     def _quietly(self, wire: Any, request: Callable[[], object]) -> None:
-        """Release a message with a request that may be lost.
+        """Release a message, then send `request`; if the request fails, only log the error.
 
-        If the request is lost, the inbox recognises the second delivery.
+        After a lost request, the server delivers the message again, and the inbox recognises a handled message.
         """
         self._release(wire)
         try:

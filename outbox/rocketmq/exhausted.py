@@ -1,8 +1,8 @@
 """Decides the transactions that RocketMQ gave up, with the help of the ledger, and publishes committed messages again.
 
 After `transactionCheckMax` checks (15), or after `fileReservedTime` (72 h), the broker moves an undecided half message
-to the system topic TRANS_CHECK_MAX_TIME_TOPIC and sends no more checks. On each broker this topic has one queue, for
-all services.
+to the system topic TRANS_CHECK_MAX_TIME_TOPIC and sends no more checks. On each broker, this system topic has one
+queue, which all services share.
 
 See decision 188.
 """
@@ -32,7 +32,7 @@ READER: Final = "TOOLS_CONSUMER"
 
 
 def offsets_of(producer_group: str) -> str:
-    """Return the name of the consumer group whose stored offset is this service's position in the topic."""
+    """Return the name of the consumer group whose stored offset is this service's position in the system topic."""
     return f"outbox-exhausted-{wire_name(producer_group)}"
 
 

@@ -168,9 +168,10 @@ class CheckingProducer(client.Producer):  # type: ignore[misc]
     def answer(self, transaction_id: UUID, decision: Decision) -> Callable[[], bool]:
         """Answer the claimed checks of a transaction. Return a function that waits for the server's reply.
 
-        The function returns False if the answer is lost. The proxy matches an answer with its newest copy of the half
-        message, and then deletes this copy. If this process answered UNKNOWN, the proxy would find no copy for a later
-        decision. So UNKNOWN is not sent, and one decision answers all checks of the transaction.
+        The function returns False if the answer is lost. For each answer, the proxy searches for the newest copy of the
+        half message that the proxy has stored, and then deletes this copy. If this process answered UNKNOWN, the proxy
+        would find no copy for a later decision. So UNKNOWN is not sent, and one decision answers all checks of the
+        transaction.
         """
         with self.arrived:
             claimed = self._claimed.pop(transaction_id, [])
@@ -305,8 +306,9 @@ class AnsweringThread:
             self._complained.add(group)
             logger.error(
                 "RocketMQ sent this service (producer group %r) a check about a message of group %r on topic %r. Two "
-                "services publish transactional messages on one topic, so each gets checks that only the other can "
-                "answer, and RocketMQ gives up the transactions. Give each transactional topic one producer group.",
+                "services publish transactional messages on one topic, so each service gets checks that only the other "
+                "service can answer, and RocketMQ gives up the transactions. Give each transactional topic one "
+                "producer group.",
                 self._group,
                 group,
                 asked[0].message.topic,

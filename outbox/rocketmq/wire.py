@@ -97,7 +97,8 @@ def _check_size(message: Message, noted: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class CheckProperties:
-    """The data about a transaction that RocketMQ's check carries in the half message."""
+    """The data about a transaction. RocketMQ sends the half message with each check, and the half message contains
+    these data."""
 
     transaction_id: UUID
     producer_group: str

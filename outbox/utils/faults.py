@@ -1,4 +1,4 @@
-"""Fault points: named steps at which a test or the demo can kill, stop, delay or fail this process.
+"""Fault points: named steps at which a test or the demo can kill, stop or delay this process, or raise an error.
 
 Fault points are off by default. Fault points are on if the environment variable OUTBOX_FAULTS is set when the process
 starts, or after a call of `arm`. While all fault points are off, a call of `point` only tests an empty dictionary. The

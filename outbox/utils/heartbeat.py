@@ -3,8 +3,9 @@
 The main loop of a process writes the heartbeat file, and a probe reads this file without a request to the process.
 
 The main loop itself writes heartbeats, because a separate thread would continue to write them while the loop hangs. The
-modification time of the file is the time of the last heartbeat. The text of the file says whether the loop could work.
-Without the environment variable OUTBOX_HEARTBEAT, the process writes no heartbeat file.
+modification time of the file is the time of the last heartbeat. The text of the file says whether the loop could do its
+work at that time (`ready` or `waiting`). Without the environment variable OUTBOX_HEARTBEAT, the process writes no
+heartbeat file.
 """
 
 from __future__ import annotations

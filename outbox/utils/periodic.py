@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PeriodicPass:
-    """A bounded pass that runs every `interval_seconds`. `run` returns its counts.
+    """A bounded pass that runs every `interval_seconds`. `run` runs the pass once and returns the counts of the pass.
 
     If the count `more` is true, the pass has more work. So the pass runs again as soon as all other due passes have
     run.

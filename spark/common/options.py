@@ -31,7 +31,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class LookBack:
-    """The option `look_back`: a run judges rows of earlier runs again, back to `seconds` before the end of its window.
+    """The option `look_back`: a run again judges the rows of the last `seconds` before the end of the run's window.
 
     If `seconds` is None, the `look_back` of each rule applies.
     """

@@ -72,9 +72,9 @@ def _escape(character: str) -> str:
 
 
 def shown_difference(ours: str | None, theirs: str | None) -> tuple[str, str, str]:
-    """Two values that differ, as two texts that show the difference.
+    """Three texts about two values that differ: each value, cut near the first difference, and a note.
 
-    The third text is a note if the difference is hard to see.
+    The note says why the difference is hard to see, and where it begins in a long text. The note may be empty.
     """
     if ours is None or theirs is None:
         return *(("null" if text is None else _cut(text, 0)) for text in (ours, theirs)), ""  # type: ignore[return-value]

@@ -127,7 +127,8 @@ class Store:
         return result
 
     def finding_lines(self, limit: int | None = None) -> Iterator[str]:
-        """At most `limit` findings of the result in force as JSON, each with the name of its `run`, for other programs.
+        """At most `limit` findings of the result in force, for other programs. Each finding is one line of JSON with
+        the name of its `run`.
 
         The findings are ordered by rule, class, group and key. Times are ISO 8601 in UTC. The text is ASCII, so that a
         line separator in a key does not end a line. The method needs neither Java nor a database.
@@ -193,7 +194,7 @@ class Store:
         draft.replace(target)
 
     def make_folder(self, name: str) -> None:
-        """Create a folder, with the permissions of the rules, into which Spark writes files."""
+        """Create a folder into which Spark writes files. The folder gets the permissions that the rules give."""
         if self._is_local:
             self._make_folder(Path(f"{self._root}/{name}"))
 

@@ -2,8 +2,8 @@
 
 The functions of this module read no clock and no source. Each key gets one class for its message. If the key's row
 exists and its message is committed, the key also gets one class per consumer group. If the conditions of several
-classes hold, the key gets the first of these classes in the order of `FindingClass`, and the column `flags` lists all
-classes among them that are findings.
+classes hold, the key gets the first of these classes in the order of `FindingClass`. The column `flags` lists all
+classes whose conditions hold and that are findings.
 """
 
 from __future__ import annotations
@@ -165,8 +165,8 @@ def group_conditions(rule: Rule, number: int, window: Window) -> dict[FindingCla
 
 
 def _unhandled(rule: Rule, number: int, window: Window) -> tuple[Column, Column]:
-    """Two conditions for a rule in which each message owes effects: the group has not handled one of the messages, and
-    the limit of this message has passed.
+    """Two conditions for a rule whose rows may have several messages, each with effects of its own. First: the group
+    has not handled one of the messages. Second: the group has not handled a message whose limit has passed.
 
     Effects without message ids do not show whether the group writes one effect per message or one effect for all
     messages. A message is counted as unhandled if there are fewer effects than messages, and no effect came after the
@@ -193,7 +193,7 @@ def _is_sent(judges: Callable[[Column], Column]) -> Column:
 
 
 def _is_owed(rule: Rule, number: int) -> Column:
-    """Whether the rule's group `number` owes an effect for the sent messages."""
+    """Whether the rule's group `number` owes an effect for at least one message of the key."""
     return F.col(f"owed_{number}") > 0 if rule.groups[number].owed_when else F.lit(True)
 
 
@@ -207,11 +207,12 @@ def _has_no_key() -> Column:
 
 
 def with_classes(evidence: DataFrame, rule: Rule, window: Window) -> DataFrame:
-    """Add the columns `holds` and, per group, `holds_0`…: the conditions that hold, as bits in order of precedence.
+    """Add the columns `holds` and, per group, `holds_0`…: one bit for each condition that holds, in order of
+    precedence.
 
     The value 0 in one of these columns means that the run had nothing to judge. Spark's optimizer copies the expression
     of a column to each use of the column. If each class and group had a chain of CASE, the optimizer could not plan all
-    the copies. The optimizer can plan the copies of an expression of bits.
+    the copies. The optimizer can plan all the copies if each column is a sum of bits.
     """
     judged = (F.col("rows") > 0) & window.covers(F.col("row_at"))
     columns = {"holds": _bits(message_conditions(rule, window), judged)}

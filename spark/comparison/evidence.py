@@ -39,7 +39,8 @@ UNKEYED: Final = 7
 EFFECT: Final = contract.EFFECT_KIND
 DEAD: Final = 1000
 WAITING: Final = 2000
-"""A message for which a group has no effect. Only rules in which every message owes effects have rows of this kind."""
+"""A message for which a group has no effect. Rows of this kind exist only for a rule in which each message of a
+business row must have effects of its own."""
 
 ATOMIC: Final = 0
 """A message that was stored and decided in the transaction of its business row, so its times are the start of this
@@ -66,7 +67,7 @@ _BOUNDS: Final = {
 def configure(spark: SparkSession) -> None:
     """Make Spark read bodies as PostgreSQL's jsonb does: if a key occurs twice in an object, its last value counts.
 
-    The function also bounds the batches that Spark sends to Python.
+    The function also limits the size of the batches that Spark sends to Python.
     """
     spark.conf.set("spark.sql.variant.allowDuplicateKeys", "true")
     # The second look gives whole bodies to Python. The limit of a batch is in bytes, because rows may have any size.
@@ -282,7 +283,7 @@ def _made_at(message_id: Column) -> Column:
 def gather(sides: list[DataFrame], rule: Rule, watermark: datetime) -> DataFrame:
     """One row per key with the counts and times of all sides.
 
-    A message is overdue if its limit ended before `watermark`.
+    A message is overdue if its time limit ended before `watermark`.
     """
     united = reduce(DataFrame.unionByName, sides)
     kind = F.col("kind")
@@ -337,7 +338,7 @@ def _of_group(rule: Rule, number: int) -> Iterator[Column]:
 
 
 def _in_order_of_commit(rule: Rule) -> Iterator[Column]:
-    """For each of two orders of the messages: the compared values of the message that was committed last in this order.
+    """For each of two orders of the messages: the compared values of the last message in this order.
 
     The order `prompt` is the order of the decisions. In the order `early`, a message that was decided some time after
     its commit has the place of its earliest possible commit. Messages that were stored in the transaction of their row

@@ -41,7 +41,7 @@ REMEDIES: Final = {
     ),
     FindingClass.HALF_STUCK: Remedy(
         "A half message is parked, or undecided for too long: no check-back has found out how its transaction ended.",
-        "is the row there, and does a worker of the producer group run (`python manage.py outbox_status`)?",
+        "does the business row exist, and does a worker of the producer group run (`python manage.py outbox_status`)?",
         "if the row is there, `python manage.py outbox_transaction decide {transaction_id} commit`; if it is not "
         "there, the same command with rollback.",
     ),
@@ -53,8 +53,9 @@ REMEDIES: Final = {
         "Correct the code that writes rows without the outbox.",
     ),
     FindingClass.UNREADABLE: Remedy(
-        "The body of a committed message, or a compared field of it, cannot be read as declared.",
-        "which release sent the message, and does the rule's field (body, type) match its body? `{trace}`",
+        "A run cannot read the body of a committed message, or a compared field of the body, as the rule declares it.",
+        "which release sent the message, and do `body` and `type` of the rule's field match the body of the message? "
+        "`{trace}`",
         "if the message is right, correct the rule; else correct the publisher and publish the row again.",
     ),
     FindingClass.DUPLICATE: Remedy(
@@ -64,7 +65,7 @@ REMEDIES: Final = {
         "undo the surplus effect. A second message cannot be taken back: `[[acknowledge]]` the finding.",
     ),
     FindingClass.DEAD: Remedy(
-        "A consumer group gave the message up; it waits in the dead-letter queue.",
+        "A consumer group gave the message up; the message waits in the dead-letter queue.",
         "the error of the dead letter: `python manage.py outbox_dead_letter list {group}`.",
         "correct the handler, then `python manage.py outbox_dead_letter replay {group} {message_id}`.",
     ),

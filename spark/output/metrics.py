@@ -24,8 +24,10 @@ _OWNER: Final = "# From the rules file "
 
 
 def target(given: Path, rules: Path) -> Path:
-    """The path of the metrics file, which is `given` or, if `given` is a folder, a file in the folder that is named
-    after the rules file.
+    """The path of the metrics file.
+
+    If `given` is a folder, the result is a file in `given` whose name contains the name of the rules file. Otherwise
+    the result is `given`.
 
     Raises UsageProblem if the file cannot be written, or if it contains the metrics of another rules file.
     A run calls this function before any other work.

@@ -1,5 +1,5 @@
-"""The plan of a repair of the findings in force. A plan consists of JSON lines, which a person reads, shortens and then
-applies.
+"""The plan for the repair of the findings of the current result. A plan consists of JSON lines, which a person reads,
+shortens and then applies.
 
 The first line of a plan, the head, names the run. For each rule, the head has the SQL that reads the row and the
 messages again. Each further line of a plan is one step. Making a plan reads only the result; it reads no database and

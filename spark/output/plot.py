@@ -47,8 +47,8 @@ def plot(volume: list[tuple[float, int]], times: Times) -> str:
     if not moments:
         return ""
     low, high = min(moments), max(moments)
-    # The width of a bar is a multiple of the width of a counted bucket. With other widths, there would be gaps between
-    # the bars.
+    # `volume` has one row count for each bucket of time. A bar is as wide as a whole number of these buckets. With
+    # other widths, there would be gaps between the bars.
     steps = [later - sooner for (sooner, _), (later, _) in pairwise(sorted(volume)) if later > sooner]
     step = min(steps, default=1.0)
     width = step * max(1, math.ceil((high - low + step) / step / BARS))

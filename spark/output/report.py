@@ -100,13 +100,13 @@ def _look_back_text(rule: Mapping[str, Any]) -> str:
         return ""
     if last is None:
         return (
-            " Later changes to rows, messages and effects from before this window are not found, because no run has "
-            "looked back (set look_back in the rule)."
+            " If a row, message or effect from before this window changed later, the runs have not found the change, "
+            "because no run has looked back (set look_back in the rule)."
         )
     since = "the beginning" if last["from"] is None else _seconds(last["from"])
     return (
-        f" Later changes to rows, messages and effects from before this window are found by a look back. The last look "
-        f"back, at <b>{_seconds(last['at'])}</b>, judged the rows from <b>{since}</b> on again."
+        f" If a row, message or effect from before this window changes later, a look back finds the change. The last "
+        f"look back, at <b>{_seconds(last['at'])}</b>, judged the rows from <b>{since}</b> on again."
     )
 
 

@@ -122,7 +122,8 @@ class _Reader:
         if mode & 0o600 != 0o600 or mode & 0o111:
             table.problem(
                 "mode",
-                f"not the permissions of a file that its owner may read and write, and no user may execute: {given!r}",
+                "must let the owner read and write the file, and must not let any user execute the file; "
+                f"got {given!r}",
                 'write octal digits, as in mode = "0640"',
             )
         return mode
@@ -230,7 +231,10 @@ class _Reader:
             table.problem("look_back_every", "has no meaning without look_back", 'add look_back = "7d", or remove it')
         for group in rule.groups:
             if rule.message_when and group.table is None:
-                text = f"cannot restrict the broker's deliveries, by which group {group.name!r} is judged"
+                text = (
+                    f"cannot be used for group {group.name!r}, because the group has no effect table: a run judges "
+                    "such a group by all deliveries of the broker"
+                )
                 table.problem("message_when", text, "name the group's effect table")
         return rule
 
@@ -241,7 +245,7 @@ class _Reader:
             table.problem("mask", f"must be a list of names, got {names!r}", 'write mask = ["email"]')
             return ()
         if table.values.get("key") in names:
-            table.problem("mask", "the key cannot be masked, because it names the findings", "remove the key from mask")
+            table.problem("mask", "the key cannot be masked, because findings show it", "remove the key from mask")
         return tuple(names)
 
     def _check_bucket(self, table: TomlTable, rule: Rule) -> None:
@@ -252,7 +256,8 @@ class _Reader:
         if not any(field.column == rule.time and field.type is FieldType.TIMESTAMP for field in rule.fields):
             table.problem(
                 "bucket",
-                f"messages need the time of their row, and no field of the body is compared with column {rule.time!r}",
+                "the body of a message must contain the time of its row, but no field of the body is compared with "
+                f"column {rule.time!r}",
                 f'add [[rule.field]] column = "{rule.time}", type = "timestamp", or remove bucket',
             )
         for field in rule.near_fields:
@@ -337,8 +342,8 @@ _NOT_JUDGED: Final = ("mask", "look_back", "look_back_every")
 
 
 def _digest(rule: Any) -> str:
-    """A digest of a rule. The digest ignores the options for masking and for the look back, because these options do
-    not change the class of any subject."""
+    """A digest of a rule. The digest ignores the options `mask`, `look_back` and `look_back_every`, because these
+    options do not change the class of any subject."""
     judged = {key: value for key, value in rule.items() if key not in _NOT_JUDGED} if isinstance(rule, dict) else rule
     return hashlib.sha256(json.dumps(judged, sort_keys=True, default=str).encode()).hexdigest()[:16]
 

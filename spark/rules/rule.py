@@ -111,9 +111,9 @@ class GroupRule:
     time if this is later. A group without an effect at the end of the limit is UNDELIVERED. An effect after the limit
     is LATE.
 
-    `owed_when` is a condition over `message_v1`, which a message satisfies if the group owes an effect for it. If
-    `owed_when` is None, the run reads the group's subscription from the broker (subscriptions.py). If the run cannot
-    read the subscription, the group owes an effect for every message.
+    `owed_when` is a condition over `message_v1`: the group owes an effect for each message that satisfies the
+    condition. If `owed_when` is None, the run reads the group's subscription from the broker (subscriptions.py). If the
+    run cannot read the subscription, the group owes an effect for every message.
     """
 
     name: str

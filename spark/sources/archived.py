@@ -169,9 +169,10 @@ def archived_messages(*conditions: str) -> TableSelection:
 
 
 class ArchivedSource(PostgresSource):
-    """Reads messages from the log, and the messages that retention may have removed from the log from the archive.
+    """Reads messages from the log, and older messages from the archive.
 
-    A message that is in both log and archive is read only from the log.
+    An older message was stored before the time up to which retention may have removed messages from the log. A message
+    that is in both log and archive is read only from the log.
     """
 
     def __init__(self, spark: SparkSession, database: DatabaseRule, location: str, name: str = adbc.NAME) -> None:

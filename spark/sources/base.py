@@ -67,8 +67,8 @@ class TableSelection:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceBoundary:
-    """The time up to which a source is complete, and the evidence for this time. Every result contains the boundary of
-    each of its sources."""
+    """The time up to which a source is complete, and the evidence for this time. Every result contains this time and
+    this evidence for each of the run's sources."""
 
     database: str
     taken_at: datetime

@@ -106,8 +106,9 @@ def rows(rule: Rule) -> TableSelection:
 def effects(rule: Rule, number: int, *, detailed: bool = False) -> TableSelection:
     """The effects of the rule's group `number`.
 
-    For a group without an effect table, the effects are the deliveries that the group has passed according to the
-    broker, in the columns of messages. A delivery has no time, because the broker stores no time per offset.
+    For a group without an effect table, the run reads from the broker which deliveries the group has passed, and counts
+    each of these deliveries as an effect. The selection then has the same columns as the messages. A delivery has no
+    time, because the broker stores no time per offset.
     """
     group = rule.groups[number]
     if group.table is None:
@@ -161,7 +162,8 @@ def owed(rule: Rule) -> str:
 
 
 def owing(rule: Rule) -> TableSelection:
-    """The committed messages of a rule in which each message owes effects. The columns do not include the body."""
+    """The committed messages of a rule whose rows may have several messages, each with effects of its own. The columns
+    do not include the body."""
     columns = [
         Column("key", "key"),
         Column("log_id", "log_id", _BIGINT),
@@ -196,7 +198,7 @@ def message_ids() -> TableSelection:
 
 
 def dead_letters(rule: Rule, *, detailed: bool = False) -> TableSelection:
-    """The dead letters of the topic that were not replayed, in the columns of messages."""
+    """The dead letters of the topic that were not replayed. The selection has the same columns as the messages."""
     return TableSelection(
         table="dead_letter_v1",
         columns=_broker_columns(rule, {"at": "dead_at", "state": "'dead ' || consumer_group"}, detailed=detailed),
@@ -225,12 +227,12 @@ def deliveries(rule: Rule) -> TableSelection:
 
 
 def dead_state(group: GroupRule) -> str:
-    """The `state` of a dead letter of this group, in the columns of messages."""
+    """The text that `dead_letters` writes into the column `state` for a dead letter of this group."""
     return f"dead {group.name}"
 
 
 def effect_state(number: int) -> str:
-    """The `state` of a delivery that is the effect of group `number`, in the columns of messages."""
+    """The text that `effects` writes into the column `state` if a delivery counts as an effect of group `number`."""
     return f"effect {number}"
 
 
@@ -243,7 +245,8 @@ def _broker_columns(rule: Rule, given: dict[str, str], *, detailed: bool = False
     if detailed:
         names += _DETAILS
     elif rule.counts_each_message:
-        # decided_by shows how soon after the commit the message was decided (evidence.way).
+        # `evidence.way` needs `decided_by`: if the producer decided the message, the decision came right after the
+        # commit.
         names.append("decided_by")
     rest = [Column(name, given.get(name, "(NULL)"), kinds.get(name, ColumnKind.TEXT)) for name in names]
     return (Column("key", "key"), Column("log_id", "log_id", _BIGINT), *rest)

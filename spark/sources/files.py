@@ -234,8 +234,8 @@ def _read_parquet(spark: SparkSession, path: str) -> DataFrame:
 
 def _cut_to_microseconds(name: str) -> SparkColumn:
     quoted = f"`{name.replace('`', '``')}`"
-    # The expression first subtracts the remainder. Integer division rounds towards zero, which would round times before
-    # 1970 up.
+    # Integer division rounds towards zero, so it would round times before 1970 up. So the expression first subtracts
+    # the nanoseconds after the last whole microsecond.
     return F.expr(f"timestamp_micros(({quoted} - pmod({quoted}, 1000L)) div 1000L)")
 
 

@@ -20,7 +20,7 @@ class MomentSource(DataSource):
 
     @classmethod
     def name(cls) -> str:
-        """The name that `readStream.format` takes."""
+        """The name of this source, as an argument of `readStream.format`."""
         return NAME
 
     def schema(self) -> str:

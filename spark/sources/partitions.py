@@ -61,7 +61,7 @@ def leaves(database: PartitionQueries, selection: TableSelection, terms: list[st
     readable, has_policies = database.query(_READABLE.format(table=sql.text(table)))[0]
     if not readable or has_policies:
         return []
-    # The plan has only the partitions that the terms do not exclude.
+    # PostgreSQL's plan leaves out the partitions that cannot contain rows for the SQL conditions `terms`.
     found = {}
     for node in database.plan(selection, terms):
         if "Relation Name" in node:
@@ -82,7 +82,7 @@ def _pages(database: PartitionQueries, table: str) -> int:
 
 
 def page_pieces(pages: int) -> list[list[str]]:
-    """The conditions of the tasks that together read a table of `pages` pages."""
+    """For each task its SQL conditions; the tasks together read a table of `pages` pages."""
     if pages <= PAGES_PER_PARTITION:
         return [[]]
     count = task_count(pages / PAGES_PER_PARTITION)

@@ -99,8 +99,10 @@ class PostgresSource:
         return watermark.of_replica(self._database, activity, complete if has_replayed else None)
 
     def activity(self) -> tuple[watermark.Activity, str, str]:
-        """The open transactions, the position of the WAL after reading them ('' on a replica), and the id of the
-        server."""
+        """The open transactions, the WAL position, and the id of the server.
+
+        The WAL position is read after the open transactions; it is '' on a replica.
+        """
         with contextlib.closing(self._connect()) as connection:
             activity = watermark.of_row(self._latest(connection, watermark.OLDEST))
             position = "" if activity.is_replica else str(self._latest(connection, watermark.WRITTEN)[0])
@@ -203,7 +205,8 @@ class PostgresSource:
         for selection, keys in wanted:
             fixed = sql.conditions(selection, None)
             column_type = self.column_types(selection).get(selection.key)
-            # A view that is split by id has no index on the key. One scan finds all keys, so one query names all keys.
+            # A view that is split by id has no index on the key, so each query scans the whole view. So one query reads
+            # all keys.
             size = max(1, len(keys)) if selection.span else KEYS_PER_PARTITION
             for start in range(0, max(1, len(keys)), size):
                 condition = sql.keys_condition(selection.key, column_type, keys[start : start + size])

@@ -142,7 +142,7 @@ def unusual(value: str, item: FieldRule, time: str) -> str:
     elif item.type is FieldType.DATE:
         usual = f"{rest} = '--' AND length({value}) = 10"
     elif item.type is FieldType.TIMESTAMP:
-        # This check comes before the check below, because the other check takes seven times as long. A time with a
+        # This check comes before the check below, because the check below takes seven times as long. A time with a
         # five-digit year and an infinite time do not pass this check, because their texts have another length.
         plain = f"coalesce(length({value}) = 32 AND {value} = to_char({time}, {_ISO_TIME}), false)"
         usual = (

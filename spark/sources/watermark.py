@@ -1,7 +1,7 @@
 """The watermark of a PostgreSQL database: the start of the oldest transaction that may still add rows.
 
-For a replica, the run reads the open transactions of its primary. The run uses them only if the replica has replayed
-all transactions that had ended on the primary at the time of this read
+For a replica, the run reads the open transactions of its primary. The run uses these open transactions only if the
+replica has replayed all transactions that had ended on the primary at the time of this read
 (docs/decisions/040-the-watermark-of-a-replica.md).
 """
 
@@ -74,7 +74,8 @@ def of_row(row: tuple[Any, ...]) -> Activity:
 def of_server(database: DatabaseRule, activity: Activity) -> Completeness:
     """The watermark of a primary. Raises RunIncomplete if the role cannot see all sessions.
 
-    With a guessed watermark, the run would report rows or messages of transactions that are still open as findings.
+    If the function guessed a watermark, the run would read rows and messages while transactions are still open, and
+    report false findings.
     """
     if activity.hidden and not database.watermark:
         raise RunIncomplete(
@@ -94,18 +95,21 @@ def of_server(database: DatabaseRule, activity: Activity) -> Completeness:
             "this database receives rows by logical replication: `grace` must be longer than the lag of the replication"
         )
     if activity.oldest is not None and activity.now - activity.oldest > _NOTEWORTHY:
-        notes.append(f"a transaction is open since {activity.oldest.isoformat()}: newer rows are judged by a later run")
+        notes.append(
+            f"a transaction has been open since {activity.oldest.isoformat()}: a later run judges the rows from this "
+            f"time on"
+        )
     return Completeness(watermark, notes)
 
 
 def of_replica(database: DatabaseRule, activity: Activity, primary: Completeness | None) -> Completeness:
-    """The completeness of a replica. `primary` is the completeness of the primary. `primary` is None if the rules name
-    no primary, or if the replica has not replayed all transactions that had ended on the primary. If `primary` is None
-    and the rules give no watermark, the run assumes that no open transaction of the primary is older than
-    `longest_transaction`.
+    """The watermark of a replica, with its notes. `primary` has the watermark of the primary. `primary` is None if the
+    rules name no primary, or if the replica has not replayed all transactions that had ended on the primary. If
+    `primary` is None and the rules give no watermark, the run assumes that no open transaction of the primary is older
+    than `longest_transaction`.
     """
     if primary is not None:
-        return Completeness(primary.watermark, [*primary.notes, "a replica: the primary gives the open transactions"])
+        return Completeness(primary.watermark, [*primary.notes, "a replica: its primary shows the open transactions"])
     replayed = activity.replayed or datetime.fromtimestamp(0, UTC)
     if database.watermark:
         return Completeness(replayed, [f"a replica, replayed up to {replayed.isoformat()}"])

@@ -50,7 +50,8 @@ class _Buckets:
 
 
 def compare(prepared: PreparedRule, rules: Rules, sources: Sources) -> ComparedChecksums:
-    """For a rule with `bucket`, find the buckets that are equal on all sides, and conditions for all other buckets."""
+    """For a rule with `bucket`, find the buckets that are equal on all sides, and make conditions that select all other
+    buckets."""
     rule, window = prepared.rule, prepared.window
     reason = _inapplicable(rule, rules, sources)
     if reason is not None:

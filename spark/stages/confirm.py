@@ -66,8 +66,8 @@ class ConfirmedRule:
 
 
 def collect(spark: SparkSession, scanned: Sequence[ScannedRule], still_open: DataFrame | None) -> list[Suspects]:
-    """The suspects of each rule: the suspects of the first look, and the subjects of `still_open` (OPEN_SCHEMA) that
-    are not older than the floor."""
+    """The suspects of each rule: the suspects of the first look, and the subjects of `still_open` (OPEN_SCHEMA) whose
+    time is not before `window.floor`."""
     keys = [_keys(spark, each, still_open) for each in scanned]
     return [Suspects(each, wanted, wanted.count()) for each, wanted in zip(scanned, keys, strict=True)]
 
@@ -84,8 +84,8 @@ def _keys(spark: SparkSession, scanned: ScannedRule, still_open: DataFrame | Non
 
 
 def judgeable(floor: Column) -> Column:
-    """Whether a subject of an earlier run is not older than `floor`. If `floor` is null, the result is true for all
-    subjects."""
+    """Whether the time of a subject of an earlier run is not before `floor`. If `floor` is null, the result is true for
+    all subjects."""
     return F.coalesce(F.col("at") >= floor, F.lit(True))
 
 
@@ -171,7 +171,7 @@ def _with_details(found: DataFrame, rule: Rule, read: sides.KeySides, facts: Dat
 
 
 def _of_key(read: sides.KeySides, rule: Rule) -> DataFrame:
-    """The log ids of the messages that a finding of a key can name.
+    """The log ids of the messages of each key that a finding may show as its message.
 
     The frame has no bodies, because all bodies of one key may exceed the memory of a task.
     """
@@ -207,7 +207,7 @@ def _dead(read: sides.KeySides, rule: Rule) -> DataFrame:
 
 
 def _about(rule: Rule) -> Column:
-    """The log id of the message that a finding names."""
+    """The log id of the message that a finding shows as its message."""
     group, name = F.col("group"), F.col("class")
     newest = F.col("newest_log_id")
     if rule.counts_each_message:
@@ -293,7 +293,7 @@ def _as_findings(found: DataFrame, rule: Rule) -> DataFrame:
 
 
 def _cut(value: Column) -> Column:
-    """A value of a row, cut to MAX_BODY characters, as a body is."""
+    """A value of a row, cut to MAX_BODY characters (the limit for bodies)."""
     return F.when(F.length(value) > MAX_BODY, F.concat(F.substring(value, 1, MAX_BODY), F.lit("…"))).otherwise(value)
 
 

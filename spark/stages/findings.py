@@ -1,6 +1,6 @@
 """The fifth stage: compares the run with the previous result, and finds new, open and recovered findings.
 
-This stage writes the findings, which are in force as soon as the last stage has written `result.json`.
+This stage writes the findings. These findings become valid when the last stage has written `result.json`.
 """
 
 from __future__ import annotations
@@ -292,7 +292,7 @@ def _dismissed(spark: SparkSession, rules: Sequence[ConfirmedRule], findings: Da
 
 
 def _check_interval(rules: Sequence[JudgedRule]) -> None:
-    """Raise RunIncomplete if an interval has pending subjects whose limits have not passed yet.
+    """Raise RunIncomplete if an interval has pending subjects whose time limits have not passed yet.
 
     After the longest limit of the rule, only delayed messages can be pending, and the run publishes the interval with
     these messages as PENDING.
@@ -304,5 +304,5 @@ def _check_interval(rules: Sequence[JudgedRule]) -> None:
         if window.is_exact and left and window.watermark < judgeable_at:
             raise RunIncomplete(
                 f"rule {rule.name!r}: {left} subjects of the interval cannot be judged yet, because their "
-                f"limits have not passed. Repeat the run after {judgeable_at.isoformat()}."
+                f"time limits have not passed. Repeat the run after {judgeable_at.isoformat()}."
             )

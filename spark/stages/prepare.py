@@ -65,7 +65,7 @@ def prepare(
     ]
     notes += [
         f"group {group.name} is judged by the broker's offsets, which show whether the group is past a message, "
-        f"but not since when: the group is never LATE"
+        f"but not when the group passed it: the group is never LATE"
         for group in rule.groups
         if not group.table
     ]
@@ -211,6 +211,6 @@ def _looked_back(rule: Rule, window: Window, previous: dict[str, Any] | None) ->
 
 
 def margin(rule: Rule) -> timedelta:
-    """A run starts to read this much time before its window begins, because a message may be older than its row's
-    time."""
+    """The run also reads rows and messages from this much time before its window, because a message may be older than
+    its row's time."""
     return timedelta(seconds=max(60.0, rule.grace_seconds))

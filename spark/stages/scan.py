@@ -104,8 +104,8 @@ def _look(
     classified = classify.with_classes(gathered, rule, window)
     observation = Observation(f"scan {rule.name}")
     columns = {"": "holds", **{group.name: f"holds_{number}" for number, group in enumerate(rule.groups)}}
-    # This list has few aggregates, because Spark collects them row by row. Subjects that are not OK are counted in the
-    # written table.
+    # The observation has few aggregates, because Spark updates each aggregate row by row. Subjects that are not OK are
+    # counted in the written table.
     judged = [F.count_if(F.col(column) != 0).alias(column) for column in columns.values()]
     sums = [F.sum("rows").alias("rows"), F.sum(F.col("committed") + F.col("undecided")).alias("messages")]
     sums.append((F.unix_micros(F.max("row_at")) - F.unix_micros(F.min("row_at"))).alias("span"))
@@ -135,8 +135,8 @@ def _check_not_empty(rule: Rule, sources: Sources, floor: datetime | None, seen:
     """Raise RunIncomplete if the rule has no row or no message at all.
 
     `seen` tells whether the window had rows, and whether it had messages. If the window had no row or no message, the
-    function looks for a row or a message at any time. The topic may be empty if retention has removed messages and no
-    row is newer than the `floor`.
+    function looks for a row or a message at any time. The function accepts an empty topic if retention has removed
+    messages and no row is newer than the `floor`.
     """
     if rule.allow_empty or all(seen):
         return

@@ -93,7 +93,7 @@ def _of_group(rule: Rule, group: GroupRule, broker: PostgresSource, schema: str)
         notes.append(
             f"group {group.name}: more than {_MAX_LISTED:,} messages from before the group's start are mixed with "
             f"later messages in the log. The run excludes {_MAX_LISTED:,} of them, and expects effects for the others. "
-            f"To exclude all, write owed_when"
+            f"To exclude all these earlier messages, write owed_when"
         )
     return replace(group, owed_when=" AND ".join(terms)), notes
 
@@ -153,7 +153,7 @@ def _token(match: re.Match[str], following: list[re.Match[str]]) -> str:
 
 
 def _is_number_next(following: list[re.Match[str]]) -> bool:
-    """Whether the expression compares the name before `following` with a number."""
+    """Whether the tokens `following`, which come after a name in the filter, compare this name with a number."""
     for match in following:
         word = (match["word"] or "").upper()
         if match["number"]:

@@ -258,6 +258,11 @@ def test_writing_to_another_database_ends_the_sharing() -> None:
     assert "another database" in more.ended[0]
 
 
+def test_reading_from_another_database_does_not_end_the_sharing() -> None:
+    handle_with(lambda given: Effect.objects.using("other").count())
+    assert share(*deliveries("a", "b"))[0] == [HANDLED] * 2
+
+
 def test_a_handler_without_inbox_does_not_share() -> None:
     @subscriber("orders", group="effects", idempotent=False)
     def effect(given: Delivery) -> None:

@@ -42,7 +42,7 @@ def test_output_is_for_its_owner_or_for_whom_the_rules_say(reconcile: Reconciler
 def test_permissions_that_make_no_sense(tmp_path: Path) -> None:
     for mode in ("0400", "rw", "0755"):
         text = RULES.format(extra="", groups="") + f'[output]\nmode = "{mode}"\n'
-        with pytest.raises(RulesInvalid, match=r"output\.mode: not the permissions of a file"):
+        with pytest.raises(RulesInvalid, match=r"output\.mode: must let the owner read and write"):
             rules_file.parse(text, environment={"RECONCILE_APP": "", "RECONCILE_BROKER": ""})
 
 

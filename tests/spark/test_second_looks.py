@@ -112,7 +112,7 @@ def test_hostile_and_missing_keys_go_through_a_whole_run(
     }
     result = reconcile.run()
     assert set(reconcile.findings(result)) == expected
-    assert "is past a message, but not since when" in result["rules"][0]["notes"][0]
+    assert "is past a message, but not when the group passed it" in result["rules"][0]["notes"][0]
     monkeypatch.setattr(sides, "MAX_KEYS", 3)
     assert set(reconcile.findings(reconcile.run(full=True))) == expected
 

@@ -29,7 +29,8 @@ from outbox.errors import UsageError
 # These options say what a call does if Celery's broker is unreachable. outbox does not store these options, because it
 # repeats the hand-over until Celery's broker has the message.
 _OF_THE_SENDER: Final = ("retry", "retry_policy", "timeout", "confirm_timeout")
-# kombu reopens a stale connection at once. If Celery's broker is down, the retry queue repeats the attempt.
+# kombu reopens a stale connection at once. If Celery's broker is down, the hand-over fails, and outbox repeats the
+# hand-over from the retry queue.
 _RECONNECT: Final = {"max_retries": 1, "interval_start": 0, "interval_step": 0, "interval_max": 0}
 
 
@@ -121,11 +122,12 @@ def _at_once() -> Iterator[None]:
 
 
 def record_what_waits(app: Celery) -> None:
-    """Make `app.send_task`, through which Celery sends every task, store the calls of recorded tasks.
+    """Change `app.send_task` so that it stores the calls of recorded tasks.
 
-    A call belongs to a recorded task if the call's message contains the name of a recorded task. The recorded task may
-    be the called task, the task of map, starmap or chunks, or a task in a chain, chord, link or link_error. If the app
-    already stores the calls of recorded tasks, the function changes nothing.
+    Celery sends every task through `app.send_task`. A call belongs to a recorded task if the call's message contains
+    the name of a recorded task. The recorded task may be the called task, the task of map, starmap or chunks, or a task
+    in a chain, chord, link or link_error. If the app already stores the calls of recorded tasks, the function changes
+    nothing.
     """
     send = app.send_task
     if getattr(send, "records", False):

@@ -136,7 +136,7 @@ class Outage:
         if self.resume_at is None:
             self._began = now
         elif now < self.resume_at:
-            # This call already ran when the pause began, so it does not start another pause.
+            # This call was still running when the pause began, so its failure does not start another pause.
             self.resume_at = max(self.resume_at, now + (wished_seconds or 0.0))
             return self.resume_at
         self._pauses += 1
@@ -168,7 +168,7 @@ class SubscriptionRunner:
         self.retry_lane: Final[Lane] = ConcurrentLane(subscription.batch) if subscribed.ordered else self.lane
         # The lanes in which messages wait. The dispatching thread takes messages from the retry lane first.
         self.lanes: Final = (self.retry_lane, self.lane) if subscribed.ordered else (self.lane,)
-        # The calls of a batch or of an ordered subscription commit alone.
+        # In a subscription that is ordered or gets batches, each call has its own transaction.
         shares = sharing_calls > 1 and subscription.batch == 1 and not subscribed.ordered
         self.pool: Final = WorkerPool(
             f"{subscription.group}-{subscription.topic}",
@@ -195,7 +195,8 @@ class SubscriptionRunner:
         return self.pool.room > 0 and self.outage.admits(now, running=self.pool.in_hand > 0)
 
     def next_at(self, now: float) -> float | None:
-        """Return the next time at which waiting messages may need a call; None if there is no such time."""
+        """Return the next time at which the dispatching thread should look for messages to call a handler with. If no
+        such time is known, return None."""
         if self.pool.room == 0:
             return None
         resume_at = self.outage.resume_at
@@ -207,7 +208,8 @@ class SubscriptionRunner:
         return min((at for lane in self.lanes if (at := lane.next_at()) is not None), default=None)
 
     def report_outage(self, run: Executor, instance: UUID) -> None:
-        """If the number of pauses has changed, store for operators whether the subscription pauses."""
+        """Store for operators whether there is an outage, if the number of pauses has changed since the last call of
+        this method."""
         pauses = self.outage.pauses
         if pauses == self._reported:
             return
@@ -230,7 +232,8 @@ def _lane(subscription: Subscription) -> Lane:
 # -- running calls ---------------------------------------------------------------------------------
 
 
-# If no other work waits for a result, the dispatching thread collects the result within this time (seconds).
+# The result of a finished call waits at most this time (seconds) for the dispatching thread, if no other work needs the
+# result.
 COLLECT_SECONDS: Final = 0.05
 
 
@@ -390,11 +393,12 @@ class Calls:
     def _sharing_with(self, hanging: HandlerCall) -> Iterator[HandlerCall]:
         """End and yield the unfinished calls that share the transaction of a call that has timed out.
 
-        Their effects are rolled back with that transaction, so they run again. This does not count as an attempt.
+        Their effects are rolled back with that transaction, so these calls run again. A call that was rolled back in
+        this way does not count as an attempt.
         """
         for work in tuple(hanging.shares):
             if work in self._running and not work.results:
-                work.abandoned = f"{hanging.abandoned}, and this call shares its transaction"
+                work.abandoned = f"{hanging.abandoned}, and this call shares the transaction of that handler call"
                 work.given_back = True
                 self._running.discard(work)
                 self._runners[work.subscribed.key].pool.collected()

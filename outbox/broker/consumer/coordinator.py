@@ -85,7 +85,8 @@ class BroadcastQueues:
 
         `lives` has one mapping for each new life: the head of each queue when that life began. In the new life, the
         offsets at or above the head of a queue belong to other messages than before. When `gained` returns a queue
-        again, this process continues at the head that `lives` has for this queue, or at a lower offset.
+        again, this process continues at its former offset, or at the queue's smallest head in `lives` if this head is
+        lower.
         """
         lost = [queue.lease for queue in self._owned.values()]
         for lease in lost:
@@ -101,7 +102,7 @@ class BroadcastQueues:
     def returned(self, lease: Lease) -> None:
         """Record that this process no longer consumes a queue.
 
-        If `gained` later returns the queue again, the queue continues at its present position.
+        If `gained` later returns the queue again, this process continues at the position that the queue has now.
         """
         queue = self._owned.get(lease.key)
         if queue is not None and queue.lease is lease:
@@ -309,9 +310,10 @@ class Coordinator:
         return life
 
     def _check_names(self, run: Executor) -> None:
-        """Check that the ids of groups and topics still have their names.
+        """Check that each id of a group or topic still belongs to the same name.
 
-        After a restore to a time before the registration, the ids may be free or may belong to other groups and topics.
+        After a restore to a time before the registration, the ids may be unused or may belong to other groups and
+        topics.
         """
         groups = {group.group_id: group.name for group in self._groups.values()}
         topics = {
@@ -360,7 +362,7 @@ class Coordinator:
             notify(run, Channel.SHARED)
 
     def _without_timeouts(self, run: Executor) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which the role's timeouts do not cancel a statement.
+        """Return a context in which the timeouts of the database role do not cancel a statement.
 
         A cancelled renewal could lose the leases.
         """

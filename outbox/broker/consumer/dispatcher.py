@@ -88,7 +88,7 @@ class Prefetcher:
         self._fetcher = Fetcher(runner.subscribed for runner in runners.values())
         # The queues that may have more messages to fetch, in the order of the notifications about them.
         self._hungry: dict[OwnedQueue, None] = {}
-        # Messages from a retry queue whose topics this process does not subscribe to.
+        # Messages from a retry queue that were published to topics without a subscription in this process.
         self._foreign: list[tuple[FetchedEntry, Row]] = []
 
     def mark_grown(self, owned: Mapping[QueueKey, OwnedQueue], grown: Collection[int] | None) -> None:
@@ -123,7 +123,7 @@ class Prefetcher:
                     self._ingest(queue, rows[start:end], more=end - start == room)
                 start = end
             if start != len(rows):
-                raise BrokerError("the broker returned fetched messages in another order than was asked for.")
+                raise BrokerError("the broker returned fetched messages in another order than this process requested.")
         if self._foreign:
             self._send_on(run)
 
@@ -146,8 +146,8 @@ class Prefetcher:
             self._counts["filtered"] += len(rows) - len(items)
             self._dirty.add(queue)
         if queue.fetches_again:
-            # Do not handle a fetched entry again if this process finished it before a stop, or if a former owner
-            # finished it.
+            # Do not handle a fetched entry again if this process finished it before the queue was stopped, or if a
+            # former owner finished it.
             items = [item for item in items if not window.is_finished(item.offset)]
         queue.fetched(expected, more=more)
         queue.buffer(len(items))
@@ -486,8 +486,8 @@ class Dispatcher:
 
     def _absorb(self, work: HandlerCall, results: Sequence[Result], failed: list[Failed]) -> set[int]:
         """Book the results of a call. Return the `id()` of each item that goes back to its lane."""
-        # Subtract the items of this call from the running items first. If a queue is lost below, the number of its
-        # running items decides whether the queue is blocked.
+        # First subtract the items of this call from the number of running items of their queue. If `_lose` is called
+        # for a queue below, this number decides whether the queue is blocked.
         counted = Counter(item.queue for item in work.items)
         for queue, count in counted.items():
             queue.returned(count)
@@ -502,7 +502,7 @@ class Dispatcher:
         return booked.again
 
     def _conclude(self, run: Executor, over: Sequence[tuple[HandlerCall, set[int]]], failed: Sequence[Failed]) -> None:
-        """Record all failures. Then put each message that this process tries again back into its lane.
+        """Record all failures. Then put the messages that this process will try again into their lanes.
 
         A lane hands out its next messages as soon as a call is settled. So the failed messages of the call must be in
         the lane before the call is settled. This method compares items by identity, because one message may be in its
@@ -543,7 +543,7 @@ class Dispatcher:
         self._calls.watched = self._watches()
 
     def _watches(self) -> bool:
-        """Return whether the dispatching thread must know the end of each running call at once."""
+        """Return whether each running call must wake the dispatching thread when it ends."""
         return (
             self._draining
             or self._bounded

@@ -195,7 +195,7 @@ class Fetcher:
         `SLOT` is the position of the queue in `wanted`, from 1. The queue id cannot replace the slot, because several
         groups of this process may want the same queue. A row without `TOPIC_ID` refers to a message that retention
         removed. A row with `PASSES` false did not pass the filter. If a row passes but has no body, its body is large,
-        and `load` returns it.
+        and `load` returns the body.
         """
         if wanted != self._wanted:
             self._wanted = wanted

@@ -21,8 +21,8 @@ from outbox.subscription import Mode, Subscription
 
 _LEAST_FETCH: Final = 128
 _MOST_FETCH: Final = 1000
-# A process fetches at most this many offsets of a queue, counted from the lowest unfinished offset. After a crash, at
-# most this many messages of a queue are delivered again.
+# A process fetches an entry only if the entry's offset is less than the queue's lowest unfinished offset plus this
+# number. After a crash, at most this many messages of a queue are delivered again.
 _SPAN: Final = {Mode.CONCURRENT: 4_000, Mode.ORDERLY: 4_000, Mode.KEY_ORDERED: 50_000}
 
 
@@ -30,8 +30,8 @@ _SPAN: Final = {Mode.CONCURRENT: 4_000, Mode.ORDERLY: 4_000, Mode.KEY_ORDERED: 5
 class ConsumingGroup:
     """A consumer group in this process.
 
-    `subscribed` has the subscriptions of the group by topic id. `retry_queues` has the known ids of the group's retry
-    queues, also by topic id.
+    `subscribed` maps topic ids to the subscriptions of the group. `retry_queues` maps topic ids to the ids of the
+    group's retry queues; a retry queue is missing while this process does not know its id.
 
     `paused`, `generation` (of the inbox) and `quarantined` (by log id) are copies of the values in the database. Only
     the dispatching thread changes these copies of database values.
@@ -99,7 +99,8 @@ class Phase(enum.Enum):
     DRAINING = "draining"
     """The process hands the queue over.
 
-    The process finishes the running messages and the messages before them, stores the offset, and releases the lease.
+    The process finishes the messages in running calls and all messages before these messages. Then the process stores
+    the offset and releases the lease.
     """
     LOST = "lost"
     """Another process may own the queue, so this process starts no call for the queue and stores nothing about it."""
@@ -287,7 +288,7 @@ class OwnedQueue:
     # -- fetching -------------------------------------------------------------------------------
 
     def grown(self) -> None:
-        """Note that this queue may have more entries to fetch."""
+        """Record that this queue may have more entries to fetch."""
         self.hungry = True
 
     def bound(self, end: int) -> None:
@@ -316,7 +317,7 @@ class OwnedQueue:
 
     @property
     def fetches_again(self) -> bool:
-        """Whether entries to fetch may be finished already, by this process (before a stop) or by a former owner."""
+        """Whether the next entries may be finished already, by a former owner or by this process before a stop."""
         return self.fetch_from < self._refetched_below
 
     def fetched(self, next_offset: int, *, more: bool) -> None:
@@ -455,14 +456,14 @@ class Ownership:
         self._coordinator_wanted.set()
 
     def block(self, key: QueueKey) -> None:
-        """Block the queue, because handlers of its lost lease still run.
+        """Block the queue, because handlers that this process started before it lost the lease still run.
 
         If this process acquired the queue again now, it would handle the same messages twice at once.
         """
         self._blocked.add(key)
 
     def unblock(self, key: QueueKey) -> None:
-        """Unblock the queue, because the handlers of its lost lease have returned."""
+        """Unblock the queue, because the handlers that started before the lease was lost have returned."""
         self._blocked.discard(key)
 
     def drain(self) -> None:
@@ -515,7 +516,7 @@ class Ownership:
         return self._is_outdated
 
     def is_blocked(self, key: QueueKey) -> bool:
-        """Return whether handlers of an earlier lease of this queue still run in this process."""
+        """Return whether handlers that this process started under an earlier lease of this queue still run."""
         return key in self._blocked
 
     def wake_coordinator(self) -> None:

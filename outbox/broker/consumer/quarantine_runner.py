@@ -81,7 +81,7 @@ class QuarantineRunner:
     def takes(self, run: Executor, work: HandlerCall) -> bool:
         """Take a call over if it has quarantined messages. Return False if the call has no such message.
 
-        If a statement fails, the messages of the call have gone back to their lane.
+        If a statement fails, this method puts the messages of the call back into their lane, and raises the error.
         """
         known = work.subscribed.group.quarantined
         found = [item for item in work.items if _log_id(item) in known]
@@ -105,8 +105,8 @@ class QuarantineRunner:
     def _wait_seconds(self, run: Executor, work: HandlerCall) -> float:
         """Return how long the attempt must wait.
 
-        The process asks for this time before it holds back its other calls. Otherwise, it would hold back these calls
-        for an attempt that may not begin yet.
+        The process calls this method before it stops starting other calls. Otherwise, the other calls would wait for an
+        attempt that may not begin yet.
         """
         group = work.subscribed.group
         try:

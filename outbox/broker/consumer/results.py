@@ -55,7 +55,7 @@ class Failed:
 
 
 def settle(run: Executor, instance: UUID, failures: Sequence[Failed]) -> list[FetchedEntry]:
-    """Record failed attempts. After the call, each message is finished, waits in a stopped queue, or is due again.
+    """Record failed attempts. Each message is then finished, waits in a stopped queue, or has a new due time.
 
     The function marks a message as finished if it was sent back or made a dead letter. The function sets the due times
     of the messages that this process tries again, and returns these messages.
@@ -130,7 +130,7 @@ def _judge(failed: Failed) -> FailurePlan:
 def _record(run: Executor, instance: UUID, judged: Sequence[tuple[Failed, FailurePlan]]) -> set[leases.QueueKey]:
     """Store the failures. Return the keys of the queues whose leases this process still holds.
 
-    If a message occurs twice, each occurrence needs its own statement.
+    If `judged` has two failures of one message in one group, the function stores them by two statements.
     """
     kept: set[leases.QueueKey] = set()
     rounds: list[dict[tuple[int, int], Failure]] = []
@@ -151,7 +151,7 @@ def _record(run: Executor, instance: UUID, judged: Sequence[tuple[Failed, Failur
             reason = send_back.describe(failed.error)
             leases.stop(run, instance, failed.item.queue.lease, reason)
     if any(judgement.verdict is FailureAction.SEND_BACK for _, judgement in judged):
-        # Wake the sequencer, because these messages may be due before the next scheduled message that it knows.
+        # Wake the sequencer, because these messages may be due before the message for which the sequencer waits.
         notify(run, Channel.DECIDED)
     return kept
 
@@ -343,7 +343,8 @@ def _outage(work: HandlerCall, items: Sequence[FetchedEntry], error: BaseExcepti
         return None
     if until is not None:
         logger.warning(
-            "group %s: %d messages of %s wait %.1f s, attempts uncounted, because a service seems to be down: %s",
+            "group %s: %d messages of %s wait %.1f s, because a service seems to be down. The failed call does not "
+            "count as an attempt: %s",
             work.subscribed.group.name,
             len(items),
             work.subscribed.subscription.topic,

@@ -43,8 +43,8 @@ class RunningCalls:
         """Make slots for `calls` running calls of up to `batch` messages. Raises OSError if the disk is full."""
         self._slot_bytes = _CALL.size + batch * _LOG_ID_BYTES
         size = _HEADER.size + calls * self._slot_bytes
-        # Write zeros instead of only setting the size of the file. If the disk is full, the write then fails; a later
-        # access to a mapped page would kill this process.
+        # Write zeros instead of only setting the size of the file. If the disk is full, this write raises OSError.
+        # Without this write, a later access to a mapped page on a full disk would kill this process.
         os.pwrite(descriptor, bytes(size), 0)
         self._map = mmap.mmap(descriptor, size)
         self._slots = calls

@@ -119,7 +119,7 @@ _THREADS_SECONDS: Final = 2.0
 
 
 class SessionTask(Protocol):
-    """Further work that the dispatching thread of a consumer process does on its listening connection."""
+    """Work besides consuming that the dispatching thread of a consumer process does on its listening connection."""
 
     def begin(self, run: Executor, instance: uuid.UUID) -> None:
         """Begin the work on a new connection."""
@@ -133,7 +133,7 @@ class SessionTask(Protocol):
         """
 
     def wait_seconds(self) -> float:
-        """Return how many seconds the caller may wait for a notification until work is due."""
+        """Return how many seconds the caller may wait for a notification before work is due."""
 
     @property
     def is_gathering(self) -> bool:
@@ -143,7 +143,7 @@ class SessionTask(Protocol):
         """Note that the connection is lost."""
 
     def end(self, run: Executor) -> None:
-        """End this work, so that another process can do it at once.
+        """Stop this work, so that another process can continue the work at once.
 
         Raises psycopg.Error. The caller calls this method before it stops or gives up its connection.
         """
@@ -157,8 +157,8 @@ class ConsumerSession:
 
     The constructor registers the process, and raises psycopg.Error, BrokerUnavailable, or the errors of `register`.
 
-    `noted_in` is the file in which an earlier session of this process noted its calls. The parent gives each process
-    only one file for notes.
+    `noted_in` is the file in which an earlier session of this process noted its calls. The parent process gives
+    each consumer process only one file for notes.
     """
 
     def __init__(
@@ -189,7 +189,7 @@ class ConsumerSession:
         self._is_new = True
         self._decided = False
         # Whether the dispatcher has made a step on this connection. Before the first step, this process does not lead,
-        # because consuming may not work on the connection.
+        # because the step may fail on this connection.
         self._has_stepped = False
         self._session_task = session_task
         self._instance = instance = uuid.uuid4()
@@ -327,10 +327,10 @@ class ConsumerSession:
                 self._grown.update(map(int, queue_ids.split()))
 
     def _run_in_current_life(self) -> Executor:
-        """Return the connection, after the dispatcher has dropped all its data from another life of the server."""
+        """Return the connection. If the server has begun a new life, first make the dispatcher drop its older data."""
         run = self._connected()
         # Behind a pooler there is no LISTEN, and a connection may stay open when the server restarts. So read the life
-        # at each call of this method.
+        # of the server at each call of this method.
         if self._is_new or self._announcements is None:
             self.dispatcher.enter_life(lives.current(run))
             self._is_new = False
@@ -346,8 +346,8 @@ class ConsumerSession:
             listening = timeouts.lasts(connection)
             self._poll_seconds = _LISTENING_POLL_SECONDS if listening else _POLL_SECONDS
             try:
-                # While no message is published, this database session is idle for seconds, and no timeout may end the
-                # session.
+                # While no message is published, this database session is idle for seconds, so the session must have no
+                # timeout that ends an idle session.
                 if timeouts.lift_where_direct(connection):
                     # If a table stays locked, the lock timeout ends the waiting statement. After this lock timeout, the
                     # process logs the error and connects again.
@@ -420,9 +420,9 @@ class ConsumerRuntime:
 
     This class implements outbox.ports.Consumers. If this process crashes or freezes, other processes take over its
     queues after `lease_seconds`. `strategy` decides which process consumes which queue: averagely, circle,
-    consistent_hash, config:NUMBERS, or a function (groups.rebalance). `session_task` is further work that `run` does
-    (outbox.broker.leading). With `share`, up to `sharing_calls` calls of a subscription may share a transaction
-    (outbox.broker.consumer.shared_calls).
+    consistent_hash, config:NUMBERS, or a function (groups.rebalance). `session_task` is work that `run` does
+    besides consuming (outbox.broker.leading). With `share`, up to `sharing_calls` calls of a subscription may share a
+    transaction (outbox.broker.consumer.shared_calls).
     """
 
     def __init__(
@@ -470,8 +470,8 @@ class ConsumerRuntime:
             try:
                 session = self._session(self._session_task, noted_in)
             except (BrokerUnavailable, SchemaError, UnknownTopic) as error:
-                # A restore first empties the tables. So a process that has registered before waits for the end of the
-                # restore.
+                # A restore first empties the tables. So if this process has already registered once, it waits for the
+                # end of the restore.
                 if not (isinstance(error, BrokerUnavailable) or has_registered):
                     self._note.failed(error, is_last=True)
                     raise
@@ -502,7 +502,7 @@ class ConsumerRuntime:
         self._note.worked()
         if hung:
             raise HandlersHung(
-                f"{hung}. Start the process again: it then tries the messages of these handlers one by one."
+                f"{hung}. Start the process again: it then tries the messages of the hanging handlers one by one."
             )
 
     def run_once(self) -> ConsumeCounts:

@@ -1,8 +1,8 @@
 """Lets the handler calls of one thread share a transaction, so that several messages cost one COMMIT.
 
-The invoker decides about the transaction (contrib/django/subscribers/shared_transaction.py). This module gives it
-further waiting calls, and keeps the calls apart in every other way: each has its own time limit, note, log context,
-span and result.
+The invoker decides about the transaction (contrib/django/subscribers/shared_transaction.py). This module gives the
+invoker further waiting calls. The calls share only the transaction: each call has its own time limit, note, log
+context, span and result.
 
 See decision 198.
 """
@@ -34,7 +34,7 @@ _PAUSES: Final = Backoff(first_seconds=1.0, longest_seconds=60.0)
 
 
 class Sharing:
-    """Whether the calls of one subscription may share transactions now. Any thread of the process may use it.
+    """Whether the calls of one subscription may share transactions now. Any thread of the process may use this object.
 
     `most`: at most this number of calls shares a transaction.
     """
@@ -75,18 +75,18 @@ class Sharing:
             self._not_before = time.monotonic() + _PAUSES.pause_seconds(self._failures)
 
     def end(self) -> bool:
-        """From now on, each call commits alone, until the process ends. Return whether this is new."""
+        """From now on, each call commits alone, until the process ends. Return False if `end` was called before."""
         was_over, self._is_over = self._is_over, True
         return not was_over
 
 
 class SharedCalls:
-    """The calls that share the transaction of their first call. It implements `ports.MoreCalls`.
+    """The calls that share the transaction of their first call. This class implements `ports.MoreCalls`.
 
     `take` returns the next waiting call that may join, or None. `deliver` returns the delivery of a call; if the
-    handler cannot be called for it, `deliver` stores the result and returns None. `running` surrounds the handler's run
-    for a call (parameters: the previous call, the call, the delivery). `finished` gets a call that is over. Only the
-    thread of the first call uses this object.
+    handler cannot be called, `deliver` stores the result and returns None. `running` is a context
+    manager around the handler call (parameters: the previous call, the call, the delivery). `finished` gets a call that
+    has ended. Only the thread of the first call uses this object.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class SharedCalls:
 
     @contextmanager
     def running(self, delivery: Delivery) -> Iterator[None]:
-        """Surround the handler's run for the delivery that `next` has returned last."""
+        """A context manager around the handler call for the delivery that `next` has returned last."""
         *_, previous, work = self.calls
         # The handler of the previous call has returned, so its time limit ends here. The limit of the last call also
         # covers COMMIT.
@@ -155,5 +155,5 @@ class SharedCalls:
 
 
 def may_join(work: HandlerCall) -> bool:
-    """Whether a call may share a transaction. A message in quarantine, or one that has failed before, runs alone."""
+    """Whether a call may share a transaction. A message that is in quarantine or has failed before runs alone."""
     return work.may_share and work.items[0].attempt == 1

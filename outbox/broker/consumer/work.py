@@ -95,7 +95,7 @@ class Lane(Protocol):
         """Return the messages of the next call; an empty list if no message may be handled now."""
 
     def settle(self, items: Sequence[FetchedEntry], again: Sequence[FetchedEntry]) -> None:
-        """End the call of items that `take` has returned.
+        """End the call whose items `take` has returned.
 
         A later `take` returns the items in `again` when they are due.
         """
@@ -156,7 +156,7 @@ class HandlerCall:
 
     @property
     def is_given_up(self) -> bool:
-        """Whether the thread of this call was replaced, because the call or one that shares its transaction hangs."""
+        """Whether the thread of this call was replaced: this call, or a call that shares its transaction, hangs."""
         return bool(self.abandoned) or any(call.abandoned for call in self.shares)
 
     def start(self) -> None:
@@ -199,7 +199,7 @@ class ConcurrentLane:
         return take_run(ready, self._batch)
 
     def settle(self, items: Sequence[FetchedEntry], again: Sequence[FetchedEntry]) -> None:
-        """End the call of items that `take` has returned.
+        """End the call whose items `take` has returned.
 
         A later `take` returns the items in `again` when they are due.
         """
@@ -252,7 +252,7 @@ class SerialQueue:
 
 
 class OrderedLane:
-    """A lane of serial queues by name.
+    """A lane that puts each message into a serial queue.
 
     The subclasses of this class define the serial queue of a message, and which messages one call takes.
     """
@@ -291,7 +291,7 @@ class OrderedLane:
         raise NotImplementedError
 
     def settle(self, items: Sequence[FetchedEntry], again: Sequence[FetchedEntry]) -> None:
-        """End the call of items that `take` has returned.
+        """End the call whose items `take` has returned.
 
         The items in `again` go back to the front of their serial queues, and wait there until they are due.
         """

@@ -30,7 +30,8 @@ logger = logging.getLogger(__name__)
 # -- threads ---------------------------------------------------------------------------------------
 
 
-# The number of calls per thread that wait in the pool. So a thread that finishes a call has the next call at once.
+# For each thread, up to this number of further calls wait in the pool. So a thread that has finished a call gets the
+# next call at once.
 _AHEAD_SINGLE: Final = 3
 _AHEAD_BATCH: Final = 1
 # Of calls that share transactions, a thread takes several at once.
@@ -39,9 +40,10 @@ _AHEAD_SHARED: Final = 7
 
 # Runs a call in a thread of the pool (see `Caller.run`).
 RunCall: TypeAlias = "Callable[[HandlerCall, WorkerPool], None]"
-# If calls share transactions, up to this number of calls per busy thread waits for that thread, instead of another one.
+# If calls may share a transaction, at most this number of calls per busy thread wait until a busy thread takes them
+# into its transaction. Further calls go to other threads.
 _BEHIND: Final = 4
-# If no thread takes a call that waits for it within this time (seconds), the handlers of these threads are not short.
+# If the busy threads take no waiting call for this time (seconds), the calls that wait for them go to other threads.
 _BEHIND_SECONDS: Final = 0.02
 # A pool with N threads replaces at most N times this number of stuck threads.
 STUCK_LIMIT: Final = 4
@@ -73,7 +75,8 @@ class WorkerPool:
         self._stuck = 0
         self._in_hand = 0
         # `_behind`: the calls that wait for a busy thread. `_busy`: the number of calls in `_queue` and of threads that
-        # run calls. `_taken_at`: the time (time.monotonic) at which `_behind` got its first call or lost a call.
+        # run calls. `_taken_at`: the time (time.monotonic) at which a thread last took a call from `_behind`, or at
+        # which a call was added to the empty `_behind`.
         self._sharing_lock = threading.Lock()
         self._behind: deque[HandlerCall] = deque()
         self._busy = 0
@@ -121,7 +124,8 @@ class WorkerPool:
             self._staff()
 
     def _waits_behind(self, work: HandlerCall, sharing: Sharing) -> bool:
-        """Let a call wait for a busy thread, if it may share that thread's transaction. Return whether it waits."""
+        """If this call may share the transaction of a busy thread, let the call wait for a busy thread. Return whether
+        the call waits."""
         with self._sharing_lock:
             if sharing.allowed and may_join(work) and len(self._behind) < _BEHIND * self._busy:
                 if not self._behind:
@@ -230,7 +234,8 @@ class WorkerPool:
             work = self._next_behind() or self._next()
 
     def _next_behind(self) -> HandlerCall | None:
-        """Return a call that waits for this busy thread; None if there is none, and the thread is not busy any more."""
+        """Return a call that waits for a busy thread. If no call waits, count this thread as not busy, and return
+        None."""
         if self.sharing is None:
             return None
         with self._sharing_lock:
@@ -245,8 +250,8 @@ class WorkerPool:
             with contextlib.suppress(Empty):
                 return self._queue.get(timeout=IDLE_SECONDS)
             with self._staffing:
-                # If a call is submitted after this thread has left, `_staff` sees one working thread less, and starts
-                # another thread.
+                # This thread ends now. For a call that is submitted later, `_staff` starts another thread, because
+                # `_working` does not count this thread any more.
                 if self._queue.empty():
                     self._working -= 1
                     return None
@@ -307,7 +312,8 @@ class Caller:
             work.results = [error] * len(work.items)
 
     def _run_shared(self, shared: SharedCalls, sharing: Sharing) -> None:
-        """Run the first call and the calls that join its transaction. Then run each call alone that did not commit."""
+        """Run the first call and the calls that join its transaction. If the transaction does not commit a call, run
+        this call again in its own transaction."""
         results: list[Result | RunAlone]
         started = time.monotonic()
         try:
@@ -331,7 +337,7 @@ class Caller:
             self._finished(work)
 
     def _call(self, work: HandlerCall, shared: SharedCalls | None = None) -> list[Any]:
-        """Return the results of the call. The results of the calls that joined its transaction follow."""
+        """Return the results of the call, followed by the results of the calls that have joined its transaction."""
         work.start()
         faults.point("consumer.before_handler")
         results: list[Any] = [NOT_STARTED] * len(work.items)
@@ -377,7 +383,7 @@ class Caller:
 
     @contextlib.contextmanager
     def _joined(self, previous: HandlerCall, work: HandlerCall, delivery: Delivery) -> Iterator[None]:
-        """Surround the handler's run for a call that has joined the transaction of `previous`."""
+        """The context in which the handler runs for `work`, a call that has joined the transaction of `previous`."""
         self._forget(previous)
         faults.point("consumer.before_handler")
         with self._observed(work, [delivery], [0]) as outcomes:
@@ -392,7 +398,8 @@ class Caller:
     def _observed(
         self, work: HandlerCall, deliveries: Sequence[Delivery], places: Sequence[int]
     ) -> Iterator[list[object]]:
-        """Note, trace and measure a run of the handler. The caller puts the outcomes into the yielded list."""
+        """Write a note, a trace and the measured time of a handler call. The caller appends the outcomes to the yielded
+        list."""
         recorder = measures.recorder
         started = time.time() if recorder is not None else 0.0
         outcomes: list[object] = []

@@ -85,7 +85,7 @@ _KEEPALIVE: Final = {"keepalives_idle": 10, "keepalives_interval": 5, "keepalive
 
 
 class BrokerConnection(psycopg.Connection[TupleRow]):
-    """A connection whose statements can be given one common deadline.
+    """A connection on which the caller can set one deadline for several statements.
 
     The client enforces the deadline. So a frozen server or a broken network cannot make a caller wait past the
     deadline. The deadline is not a setting on the server, because a connection pooler would pass such a setting on to
@@ -233,7 +233,8 @@ class BrokerDatabase:
 def _leads_straight(connection: BrokerConnection, timeout_seconds: float) -> bool:
     """Whether the connection reaches the server without a pooler. A pooler reports an invented process id.
 
-    A pooler accepts clients while its server is down, so this check is part of connecting. Raises BrokerUnavailable.
+    A pooler accepts clients while its server is down, so this function also shows whether the server answers. Raises
+    BrokerUnavailable.
     """
     try:
         # A pooler connects to its server only when it gets the first statement. So wait at least as long as libpq waits

@@ -133,7 +133,7 @@ class OneWay:
         return True
 
     def close(self, *, within_seconds: float = 2.0) -> None:
-        """Flush and disconnect. The next request connects again."""
+        """Flush and disconnect. A later request opens a new connection."""
         if self._pid != os.getpid():
             return
         self.flush(within_seconds=within_seconds)
@@ -244,7 +244,7 @@ class OneWay:
         while self._unanswered and not pgconn.is_busy():
             result = pgconn.get_result()
             if result is None:
-                # libpq returns None between the results of a statement and its synchronisation point.
+                # libpq returns None after the results of a statement, before the synchronisation point.
                 if pgconn.status != ConnStatus.OK:
                     raise psycopg.OperationalError(_message(pgconn))
             elif result.status == ExecStatus.PIPELINE_SYNC:
@@ -362,7 +362,7 @@ class Waiting(OneWay):
         return True
 
     def close(self, *, within_seconds: float = 2.0) -> None:
-        """Close idle connections. The next request connects again."""
+        """Close idle connections. A later request opens a new connection."""
         self._pool.clear()
 
 

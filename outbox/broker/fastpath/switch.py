@@ -23,7 +23,7 @@ def _read() -> bool:
     if given not in ("on", "off"):
         raise ConfigurationError(f"the environment variable {VARIABLE} is {given!r}: set it to on or off, or unset it.")
     if given == "off":
-        logger.warning("the fast paths are off (%s=off): outbox works as before, but slower", VARIABLE)
+        logger.warning("the fast paths are off (%s=off): outbox works in the same way, but slower", VARIABLE)
     return given == "on"
 
 

@@ -11,8 +11,8 @@ stored under an older epoch never counts.
   while the machine sleeps. In the database, the lease never ends before the owner stops relying on it.
 - Failure: if no renewal has succeeded for `lease_seconds`, the owner starts no more handlers. If the owner was frozen,
   it finds its lease expired as soon as it runs again. Handlers that were running when the lease expired may still take
-  effect. Two checks guard against such late effects: the inbox row collides, and an invoker calls
-  `outbox.utils.fence.check` before it commits.
+  effect. Two checks prevent that such a message takes effect twice: the inbox stores only one row per message, and an
+  invoker calls `outbox.utils.fence.check` before it commits.
 """
 
 from __future__ import annotations

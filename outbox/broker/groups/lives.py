@@ -40,8 +40,8 @@ def current(run: Executor) -> UUID:
 class Life:
     """One life of the broker.
 
-    `began_at`: the time at which the life began. `stored_until`: the time at which the newest message was stored that
-    existed when the life began; None if there was no message.
+    `began_at`: the time at which the life began. `stored_until`: the time at which the last message before this life
+    was stored; None if there was no message.
     """
 
     life_id: UUID
@@ -65,7 +65,7 @@ WHERE ordinal > coalesce((SELECT known.ordinal FROM {schema}.life known WHERE kn
 
 
 def heads_since(run: Executor, life: UUID) -> Sequence[Mapping[int, int]]:
-    """Return the heads of the queues at the beginning of each later life, by queue id.
+    """For each life after `life`, return the heads of the queues at the beginning of that life, by queue id.
 
     If a queue is missing in a mapping, its head was 0.
 

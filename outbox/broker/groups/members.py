@@ -73,7 +73,7 @@ ON CONFLICT (instance_id, group_id) DO UPDATE SET expires_at = excluded.expires_
 
 
 def heartbeat(run: Executor, instance: UUID, topics: Mapping[int, Sequence[str]], *, term_seconds: float) -> None:
-    """Prolong the memberships of this instance by one term.
+    """Let the memberships of this instance expire `term_seconds` from now.
 
     `topics` maps each group id to the topics to which this instance subscribes.
     """
@@ -207,7 +207,7 @@ def names(
 class GroupSnapshot:
     """The data that a consumer needs about its groups: settings and live members by group id, and queues.
 
-    `life` is the present life (groups.lives); None if no process has begun the present life.
+    `life` is the id of the present life (groups.lives); None if no process has stored the present life yet.
     """
 
     groups: Mapping[int, GroupState]

@@ -104,8 +104,8 @@ _GIVEN = """
 """
 
 # If a crash of the server loses the newest offsets, some handled messages are delivered again, as after a crash of the
-# consumer. A crash can lose only such offsets, so the commit does not wait for the disk. The setting of set_config(…,
-# true) ends with the transaction.
+# consumer. The crash loses no other data of this transaction, so the commit does not wait for the disk. set_config(…,
+# true) changes the setting only until the end of the transaction.
 _STORE = Statement(
     "WITH relaxed AS MATERIALIZED (SELECT set_config('synchronous_commit', 'off', true))"
     + _INSERT

@@ -1,18 +1,19 @@
 """Quarantine messages that may kill or hang their process.
 
-A group handles each such message alone, and then clears it or gives it up.
+A group handles each quarantined message alone, and then removes the message from quarantine or gives it up.
 
-The evidence comes from the parent process. The parent sees its child die, and knows which handler calls were running in
-the child. One of the messages of the running calls may be a poison message, so all these messages go into quarantine
-(table `suspect`). A consumer process handles a quarantined message alone, and a group handles one such message at a
-time. Before the attempt, the process commits a note about the attempt. If the handler returns a result or raises an
-error, the process clears the message. If a process dies while it handles only this message, one death is counted
-against the message. After the third such death, the message becomes a dead letter.
+The parent process sees its child process die, and knows which handler calls were running in the child. One of the
+messages of the running calls may be a poison message, so all these messages go into quarantine (table `suspect`). A
+consumer process handles a quarantined message alone, and a group handles one such message at a time. Before the
+attempt, the process commits a note about the attempt. If the handler returns a result or raises an error, the process
+removes the message from quarantine. If a process dies while it handles only this message, one death is counted against
+the message. After the third such death, the message becomes a dead letter.
 
-If a whole host fails, no parent has seen the death. The note then shows that an instance has vanished during an
-attempt. Vanished instances count as deaths if they were on at least two hosts. If an instance was only frozen or cut
-off and continues, it withdraws the note. The group gives up an innocent message only if its process is killed from
-outside in each of three attempts. An operator can replay such an innocent message from the dead letters.
+If a whole host fails, the parent process dies too, so no process records the death of the child. In this case, the note
+shows that an instance has vanished during an attempt. Vanished instances count as deaths if they were on at least two
+hosts. If an instance was only frozen or cut off and continues, it deletes the record that it has vanished. The group
+gives up an innocent message only if its process is killed from outside in each of three attempts. An operator can
+replay such an innocent message from the dead letters.
 """
 
 from __future__ import annotations

@@ -286,9 +286,9 @@ def _existing(message: Message, stored: _Stored | None, half_of: UUID | None) ->
         )
     if half and stored.transaction_id != half_of:
         raise InvalidMessage(
-            f"half message {message.message_id} for topic {message.topic!r} belongs to transaction "
-            f"{stored.transaction_id}, whose decision it would get instead of the decision of {half_of}: build a new "
-            f"message for another transaction."
+            f"half message {message.message_id} for topic {message.topic!r} already belongs to transaction "
+            f"{stored.transaction_id}, so it cannot also belong to transaction {half_of}: build a new message for "
+            f"another transaction."
         )
     return SendReceipt(
         message_id=message.message_id,

@@ -86,8 +86,9 @@ LIMIT 1
 def starting_offsets(run: Executor, topic_id: int, start: Start | datetime) -> dict[int, int]:
     """Return the start offset of a new group by queue id, for the queues that the topic has now.
 
-    A start time means the time of queueing. The group receives every message that became visible to consumers at or
-    after the start time. The message may have been stored much earlier, if it was delayed, decided late or held.
+    A start time is compared with the time at which each message was queued. The group receives every message that
+    became visible to consumers at or after the start time. The message may have been stored much earlier, if it was
+    delayed, decided late or held.
     """
     begins: dict[int, int] = dict(run.rows(_FLOORS_OF_TOPIC, {"topic_id": topic_id}))
     if start is Start.EARLIEST:

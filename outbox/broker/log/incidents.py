@@ -25,7 +25,7 @@ class IncidentKind(enum.StrEnum):
     PARKED = "parked"
     """A transaction has exceeded its check limits and waits for an operator or a late end message."""
     ALARM = "alarm"
-    """A checker reported a fault, such as another ledger."""
+    """A checker reported a fault, for example that the transaction belongs to a ledger of another project."""
     RESYNC = "resync"
     """The broker's transaction ids restarted at a lower number, and the broker compared its log with its queues."""
     PATH = "path"

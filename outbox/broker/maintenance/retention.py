@@ -111,11 +111,11 @@ _REMOVAL: Final = """
 """
 
 # Retention keeps some messages below the floor: dead letters, and messages that wait for a retry or in a retry queue.
-# The entries of these messages stay below the floor as proof of queueing. Retention removes the entry of such a message
-# later, together with the message. The statement reads waiting and dead messages once and groups them with the rows of
-# `candidate`. A join that is planned with old statistics would compare each message with each row of `candidate`.
-# Without IS TRUE, PostgreSQL could plan the deletions of failures and dead letters as a join that compares all pairs of
-# rows, too.
+# The entries of these messages stay too, because an entry proves that its message was queued. Retention removes the
+# entry of such a message later, together with the message. The statement reads waiting and dead messages once, and
+# groups them with the rows of `candidate`. A join that is planned with old statistics would compare each message
+# with each row of `candidate`. Without IS TRUE, PostgreSQL could plan the deletions of failures and dead letters as a
+# join that compares all pairs of rows, too.
 _FREE: Final = (
     """
 , waiting AS (
@@ -185,8 +185,9 @@ SELECT count(*) FROM free
 """
 )
 
-# Clear the messages below the floors that have no reason to stay any more. The statement looks at all messages below
-# the floors, so a message that must stay does not block later messages.
+# Some messages stay below the floor of their queue for a time (see `_FREE`). Clear each such message when its reason to
+# stay has ended. The statement looks at all messages below the floors, so a message that must stay does not block later
+# messages.
 _CLEAR_KEPT: Final = Statement(
     """
 WITH candidate AS (
@@ -336,7 +337,7 @@ def run_once(run: Executor, *, settings: RetentionSettings | None = None) -> Ret
     """
     settings = settings or RetentionSettings()
     batch = {"batch": settings.batch}
-    # First remove the messages below a floor that have no reason to stay any more.
+    # First remove the messages that stayed below the floor of their queue, and whose reason to stay has ended.
     [kept] = run.one(_CLEAR_KEPT, batch)
     limits = run.objects(_Limit, _LIMITS, batch | {"cap": settings.hard_cap_seconds})
     retries = sum(_clear_retries(run, limit) for limit in limits if limit.is_retry)

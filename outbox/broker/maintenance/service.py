@@ -38,7 +38,7 @@ def run_once(
 
 
 def _remove(run: Executor) -> RetentionCounts:
-    """Run one round of retention. A round has many statements, so the timeouts are lifted once for the whole round."""
+    """Run one round of retention. Disable the timeouts once for the whole round, because it has many statements."""
     if timeouts.lasts(run.connection):
         timeouts.lift_for_session(run.connection)
         return retention.run_once(run)

@@ -93,11 +93,12 @@ def raise_generation(run: Executor, group: str) -> int:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Move a group's offsets: to the first message, the end, a time or a number.
+# Move a group's offsets to the first message, to the end of each queue, to a time, or to a given offset.
 #
 # A reset fences the owner of a queue: it raises the lease's epoch and stores the new offset under the new epoch. The
 # former owner detects that its lease is lost, drops its fetched messages, and acquires the queue again at the new
-# offset. A message whose handler ran at that moment may be handled again; without an inbox, it may take effect twice.
+# offset. If the handler of a message runs during the reset, the message may be handled again. Without an inbox, the
+# message may then take effect twice.
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,8 +216,8 @@ def _plan(run: Executor, group: str, topic: str, targets: Mapping[int, int], num
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Rename a consumer group. All broker rows of a group refer to its id. So a rename changes only the name of the group
-# and the name of its retry topic.
+# Rename a consumer group. All other rows of the broker's tables refer to a group by its id. So a rename changes only
+# the name of the group and the name of its retry topic.
 #
 # The inbox rows are in the databases of the application, and the caller copies them between the two steps of this
 # module. Until the second step the old name is valid, and the new name belongs to a paused, empty group.
@@ -266,7 +267,7 @@ UPDATE {schema}.topic SET name = '%%RETRY%%' || %(new)s::text WHERE retry_of = %
 
 
 def is_renamed(run: Executor, old: str, new: str) -> bool:
-    """Whether the broker has a group only under the new name.
+    """Whether the rename is complete: the broker has a group with the new name, and no group with the old name.
 
     Raises UnknownGroup if the broker has no group of either name.
     """
@@ -277,7 +278,7 @@ def is_renamed(run: Executor, old: str, new: str) -> bool:
 
 
 def reserve(run: Executor, old: str, new: str, *, dry_run: bool = False) -> Reserved:
-    """The first step of a rename: take the queues from former owners, and reserve the new name for this group.
+    """The first step of a rename: end all leases of the group, and reserve the new name for this group.
 
     If a consumer starts under the new name after this step, its group is paused. After an interruption, the caller can
     repeat the step. Raises UnknownGroup. Raises UsageError if consumers of either group are alive, or if a group with
@@ -300,8 +301,8 @@ def reserve(run: Executor, old: str, new: str, *, dry_run: bool = False) -> Rese
 def rename(run: Executor, old: str, new: str, reserved: Reserved) -> None:
     """The second step of a rename: give the group its new name.
 
-    Raises the errors of `reserve`, and UsageError if a consumer of the group has run since `reserve`. If an
-    empty group has the new name, the function deletes this group; the first step has created or paused it.
+    Raises the errors of `reserve`, and UsageError if a consumer of the group has run since `reserve`. The function
+    first deletes the empty group that has the new name, which `reserve` has created or paused.
     """
     with run.connection.transaction():
         group_id, other_id = _locked(run, old, new)
@@ -336,6 +337,6 @@ def _refuse_worked(run: Executor, old: str, new: str, new_id: int) -> None:
     if has_worked:
         raise UsageError(
             f"a group {new!r} exists and has handled messages, so {old!r} cannot take this name: choose another name. "
-            f"If {new!r} was started by mistake, `outbox_group delete {new}` removes it; messages that both groups "
-            f"have handled have taken effect twice."
+            f"If {new!r} was started by mistake, `outbox_group delete {new}` deletes this group; messages that both "
+            f"groups have handled have taken effect twice."
         )

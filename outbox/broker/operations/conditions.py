@@ -283,7 +283,7 @@ CATALOGUE: Final[Mapping[str, ConditionKind]] = {
     "task_stranded": ConditionKind(
         "Django tasks are READY, but the broker has no message left that would run them.",
         "The role `check` publishes the messages of stranded tasks again within a minute. If a task must not run, "
-        "delete the task's entry.",
+        "delete the row of the task in the table of tasks.",
     ),
     "retry_storm": ConditionKind(
         "A group sends most of its messages back for another attempt.",
@@ -358,7 +358,8 @@ CATALOGUE: Final[Mapping[str, ConditionKind]] = {
     "lost_commits": ConditionKind(
         "The broker delivered messages of transactions that the application's database does not contain. The "
         "application's database was restored.",
-        "If there is a newer copy of the database, restore this copy. If there is none, `outbox_reconcile` names "
+        "If there is a newer copy of the database, restore this copy. If there is no newer copy, `outbox_reconcile` "
+        "lists "
         "the messages without a row. Finally, run `outbox_audit settle`.",
     ),
     "lost_effects": ConditionKind(
@@ -412,7 +413,7 @@ def _limits(warning: float, critical: float | None, unit: str, meaning: str) -> 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Thresholds:
-    """All thresholds. The name of a field ends with its unit, or with the name of the things that it counts."""
+    """All thresholds. The name of a field ends with its unit, or with the name of the things that the field counts."""
 
     no_sequencer_seconds: Threshold = _limits(0, 15, "seconds", "time since a process last led the broker")
     no_worker_seconds: Threshold = _limits(
@@ -423,7 +424,7 @@ class Thresholds:
     )
     tick_late_seconds: Threshold = _limits(10, 60, "seconds", "age of a decided or due message that is in no queue")
     pass_late_periods: Threshold = _limits(
-        3, 10, "periods", "delay of a pass of check-back or pruning, in periods of this pass"
+        3, 10, "periods", "delay of a pass of check-back or pruning, measured in intervals between two passes"
     )
     unanswered_seconds: Threshold = _limits(120, 900, "seconds", "time since a check became due")
     parked_messages: Threshold = _limits(1, 100, "messages", "parked messages")

@@ -59,8 +59,9 @@ class PagePosition(NamedTuple):
 class LetterSelection:
     """Criteria that select dead letters. A letter must meet all given criteria; without criteria, all letters match.
 
-    `error` is a text that the last error contains in upper or lower case. `error_type` is the name of the last error's
-    type. `since` (inclusive) and `until` (exclusive) limit the time at which the group gave the message up.
+    `error` selects letters whose last error contains this text; upper and lower case do not matter. `error_type` is the
+    name of the last error's type. `since` (inclusive) and `until` (exclusive) limit the time at which the group gave
+    the message up.
     """
 
     message_ids: Sequence[UUID] | None = None

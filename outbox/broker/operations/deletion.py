@@ -100,8 +100,8 @@ DELETE FROM {schema}.queue_lease WHERE group_id = %(group_id)s
   AND queue_id IN (SELECT queue_id FROM {schema}.queue WHERE topic_id = %(topic_id)s
                    UNION ALL SELECT unnest(%(retry_queues)s::integer[]))
 """),
-    # A tick of the sequencer may be turning these rows into entries. This DELETE waits for the tick, and the next
-    # DELETE sees the new entries.
+    # At the same time, a tick may replace rows of `scheduled` by entries. The first DELETE waits for the tick, and the
+    # second DELETE sees the new entries.
     Statement("DELETE FROM {schema}.scheduled WHERE queue_id = ANY (%(retry_queues)s::integer[])"),
     Statement("DELETE FROM {schema}.consume_queue WHERE queue_id = ANY (%(retry_queues)s::integer[])"),
     Statement("""

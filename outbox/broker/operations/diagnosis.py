@@ -108,8 +108,8 @@ def _server(run: Executor) -> Iterator[Condition]:
         yield _judged(name, found[name] == "on", found[name], remedy)
     durable = found["synchronous_commit"] != "off"
     remedy = (
-        "Set synchronous_commit to on for the roles that publish and consume: with off, a crash of the server loses "
-        "messages that outbox has acknowledged."
+        "Set synchronous_commit to on for the roles that publish and consume: if it is off, a crash of the server "
+        "loses messages that outbox has acknowledged."
     )
     yield _judged("synchronous_commit", durable, found["synchronous_commit"], remedy)
     level = found["default_transaction_isolation"]
@@ -135,7 +135,8 @@ def _pooler(run: Executor, database: BrokerDatabase) -> Condition:
     if told == pid:
         return of_text("pooler", Severity.OK, "none in between")
     remedy = (
-        "Set OUTBOX['LISTEN_URL'] to a direct URL, so that workers need not poll. If polling is wanted, set it to ''."
+        "Set OUTBOX['LISTEN_URL'] to a direct URL, so that workers need not poll. If workers may poll, set "
+        "OUTBOX['LISTEN_URL'] to ''."
     )
     text = "the connection goes through a pooler, so workers poll"
     return _judged("pooler", database.listen_conninfo is not None, text, remedy, Severity.WARNING)
@@ -157,14 +158,15 @@ def _clock(run: Executor) -> Condition:
     before = time.time()
     [_, there] = run.one(_PID)
     skew = there - (before + time.time()) / 2
-    remedy = "Synchronise the clocks of this machine and the server (NTP): ids, delays and ages come from both."
+    remedy = "Synchronise the clocks of this machine and the server (NTP): ids, delays and ages use both clocks."
     return _judged("clock", abs(skew) < CLOCK_SECONDS, f"{skew:+.3f} s from here", remedy, Severity.WARNING)
 
 
 def _timeouts(run: Executor) -> Iterator[Condition]:
     found = [f"{setting} ({role}, {database})" for role, database, setting in run.rows(_TIMEOUTS)]
     remedy = (
-        "These timeouts apply to sends and handlers, not to the broker itself. Make sure that handlers need less time."
+        "These timeouts apply to publish calls and handlers, not to the broker itself. Make sure that no handler "
+        "needs more time than these timeouts allow."
     )
     yield _judged("timeouts of roles", not found, ", ".join(found) or "none", remedy, Severity.WARNING)
 
@@ -208,7 +210,10 @@ def _direct_grants(database: BrokerDatabase) -> Iterator[Condition]:
         with contextlib.closing(database.open(name="outbox-doctor", direct=True)) as connection:
             yield _grants(Executor(connection, database.schema), subject)
     except (BrokerUnavailable, psycopg.Error) as error:
-        remedy = "Correct OUTBOX['LISTEN_URL'], or let its role connect: without it, no process makes ticks."
+        remedy = (
+            "Correct OUTBOX['LISTEN_URL'], or allow the role in this URL to connect: without this connection, no "
+            "process makes ticks."
+        )
         yield of_text(subject, Severity.CRITICAL, str(error).strip(), remedy)
 
 

@@ -147,7 +147,8 @@ def group_now(run: Executor, group: str) -> Group:
 def list_errors(run: Executor, group: str | None = None) -> list[ErrorGroup]:
     """Return the unsettled dead letters by group and type of error, the most frequent first.
 
-    The function returns at most MOST_ERRORS rows. It reads only the newest COUNTED dead letters of each group.
+    The function returns at most MOST_ERRORS rows. The function reads only the newest COUNTED dead letters of each
+    group.
     """
     return run.objects(ErrorGroup, _ERRORS, {"group": group, "limit": COUNTED, "most": MOST_ERRORS})
 
@@ -219,7 +220,7 @@ class OpenTransaction:
         if self.is_immune:
             return "the transaction is younger than its immunity"
         if (self.last_answer or "").startswith(STILL_RUNNING):
-            return "it was still running at the last check"
+            return "the local transaction was still running at the last check"
         return ""
 
 

@@ -43,7 +43,8 @@ def unknown_transactions(run: Executor, ids: Sequence[UUID]) -> set[UUID]:
     return {found for (found,) in run.rows(_UNKNOWN, {"ids": arrays.uuids(ids)})}
 
 
-# Messages that wait in a queue, for a retry, for their key or for an operator are in the log: retention keeps them.
+# Retention keeps a message in the log while the message waits in a queue, for a retry, for an earlier message of its
+# key, or for an operator.
 _DELIVERABLE = Statement("""
 SELECT given.place
 FROM unnest(%(groups)s::text[], %(generations)s::integer[], %(ids)s::uuid[])
@@ -80,7 +81,7 @@ INBOX: Final = "inbox"
 class PruningBehind:
     """A ledger or inbox of a service.
 
-    `seconds`: the time since the oldest row that pruning has not examined became due for pruning.
+    `seconds`: the delay of pruning. The oldest row that pruning has not examined became due this many seconds ago.
     """
 
     producer_group: str

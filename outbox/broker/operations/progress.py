@@ -7,7 +7,7 @@ Two other modules also read the positions of groups. The audit (`audit.py`) coun
 find an error in the figures of this module. Retention (`maintenance/retention.py`) needs only the smallest position of
 each queue. These three modules find the valid row of a position with `groups/offsets.py::newest_offset`.
 
-Messages of running handlers are part of the lag, because the tables do not store which messages these are. A retry that
+The lag includes the messages of running handlers, because the tables do not store which handlers run. A retry that
 waits for its time is in no queue yet. The summary counts the retries of each group that wait for their time
 (`GroupRest.retrying`).
 """
@@ -219,7 +219,7 @@ def list_blocked(run: Executor, *, limit: int) -> Sequence[QueueProgress]:
 
 @dataclass(frozen=True, slots=True)
 class Newcomer:
-    """A group without a subscription to a topic that has about `messages` messages in its queues.
+    """A group without a subscription to a topic. The queues of this topic have about `messages` messages.
 
     The groups `handled_by` have handled some of these messages. The groups `without_consumers` are part of
     `handled_by`; none of their consumers is alive.

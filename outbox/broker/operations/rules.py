@@ -180,7 +180,7 @@ def _without_leader(limits: Thresholds, seconds: float | None) -> Severity | Non
 
 
 def _undelivered(run: Executor, limits: Thresholds, snapshot: str) -> Judged:
-    """Judge how long the oldest decision that is not visible in `snapshot` has waited.
+    """Return the waiting time of the oldest decision that the last tick could not see, with its severity.
 
     `snapshot` is the snapshot of the last tick.
     """
@@ -253,7 +253,7 @@ _NAMES: Final = {
 
 
 def _of_restores(run: Executor, limits: Thresholds, summary: Summary) -> Iterator[Condition]:
-    """Return the conditions of data lost by a restore or a failover."""
+    """Return the conditions that report data losses: a restore or a failover has lost data."""
     found = [comparison for comparison in every(run) if not comparison.is_clean]
     for kind, name in _NAMES.items():
         facts = [(one.missing, _fact(one)) for one in found if one.kind is kind]
@@ -509,8 +509,8 @@ FROM (SELECT * FROM {schema}.incident
 GROUP BY subject HAVING count(*) >= %(deaths)s ORDER BY 2 DESC
 """)
 
-# The first suspects of each kind, killing or hanging, so that many messages that kill their process do not hide a
-# message whose handler hangs.
+# Suspects are of two kinds: messages that kill their process, and messages whose handler hangs. The statement returns
+# the first suspects of each kind, so that many suspects of one kind do not hide a suspect of the other kind.
 _SUSPECTS: Final = Statement("""
 SELECT hung, consumer_group.name, log.message_id::text, log.key, deaths,
        extract(epoch FROM clock_timestamp() - suspected_at)::double precision, evidence, total
@@ -570,7 +570,7 @@ def _of_suspects(run: Executor, limits: Thresholds, summary: Summary) -> Iterato
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Conditions of the broker's PostgreSQL: old transactions, locks, space, ages, replicas.
+# Conditions of the broker's PostgreSQL: old transactions, locks, disk space, used-up ids and sequences, and replicas.
 
 # Sessions and prepared transactions that hold back vacuum in this database. Without pg_read_all_stats, PostgreSQL shows
 # only the id of another role's session.
@@ -768,7 +768,7 @@ def survey(run: Executor, limits: Thresholds | None = None) -> Survey:
     try:
         with lock_limited(run.connection):
             check_schema(run.connection, run.schema)
-        # If `read` finds no fresh summary, it counts the figures itself, in a separate transaction.
+        # If no fresh summary is stored, `summaries.read` counts the figures itself, in a separate transaction.
         summary = summaries.read(run)
         with lock_limited(run.connection):
             return Survey(worst_first(one for rules in _RULES for one in rules(run, limits, summary)), summary)

@@ -1,4 +1,5 @@
-"""Find stored messages by key, topic and time; browse a topic, undecided messages included; read a body and headers."""
+"""Find stored messages by key, topic and time; browse a topic, including its undecided messages; read a body and
+headers."""
 
 from __future__ import annotations
 
@@ -29,13 +30,14 @@ class FoundMessage:
     state: str
 
 
-# The state of the stored message `log`, from its decision, check and recall.
+# An SQL expression for the state of a stored message (alias `log`). The expression reads the decision, the check and
+# the recall of the message.
 STATE: Final = """CASE WHEN recalled.log_id IS NOT NULL THEN 'recalled' WHEN op.decision = 'C' THEN 'committed'
             WHEN op.decision = 'R' THEN 'rolled back' WHEN pending.parked_at IS NOT NULL THEN 'parked'
             ELSE 'undecided' END"""
 
-# There is no index by key, because it would make the storing of every message slower. The index by time finds the
-# blocks of a span of time.
+# There is no index by key, because it would make the storing of every message slower. With the index by time,
+# PostgreSQL reads only the blocks of the table that have rows of the given time span.
 _FOUND: Final = Statement(f"""
 SELECT log.log_id, log.message_id, log.transaction_id, topic.name AS topic, log.key, log.tag, log.stored_at,
        {STATE} AS state
@@ -69,7 +71,8 @@ def find_messages(
     `until`, which takes some seconds per ten million messages.
     """
     values = {"key": key, "topic": topic, "since": since, "until": until, "before": before, "limit": limit}
-    # The statement is not prepared, because the plan must see the length of the time span.
+    # The statement is not prepared, because PostgreSQL must know the length of the time span when it plans the
+    # statement.
     return run.objects(FoundMessage, _FOUND, values, prepare=False)
 
 
@@ -104,7 +107,7 @@ class StoredMessage:
             return "base64:" + base64.b64encode(self.body).decode()
 
     def without(self, names: Collection[str]) -> StoredMessage:
-        """Return the message with *** as the value of each field that has one of these names.
+        """Return the message with *** as the value of each field whose name is in `names`.
 
         A body that is not JSON is left out, because this function finds fields in JSON only.
         """
@@ -156,7 +159,8 @@ def browse(
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# A message's body and headers. Body and headers have a separate statement, because only some operators may see them.
+# A message's body and headers. A separate statement reads body and headers, because only some operators may see body
+# and headers.
 
 _CONTENT: Final = Statement("""
 SELECT topic.name AS topic, content_type, octet_length(body) AS size, body, headers

@@ -43,8 +43,8 @@ LEFT JOIN (SELECT retry_of AS group_id, count(*) AS waiting
 ORDER BY consumer_group.name
 """
 
-# Per producer group: the number of undecided and of parked transactions, the time of the oldest of each, and the time
-# at which the first check became due.
+# Per producer group: the number of undecided and of parked transactions, the time at which the oldest transaction of
+# each kind was stored, and the time at which the first check became due.
 _PRODUCERS: Final = """
 SELECT producer_group AS group, count(*) FILTER (WHERE parked_at IS NULL) AS undecided,
        count(*) FILTER (WHERE parked_at IS NOT NULL) AS parked,
@@ -227,11 +227,12 @@ class BlockedQueue:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """The whole summary. `at`: time of counting; `now`: time of reading. `blocked` names the first twenty queues.
+    """The whole summary: when the figures were counted (`at`), when they were read (`now`), and the figures.
 
-    `drawn`: the number of log ids that PostgreSQL had assigned at the time of counting. `drawn` is None in a stored
-    summary, and if the role may not read this number. `stored_age_seconds`: the age of the newest stored summary, or
-    None if there is none. `is_late`: no stored summary was fresh, so the reader has counted the figures itself.
+    `blocked` has at most twenty of the blocked queues. `drawn`: the number of log ids that PostgreSQL had assigned at
+    the time of counting. `drawn` is None in a stored summary, and if the role may not read this number.
+    `stored_age_seconds`: the age of the newest stored summary, or None if there is none. `is_late`: no stored summary
+    was fresh, so the reader has counted the figures itself.
     """
 
     at: float
@@ -254,7 +255,7 @@ class Summary:
     def seconds_since(self, at: float | None) -> float | None:
         """The seconds from `at` until the figures were counted; None if `at` is None.
 
-        The time after the counting is left out, because messages may have been consumed meanwhile.
+        The result ends at the time of the count, because messages may have been consumed after the count.
         """
         return None if at is None else max(0.0, self.at - at)
 
@@ -307,7 +308,7 @@ def count(run: Executor) -> Summary:
     """Count all figures now, in one snapshot.
 
     Use the caller's transaction if there is one, else a separate transaction. The count reads every position and every
-    unsettled message, which takes seconds at the largest sizes. Raises LockNotAvailable when a session keeps a table
+    unsettled message, which takes seconds on the largest brokers. Raises LockNotAvailable when a session keeps a table
     locked.
     """
     started = time.monotonic()
@@ -347,9 +348,9 @@ def _blocked(queue: QueueProgress) -> BlockedQueue:
 
 @contextmanager
 def _limited(connection: Connection) -> Iterator[None]:
-    # Without the limit of the lock wait, the wait would count as time of counting, and the next count would begin
-    # later. The condition `lock_held` names the session that holds the lock. PostgreSQL cannot prepare several
-    # statements in one message.
+    # Without `lock_timeout`, the wait for a lock would count as time of counting, and the next count would begin later.
+    # The condition `lock_held` names the session that holds the lock. `prepare` is False, because PostgreSQL cannot
+    # prepare a string with several statements.
     if connection.info.transaction_status is not TransactionStatus.IDLE:
         with connection.transaction():
             connection.execute(_LIMITS, prepare=False)
@@ -412,7 +413,7 @@ def growth(run: Executor, *, window_seconds: float) -> list[Growth]:
 
 
 def history(run: Executor, group: str | None = None) -> list[SummaryPoint]:
-    """Return the stored summaries (a quarter of an hour) of one group, or of all groups together; the oldest first."""
+    """Return the summaries of the last quarter of an hour, of one group or of all groups together; the oldest first."""
     return [_moment(at, totals, group) for at, totals in reversed(run.rows(_HISTORY))]
 
 

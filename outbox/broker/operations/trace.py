@@ -38,8 +38,8 @@ class EntryState(enum.StrEnum):
     PASSED = "handled or skipped"
     """A handler has finished the entry, or the group has skipped it.
 
-    The group has skipped some entries of this queue, because the inbox had their messages or a reset passed over them.
-    The broker does not store which entries were skipped.
+    The group has skipped some entries of this queue: a message was already in the inbox, or a reset moved the group's
+    offset to a later entry. The broker does not store which entries were skipped.
     """
 
 
@@ -87,8 +87,8 @@ def state_of(
 ) -> EntryState:
     """Return the state of an entry. `later` has newer entries of the same message for the group.
 
-    A replayed dead letter starts with new attempts. `retrying` has (log id, group) of messages that wait for another
-    attempt. `dead` has (log id, group) of dead letters that were not replayed.
+    If a dead letter was replayed, its new entry has attempt number 0. `retrying` has (log id, group) of messages that
+    wait for another attempt. `dead` has (log id, group) of dead letters that were not replayed.
     """
     if entry.group is None:
         return EntryState.NO_GROUP
@@ -131,8 +131,8 @@ class Whereabouts(enum.StrEnum):
     """The broker does not have the message: it expired, was lost by a restore, or its transaction was rolled back."""
 
 
-# If a decided message has no entry, either the sequencer has not read it yet, or retention has removed the entry before
-# the message.
+# A decided message has no entry in two cases: the sequencer has not read the message yet, or retention has removed the
+# entry and will remove the message later.
 _UNSEQUENCED_SECONDS: Final = 3600
 
 _WHEREABOUTS: Final = Statement(

@@ -58,8 +58,8 @@ _WAIT_GROWTH: Final = 2.0
 # The longest wait is shorter than PostgreSQL's deadlock_timeout (1 s). So if a transaction waits behind this change,
 # PostgreSQL does not report a deadlock and does not end that transaction.
 _LONGEST_WAIT_SECONDS: Final = 0.8
-# Before the first attempt, `install` names each transaction that has held a table for longer than this many seconds.
-# Younger transactions are not named, because they will probably end soon.
+# Before the first attempt, `install` reports each transaction that has used a table for longer than this many seconds.
+# Younger transactions are not reported, because they will probably end soon.
 _NAMED_AFTER_SECONDS: Final = 1.0
 _REPORT_EVERY_SECONDS: Final = 10.0
 _NAMED: Final = 5
@@ -111,15 +111,16 @@ def install(
     patience_seconds: float = DEFAULT_PATIENCE_SECONDS,
     report: Callable[[str], None] = logger.warning,
 ) -> int:
-    """Create or upgrade the broker's tables; returns their new version. Several processes may call it at the same time.
+    """Create or upgrade the broker's tables, and return their new version.
 
-    A new database gets the present tables (current.sql). A database with older tables gets the changes that are missing
-    there. Code of the previous version keeps working on the upgraded tables: upgrade the tables first, then deploy the
-    code. Each change is a separate transaction, so it locks few tables, and only for a short time. The next call
-    finishes an interrupted upgrade. `report` receives the sessions that block the upgrade.
+    Several processes may call this function at the same time. A new database gets the present tables (current.sql). A
+    database with older tables gets the changes that are missing there. Code of the previous version keeps working on
+    the upgraded tables: upgrade the tables first, then deploy the code. Each change is a separate transaction, so it
+    locks few tables, and only for a short time. The next call finishes an interrupted upgrade. `report` receives the
+    sessions that block the upgrade.
 
-    Raises SchemaError when this code is too old for the tables. Also raises SchemaError when a change could not lock
-    its tables for `patience_seconds`, because other transactions used one of them at each attempt. Raises
+    Raises SchemaError when this code is too old for the tables. Also raises SchemaError when all attempts of a change
+    to lock its tables have failed for `patience_seconds`, because other transactions used the tables. Raises
     ConfigurationError when the server is too old.
     """
     check_schema_name(schema)
@@ -144,8 +145,8 @@ def change_tables(
     """Make the planned change in one transaction, as soon as no other transaction uses its tables.
 
     `plan` is called in the transaction, under the lock that admits only one installation at a time. If the tables are
-    still in use after `patience_seconds`, the function raises SchemaError and changes nothing. `what` says in the error
-    text what would be done with the tables, such as "dropped".
+    still in use after `patience_seconds`, the function raises SchemaError and changes nothing. `what` is the word for
+    the change in the text of this error, such as "dropped".
     """
     began, attempt, reported_at = time.monotonic(), 0, -math.inf
     tables: Sequence[str] = ()
@@ -165,7 +166,7 @@ def change_tables(
             passed, met = time.monotonic() - began, error.diag.message_primary
             if passed > patience_seconds:
                 raise _in_use(run, tables, what, passed) from error
-        logger.debug("tables %s are in use for %.1f s: %s", ", ".join(tables), passed, met)
+        logger.debug("tables %s are still in use after %.1f s: %s", ", ".join(tables), passed, met)
         if time.monotonic() - reported_at > _REPORT_EVERY_SECONDS:
             reported_at = _report_holders(run, tables, report, reported_at)
         # The pause is random, so that attempts do not always meet the same periodic transaction. The pause after an
@@ -205,8 +206,8 @@ def _in_use(run: Executor, tables: Sequence[str], what: str, passed: float) -> S
         f"the broker's tables in schema {run.schema!r} were not {what}: at each attempt within "
         f"{passed:.0f} s, other transactions used one of {used}. Blocking sessions: {now}. The tables are unchanged. "
         f"End the transactions that have long been open (pg_terminate_backend, ROLLBACK PREPARED), or cancel an "
-        f"autovacuum (pg_cancel_backend). Then run this command again. `outbox_install --patience SECONDS` tries "
-        f"for so many seconds."
+        f"autovacuum (pg_cancel_backend). Then run this command again. With `--patience SECONDS`, `outbox_install` "
+        f"tries for SECONDS seconds."
     )
 
 
@@ -235,7 +236,7 @@ def apply(run: Executor, version: int) -> int:
 
 
 def locked_tables(version: int) -> list[str]:
-    """Return the tables from earlier changes that this change locks.
+    """Return the names of the existing tables that this change locks.
 
     The file of the change lists these tables; a test checks the list.
     """
@@ -306,7 +307,7 @@ def _installed(run: Executor) -> _Installed:
 
 
 def _plan_next(run: Executor) -> Planned[int]:
-    """Plan the first missing change. The function `change` of the plan applies it, and returns its number."""
+    """Plan the first missing change. The plan's function `change` applies this change, and returns its number."""
     installed = _installed(run)
     if installed.needs > SCHEMA_VERSION:
         raise _too_new(run.schema, installed)

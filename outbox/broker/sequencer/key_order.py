@@ -1,8 +1,8 @@
 """Order per key on FIFO topics: find decided messages that must wait for an earlier message of their key.
 
 `KeyOrder` is only in memory and uses no database, so that tests can check its rules alone. A decided message is held
-(it waits) while an earlier row of its topic and key is open. A row is open if it is a visible half message and
-undecided, and neither an operator nor the settings of the topic have released it.
+(it waits) while an earlier row of its topic and key is open. An open row is an undecided half message that the snapshot
+of the tick shows. A row is not open any more if an operator or the settings of the topic have released it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class KeyOrder:
     # waited longest.
     _reblocked: set[Key] = field(default_factory=set)
     _to_hint: list[tuple[float, Key]] = field(default_factory=list)
-    # The keys whose held messages may be free now.
+    # The keys with held messages that may no longer have to wait. The next `release` checks these keys.
     _unsettled: set[Key] = field(default_factory=set)
 
     @property

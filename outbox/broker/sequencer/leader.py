@@ -71,7 +71,7 @@ class LeaderLease:
         self._renew_at = 0.0
 
     def hold(self, connection: Connection) -> float:
-        """Acquire or renew the lease if that is due.
+        """Acquire or renew the lease, if it is time to do this.
 
         Return 0.0 if this candidate leads, else the seconds until the next attempt.
         """

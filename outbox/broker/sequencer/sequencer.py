@@ -51,9 +51,9 @@ FROM {schema}.tick_v18(
 
 # If the tick has appended entries, this statement notifies the consumers. The sequencer executes the statement after
 # the COMMIT of the tick, in a separate transaction that does not wait for the disk. If the notification were part of
-# the tick's transaction, the commit of the tick would wait for all other commits with a notification. If the queues are
-# few, the notification names them, so that only the owners of these queues fetch. The row of a full tick has the heads
-# of all queues, so the notification of a full tick names no queue.
+# the tick's transaction, the commit of the tick would wait for all other commits with a notification. If few queues
+# have new entries, the notification contains their ids, so that only the owners of these queues fetch. The row of a
+# full tick has the heads of all queues, so the notification of a full tick contains no ids.
 _ANNOUNCE: Final = Statement("""
 SELECT set_config('synchronous_commit', 'off', true),
        pg_notify(%(channel)s, CASE WHEN %(names_queues)s::boolean AND NOT is_full AND cardinality(queue_ids) <= 50
@@ -147,8 +147,8 @@ HINT_AFTER_SECONDS: Final = 1.0
 # `parked_at`, and a search for newer times would miss its row. So the sequencer reads all parked transactions at this
 # interval (seconds).
 LOOK_AT_ALL_PARKED_SECONDS: Final = 10.0
-# A scheduled row may be stored with a due time that an earlier tick has already passed. So the sequencer searches for
-# all due rows at this interval (seconds).
+# A new row of `scheduled` may have a due time that is earlier than the last tick, and a search from the time of that
+# tick on would miss the row. So the sequencer searches for all due rows at this interval (seconds).
 LOOK_AT_ALL_DUE_SECONDS: Final = 2.0
 
 
@@ -254,8 +254,8 @@ class _Outdated(Exception):
 class Sequencer:
     """Runs ticks for one broker. A sequencer is not thread-safe, and its position in memory belongs to one connection.
 
-    `batch` limits the messages of a tick. A tick may exceed this limit, because the decisions of one transaction stay
-    together.
+    `batch` limits the messages of a tick. A tick may exceed this limit, because all decisions that one database
+    transaction has stored are read in the same tick.
     """
 
     def __init__(

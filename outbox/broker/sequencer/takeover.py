@@ -25,9 +25,10 @@ from outbox.utils import faults, heartbeat
 logger = logging.getLogger(__name__)
 
 # The planning of a tick would take longer than its execution. So PostgreSQL plans the statements of a tick once, for
-# any parameters. Sequential scans are off and the log is behind OFFSET 0, so PostgreSQL can only choose plans that read
-# just the new rows. The plans stay good if a table grows after the planning and is never analysed (docs/decisions/130).
-# If `local`, the settings apply to one transaction only, because a pooler would pass them on to other clients.
+# any parameters. Sequential scans are off, and the statements read the log in subqueries with OFFSET 0, so PostgreSQL
+# can only choose plans that read just the new rows. The plans stay good if a table grows after the planning and is
+# never analysed (docs/decisions/130). If `local`, the settings apply to one transaction only, because a pooler would
+# pass them on to other clients.
 TICK_SETTINGS: Final = Statement("""
 SELECT set_config('plan_cache_mode', 'force_generic_plan', %(local)s), set_config('enable_seqscan', 'off', %(local)s),
        set_config('jit', 'off', %(local)s), set_config('enable_mergejoin', 'off', %(local)s),
@@ -55,8 +56,8 @@ FROM {schema}.broker
 _HELD: Final = Statement("SELECT log_id, topic_id, key FROM {schema}.held")
 
 # A row is open if it is visible, on a FIFO topic, not delayed, and without a decision that the last tick has read.
-# Candidates are the half rows that the half scan found undecided, half rows that it has not read, and all rows decided
-# since the last tick.
+# Candidates are the half rows that the half scan found undecided, the half rows that the half scan has not read, and
+# all rows decided since the last tick.
 _OPEN_HALVES: Final = Statement("""
 WITH candidate AS (
     SELECT log.log_id, pending.parked_at
@@ -186,7 +187,7 @@ class TickState:
     names_queues: bool = False
 
     def must_look(self, now: float) -> bool:
-        """Return whether held messages may be free even if the next tick finds no new message of their keys."""
+        """Return whether a look may release held messages even if the next tick finds no new message of their keys."""
         order = self.order
         return order.has_releasable or (
             order.has_held and (order.has_new_blockers or now >= self.look_at_all_parked_at)

@@ -4,7 +4,7 @@ Each instance that takes over a transactional id raises the epoch of the id. The
 the id checks the epoch under a shared lock, and a newer instance waits for this lock. Once the newer instance has its
 epoch, an older instance can no longer commit messages in its local transaction. If an older instance stored a half
 message before the takeover, the half message stays undecided until check-back decides it by the ledger. `leftovers`
-lists the undecided transactions of older instances, for which the newer instance waits.
+lists the undecided transactions of older instances. The newer instance waits until these transactions are decided.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from outbox.broker.transaction.half_scan import hint_checks
 from outbox.errors import LeftoversUndecided, ProducerFenced
 from outbox.transaction import CheckSettings, ProducerEpoch
 
-# This lock is needed in addition to the row's lock, because the row's lock is not fair. Overlapping transactions could
-# share the row's lock forever, and an instance that wants to raise the epoch would never get the lock.
+# This advisory lock is needed in addition to the lock of the row. With the row lock alone, overlapping transactions
+# could share the row lock for ever, and an instance that wants to raise the epoch would never get the row lock.
 _LOCK_NAME: Final = "hashtextextended(%(producer_group)s || chr(31) || %(transactional_id)s, 20)"
 
 _SHARE = Statement(f"SELECT pg_advisory_xact_lock_shared({_LOCK_NAME})")
@@ -133,8 +133,8 @@ def note_half(run: Executor, producer: ProducerEpoch, transaction_id: UUID) -> N
 def leftovers(run: Executor, producer: ProducerEpoch, *, settings: CheckSettings) -> list[UUID]:
     """Return the undecided transactions of older instances, and end their immunity, so that checks are due now.
 
-    Immunity avoids checks that ask too early, but a newer instance has replaced the senders of these transactions. If a
-    local transaction is still running, the ledger's barrier answers UNKNOWN.
+    Immunity delays checks while the sender may still commit. Here a newer instance has replaced the senders, so the
+    checks need no delay. If a local transaction is still running, the ledger's barrier answers UNKNOWN.
     """
     rows = run.rows(
         _LEFTOVERS,

@@ -135,8 +135,8 @@ class ScanCounts:
 def scan_halves(run: Executor, *, immunity_seconds: int, batch: int = DEFAULT_BATCH) -> ScanCounts:
     """Run one bounded scan pass: new undecided half messages get a pending_check row, due when immunity ends.
 
-    Any number of scans may run at once. If two scans read the same part, they collide on the scan's id, and one of them
-    gives up.
+    Any number of scans may run at once. If two scans read the same part, both try to store the same scan id, and one
+    scan gives up.
     """
     scan_id, text = run.one(_LAST)
     snapshot = Snapshot.parse(text)
@@ -153,7 +153,7 @@ def scan_halves(run: Executor, *, immunity_seconds: int, batch: int = DEFAULT_BA
         with lifted(run.connection):
             scanned, moved, more = run.one(_SCAN, parameters, prepare=False)
     except UniqueViolation:
-        # This scan does not know whether the other scan has left a backlog.
+        # Another scan has read the same part, and may have left unread half messages.
         return ScanCounts(more=True)
     return ScanCounts(scanned=scanned, moved=moved, more=more)
 
@@ -166,7 +166,10 @@ def drop_decided_parked(run: Executor) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Undecided:
-    """A transaction without a decision. `immune`: its immunity has not ended, so a check may not write a tombstone."""
+    """A transaction without a decision.
+
+    `immune`: the immunity of the transaction has not ended, so a check must not write a tombstone yet.
+    """
 
     transaction_id: UUID
     immune: bool

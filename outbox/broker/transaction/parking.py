@@ -108,7 +108,8 @@ class _Parked:
 
 
 def park_overdue(run: Executor, *, settings: CheckSettings) -> int:
-    """Park transactions that are undecided `max_age_seconds` after their immunity, and return how many were parked.
+    """Park transactions that are undecided `max_age_seconds` after the end of their immunity. Return the number of
+    parked transactions.
 
     Each parked transaction is recorded as an incident with the reason. This function runs as a pass of maintenance,
     without a producer, so it also reports a transaction whose producer group has no running process.

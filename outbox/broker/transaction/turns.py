@@ -73,8 +73,8 @@ def take_turn(
 ) -> bool:
     """Return whether the caller should run the pass now: not if the pass began less than `rest_seconds` ago.
 
-    The default of `rest_seconds` is half of `interval_seconds`. So one of several processes is enough to run the pass,
-    and a process may ask for its turn a little early or late.
+    The default of `rest_seconds` is half of `interval_seconds`. So several processes together begin
+    the pass at most once in this time, and a process that calls this function a little early still gets its turn.
     """
     rest = interval_seconds / 2 if rest_seconds is None else rest_seconds
     parameters = {"group": producer_group, "name": name, "interval": interval_seconds, "rest": rest}

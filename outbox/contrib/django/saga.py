@@ -6,8 +6,8 @@ Sagas consist of subscribers and need no further process. The record is a row of
 `outbox_saga`, in the same database, stores the progress of the record's saga. Each step is a subscriber. In its
 handler's transaction, a step locks the record and the saga's row, does its work, and publishes the next message. So a
 step takes effect once, even if a process is killed, and a late message has no effect. A step that must wait (for a
-payment, for another service) returns WAIT. While a step waits, `proceed`, `refuse` or the step's deadline continues the
-saga. The deadline is a delayed message whose key contains the record and the step. After an answer to the step, the
+payment, for another service) returns WAIT. The wait ends when your code calls `proceed` or `refuse`, or at the step's
+deadline. The deadline is a delayed message whose key contains the record and the step. After an answer to the step, the
 saga recalls the delayed message.
 
     booking = Saga("booking", Booking, topic="bookings")
@@ -265,8 +265,8 @@ class Saga(Generic[Record]):
                 return False
             act(progress, step)
             if step.within is not None:
-                # After this answer the deadline message has no effect, so the saga recalls the message before its
-                # delivery.
+                # The step has its answer, so its deadline message would have no effect. The saga recalls the deadline
+                # message, so that the broker does not deliver it.
                 recalled = partial(recall_key, self.topic, self.deadline_key(record.pk, step.name))
                 transaction.on_commit(recalled, using=self._alias, robust=True)
         return True
@@ -289,7 +289,7 @@ class Saga(Generic[Record]):
         self._save(progress, SagaState.RUNNING, step)
 
     def _turn_back(self, progress: SagaProgress, last_done: Step[Record] | None, reason: str) -> None:
-        """Undo `last_done` and then all earlier steps. `last_done` is None if no step was done."""
+        """Begin to undo `last_done` and then all earlier steps. `last_done` is None if no step was done."""
         progress.reason = reason
         step = last_done
         while step is not None and step.undo is None:

@@ -181,7 +181,7 @@ def in_memory_outbox(*, groups: Sequence[str] = (), **settings: Any) -> Iterator
 
 @contextmanager
 def broker_outbox(*, groups: Sequence[str] = (), **settings: Any) -> Iterator[BrokerOutbox]:
-    """Use a real broker in the emptied test database of the broker inside the block.
+    """Inside the block, use a real broker in the broker's test database, which is emptied first.
 
     The parameters are the same as for `in_memory_outbox`.
 

@@ -114,7 +114,8 @@ def _hold_back(line: deque[Delivery], behind: Delivery, failed: dict[UUID, Excep
 def _verdict(deliveries: Sequence[Delivery], failed: dict[UUID, Exception]) -> Exception:
     """Return the error to raise.
 
-    For a single delivery, return the error of this delivery, because outbox detects an outage by equal errors in a row.
+    For a single delivery, return the error of this delivery, because several calls that fail with the same error are
+    the sign of an outage.
     """
     return failed[deliveries[0].message_id] if len(deliveries) == 1 else PartialFailure(failed)
 

@@ -30,10 +30,10 @@ class KombuSink:
     """Sends to one server: to an exchange, or directly to a queue.
 
     With `exchange`, messages go to this exchange with the routing key. Without `exchange`, they go to the queue that
-    the routing key names. `routing_key` is a template of `{topic}` and `{key}`. Without an exchange, `declare` creates
-    the durable queue. The sink does not declare an exchange: the application that binds queues to the exchange must
-    declare it. Only AMQP reports that no queue matches, so the sink refuses an exchange on other transports.
-    `timeout_seconds` limits connecting and each wait for a confirmation.
+    the routing key names. `routing_key` is a template of `{topic}` and `{key}`. If `declare` is true and there is no
+    exchange, the sink creates this queue, as a durable queue. The sink does not declare an exchange: the application
+    that binds queues to the exchange must declare it. Only AMQP reports that no queue matches, so the sink refuses an
+    exchange on other transports. `timeout_seconds` limits connecting and each wait for a confirmation.
     """
 
     binding = "amqp"

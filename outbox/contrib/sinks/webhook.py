@@ -111,13 +111,13 @@ class WebhookSink:
         pause = retry_after_seconds(response.headers.get("retry-after"), self._clock())
         if 300 <= status < 400:
             raise ServiceUnavailable(
-                f"{said}, which is a redirect. The sink follows no redirects: declare the URL of the redirect"
+                f"{said}, which is a redirect. The sink follows no redirects: declare the target URL of the redirect"
             )
         if status in _ENDPOINT or (pause is not None and status >= 500):
             raise ServiceUnavailable(said, pause_seconds=pause)
         if status >= 500 or status in _ATTEMPT:
-            # The error text has no message id, because outbox detects an outage by three equal error texts in a row, of
-            # different messages.
+            # The error text has no message id, because outbox detects an outage by three failures in a row, of
+            # different messages, with the same error text.
             return NotAcknowledged(said)
         return Rejected(f"{said} to message {message.message_id}: {text[:_SHOWN_CHARACTERS]!r}")
 

@@ -21,7 +21,8 @@ _MORE_SECONDS: Final = 0.01
 
 
 class KombuSource:
-    """Receives from one queue. The server sends at most `prefetch` messages before the source acknowledges them.
+    """Receives from one queue. The server sends further messages only while fewer than `prefetch` messages are
+    unacknowledged.
 
     `declare` creates the durable queue if it is missing. Without `declare` the source waits until the queue exists.
     """

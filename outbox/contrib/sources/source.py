@@ -77,9 +77,10 @@ def message_id_of(name: str, incoming: Incoming) -> uuid.UUID:
 
     All repetitions of a message have the same id. Raises InvalidMessage.
 
-    The id is computed from the sender and the sender's id, even if that id is a UUID. If a message of this broker is
-    forwarded and then received again, the received message is a new message and needs a new id. Each sender has a UUID
-    namespace of its own, so equal ids of two senders give different results.
+    The id is computed from the sender and from the id that the sender gave the message, even if the sender's message id
+    is a UUID. If a message of this broker is forwarded and then received again, the received message is a new message
+    and needs a new id. Each sender has a UUID namespace of its own, so if two senders use the same message id, the
+    results differ.
     """
     sender, message_id = identity(incoming)
     if not message_id:

@@ -157,7 +157,7 @@ def test_a_transaction_that_may_still_run_cannot_be_decided(world: World, operat
         for reason in (
             "the half scan has not found the transaction",
             "its immunity",
-            "it was still running at the last check",
+            "the local transaction was still running at the last check",
         ):
             if reason == "its immunity":
                 checks.scan(world.run, settings=CheckSettings())

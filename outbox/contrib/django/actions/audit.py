@@ -1,7 +1,7 @@
 """The audit of operator actions: stores an entry before the action runs, and adds the outcome afterwards.
 
-A command must work while the application's database is down, because the operator then needs the broker most. If the
-database does not store the audit entry, the command writes the entry to the log (decision 197).
+A command must work while the application's database is down, because operators need the commands most during such a
+failure. If the database does not store the audit entry, the command writes the entry to the log (decision 197).
 """
 
 from __future__ import annotations

@@ -108,7 +108,8 @@ def _drop(values: Values) -> ActionPlan:
     return ActionPlan(
         subject=f"schema {settings.schema!r} on {settings.broker!r}",
         effect=f"Drop the broker's schema {settings.schema!r} on {settings.broker!r} with all messages. To keep "
-        "`migrate` from creating it again, remove the app from INSTALLED_APPS, or name another broker.",
+        "`migrate` from creating the schema again, remove outbox from INSTALLED_APPS, or set OUTBOX['BROKER'] to "
+        "another alias.",
         caution="This cannot be undone.",
         before={"lost": left},
         do=do,
@@ -133,7 +134,7 @@ def _forget(values: Values) -> ActionPlan:
     names = values["forget"]
     return ActionPlan(
         subject=f"receivers {', '.join(names)}",
-        effect=f"Delete the state of the receivers {', '.join(names)}. No condition names them any more.",
+        effect=f"Delete the state of the receivers {', '.join(names)}. After that, no condition names these receivers.",
         do=lambda: {"forgotten": forget_receivers(names)},
     )
 
@@ -145,7 +146,7 @@ _PROPERTIES = (
     ActionField(
         name="queue_count",
         kind=FieldKind.NUMBER,
-        help="number of queues; at most so many consumers can share the topic",
+        help="number of queues; at most this number of consumers can share the topic",
     ),
     ActionField(
         name="retention_seconds",

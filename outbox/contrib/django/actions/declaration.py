@@ -78,9 +78,9 @@ class ActionPlan:
 
     `subject`: the object of the action, as the audit names it. `effect`: the effect in words. `caution`: a warning, for
     example that the action cannot be undone. `dangerous`: a command asks for a confirmation. `before`: the state before
-    the action. `do` runs the action and returns the state afterwards. `pinned`: values that the confirmation repeats,
-    so that the operator confirms the plan that the page showed. `nothing`: whether the action has nothing to do.
-    `refusal`: the reason why the action would be refused now, or ''.
+    the action. `do` runs the action and returns the state afterwards. `pinned`: values of the
+    plan that the page sends again with the confirmation, so that the operator confirms the plan that the page showed.
+    `nothing`: whether the action has nothing to do. `refusal`: the reason why the action would be refused now, or ''.
     """
 
     subject: str
@@ -112,5 +112,5 @@ class DeclaredAction:
 
     @property
     def subcommand(self) -> str:
-        """The subcommand, such as `pause`. If the command has no subcommands, this is an option such as `--drop`."""
+        """The subcommand, such as `pause`, or for a command without subcommands an option, such as `--drop`."""
         return self.command.partition(" ")[2]

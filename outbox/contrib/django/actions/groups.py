@@ -87,7 +87,7 @@ def _reset(values: Values) -> ActionPlan:
     return ActionPlan(
         subject=f"group {group} on topic {topic}",
         effect=f"Move group {group} on topic {topic} {words}: {len(planned)} queues move. The group gets {back} "
-        f"messages again, {inbox}. The group never gets {over} messages that it has not handled.",
+        f"messages again, {inbox}. The group skips {over} messages that it has not handled.",
         caution="If the handler uses no inbox, calls that are running now may take effect a second time.",
         dangerous=over > 0 or again,
         before=_offsets(planned, "from_offset"),

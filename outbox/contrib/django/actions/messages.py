@@ -96,7 +96,7 @@ def _settling(values: Values, settle: _Settle, effect: str, caution: str, *, dan
         selection = replace(selection, until=now)
     count = settle(group, selection, limit=limit, dry_run=True)
     more = (
-        f" One action settles at most {limit:,} dead letters: repeat the action for the others."
+        f" One action settles at most {limit:,} dead letters: repeat the action for the other dead letters."
         if count == limit
         else ""
     )

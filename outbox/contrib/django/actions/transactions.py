@@ -202,14 +202,14 @@ def _ask(values: Values) -> ActionPlan:
         else f"{'parked' if parked else 'undecided'} ones" + (f" of producer group {group}" if group else "")
     )
     more = (
-        f" One action checks at most {limit:,} transactions: repeat the action for the others."
+        f" One action checks at most {limit:,} transactions: repeat the action for the other transactions."
         if not ids and count == limit
         else ""
     )
     return ActionPlan(
         subject=f"producer group {group}" if group else f"transactions: {which}",
         effect=f"The checks of {count} transactions ({which}) are due now: the next check-back pass of their producer "
-        f"group asks about them. After that, the page of the message shows the answer.{more}",
+        f"group checks these transactions. After that, the page of the message shows the answer.{more}",
         before=planned,
         nothing=count == 0,
         do=lambda: asked(dry_run=False),

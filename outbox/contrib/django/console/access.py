@@ -106,8 +106,8 @@ def _unanswered(request: HttpRequest, error: Exception) -> HttpResponse:
         title = "Another session holds a lock"
         said = (
             f"Another session has held a lock that this action needs for longer than {deadline.LOCK_SECONDS:.0f} s. "
-            "Nothing was done. The condition lock_held names a session that holds a table of the broker. End the "
-            f"transaction of that session, or try again later.\n{said}"
+            "Nothing was done. The condition lock_held names a session that holds a lock on a table of the broker. "
+            f"End the transaction of that session, or try again later.\n{said}"
         )
     elif isinstance(driver, psycopg.errors.QueryCanceled):
         title = "The search takes too long"

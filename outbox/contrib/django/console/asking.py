@@ -32,8 +32,8 @@ ACTION_SECONDS: Final = 20.0
 def reading() -> Iterator[Executor]:
     """A read-only transaction on the broker, within the deadline of the request.
 
-    Raises BrokerUnavailable. If a time limit was the reason, the `__cause__` of BrokerUnavailable is psycopg's
-    QueryCanceled or LockNotAvailable.
+    Raises BrokerUnavailable. If a statement has exceeded a time limit, the `__cause__` of BrokerUnavailable is
+    psycopg's QueryCanceled or LockNotAvailable.
     """
     with broker_connection() as (connection, schema):
         run = Executor(connection, schema)

@@ -113,7 +113,7 @@ def events(trace: Trace, message: TracedMessage) -> list[Event]:
 
 
 def _sent(trace: Trace, message: TracedMessage) -> Iterator[tuple[datetime, Event]]:
-    """The events before the message is queued, each with its sort time."""
+    """The events before the message is queued, each with the time by which events are sorted."""
     by = f"by {message.producer_group}" if message.producer_group else ""
     stored_at = at(message.stored_at)
     # The producer's clock may be ahead of the database's clock.
@@ -145,7 +145,7 @@ def _sent(trace: Trace, message: TracedMessage) -> Iterator[tuple[datetime, Even
 
 
 def _consumed(trace: Trace, message: TracedMessage) -> Iterator[tuple[datetime, Event]]:
-    """The events after the message was queued, each with its sort time."""
+    """The events after the message was queued, each with the time by which events are sorted."""
     decided_at = at(trace.decision.decided_at) if trace.decision else at(message.stored_at)
     queued = set()
     for entry in trace.entries:

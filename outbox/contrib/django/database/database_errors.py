@@ -91,7 +91,7 @@ _LONGEST_PAUSE_SECONDS: Final = 0.1
 
 
 def repeated(attempt: Callable[[], Result], name: str) -> Result:
-    """Call `attempt` up to ten times while other transactions stop it. Returns its result or raises its error."""
+    """Call `attempt`, up to ten times if another transaction stops each call. Return its result or raise its error."""
     for tries in range(1, MAX_TRIES):
         try:
             return attempt()

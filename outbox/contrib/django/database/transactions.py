@@ -40,7 +40,7 @@ _ENDS: Final = re.compile(
     r"(commit|end|abort|prepare\s+transaction|rollback(?!\s+(?:work\s+|transaction\s+)?to\b))\b",
     re.IGNORECASE | re.DOTALL,
 )
-# Matches a statement whose only effects are in rows.
+# Matches a statement that normally changes at most rows; _LEAVES_SOMETHING matches the exceptions.
 _LEAVES_NOTHING: Final = re.compile(
     r"(?:\s|--[^\n]*\n|/\*.*?\*/|\()*(select|insert|update|delete|merge|with|values|savepoint|release|rollback)\b",
     re.IGNORECASE | re.DOTALL,
@@ -67,11 +67,11 @@ class BlockHalves:
 
 @dataclass(slots=True)
 class BlockTraces:
-    """What a handler has done in its transaction that the next handler in the same transaction could notice.
+    """The effects of a handler's statements that the next handler in the same transaction could notice.
 
-    `lasting`: it executed a statement whose effect lasts until the transaction ends, as SET LOCAL or CREATE TEMPORARY
-    TABLE. `has_conflicts`: the database stopped a statement, as with a lock timeout. `has_key_locks`: it published to a
-    FIFO topic.
+    `lasting`: the handler executed a statement such as SET LOCAL or CREATE TEMPORARY TABLE, whose effect lasts until
+    the transaction ends. `has_conflicts`: the database stopped a statement, for example because of a lock timeout.
+    `has_key_locks`: the handler published to a FIFO topic.
     """
 
     lasting: bool = False
@@ -79,7 +79,7 @@ class BlockTraces:
     has_key_locks: bool = False
 
     def note(self, text: str) -> None:
-        """Note a statement before its execution."""
+        """Record the effects of a statement before the statement is executed."""
         if not _LEAVES_NOTHING.match(text) or _LEAVES_SOMETHING.search(text):
             self.lasting = True
 
@@ -94,8 +94,8 @@ class BlockWatch:
     def __init__(self, connection: BaseDatabaseWrapper) -> None:
         self._connection = connection
         self._mark = BlockMark()
-        # The number of statements that this connection has executed.
-        self.executed = 0
+        # The number of statements other than SELECT that this connection has executed.
+        self.written = 0
         self.begin()
 
     def begin(self) -> None:
@@ -104,12 +104,13 @@ class BlockWatch:
         self._ended = ""
         self._bound_to = ""
         self.halves = BlockHalves()
-        # None unless several handlers may share the block's transaction.
+        # Set while several handlers may share the block's transaction; otherwise None.
         self.traces: BlockTraces | None = None
 
     def __call__(self, execute: Callable[..., Any], sql: Any, params: Any, many: bool, context: dict[str, Any]) -> Any:
         """Check a statement, then execute it (see "Database instrumentation" in Django's documentation)."""
-        self.executed += 1
+        if not (isinstance(sql, str) and sql.startswith("SELECT")):
+            self.written += 1
         if self._connection.in_atomic_block:
             if not switch.enabled:
                 self.notice_block()
@@ -130,12 +131,12 @@ class BlockWatch:
             raise
 
     def notice_block(self) -> None:
-        """With the fast paths off: call `begin` if the open outermost block is not the block of the last call."""
+        """Call `begin` if a new outermost block has begun. Used while the fast paths are off."""
         if self._mark.is_new(self._connection):
             self.begin()
 
     def note_begun(self) -> None:
-        """Note that a statement outside of Django's cursors began the block's transaction."""
+        """Record that a statement outside of Django's cursors began the block's transaction."""
         self._started = True
 
     def _note_end(self, word: str) -> None:
@@ -210,7 +211,7 @@ def require_whole(connection: BaseDatabaseWrapper, what: str) -> BlockWatch:
     if reason:
         raise TransactionUsageError(
             f"{what} was not done: the atomic block on {connection.alias!r} has lost its transaction: {reason}. Put a "
-            f"statement that may fail into an inner atomic(), and leave COMMIT and ROLLBACK to the block."
+            "statement that may fail into an inner atomic(), and do not execute COMMIT or ROLLBACK by hand."
         )
     return watch
 
@@ -227,7 +228,7 @@ def sync_pipeline(connection: BaseDatabaseWrapper) -> None:
 
 
 def in_pipeline(connection: BaseDatabaseWrapper) -> bool:
-    """Whether the connection is in a psycopg pipeline, which would only queue COMMIT."""
+    """Whether the connection is in a psycopg pipeline, which queues COMMIT and executes it later."""
     raw = connection.connection
     return isinstance(raw, Connection) and bool(raw.pgconn.pipeline_status)
 
@@ -265,9 +266,9 @@ def _text(sql: Any, connection: BaseDatabaseWrapper) -> str:
 def lost(connection: BaseDatabaseWrapper, name: str, reason: str) -> TransactionUsageError:
     """The error for a block of this package that cannot commit its work."""
     return TransactionUsageError(
-        f"{name} did not fail, but its transaction on {connection.alias!r} cannot commit its work: {reason}. "
-        f"Nothing is sent. Put a statement that may fail into an inner atomic(), let errors through, and leave COMMIT "
-        f"and ROLLBACK to the block."
+        f"{name} did not fail, but its transaction on {connection.alias!r} cannot commit: {reason}. Nothing is "
+        "sent. Put a statement that may fail into an inner atomic(), catch its error only outside of this atomic(), "
+        "and do not execute COMMIT or ROLLBACK by hand."
     )
 
 
@@ -297,7 +298,8 @@ def current_transaction(using: str | None) -> BaseDatabaseWrapper | None:
     if len(candidates) > 1:
         aliases = ", ".join(repr(connection.alias) for connection in candidates)
         raise TransactionUsageError(
-            f"transactions are open on {aliases}: name the alias with which the message commits: publish(…, using=…)."
+            f"transactions are open on {aliases}: name the alias of the transaction that the message belongs to: "
+            "publish(…, using=…)."
         )
     return candidates[0] if candidates else None
 
@@ -333,7 +335,8 @@ def _refuse_manual_commit(connection: BaseDatabaseWrapper) -> None:
     if connection.in_atomic_block:
         manual = not connection.commit_on_exit
     elif connection.connection is None:
-        # Do not open a connection only to read this setting: the message may have nothing to do with this database.
+        # Do not open a connection only to read its autocommit mode: the message may have nothing to do with this
+        # database.
         manual = not connection.settings_dict["AUTOCOMMIT"]
     else:
         manual = not connection.get_autocommit()

@@ -1,4 +1,4 @@
-"""The engine that the settings choose for this process, and its broker. The first use of each object builds it."""
+"""The engine that the settings choose for this process, and its broker. Each object is built when it is first used."""
 
 from __future__ import annotations
 
@@ -132,9 +132,9 @@ def let_go_of_test_databases(sender: object, connection: BaseDatabaseWrapper, **
 
 
 def remembered_paths() -> dict[tuple[object, ...], ServerIdentity | None]:
-    """The path decisions of this process (see the module `path`).
+    """The paths (atomic or two-phase) that this process uses, as the module `path` has chosen them.
 
-    A change of the settings discards the path decisions.
+    A change of the settings discards these choices.
     """
     return _get().paths
 

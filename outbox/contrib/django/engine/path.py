@@ -79,7 +79,7 @@ def confirm(connection: BaseDatabaseWrapper, settings: OutboxSettings, place: Se
 
 
 def prove(connection: BaseDatabaseWrapper, settings: OutboxSettings) -> ServerIdentity | None:
-    """The server that this connection reaches if it is the broker's own server and database, else None.
+    """The broker's server if this connection reaches the broker's own server and database, else None.
 
     Raises BrokerUnavailable if the broker does not answer, and SendFailed if this connection does not answer.
     """
@@ -100,7 +100,7 @@ _REPORT_EVERY_SECONDS: Final = 60.0
 
 
 def _reported(error: WrongDatabase, alias: str, settings: OutboxSettings) -> WrongDatabase:
-    """Record the error as an incident in the broker, because only this process can see it. Returns the error.
+    """Record the error as an incident in the broker, because only this process sees the error. Returns the error.
 
     If the incident cannot be recorded, the function only logs this failure, because the caller must get `error`.
     """
@@ -129,5 +129,6 @@ def _elsewhere(connection: BaseDatabaseWrapper, settings: OutboxSettings) -> Wro
         )
     return WrongDatabase(
         f"the connection {connection.alias!r} reaches another server or database than the broker's, {expected} let "
-        f"both reach the same primary server, then run the whole operation again. Nothing was published."
+        f"this alias and the broker's alias reach the same primary server, then run the whole operation again. Nothing "
+        f"was published."
     )

@@ -94,16 +94,18 @@ class RocketMQEngine(Engine):
         if settings.forward:
             yield (
                 f"OUTBOX['FORWARD'] declares {', '.join(map(repr, settings.forward))}: outbox_worker --role forward "
-                f"reads the bundled broker only, because RocketMQ holds back a whole queue and not one key. Keep "
-                f"the topics on PostgreSQL, run outbox_worker --role forward with settings whose BROKER names its "
-                f"alias, and declare FORWARD in these settings only; or let a @subscriber send them."
+                f"reads the bundled broker only, because a failing message on RocketMQ holds back its whole queue "
+                f"and not only its key. Keep the topics on PostgreSQL, run outbox_worker --role forward with settings "
+                f"whose BROKER is the alias of this PostgreSQL database, and declare FORWARD in these settings only; "
+                f"or let a @subscriber send the messages."
             )
         if settings.receive:
             yield (
                 f"OUTBOX['RECEIVE'] declares {', '.join(map(repr, settings.receive))}: outbox_worker --role receive "
-                f"stores in the bundled broker only, because RocketMQ stores a repetition a second time. Keep "
-                f"the topics on PostgreSQL, run outbox_worker --role receive with settings whose BROKER names its "
-                f"alias, and declare RECEIVE in these settings only; or let the sender publish to RocketMQ."
+                f"stores messages in the bundled broker only, because RocketMQ would store a repeated message a second "
+                f"time. Keep the topics on PostgreSQL, run outbox_worker --role receive with settings whose BROKER is "
+                f"the alias of this PostgreSQL database, and declare RECEIVE in these settings only; or let the sender "
+                f"publish to RocketMQ."
             )
         yield from declarations.collisions(settings.topics)
         yield from declarations.collisions({item.subscription.group for item in subscribers()})
@@ -154,7 +156,7 @@ class RocketMQEngine(Engine):
         return len(topics), len(subscribers())
 
     def given_up(self) -> int:
-        """The number of messages that RocketMQ gave up and the ledger has not decided yet. Raises BrokerError."""
+        """The number of messages that RocketMQ gave up, and that the ledger has not decided yet. Raises BrokerError."""
         group = self.settings.required_producer_group()
         return sum(waiting(broker, group) for broker in brokers_of(self.settings.broker))
 

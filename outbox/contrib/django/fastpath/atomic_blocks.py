@@ -37,7 +37,7 @@ class BlockMark:
         """Do nothing when Django calls the mark as a callback."""
 
     def is_new(self, connection: BaseDatabaseWrapper) -> bool:
-        """Whether another outermost block is open than at the last call. False if no block is open."""
+        """Whether an outermost block is open that was not open at the last call. False if no block is open."""
         outside = sum(map(is_test_case, connection.atomic_blocks))
         if len(connection.atomic_blocks) == outside:
             return False

@@ -1,9 +1,9 @@
 """A handler's transaction with few round trips, on PostgreSQL.
 
 Django sends BEGIN, every statement and COMMIT one by one. This module sends BEGIN together with the first statement,
-which writes the inbox row. It sends COMMIT together with the last statement, which checks the inbox row. If the check
-fails, the server does not execute COMMIT. If the check succeeds, the transaction has ended; Django then runs the
-on_commit callbacks and ends its atomic block. With the fast paths off, the inbox executes its statements through
+which writes the inbox row. This module sends COMMIT together with the last statement, which checks the inbox row. If
+the check fails, the server does not execute COMMIT. If the check succeeds, the server executes COMMIT; Django then runs
+the on_commit callbacks and ends its atomic block. With the fast paths off, the inbox executes its statements through
 Django.
 
 For a single message, planning a statement costs the server more than executing it. So this module prepares its
@@ -53,12 +53,12 @@ class _Session:
     messages: int = 0
 
 
-# The key is the connection of the driver, because Django's pool gives one connection to different threads in turn.
+# The key is the connection of the driver, because Django's pool lends one connection to one thread after the other.
 _sessions: Final[WeakKeyDictionary[Connection, _Session]] = WeakKeyDictionary()
 
 
 class ShortTransaction:
-    """The statements around one run of a handler, inside the outermost block of its connection."""
+    """The statements before and after one handler call, in the outermost atomic block of the connection."""
 
     def __init__(self, connection: BaseDatabaseWrapper) -> None:
         self._connection = connection
@@ -119,7 +119,7 @@ class ShortTransaction:
         return self._session is not None and self._session.is_read_committed
 
     def savepoint(self, number: int, statement: Statement, values: Mapping[str, bytes]) -> list[Row]:
-        """Set a savepoint, execute a statement behind it, and return the statement's rows."""
+        """Set a savepoint, then execute a statement, and return the statement's rows."""
         with self._connection.wrap_database_errors:
             self._trip.send(_savepoint("SAVEPOINT", number))
             self._trip.send(statement, values)
@@ -127,7 +127,10 @@ class ShortTransaction:
         return rows
 
     def roll_back_to(self, number: int) -> None:
-        """Undo everything behind a savepoint. Raises a database error if the savepoint is not there any more."""
+        """Undo everything that the transaction has done after a savepoint.
+
+        Raises a database error if the savepoint does not exist any more.
+        """
         with self._connection.wrap_database_errors:
             self._trip.send(_savepoint("ROLLBACK TO SAVEPOINT", number))
             self._trip.finish()
@@ -169,8 +172,9 @@ class ShortTransaction:
 
 @functools.cache
 def _savepoint(command: str, number: int) -> Statement:
-    # Each savepoint of a transaction has a name of its own. If the names were equal and one were missing, a rollback
-    # would undo the work behind the savepoint before it.
+    # Each savepoint of a transaction has a name of its own. If all savepoints had the same name and the newest
+    # savepoint were missing, ROLLBACK TO would find an earlier savepoint, and would also undo the work of earlier
+    # handlers.
     return Statement(f"{command} outbox_{number}")
 
 

@@ -1,4 +1,4 @@
-"""The look-ups given as `check=`: check-back finds them by name in any process."""
+"""The functions given as `check=`: check-back finds these functions by name in any process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _lookups: dict[str, Lookup] = {}
 
 
 def register_lookup(name: str, lookup: Lookup) -> None:
-    """Register a look-up under a checker name ('module:qualname' of the decorated function)."""
+    """Register the function given as `check=` under a checker name ('module:qualname' of the decorated function)."""
     if not callable(lookup):
         raise ConfigurationError(
             f"check= of {name} must be a function: it gets the message and returns True if the transaction committed. "
@@ -26,9 +26,9 @@ def register_lookup(name: str, lookup: Lookup) -> None:
 
 
 def find_lookup(name: str) -> Lookup | None:
-    """The look-up of a checker name; None if it is not found.
+    """The `check=` function that is registered under a checker name; None if there is none.
 
-    The function imports the look-up's module if the module belongs to an installed app.
+    If the module in the checker name belongs to an installed app, this module is imported first.
     """
     known = _lookups.get(name)
     if known is not None or not name:

@@ -75,8 +75,8 @@ def place_behind(batch: Sequence[Handled], *, is_stuck: bool) -> HandledPosition
     """The position at which the next batch begins: the last row's time, because more rows may have the same time.
 
     `is_stuck`: no row of the batch was removed. If `is_stuck` is true and all rows of the batch have the same time, the
-    position is after this time. The next sweep reads the inbox from its beginning, so it can examine the rows of this
-    time that the position has passed over.
+    position is after this time. The next sweep reads the inbox from its beginning, so it also examines the rows of this
+    time that this sweep has skipped.
     """
     return HandledPosition(batch[-1].at, is_behind=is_stuck and batch[0].at == batch[-1].at)
 

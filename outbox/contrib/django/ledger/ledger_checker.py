@@ -98,7 +98,7 @@ def ledger_aliases(*, usable: bool = False) -> list[str]:
 
 
 def open_connection(alias: str) -> BaseDatabaseWrapper:
-    """Return a new connection in autocommit mode. It is independent of this thread's own connection to the alias."""
+    """Return a new connection in autocommit mode. Django's `connections` does not contain the connection."""
     connection = connections.create_connection(alias)
     options = dict(connection.settings_dict["OPTIONS"])
     # Do not use Django's pool: its connections still have the search path of their last user.
@@ -214,7 +214,7 @@ def settle(connection: BaseDatabaseWrapper, transaction_ids: Sequence[UUID], *, 
 
 
 class _OneAtATime(DatabaseError):
-    """Raised for a batch on a database other than PostgreSQL.
+    """Raised if several tombstones are to be written at once on a database other than PostgreSQL.
 
     The effects of a failed batch depend on the database, so the caller divides the batch.
     """
@@ -235,7 +235,7 @@ def is_contention(error: DatabaseError) -> bool:
 def _insert(connection: BaseDatabaseWrapper, transaction_ids: Sequence[UUID], *, ledger_id: UUID) -> set[UUID]:
     """Write tombstones and return their ids.
 
-    The tombstones are written only if the ledger still has this `ledger_id` and is complete for the ids.
+    The tombstones are written only if the ledger still has this `ledger_id`, and if pruning has not reached the ids.
     """
     if connection.vendor == "postgresql":
         return ledger.insert_tombstones(
@@ -250,7 +250,7 @@ def _insert(connection: BaseDatabaseWrapper, transaction_ids: Sequence[UUID], *,
 def _after_conflict(connection: BaseDatabaseWrapper, checks: Sequence[Check]) -> Iterator[Answer]:
     """Answer from the ledger rows that were committed meanwhile.
 
-    Run the barrier again for checks without such a row.
+    Run the barrier again for the checks whose transactions still have no ledger row.
     """
     states = _states(connection, checks)
     rest = [check for check in checks if check.transaction_id not in states]
@@ -268,7 +268,7 @@ def _after_conflict(connection: BaseDatabaseWrapper, checks: Sequence[Check]) ->
 
 
 def _decided(check: Check, state: str) -> Answer:
-    """Return the answer from a ledger row. If the check has a look-up, call it too, and report if the two disagree."""
+    """Return the answer from a ledger row. If the check has a look-up, report if its answer contradicts the row."""
     decision = _DECISIONS[state]
     said = f"the ledger says {decision.name}"
     lookup = find_lookup(check.checker) if check.checker else None
@@ -291,7 +291,7 @@ def _decided(check: Check, state: str) -> Answer:
 
 
 def _by_lookup(check: Check) -> Answer:
-    """Return the answer of the look-up for a check without a ledger. True proves the commit; False proves nothing."""
+    """Return the answer for a check without a ledger: COMMIT if the look-up returns True, otherwise UNKNOWN."""
     lookup = find_lookup(check.checker)
     if lookup is None:
         return _unknown(check, f"no look-up {check.checker!r} is registered in this process", counts=False)
@@ -303,7 +303,7 @@ def _by_lookup(check: Check) -> Answer:
     if not isinstance(found, bool):
         return _unknown(check, f"{check.checker} returned {found!r}, not True or False")
     if not found:
-        return _unknown(check, f"{check.checker} says False, which does not prove a rollback")
+        return _unknown(check, f"{check.checker} returned False, which does not prove a rollback")
     return Answer(transaction_id=check.transaction_id, decision=Decision.COMMIT, detail=f"{check.checker} says True")
 
 
@@ -317,9 +317,9 @@ def _elsewhere(check: Check, aliases: Iterable[str], unreadable: Sequence[str]) 
         return _unknown(check, f"these ledgers cannot be read: {', '.join(unreadable)}", counts=False)
     return _unknown(
         check,
-        f"ledger {check.ledger_id} is not one of this project's ({', '.join(aliases)}): was that ledger emptied, "
-        f"does another service use the producer group {check.producer_group!r}, or does an alias point to another "
-        "database?",
+        f"ledger {check.ledger_id} is not one of this project's ledgers ({', '.join(aliases)}): was that ledger "
+        f"emptied, does another service use the producer group {check.producer_group!r}, or does an alias "
+        "point to another database?",
         counts=False,
         alarm=True,
     )

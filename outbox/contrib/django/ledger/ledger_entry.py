@@ -1,7 +1,8 @@
 """Writes the ledger row of a publish call, which check-back reads later.
 
-One statement writes the row and reads the ledger's id. If a search path that was set at run time leads to another
-ledger, the publish call is refused. The reason is that check-back uses its own connection, without that search path.
+One statement writes the row and reads the ledger's id. If your code has set a search path, the publishing connection
+may reach another ledger than a new connection of the same alias. The publish call is then refused, because check-back
+uses a new connection, without that search path.
 """
 
 from __future__ import annotations
@@ -77,9 +78,9 @@ def _refuse_unreachable(alias: str, entered: _Ledger) -> None:
     if found != entered:
         raise ConfigurationError(
             f"the search_path of this connection leads to another ledger than a new connection of {alias!r}, "
-            f"which check-back uses. Keep outbox_ledger and outbox_ledger_identity in a schema that all of "
-            f"them share (public) and nowhere else, or give each schema an alias of its own in DATABASES. Nothing "
-            f"was published."
+            f"which check-back uses. Keep outbox_ledger and outbox_ledger_identity only in one schema that is on "
+            f"every search_path (public), or give each schema an alias of its own in DATABASES. Nothing was "
+            f"published."
         )
     _reachable.add((alias, entered))
 

@@ -31,8 +31,8 @@ from outbox.contrib.django.ledger.ledger_checker import ledger_aliases, open_con
 from outbox.contrib.django.settings.conf import OutboxSettings, get_settings
 from outbox.errors import LedgerUnavailable
 
-# A ledger row is kept for at least this number of seconds. The broker keeps decisions for a longer time, and the
-# decision of a transaction and its checks take a shorter time.
+# A ledger row is kept for at least this number of seconds. Usually, a transaction is decided in less time than this.
+# The broker has to keep each decision for a longer time than this.
 LEDGER_KEEP_SECONDS: Final = 3600.0
 # Rows per statement. The locks of one statement last some tens of milliseconds, and many rows share one round trip.
 _BATCH: Final = 5000
@@ -85,8 +85,8 @@ _sweeps: dict[tuple[str, str], _Sweep] = {}
 def _sweeping(alias: str, table: str) -> Iterator[_Sweep]:
     """Yield the current sweep of a table.
 
-    A sweep that has reached the end of the table continues with rows that reach their retention time, until a new sweep
-    may begin.
+    After a sweep has reached the end of the table, it examines only rows that newly reach their retention time, until a
+    new sweep may begin.
     """
     sweep = _sweeps.setdefault((alias, table), _Sweep())
     started = time.monotonic()

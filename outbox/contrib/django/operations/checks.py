@@ -333,7 +333,7 @@ def _new_groups(run: Executor) -> Iterator[CheckMessage]:
         found = new_groups(run)
     except OutboxError as error:
         # If subscribers cannot be imported, `check_settings` reports the error, so this check reports nothing.
-        logger.debug("new groups cannot be determined: %s", error)
+        logger.debug("the check cannot find out which groups are new to a topic: %s", error)
         return
     for one in found:
         yield Warning(one.meaning, hint=one.next_step, id="outbox.W032")
@@ -382,7 +382,7 @@ def warn_of_new_groups(groups: Collection[str]) -> None:
         with broker_connection() as (connection, schema):
             found = new_groups(Executor(connection, schema))
     except OutboxError as error:
-        logger.debug("new groups cannot be determined: %s", error)
+        logger.debug("the check cannot find out which groups are new to a topic: %s", error)
         return
     for one in found:
         if one.evidence[0]["group"] in groups:

@@ -11,9 +11,9 @@ data before:
 - The offset of a group has passed a message that did not fail, but the inbox of the group has no row of the message. So
   the database to which the handlers write was restored to an earlier time.
 
-Each comparison reads only rows that are new since the last comparison. If a sign shows that one side was restored, the
-comparison reads all rows again. Such a sign is a new life of the broker, or a missing row among the newest rows that
-both sides had at the last comparison.
+Each comparison reads only rows that are new since the last comparison. If a sign shows that one of the two databases
+was restored, the comparison reads all rows again. Such a sign is a new life of the broker, or a missing row among the
+newest rows that both databases had at the last comparison.
 
 See decision 171 and decision 172.
 """
@@ -220,7 +220,7 @@ def _counts(
         known = before.get((one.kind, one.subject, one.topic, one.alias))
         if not one.is_clean and (known is None or known.missing != one.missing or known.is_clean):
             logger.error(
-                "%s of %s on %r: since a restore or a failover, %d are missing, with times from %s to %s; see "
+                "%s of %s on %r: %d are missing after a restore or a failover, with times from %s to %s; see "
                 "outbox_status",
                 one.kind,
                 one.subject,
@@ -286,8 +286,8 @@ _LONG_AGO: Final = datetime(1970, 1, 1, tzinfo=UTC)
 def _unproven(context: _Context, identity: ledger.Identity) -> tuple[datetime, datetime] | None:
     """Return the time span of transactions that the broker has lost and whose ledger rows were already pruned.
 
-    Pruning removed the ledger rows up to a transaction that the broker showed as decided at that time. If the broker no
-    longer has that transaction, and the newest entry of the broker's log is older than the transaction, the broker was
+    When pruning removed ledger rows, the broker had a decision for the last pruned transaction. If the broker no longer
+    has this transaction, and the newest entry of the broker's log is older than the transaction, the broker was
     restored to an earlier time.
     """
     if identity.pruned_before is None or not context.is_young:
@@ -385,7 +385,8 @@ class _Queue:
     """The state of one queue in the comparison of an inbox.
 
     The comparison ignores offsets below `valid_from`, and examines the offset `position` next. `moved` is the number of
-    offset resets so far. `look_from` is the lowest offset whose effect was missing.
+    entries that resets have skipped, minus the number of entries that resets made the group read again. `look_from` is
+    the lowest offset whose effect was missing.
     """
 
     valid_from: int
@@ -493,7 +494,7 @@ def _compare_inbox(context: _Context, application: BaseDatabaseWrapper, item: Su
     for queue in passed:
         seen = queues.get(queue.queue_id)
         if seen is None:
-            # The comparison reads all offsets of a queue that is new since the last comparison.
+            # If a queue was created after the last comparison, the comparison reads all offsets of this queue.
             begin = queue.floor if state else look.present_from(queue)
             seen = queues[queue.queue_id] = _Queue(begin, queue.floor if state else queue.next_offset, queue.moved)
         if queue.moved > seen.moved:

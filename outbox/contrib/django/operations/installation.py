@@ -116,7 +116,8 @@ def remove_broker(
     patience_seconds: float = DEFAULT_PATIENCE_SECONDS,
     report: Callable[[str], None] = logger.warning,
 ) -> list[str]:
-    """Drop the broker's tables with all messages. Return one text for each reason against the drop (see `_left_in`).
+    """Drop the broker's tables with all messages. Return one text for each reason not to drop the tables (see
+    `_left_in`).
 
     If a process uses the tables or a message is undelivered, and `force` is False, raises UsageError. Also raises
     SchemaError, BrokerUnavailable or ConfigurationError.

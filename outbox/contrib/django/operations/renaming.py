@@ -79,7 +79,7 @@ def _on_each(work: Callable[[BaseDatabaseWrapper], T]) -> dict[str, T]:
             except DatabaseError as error:
                 raise LedgerUnavailable(
                     f"the inbox on {alias!r} cannot be read or written ({str(error).strip()}), so the group still "
-                    "has its former name: under the new name it would handle its messages again. Make "
-                    "the database reachable, and run this command again."
+                    "has its former name: without its inbox rows, it would handle its messages again under the new "
+                    "name. Make the database reachable, and run this command again."
                 ) from error
     return found

@@ -54,8 +54,8 @@ class TransactionalTask(RecordedTask):
             return current_transaction(self.using) is not None
         except TransactionUsageError as error:
             raise TransactionUsageError(
-                f"the call of the task {name} is stored with the open transaction, which must be on one alias. Name "
-                f"this alias in the declaration of the task, for example @shared_task(using='default'). {error}"
+                f"the call of the task {name} is stored with the open transaction, but its alias is not clear. Name "
+                f"the alias in the declaration of the task, for example @shared_task(using='default'). {error}"
             ) from error
 
     def _recording(self) -> AbstractContextManager[None]:

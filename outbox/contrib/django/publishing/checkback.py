@@ -1,4 +1,4 @@
-"""Check-back of this service's producer group, and the choice of the process that runs its periodic pass."""
+"""Check-back of this service's producer group, and the choice of the process that runs a periodic pass now."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def check_back(*, max_batches: int = 100) -> CheckCounts:
 def is_my_turn(name: str, interval_seconds: float, *, rest_seconds: float | None = None) -> bool:
     """Return whether this process should run the periodic pass `name` now.
 
-    If the function returns True, the broker has recorded the start of the pass. If the broker does not answer, the
-    function also returns True, because an extra pass is harmless.
+    If the broker answers True, it has recorded the start of the pass. If the broker does not answer, or PRODUCER_GROUP
+    is not set, the function also returns True; an extra pass is harmless.
     """
     group, broker = get_settings().producer_group, get_broker()
     if not group:

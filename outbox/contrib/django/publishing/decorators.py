@@ -61,8 +61,8 @@ class MessagePart:
     """One field of the message, such as the body: a value, or a function and the names of its arguments.
 
     `wanted` has the arguments without a default, and `optional` the arguments with a default. If the decorated function
-    has a parameter like `**kwargs`, `others` is the name of this parameter, because an argument of the part may also
-    come from there. Otherwise `others` is ''.
+    has a parameter like `**kwargs`, `others` is the name of this parameter, because `**kwargs` may contain an argument
+    that the part's function needs. Otherwise `others` is ''.
     """
 
     what: str
@@ -189,8 +189,8 @@ class _Watch:
             f"{self.name} wrote to {alias!r} ({' '.join(statement.split())[:60]}…), but its message belongs to "
             f"the transaction on {self.alias!r}. If the function failed after this write, the row would stay and the "
             "message would be rolled back. The write was not executed, and the transaction is rolled back. Write "
-            f"@transactional_message(…, using={alias!r}), or using={self.alias!r} if this write may commit in a "
-            "separate transaction."
+            f"@transactional_message(…, using={alias!r}) to run the transaction on {alias!r}. If this write may commit "
+            f"in a separate transaction, write using={self.alias!r} instead."
         )
 
 
@@ -282,26 +282,27 @@ def transactional_message(
     """Run the decorated function in `atomic()`; its message is delivered if and only if the transaction commits.
 
     `body`, `key`, `tag`, `headers` and `deliver_at` are values, or functions whose parameters are named like parameters
-    of the decorated function. If such a function has a parameter `result`, it gets the return value of the decorated
-    function, for example an object with a database id. A message that needs `result` is built after the decorated
-    function has run, and before COMMIT. If the decorated function has `**kwargs`, such a function may also have a
-    parameter with the name of a keyword argument that the caller passes.
+    of the decorated function. If a function for `body`, `key`, … has a parameter `result`, this parameter gets the
+    return value of the decorated function, for example an object with a database id. A message that needs `result` is
+    built after the decorated function has run, and before COMMIT. If the decorated function has `**kwargs`, a function
+    for `body`, `key`, … may also have parameters that are named like keyword arguments of the caller.
 
-    `messages` replaces the topic and the parts. The value of `messages` is a function whose parameters follow the same
-    rules as the parameters of `body`. The function returns or yields any number of messages, of any topics, made by
-    `message(…)`. The messages become visible together or never.
+    `messages` replaces `topic`, `body`, `key`, `tag`, `headers` and `deliver_at`. The value of `messages` is a function
+    whose parameters follow the same rules as the parameters of `body`. The function returns or yields any number of
+    messages, of any topics, made by `message(…)`. The messages become visible together or never.
 
     `check` is a look-up function that gets the message, or the first of several messages, for example `lambda m:
-    Order.objects.filter(pk=m.key, status="paid").exists()`. With the ledger, check-back also runs the look-up and
-    reports a disagreement. Without the ledger, the look-up decides. `immunity_seconds` is how long the broker waits
-    before the first check (default OUTBOX['IMMUNITY_SECONDS']). Choose a larger number for a function that runs for a
-    long time. `using` is the alias of the transaction. Without `using`, the database routers choose the alias, and a
-    write to another alias is refused. With `durable`, a call inside another transaction is refused.
+    Order.objects.filter(pk=m.key, status="paid").exists()`. With the ledger, check-back also calls the look-up, and
+    raises an alarm if ledger and look-up disagree. Without the ledger, a true result of the look-up proves that the
+    transaction committed, and a false result proves nothing. `immunity_seconds` is how long the broker waits before the
+    first check (default OUTBOX['IMMUNITY_SECONDS']). Choose a larger number for a function that runs for a long time.
+    `using` is the alias of the transaction. Without `using`, the database routers choose the alias, and a write to
+    another alias is refused. With `durable`, a call inside another transaction is refused.
 
-    Inside another `atomic()` block (also the block of ATOMIC_REQUESTS), the outermost commit decides about the message.
-    For an async function, the transaction is on one synchronous thread. If the function raises an exception, the
-    transaction rolls back. When the function is decorated, the decorator raises ConfigurationError if the declaration
-    is invalid.
+    Inside another `atomic()` block (also the block of ATOMIC_REQUESTS), the message is delivered only if the outermost
+    block commits. For an async function, the transaction is on one synchronous thread. If the function raises an
+    exception, the transaction rolls back. When the function is decorated, the decorator raises ConfigurationError if
+    the declaration is invalid.
     """
     parts = {"body": body, "key": key, "tag": tag, "headers": headers, "deliver_at": deliver_at}
     if messages is None:
@@ -335,8 +336,8 @@ def _check_several(messages: Any, **others: Any) -> None:
     absent = {"body": (NOT_GIVEN,)}
     if given := [what for what, value in others.items() if value not in absent.get(what, ("", None))]:
         raise ConfigurationError(
-            f"@transactional_message(messages=…) cannot be used together with {', '.join(given)}: pass that to each "
-            "message(…)."
+            f"@transactional_message(messages=…) cannot be used together with {', '.join(given)}: pass "
+            f"{', '.join(given)} to each message(…) instead."
         )
     if not callable(messages):
         raise ConfigurationError(
@@ -417,8 +418,8 @@ def _wrap(function: Callable[..., Any], call: _Call) -> Callable[..., Any]:
 def _refuse_unsuitable(function: Any) -> None:
     if isinstance(function, (classmethod, staticmethod)):
         raise ConfigurationError(
-            f"@transactional_message stands above @{type(function).__name__} of {function.__qualname__}: put it "
-            "below, next to the def."
+            f"@transactional_message stands above @{type(function).__name__} of {function.__qualname__}: put "
+            f"@transactional_message below @{type(function).__name__}, next to the def."
         )
     if inspect.isclass(function) or not callable(function):
         raise ConfigurationError(
@@ -447,7 +448,8 @@ def _refuse_unsuitable(function: Any) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class _Call:
-    """A decorated function with the parts of its message. Check-back finds its look-up by `checker`."""
+    """A decorated function with the parts of its message. Check-back finds the function's look-up by the name
+    `checker`."""
 
     decorator: _Decorator
     name: str
@@ -508,7 +510,7 @@ class _Call:
 
 @dataclass
 class _Block:
-    """One run of a decorated function's block, and the messages published in the block."""
+    """The `atomic()` block of one call of a decorated function, and the messages published in the block."""
 
     connection: BaseDatabaseWrapper
     published: Published | None = None

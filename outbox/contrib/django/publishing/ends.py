@@ -93,8 +93,8 @@ def _in_ledger(connection: BaseDatabaseWrapper, halves: BlockHalves) -> set[UUID
 def confirm_before_commit(connection: BaseDatabaseWrapper, published: Published, name: str) -> None:
     """At the end of a block, verify that the block's first message still belongs to the block's transaction.
 
-    If the message does not belong to the transaction any more, raise TransactionUsageError, so that the caller learns
-    that `name` has failed. If the application marked the block for rollback, the function checks only whether the
+    If the message does not belong to the transaction any more, raise TransactionUsageError with `name`, the name of the
+    decorated function. If the application marked the block for rollback, the function checks only whether the
     connection was closed.
     """
     if connection.closed_in_transaction:
@@ -124,7 +124,7 @@ def _is_half_there(connection: BaseDatabaseWrapper, half: HalfTransaction) -> bo
     halves = watch_of(connection).halves
     found = ledger.committed(connection, halves.ids)
     if len(connection.atomic_blocks) == 1 and not in_pipeline(connection):
-        # Only COMMIT follows. So `_after_commit` can use the ids in `found`, and does not need to read the ledger
+        # Only COMMIT follows, so `_after_commit` can use the ids in `found`, and does not need to read the ledger
         # again.
         halves.in_ledger = found
     return half.transaction_id in found

@@ -134,7 +134,7 @@ class MessageTransaction:
         if self._failure is not None:
             raise TransactionUsageError(
                 f"a message of this message_transaction() could not be added ({self._failure}), so its "
-                f"{len(self._messages)} other messages were not sent. Do not swallow that error inside the block, or "
+                f"{len(self._messages)} other messages were not sent. Let that error leave the `with` block, or "
                 "publish that message outside of the block."
             ) from self._failure
         if not self._messages:
@@ -153,9 +153,9 @@ class MessageTransaction:
         self._size += len(built.body)
         if self._size > MAX_BYTES:
             raise InvalidMessage(
-                f"{name}: the bodies of this transaction would be larger than {MAX_BYTES // 1024**2} MiB together "
-                f"({len(self._messages)} messages before it). No message of this transaction was sent. Publish fewer "
-                "messages in one transaction."
+                f"{name}: with this message, the bodies of the transaction would be larger than "
+                f"{MAX_BYTES // 1024**2} MiB together ({len(self._messages)} messages were added before). "
+                "No message of this transaction was sent. Publish fewer messages in one transaction."
             )
         self._messages.append(built)
 
@@ -182,8 +182,9 @@ class MessageTransaction:
             raise TransactionTimedOut(
                 f"the transaction of {len(self._messages)} messages beginning with {self._messages[0].message_id} "
                 f"(topic {self._messages[0].topic!r}) was open for {open_seconds:.1f} s, and its limit is "
-                f"{self._timeout_seconds:g} s. No message of this transaction was published, because its data may be "
-                "out of date. Run the block again, or pass a longer message_transaction(timeout_seconds=…)."
+                f"{self._timeout_seconds:g} s. No message of this transaction was published, because the data in "
+                "the messages may be out of date. Run the block again, or pass a longer "
+                "message_transaction(timeout_seconds=…)."
             )
 
 

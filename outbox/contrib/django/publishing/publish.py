@@ -1,4 +1,4 @@
-"""`publish` binds messages to the open local transaction. Without a transaction, it sends the messages at once.
+"""`publish` binds messages to the open local transaction. Without a transaction, `publish` sends them at once.
 
 Inside `atomic()`, the two-phase path has these steps: FIFO key lock, ledger row, half message, business work, COMMIT,
 end message. The broker has stored the half message before the business work continues. If the application's connection
@@ -74,10 +74,11 @@ def publish(
     Inside `atomic()`, the message is delivered if and only if the transaction of `atomic()` commits. Outside of
     `atomic()`, the message is sent at once. The topic's codec encodes `body` (the default codec is JSON). `key` orders
     messages on FIFO topics; ints and UUIDs are written as text. On topics of type DELAY, `delay` or `deliver_at`
-    postpones the delivery. `delay` is a number of seconds or a timedelta, which begins when the broker stores the
+    postpones the delivery. `delay` is a number of seconds or a timedelta. The delay begins when the broker stores the
     message. If USE_TZ is on, `deliver_at` is an aware datetime. `immunity_seconds` is how long the broker waits before
     its first check of this transaction (default OUTBOX['IMMUNITY_SECONDS']). Choose a larger number for a transaction
-    that runs for a long time. If transactions are open on several aliases, `using` names the alias.
+    that runs for a long time. If transactions are open on several aliases, pass one of these aliases as `using`: the
+    message then belongs to the transaction on this alias.
 
     Raises UsageError for a message that can never be sent. Raises BrokerError if the broker did not store the message.
     After each of these errors, the surrounding atomic block is marked for rollback, even if the caller swallows the
@@ -128,7 +129,7 @@ def publish_many(
 def publish_messages(
     messages: Sequence[Message], *, immunity_seconds: int | None = None, using: str | None = None
 ) -> list[SendReceipt]:
-    """Publish all of the given messages, made by `message`, or none.
+    """Publish messages that `message` has made, all of them or none.
 
     The messages may have different topics. Otherwise like `publish`.
     """
@@ -158,7 +159,10 @@ def _awaitable(
 
 apublish = _awaitable(
     publish,
-    """An async `publish`. In an async subscriber or @transactional_message, the message belongs to their transaction.
+    """An async `publish`.
+
+    In an async subscriber, the message belongs to the transaction of the subscriber. In an async function with
+    @transactional_message, the message belongs to the transaction of this function.
 
     Elsewhere in async code, where Django has no transactions, the message is sent at once. If the await is cancelled,
     the call does not stop, so the broker may store the message.
@@ -169,8 +173,8 @@ apublish_messages = _awaitable(publish_messages, """An async `publish_messages`;
 
 
 @async_unsafe(
-    "publish() waits for databases, so a coroutine must not call it. Write `await apublish(…)`: in an async "
-    "subscriber or in @transactional_message, its message also belongs to the transaction."
+    "publish() waits for databases, so a coroutine must not call it. Write `await apublish(…)`. In an async "
+    "subscriber or in @transactional_message, a message of apublish() belongs to the transaction, too."
 )
 def publish_bound(
     messages: Sequence[Message],
@@ -379,7 +383,11 @@ def message(
 
 
 def messages_of(given: Iterable[Message], name: str) -> list[Message]:
-    """Return the given messages as a list. For other values, raise UsageError with the function's `name`."""
+    """Return the given messages as a list.
+
+    Raises UsageError if `given` is not an iterable of messages. The text of this error begins with `name`, such as
+    "publish_messages".
+    """
     found: list[Any] = list(given) if isinstance(given, Iterable) else [given]
     wrong = [item for item in found if not isinstance(item, Message)]
     if wrong or isinstance(given, Message):
@@ -456,7 +464,10 @@ def refuse_without_transaction(settings: OutboxSettings, first: Message, immunit
 
 
 def refuse_leak_from_test(settings: OutboxSettings, using: str | None) -> None:
-    """Raise TransactionUsageError if a TestCase would publish to a real broker, which its rollback does not undo."""
+    """Raise TransactionUsageError if a TestCase would publish to a real broker.
+
+    The rollback of a TestCase does not remove messages from a real broker.
+    """
     if settings.in_memory:
         return
     opened = [connections[using]] if using else connections.all(initialized_only=True)
@@ -479,7 +490,7 @@ def leak_from_test(what: str) -> TransactionUsageError:
 # transaction ends.
 
 
-# One statement takes all locks. unnest() returns the numbers in the order of the array.
+# One statement takes all locks, in the order of the array, because unnest() returns the elements in this order.
 _LOCK_POSTGRESQL: Final = "SELECT pg_advisory_xact_lock(number) FROM unnest(%s::bigint[]) AS number"
 # Each lock uses the server's shared memory until the transaction ends. 16,000 locks at the same time have exhausted
 # this memory.

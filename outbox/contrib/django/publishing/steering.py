@@ -19,8 +19,8 @@ def recall(message_id: UUID) -> Recall:
     """Recall a message that waits for its delivery time or for a retry. Returns the outcome.
 
     A recall takes effect at once and cannot be undone. So this function refuses to run inside a transaction, which
-    could roll back. Call `recall` in `transaction.on_commit`. A message that is already in its queue is delivered.
-    Raises BrokerError.
+    could roll back. Call `recall` in `transaction.on_commit`. A message that is already in its queue cannot be
+    recalled. Raises BrokerError.
     """
     _refuse_in_transaction("recall(…)")
     return _settled_broker().recall([message_id])[0]

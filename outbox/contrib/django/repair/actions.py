@@ -1,4 +1,4 @@
-"""Verifies one step of a repair plan again, and then does the step.
+"""Checks that a step of a repair plan is still needed, and then does the step.
 
 Doing a step twice has the same effect as doing it once.
 
@@ -181,7 +181,7 @@ def _refuse_what_was_handled(
         raise Refusal(
             f"message {misplaced.message_id} ({misplaced.state}) has another key, and its body contains the key "
             "of this row. If it is the message of this row, publish nothing: correct the code that published it, and "
-            "acknowledge the findings of both keys. If it is not, publish the row by hand"
+            "acknowledge the findings of both keys. If it is not, publish a message for this row by hand"
         )
     acted = [
         each.group

@@ -32,7 +32,7 @@ class ApplyLimits:
 class RateLimiter:
     """Spreads calls evenly over time.
 
-    The method `turn` returns when the next call may start. Tests pass their own `clock` and `wait`.
+    The method `turn` waits until the next call may start. Tests pass their own `clock` and `wait`.
     """
 
     def __init__(

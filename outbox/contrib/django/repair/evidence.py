@@ -87,9 +87,9 @@ def message_naming(
 ) -> BrokerMessage | None:
     """Return a message of another key whose body contains the key of `step`, or None if there is no such message.
 
-    The function ignores a message that belongs to another row: a row with the message's key exists, and no other
-    message has that key (or the rule allows several messages per row). Raises UsageError if too many bodies contain the
-    key's text.
+    The function ignores messages that belong to another row. A message belongs to another row if a row with the
+    message's key exists, and if no other message has that key (or the rule allows several messages per row). Raises
+    UsageError if too many bodies contain the key's text.
     """
     statement = _NAMING.replace("{when}", _and(source.message_when).replace("{", "{{").replace("}", "}}"))
     values = {"topic": source.topic, "tag": source.tag, "key": step.key, "since": row_at - _BEFORE_ROW}
@@ -105,8 +105,8 @@ def message_naming(
     if len(found) == MOST_NAMING:
         raise UsageError(
             f"more than {MOST_NAMING} messages of topic {source.topic!r} contain the text {step.key!r}, and outbox "
-            "does not parse more bodies. Find out whether one of them is the message of this row. If none is, "
-            "publish the row by hand."
+            "does not parse more bodies. Find out whether one of these messages belongs to this row. If not, "
+            "publish a message for this row by hand."
         )
     return None
 
@@ -139,7 +139,7 @@ def _written(key: str) -> list[bytes]:
 
 
 def _names(body: bytes, content_type: str, key: str) -> bool:
-    """Return whether a body contains the key: a JSON body as a value, any other body as a word."""
+    """Return whether the key is a value in a JSON body, or a word in any other body."""
     text = body.decode("utf-8", "replace")
     with suppress(ValueError, RecursionError):
         if content_type.startswith("application/json"):

@@ -218,7 +218,8 @@ class DeclaredForward:
         None,
         member(Start),
         shown='`"earliest"`',
-        meaning="where a group that is new to a topic begins. If `start` is missing and other groups have handled "
+        meaning="the message at which a group begins if it is new to a topic. If `start` is missing and other groups "
+        "have handled "
         "messages of the topic, `manage.py check` and `outbox_worker --role forward` warn",
     )
 
@@ -311,7 +312,7 @@ class EngineName(enum.StrEnum):
 
 
 def _by_group(kind: type[Entry], example: str) -> Rule[Mapping[str, Entry]]:
-    """Return the rule for a dictionary of entries whose names follow the rules for consumer groups."""
+    """Return the check of a dictionary whose keys must be valid names of consumer groups."""
 
     def entry(where: str, name: str, given: object) -> Entry:
         group.check(where, name)
@@ -443,7 +444,7 @@ class OutboxSettings:
         "subscribers",
         module,
         word="subscriber",
-        meaning="the module of each app that workers import",
+        meaning="the name of the module that workers import from each installed app",
         section="consuming",
     )
     celery_app: str | None = setting(
@@ -617,7 +618,7 @@ def tasks_topic(settings: OutboxSettings) -> str:
 def imported(where: str, dotted_path: str) -> Any:
     """Import the object at a dotted path in the settings.
 
-    If the import fails, raises ConfigurationError with the setting.
+    If the import fails, raises ConfigurationError, which names the setting.
     """
     try:
         return import_string(dotted_path)
@@ -684,7 +685,8 @@ def aware(moment: datetime) -> datetime:
 def for_column(moment: datetime, alias: str) -> datetime:
     """Return an aware time in the form that DateTimeFields on `alias` need. PostgreSQL always needs an aware time.
 
-    Without USE_TZ other databases get the naive time in UTC, because CURRENT_TIMESTAMP also writes UTC there.
+    Without USE_TZ, the result for another database is the naive time in UTC, because CURRENT_TIMESTAMP of such a
+    database is also in UTC.
     """
     if django_settings.USE_TZ or connections[alias].vendor == "postgresql":
         return moment

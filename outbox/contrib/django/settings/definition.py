@@ -34,9 +34,9 @@ REQUIRED: Final = dataclasses.MISSING
 class Rule(Generic[Value]):
     """The rule for the values of a setting.
 
-    The documents print `kind` as the description of the allowed values, and `unit` as the unit of a number. `check` gets the place of the setting,
-    as in "OUTBOX['BROKER']", and the given value. It returns the value to use. If the value is not allowed, `check`
-    raises ConfigurationError with the place, the given value and the allowed values.
+    The documents print `kind` as the description of the allowed values, and `unit` as the unit of a number. `check`
+    gets the place of the setting, as in "OUTBOX['BROKER']", and the given value. `check` returns the value to use. If
+    the value is not allowed, `check` raises ConfigurationError with the place, the given value and the allowed values.
     """
 
     kind: str
@@ -110,7 +110,7 @@ def definitions(kind: type) -> Mapping[str, Setting]:
 
 
 def read(kind: type[Entry], where: str, given: object, *, noun: str = "option") -> Entry:
-    """Check a dictionary and return its settings. `where` is its place, as in "OUTBOX['TOPICS']['orders']".
+    """Check the dictionary at the place `where` (as in "OUTBOX['TOPICS']['orders']"), and return its settings.
 
     Raises ConfigurationError for an unknown name, a wrong value, or a missing required key. For an unknown name, the
     error shows the most similar known name.
@@ -215,7 +215,7 @@ def seconds(minimum: float) -> Rule[float]:
 
 
 def one_of(*allowed: str, because: str = "") -> Rule[str]:
-    """Return the rule that allows only the given texts. In the error, `because` explains these texts."""
+    """Return the rule that allows only the given texts. The error shows `because` instead of these texts, if given."""
     listed = because or (" or " if len(allowed) == 2 else ", ").join(map(repr, allowed))
 
     def check(where: str, value: Any) -> str:

@@ -15,7 +15,8 @@ from asgiref.sync import iscoroutinefunction
 
 from outbox.errors import TransactionUsageError
 
-# Django's method_decorator passes a stand-in function to a decorator. Django defines the stand-in in this module.
+# The name of the module in which Django's method_decorator makes a stand-in function. method_decorator passes the
+# stand-in to the decorator instead of the method.
 _METHOD_DECORATOR: Final = "django.utils.decorators"
 
 
@@ -94,7 +95,7 @@ def _named(function: Any) -> Any:
 def refuse_work_to_come(result: Any, name: str) -> None:
     """Raise TransactionUsageError for a coroutine or a generator as result, because its work would run after COMMIT."""
     if inspect.iscoroutine(result):
-        # Close the coroutine, because no caller will await it. Without this, Python would warn about the coroutine.
+        # No caller will await the coroutine. Without `close`, Python would warn that the coroutine was never awaited.
         result.close()
     elif not (inspect.isawaitable(result) or inspect.isgenerator(result) or inspect.isasyncgen(result)):
         return

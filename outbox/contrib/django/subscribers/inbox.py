@@ -1,7 +1,9 @@
 """The inbox: a handler's effects and the inbox row commit in one transaction, so the effects happen once.
 
 The transaction writes the inbox row first. A second delivery of the same message waits at the unique key until the
-transaction of the first delivery ends. After that, the second delivery finds the row, and the handler is not called.
+transaction of the first delivery ends. If the first transaction has committed, the second delivery finds the row, and
+outbox does not call the handler. If the first transaction was rolled back, outbox calls the handler for the second
+delivery.
 
 See decision 075 and decision 114.
 """
@@ -68,8 +70,8 @@ class _Closing:
 class _OfThread(threading.local):
     """The connections of one handler thread.
 
-    When the thread ends, Python deletes the local data of the thread, which closes the connections. Without this class,
-    the connections would stay open until the garbage collector finds them.
+    When the thread ends, Python deletes the `_Closing` object of the thread, and this deletion closes the connections.
+    Without this class, the connections would stay open until the garbage collector finds them.
     """
 
     def __init__(self) -> None:
@@ -97,7 +99,8 @@ def refresh_connections() -> None:
             and time.monotonic() >= connection.close_at
         )
         broken = connection.errors_occurred and not connection.is_usable()
-        # A handler or its on_commit callback has executed BEGIN by hand. No transaction of a later message could begin.
+        # True if a handler or its on_commit callback has executed BEGIN by hand. On such a connection, the transaction
+        # of the next message could not begin.
         left_open = begun_by_hand(connection)
         if expired or broken or left_open or _has_pool(connection.settings_dict):
             connection.close()
@@ -111,7 +114,7 @@ _turns: Final[dict[str, threading.RLock]] = {}
 
 @contextlib.contextmanager
 def one_writer(connection: BaseDatabaseWrapper) -> Iterator[None]:
-    """Let the handlers of this process take turns on SQLite, which has one writer at a time.
+    """On SQLite, which allows one writer at a time, let the handlers of this process run one after the other.
 
     On other databases, do nothing. Without this lock, a handler that waits for other handlers longer than SQLite's
     `timeout` fails with "database is locked".
@@ -128,7 +131,7 @@ def _has_pool(settings: Mapping[str, Any]) -> bool:
 
 
 def handler_alias(subscriber: Subscriber) -> str:
-    """Return the alias of the database on which a subscriber's transaction runs and its inbox is."""
+    """Return the alias of the database that has a subscriber's inbox, and on which the handler's transaction runs."""
     from outbox.contrib.django.models import InboxEntry
 
     return subscriber.using or router.db_for_write(InboxEntry)
@@ -151,9 +154,9 @@ def pool_shortages(subscribers: Iterable[Subscriber]) -> Iterator[str]:
             yield (
                 f"the handlers of one consumer process have {wanted} threads on {alias!r} ({each}), but its connection "
                 f"pool has only {size} connections. So {wanted - size} threads may wait for a connection. If a thread "
-                f"waits longer than the pool's timeout ({given.get('timeout', 30):g} s), the attempt has failed. Set "
-                f"DATABASES[{alias!r}]['OPTIONS']['pool']['max_size'] = {wanted}, or reduce threads=… of the "
-                f"subscribers to {size} in total."
+                f"waits longer than the pool's timeout ({given.get('timeout', 30):g} s), the attempt of its message "
+                f"fails. Set DATABASES[{alias!r}]['OPTIONS']['pool']['max_size'] = {wanted}, or reduce threads=… of "
+                f"the subscribers to {size} in total."
             )
 
 
@@ -205,7 +208,8 @@ class InboxEntries:
         self._short: ShortTransaction | None = None
         # The limit of idle_in_transaction_session_timeout for this transaction, in milliseconds.
         self._idle = b""
-        # True as soon as no work remains except COMMIT. A failure after that happened in COMMIT or after COMMIT.
+        # True as soon as no work remains except COMMIT. If the call fails while this is True, the error occurred in
+        # COMMIT or after COMMIT.
         self.is_confirmed = False
 
     def enter(self, deliveries: Sequence[Delivery], *, lease_seconds: float) -> list[Delivery]:
@@ -227,8 +231,8 @@ class InboxEntries:
         lock, idle = (str(round(lease_seconds * share * 1000)) for share in (0.5, 0.8))
         is_one = len(message_ids) == 1
         if ShortTransaction.is_possible(self._connection):
-            # The watch of the connection (BlockWatch) does not see this BEGIN, so report it. Otherwise the watch would
-            # assume that the transaction does not belong to the block.
+            # The watch of the connection (BlockWatch) does not see this BEGIN, so report the BEGIN to the watch.
+            # Otherwise the watch would assume that the transaction does not belong to the block.
             watch_of(self._connection).note_begun()
             self._short = ShortTransaction(self._connection)
             self._idle = idle.encode()
@@ -269,7 +273,7 @@ class InboxEntries:
         return bool(self._short.savepoint(number, _ENTER_ONE, values))
 
     def roll_back_to(self, number: int) -> None:
-        """Undo everything behind savepoint `number`."""
+        """Undo everything that the transaction has done after savepoint `number`."""
         assert self._short is not None
         self._short.roll_back_to(number)
 
@@ -298,18 +302,18 @@ class InboxEntries:
                 cursor.executemany(_DELETE, rows)
 
     def confirm(self, deliveries: Sequence[Delivery], name: str) -> None:
-        """Verify, with the last statement of the transaction, that the inbox rows are still part of it.
+        """Verify, with the last statement of the transaction, that the transaction still has the inbox rows.
 
-        If the rows are still part of the transaction, the effects of the handler are still part of it too. If checking
-        and committing in one request saves a round trip, the function also commits. If the rows are not part of the
-        transaction, raises TransactionUsageError, because COMMIT would succeed and store nothing.
+        If the transaction still has the rows, it also has the effects of the handler. On the fast path, the function
+        checks the rows and commits in one request, which saves a round trip. If the rows are missing, the function
+        raises TransactionUsageError, because COMMIT would succeed and store nothing.
         """
         if self._connection.needs_rollback:
             raise TransactionUsageError(
                 f"{name} raised no error, but its transaction was marked for rollback or its connection was closed. "
                 "So the message has failed. Raise the error that caused the rollback."
             )
-        gone = "a ROLLBACK was executed in this transaction, so its inbox row is gone"
+        gone = "a ROLLBACK was executed in this transaction, so the transaction has lost its inbox row"
         if self._short is not None and self._short.is_whole():
             self.is_confirmed = True
             if not self._commit(self._short, deliveries):
@@ -384,7 +388,7 @@ def handled(
 class InboxInvoker:
     """Calls Django handlers (ports.Invoker).
 
-    It adds transaction, inbox row and timeouts, and replaces broken connections.
+    The class adds transaction, inbox row and timeouts to each call, and replaces broken connections.
     """
 
     def __init__(
@@ -403,7 +407,7 @@ class InboxInvoker:
     def share(
         self, subscription: Subscription, handler: AnyHandler, delivery: Delivery, more: MoreCalls, *, generation: int
     ) -> Sequence[Result]:
-        """Call the handler for a delivery and for those that join its transaction (ports.SharingInvoker)."""
+        """Call the handler for a delivery and for the deliveries that join its transaction (ports.SharingInvoker)."""
         joined: list[Delivery] = []
         results = self._results(subscription, handler, [delivery], generation, more, joined)
         self._mask(subscription, [delivery, *joined], results)
@@ -430,7 +434,7 @@ class InboxInvoker:
         try:
             if registered is None or not registered.idempotent:
                 if more is not None:
-                    more.end_sharing("it has no inbox, so it has no transaction")
+                    more.end_sharing("the handler has no inbox, so it has no transaction")
                 return call_handler(subscription, handler, deliveries, generation=generation)
             call = _Call(
                 registered,
@@ -452,7 +456,7 @@ class InboxInvoker:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """One call of a handler with the inbox. `joined`: the messages that have joined its transaction."""
+    """One call of a handler with the inbox. `joined`: the messages that have joined the call's transaction."""
 
     registered: Subscriber
     subscription: Subscription
@@ -464,7 +468,7 @@ class _Call:
     joined: list[Delivery]
 
     def once(self) -> Sequence[Result]:
-        """Run the transaction, and return a result for each message of the call and for each that has joined."""
+        """Run the transaction. Return a result for each message of the call and for each message that has joined."""
         name = self.registered.name
         connection = connections[handler_alias(self.registered)]
         inbox = InboxEntries(connection, self.subscription.group, self.generation)
@@ -536,8 +540,8 @@ def _handle(subscription: Subscription, handler: AnyHandler, deliveries: Sequenc
 def _not_started(name: str, alias: str, error: Exception) -> HandlerNotStarted:
     return HandlerNotStarted(
         f"{name} was not called, because its transaction on {alias!r} could not begin: {type(error).__name__}: "
-        f"{str(error).strip()}. This does not count as an attempt. The messages wait until a transaction can begin "
-        "there."
+        f"{str(error).strip()}. The call does not count as an attempt. The messages wait until a transaction on "
+        f"{alias!r} can begin."
     )
 
 
@@ -558,7 +562,9 @@ def _result(delivery: Delivery, called: bool, failed: dict[UUID, Exception]) -> 
 
 
 def require_inboxes(subscriptions: Iterable[Subscription]) -> None:
-    """Raise ConfigurationError if handlers need an inbox that no migration has created: their messages would all fail.
+    """Raise ConfigurationError if the inbox table of a handler is missing.
+
+    Without the table, every message of this handler would fail.
 
     If a database cannot be reached, the worker continues. Messages whose handlers need this database are tried again.
     """

@@ -5,11 +5,12 @@
     SAVEPOINT 3; inbox row 3  handler 3
     check of all inbox rows; COMMIT
 
-A message joins only after the handler of the message before it has returned, and its inbox row is written behind its
-savepoint. So the transaction never has the inbox row of a message whose handler has not run, even if a handler ends the
-transaction by hand. If a handler fails, its savepoint is rolled back, and the messages before it commit. If the whole
-transaction fails, all its messages run again, each in a transaction of its own. The attempt of a message counts as
-failed only if its handler raised an error that no other message can have caused.
+A message joins the transaction only after the handler of the previous message has returned. Before the inbox row of the
+joining message is written, a savepoint is set. So the transaction never has the inbox row of a message whose handler
+has not run, even if a handler ends the transaction by hand. If a handler fails, the transaction is rolled back to the
+savepoint of this handler's message, and the earlier messages commit. If the whole transaction fails, all its messages
+run again, each in a transaction of its own. The attempt of a message counts as failed only if its handler raised an
+error that no other message can have caused.
 
 See decision 198.
 """
@@ -37,9 +38,10 @@ logger = logging.getLogger(__name__)
 
 Result = Disposition | Exception | RunAlone
 
-# A handler that has joined a transaction waits for a lock for at most this time (milliseconds). Then the transaction
-# commits without it, and the handler runs alone with the usual limit. Otherwise two shared transactions that need the
-# same rows in different orders would wait for PostgreSQL's deadlock_timeout (1 s).
+# A handler that has joined a transaction waits for a lock for at most this time (milliseconds). After this time, the
+# transaction commits without the effects of this handler, and the handler runs alone with the usual limit. Without this
+# short limit, two shared transactions that need the same rows in different orders would wait for PostgreSQL's
+# deadlock_timeout (1 s).
 LOCK_MILLISECONDS: Final = 20
 
 
@@ -50,24 +52,24 @@ class Inbox(Protocol):
         """Set savepoint `number` and write the inbox row of a delivery. Return whether the row is new."""
 
     def roll_back_to(self, number: int) -> None:
-        """Undo everything behind savepoint `number`."""
+        """Undo everything that was done after savepoint `number`."""
 
     def still_there(self, deliveries: Sequence[Delivery]) -> set[UUID]:
         """Return the messages whose rows are committed."""
 
 
 class Traces:
-    """Watches what the handlers of one transaction leave behind for the next handler."""
+    """Watches for actions of a handler that the next handler in the same transaction could notice."""
 
     def __init__(self, connection: BaseDatabaseWrapper) -> None:
         self._connection = connection
         self._watch = watch_of(connection)
         self._watch.traces = self._found = BlockTraces()
-        self._elsewhere = self._executed_elsewhere()
+        self._elsewhere = self._written_elsewhere()
 
-    def _executed_elsewhere(self) -> int:
+    def _written_elsewhere(self) -> int:
         others = connections.all(initialized_only=True)
-        return sum(watch_of(other).executed for other in others if other.alias != self._connection.alias)
+        return sum(watch_of(other).written for other in others if other.alias != self._connection.alias)
 
     @property
     def has_conflicts(self) -> bool:
@@ -78,8 +80,8 @@ class Traces:
         """Return why the handler must commit alone from now on; '' if it need not."""
         if self._found.has_key_locks:
             return "it publishes to a FIFO topic, and the lock of the key would last until the common COMMIT"
-        if self._executed_elsewhere() != self._elsewhere:
-            return "it uses another database, whose writes do not wait for the common COMMIT"
+        if self._written_elsewhere() != self._elsewhere:
+            return "it writes to another database, and these writes do not wait for the common COMMIT"
         return ""
 
     @property
@@ -152,7 +154,7 @@ class SharedTransaction:
         while self._may_go_on() and (delivery := self._more.next()) is not None:
             self._end_of_callbacks()
             self.joined.append(delivery)
-            # If the run of a message ends the transaction, this is its result.
+            # If `_run` raises an exception, RUN_ALONE stays the result of this message.
             self._results.append(RunAlone.RUN_ALONE)
             self._results[-1] = result = self._run(delivery, handle)
             if not isinstance(result, Disposition):
@@ -203,13 +205,14 @@ class SharedTransaction:
         return raw is None or raw.info.transaction_status == pq.TransactionStatus.INERROR
 
     def _is_doubtful(self, error: BaseException) -> bool:
-        """Whether the error may come from the messages before it: the database or outbox stopped the handler."""
+        """Whether earlier messages may have caused the error: the database or outbox stopped the handler."""
         return self._traces.has_conflicts or any(
             isinstance(one, (DjangoDatabaseError, DriverError, LeaseLost)) for one in _chain(error)
         )
 
     def _undo(self, number: int, name: str) -> None:
-        """Roll back to a savepoint. Raises if it is gone; then the whole transaction fails."""
+        """Roll back to a savepoint. If the savepoint does not exist any more, raises an error: the transaction
+        fails."""
         self._inbox.roll_back_to(number)
         self._connection.needs_rollback = False
         self._connection.run_on_commit = [entry for entry in self._connection.run_on_commit if name not in entry[0]]
@@ -219,7 +222,7 @@ class SharedTransaction:
         self._callbacks.append(_Callbacks(self._connection.run_on_commit[taken:]))
 
     def take_callbacks(self) -> None:
-        """Keep the on_commit callbacks from Django, which would end all of them at the first error."""
+        """Take the on_commit callbacks out of Django's list, because Django would stop at the first error."""
         if self.joined:
             self._end_of_callbacks()
             self._connection.run_on_commit = []
@@ -245,7 +248,7 @@ class SharedTransaction:
         stayed = self._inbox.still_there([*first, *self.joined])
         if stayed:
             logger.error(
-                "%s: %d of %d messages that shared a transaction are committed, although it failed: %s",
+                "%s: %d of %d messages that shared a transaction are committed, although the transaction failed: %s",
                 self._name,
                 len(stayed),
                 len(first) + len(self.joined),

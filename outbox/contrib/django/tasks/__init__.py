@@ -4,7 +4,7 @@
     OUTBOX = {..., "TOPICS": {"tasks": {"types": ["NORMAL", "DELAY", "TRANSACTION"]}}}
     TASKS = {"default": {"BACKEND": "outbox.contrib.django.tasks.backend.OutboxBackend"}}
 
-A task that is enqueued in a transaction runs if and only if the transaction commits. The effects of the task happen
-once, because its result row, its inbox row and its writes to their database are one transaction. docs/django.md has the
-limits.
+A task that is enqueued in a transaction runs if and only if the transaction commits. The writes of the task to the
+database of its result row happen once, because these writes, the result row and the inbox row are one transaction.
+docs/django.md has the limits.
 """

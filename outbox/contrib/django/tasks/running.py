@@ -28,8 +28,8 @@ logger = logging.getLogger(__name__)
 
 Status = TaskEntry.Status
 
-# The inbox sets a timeout that ends a transaction which is idle for most of a lease. A task may be idle for its whole
-# time limit, so replace this timeout.
+# The inbox sets a timeout that ends a transaction which is idle for most of a lease. While a task runs, the
+# transaction may be idle for the whole time limit of the task, so replace this timeout.
 _ALLOW_IDLING: Final = "SELECT set_config('idle_in_transaction_session_timeout', %s, true)"
 
 # If another handler runs the entry, the entry's next message is delivered after at most this time.
@@ -129,7 +129,7 @@ def _run(backend: OutboxBackend, entry: TaskEntry, *, using: str) -> None:
         retry = backend.retry if result is not None else RetryPolicy()
         if retry.exhausted(entry.attempts):
             entry.status = Status.FAILED
-            # This call is inside the exception handler, because signal receivers log the current exception.
+            # `_finish` is called inside the exception handler, because signal receivers log the current exception.
             _finish(backend, entry, using=using, known=result is not None)
         else:
             wait = timedelta(seconds=retry.delay_seconds(entry.attempts))

@@ -96,8 +96,8 @@ def mend() -> Mapping[str, Any]:
             for one in found:
                 if (done := _mend(one, using=alias)) is not None:
                     counts[done] += 1
-            # The offset of the next query counts only the entries that still have their old messages. An entry that got
-            # a new message is not among the entries with the oldest messages any more.
+            # The next query skips only the entries that keep their old messages. An entry that got a new message is not
+            # among the entries with the oldest messages any more, so the query need not skip it.
             looked_at += len(entries) - len(found)
             if len(entries) < _BATCH:
                 break

@@ -1,7 +1,8 @@
 """`python -m outbox.contrib.django.worker.child ROLE [ROLE]`: one supervised process of a Django project.
 
-The process runs until it gets SIGTERM or SIGINT, or until its supervisor has ended. Then it drains and ends. The exit
-code is 0 if it has drained, 1 if it has failed, 2 for wrong usage or configuration, 3 if handlers hang.
+The process runs until it gets SIGTERM or SIGINT, or until its supervisor has ended. Then the process drains and ends.
+The exit code is 0 if the process has drained, 1 if the process has failed, 2 for wrong usage or configuration, 3 if
+handlers hang.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ from outbox.ports import AnyHandler, ConsumeCounts, LeftoverWork
 logger = logging.getLogger(__name__)
 
 _LOOK_SECONDS: Final = 5.0
-# A count of the remaining messages reads every message in the broker. So the pause after a count is this many times as
-# long as the count took.
+# A count of the remaining messages reads every message in the broker. So the pause after a count is the duration of the
+# count, multiplied by this number.
 _REST_FACTOR: Final = 5
 
 
@@ -66,8 +66,8 @@ def run_until_drained(stop: threading.Event, brokers: Sequence[str] = ()) -> Lef
     """Run all roles until no message waits on OUTBOX['BROKER'], or until `stop` is set.
 
     Return the last count of the remaining messages. While the worker runs, only handlers of this project may publish on
-    this broker. The parameter `brokers` is explained in `Engine.left`. A usage error of `Engine.left` ends the worker,
-    because the worker could never finish.
+    this broker. The parameter `brokers` is explained in `Engine.left`. If `Engine.left` raises a UsageError, the worker
+    ends with this error, because it could never count the messages.
     """
     autodiscover()
     engine = engine_of(get_settings())

@@ -116,8 +116,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _may_scrape(self) -> bool:
         """Whether the caller may read the metrics.
 
-        If OUTBOX['METRICS_TOKEN'] is set, the caller must send the token. If it is not set, the caller must be on this
-        machine.
+        If OUTBOX['METRICS_TOKEN'] is set, the caller must send the token. Without this setting, the caller must be on
+        this machine.
         """
         if get_settings().metrics_token is None:
             return ip_address(self.client_address[0]).is_loopback

@@ -119,9 +119,9 @@ def receive_once(*, names: Sequence[str] = (), wait_seconds: float = 2.0) -> Rec
 
 @contextlib.contextmanager
 def receiving(names: Sequence[str]) -> Iterator[Mapping[str, Receiver]]:
-    """Give the block a mapping from names to receivers.
+    """Yield a mapping from names to receivers, for the `with` block.
 
-    The sources of the receivers are closed at the end of the block.
+    The sources of the receivers are closed at the end of the `with` block.
     """
     settings = get_settings()
     engine_of(settings).require()

@@ -76,8 +76,8 @@ def message(request: HttpRequest, message_id: UUID) -> HttpResponse:
         return problem(
             request,
             "No such message",
-            f"The broker has no message or transaction {message_id}: it never had it, or retention removed it after "
-            "every group consumed it.",
+            f"The broker has no message or transaction {message_id}. Either this id was never stored, or retention "
+            "removed the message after every group had consumed it.",
             status=404,
         )
     return render(request, "message", _context(found, shown_one) | {
