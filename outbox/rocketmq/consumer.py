@@ -89,7 +89,7 @@ class Attempt:
 
 @dataclass(slots=True)
 class Extended:
-    """A message whose invisible time the consumer extends until the attempt ends, or until the message is released."""
+    """A message that the consumer keeps invisible until the attempt ends or the message is released."""
 
     wire: Any
     attempt: Attempt

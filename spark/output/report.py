@@ -89,7 +89,7 @@ def _window_text(rule: Mapping[str, Any]) -> str:
         f"Judged: {since} up to <b>{_seconds(rule['until'])}</b> "
         f"(both sides complete up to {_seconds(rule['watermark'])}, grace {rule['grace_seconds']:g} s)."
         + _look_back_text(rule)
-        + (f" Retention: nothing before {_seconds(rule['floor'])} can be judged." if rule["floor"] else "")
+        + (f" Retention: rows from before {_seconds(rule['floor'])} cannot be judged." if rule["floor"] else "")
     )
 
 

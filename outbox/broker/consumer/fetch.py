@@ -285,7 +285,7 @@ _set_transaction_id = _delivery_slots["transaction_id"].__set__
 
 
 def deliver(row: Row, message: Message, body: Any, group: str, queue: str, offset: int, attempt: int) -> Delivery:
-    """Return a delivery of a row's message with its decoded body."""
+    """Return a `Delivery` with the message of this row and the decoded body."""
     delivery: Delivery = _new(Delivery)
     _set_message(delivery, message)
     _set_decoded(delivery, body)

@@ -43,7 +43,7 @@ _added: dict[str, tuple[float, Callable[[], Mapping[str, Any]]]] = {}
 def add_pass(name: str, interval_seconds: float, work: Callable[[], Mapping[str, Any]]) -> None:
     """Run `work` as a further periodic pass. Other apps call this function in their `AppConfig.ready`.
 
-    If a pass with this name exists, `work` replaces it.
+    If a pass with this name was added before, the new pass replaces it.
     """
     _added[name] = (interval_seconds, work)
 
