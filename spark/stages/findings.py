@@ -184,7 +184,7 @@ def closed(gone: DataFrame) -> DataFrame:
     floor = F.date_format("floor", "yyyy-MM-dd'T'HH:mm:ss'Z'")
     reason = F.concat(
         F.lit("the subject was "), was, F.lit(". It is from before "), floor,
-        F.lit(". Retention may have removed evidence from before this time, so the run cannot judge the subject any more"),
+        F.lit(". Retention may have removed its evidence, so the run cannot judge the subject any more"),
     )  # fmt: skip
     name = F.when(is_expired, classify.FindingClass.EXPIRED.value).otherwise(classify.FindingClass.RECOVERED.value)
     return gone.where(is_expired | F.col("class").isNotNull()).select(

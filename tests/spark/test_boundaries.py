@@ -104,9 +104,7 @@ def test_an_open_finding_whose_evidence_retention_has_removed_is_closed(reconcil
     second = reconcile.run()
     assert set(reconcile.findings(second)) == {("1", "", "EXPIRED"), ("50", "", "LOST")}
     closed = next(row for row in reconcile.rows(second) if row["key"] == "1")
-    assert closed["detail"].startswith(
-        "the subject was MISMATCH. It is from before 2025-06-01T13:15"
-    )
+    assert closed["detail"].startswith("the subject was MISMATCH. It is from before 2025-06-01T13:15")
     report = (reconcile.folder / "out" / "report.html").read_text()
     assert "Retention: rows from before 2025-06-01 13:15:00 cannot be judged." in report
     assert second["open_subjects"] == 1, "what is closed is not carried further"
