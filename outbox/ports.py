@@ -219,6 +219,12 @@ class MoreCalls(Protocol):
     def running(self, delivery: Delivery) -> AbstractContextManager[None]:
         """Return a context manager, inside which the handler runs for a delivery that `next` has returned."""
 
+    def finishing(self, number: int) -> None:
+        """Report that the transaction has committed, and that the callbacks of a call begin.
+
+        `number` is 0 for the first call, 1 for the first call that has joined, and so on.
+        """
+
     def end_sharing(self, reason: str) -> None:
         """From now on, each call of this subscription commits alone."""
 

@@ -22,5 +22,8 @@ class Waiting:
     def running(self, delivery: Delivery) -> AbstractContextManager[None]:
         return contextlib.nullcontext()
 
+    def finishing(self, number: int) -> None:
+        pass
+
     def end_sharing(self, reason: str) -> None:
         self.ended.append(reason)

@@ -370,7 +370,8 @@ def test_threads_that_need_the_same_rows_in_other_orders_finish() -> None:
 @pytest.mark.timeout(120)
 def test_consumers_killed_in_shared_transactions() -> None:
     """SIGKILL between two handlers, before COMMIT and after it: each effect is there once."""
-    count, noting = 600, {"TOPICS": {"notes": {"queue_count": 2}}, "SUBSCRIBER_MODULE": "noting"}
+    count = 600
+    noting = {"TOPICS": {"notes": {"queue_count": 2}}, "SUBSCRIBER_MODULE": "noting", "MESSAGES_PER_COMMIT": 16}
     postgres_broker().declare([Topic(name="notes", queue_count=2)])
     postgres_broker().send([Message(topic="notes", body=b"{}", key=str(number)) for number in range(count)])
     with child("broker", outbox=noting, quiet=True):

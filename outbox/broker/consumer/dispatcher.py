@@ -496,8 +496,9 @@ class Dispatcher:
         failed += booked.failed
         for queue in booked.lost:
             self._lose(queue)
-        self.counts["handled"] += results.count(Disposition.HANDLED)
-        self.counts["skipped"] += results.count(Disposition.SKIPPED)
+        # Compare by identity: an error of a handler may define `__eq__`, which may raise.
+        self.counts["handled"] += sum(result is Disposition.HANDLED for result in results)
+        self.counts["skipped"] += sum(result is Disposition.SKIPPED for result in results)
         self._dirty.update(queue for queue in counted if queue.phase is not Phase.LOST)
         return booked.again
 

@@ -100,6 +100,9 @@ class SharedCalls:
         finished: Callable[[HandlerCall], None],
     ) -> None:
         self.calls = [first]
+        # The call whose handler has run last. It is not always the call before the newest one: a skipped message has
+        # joined too, but its handler does not run.
+        self._ran_last = first
         self._sharing = sharing
         self._take = take
         self._deliver = deliver
@@ -130,16 +133,29 @@ class SharedCalls:
     @contextmanager
     def running(self, delivery: Delivery) -> Iterator[None]:
         """A context manager around the handler call for the delivery that `next` has returned last."""
-        *_, previous, work = self.calls
+        previous, work = self._ran_last, self.calls[-1]
+        self._ran_last = work
         # The handler of the previous call has returned, so its time limit ends here. The limit of the last call also
         # covers COMMIT.
         previous.started_at = None
         previous.returned_at = time.time()
         work.start()
         started = time.monotonic()
-        with self._running(previous, work, delivery):
-            yield
-        self._sharing.took(time.monotonic() - started)
+        try:
+            with self._running(previous, work, delivery):
+                yield
+        finally:
+            self._sharing.took(time.monotonic() - started)
+
+    def finishing(self, number: int) -> None:
+        """From now on, the time limit of the call with this number (0: the first) applies, and no other limit.
+
+        The invoker calls this method before it runs the on_commit callbacks of that call.
+        """
+        for place, call in enumerate(self.calls):
+            if place != number:
+                call.started_at = None
+        self.calls[number].start()
 
     def end_sharing(self, reason: str) -> None:
         """From now on, each call of this subscription commits alone, until the process ends."""

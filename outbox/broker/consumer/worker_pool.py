@@ -323,7 +323,7 @@ class Caller:
             results = [RunAlone.RUN_ALONE] * (len(shared.calls) - 1) + [error]
         if len(shared.calls) == 1:
             sharing.took(time.monotonic() - started)
-        elif RunAlone.RUN_ALONE in results:
+        elif any(result is RunAlone.RUN_ALONE for result in results):
             sharing.failed()
         else:
             sharing.worked()

@@ -79,8 +79,10 @@ class BlockTraces:
     has_key_locks: bool = False
 
     def note(self, text: str) -> None:
-        """Record the effects of a statement before the statement is executed."""
-        if not _LEAVES_NOTHING.match(text) or _LEAVES_SOMETHING.search(text):
+        """Record the effects of a statement, or of several with semicolons between them, before they are executed."""
+        # A semicolon in a constant also divides the text. Then the part behind it is no known statement.
+        parts = [part for part in text.split(";") if part.strip()] if ";" in text else [text]
+        if not all(map(_LEAVES_NOTHING.match, parts)) or _LEAVES_SOMETHING.search(text):
             self.lasting = True
 
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 from uuid import UUID
@@ -33,6 +34,7 @@ from outbox.contrib.django.database.transactions import BlockTraces, sync_pipeli
 from outbox.errors import LeaseLost
 from outbox.message import Delivery
 from outbox.ports import Disposition, MoreCalls, RunAlone
+from outbox.utils import log_context
 
 logger = logging.getLogger(__name__)
 
@@ -73,8 +75,11 @@ class Traces:
 
     @property
     def has_conflicts(self) -> bool:
-        """Whether the database stopped a statement, even if the handler has caught the error."""
-        return self._found.has_conflicts
+        """Whether the database stopped a statement, even if the handler has caught the error.
+
+        The watch does not see errors of `callproc` and of fetching from a server-side cursor, but Django notes them.
+        """
+        return self._found.has_conflicts or self._connection.errors_occurred
 
     def why_never(self) -> str:
         """Return why the handler must commit alone from now on; '' if it need not."""
@@ -94,7 +99,7 @@ class Traces:
             and raw.info.transaction_status == pq.TransactionStatus.INTRANS
             and not self._connection.needs_rollback
             and not self._found.lasting
-            and not self._found.has_conflicts
+            and not self.has_conflicts
         )
 
 
@@ -114,7 +119,9 @@ class _Callbacks:
                     if not is_robust:
                         raise
                     logger.exception("an on_commit callback of %s failed", name)
-        except Exception:
+        except BaseException:
+            # Also SystemExit and CancelledError: otherwise another message would be charged for them, and the callbacks
+            # of the messages after this one would not run.
             logger.exception("%s has committed, so the handler is not called again after this error", name)
 
 
@@ -142,6 +149,8 @@ class SharedTransaction:
         # All messages that have joined, and those of them whose handlers have returned without an error.
         self.joined = joined
         self.handled: list[Delivery] = []
+        # The ids (`id`) of the deliveries that were handled before.
+        self._skipped: set[int] = set()
         self._results: list[Result] = []
         # The error of the handler that failed last.
         self._error: Exception | None = None
@@ -176,6 +185,7 @@ class SharedTransaction:
             self._undo(number, name)
             return RunAlone.RUN_ALONE
         if not is_new:
+            self._skipped.add(id(delivery))
             return Disposition.SKIPPED
         # Django drops the on_commit callbacks of savepoints that are rolled back.
         self._connection.savepoint_ids.append(name)
@@ -229,8 +239,13 @@ class SharedTransaction:
 
     def run_callbacks(self) -> None:
         """Run the on_commit callbacks of each message, after COMMIT."""
-        for callbacks in self._callbacks:
-            callbacks.run(self._name)
+        for number, callbacks in enumerate(self._callbacks):
+            if not callbacks.entries:
+                continue
+            self._more.finishing(number)
+            # The log context of the first message surrounds the whole transaction.
+            with log_context.handling(self.joined[number - 1 : number]) if number else nullcontext():
+                callbacks.run(self._name)
 
     def results(self) -> list[Result]:
         """Return the results of the messages that have joined, after COMMIT."""
@@ -259,10 +274,17 @@ class SharedTransaction:
         for delivery in (*first, *self.joined):
             if delivery.message_id not in stayed:
                 results.append(RunAlone.RUN_ALONE)
+            elif id(delivery) in self._skipped:
+                results.append(Disposition.SKIPPED)
             elif id(delivery) in done:
                 results.append(Disposition.HANDLED)
             else:
                 results.append(half_done(self._error or error))
+        # Without a new delivery, `first` is empty, but the first callbacks still belong to the first message.
+        own = results if first else [Disposition.SKIPPED, *results]
+        for callbacks, result in zip(self._callbacks, own, strict=False):
+            if result is Disposition.HANDLED:
+                callbacks.run(self._name)
         return results
 
 

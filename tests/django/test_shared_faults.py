@@ -1,0 +1,324 @@
+"""Handlers that do what nobody expects, in a shared transaction."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from typing import Any
+
+import pytest
+from django.db import OperationalError, connection, connections, transaction
+
+from outbox import Delivery, Message
+from outbox.broker.consumer.runtime import ConsumerRuntime
+from outbox.broker.process import run_broker
+from outbox.contrib.django import subscriber
+from outbox.contrib.django.database.aliases import broker_database
+from outbox.contrib.django.settings.conf import get_settings
+from outbox.contrib.django.subscribers import registry
+from outbox.contrib.django.subscribers.inbox import InboxInvoker
+from outbox.topic import Topic
+from tests.django.shop.models import Effect, Order, Payment
+from tests.django.state import postgres_broker
+from tests.django.test_shared_transactions import (
+    ALONE,
+    HANDLED,
+    SKIPPED,
+    alone,
+    deliveries,
+    effects,
+    handle_with,
+    holding,
+    share,
+    transaction_id,
+)
+from tests.django.urls import Refused
+from tests.support import eventually
+
+pytestmark = pytest.mark.usefixtures("databases", "no_subscribers")
+
+
+def test_a_skipped_message_is_not_given_up_when_the_transaction_fails() -> None:
+    handle_with(lambda given: Payment.objects.create(reference="same") if given.key in "cd" else None)
+    given = deliveries("a", "b", "c", "d")
+    assert alone(given[1]) is HANDLED
+    results, _ = share(*given)
+    assert results == [ALONE, SKIPPED, ALONE, ALONE]
+
+
+@pytest.mark.parametrize("error", [SystemExit("x"), KeyboardInterrupt(), asyncio.CancelledError()])
+def test_a_callback_that_ends_the_thread_harms_its_own_message_only(error: BaseException) -> None:
+    ran: list[str] = []
+
+    def callback(key: str) -> None:
+        ran.append(key)
+        if key == "a":
+            raise error
+
+    handle_with(lambda given: transaction.on_commit(lambda: callback(given.key)))
+    results: list[Any] = []
+    try:
+        results, _ = share(*deliveries("a", "b", "c"))
+    except BaseException as escaped:
+        # Caller._run_shared would charge the last message.
+        results.append(repr(escaped))
+    assert results == [HANDLED] * 3
+    assert ran == ["a", "b", "c"]
+
+
+def test_a_commit_by_hand_does_not_take_the_callbacks_of_earlier_messages() -> None:
+    ran: list[str] = []
+
+    def commit(given: Delivery) -> None:
+        transaction.on_commit(lambda: ran.append(given.key))
+        if given.key == "c":
+            connection.connection.execute("COMMIT")
+            raise Refused
+
+    handle_with(commit)
+    results, _ = share(*deliveries("a", "b", "c"))
+    assert results[:2] == [HANDLED] * 2
+    assert ran == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "SELECT 1; SET LOCAL statement_timeout = '7s'",
+        "UPDATE shop_order SET status = 'x'; LOCK TABLE shop_payment",
+        "SELECT 'a;b'; SET LOCAL statement_timeout = '7s'",
+    ],
+)
+def test_second_statement_lasts(statement: str) -> None:
+    def execute(given: Delivery) -> None:
+        with connection.cursor() as cursor:
+            cursor.execute(statement)
+
+    handle_with(execute)
+    results, _more = share(*deliveries("a", "b"))
+    assert results == [HANDLED]
+
+
+@pytest.mark.parametrize("how", ["iterator", "callproc", "quoted"])
+def test_a_swallowed_lock_timeout_outside_of_execute(how: str) -> None:
+    Order.objects.create(number="busy")
+    with connection.cursor() as cursor:
+        cursor.execute(
+            "CREATE OR REPLACE FUNCTION hostile_lock() RETURNS integer LANGUAGE sql VOLATILE AS "
+            "'UPDATE shop_order SET status = status RETURNING 1'"
+        )
+    branches: list[str] = []
+
+    def update(given: Delivery) -> None:
+        if given.key != "busy":
+            return
+        try:
+            with transaction.atomic():
+                if how == "iterator":
+                    list(Order.objects.filter(number="busy").select_for_update().iterator(chunk_size=1))
+                elif how == "callproc":
+                    with connection.cursor() as cursor:
+                        cursor.callproc("hostile_lock", [])
+                else:
+                    Order.objects.filter(number="busy").update(status="1")
+            branches.append("locked")
+        except OperationalError:
+            branches.append("gave up")
+
+    handle_with(update)
+    given = deliveries("a", "busy")
+    with holding("busy"):
+        assert share(*given)[0] == [HANDLED, ALONE]
+    assert alone(given[1]) is HANDLED
+    assert branches == ["gave up", "locked"]
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_pipeline_left_open_harms_no_other_message(fails: bool) -> None:
+    def leave_open(given: Delivery) -> None:
+        if given.key == "bad":
+            connection.connection.pipeline().__enter__()
+            connection.connection.execute("SELECT 1")
+            if fails:
+                raise Refused
+
+    handle_with(leave_open)
+    given = deliveries("a", "bad")
+    results, _ = share(*given)
+    again = [alone(one) for one, result in zip(given, results, strict=True) if result is ALONE]
+    print(results, again)
+    assert alone(deliveries("next")[0]) is HANDLED
+    assert {"a", "next"} <= set(effects())
+    results, _ = share(*deliveries("x", "y"))
+
+
+@pytest.mark.parametrize("how", ["close", "close_all", "terminate", "rollback", "rollback_begin", "raw_closed"])
+@pytest.mark.parametrize("fails", [True, False])
+def test_connection_abuse(how: str, fails: bool) -> None:
+    def abuse(given: Delivery) -> None:
+        if given.key != "b":
+            return
+        if how == "close":
+            connection.close()
+        elif how == "close_all":
+            connections.close_all()
+        elif how == "terminate":
+            pid = connection.connection.info.backend_pid
+            with connections["broker"].cursor() as cursor:
+                cursor.execute("SELECT pg_terminate_backend(%s)", [pid])
+            time.sleep(0.1)
+        elif how == "rollback":
+            connection.connection.execute("ROLLBACK")
+        elif how == "rollback_begin":
+            connection.connection.execute("ROLLBACK; BEGIN")
+        elif how == "raw_closed":
+            connection.connection.close()
+        if fails:
+            raise Refused
+
+    handle_with(abuse)
+    given = deliveries("a", "b", "c")
+    results, more = share(*given)
+    assert all(result in (HANDLED, ALONE) for result in results), results
+    again = [alone(one) for one, result in zip(given, results, strict=False) if result is ALONE]
+    assert again[0] is HANDLED
+    for one in more.waiting:
+        assert alone(one) is HANDLED
+    assert {"a", "c"} <= set(effects())
+
+
+@pytest.mark.parametrize("error", [SystemExit("x"), KeyboardInterrupt(), asyncio.CancelledError(), GeneratorExit()])
+def test_base_exceptions_then_next_message_is_fine(error: BaseException) -> None:
+    def fail(given: Delivery) -> None:
+        transaction.on_commit(lambda: None)
+        if given.key == "b":
+            raise error
+
+    handle_with(fail)
+    with pytest.raises(type(error)):
+        share(*deliveries("a", "b", "c"))
+    assert effects() == []
+    assert connection.savepoint_ids == []
+    assert share(*deliveries("x", "y"))[0] == [HANDLED] * 2
+
+
+@pytest.mark.parametrize("key", ["a", "b", "c"])
+def test_inner_block_without_savepoint_swallowed(key: str) -> None:
+    def fail(given: Delivery) -> None:
+        if given.key == key:
+            try:
+                with transaction.atomic(savepoint=False):
+                    raise Refused
+            except Refused:
+                pass
+
+    handle_with(fail)
+    given = deliveries("a", "b", "c")
+    results, _more = share(*given)
+    if key == "a":
+        assert len(results) == 1 and isinstance(results[0], Exception)
+    else:
+        assert ALONE in results
+        assert all(result in (HANDLED, ALONE) for result in results)
+
+
+def test_log_records_of_a_callback_name_its_own_message() -> None:
+    """As Caller does it: the context of the first message surrounds the whole transaction."""
+    from outbox.utils import log_context
+
+    named: dict[str, str] = {}
+
+    def callback(key: str) -> None:
+        named[key] = ",".join(one.key for one in log_context._handled.get())
+
+    handle_with(lambda given: transaction.on_commit(lambda: callback(given.key)))
+    given = deliveries("a", "b", "c")
+    with log_context.handling(given[:1]):
+        assert share(*given)[0] == [HANDLED] * 3
+    assert named == {"a": "a", "b": "b", "c": "c"}
+
+
+def test_two_transactions_with_hand_made_commit_begin() -> None:
+    def commit(given: Delivery) -> None:
+        if given.key in "ac":
+            connection.connection.execute("COMMIT; BEGIN")
+
+    handle_with(commit)
+    given = deliveries("a", "b", "c", "d")
+    assert share(*given)[0] == [HANDLED] * 4
+    assert effects() == ["a", "b", "c", "d"]
+
+
+def test_nested_publish_that_fails_is_swallowed() -> None:
+    from outbox.contrib.django import publish
+
+    def bad(given: Delivery) -> None:
+        publish("payments", {}, key=given.key)
+        if given.key == "b":
+            with contextlib.suppress(Exception):
+                publish("no such topic", {})
+
+    handle_with(bad)
+    given = deliveries("a", "b", "c")
+    assert share(*given)[0] == [HANDLED, ALONE]
+    assert isinstance(alone(given[1]), Exception)
+    assert effects() == ["a"]
+
+
+def failures() -> list[str]:
+    with connections["broker"].cursor() as cursor:
+        cursor.execute("SELECT l.key FROM outbox.failure f JOIN outbox.commit_log l USING (log_id)")
+        return [key for (key,) in cursor.fetchall()]
+
+
+def test_a_callback_that_hangs_charges_no_other_message() -> None:
+    """Each callback runs within the time limit of its own message."""
+    count = 60
+    hung: list[str] = []
+    groups: list[tuple[int, str]] = []
+    release = threading.Event()
+
+    def hang(key: str) -> None:
+        hung.append(key)
+        release.wait(8)
+
+    @subscriber("orders", group="effects", timeout_seconds=1, threads=1)
+    def effect(given: Delivery) -> None:
+        Effect.objects.create(number=given.key)
+        xid = transaction_id()
+        groups.append((xid, given.key))
+        same = [key for one, key in groups if one == xid]
+        if len(same) == 2 and not hung:
+            transaction.on_commit(lambda: hang(given.key))
+
+    settings = get_settings()
+    [registered] = registry.subscribers()
+    postgres_broker().declare([Topic(name="orders", queue_count=1)])
+    postgres_broker().send([Message(topic="orders", body=b"{}", key=str(number)) for number in range(count)])
+    invoker = InboxInvoker()
+    runtime = ConsumerRuntime(
+        broker_database(settings),
+        [(registered.subscription, registered.handler)],
+        invoker=invoker,
+        share=invoker.share,
+        sharing_calls=8,
+    )
+    stop = threading.Event()
+    threads = [
+        threading.Thread(target=run_broker, args=(broker_database(settings), stop)),
+        threading.Thread(target=runtime.run, args=(stop,)),
+    ]
+    for thread in threads:
+        thread.start()
+    try:
+        eventually(lambda: len(set(effects())) == count and bool(hung), within_seconds=15)
+        # Longer than the time limit: the process has given the callback up.
+        eventually(lambda: failures() != [], within_seconds=10)
+    finally:
+        release.set()
+        stop.set()
+        for thread in threads:
+            thread.join(20)
+    assert failures() == hung
