@@ -176,5 +176,6 @@ def test_check_and_status_name_absent_check_back(shop: Project) -> None:
     assert "ended with" in said
     shop.shell("python manage.py outbox_transaction check")
     said = shop.shell(look)
-    assert "check-back" not in said
+    assert "wait for check-back" not in said
+    assert " unanswered: " not in said
     assert shop.deciders() == {"K": 2}

@@ -55,7 +55,7 @@ def test_a_project_that_it_can_run_has_no_problem() -> None:
         ({"BROKER": "rocketmq://h:1?brokers=h"}, "must be the HOST:PORT of a broker's administration port"),
         ({"BROKER": "rocketmq://h:1?broker=h:2"}, "has an unknown option 'broker'"),
         ({"TOPICS": {"steps": {"types": ["FIFO", "TRANSACTION"]}}}, "transactional messages on FIFO topics"),
-        ({"FORWARD": FORWARD}, "or let a @subscriber send them"),
+        ({"FORWARD": FORWARD}, "or let a @subscriber send the messages"),
         ({"RECEIVE": RECEIVE}, "or let the sender publish to RocketMQ"),
     ],
 )

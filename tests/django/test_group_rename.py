@@ -139,7 +139,7 @@ def test_what_is_refused(names: tuple[str, str]) -> None:
     with pytest.raises(CommandError, match="not known"):
         rename(old, new)
     consume(old, "one")
-    for wrong, said in (("%x", "not allowed"), (old, "has this name")):
+    for wrong, said in (("%x", "not allowed"), (old, "are the same")):
         with pytest.raises(CommandError, match=said):
             rename(old, wrong)
     consume(new, "two")

@@ -316,8 +316,8 @@ CATALOGUE: Final[Mapping[str, ConditionKind]] = {
         "End the blocking transaction, or its session: `SELECT pg_terminate_backend(PID)`.",
     ),
     "open_since_resync": ConditionKind(
-        "A publishing transaction has been open since before the last resynchronisation. Only the transaction's own "
-        "messages wait for its end.",
+        "A publishing transaction has been open since before the last resynchronisation. Only the messages of this "
+        "transaction wait until this transaction ends.",
         "If no program needs the transaction any more, end the transaction. If the transaction commits, the broker "
         "delivers its messages.",
     ),

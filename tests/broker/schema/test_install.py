@@ -165,7 +165,7 @@ def test_no_transaction_is_ended_for_a_change(
 
         def is_tried() -> bool:
             waiting = watching.execute(waits_for_it, [pid]).fetchone()
-            return waiting == (1,) or len([one for one in caplog.messages if "are in use" in one]) > 3
+            return waiting == (1,) or len([one for one in caplog.messages if "are still in use" in one]) > 3
 
         def go_on() -> None:
             eventually(is_tried)
