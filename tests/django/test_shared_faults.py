@@ -83,24 +83,6 @@ def test_a_commit_by_hand_does_not_take_the_callbacks_of_earlier_messages() -> N
     assert ran == ["a", "b"]
 
 
-@pytest.mark.parametrize(
-    "statement",
-    [
-        "SELECT 1; SET LOCAL statement_timeout = '7s'",
-        "UPDATE shop_order SET status = 'x'; LOCK TABLE shop_payment",
-        "SELECT 'a;b'; SET LOCAL statement_timeout = '7s'",
-    ],
-)
-def test_second_statement_lasts(statement: str) -> None:
-    def execute(given: Delivery) -> None:
-        with connection.cursor() as cursor:
-            cursor.execute(statement)
-
-    handle_with(execute)
-    results, _more = share(*deliveries("a", "b"))
-    assert results == [HANDLED]
-
-
 @pytest.mark.parametrize("how", ["iterator", "callproc", "quoted"])
 def test_a_swallowed_lock_timeout_outside_of_execute(how: str) -> None:
     Order.objects.create(number="busy")

@@ -195,6 +195,9 @@ def test_a_lock_timeout_that_the_handler_swallows_is_not_an_outcome() -> None:
         "CREATE TEMPORARY TABLE own (n integer) ON COMMIT DROP",
         "SELECT 1 AS n INTO TEMP own; DROP TABLE own",
         "LOCK TABLE shop_payment",
+        "SELECT 1; SET LOCAL statement_timeout = '7s'",
+        "UPDATE shop_order SET status = 'x'; LOCK TABLE shop_payment",
+        "SELECT 'a;b'; SET LOCAL statement_timeout = '7s'",
     ],
 )
 def test_what_lasts_until_commit_never_reaches_the_next_handler(statement: str) -> None:

@@ -7,7 +7,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import pytest
@@ -33,14 +33,19 @@ def orders(bench: ConsumptionBench) -> ConsumptionBench:
 class Together:
     """A sharing invoker without a database: effects exist from the end of a transaction on.
 
-    `refuse` is called with the messages of a transaction before it ends. If it returns True, the transaction fails.
+    `refuse` is called with the messages of a transaction before it ends. If it returns True, the transaction fails. The
+    inbox rows of the messages in `skipped` exist, so these messages are skipped if they join.
     """
 
     def __init__(
-        self, handler: Callable[[Delivery], Any], refuse: Callable[[list[int]], bool] = lambda _: False
+        self,
+        handler: Callable[[Delivery], Any],
+        refuse: Callable[[list[int]], bool] = lambda _: False,
+        skipped: Collection[int] = (),
     ) -> None:
         self.handler = handler
         self.refuse = refuse
+        self.skipped = frozenset(skipped)
         self.transactions: list[list[int]] = []
         self._lock = threading.Lock()
 
@@ -58,8 +63,11 @@ class Together:
     ) -> Sequence[Disposition | Exception | RunAlone]:
         results: list[Any] = list(ports.call_handler(subscription, handler, [delivery], generation=generation))
         given = [delivery]
-        while results[-1] is Disposition.HANDLED and (joined := more.next()) is not None:
+        while isinstance(results[-1], Disposition) and (joined := more.next()) is not None:
             given.append(joined)
+            if joined.body["n"] in self.skipped:
+                results.append(Disposition.SKIPPED)
+                continue
             with more.running(joined):
                 results += ports.call_handler(subscription, handler, [joined], generation=generation)
         done = [one.body["n"] for one, result in zip(given, results, strict=True) if result is Disposition.HANDLED]

@@ -6,16 +6,13 @@ import contextlib
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from outbox import ports
 from outbox.broker.consumer.shared_calls import SHORT_SECONDS, SharedCalls, Sharing
 from outbox.broker.consumer.worker_pool import WorkerPool
 from outbox.message import Delivery
-from outbox.ports import Disposition, MoreCalls, RunAlone
 from tests.broker.bench import ConsumptionBench
 from tests.broker.dispatch.test_failures import message, subscribe
 from tests.broker.dispatch.test_shared_calls import Together, everything, options
@@ -41,31 +38,6 @@ def pools(monkeypatch: pytest.MonkeyPatch) -> list[WorkerPool]:
     return made
 
 
-class Skipping(Together):
-    """Some joined messages are skipped: their inbox rows exist."""
-
-    skipped: frozenset[int] = frozenset()
-
-    def share(
-        self, subscription: Any, handler: Any, delivery: Delivery, more: MoreCalls, *, generation: int
-    ) -> Sequence[Disposition | Exception | RunAlone]:
-        results: list[Any] = list(ports.call_handler(subscription, handler, [delivery], generation=generation))
-        given = [delivery]
-        while isinstance(results[-1], Disposition) and (joined := more.next()) is not None:
-            given.append(joined)
-            if joined.body["n"] in self.skipped:
-                results.append(Disposition.SKIPPED)
-                continue
-            with more.running(joined):
-                results += ports.call_handler(subscription, handler, [joined], generation=generation)
-        done = [one.body["n"] for one, result in zip(given, results, strict=True) if result is Disposition.HANDLED]
-        if len(given) > 1 and self.refuse(done):
-            return [RunAlone.RUN_ALONE] * len(given)
-        with self._lock:
-            self.transactions.append(done)
-        return results
-
-
 def test_a_hang_behind_a_skipped_message_charges_the_hanging_one_only(
     orders: ConsumptionBench, pools: list[WorkerPool]
 ) -> None:
@@ -79,8 +51,7 @@ def test_a_hang_behind_a_skipped_message_charges_the_hanging_one_only(
             hangs.append(1)
             release.wait(20)
 
-    together = Skipping(handle, refuse=lambda done: 20 in done)
-    together.skipped = frozenset({17, 19})
+    together = Together(handle, refuse=lambda done: 20 in done, skipped={17, 19})
     expected = everything(24)
     orders.publish([message(n) for n in range(24)])
     with orders.sequencing(), orders.running((subscribe(timeout_seconds=0.5, threads=1), handle), **options(together)):
@@ -166,7 +137,7 @@ def test_random_trouble(orders: ConsumptionBench, pools: list[WorkerPool], seed:
             time.sleep(0.03)
 
     hanging = {n for n, kind in plan.items() if kind == "hang"}
-    together = Skipping(handle, refuse=lambda done: bool(hanging & set(done)))
+    together = Together(handle, refuse=lambda done: bool(hanging & set(done)))
     together.skipped = frozenset(n for n, kind in plan.items() if kind == "skip")
     orders.publish([message(n) for n in range(count)])
     with (
