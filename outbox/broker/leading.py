@@ -39,8 +39,8 @@ logger = logging.getLogger(__name__)
 # worker leads.
 _REST: Final = Backoff(first_seconds=1.0, longest_seconds=30.0, healthy_seconds=10.0)
 
-# The rate of decisions is measured over this time (seconds). From the first rate on (decisions per second), the leader
-# waits between ticks. From the second rate on, it waits for `pace_seconds`.
+# The leader measures the rate of messages over this time (seconds). From the first rate on (messages per second), the
+# leader waits between ticks. From the second rate on, it waits for `pace_seconds`.
 _LOAD_SECONDS: Final = 0.1
 _LOAD_BEGINS: Final = 500.0
 _LOAD_IS_FULL: Final = 1000.0
@@ -124,8 +124,8 @@ class Leader:
         if not counts.collided:
             self.note.worked()
         self._look_at = now if counts.more else now + self._idle_seconds(counts)
-        pause = self._load.share(counts.decisions, now) * self._settings.pace_seconds
-        if pause and not counts.more and announcements.pending(self._decided_channel):
+        pause = self._load.share(max(counts.decisions, counts.appended), now) * self._settings.pace_seconds
+        if pause and counts.decisions > 1 and not counts.more and announcements.pending(self._decided_channel):
             self._decided, self._gathers_until = True, now + pause
         return counts.appended > 0
 
@@ -259,19 +259,19 @@ class LeadingConsumer(Leader):
 
 
 class Load:
-    """The rate of decisions, which tells how long the leader waits for more decisions before the next tick.
+    """The rate of messages, from which the leader computes how long it waits for more decisions before the next tick.
 
     Under load, the leader should wait, because one tick per message costs several times as much as one tick for several
     messages. Without load, it should not wait, because the wait would delay messages that arrive during a tick.
     """
 
     def __init__(self) -> None:
-        self._decisions = 0.0
+        self._messages = 0.0
         self._at = 0.0
 
-    def share(self, decisions: int, now: float) -> float:
-        """Count the decisions of a tick. Return the share of the longest wait: 0 without load, 1 under full load."""
-        self._decisions = self._decisions * math.exp((self._at - now) / _LOAD_SECONDS) + decisions
+    def share(self, messages: int, now: float) -> float:
+        """Count the messages of a tick. Return the share of the longest wait: 0 without load, 1 under full load."""
+        self._messages = self._messages * math.exp((self._at - now) / _LOAD_SECONDS) + messages
         self._at = now
-        per_second = self._decisions / _LOAD_SECONDS
+        per_second = self._messages / _LOAD_SECONDS
         return min(1.0, max(0.0, (per_second - _LOAD_BEGINS) / (_LOAD_IS_FULL - _LOAD_BEGINS)))

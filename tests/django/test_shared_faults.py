@@ -1,4 +1,4 @@
-"""Handlers that do what nobody expects, in a shared transaction."""
+"""Handlers with unusual errors, statements, connections and callbacks, in a shared transaction."""
 
 from __future__ import annotations
 

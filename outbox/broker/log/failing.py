@@ -31,6 +31,7 @@ from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
 from outbox.broker.log.incidents import IncidentKind
 from outbox.errors import BrokerUnavailable
+from outbox.utils.causes import causes
 
 logger = logging.getLogger(__name__)
 
@@ -199,9 +200,7 @@ class FailureNote:
 
 def _is_about_connecting(error: BaseException) -> bool:
     """Whether the database was unreachable or ended the session, so that it cannot store a note."""
-    cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, psycopg.Error):
-        cause = cause.__cause__
-    if cause is None:
+    of_driver = next((one for one in causes(error) if isinstance(one, psycopg.Error)), None)
+    if of_driver is None:
         return isinstance(error, BrokerUnavailable)
-    return cause.sqlstate is None or cause.sqlstate.startswith(_SHUTTING_DOWN)
+    return of_driver.sqlstate is None or of_driver.sqlstate.startswith(_SHUTTING_DOWN)

@@ -14,6 +14,7 @@ from django.db.utils import Error
 
 from outbox.errors import SendFailed
 from outbox.utils import fence
+from outbox.utils.causes import causes
 
 logger = logging.getLogger(__name__)
 
@@ -105,15 +106,10 @@ def repeated(attempt: Callable[[], Result], name: str) -> Result:
     return attempt()
 
 
-def was_in_the_way(error: BaseException | None) -> bool:
+def was_in_the_way(error: BaseException) -> bool:
     """Whether the error, or one of its causes, says that another transaction stopped the statement."""
-    # An error can be its own cause (`raise error from error`).
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        if getattr(error, "sqlstate", None) in _CONTENDED_STATES:
-            return True
-        if getattr(error, "sqlite_errorcode", 0) & 0xFF in _CONTENDED_SQLITE_CODES:
-            return True
-        error = error.__cause__
-    return False
+    return any(
+        getattr(one, "sqlstate", None) in _CONTENDED_STATES
+        or getattr(one, "sqlite_errorcode", 0) & 0xFF in _CONTENDED_SQLITE_CODES
+        for one in causes(error)
+    )

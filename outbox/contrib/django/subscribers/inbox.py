@@ -272,6 +272,10 @@ class InboxEntries:
         }
         return bool(self._short.savepoint(number, _ENTER_ONE, values))
 
+    def is_whole(self) -> bool:
+        """Whether the shared transaction can still commit, as far as the client knows."""
+        return self._short is not None and self._short.is_whole()
+
     def roll_back_to(self, number: int) -> None:
         """Undo everything that the transaction has done after savepoint `number`."""
         assert self._short is not None
@@ -314,7 +318,7 @@ class InboxEntries:
                 "So the message has failed. Raise the error that caused the rollback."
             )
         gone = "a ROLLBACK was executed in this transaction, so the transaction has lost its inbox row"
-        if self._short is not None and self._short.is_whole():
+        if self._short is not None and self.is_whole():
             self.is_confirmed = True
             if not self._commit(self._short, deliveries):
                 self.is_confirmed = False
@@ -400,7 +404,7 @@ class InboxInvoker:
     def __call__(
         self, subscription: Subscription, handler: AnyHandler, deliveries: Sequence[Delivery], *, generation: int
     ) -> Sequence[Disposition | Exception]:
-        results = self._results(subscription, handler, deliveries, generation)
+        results = self._results(subscription, handler, deliveries, generation, None, [])
         self._mask(subscription, deliveries, results)
         return cast(Sequence[Disposition | Exception], results)
 
@@ -426,8 +430,8 @@ class InboxInvoker:
         handler: AnyHandler,
         deliveries: Sequence[Delivery],
         generation: int,
-        more: MoreCalls | None = None,
-        joined: list[Delivery] | None = None,
+        more: MoreCalls | None,
+        joined: list[Delivery],
     ) -> Sequence[Result]:
         registered = find_subscriber(subscription)
         refresh_connections()
@@ -436,16 +440,7 @@ class InboxInvoker:
                 if more is not None:
                     more.end_sharing("the handler has no inbox, so it has no transaction")
                 return call_handler(subscription, handler, deliveries, generation=generation)
-            call = _Call(
-                registered,
-                subscription,
-                handler,
-                deliveries,
-                generation,
-                self._lease_seconds,
-                more,
-                [] if joined is None else joined,
-            )
+            call = _Call(registered, subscription, handler, deliveries, generation, self._lease_seconds, more, joined)
             with one_writer(connections[handler_alias(registered)]):
                 return repeated(call.once, registered.name)
         except Exception as error:
@@ -496,8 +491,7 @@ class _Call:
             if fresh is None:
                 raise _not_started(name, connection.alias, error) from error
             if shared is not None and self.joined:
-                results = shared.results_after_failure(fresh, error, partial(_half_done, name))
-                return results if fresh else [Disposition.SKIPPED, *results]
+                return shared.results_after_failure(fresh, error, partial(_half_done, name))
             stayed = inbox.still_there(fresh)
             if not stayed:
                 raise

@@ -18,23 +18,23 @@ See decision 198.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any, Final, Protocol
 from uuid import UUID
 
 from django.db import Error as DjangoDatabaseError
 from django.db import connections
 from django.db.backends.base.base import BaseDatabaseWrapper
-from psycopg import Connection, pq
 from psycopg import Error as DriverError
+from psycopg import pq
 
 from outbox.contrib.django.database.transactions import BlockTraces, sync_pipeline, watch_of
 from outbox.errors import LeaseLost
 from outbox.message import Delivery
 from outbox.ports import Disposition, MoreCalls, RunAlone
 from outbox.utils import log_context
+from outbox.utils.causes import causes
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +52,9 @@ class Inbox(Protocol):
 
     def join(self, number: int, delivery: Delivery) -> bool:
         """Set savepoint `number` and write the inbox row of a delivery. Return whether the row is new."""
+
+    def is_whole(self) -> bool:
+        """Whether the transaction can still commit, as far as the client knows."""
 
     def roll_back_to(self, number: int) -> None:
         """Undo everything that was done after savepoint `number`."""
@@ -90,39 +93,9 @@ class Traces:
         return ""
 
     @property
-    def may_go_on(self) -> bool:
-        """Whether another handler may run in this transaction."""
-        raw: Any = self._connection.connection
-        return (
-            isinstance(raw, Connection)
-            and not raw.pgconn.pipeline_status
-            and raw.info.transaction_status == pq.TransactionStatus.INTRANS
-            and not self._connection.needs_rollback
-            and not self._found.lasting
-            and not self.has_conflicts
-        )
-
-
-@dataclass(slots=True)
-class _Callbacks:
-    """The on_commit callbacks of one message, as Django keeps them."""
-
-    entries: list[Any]
-
-    def run(self, name: str) -> None:
-        """Run the callbacks. An error ends the callbacks of this message only."""
-        try:
-            for _, function, is_robust in self.entries:
-                try:
-                    function()
-                except Exception:
-                    if not is_robust:
-                        raise
-                    logger.exception("an on_commit callback of %s failed", name)
-        except BaseException:
-            # Also SystemExit and CancelledError: otherwise another message would be charged for them, and the callbacks
-            # of the messages after this one would not run.
-            logger.exception("%s has committed, so the handler is not called again after this error", name)
+    def is_clean(self) -> bool:
+        """Whether the next handler could notice nothing of the handlers before it except their writes."""
+        return not self._found.lasting and not self.has_conflicts
 
 
 class SharedTransaction:
@@ -145,7 +118,8 @@ class SharedTransaction:
         self._more = more
         self._traces = Traces(connection)
         self._name = name
-        self._callbacks: list[_Callbacks] = []
+        # The on_commit callbacks of each message, as Django keeps them; the first list is that of the first message.
+        self._callbacks: list[list[Any]] = []
         # All messages that have joined, and those of them whose handlers have returned without an error.
         self.joined = joined
         self.handled: list[Delivery] = []
@@ -173,7 +147,8 @@ class SharedTransaction:
         if reason := self._traces.why_never():
             self._more.end_sharing(reason)
             return False
-        return self._traces.may_go_on
+        # A closed connection is marked for rollback.
+        return not self._connection.needs_rollback and self._inbox.is_whole() and self._traces.is_clean
 
     def _run(self, delivery: Delivery, handle: Callable[[Delivery], Exception | None]) -> Result:
         number = len(self.joined) + 1
@@ -217,7 +192,7 @@ class SharedTransaction:
     def _is_doubtful(self, error: BaseException) -> bool:
         """Whether earlier messages may have caused the error: the database or outbox stopped the handler."""
         return self._traces.has_conflicts or any(
-            isinstance(one, (DjangoDatabaseError, DriverError, LeaseLost)) for one in _chain(error)
+            isinstance(one, (DjangoDatabaseError, DriverError, LeaseLost)) for one in causes(error, contexts=True)
         )
 
     def _undo(self, number: int, name: str) -> None:
@@ -228,8 +203,8 @@ class SharedTransaction:
         self._connection.run_on_commit = [entry for entry in self._connection.run_on_commit if name not in entry[0]]
 
     def _end_of_callbacks(self) -> None:
-        taken = sum(len(callbacks.entries) for callbacks in self._callbacks)
-        self._callbacks.append(_Callbacks(self._connection.run_on_commit[taken:]))
+        taken = sum(map(len, self._callbacks))
+        self._callbacks.append(self._connection.run_on_commit[taken:])
 
     def take_callbacks(self) -> None:
         """Take the on_commit callbacks out of Django's list, because Django would stop at the first error."""
@@ -239,13 +214,32 @@ class SharedTransaction:
 
     def run_callbacks(self) -> None:
         """Run the on_commit callbacks of each message, after COMMIT."""
-        for number, callbacks in enumerate(self._callbacks):
-            if not callbacks.entries:
+        self._run_callbacks_of(range(len(self._callbacks)))
+
+    def _run_callbacks_of(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            callbacks = self._callbacks[number]
+            if not callbacks:
                 continue
             self._more.finishing(number)
             # The log context of the first message surrounds the whole transaction.
             with log_context.handling(self.joined[number - 1 : number]) if number else nullcontext():
-                callbacks.run(self._name)
+                self._run_callbacks(callbacks)
+
+    def _run_callbacks(self, callbacks: Sequence[Any]) -> None:
+        """Run the callbacks of one message. An error ends the callbacks of this message only."""
+        try:
+            for _, function, is_robust in callbacks:
+                try:
+                    function()
+                except Exception:
+                    if not is_robust:
+                        raise
+                    logger.exception("an on_commit callback of %s failed", self._name)
+        except BaseException:
+            # Also SystemExit and CancelledError: otherwise another message would be charged for them, and the callbacks
+            # of the messages after this one would not run.
+            logger.exception("%s has committed, so the handler is not called again after this error", self._name)
 
     def results(self) -> list[Result]:
         """Return the results of the messages that have joined, after COMMIT."""
@@ -280,18 +274,9 @@ class SharedTransaction:
                 results.append(Disposition.HANDLED)
             else:
                 results.append(half_done(self._error or error))
-        # Without a new delivery, `first` is empty, but the first callbacks still belong to the first message.
-        own = results if first else [Disposition.SKIPPED, *results]
-        for callbacks, result in zip(self._callbacks, own, strict=False):
-            if result is Disposition.HANDLED:
-                callbacks.run(self._name)
+        if not first:
+            # The inbox had the first message before.
+            results.insert(0, Disposition.SKIPPED)
+        known = results[: len(self._callbacks)]
+        self._run_callbacks_of(number for number, result in enumerate(known) if result is Disposition.HANDLED)
         return results
-
-
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    seen: set[int] = set()
-    current: BaseException | None = error
-    while current is not None and id(current) not in seen:
-        seen.add(id(current))
-        yield current
-        current = current.__cause__ or current.__context__
