@@ -121,7 +121,11 @@ class Cause:
 
 
 def causes(counts: Iterable[FindingCounts]) -> list[Cause]:
-    """The causes, the most urgent first: by open findings (not acknowledged), severity, class and number."""
+    """The causes, the most urgent first.
+
+    Causes with open (not acknowledged) findings come first. Among them, the order is: severity; LATE last, because
+    nothing is missing; causes with new findings first; the number of findings.
+    """
     found: dict[str, Cause] = {}
     for each in counts:
         id_ = id_of(each.rule, each.name, each.group, each.detail)
@@ -146,9 +150,10 @@ def causes(counts: Iterable[FindingCounts]) -> list[Cause]:
 def _urgency(cause: Cause) -> tuple[Any, ...]:
     is_open = cause.findings > cause.acknowledged
     severity = _SEVERITIES.index(cause.severity) if cause.severity in _SEVERITIES else len(_SEVERITIES)
+    is_late = cause.finding_class == FindingClass.LATE.value
     return (
-        cause.finding_class in CLOSED, not is_open, severity, _ORDER[cause.finding_class], -cause.findings,
-        cause.rule, cause.group, cause.detail,
+        cause.finding_class in CLOSED, not is_open, severity, is_late, not cause.new, -cause.findings,
+        _ORDER[cause.finding_class], cause.rule, cause.group, cause.detail,
     )  # fmt: skip
 
 

@@ -141,8 +141,8 @@ def _commands(commands: Sequence[str]) -> str:
     return f"<pre>{escape(escaped(chr(10).join(commands)))}</pre>" if commands else ""
 
 
-_CAUSE_COLUMNS: Final = ("Class", "Rule", "Group", "Column or delivery", "Severity", "Oldest")
 _CAUSE_NUMBERS: Final = ("findings", "new", "acknowledged")
+_CAUSE_COLUMNS: Final = ("Class", "Column or delivery", "Rule", "Group", "Severity", "Oldest", "Cause")
 
 
 def _causes(result: Mapping[str, Any], shown: Collection[str]) -> str:
@@ -150,8 +150,8 @@ def _causes(result: Mapping[str, Any], shown: Collection[str]) -> str:
     if not result["causes"]:
         return ""
     rows, left = _fitted((_cause_row(cause, shown) for cause in result["causes"]), 12_000)
-    head = "".join(f"<th>{name}</th>" for name in _CAUSE_COLUMNS)
-    head += "".join(f"<th class='n'>{name.capitalize()}</th>" for name in _CAUSE_NUMBERS) + "<th>Cause</th>"
+    head = "".join(f"<th class='n'>{name.capitalize()}</th>" for name in _CAUSE_NUMBERS)
+    head += "".join(f"<th>{name}</th>" for name in _CAUSE_COLUMNS)
     listing = f"{result['causes'][0]['listing'].rpartition(' ')[0]} CAUSE"
     more = (
         f"<p class='dim'>{left:,} further causes: <code>causes</code> in <code>result.json</code>.</p>" if left else ""
@@ -165,19 +165,18 @@ def _causes(result: Mapping[str, Any], shown: Collection[str]) -> str:
 
 
 def _cause_row(cause: Mapping[str, Any], shown: Collection[str]) -> str:
+    first, *others = (cause[name] for name in _CAUSE_NUMBERS)
+    numbers = f"<td class='n'>{_link(cause, shown, f'{first:,}')}</td>" + "".join(map(_day_count, others))
     texts = (
         f"<i class='mark c-{cause['class']}'></i>{cause['class']}",
+        _text(cause["detail"] or "–"),
         _text(cause["rule"]),
         _text(cause["group"] or "–"),
-        _text(cause["detail"] or "–"),
         f"<span class='sev s-{escape(cause['severity'])}'>{escape(cause['severity'])}</span>",
         f"<span class='t'>{_seconds(cause['oldest'])}</span>" if cause["oldest"] else "–",
+        f"<code>{cause['id']}</code>",
     )
-    cells = "".join(f"<td>{text}</td>" for text in texts)
-    first, *others = (cause[name] for name in _CAUSE_NUMBERS)
-    linked = f"<td class='n'>{_link(cause, shown, f'{first:,}')}</td>"
-    numbers = linked + "".join(_day_count(count) for count in others)
-    return f"<tr>{cells}{numbers}<td><code>{cause['id']}</code></td></tr>"
+    return f"<tr>{numbers}{''.join(f'<td>{text}</td>' for text in texts)}</tr>"
 
 
 def _window_text(rule: Mapping[str, Any]) -> str:
@@ -390,14 +389,16 @@ def _taken(finding: Mapping[str, Any], trace: str, place: _Place, evidence_part:
 
 
 def _cause_head(cause: Mapping[str, Any], oldest: Mapping[str, Any], shown: int) -> str:
-    """The heading of a cause with its remedy, which names the ids of the oldest finding."""
-    of_several = " The ids in the commands are those of the oldest finding." if cause["findings"] > 1 else ""
-    is_closed = cause["class"] in causes.CLOSED
-    rest = f"<p class='dim'>{shown} shown, the oldest first.{of_several if not is_closed else ''} All: "
+    """The heading of a cause with its remedy, which names the ids of the oldest finding, and its commands."""
+    remedy = "" if cause["class"] in causes.CLOSED else oldest["remedy"] or ""
+    has_id = any(oldest.get(name) and oldest[name] in remedy for name in ("message_id", "transaction_id"))
+    of_several = " The remedy has the ids of the oldest finding." if cause["findings"] > 1 and has_id else ""
+    commands = "" if cause["commands"] == [cause["listing"]] else _commands(cause["commands"])
+    rest = f"{commands}<p class='dim'>{shown} shown, the oldest first.{of_several} All: "
     return (
         f"<h3 id='c-{cause['id']}'><i class='mark c-{cause['class']}'></i>{_text(cause['subject'])} "
         f"<span class='dim'>{summary.counted(cause)}</span></h3><p class='dim'>{_text(cause['meaning'])}</p>"
-        f"<div class='remedy'>{'' if is_closed else _remedy(oldest['remedy'] or '')}</div>"
+        f"<div class='remedy'>{_remedy(remedy)}</div>"
         f"{rest}<code>{_text(cause['listing'])}</code></p>"
     )
 
@@ -585,7 +586,7 @@ def _runs(runs: Sequence[tuple[float, Mapping[str, int]]]) -> str:
 
 
 def _class_heads(names: Sequence[str]) -> str:
-    return "".join(f"<th class='n'><i class='mark c-{name}'></i>{name}</th>" for name in names)
+    return "".join(f"<th class='n'>{name}</th>" for name in names)
 
 
 def _days(days: Sequence[Day]) -> str:

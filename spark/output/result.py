@@ -18,7 +18,8 @@ from ..stages.job import Job
 from ..stages.scan import Counts
 from . import history, metrics, report
 
-SAMPLES_PER_CAUSE: Final = 20
+SAMPLES_PER_CAUSE: Final = 10
+_SHOWN_ENDED: Final = 20
 
 
 def compose(
@@ -76,7 +77,7 @@ def publish(
     the function raises UsageProblem, and the previous result stays in force.
     """
     entries = history.of_result(job.store, result)
-    trend = history.trend(past.and_then(entries), SAMPLES_PER_CAUSE)
+    trend = history.trend(past.and_then(entries), _SHOWN_ENDED)
     scanned = [judged.confirmed.scanned for judged in found.rules]
     volumes = {each.prepared.rule.name: each.volume for each in scanned}
     text = report.render(result, samples, found.times, volumes, trend, job.rules.trace)

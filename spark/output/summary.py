@@ -35,7 +35,7 @@ def lines(result: Mapping[str, Any]) -> list[str]:
         texts.append(f"{number}. {_one_line(cause['subject'])}: {counted(cause)}. {cause['meaning']}")
         texts += [f"   {_one_line(command)}" for command in cause["commands"]]
     if len(causes) > SHOWN_ACTIONS:
-        texts.append(f"The report has {len(causes) - SHOWN_ACTIONS:,} further causes.")
+        texts.append(f"Further causes in the report: {len(causes) - SHOWN_ACTIONS:,}.")
     return [*texts, boundary(result)]
 
 

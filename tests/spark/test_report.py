@@ -253,8 +253,13 @@ def test_every_run_of_the_history_is_a_bar_or_its_bucket_is() -> None:
 
 def test_a_page_says_first_what_to_do_and_how_far_it_judged() -> None:
     """The boundary, then the three most urgent causes, each with its number and its commands."""
-    kinds = [("LATE", "warning", 9), ("MISMATCH", "critical", 2), ("DEAD", "critical", 1), ("LOST", "critical", 5)]
-    counts = [counted(name, severity=severity, findings=number) for name, severity, number in kinds]
+    counts = [
+        counted("DUPLICATE", severity="info", findings=900),
+        counted("LATE", findings=90),
+        counted("MISMATCH", findings=80, is_new=False),
+        counted("DEAD", findings=2),
+        counted("LOST", findings=5),
+    ]
     found = {**result(), "causes": described([*counts, counted("ORPHAN", is_known=True, is_new=False)])}
     found["finished_at"] = "2025-06-01T12:01:05+00:00"
     shown = Tags()
@@ -268,11 +273,11 @@ def test_a_page_says_first_what_to_do_and_how_far_it_judged() -> None:
     )  # fmt: skip
     places = [text.find(part) for part in parts]
     assert -1 not in places and places == sorted(places), (places, text[:3000])
-    assert [cause["class"] for cause in summary.urgent(found)] == ["LOST", "DEAD", "MISMATCH", "LATE"], "not ORPHAN"
+    assert [cause["class"] for cause in summary.urgent(found)] == ["LOST", "DEAD", "MISMATCH", "LATE", "DUPLICATE"]
 
     printed = summary.lines(found)
     assert printed[0].startswith("1. LOST of rule <rule>: 5 (5 new). A business row without any message")
-    assert "The report has 1 further causes." in printed and printed[-1].startswith("Judged up to")
+    assert "Further causes in the report: 2." in printed and printed[-1].startswith("Judged up to")
     assert summary.lines(result()) == [summary.boundary(result())], "a clean run prints its boundary only"
 
 
