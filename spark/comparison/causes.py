@@ -17,6 +17,7 @@ from typing import Any, Final, NamedTuple
 from pyspark.sql import Column
 from pyspark.sql import functions as F
 
+from ..common.safe_text import mask_passwords
 from . import classify
 from .classify import FindingClass
 from .detail import DELIVERY_TEXTS
@@ -169,6 +170,7 @@ def described(
     oldest: dict[str, Mapping[str, Any]] = {}
     for finding in examples:
         oldest.setdefault(finding["cause"], finding)
+    output = mask_passwords(output)  # The page and result.json must not repeat a password of a URI.
     result = []
     for cause in found:
         listing = f"outbox-reconcile findings --output {shlex.quote(output)} --cause {cause.id}"

@@ -345,6 +345,8 @@ def test_the_commands_fit_the_cause() -> None:
     (listed,) = commands(counted("ORPHAN"), message_id="--help; rm -rf /")
     assert listed.startswith("outbox-reconcile findings "), "an id that is no id goes into no command"
     assert commands(counted("RECOVERED")) == []
+    (cause,) = causes.described(causes.causes([counted("MISMATCH")]), [], "s3a://key:hunter2@bucket/x", "r.toml", "")
+    assert "hunter2" not in json.dumps(cause), "the page must not repeat a password"
 
 
 def test_a_page_has_at_most_a_hundred_kilobytes() -> None:
