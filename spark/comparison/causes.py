@@ -125,7 +125,7 @@ def causes(counts: Iterable[FindingCounts]) -> list[Cause]:
     """The causes, the most urgent first.
 
     Causes with open (not acknowledged) findings come first. Among them, the order is: severity; LATE last, because
-    nothing is missing; causes with new findings first; the number of findings.
+    nothing is missing; causes with new findings first; the class; the number of findings.
     """
     found: dict[str, Cause] = {}
     for each in counts:
@@ -153,8 +153,8 @@ def _urgency(cause: Cause) -> tuple[Any, ...]:
     severity = _SEVERITIES.index(cause.severity) if cause.severity in _SEVERITIES else len(_SEVERITIES)
     is_late = cause.finding_class == FindingClass.LATE.value
     return (
-        cause.finding_class in CLOSED, not is_open, severity, is_late, not cause.new, -cause.findings,
-        _ORDER[cause.finding_class], cause.rule, cause.group, cause.detail,
+        cause.finding_class in CLOSED, not is_open, severity, is_late, not cause.new,
+        _ORDER[cause.finding_class], -cause.findings, cause.rule, cause.group, cause.detail,
     )  # fmt: skip
 
 

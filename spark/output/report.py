@@ -141,7 +141,6 @@ def _commands(commands: Sequence[str]) -> str:
     return f"<pre>{escape(escaped(chr(10).join(commands)))}</pre>" if commands else ""
 
 
-_CAUSE_NUMBERS: Final = ("findings", "new", "acknowledged")
 _CAUSE_COLUMNS: Final = ("Class", "Column or delivery", "Rule", "Group", "Severity", "Oldest", "Cause")
 
 
@@ -150,8 +149,8 @@ def _causes(result: Mapping[str, Any], shown: Collection[str]) -> str:
     if not result["causes"]:
         return ""
     rows, left = _fitted((_cause_row(cause, shown) for cause in result["causes"]), 12_000)
-    head = "".join(f"<th class='n'>{name.capitalize()}</th>" for name in _CAUSE_NUMBERS)
-    head += "".join(f"<th>{name}</th>" for name in _CAUSE_COLUMNS)
+    new, known = (f"<th class='n'>{name}</th>" for name in ("New", "Acknowledged"))
+    head = f"<th class='n'>Findings</th>{new}{''.join(f'<th>{name}</th>' for name in _CAUSE_COLUMNS)}{known}"
     listing = f"{result['causes'][0]['listing'].rpartition(' ')[0]} CAUSE"
     more = (
         f"<p class='dim'>{left:,} further causes: <code>causes</code> in <code>result.json</code>.</p>" if left else ""
@@ -165,8 +164,7 @@ def _causes(result: Mapping[str, Any], shown: Collection[str]) -> str:
 
 
 def _cause_row(cause: Mapping[str, Any], shown: Collection[str]) -> str:
-    first, *others = (cause[name] for name in _CAUSE_NUMBERS)
-    numbers = f"<td class='n'>{_link(cause, shown, f'{first:,}')}</td>" + "".join(map(_day_count, others))
+    findings = _link(cause, shown, f"{cause['findings']:,}")
     texts = (
         f"<i class='mark c-{cause['class']}'></i>{cause['class']}",
         _text(cause["detail"] or "–"),
@@ -176,7 +174,8 @@ def _cause_row(cause: Mapping[str, Any], shown: Collection[str]) -> str:
         f"<span class='t'>{_seconds(cause['oldest'])}</span>" if cause["oldest"] else "–",
         f"<code>{cause['id']}</code>",
     )
-    return f"<tr>{numbers}{''.join(f'<td>{text}</td>' for text in texts)}</tr>"
+    cells = "".join(f"<td>{text}</td>" for text in texts)
+    return f"<tr><td class='n'>{findings}</td>{_number(cause['new'])}{cells}{_number(cause['acknowledged'])}</tr>"
 
 
 def _window_text(rule: Mapping[str, Any]) -> str:
@@ -574,7 +573,7 @@ def _runs(runs: Sequence[tuple[float, Mapping[str, int]]]) -> str:
     names = [name.value for name in classify.FAULTS if any(by_class.get(name.value) for _, by_class in runs)]
     rows = "".join(
         f"<tr><td class='t'>{datetime.fromtimestamp(moment, UTC):%Y-%m-%d %H:%M:%S}</td>"
-        + "".join(_day_count(count) for count in (sum(counts.values()), *(counts.get(name, 0) for name in names)))
+        + "".join(_number(count) for count in (sum(counts.values()), *(counts.get(name, 0) for name in names)))
         + "</tr>"
         for moment, counts in runs
     )
@@ -593,8 +592,8 @@ def _days(days: Sequence[Day]) -> str:
     names = [name.value for name in classify.FAULTS if any(day.open.get(name.value) for day in days)]
     rows = "".join(
         f"<tr><td class='t'>{day.day.isoformat()}</td>"
-        + "".join(_day_count(count) for count in (day.found, day.recovered, day.expired))
-        + "".join(_day_count(day.open.get(name, 0)) for name in names)
+        + "".join(_number(count) for count in (day.found, day.recovered, day.expired))
+        + "".join(_number(day.open.get(name, 0)) for name in names)
         + "</tr>"
         for day in days
     )
@@ -607,7 +606,7 @@ def _days(days: Sequence[Day]) -> str:
     )
 
 
-def _day_count(count: int) -> str:
+def _number(count: int) -> str:
     return f"<td class='{'n' if count else 'n zero'}'>{count:,}</td>"
 
 

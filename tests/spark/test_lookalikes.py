@@ -90,11 +90,11 @@ def test_a_run_says_what_is_wrong_with_bodies_and_how_values_differ(reconcile: R
     # One cause for each column that differs; a finding in two columns is one finding of the result.
     assert rows["6"]["mismatched"] == ["total", "customer"] and rows["1"]["mismatched"] is None
     assert [(cause["class"], cause["detail"], cause["findings"], cause["new"]) for cause in result["causes"]] == [
-        ("MISMATCH", "customer", 4, 4), ("UNREADABLE", "", 3, 3), ("MISMATCH", "total", 1, 1),
+        ("UNREADABLE", "", 3, 3), ("MISMATCH", "customer", 4, 4), ("MISMATCH", "total", 1, 1),
     ]  # fmt: skip
     assert result["faults"] == result["new_faults"] == 7
     report = (reconcile.folder / "out" / "report.html").read_text()
-    assert f"<a href='#c-{result['causes'][0]['id']}'>4</a>" in report
+    assert f"<a href='#c-{result['causes'][1]['id']}'>4</a>" in report
     details = {key: row["detail"].partition(": ")[2] for key, row in rows.items()}
     assert details["1"].startswith("the body is not one JSON object: it goes on at character")
     assert details["2"] == BODIES[DEEP]
