@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -75,6 +75,9 @@ def parser() -> argparse.ArgumentParser:
     found = commands.add_parser("findings", help="print the findings of the result in force, one JSON object per line")
     found.add_argument("--output", default="reconcile", help="the folder or URI of the result, as given to `run`")
     found.add_argument("--limit", type=int, help="print at most this number of findings")
+    found.add_argument(
+        "--cause", metavar="ID", help="print only the findings of this cause (result.json and the report)"
+    )
     planned = commands.add_parser("plan", help="print the steps of a repair, one JSON object per line")
     planned.add_argument("--rules", type=Path, default=Path("reconcile.toml"))
     planned.add_argument("--output", default="reconcile", help="the folder or URI of the result, as given to `run`")
@@ -105,7 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{given.rules}: {len(rules.rules)} rules, {len(rules.databases)} databases")
             return 0
         if given.command == "findings":
-            for line in Store(given.output).finding_lines(given.limit):
+            for line in _finding_lines(given):
                 print(line)
             return 0
         if given.command == "plan":
@@ -161,10 +164,27 @@ def _run(given: argparse.Namespace) -> int:
     return run.exit_code(result)
 
 
+def _finding_lines(given: argparse.Namespace) -> Iterator[str]:
+    store = Store(given.output)
+    if given.cause is None:
+        return store.finding_lines(given.limit)
+    from .comparison import causes
+
+    known = [cause["id"] for cause in store.result_in_force().get("causes", ())]
+    if given.cause not in known:
+        raise UsageProblem(
+            f"the result in {given.output} has no cause {given.cause!r}: a later run may have replaced the result of "
+            f"your report. The causes of the result in force are: {', '.join(known) or 'none'}."
+        )
+    return store.finding_lines(given.limit, lambda finding: given.cause in causes.ids_of(finding))
+
+
 def _verdict(result: dict[str, Any], output: str) -> str:
+    """The text that a run prints: the most urgent actions, the boundary, and in the last line the totals."""
+    from .output import summary
     from .output.result import shown_totals
 
-    return for_people(f"{shown_totals(result)}. Report: {output}/report.html")
+    return for_people("\n".join([*summary.lines(result), f"{shown_totals(result)}. Report: {output}/report.html"]))
 
 
 def _watch(given: argparse.Namespace) -> int:

@@ -21,7 +21,7 @@ from .common.options import RunOptions
 from .common.progress import Progress
 from .comparison import classify, evidence
 from .output import history, metrics, report
-from .output.result import SAMPLES_PER_CLASS, compose, publish, shown
+from .output.result import SAMPLES_PER_CAUSE, compose, publish, shown
 from .rules.rule import Rule
 from .sources.adbc import NAME
 from .sources.base import SourceBoundary
@@ -58,8 +58,8 @@ def run(spark: SparkSession, options: RunOptions, progress: Progress | None = No
         sources.close_all()
     with progress.step("stage write: findings"), readable_errors("writing the findings"):
         found = findings.collect(spark, confirmed, still_open, job)
-        result = compose(job, found, snapshots, confirmed_by)
-        samples = [] if found.written is None else report.samples(found.written, SAMPLES_PER_CLASS)
+        samples = [] if found.written is None else report.samples(found.written, SAMPLES_PER_CAUSE)
+        result = compose(job, found, samples, snapshots, confirmed_by)
     with progress.step("stage publish: report and result"):
         not_shown = publish(job, found, result, samples, past, metrics_file)
     if not_shown:

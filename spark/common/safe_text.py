@@ -54,10 +54,19 @@ def quoted(text: str) -> str:
 
 
 def visible(text: str) -> str:
-    """The unchanged key, or the `quoted` key if it has invisible characters or begins or ends with a blank."""
+    """The unchanged key, or the `quoted` key if it has invisible characters, begins or ends with a blank, is empty, or
+    is the text "null"."""
     shown = quoted(text)
     is_seen = shown.replace("\\\\", "\\") == f"'{text}'" and text.strip() == text
-    return text if is_seen else shown
+    return text if is_seen and text not in ("", "null") else shown
+
+
+def escaped(text: str) -> str:
+    r"""A text of several lines with escapes (`\u00a0`) for invisible characters. In a JSON text, such an escape has the
+    meaning of the character."""
+    if text.isprintable():
+        return text
+    return "".join(each if each.isprintable() or each in "\n\t" else _escape(each) for each in text)
 
 
 def _visible(character: str) -> str:

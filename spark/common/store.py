@@ -18,7 +18,7 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from itertools import islice
 from pathlib import Path
@@ -126,15 +126,17 @@ class Store:
             )
         return result
 
-    def finding_lines(self, limit: int | None = None) -> Iterator[str]:
+    def finding_lines(
+        self, limit: int | None = None, wanted: Callable[[Mapping[str, Any]], bool] | None = None
+    ) -> Iterator[str]:
         """At most `limit` findings of the result in force, for other programs. Each finding is one line of JSON with
-        the name of its `run`.
+        the name of its `run`. With `wanted`, only the findings for which `wanted` returns true.
 
         The findings are ordered by rule, class, group and key. Times are ISO 8601 in UTC. The text is ASCII, so that a
         line separator in a key does not end a line. The method needs neither Java nor a database.
         """
         result = self.result_in_force()
-        for finding in islice(self.rows(result["findings"]), limit):
+        for finding in islice(filter(wanted or _any, self.rows(result["findings"])), limit):
             yield json.dumps({"run": result["run"], **finding}, default=plain_json)
 
     def rows(self, name: str) -> Iterator[dict[str, Any]]:
@@ -236,6 +238,10 @@ class Store:
             for name in self.folders("runs")[:-KEPT_RUNS]:
                 if name != current:
                     self.remove(f"runs/{name}")
+
+
+def _any(_: Mapping[str, Any]) -> bool:
+    return True
 
 
 def _bytes(content: str | bytes) -> bytes:

@@ -9,7 +9,7 @@ from pyspark.sql import functions as F
 
 from ..common.safe_text import shown_difference
 from ..rules import masking
-from ..rules.rule import FieldType, Rule
+from ..rules.rule import FieldRule, FieldType, Rule
 from ..sources.values import NUMBER
 
 DELIVERY_TEXTS: Final = {
@@ -95,14 +95,27 @@ def _counted(text: str, column: str, rule: Rule) -> Column:
     return F.concat_ws(" ", count.cast("string"), F.lit(text), F.col(column))
 
 
+def mismatched(rule: Rule) -> Column:
+    """The columns that differ in a MISMATCH (array<string>), in the order of the rule; null for other classes."""
+    names = [F.when(_differs(number, field), F.lit(field.column)) for number, field in enumerate(rule.fields)]
+    listed = F.array_compact(F.array(*names)) if names else F.array().cast("array<string>")
+    return F.when(F.col("class") == "MISMATCH", listed)
+
+
+def _differs(number: int, field: FieldRule) -> Column:
+    """Whether the rule's field `number` differs between row and body by more than its tolerance."""
+    ours, theirs = F.col(f"row.v{number}"), F.col(f"about.v{number}")
+    differs = ~ours.eqNullSafe(theirs)
+    if field.tolerance is None:
+        return differs
+    distance = F.abs(ours.try_cast(NUMBER) - theirs.try_cast(NUMBER))
+    return differs & F.coalesce(distance > F.lit(field.tolerance).cast(NUMBER), F.lit(True))
+
+
 def _differences(rule: Rule) -> Column:
     texts = []
     for number, field in enumerate(rule.fields):
-        ours, theirs = F.col(f"row.v{number}"), F.col(f"about.v{number}")
-        differs = ~ours.eqNullSafe(theirs)
-        if field.tolerance is not None:
-            distance = F.abs(ours.try_cast(NUMBER) - theirs.try_cast(NUMBER))
-            differs = differs & F.coalesce(distance > F.lit(field.tolerance).cast(NUMBER), F.lit(True))
+        ours, theirs, differs = F.col(f"row.v{number}"), F.col(f"about.v{number}"), _differs(number, field)
         if field.type in (FieldType.TEXT, FieldType.UUID) and not masking.is_masked(rule, field):
             # This lambda has no type hints, because Spark logs a warning about hints that it does not support.
             between = [

@@ -11,10 +11,10 @@ from pyspark.sql import functions as F
 
 from .classify import FindingClass
 
-_UUID: Final = "^[0-9a-f]{8}-([0-9a-f]{4}-){3}[0-9a-f]{12}$"
+UUID: Final = "^[0-9a-f]{8}-([0-9a-f]{4}-){3}[0-9a-f]{12}$"
 _NAME: Final = "^[A-Za-z0-9_.%-]+$"
 # The columns of a finding that a remedy may contain in braces, each with the pattern of a safe value.
-_FILLED: Final = {"message_id": _UUID, "transaction_id": _UUID, "group": _NAME, "topic": _NAME}
+_FILLED: Final = {"message_id": UUID, "transaction_id": UUID, "group": _NAME, "topic": _NAME}
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Mapping, Sequence
-from datetime import datetime
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from datetime import UTC, datetime
 from html import escape
 from importlib import resources
 from typing import Any, Final
@@ -14,25 +14,36 @@ from typing import Any, Final
 from pyspark.sql import DataFrame, Window
 from pyspark.sql import functions as F
 
-from ..common.safe_text import visible
-from ..comparison import classify
+from ..common.safe_text import escaped, visible
+from ..comparison import causes, classify
 from ..comparison.classify import FindingClass
 from ..comparison.detail import DELIVERY_TEXTS
 from ..comparison.remedies import REMEDIES
+from . import summary
 from .history import Day, Trend
 from .plot import Times, open_plot, plot
 
+MAX_BYTES: Final = 100_000
+# The number of characters of a value that the page shows, and the same number if the place for the findings is short.
+LONGEST: Final = 1_000
+_SHORT: Final = 160
 SHOWN_TIMES: Final = ("at", "row_at", "message_at", "settled_at", "effect_at", "first_seen")
 
 
-def samples(findings: DataFrame, per_class: int) -> list[dict[str, Any]]:
-    """The oldest findings of each rule, class and group, with times as ISO 8601 texts."""
-    order = Window.partitionBy("rule", "class", "group").orderBy("at", "key")
+def samples(findings: DataFrame, per_cause: int) -> list[dict[str, Any]]:
+    """The oldest findings of each cause, with times as ISO 8601 texts. `cause` is the id of the cause.
+
+    A MISMATCH in several columns has several causes, and can be in the list once for each.
+    """
+    with_cause = findings.withColumn("cause", F.explode(causes.column()))
+    order = Window.partitionBy("rule", "class", "group", "cause").orderBy("at", "key")
     times = {name: F.date_format(name, "yyyy-MM-dd HH:mm:ss") for name in SHOWN_TIMES}
-    picked = findings.withColumn("place", F.row_number().over(order)).where(F.col("place") <= per_class)
+    picked = with_cause.withColumn("place", F.row_number().over(order)).where(F.col("place") <= per_cause)
     # The driver sorts these few rows, because Spark would run the query twice to sort them in parallel.
     rows = [row.asDict(recursive=True) for row in picked.withColumns(times).collect()]
-    rows.sort(key=lambda row: (row["rule"], row["class"], row["group"], row.pop("place")))
+    rows.sort(key=lambda row: (row["rule"], row["class"], row["group"], row["cause"], row.pop("place")))
+    for row in rows:
+        row["cause"] = causes.id_of(row["rule"], row["class"], row["group"], row["cause"])
     return rows
 
 
@@ -44,25 +55,52 @@ def render(
     trend: Trend,
     trace: str,
 ) -> str:
-    """The HTML page of a result."""
-    parts = [
-        _head(result),
-        _tiles(result),
-        _counts(result),
-        plot([(moment.timestamp(), count) for listed in volumes.values() for moment, count in listed], times),
-        _history_section(trend),
-        _findings_section(result, found, trace),
-        _boundary(result),
-        _reading_guide(),
-    ]
+    """The HTML page of a result, of at most MAX_BYTES bytes in UTF-8. If not everything fits, the page says which files
+    of the output folder have the rest."""
+    volume = [(moment.timestamp(), count) for listed in volumes.values() for moment, count in listed]
+    rest = [_counts(result), plot(volume, times), _history_section(trend)]
+    after = [_boundary(result), _reading_guide()]
+    everything = {cause["id"] for cause in result["causes"]}
     style = resources.files(__package__).joinpath("report.css").read_text("utf-8")
-    return (
+    head = (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
-        f"<title>{escape(_title(result))}</title><style>{style}</style></head>\n"
-        f"<body><main>{''.join(parts)}</main></body></html>\n"
+        f"<title>{_text(_title(result))}</title><style>{style}</style></head>\n<body><main>"
     )
+    end = "</main></body></html>\n"
+    # A cause whose findings do not fit has no link, so the first part can only get shorter than with all links.
+    longest = _first_part(result, everything)
+    left = MAX_BYTES - sum(len(part.encode()) for part in (head, longest, *rest, *after, end))
+    findings, shown = _findings_section(result, found, trace, left)
+    return "".join((head, _first_part(result, shown), *rest, findings, *after, end))
+
+
+def _first_part(result: Mapping[str, Any], shown: Collection[str]) -> str:
+    """The sections that a reader sees first. `shown` are the causes whose findings are in the page."""
+    return _head(result) + _actions(result, shown) + _tiles(result) + _causes(result, shown)
+
+
+def _fitted(rows: Iterable[str], limit: int) -> tuple[str, int]:
+    """The first rows whose total length is at most `limit` bytes, and the number of the other rows."""
+    taken, size, left = [], 0, 0
+    for row in rows:
+        size += len(row.encode())
+        if size <= limit:
+            taken.append(row)
+        else:
+            left += 1
+    return "".join(taken), left
+
+
+def _text(value: object, longest: int = LONGEST) -> str:
+    """A value from the data or the rules for the page, cut to `longest` characters, with escapes for invisible
+    characters."""
+    return escape(escaped(_cut(str(value), longest)))
+
+
+def _cut(text: str, longest: int = LONGEST) -> str:
+    return text if len(text) <= longest else f"{text[:longest]}…"
 
 
 def _title(result: Mapping[str, Any]) -> str:
@@ -74,19 +112,76 @@ def _head(result: Mapping[str, Any]) -> str:
     faults = result["faults"]
     noun = "finding" if faults == 1 else "findings"
     badge = ('<b class="badge ok">clean</b>') if not faults else f'<b class="badge bad">{faults:,} {noun}</b>'
-    windows = sorted({_window_text(rule) for rule in result["rules"]})
     return (
-        f"<header><h1>{escape(result['title'])} {badge}</h1>"
-        f"<p>{'<br>'.join(windows)}</p>"
+        f"<header><h1>{_text(result['title'])} {badge}</h1><p>{_text(summary.boundary(result))}</p>"
         f'<p class="dim">Run {escape(result["run"])} ({escape(result["mode"])}), finished '
         f"{_seconds(result['finished_at'])}. All times are UTC.</p></header>"
     )
 
 
+def _actions(result: Mapping[str, Any], shown: Collection[str]) -> str:
+    """The section with the most urgent actions; empty if there are no open findings."""
+    urgent = summary.urgent(result)
+    if not urgent:
+        return ""
+    items = "".join(
+        f"<li>{_link(cause, shown, _text(cause['subject']))}: <b>{summary.counted(cause)}</b>. "
+        f"{_text(cause['meaning'])}{_commands(cause['commands'])}</li>"
+        for cause in urgent[: summary.SHOWN_ACTIONS]
+    )
+    return f"<section><h2>What to do first</h2><ol class='first'>{items}</ol></section>"
+
+
+def _link(cause: Mapping[str, Any], shown: Collection[str], text: str) -> str:
+    """The text as a link to the findings of the cause, if these are in the page."""
+    return f"<a href='#c-{cause['id']}'>{text}</a>" if cause["id"] in shown else text
+
+
+def _commands(commands: Sequence[str]) -> str:
+    return f"<pre>{escape(escaped(chr(10).join(commands)))}</pre>" if commands else ""
+
+
+_CAUSE_COLUMNS: Final = ("Class", "Column or delivery", "Rule", "Group", "Severity", "Oldest", "Cause")
+
+
+def _causes(result: Mapping[str, Any], shown: Collection[str]) -> str:
+    """The section with one line per cause."""
+    if not result["causes"]:
+        return ""
+    rows, left = _fitted((_cause_row(cause, shown) for cause in result["causes"]), 12_000)
+    new, known = (f"<th class='n'>{name}</th>" for name in ("New", "Acknowledged"))
+    head = f"<th class='n'>Findings</th>{new}{''.join(f'<th>{name}</th>' for name in _CAUSE_COLUMNS)}{known}"
+    listing = f"{result['causes'][0]['listing'].rpartition(' ')[0]} CAUSE"
+    more = (
+        f"<p class='dim'>{left:,} further causes: <code>causes</code> in <code>result.json</code>.</p>" if left else ""
+    )
+    return (
+        "<section><h2>Causes</h2><p class='dim'>One line per cause, the most urgent first. A mismatch in several "
+        f"columns is counted in each of them. All findings of a cause: <code>{_text(listing)}</code></p>"
+        f"<div class='wide'><table class='causes'><thead><tr>{head}</tr></thead>"
+        f"<tbody>{rows}</tbody></table></div>{more}</section>"
+    )
+
+
+def _cause_row(cause: Mapping[str, Any], shown: Collection[str]) -> str:
+    findings = _link(cause, shown, f"{cause['findings']:,}")
+    texts = (
+        f"<i class='mark c-{cause['class']}'></i>{cause['class']}",
+        _text(cause["detail"] or "–"),
+        _text(cause["rule"]),
+        _text(cause["group"] or "–"),
+        f"<span class='sev s-{escape(cause['severity'])}'>{escape(cause['severity'])}</span>",
+        f"<span class='t'>{_seconds(cause['oldest'])}</span>" if cause["oldest"] else "–",
+        f"<code>{cause['id']}</code>",
+    )
+    cells = "".join(f"<td>{text}</td>" for text in texts)
+    return f"<tr><td class='n'>{findings}</td>{_number(cause['new'])}{cells}{_number(cause['acknowledged'])}</tr>"
+
+
 def _window_text(rule: Mapping[str, Any]) -> str:
     since = "all rows" if rule["since"] is None else f"rows from {_seconds(rule['since'])}"
     return (
-        f"Judged: {since} up to <b>{_seconds(rule['until'])}</b> "
+        f"{since} up to <b>{_seconds(rule['until'])}</b> "
         f"(both sides complete up to {_seconds(rule['watermark'])}, grace {rule['grace_seconds']:g} s)."
         + _look_back_text(rule)
         + (f" Retention: rows from before {_seconds(rule['floor'])} cannot be judged." if rule["floor"] else "")
@@ -134,14 +229,16 @@ def _counts(result: Mapping[str, Any]) -> str:
     rows = []
     for rule in result["rules"]:
         for place, (group, counts) in enumerate([("", rule["counts"]), *rule["groups"].items()]):
-            path = f"{escape(rule['table'])} → {escape(rule['topic'])}"
-            label = f"<b>{escape(rule['name'])}</b> <span class='dim'>{path}</span>"
+            path = f"{_text(rule['table'])} → {_text(rule['topic'])}"
+            label = f"<b>{_text(rule['name'])}</b> <span class='dim'>{path}</span>"
             cells = "".join(_count_cell(name, counts[name.value]) for name in shown)
-            name = "message" if not place else f"group {escape(group)}"
+            name = "message" if not place else f"group {_text(group)}"
             rows.append(f"<tr><td>{label if not place else ''}</td><td>{name}</td>{cells}</tr>")
+    listed, left = _fitted(rows, 8_000)
+    more = f"<p class='dim'>{left:,} further lines: <code>rules</code> in <code>result.json</code>.</p>" if left else ""
     return (
         "<section><h2>Counts per class</h2><div class='wide'><table><thead><tr><th>Rule</th><th>Judged</th>"
-        f"{head}</tr></thead><tbody>{''.join(rows)}</tbody></table></div></section>"
+        f"{head}</tr></thead><tbody>{listed}</tbody></table></div>{more}</section>"
     )
 
 
@@ -173,15 +270,19 @@ def _boundary(result: Mapping[str, Any]) -> str:
                 reading["snapshot"] or "–",
                 "; ".join(reading["notes"]) or "–",
             )
-            rows.append("<tr>" + "".join(f"<td>{escape(str(cell))}</td>" for cell in cells) + "</tr>")
+            rows.append("<tr>" + "".join(f"<td>{_text(cell)}</td>" for cell in cells) + "</tr>")
+    windows = [f"<li><b>{_text(rule['name'])}</b>: {_window_text(rule)}</li>" for rule in result["rules"]]
     notes = [
-        f"<li><b>{escape(rule['name'])}</b>: {escape(note)}</li>" for rule in result["rules"] for note in rule["notes"]
+        f"<li><b>{_text(rule['name'])}</b>: {_text(note)}</li>" for rule in result["rules"] for note in rule["notes"]
     ]
-    listed = f"<ul>{''.join(notes)}</ul>" if notes else ""
+    read, left = _fitted(rows, 3_000)
+    judged, also_left = _fitted((*windows, *notes), 5_000)
+    left += also_left
+    more = f"<p class='dim'>{left:,} further lines: <code>result.json</code>.</p>" if left else ""
     return (
         "<section><h2>What was compared</h2><div class='wide'><table><thead><tr><th>Look</th><th>Database</th>"
         "<th>Identity</th><th>Snapshot taken</th><th>Complete up to</th><th>Snapshot</th><th>Notes</th></tr></thead>"
-        f"<tbody>{''.join(rows)}</tbody></table></div>{listed}</section>"
+        f"<tbody>{read}</tbody></table></div><ul>{judged}</ul>{more}</section>"
     )
 
 
@@ -202,70 +303,131 @@ def _seconds(text: str) -> str:
     return f"{datetime.fromisoformat(text):%Y-%m-%d %H:%M:%S}"
 
 
-# The findings: a table per class. The reader can open each finding to see its row, messages and effects.
+# The findings: a table per cause. The reader can open each finding to see its row, messages and effects.
 
 _COMMAND: Final = re.compile("`([^`]+)`")
-_COLUMNS: Final = ("Key", "Rule", "Group", "Severity", "What", "Time", "First seen")
-CLOSED: Final = (FindingClass.RECOVERED, FindingClass.EXPIRED)
+_COLUMNS: Final = ("Key", "What", "Time", "First seen")
+# The part of the place for findings up to which the page shows the evidence and long values of the oldest finding of a
+# cause, and up to which it shows those of the other findings.
+_EVIDENCE_OF_OLDEST: Final = 0.5
+_EVIDENCE: Final = 0.9
 
 
-def _findings_section(result: Mapping[str, Any], found: Sequence[Mapping[str, Any]], trace: str) -> str:
-    """The section with the findings."""
+class _Place:
+    """The bytes that are left for the findings."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit, self._used = limit, 0
+
+    def take(self, text: str, part: float = 1.0) -> bool:
+        """Whether the text fits into this part of the place. If it fits, its bytes are used."""
+        size = len(text.encode())
+        fits = self._used + size <= self._limit * part
+        self._used += size if fits else 0
+        return fits
+
+
+def _findings_section(
+    result: Mapping[str, Any], found: Sequence[Mapping[str, Any]], trace: str, limit: int
+) -> tuple[str, Collection[str]]:
+    """The section with the findings, of at most `limit` bytes, and the ids of the causes in it."""
     if not found:
-        return "<section><h2>Findings</h2><p>None.</p></section>"
-    by_class: dict[str, list[Mapping[str, Any]]] = {}
+        return "<section><h2>Findings</h2><p>None.</p></section>", ()
+    by_cause: dict[str, list[Mapping[str, Any]]] = {}
     for finding in found:
-        by_class.setdefault(finding["class"], []).append(finding)
-    head = "".join(f"<th>{name}</th>" for name in _COLUMNS)
-    sections = []
-    for name in (*classify.FAULTS, *CLOSED):
-        listed = by_class.get(name.value)
-        if listed:
-            total = result["totals"][name.value]
-            shown = "" if total == len(listed) else f", {len(listed)} shown"
-            rows = "".join(_finding(finding, trace) for finding in listed)
-            sections.append(
-                f"<h3><i class='mark c-{name.value}'></i>{name.value} <span class='dim'>{total:,}{shown}</span></h3>"
-                f"<p class='dim'>{escape(REMEDIES[name].meaning)}</p>"
-                f"<div class='wide'><table class='found'><thead><tr>{head}</tr></thead>{rows}</table></div>"
+        by_cause.setdefault(finding["cause"], []).append(finding)
+    place = _Place(limit - _FRAME)
+    shown: dict[str, list[str]] = {}
+    for cause in result["causes"]:
+        listed = by_cause.get(cause["id"])
+        first = listed and _taken(listed[0], trace, place, _EVIDENCE_OF_OLDEST, _cause_head(cause, listed[0], 1))
+        if first:
+            shown[cause["id"]] = [first]
+    for number in range(1, max(map(len, by_cause.values()))):
+        for id_, rows in shown.items():
+            # If a finding does not fit, the younger findings of its cause are not shown either.
+            row = (
+                number < len(by_cause[id_])
+                and len(rows) == number
+                and _taken(by_cause[id_][number], trace, place, _EVIDENCE)
             )
+            if row:
+                rows.append(row)
+    head = "<thead><tr>" + "".join(f"<th>{name}</th>" for name in _COLUMNS) + "</tr></thead>"
+    sections = [
+        _cause_head(cause, by_cause[cause["id"]][0], len(shown[cause["id"]]))
+        + f"<div class='wide'><table class='found'>{head}{''.join(shown[cause['id']])}</table></div>"
+        for cause in result["causes"]
+        if cause["id"] in shown
+    ]
+    left = len(result["causes"]) - len(shown)
+    more = f"The findings of {left:,} causes do not fit into this page. " if left else ""
+    text = (
+        f"<section><h2>Findings</h2>{''.join(sections)}<p class='dim'>{more}All findings with all columns: "
+        f"<code>{escape(result['findings'])}</code> (Parquet) in the output folder.</p></section>"
+    )
+    return text, shown
+
+
+# The bytes of the section that are not in the texts of causes and findings.
+_FRAME: Final = 500
+
+
+def _taken(finding: Mapping[str, Any], trace: str, place: _Place, evidence_part: float, head: str = "") -> str:
+    """The rows of a finding with its evidence if this fits, else without, with short values; empty if neither fits.
+
+    If `head` is given, it needs place too, together with the elements of a table.
+    """
+    table = head and head + "<div class='wide'><table class='found'>" + "-" * 200
+    whole, short = _finding(finding), _finding(finding, _SHORT)
+    for rows, part in ((whole + _more(finding, trace), evidence_part), (whole, evidence_part), (short, 1.0)):
+        text = f"<tbody>{rows}</tbody>"
+        if place.take(table + text, part):
+            return text
+    return ""
+
+
+def _cause_head(cause: Mapping[str, Any], oldest: Mapping[str, Any], shown: int) -> str:
+    """The heading of a cause with its remedy, which names the ids of the oldest finding, and its commands."""
+    remedy = "" if cause["class"] in causes.CLOSED else oldest["remedy"] or ""
+    has_id = any(oldest.get(name) and oldest[name] in remedy for name in ("message_id", "transaction_id"))
+    of_several = " The remedy has the ids of the oldest finding." if cause["findings"] > 1 and has_id else ""
+    commands = "" if cause["commands"] == [cause["listing"]] else _commands(cause["commands"])
+    rest = f"{commands}<p class='dim'>{shown} shown, the oldest first.{of_several} All: "
     return (
-        f"<section><h2>Findings</h2>{''.join(sections)}"
-        f"<p class='dim'>All findings: <code>{escape(result['findings'])}</code> (Parquet) in the output folder.</p>"
-        "</section>"
+        f"<h3 id='c-{cause['id']}'><i class='mark c-{cause['class']}'></i>{_text(cause['subject'])} "
+        f"<span class='dim'>{summary.counted(cause)}</span></h3><p class='dim'>{_text(cause['meaning'])}</p>"
+        f"<div class='remedy'>{_remedy(remedy)}</div>"
+        f"{rest}<code>{_text(cause['listing'])}</code></p>"
     )
 
 
-def _finding(finding: Mapping[str, Any], trace: str) -> str:
+def _finding(finding: Mapping[str, Any], longest: int = LONGEST) -> str:
+    """The row of a finding, with its values cut to `longest` characters."""
     also = [flag for flag in finding["flags"] or [] if flag != finding["class"]]
-    detail = escape(finding["detail"] or "")
-    if also and finding["class"] not in CLOSED:
-        detail += f" <span class='dim'>(also {escape(', '.join(also))})</span>"
+    detail = _text(finding["detail"] or "", longest)
+    if also and finding["class"] not in causes.CLOSED:
+        detail += f" <span class='dim'>(also {_text(', '.join(also), longest)})</span>"
     if finding["acknowledged"]:
-        detail += f" <b>acknowledged</b> <span class='dim'>{escape(finding['acknowledged'])}</span>"
+        detail += f" <b>acknowledged</b> <span class='dim'>{_text(finding['acknowledged'], longest)}</span>"
     shown = (
-        f"<code>{escape(visible(finding['key']))}</code>",
-        escape(finding["rule"]),
-        escape(finding["group"] or "–"),
-        f"<span class='sev s-{escape(finding['severity'])}'>{escape(finding['severity'])}</span>",
+        f"<code>{escape(_cut(visible(finding['key']), longest))}</code>",
         detail,
         f"<span class='t'>{escape(finding['at'] or '–')}</span>",
         f"<span class='t'>{escape(finding['first_seen'] or '–')}</span>",
     )
     # On a phone, the cells are below each other, and each cell begins with the name of its column.
     cells = [f"<td data-column='{name}'>{cell}</td>" for name, cell in zip(_COLUMNS, shown, strict=True)]
-    return f"<tbody><tr>{''.join(cells)}</tr>{_more(finding, trace)}</tbody>"
+    return f"<tr>{''.join(cells)}</tr>"
 
 
 def _more(finding: Mapping[str, Any], trace: str) -> str:
-    """The remedy of a finding, and all evidence about the finding's key in a part of the page that the reader can
-    open."""
-    if finding["class"] in CLOSED:
+    """All evidence about the finding's key, in a part of the page that the reader can open."""
+    if finding["class"] in causes.CLOSED:
         return ""
-    remedy = _remedy(finding["remedy"] or "")
     known = json.loads(finding["evidence"] or "{}")
     command = trace_command(finding, trace)
-    shown = f"<code>{escape(command)}</code>" if command else "no message exists"
+    shown = f"<code>{_text(command)}</code>" if command else "no message exists"
     messages = known.get("messages") or []
     parts = [
         f"<dt>Row</dt><dd>{_code(finding['row'])} <span class='dim'>{escape(finding['row_at'] or '')}</span></dd>",
@@ -277,7 +439,7 @@ def _more(finding: Mapping[str, Any], trace: str) -> str:
         f"<dt>Trace</dt><dd>{shown}</dd>",
     ]
     return (
-        f"<tr class='more'><td colspan='7'>{remedy}<details><summary>Row, messages and effects</summary>"
+        f"<tr class='more'><td colspan='4'><details><summary>Row, messages and effects</summary>"
         f"<dl>{''.join(parts)}</dl></details></td></tr>"
     )
 
@@ -290,7 +452,7 @@ def _remedy(text: str) -> str:
 
 
 def _code(text: str | None) -> str:
-    return f"<code>{escape(text)}</code>" if text else "none"
+    return f"<code>{escape(escaped(text))}</code>" if text else "none"
 
 
 _DECIDED_BY: Final = {"P": "by the producer", "K": "by check-back", "O": "by an operator"}
@@ -301,14 +463,14 @@ def _messages_table(messages: Sequence[Mapping[str, Any]]) -> str:
         return "none"
     rows = "".join(
         _row(
-            f"<code>{escape(str(each.get('message_id') or ''))}</code>",
-            escape(str(each.get("log_id") or "")),
-            escape(str(each.get("tag") or "–")),
+            f"<code>{_text(each.get('message_id') or '')}</code>",
+            _text(each.get("log_id") or ""),
+            _text(each.get("tag") or "–"),
             _time(each.get("stored_at")),
-            f"{escape(each['state'].replace('_', ' '))} {escape(_DECIDED_BY.get(each.get('decided_by') or '', ''))}",
+            f"{_text(each['state'].replace('_', ' '))} {escape(_DECIDED_BY.get(each.get('decided_by') or '', ''))}",
             _time(each.get("decided_at")),
             _time(each.get("deliver_at")),
-            escape(str(each.get("queue") or "–")),
+            _text(each.get("queue") or "–"),
         )
         for each in messages
     )
@@ -324,10 +486,10 @@ def _checks(messages: Sequence[Mapping[str, Any]]) -> str:
     asked = {each.get("transaction_id"): each.get("checks") or [] for each in messages}
     rows = [
         _row(
-            f"<code>{escape(str(transaction))}</code>",
+            f"<code>{_text(transaction)}</code>",
             _time(check["checked_at"]),
-            escape(check["answer"]),
-            escape(check["detail"]),
+            _text(check["answer"]),
+            _text(check["detail"]),
         )
         for transaction, checks in asked.items()
         for check in checks
@@ -339,11 +501,11 @@ def _failures(messages: Sequence[Mapping[str, Any]]) -> str:
     """The failed attempts of handlers; empty if there are none."""
     rows = [
         _row(
-            escape(failure["consumer_group"]),
-            f"<code>{escape(str(each.get('message_id') or ''))}</code>",
-            escape(str(failure["attempt"])),
+            _text(failure["consumer_group"]),
+            f"<code>{_text(each.get('message_id') or '')}</code>",
+            _text(failure["attempt"]),
             _time(failure["failed_at"]),
-            escape(failure["error"]),
+            _text(failure["error"]),
         )
         for each in messages
         for failure in each.get("failures") or []
@@ -364,7 +526,7 @@ def _groups(known: Mapping[str, Any]) -> str:
         count = "not asked" if group not in effects else str(of.get("effects", 0))
         state = DELIVERY_TEXTS.get(states.get(group) or "", "–")
         dead = f"{of['dead_letters']}" if of.get("dead_letters") else "–"
-        rows.append(_row(escape(group), escape(count), _time(of.get("first_at")), escape(state), dead))
+        rows.append(_row(_text(group), escape(count), _time(of.get("first_at")), escape(state), dead))
     return _table(("Group", "Effects", "First effect", "Delivery", "Dead letters"), "".join(rows))
 
 
@@ -391,6 +553,7 @@ def trace_command(finding: Mapping[str, Any], trace: str) -> str:
 # The history: open findings over the runs, findings per day, and the findings that ended last.
 
 _SHOWN_DAYS: Final = 14
+_SHOWN_RUNS: Final = 10
 
 
 def _history_section(trend: Trend) -> str:
@@ -398,46 +561,70 @@ def _history_section(trend: Trend) -> str:
     if len(trend.runs) < 2:
         return "<section><h2>History</h2><p class='dim'>This is the first run into this output folder.</p></section>"
     return (
-        f"<section><h2>History</h2>{open_plot(trend.runs)}{_days(trend.days[:_SHOWN_DAYS])}{_ended(trend.ended)}"
+        f"<section><h2>History</h2>{open_plot(trend.runs)}{_runs(trend.runs[: -_SHOWN_RUNS - 1 : -1])}"
+        f"{_days(trend.days[:_SHOWN_DAYS])}{_ended(trend.ended)}"
         "<p class='dim'>The whole history: <code>history/counts</code> and <code>history/findings</code> (Parquet, by "
         "day) in the output folder.</p></section>"
     )
 
 
+def _runs(runs: Sequence[tuple[float, Mapping[str, int]]]) -> str:
+    """A table of the newest runs with their open findings by class."""
+    names = [name.value for name in classify.FAULTS if any(by_class.get(name.value) for _, by_class in runs)]
+    rows = "".join(
+        f"<tr><td class='t'>{datetime.fromtimestamp(moment, UTC):%Y-%m-%d %H:%M:%S}</td>"
+        + "".join(_number(count) for count in (sum(counts.values()), *(counts.get(name, 0) for name in names)))
+        + "</tr>"
+        for moment, counts in runs
+    )
+    return (
+        "<h3>Last runs</h3><p class='dim'>The findings that were open after each run, by class.</p><div class='wide'>"
+        f"<table><thead><tr><th>Finished</th><th class='n'>All</th>{_class_heads(names)}</tr></thead>"
+        f"<tbody>{rows}</tbody></table></div>"
+    )
+
+
+def _class_heads(names: Sequence[str]) -> str:
+    return "".join(f"<th class='n'>{name}</th>" for name in names)
+
+
 def _days(days: Sequence[Day]) -> str:
     names = [name.value for name in classify.FAULTS if any(day.open.get(name.value) for day in days)]
-    head = "".join(f"<th class='n'><i class='mark c-{name}'></i>{name}</th>" for name in names)
     rows = "".join(
         f"<tr><td class='t'>{day.day.isoformat()}</td>"
-        + "".join(_day_count(count) for count in (day.found, day.recovered, day.expired))
-        + "".join(_day_count(day.open.get(name, 0)) for name in names)
+        + "".join(_number(count) for count in (day.found, day.recovered, day.expired))
+        + "".join(_number(day.open.get(name, 0)) for name in names)
         + "</tr>"
         for day in days
     )
     return (
         "<h3>Days</h3><p class='dim'>For each day (UTC): the number of findings that were found or ended on it, and, "
         "by class, the findings that were open after the last run of the day.</p><div class='wide'><table><thead><tr>"
-        f"<th>Day</th><th class='n'>Found</th><th class='n'>Recovered</th><th class='n'>Expired</th>{head}</tr></thead>"
+        f"<th>Day</th><th class='n'>Found</th><th class='n'>Recovered</th><th class='n'>Expired</th>"
+        f"{_class_heads(names)}</tr></thead>"
         f"<tbody>{rows}</tbody></table></div>"
     )
 
 
-def _day_count(count: int) -> str:
+def _number(count: int) -> str:
     return f"<td class='{'n' if count else 'n zero'}'>{count:,}</td>"
 
 
 def _ended(ended: Sequence[Mapping[str, Any]]) -> str:
     if not ended:
         return ""
-    rows = "".join(
-        f"<tr><td><code>{escape(row['key'] or '')}</code></td><td>{escape(row['rule'])}</td>"
-        f"<td>{escape(row['group'] or '–')}</td><td>{escape(row['was'] or '–')}</td>"
-        f"<td>{escape(row['event'].lower())}</td><td class='t'>{_datetime(row['first_seen'])}</td>"
-        f"<td class='t'>{_datetime(row['finished_at'])}</td></tr>"
-        for row in ended
+    rows, left = _fitted(
+        (
+            f"<tr><td><code>{escape(_cut(visible(row['key'] or '')))}</code></td><td>{_text(row['rule'])}</td>"
+            f"<td>{_text(row['group'] or '–')}</td><td>{_text(row['was'] or '–')}</td>"
+            f"<td>{_text(row['event'].lower())}</td><td class='t'>{_datetime(row['first_seen'])}</td>"
+            f"<td class='t'>{_datetime(row['finished_at'])}</td></tr>"
+            for row in ended
+        ),
+        5_000,
     )
     return (
-        f"<details><summary>What ended last ({len(ended)} shown)</summary><div class='wide'><table><thead><tr>"
+        f"<details><summary>What ended last ({len(ended) - left} shown)</summary><div class='wide'><table><thead><tr>"
         "<th>Key</th><th>Rule</th><th>Group</th><th>Was</th><th>How</th><th>First seen</th><th>Ended</th>"
         f"</tr></thead><tbody>{rows}</tbody></table></div></details>"
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -11,18 +11,23 @@ from typing import Any, Final
 
 from ..common.errors import UsageProblem
 from ..common.store import RESULT
-from ..comparison import classify
+from ..comparison import causes, classify
 from ..sources.base import SourceBoundary
 from ..stages.findings import Findings, JudgedRule
 from ..stages.job import Job
 from ..stages.scan import Counts
 from . import history, metrics, report
 
-SAMPLES_PER_CLASS: Final = 20
+SAMPLES_PER_CAUSE: Final = 10
+_SHOWN_ENDED: Final = 20
 
 
 def compose(
-    job: Job, found: Findings, snapshots: Sequence[SourceBoundary], confirmed_by: Sequence[SourceBoundary]
+    job: Job,
+    found: Findings,
+    samples: Sequence[Mapping[str, Any]],
+    snapshots: Sequence[SourceBoundary],
+    confirmed_by: Sequence[SourceBoundary],
 ) -> dict[str, Any]:
     """The contents of `result.json`. `status` and `faults` do not count acknowledged findings."""
     totals = dict.fromkeys((name.value for name in classify.CLASSES), 0)
@@ -45,6 +50,7 @@ def compose(
         "snapshots": [_plain(each) for each in snapshots],
         "confirmed_by_snapshots": [_plain(each) for each in confirmed_by],
         "rules": [_of_rule(judged) for judged in found.rules],
+        "causes": causes.described(found.causes, samples, options.output, str(options.rules), job.rules.trace),
         "totals": totals,
         "faults": faults,
         "open_subjects": found.still_open,
@@ -71,7 +77,7 @@ def publish(
     the function raises UsageProblem, and the previous result stays in force.
     """
     entries = history.of_result(job.store, result)
-    trend = history.trend(past.and_then(entries), SAMPLES_PER_CLASS)
+    trend = history.trend(past.and_then(entries), _SHOWN_ENDED)
     scanned = [judged.confirmed.scanned for judged in found.rules]
     volumes = {each.prepared.rule.name: each.volume for each in scanned}
     text = report.render(result, samples, found.times, volumes, trend, job.rules.trace)

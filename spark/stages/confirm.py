@@ -31,8 +31,9 @@ MAX_BODY: Final = 1_000
 SHOWN_MESSAGES: Final = 10
 SCHEMA: Final = (
     "rule string, `table` string, topic string, key string, group string, class string, severity string, "
-    "flags array<string>, detail string, at timestamp, row_at timestamp, message_at timestamp, settled_at timestamp, "
-    "effect_at timestamp, rows bigint, messages bigint, undecided bigint, effects bigint, message_id string, "
+    "flags array<string>, mismatched array<string>, detail string, at timestamp, row_at timestamp, "
+    "message_at timestamp, settled_at timestamp, effect_at timestamp, rows bigint, messages bigint, "
+    "undecided bigint, effects bigint, message_id string, "
     "transaction_id string, log_id bigint, tag string, decided_by string, delivery string, row string, body string, "
     "evidence string, "
     "carry boolean"
@@ -269,6 +270,7 @@ def _as_findings(found: DataFrame, rule: Rule) -> DataFrame:
         "class",
         severity.alias("severity"),
         "flags",
+        detail.mismatched(rule).alias("mismatched"),
         detail.of(rule).alias("detail"),
         "at",
         F.when(F.col("rows") > 0, F.col("row_at")).alias("row_at"),

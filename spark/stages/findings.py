@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from datetime import datetime
 from functools import reduce
 from itertools import pairwise
-from typing import Final, NamedTuple
+from typing import Final
 
 from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F
 
 from ..common.errors import RunIncomplete
-from ..comparison import classify
+from ..comparison import causes, classify
+from ..comparison.causes import Cause, FindingCounts
 from ..comparison.classify import FindingClass, Window
 from ..comparison.remedies import with_remedies
 from ..rules.rule import Acknowledgement
@@ -32,23 +33,6 @@ FINDINGS_SCHEMA: Final = (
     + "first_seen timestamp, was string, acknowledged string, remedy string"
 )
 _FAULTS: Final = [name.value for name in classify.FAULTS]
-
-
-class FindingCounts(NamedTuple):
-    """The number of findings of one rule, group, class and bucket of time.
-
-    The group '' means findings about messages. The field `bucket` is the start of the bucket in seconds since 1970.
-    """
-
-    rule: str
-    group: str
-    name: str
-    bucket: int | None
-    is_known: bool
-    """Whether the counted findings are acknowledged."""
-    is_new: bool
-    """Whether the counted findings are new: no earlier result had them, and they are not acknowledged."""
-    findings: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +51,13 @@ class JudgedRule:
 class Findings:
     """The written findings of a run and their counts. `written` is None if no subject is suspected, pending or open.
 
-    `still_open` is the number of subjects that the next run judges again.
+    `counted` has each finding once. `still_open` is the number of subjects that the next run judges again.
     """
 
     rules: list[JudgedRule]
     written: DataFrame | None
     counted: list[FindingCounts]
+    causes: list[Cause]
     still_open: int
 
     @property
@@ -100,15 +85,18 @@ def collect(spark: SparkSession, rules: Sequence[ConfirmedRule], still_open: Dat
     """
     written: DataFrame | None = None
     counted: list[FindingCounts] = []
+    by_cause: list[Cause] = []
     left = 0
     if still_open is None and not any(each.keys or each.scanned.saw(FindingClass.PENDING) for each in rules):
         job.write_empty("findings", FINDINGS_SCHEMA)
         job.write_empty("open", OPEN_SCHEMA)
     else:
-        written, counted, left = _write(spark, rules, still_open, job)
+        written, in_details, left = _write(spark, rules, still_open, job)
+        counted = [each for each in in_details if each.is_first]
+        by_cause = causes.causes(in_details)
     judged = _judged(spark, rules, written, counted)
     _check_interval(judged)
-    return Findings(judged, written, counted, left)
+    return Findings(judged, written, counted, by_cause, left)
 
 
 def _write(
@@ -127,7 +115,7 @@ def _write(
     count = put(ordered, target)
     written = spark.read.schema(FINDINGS_SCHEMA).parquet(target)
     counts = counted(written, bucket_seconds([each.scanned.volume for each in rules]))
-    check_parts(target, count, sum(each.findings for each in counts))
+    check_parts(target, count, sum(each.findings for each in counts if each.is_first))
     return written, counts, write(state_of(written, waiting).coalesce(1), job.path("open"), OPEN_SCHEMA)
 
 
@@ -246,12 +234,20 @@ def in_order(findings: DataFrame) -> DataFrame:
 
 
 def counted(findings: DataFrame, bucket_seconds: int) -> list[FindingCounts]:
-    """The numbers of written findings, computed in one pass over them."""
+    """The numbers of written findings, computed in one pass over them. A finding is counted once per detail."""
     bucket = (F.floor(F.unix_seconds("at") / bucket_seconds) * bucket_seconds).cast("bigint")
     is_fault, is_known = F.col("class").isin(_FAULTS), F.col("acknowledged").isNotNull()
     is_new = ~is_known & F.col("was").isNull()
     columns = [bucket.alias("bucket"), (is_fault & is_known).alias("is_known"), (is_fault & is_new).alias("is_new")]
-    return [FindingCounts(*row) for row in findings.groupBy("rule", "group", "class", *columns).count().collect()]
+    subject = ["rule", "group", "class"]
+    oldest = F.date_trunc("second", F.coalesce("message_at", "row_at", "at")).alias("oldest")
+    details = F.posexplode(causes.column()).alias("place", "cause")
+    in_details = findings.select(*subject, *columns, "severity", oldest, details)
+    is_first = (F.col("place") == 0).alias("is_first")
+    grouped = in_details.groupBy(*subject, "bucket", "is_known", "is_new", "cause", is_first).agg(
+        F.max("severity"), F.count(F.lit(1)), F.date_format(F.min("oldest"), "yyyy-MM-dd'T'HH:mm:ss'Z'")
+    )
+    return [FindingCounts(*row) for row in grouped.collect()]
 
 
 def bucket_seconds(volumes: Sequence[Volume]) -> int:

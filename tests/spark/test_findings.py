@@ -9,12 +9,15 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
 from psycopg.conninfo import conninfo_to_dict
 
+from spark import cli
 from spark.common.errors import UsageProblem
 from spark.common.store import Store
+from spark.comparison import causes
 from tests.spark.conftest import Reconciler
 from tests.spark.world import World
 
@@ -46,6 +49,38 @@ def test_lines_are_the_findings_in_force_while_they_are_there(reconcile: Reconci
 def test_no_result_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(UsageProblem, match="there is no result in"):
         list(Store(str(tmp_path)).finding_lines())
+
+
+def test_the_findings_of_one_cause(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A mismatch in two columns is a finding of two causes; an old cause is refused, not printed as no finding."""
+    shared = {"rule": "orders", "group": "", "delivery": None}
+    listed = [
+        {**shared, "key": "1", "class": "LOST", "mismatched": None},
+        {**shared, "key": "2", "class": "MISMATCH", "mismatched": ["total", "customer"]},
+        {**shared, "key": "3", "class": "MISMATCH", "mismatched": ["customer"]},
+        {**shared, "key": "4", "class": "UNDELIVERED", "group": "points", "delivery": "passed", "mismatched": None},
+    ]
+    known = {
+        text: causes.id_of("orders", *text.split("/"))
+        for text in ("LOST//", "MISMATCH//total", "MISMATCH//customer", "UNDELIVERED/points/passed")
+    }
+    folder = tmp_path / "runs" / "r1" / "findings"
+    folder.mkdir(parents=True)
+    parquet.write_table(pa.Table.from_pylist(listed), folder / "part-0.parquet")
+    result = {
+        "version": 1,
+        "run": "r1",
+        "findings": "runs/r1/findings",
+        "causes": [{"id": id_} for id_ in known.values()],
+    }
+    (tmp_path / "result.json").write_text(json.dumps(result))
+    keys = {}
+    for text, id_ in known.items():
+        assert cli.main(["findings", "--output", str(tmp_path), "--cause", id_]) == 0
+        keys[text] = [json.loads(line)["key"] for line in capsys.readouterr().out.splitlines()]
+    assert list(keys.values()) == [["1"], ["2"], ["2", "3"], ["4"]], keys
+    assert cli.main(["findings", "--output", str(tmp_path), "--cause", "0badcafe"]) == 2
+    assert "has no cause '0badcafe': a later run may have replaced" in capsys.readouterr().err
 
 
 @pytest.mark.soak

@@ -79,12 +79,22 @@ def test_a_run_says_what_is_wrong_with_bodies_and_how_values_differ(reconcile: R
     body(7, Order(number=7).body.decode().replace(START.isoformat(), "12:30"))
     body(8, Order(number=8).body.decode().replace("customer 1", "}{"))
     world.app.execute("UPDATE orders_order SET customer = '}{' WHERE id = 8")
+    world.app.execute("UPDATE orders_order SET total = total + 1 WHERE id = 6")
     reconcile.rules(groups=())
-    rows = {row["key"]: row for row in reconcile.rows(reconcile.run())}
+    result = reconcile.run()
+    rows = {row["key"]: row for row in reconcile.rows(result)}
     assert {key: row["class"] for key, row in rows.items()} == {
         **dict.fromkeys(("1", "2", "7"), "UNREADABLE"),
         **dict.fromkeys(("3", "4", "5", "6"), "MISMATCH"),
     }
+    # One cause for each column that differs; a finding in two columns is one finding of the result.
+    assert rows["6"]["mismatched"] == ["total", "customer"] and rows["1"]["mismatched"] is None
+    assert [(cause["class"], cause["detail"], cause["findings"], cause["new"]) for cause in result["causes"]] == [
+        ("UNREADABLE", "", 3, 3), ("MISMATCH", "customer", 4, 4), ("MISMATCH", "total", 1, 1),
+    ]  # fmt: skip
+    assert result["faults"] == result["new_faults"] == 7
+    report = (reconcile.folder / "out" / "report.html").read_text()
+    assert f"<a href='#c-{result['causes'][1]['id']}'>4</a>" in report
     details = {key: row["detail"].partition(": ")[2] for key, row in rows.items()}
     assert details["1"].startswith("the body is not one JSON object: it goes on at character")
     assert details["2"] == BODIES[DEEP]
@@ -93,7 +103,10 @@ def test_a_run_says_what_is_wrong_with_bodies_and_how_values_differ(reconcile: R
         "customer 'Zoe\\u0308' in the row, 'Zo\\u00eb' in the body (they differ in Unicode normalisation)"
     )
     assert details["5"] == "customer 'customer 5' in the row, 'customer 5 ' in the body (they differ in spaces)"
-    assert details["6"] == "customer 'customer 6' in the row, 'customer\\u00a06' in the body (they look alike)"
+    assert details["6"] == (
+        "total 13.5 in the row, 12.5 in the body; "
+        "customer 'customer 6' in the row, 'customer\\u00a06' in the body (they look alike)"
+    )
     assert details["7"] == "paid_at is '12:30', which is no timestamp with a date"
 
 

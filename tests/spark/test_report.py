@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
 from collections import Counter
@@ -13,9 +14,12 @@ from typing import Any
 import pytest
 
 from spark.common.errors import UsageProblem
+from spark.common.safe_text import escaped, visible
+from spark.comparison import causes
+from spark.comparison.causes import FindingCounts
 from spark.comparison.classify import CLASSES, FAULTS, FindingClass
 from spark.comparison.remedies import REMEDIES
-from spark.output import history, metrics, plot, report
+from spark.output import history, metrics, plot, report, summary
 from spark.stages import scan
 
 HOSTILE = [
@@ -70,8 +74,22 @@ def result(**counts: int) -> dict[str, Any]:
         "confirmed_by_snapshots": [],
         "rules": [rule],
         "totals": totals,
+        "causes": described([counted(name, findings=count) for name, count in counts.items()]),
+        "interval": None,
         "findings": "runs/r1/findings",
     }
+
+
+def counted(name: str, detail: str = "", *, findings: int = 1, **changed: Any) -> FindingCounts:
+    """Findings of one cause; none of them is acknowledged or known."""
+    one = FindingCounts("<rule>", "", name, 0, False, True, detail, True, "critical", findings, "2025-06-01T12:00:00Z")
+    return one._replace(**changed)
+
+
+def described(counts: list[FindingCounts], *examples: dict[str, Any]) -> list[dict[str, Any]]:
+    """The causes as result.json has them."""
+    trace = "manage.py outbox_message show {message_id}"
+    return causes.described(causes.causes(counts), examples, "out put", "reconcile.toml", trace)
 
 
 def finding(text: str) -> dict[str, Any]:
@@ -84,7 +102,8 @@ def finding(text: str) -> dict[str, Any]:
     message = {**dict.fromkeys(("message_id", "log_id", "tag", "state"), text), "stored_at": NOW, **told}
     groups = {"effects": [{"group": text, "effects": 1}], "deliveries": [{"group": text, "delivery": "passed"}]}
     known = {"evidence": json.dumps({"messages": [message], **groups})}
-    return {**dict.fromkeys(shared, text), **times, **known, "class": "MISMATCH", "flags": ["MISMATCH", text]}
+    named = {"class": "MISMATCH", "flags": ["MISMATCH", text], "cause": causes.id_of("<rule>", "MISMATCH", "", "")}
+    return {**dict.fromkeys(shared, text), **times, **known, **named}
 
 
 def trend(*keys: str) -> history.Trend:
@@ -128,9 +147,12 @@ def page(found: list[dict[str, Any]], **counts: int) -> tuple[str, Tags]:
 def test_hostile_keys_in_the_html_report() -> None:
     text, parsed = page([finding(key) for key in HOSTILE], MISMATCH=len(HOSTILE))
     assert parsed.tags.isdisjoint({"script", "img", "iframe", "object", "link"})
-    assert not {name for name in parsed.attributes if name.startswith("on") or name in ("src", "href")}
+    assert not {name for name in parsed.attributes if name.startswith("on") or name == "src"}
+    assert set(re.findall("href=['\"](.)", text)) == {"#"}, "links lead to other parts of the page only"
+    assert not {key for key in "\u202e\x00" if key in text}
     for key in HOSTILE:
-        assert any(key in shown or key.replace("\x00", "\ufffd") in shown for shown in parsed.text), key
+        for shown in (visible(key), escaped(key)):
+            assert any(shown in each for each in parsed.text), shown
     assert "default-src 'none'" in text
     assert text.count("</table>") == text.count("<table")
 
@@ -191,6 +213,13 @@ def test_the_documentation_says_what_findings_say() -> None:
         assert f"| {name.value} | {REMEDIES[name].check} | {REMEDIES[name].settle} |" in text
 
 
+def bars(drawn: str, css: str) -> int:
+    """The number of bars of a class in a plot."""
+    path: str
+    (path,) = re.findall(f"<path class='{css}' d='([^']*)'", drawn)
+    return len(path.split("M")) - 1
+
+
 def test_a_short_window_is_drawn_in_buckets_that_fit_it() -> None:
     """A minute of rows: more than one bar, and no finer than the source was queried for."""
 
@@ -206,7 +235,7 @@ def test_a_short_window_is_drawn_in_buckets_that_fit_it() -> None:
     counted = scan.volume(source, source, None)
     assert sum(count for _, count in counted) == 60 and 30 <= len(counted) <= 61
     drawn = plot.plot([(moment.timestamp(), count) for moment, count in counted], [])
-    assert drawn.count("<rect class='rows'") == len(counted)
+    assert bars(drawn, "rows") == len(counted) == drawn.count(" rows</title>")
     # Known buckets are not counted again, unless they would be a single bar.
     assert scan.volume(source, source, None, span_seconds=59) == counted
     assert scan.volume(None, source, None, known=(1, counted)) == counted  # type: ignore[arg-type]
@@ -217,5 +246,162 @@ def test_every_run_of_the_history_is_a_bar_or_its_bucket_is() -> None:
     day = 86400.0
     daily = [(number * day, {"LOST": number}) for number in range(30)]
     drawn = plot.open_plot(daily)
-    assert drawn.count("class='c-LOST' x") == 29 and drawn.count("<rect class='clean'") == 1
+    assert bars(drawn, "c-LOST") == 29 and bars(drawn, "clean") == 1
+    assert "1970-01-03 00:00:00: 2 LOST</title>" in drawn
     assert "of each 1 d" in drawn
+
+
+def test_a_page_says_first_what_to_do_and_how_far_it_judged() -> None:
+    """The boundary, then the three most urgent causes, each with its number and its commands."""
+    counts = [
+        counted("DUPLICATE", severity="info", findings=900),
+        counted("LATE", findings=90),
+        counted("MISMATCH", findings=80, is_new=False),
+        counted("DEAD", findings=2),
+        counted("LOST", findings=5),
+    ]
+    found = {**result(), "causes": described([*counts, counted("ORPHAN", is_known=True, is_new=False)])}
+    found["finished_at"] = "2025-06-01T12:01:05+00:00"
+    shown = Tags()
+    shown.feed(report.render(found, [], [], {}, trend(), ""))
+    text = " ".join("".join(shown.text).split())
+    parts = ("Judged up to 2025-06-01 12:00:00 UTC, 1 min 5 s before the end of the run (grace: 30 s).",
+        "What to do first", "LOST of rule <rule>: 5 (5 new)",
+        "outbox-reconcile plan --rules reconcile.toml --output 'out put' > plan.jsonl "
+        "python manage.py outbox_repair plan.jsonl --publisher '<rule>=MODULE.FUNCTION'",
+        "DEAD of rule", "MISMATCH of rule", "outbox-reconcile findings --output 'out put' --cause", "keys as declared",
+    )  # fmt: skip
+    places = [text.find(part) for part in parts]
+    assert -1 not in places and places == sorted(places), (places, text[:3000])
+    assert [cause["class"] for cause in summary.urgent(found)] == ["LOST", "DEAD", "MISMATCH", "LATE", "DUPLICATE"]
+
+    printed = summary.lines(found)
+    assert printed[0].startswith("1. LOST of rule <rule>: 5 (5 new). A business row without any message")
+    assert "Further causes in the report: 2." in printed and printed[-1].startswith("Judged up to")
+    assert summary.lines(result()) == [summary.boundary(result())], "a clean run prints its boundary only"
+
+
+def test_a_boundary_that_lags_names_the_database_and_the_reason() -> None:
+    found = result()
+    found["rules"].append({**found["rules"][0], "name": "refunds", "until": "2025-06-01T09:30:00+00:00"})
+    note = "a transaction has been open since 09:30"
+    found["snapshots"].append(
+        {**found["snapshots"][0], "database": "shop", "watermark": "2025-06-01T09:30:30+00:00", "notes": [note]}
+    )
+    assert summary.boundary(found) == (
+        "Judged up to 2025-06-01 09:30:00 UTC for the rule refunds, 2 h 30 min before the end of the run "
+        f"(grace: 30 s). The database shop is complete only up to 2025-06-01 09:30:30: {note}."
+    )
+    found.update(mode="interval", interval=["2025-06-01T00:00:00+00:00", "2025-06-02T00:00:00+00:00"])
+    assert summary.boundary(found) == "Judged: the interval from 2025-06-01 00:00:00 to 2025-06-02 00:00:00 UTC."
+
+
+def test_many_findings_of_one_cause_are_one_line_that_links_to_them() -> None:
+    found = [finding(str(number)) for number in range(20)]
+    text, parsed = page(found, MISMATCH=10_000)
+    id_ = causes.id_of("<rule>", "MISMATCH", "", "")
+    assert text.count(f"<a href='#c-{id_}'>10,000</a>") == 1 and text.count(f"id='c-{id_}'") == 1
+    assert text.count("<div class='remedy'>") == 1, "one remedy"
+    assert "20 shown, the oldest first." in text
+    assert f"outbox-reconcile findings --output 'out put' --cause {id_}" in parsed.text
+
+
+def test_a_mismatch_in_several_columns_has_a_cause_for_each() -> None:
+    counts = [
+        counted("MISMATCH", "total", findings=3),
+        counted("MISMATCH", "customer", findings=2, is_first=False),
+        counted("MISMATCH", "total", findings=1, is_new=False, is_known=True, oldest="2025-05-01T00:00:00Z"),
+    ]
+    total, customer = causes.causes(counts)
+    assert (total.subject, total.findings, total.new, total.acknowledged) == (
+        "MISMATCH of rule <rule>, column total", 4, 3, 1,
+    )  # fmt: skip
+    assert total.oldest == "2025-05-01T00:00:00Z" and customer.findings == 2
+    read = {"rule": "<rule>", "class": "MISMATCH", "group": "", "delivery": None, "mismatched": ["total", "customer"]}
+    assert causes.ids_of(read) == [total.id, customer.id]
+    assert causes.ids_of({**read, "mismatched": None}) == [causes.id_of("<rule>", "MISMATCH", "", "")]
+
+
+def test_the_commands_fit_the_cause() -> None:
+    """A group that has passed its messages needs a reset from the oldest one on; any other group has to run."""
+    oldest = {"topic": "order.paid", "message_id": "01a202f2-5fd4-7b8d-af32-bfa2220cf44e"}
+
+    def commands(each: FindingCounts, **changed: Any) -> list[str]:
+        example = {**oldest, "cause": causes.id_of(each.rule, each.name, each.group, each.detail), **changed}
+        (cause,) = described([each], example)
+        return list(cause["commands"])
+
+    group: Any = {"group": "logistics"}
+    offsets = "python manage.py outbox_group offsets logistics"
+    assert commands(counted("UNDELIVERED", "waiting", **group)) == [offsets]
+    assert commands(counted("UNDELIVERED", "passed", **group)) == [
+        offsets,
+        "python manage.py outbox_group reset logistics order.paid --to-time 2025-06-01T12:00:00Z --reprocess --dry-run",
+    ]
+    assert commands(counted("DEAD", **group))[1] == (
+        "python manage.py outbox_dead_letter replay logistics --topic order.paid"
+    )
+    assert commands(counted("ORPHAN")) == [f"manage.py outbox_message show {oldest['message_id']}"]
+    (listed,) = commands(counted("ORPHAN"), message_id="--help; rm -rf /")
+    assert listed.startswith("outbox-reconcile findings "), "an id that is no id goes into no command"
+    assert commands(counted("RECOVERED")) == []
+    (cause,) = causes.described(causes.causes([counted("MISMATCH")]), [], "s3a://key:hunter2@bucket/x", "r.toml", "")
+    assert "hunter2" not in json.dumps(cause), "the page must not repeat a password"
+
+
+def test_a_page_has_at_most_a_hundred_kilobytes() -> None:
+    """Thousands of findings of hundreds of causes, with long evidence, rules, notes and a long history."""
+    names = [name.value for name in FAULTS]
+    counts = [counted(name, f"column_{n}", findings=1_000) for name in names for n in range(40)]
+    found = {**result(**dict.fromkeys(names, 40_000)), "causes": described(counts)}
+    rule = {**found["rules"][0], "notes": ["a long note " * 30] * 5, "groups": {f"group {n}": NONE for n in range(9)}}
+    found["rules"] = [{**rule, "name": f"rule {n}"} for n in range(60)]
+    found["snapshots"] = found["snapshots"] * 60
+    samples = [
+        {
+            **finding("'<>\x00" * 300),
+            "remedy": "Check first: this. Then: that.",
+            "cause": cause["id"],
+            "class": cause["class"],
+        }
+        for cause in found["causes"]
+        for _ in range(20)
+    ]
+    start = datetime.fromisoformat(NOW).timestamp()
+    times = [(name, start + 60.0 * n, 5) for name in names for n in range(60)]
+    volume = {"<rule>": [(datetime.fromtimestamp(start + 60 * n, UTC), 10**6) for n in range(60)]}
+    days = [history.Day(datetime.fromisoformat(NOW).date(), dict.fromkeys(names, 10**6), 1, 1, 1)] * 60
+    runs = [(start + 86400.0 * n, dict.fromkeys(names, 10**6)) for n in range(60)]
+    past = history.Trend(runs, days, trend(*(["'" * 1_000] * 20)).ended)
+    text = report.render(found, samples, times, volume, past, "")
+    assert 60_000 < len(text.encode()) <= 100_000
+    parsed = Tags()
+    parsed.feed(text)
+    told = " ".join(parsed.text)
+    for place in (
+        "further causes: causes in result.json",
+        "further lines: rules in result.json",
+        "do not fit into this",
+    ):
+        assert place in " ".join(told.split()), place
+    targets = set(re.findall("id='(c-[0-9a-f]+)'", text))
+    assert set(re.findall("href='#([^']*)'", text)) <= targets, "every link leads to findings"
+    assert len(targets) >= 5
+    # A page with few causes has more evidence.
+    usual = [{**finding("4711"), "cause": cause["id"]} for cause in found["causes"][:2] for _ in range(20)]
+    few = report.render({**found, "causes": found["causes"][:2]}, usual, [], {}, trend(), "")
+    assert len(few.encode()) <= 100_000 and few.count("<summary>Row, messages") >= 20
+
+
+def test_the_last_runs_are_counted_by_class() -> None:
+    text, _ = page([])
+    assert "Last runs" in text
+    rows = re.findall(r"<tr><td class='t'>2025-06-01 12:00:0(\d)</td><td class='[^']*'>(\d)</td>", text)
+    assert rows == [("2", "2"), ("1", "1"), ("0", "0")], "the newest first"
+
+
+def test_null_is_apart_from_the_text_and_invisible_characters_are_shown() -> None:
+    assert [visible(key) for key in ("", "null", "nullable")] == ["''", "'null'", "nullable"]
+    assert escaped('{"a": "x\u00a0y\u200b"}\n') == '{"a": "x\\u00a0y\\u200b"}\n'
+    text, _ = page([{**finding("1"), "row": '{"a": null, "b": "null", "c": "\u200b"}'}], MISMATCH=1)
+    assert html.escape('{"a": null, "b": "null", "c": "\\u200b"}') in text

@@ -30,6 +30,6 @@ def test_what_to_do_about_a_finding_is_read_without_scrolling_sideways(tmp_path:
         browser.goto(path.as_uri())
         browser.evaluate("document.querySelectorAll('details').forEach(each => { each.open = true })")
         assert browser.evaluate("document.documentElement.scrollWidth") <= width
-        assert browser.evaluate(RIGHT_EDGE.format(".found > tbody > tr > td, .more p, .more dd > code")) <= width
-        commands = browser.evaluate("[...document.querySelectorAll('.more p code')].map(each => each.innerText)")
+        assert browser.evaluate(RIGHT_EDGE.format(".found > tbody > tr > td, .remedy p, .more dd > code, pre")) <= width
+        commands = browser.evaluate("[...document.querySelectorAll('.remedy p code')].map(each => each.innerText)")
     assert commands[0] == "python manage.py outbox_group offsets {group}", "commands can be told from the sentence"

@@ -1,0 +1,209 @@
+"""The causes of findings. All findings with the same rule, class, group and detail have one cause.
+
+The detail of a MISMATCH is the name of the column that differs. The detail of an UNDELIVERED is the state of the
+delivery. The findings of other classes have no detail.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shlex
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Final, NamedTuple
+
+from pyspark.sql import Column
+from pyspark.sql import functions as F
+
+from ..common.safe_text import mask_passwords
+from . import classify
+from .classify import FindingClass
+from .detail import DELIVERY_TEXTS
+from .remedies import REMEDIES, UUID
+
+_SEVERITIES: Final = ("critical", "warning", "info")
+_ORDER: Final = {name.value: place for place, name in enumerate(classify.CLASSES)}
+CLOSED: Final = (FindingClass.RECOVERED.value, FindingClass.EXPIRED.value)
+
+
+def column() -> Column:
+    """The details of a finding (array<string>), never empty. A MISMATCH has one detail per column that differs."""
+    of_delivery = F.array(F.coalesce("delivery", F.lit("")))
+    return (
+        F.when((F.col("class") == FindingClass.MISMATCH.value) & (F.size("mismatched") > 0), F.col("mismatched"))
+        .when(F.col("class") == FindingClass.UNDELIVERED.value, of_delivery)
+        .otherwise(F.array(F.lit("")))
+    )
+
+
+def _details(finding: Mapping[str, Any]) -> list[str]:
+    """The same as `column`, for a finding that was read from the findings file."""
+    if finding["class"] == FindingClass.UNDELIVERED.value:
+        return [finding["delivery"] or ""]
+    is_mismatch = finding["class"] == FindingClass.MISMATCH.value
+    return (is_mismatch and finding.get("mismatched")) or [""]
+
+
+def ids_of(finding: Mapping[str, Any]) -> list[str]:
+    """The ids of the causes of a finding. A MISMATCH in several columns has several causes."""
+    return [id_of(finding["rule"], finding["class"], finding["group"], detail) for detail in _details(finding)]
+
+
+def id_of(rule: str, finding_class: str, group: str, detail: str) -> str:
+    """The id of a cause. It is the same in all runs."""
+    parts = (rule, finding_class, group, detail)
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:8]
+
+
+class FindingCounts(NamedTuple):
+    """The number of findings of one rule, group, class, bucket of time and detail.
+
+    The group '' means findings about messages. The field `bucket` is the start of the bucket in seconds since 1970.
+    """
+
+    rule: str
+    group: str
+    name: str
+    bucket: int | None
+    is_known: bool
+    """Whether the counted findings are acknowledged."""
+    is_new: bool
+    """Whether the counted findings are new: no earlier result had them, and they are not acknowledged."""
+    detail: str
+    is_first: bool
+    """Whether `detail` is the first detail of the findings. A MISMATCH in several columns is counted once per column,
+    and only one of these counts has `is_first`."""
+    severity: str
+    findings: int
+    oldest: str | None
+    """The time of the oldest message of the findings, in ISO 8601; without a message, the time of the row or effect."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Cause:
+    """All findings of one cause: their numbers, and the commands for them. The id of a cause is the same in all runs.
+
+    `oldest` is the time of the oldest message or row, in ISO 8601. `acknowledged` is a part of `findings`; `new` are
+    the findings that no earlier result had and that are not acknowledged.
+    """
+
+    id: str
+    rule: str
+    finding_class: str
+    group: str
+    detail: str
+    severity: str
+    findings: int = 0
+    new: int = 0
+    acknowledged: int = 0
+    oldest: str | None = None
+
+    @property
+    def subject(self) -> str:
+        """The cause in a few words, without its number of findings."""
+        of_group = f", group {self.group}" if self.group else ""
+        text = f"{self.finding_class} of rule {self.rule}{of_group}"
+        if self.finding_class == FindingClass.MISMATCH.value and self.detail:
+            return f"{text}, column {self.detail}"
+        return f"{text}, delivery {self.detail or 'unknown'}" if self._is_undelivered else text
+
+    @property
+    def meaning(self) -> str:
+        """A sentence about the cause."""
+        meaning = REMEDIES[FindingClass(self.finding_class)].meaning
+        known = DELIVERY_TEXTS.get(self.detail, "")
+        return f"{meaning} The broker's view: {known}." if self._is_undelivered and known else meaning
+
+    @property
+    def _is_undelivered(self) -> bool:
+        return self.finding_class == FindingClass.UNDELIVERED.value
+
+
+def causes(counts: Iterable[FindingCounts]) -> list[Cause]:
+    """The causes, the most urgent first.
+
+    Causes with open (not acknowledged) findings come first. Among them, the order is: severity; LATE last, because
+    nothing is missing; causes with new findings first; the class; the number of findings.
+    """
+    found: dict[str, Cause] = {}
+    for each in counts:
+        id_ = id_of(each.rule, each.name, each.group, each.detail)
+        cause = found.setdefault(
+            id_,
+            Cause(
+                id=id_,
+                rule=each.rule,
+                finding_class=each.name,
+                group=each.group,
+                detail=each.detail,
+                severity=each.severity,
+            ),
+        )
+        cause.findings += each.findings
+        cause.new += each.findings if each.is_new else 0
+        cause.acknowledged += each.findings if each.is_known else 0
+        cause.oldest = min(filter(None, (cause.oldest, each.oldest)), default=None)
+    return sorted(found.values(), key=_urgency)
+
+
+def _urgency(cause: Cause) -> tuple[Any, ...]:
+    is_open = cause.findings > cause.acknowledged
+    severity = _SEVERITIES.index(cause.severity) if cause.severity in _SEVERITIES else len(_SEVERITIES)
+    is_late = cause.finding_class == FindingClass.LATE.value
+    return (
+        cause.finding_class in CLOSED, not is_open, severity, is_late, not cause.new,
+        _ORDER[cause.finding_class], -cause.findings, cause.rule, cause.group, cause.detail,
+    )  # fmt: skip
+
+
+def described(
+    found: Iterable[Cause], examples: Iterable[Mapping[str, Any]], output: str, rules: str, trace: str
+) -> list[dict[str, Any]]:
+    """The causes as `result.json` has them, each with `listing` and `commands`. `listing` is the command that prints
+    all findings of the cause. `commands` are the first check and the repair.
+
+    `examples` are findings with the id of their `cause`, the oldest of a cause first. `trace` is the rules' trace
+    command.
+    """
+    oldest: dict[str, Mapping[str, Any]] = {}
+    for finding in examples:
+        oldest.setdefault(finding["cause"], finding)
+    output = mask_passwords(output)  # The page and result.json must not repeat a password of a URI.
+    result = []
+    for cause in found:
+        listing = f"outbox-reconcile findings --output {shlex.quote(output)} --cause {cause.id}"
+        commands = _commands(cause, oldest.get(cause.id, {}), output, rules, trace) or [listing]
+        fields = {"class" if name == "finding_class" else name: value for name, value in asdict(cause).items()}
+        known = {"subject": cause.subject, "meaning": cause.meaning, "listing": listing}
+        result.append({**fields, **known, "commands": [] if cause.finding_class in CLOSED else commands})
+    return result
+
+
+def _commands(cause: Cause, example: Mapping[str, Any], output: str, rules: str, trace: str) -> list[str]:
+    """The commands for all findings of a cause, the first check first; empty if only the findings themselves help."""
+    name, group = FindingClass(cause.finding_class), shlex.quote(cause.group)
+    topic = shlex.quote(example.get("topic") or "")
+    message_id = example.get("message_id") or ""
+    manage = "python manage.py"
+    if name in (FindingClass.LOST, FindingClass.HALF_STUCK):
+        given = f"--rules {shlex.quote(rules)} --output {shlex.quote(output)}"
+        publisher = shlex.quote(f"{cause.rule}=MODULE.FUNCTION")
+        publisher = f" --publisher {publisher}" if name is FindingClass.LOST else ""
+        return [f"outbox-reconcile plan {given} > plan.jsonl", f"{manage} outbox_repair plan.jsonl{publisher}"]
+    if name is FindingClass.DEAD:
+        letters = f"{group} --topic {topic}"
+        return [f"{manage} outbox_dead_letter list {letters}", f"{manage} outbox_dead_letter replay {letters}"]
+    if name is FindingClass.UNDELIVERED:
+        check = f"{manage} outbox_group offsets {group}"
+        if cause.detail != "passed" or not cause.oldest:
+            return [check]
+        return [check, f"{manage} outbox_group reset {group} {topic} --to-time {cause.oldest} --reprocess --dry-run"]
+    if name is FindingClass.LATE:
+        return [f"{manage} outbox_status"]
+    if name in (FindingClass.ORPHAN, FindingClass.UNREADABLE, FindingClass.DUPLICATE) and re.fullmatch(
+        UUID, message_id
+    ):
+        return [trace.replace("{message_id}", message_id)]
+    return []

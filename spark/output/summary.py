@@ -1,0 +1,85 @@
+"""The first lines of a result: the most urgent actions with their commands, and the boundary."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import datetime, timedelta
+from typing import Any, Final
+
+from ..comparison.causes import CLOSED
+
+SHOWN_ACTIONS: Final = 3
+# A database whose watermark is older than this when the run ends is named as the reason for the lag.
+_LAGGING: Final = timedelta(seconds=60)
+
+
+def urgent(result: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The causes with open findings, the most urgent first."""
+    # A result of 0.1 has no causes. `watch` prints such a result if it is in force already.
+    return [
+        cause
+        for cause in result.get("causes", ())
+        if cause["class"] not in CLOSED and cause["findings"] > cause["acknowledged"]
+    ]
+
+
+def counted(cause: Mapping[str, Any]) -> str:
+    """The number of findings of a cause, as a text such as `1,200 (12 new, 3 acknowledged)`."""
+    parts = [f"{cause[name]:,} {name}" for name in ("new", "acknowledged") if cause[name]]
+    return f"{cause['findings']:,}" + (f" ({', '.join(parts)})" if parts else "")
+
+
+def lines(result: Mapping[str, Any]) -> list[str]:
+    """The text that a run prints before its totals."""
+    causes, texts = urgent(result), []
+    for number, cause in enumerate(causes[:SHOWN_ACTIONS], 1):
+        texts.append(f"{number}. {_one_line(cause['subject'])}: {counted(cause)}. {cause['meaning']}")
+        texts += [f"   {_one_line(command)}" for command in cause["commands"]]
+    if len(causes) > SHOWN_ACTIONS:
+        texts.append(f"Further causes in the report: {len(causes) - SHOWN_ACTIONS:,}.")
+    return [*texts, boundary(result)]
+
+
+def _one_line(text: str) -> str:
+    """The text with `\\n` in place of line breaks, so that a name cannot print a line of its own."""
+    return text.replace("\n", "\\n")
+
+
+def boundary(result: Mapping[str, Any]) -> str:
+    """A sentence about the time up to which the run judged, and how long before the end of the run this time was.
+
+    The sentence is about the rule that lags most. If a database was not complete up to the present, a second sentence
+    names it.
+    """
+    if result["mode"] == "interval":
+        since, until = (_moment(text) for text in result["interval"])
+        return f"Judged: the interval from {since:%Y-%m-%d %H:%M:%S} to {until:%Y-%m-%d %H:%M:%S} UTC."
+    last = min(result["rules"], key=lambda rule: _moment(rule["until"]))
+    until, finished = _moment(last["until"]), _moment(result["finished_at"])
+    of_rule = f" for the rule {_one_line(last['name'])}" if len(result["rules"]) > 1 else ""
+    text = (
+        f"Judged up to {until:%Y-%m-%d %H:%M:%S} UTC{of_rule}, {duration(finished - until)} before the end of the run "
+        f"(grace: {last['grace_seconds']:g} s)."
+    )
+    dated = [each for each in result["snapshots"] if each["watermark"]]
+    behind = min(dated, key=lambda each: _moment(each["watermark"]), default=None)
+    if behind is None or _moment(behind["taken_at"]) - _moment(behind["watermark"]) < _LAGGING:
+        return text
+    notes = f": {behind['notes'][0]}" if behind["notes"] else ""
+    complete = f"{_moment(behind['watermark']):%Y-%m-%d %H:%M:%S}"
+    return f"{text} The database {behind['database']} is complete only up to {complete}{notes}."
+
+
+def duration(span: timedelta) -> str:
+    """A duration in its two largest units, as in `2 h 5 min`. A negative duration is `0 s`."""
+    rest = max(0, round(span.total_seconds()))
+    parts: list[str] = []
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "min"), (1, "s")):
+        count, rest = divmod(rest, size)
+        if count or parts:
+            parts.append(f"{count} {unit}" if count else "")
+    return " ".join(filter(None, parts[:2])) or "0 s"
+
+
+def _moment(text: str) -> datetime:
+    return datetime.fromisoformat(text)
