@@ -85,9 +85,9 @@ class Executor:
         prepared if the connection prepares statements.
         """
         kept = vars(self.connection)
-        # A cursor that executes the same statement again keeps psycopg's choices of dumpers and loaders. These choices
-        # take a third of the client's CPU time. The cursor is taken out while it works, so no second thread uses it,
-        # and after an error it is not used again.
+        # A cursor that executes the same statement again keeps psycopg's choices of dumpers and loaders. Without the
+        # kept cursor, a call takes 10 to 20 µs more CPU. The cursor is taken out while it works, so no second thread
+        # uses it, and after an error it is not used again. A kept cursor would ignore a new client_encoding.
         encoding = self.connection.pgconn.parameter_status(b"client_encoding")
         cursor, of_encoding = kept.pop(_KEPT, (None, None))
         if cursor is None or encoding != of_encoding:
