@@ -9,7 +9,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from functools import partial
 from typing import Final, TypeVar
 from uuid import UUID
 
@@ -95,18 +95,15 @@ class PostgresBroker:
         return receipts
 
     def send_half(self, half: HalfTransaction, *, timeout_seconds: float = 3.0) -> list[SendReceipt]:
-        if half.immunity_seconds is None:
-            # The half message stores its immunity, so that every scan applies the same immunity, regardless of the
-            # settings of the scanning process.
-            half = replace(half, immunity_seconds=self._check.immunity_seconds)
         return self._publish(timeout_seconds, lambda run: self._append_half(run, half), half.messages)
 
     def _append_half(self, run: Executor, half: HalfTransaction) -> list[SendReceipt]:
+        default = self._check.immunity_seconds
         if half.producer is None:
-            return commit_log.append_half(run, self.catalog, half)
+            return commit_log.append_half(run, self.catalog, half, default_immunity_seconds=default)
         with run.connection.transaction():
             fencing.check_epoch(run, half.producer)
-            receipts = commit_log.append_half(run, self.catalog, half)
+            receipts = commit_log.append_half(run, self.catalog, half, default_immunity_seconds=default)
             fencing.note_half(run, half.producer, half.transaction_id)
             return receipts
 
@@ -116,14 +113,14 @@ class PostgresBroker:
             # still arrive.
             timeout_seconds + 3.0,
             lambda run: fencing.take_over(run, producer_group, transactional_id, timeout_seconds=timeout_seconds),
-            what=f"taking over producer {transactional_id!r}",
+            what=lambda: f"taking over producer {transactional_id!r}",
         )
 
     def leftovers(self, producer: ProducerEpoch) -> list[UUID]:
         return self._attempt(
             _CHECK_SECONDS,
             lambda run: fencing.leftovers(run, producer, settings=self._check),
-            what=f"the look-up of undecided transactions of producer {producer.transactional_id!r}",
+            what=lambda: f"the look-up of undecided transactions of producer {producer.transactional_id!r}",
         )
 
     def end(self, ends: Sequence[EndTransaction], *, timeout_seconds: float = 3.0) -> list[EndStatus]:
@@ -132,7 +129,7 @@ class PostgresBroker:
         statuses = self._attempt(
             timeout_seconds,
             lambda run: decisions.record_ends(run, ends),
-            what=f"{len(ends)} end messages",
+            what=lambda: f"{len(ends)} end messages",
         )
         self.notify_decided()
         return statuses
@@ -146,7 +143,7 @@ class PostgresBroker:
         claimed = self._attempt(
             _CHECK_SECONDS,
             lambda run: checks.claim_checks(run, producer_group, limit=limit, settings=self._check, starts=starts),
-            what=f"checks of group {producer_group!r}",
+            what=lambda: f"checks of group {producer_group!r}",
         )
         self._asked_for.add(producer_group)
         faults.point("check.after_claim")
@@ -161,7 +158,7 @@ class PostgresBroker:
             lambda run: turns.take_turn(
                 run, producer_group, name, interval_seconds=interval_seconds, rest_seconds=rest_seconds
             ),
-            what=f"the request for the turn to run pass {name} of group {producer_group!r}",
+            what=lambda: f"the request for the turn to run pass {name} of group {producer_group!r}",
         )
 
     def report_answers(self, producer_group: str, answers: Sequence[Answer]) -> list[EndStatus | None]:
@@ -171,7 +168,7 @@ class PostgresBroker:
         statuses = self._attempt(
             _CHECK_SECONDS,
             lambda run: checks.report_answers(run, producer_group, answers, settings=self._check),
-            what=f"{len(answers)} answers of group {producer_group!r}",
+            what=lambda: f"{len(answers)} answers of group {producer_group!r}",
         )
         self.notify_decided()
         return statuses
@@ -182,7 +179,7 @@ class PostgresBroker:
             self._attempt(
                 3.0,
                 lambda run: half_scan.hint_checks(run, transaction_ids, settings=self._check),
-                what="the request for an early check",
+                what=lambda: "the request for an early check",
             )
         except BrokerError as error:
             logger.debug("an early check of %d transactions was not requested: %s", len(transaction_ids), error)
@@ -191,14 +188,14 @@ class PostgresBroker:
         return self._attempt(
             _CHECK_SECONDS,
             lambda run: parking.ask_parked(run, producer_group),
-            what=f"the request to check parked transactions of group {producer_group!r}",
+            what=lambda: f"the request to check parked transactions of group {producer_group!r}",
         )
 
     def recall(self, message_ids: Sequence[UUID], *, timeout_seconds: float = 3.0) -> list[Recall]:
         return self._attempt(
             timeout_seconds,
             lambda run: recall.recall(run, message_ids),
-            what=f"the recall of {len(message_ids)} messages",
+            what=lambda: f"the recall of {len(message_ids)} messages",
         )
 
     def recall_key(self, topic: str, key: str, *, timeout_seconds: float = 10.0) -> list[Recall]:
@@ -206,13 +203,13 @@ class PostgresBroker:
             self.catalog.get(run.connection, topic)
             return recall.recall_key(run, topic, key)
 
-        return self._attempt(timeout_seconds, request, what=f"the recall of key {key!r} of topic {topic!r}")
+        return self._attempt(timeout_seconds, request, what=lambda: f"the recall of key {key!r} of topic {topic!r}")
 
     def reject_transactional(self, rejecting: bool, *, timeout_seconds: float = 3.0) -> bool:
         return self._attempt(
             timeout_seconds,
             lambda run: changes.reject_transactional(run, rejecting),
-            what="the change of the setting that rejects transactional messages",
+            what=lambda: "the change of the setting that rejects transactional messages",
         )
 
     def declare(self, declared: Sequence[Topic], *, timeout_seconds: float = 10.0) -> None:
@@ -221,7 +218,7 @@ class PostgresBroker:
         self._attempt(
             timeout_seconds,
             lambda run: topics.declare_topics(run, declared),
-            what="the declaration of topics",
+            what=lambda: "the declaration of topics",
         )
 
     def topic(self, name: str, *, timeout_seconds: float = 3.0) -> Topic:
@@ -229,7 +226,7 @@ class PostgresBroker:
         return self._attempt(
             timeout_seconds,
             lambda run: self.catalog.get(run.connection, name).topic,
-            what=f"the look-up of topic {name!r}",
+            what=lambda: f"the look-up of topic {name!r}",
         )
 
     def notify_decided(self) -> None:
@@ -275,14 +272,16 @@ class PostgresBroker:
         self, timeout_seconds: float, append: Callable[[Executor], list[SendReceipt]], messages: Sequence[Message]
     ) -> list[SendReceipt]:
         try:
-            receipts = self._attempt(timeout_seconds, append, what=_described(messages))
+            receipts = self._attempt(timeout_seconds, append, what=partial(_described, messages))
         except (BrokerUnavailable, SendFailed, SchemaError) as error:
             self.publishing_failed(error)
             raise
         self.publishing_worked()
         return receipts
 
-    def _attempt(self, timeout_seconds: float, request: Callable[[Executor], _Result], *, what: str) -> _Result:
+    def _attempt(
+        self, timeout_seconds: float, request: Callable[[Executor], _Result], *, what: Callable[[], str]
+    ) -> _Result:
         deadline = time.monotonic() + timeout_seconds
         for attempt in range(1, _ATTEMPTS + 1):
             try:
@@ -297,11 +296,11 @@ class PostgresBroker:
                 pause_seconds = _BACKOFF.pause_seconds(attempt)
                 out_of_time = time.monotonic() + pause_seconds >= deadline
                 if attempt == _ATTEMPTS or out_of_time or isinstance(error, _LASTING):
-                    raise _unavailable(what, error) from error
-                logger.info("%s: trying again in %s s: %s", what, pause_seconds, error)
+                    raise _unavailable(what(), error) from error
+                logger.info("%s: trying again in %s s: %s", what(), pause_seconds, error)
                 threading.Event().wait(pause_seconds)
             except psycopg.Error as error:
-                raise self._refused(what, error) from error
+                raise self._refused(what(), error) from error
         raise AssertionError("unreachable")
 
     def _refused(self, what: str, error: psycopg.Error) -> BrokerError:

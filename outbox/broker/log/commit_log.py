@@ -171,19 +171,25 @@ def _append_all(
     return (row[0], ServerIdentity(*row[1:])) if row is not None else ([], here(run.connection))
 
 
-def append_half(run: Executor, catalog: TopicCatalog, half: HalfTransaction) -> list[SendReceipt]:
+def append_half(
+    run: Executor, catalog: TopicCatalog, half: HalfTransaction, *, default_immunity_seconds: int | None = None
+) -> list[SendReceipt]:
     """Store the messages of a half transaction. Consumers do not see these messages until the transaction is decided.
+
+    If `half` has no immunity of its own, the messages are stored with `default_immunity_seconds`, so that every scan
+    applies the same immunity, regardless of the settings of the scanning process.
 
     The connection is in autocommit. Raises TransactionalMessagesRejected when the operator has switched half messages
     off.
     """
     rows = catalog.prepare(run.connection, half.messages, transactional=True)
+    immunity_seconds = default_immunity_seconds if half.immunity_seconds is None else half.immunity_seconds
     if len(rows) == 1:
-        values = (half.producer_group, half.checker, half.immunity_seconds, half.ledger_id)
+        values = (half.producer_group, half.checker, immunity_seconds, half.ledger_id)
         row = run.call(_HALF_ONE, (*_one(rows[0]), *values))
     else:
         parameters = _many(rows) | {
-            "immunity": half.immunity_seconds,
+            "immunity": immunity_seconds,
             "ledger_id": half.ledger_id,
             "producer_group": half.producer_group,
             "checker": half.checker,

@@ -48,6 +48,11 @@ _LEAVES_NOTHING: Final = re.compile(
 _LEAVES_SOMETHING: Final = re.compile(r"\bset_config\s*\(|\binto\s+(?:temp|temporary|unlogged|table)\b", re.IGNORECASE)
 _QUOTES: Final = re.compile(r"['\"$]")
 
+# psycopg makes new objects for each reading of `Connection.info.transaction_status`; libpq's own number is free.
+_IDLE: Final = pq.TransactionStatus.IDLE
+_IN_TRANSACTION: Final = pq.TransactionStatus.INTRANS
+_IN_ERROR: Final = pq.TransactionStatus.INERROR
+
 
 @dataclass(slots=True)
 class BlockHalves:
@@ -160,10 +165,10 @@ class BlockWatch:
             return f"{self._ended} was executed by hand inside the block"
         raw = self._connection.connection
         if isinstance(raw, Connection):
-            status = raw.info.transaction_status
-            if status == pq.TransactionStatus.INERROR:
+            status = raw.pgconn.transaction_status
+            if status == _IN_ERROR:
                 return "a statement in the block failed, and its error was caught, so PostgreSQL will roll back"
-            if status == pq.TransactionStatus.IDLE and self._started:
+            if status == _IDLE and self._started:
                 return "the transaction of the block was ended by hand"
         elif self._connection.vendor == "sqlite" and raw is not None and not raw.in_transaction:
             return "the transaction of the block was ended by hand"
@@ -177,8 +182,11 @@ def watch_connection(sender: object, connection: BaseDatabaseWrapper, **_: objec
 
 def watch_of(connection: BaseDatabaseWrapper) -> BlockWatch:
     """The watch of a connection. If the connection has no watch, this function installs one."""
-    watch = next((item for item in connection.execute_wrappers if isinstance(item, BlockWatch)), None)
-    if watch is None:
+    for wrapper in connection.execute_wrappers:
+        if isinstance(wrapper, BlockWatch):
+            watch = wrapper
+            break
+    else:
         watch = BlockWatch(connection)
         # The watch must be the outermost wrapper, so that it also sees the statements of other wrappers.
         connection.execute_wrappers.insert(0, watch)
@@ -192,16 +200,16 @@ def watch_of(connection: BaseDatabaseWrapper) -> BlockWatch:
     return watch
 
 
-def require_whole(connection: BaseDatabaseWrapper, what: str) -> BlockWatch:
+def require_whole(connection: BaseDatabaseWrapper, what: Callable[[], str]) -> BlockWatch:
     """Return the watch of a block if the block still has the transaction that it began with.
 
-    Otherwise raise TransactionUsageError, which says that `what` was not done. The caller then rolls the block back
+    Otherwise raise TransactionUsageError, which says that `what()` was not done. The caller then rolls the block back
     (see `failing_takes_the_block_along`).
     """
     watch = watch_of(connection)
     if connection.needs_rollback:
         raise TransactionUsageError(
-            f"{what} was not done: the atomic block on {connection.alias!r} is marked for rollback, for example "
+            f"{what()} was not done: the atomic block on {connection.alias!r} is marked for rollback, for example "
             "because an error was caught in the block. Let that error leave the block, or put the code that may fail "
             "into an inner atomic()."
         )
@@ -212,8 +220,8 @@ def require_whole(connection: BaseDatabaseWrapper, what: str) -> BlockWatch:
         reason = f"a statement in the psycopg pipeline failed ({str(error).strip()})"
     if reason:
         raise TransactionUsageError(
-            f"{what} was not done: the atomic block on {connection.alias!r} has lost its transaction: {reason}. Put a "
-            "statement that may fail into an inner atomic(), and do not execute COMMIT or ROLLBACK by hand."
+            f"{what()} was not done: the atomic block on {connection.alias!r} has lost its transaction: {reason}. Put "
+            "a statement that may fail into an inner atomic(), and do not execute COMMIT or ROLLBACK by hand."
         )
     return watch
 
@@ -245,7 +253,7 @@ def begun_by_hand(connection: BaseDatabaseWrapper) -> bool:
             # An error of a statement in the pipeline is ignored here: the application must handle this error, and the
             # transaction status is correct in spite of the error.
             sync_pipeline(connection)
-        return raw.info.transaction_status in (pq.TransactionStatus.INTRANS, pq.TransactionStatus.INERROR)
+        return raw.pgconn.transaction_status in (_IN_TRANSACTION, _IN_ERROR)
     return connection.vendor == "sqlite" and bool(raw.in_transaction)
 
 
@@ -310,17 +318,25 @@ def current_transaction(using: str | None) -> BaseDatabaseWrapper | None:
 def failing_takes_the_block_along(using: str | None) -> Iterator[None]:
     """Mark the atomic block of a publish call for rollback if the call fails for any reason.
 
-    Otherwise a caller that catches the error would commit its row without the message. If it is not clear which
-    transaction the call joins, no block is marked, and the error gives the reason.
+    Otherwise a caller that catches the error would commit its row without the message.
     """
     try:
         yield
     except BaseException:
-        with suppress(TransactionUsageError, ConfigurationError):
-            connection = current_transaction(using)
-            if connection is not None:
-                connection.set_rollback(True)
+        mark_for_rollback(using)
         raise
+
+
+def mark_for_rollback(using: str | None) -> None:
+    """Mark the atomic block that a publish call joins for rollback.
+
+    If it is not clear which transaction the call joins, no block is marked, because the error of the call then gives
+    the reason.
+    """
+    with suppress(TransactionUsageError, ConfigurationError):
+        connection = current_transaction(using)
+        if connection is not None:
+            connection.set_rollback(True)
 
 
 def in_transaction(connection: BaseDatabaseWrapper) -> bool:

@@ -10,7 +10,6 @@ from typing import Final
 from django.db.backends.base.base import BaseDatabaseWrapper
 
 from outbox.broker.database.server_identity import ServerIdentity
-from outbox.broker.log.topics import TopicCatalog
 from outbox.codec import Codecs
 from outbox.contrib.django.database.aliases import place_named_by
 from outbox.contrib.django.database.in_tests import makes_or_drops_databases, refuse_in_tests
@@ -29,7 +28,7 @@ _ENGINES: Final[Mapping[EngineName, type[Engine]]] = {
 _FLUSH_SECONDS: Final = 2.0
 
 
-class _Current:
+class CurrentEngine:
     """The engine, the broker and the caches that belong to one settings object and one database."""
 
     def __init__(self, settings: OutboxSettings) -> None:
@@ -40,8 +39,9 @@ class _Current:
         self.codecs = self.engine.codecs
         self.catalog = self.engine.catalog
         self.broker = self.engine.broker
-        # The keys are the targets of aliases. A value is the server on which the atomic path was proven, or None if
-        # messages take the two-phase path.
+        # The paths (atomic or two-phase) that this process uses, as the module `path` has chosen them. The keys are the
+        # targets of aliases. A value is the server on which the atomic path was proven, or None if messages take the
+        # two-phase path.
         self.paths: dict[tuple[object, ...], ServerIdentity | None] = {}
         # For each alias: the last time (time.monotonic) at which this process recorded that the alias does not lead to
         # the broker.
@@ -50,12 +50,22 @@ class _Current:
     def _place(self) -> tuple[object, ...]:
         return place_named_by(self.settings.broker) if self.has_database else ()
 
+    def broker_to_use(self) -> Broker:
+        """The broker. Raises ConfigurationError if the running test must not use its database."""
+        if self.has_database:
+            refuse_in_tests(self.settings.broker)
+        return self.broker
+
+    def place_of(self, alias: str) -> tuple[object, ...]:
+        """The key of an alias in `paths`."""
+        return self.place if self.has_database and alias == self.settings.broker else place_named_by(alias)
+
     def is_for(self, settings: OutboxSettings) -> bool:
         """Whether the settings are the same, and the broker's alias leads to the same database."""
         return self.settings is settings and (not self.has_database or place_named_by(settings.broker) == self.place)
 
 
-_current: _Current | None = None
+_current: CurrentEngine | None = None
 _lock = threading.Lock()
 
 
@@ -64,7 +74,12 @@ def engine_of(settings: OutboxSettings) -> Engine:
     return _ENGINES[settings.engine](settings)
 
 
-def _get() -> _Current:
+def current_engine() -> CurrentEngine:
+    """The engine of this process with its caches; the same object until the settings change.
+
+    A publish call reads this object once, because each reading compares the settings and the database of the broker's
+    alias. Raises ConfigurationError.
+    """
     global _current
     settings = get_settings()
     current = _current
@@ -74,31 +89,23 @@ def _get() -> _Current:
         if _current is None or not _current.is_for(settings):
             if _current is not None:
                 _current.broker.close()
-            _current = _Current(settings)
+            _current = CurrentEngine(settings)
         return _current
 
 
 def get_engine() -> Engine:
     """The engine of this process; the same object until the settings change. Raises ConfigurationError."""
-    return _get().engine
+    return current_engine().engine
 
 
 def get_broker() -> Broker:
     """The broker of this process; the same object until the settings change. Raises ConfigurationError."""
-    current = _get()
-    if current.has_database:
-        refuse_in_tests(current.settings.broker)
-    return current.broker
+    return current_engine().broker_to_use()
 
 
 def get_codecs() -> Codecs:
     """The default codec of this project, and the codecs of its topics."""
-    return _get().codecs
-
-
-def get_catalog() -> TopicCatalog:
-    """The topics of the broker, for the atomic path."""
-    return _get().catalog
+    return current_engine().codecs
 
 
 def flush(*, within_seconds: float = _FLUSH_SECONDS) -> bool:
@@ -129,16 +136,3 @@ def let_go_of_test_databases(sender: object, connection: BaseDatabaseWrapper, **
     if makes_or_drops_databases(connection):
         flush()
         reset_broker()
-
-
-def remembered_paths() -> dict[tuple[object, ...], ServerIdentity | None]:
-    """The paths (atomic or two-phase) that this process uses, as the module `path` has chosen them.
-
-    A change of the settings discards these choices.
-    """
-    return _get().paths
-
-
-def path_reports() -> dict[str, float]:
-    """For each alias: the last time at which this process recorded that the alias does not lead to the broker."""
-    return _get().path_reports

@@ -25,22 +25,23 @@ from outbox.broker.database.executor import Executor
 from outbox.broker.database.server_identity import ServerIdentity, find_mark, marked
 from outbox.broker.log import incidents
 from outbox.broker.log.incidents import Incident, IncidentKind
-from outbox.contrib.django.database.aliases import broker_database, place_named_by
+from outbox.contrib.django.database.aliases import broker_database
 from outbox.contrib.django.database.in_tests import refuse_in_tests
-from outbox.contrib.django.engine.broker import path_reports, remembered_paths
+from outbox.contrib.django.engine.broker import CurrentEngine
 from outbox.contrib.django.settings.conf import OutboxSettings, PathChoice
 from outbox.errors import ConfigurationError, OutboxError, SendFailed, WrongDatabase
 
 logger = logging.getLogger(__name__)
 
 
-def takes_atomic_path(connection: BaseDatabaseWrapper, settings: OutboxSettings) -> bool:
+def takes_atomic_path(connection: BaseDatabaseWrapper, current: CurrentEngine) -> bool:
     """Whether this connection's open transaction writes the messages itself (the atomic path).
 
     Raises WrongDatabase if only the atomic path is allowed, but the connection does not reach the broker. Raises
     BrokerUnavailable or SendFailed if the path could not be determined. Raises ConfigurationError if PATH is 'atomic'
     and the database is not PostgreSQL.
     """
+    settings = current.settings
     if not settings.has_database or settings.path is PathChoice.TWO_PHASE:
         return False
     if connection.vendor != "postgresql":
@@ -51,17 +52,17 @@ def takes_atomic_path(connection: BaseDatabaseWrapper, settings: OutboxSettings)
             )
         return False
     refuse_in_tests(settings.broker)
-    paths = remembered_paths()
-    named = place_named_by(connection.alias)
+    paths = current.paths
+    named = current.place_of(connection.alias)
     if named not in paths:
         proven = prove(connection, settings)
         if proven is None and (settings.path is PathChoice.ATOMIC or connection.alias == settings.broker):
-            raise _reported(_elsewhere(connection, settings), connection.alias, settings)
+            raise _reported(_elsewhere(connection, settings), connection.alias, current)
         paths.setdefault(named, proven)
     return paths[named] is not None
 
 
-def confirm(connection: BaseDatabaseWrapper, settings: OutboxSettings, place: ServerIdentity) -> None:
+def confirm(connection: BaseDatabaseWrapper, current: CurrentEngine, place: ServerIdentity) -> None:
     """Verify that this connection has written its row into the broker's own database.
 
     `place` is the server that stored the row. If `place` is the proven server, the verification costs nothing. If
@@ -69,13 +70,13 @@ def confirm(connection: BaseDatabaseWrapper, settings: OutboxSettings, place: Se
     repeats the proof in the same transaction. Raises the errors of `prove`. Raises WrongDatabase if the broker is not
     on that server; after this error the transaction must not commit.
     """
-    paths = remembered_paths()
-    named = place_named_by(connection.alias)
-    if paths.get(named) == place:
+    named = current.place_of(connection.alias)
+    if current.paths.get(named) == place:
         return
+    settings = current.settings
     if prove(connection, settings) != place:
-        raise _reported(_elsewhere(connection, settings), connection.alias, settings)
-    paths[named] = place
+        raise _reported(_elsewhere(connection, settings), connection.alias, current)
+    current.paths[named] = place
 
 
 def prove(connection: BaseDatabaseWrapper, settings: OutboxSettings) -> ServerIdentity | None:
@@ -99,12 +100,12 @@ def prove(connection: BaseDatabaseWrapper, settings: OutboxSettings) -> ServerId
 _REPORT_EVERY_SECONDS: Final = 60.0
 
 
-def _reported(error: WrongDatabase, alias: str, settings: OutboxSettings) -> WrongDatabase:
+def _reported(error: WrongDatabase, alias: str, current: CurrentEngine) -> WrongDatabase:
     """Record the error as an incident in the broker, because only this process sees the error. Returns the error.
 
     If the incident cannot be recorded, the function only logs this failure, because the caller must get `error`.
     """
-    now, reports = time.monotonic(), path_reports()
+    now, reports, settings = time.monotonic(), current.path_reports, current.settings
     if now - reports.get(alias, -_REPORT_EVERY_SECONDS) >= _REPORT_EVERY_SECONDS:
         reports[alias] = now
         subject = f"alias {alias!r} of process {os.getpid()} on {socket.gethostname()}"

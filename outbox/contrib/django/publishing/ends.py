@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from uuid import UUID
 
-from django.db import InternalError, connections, transaction
+from django.db import InternalError, connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 from psycopg import Error as DriverError
 
@@ -62,7 +62,7 @@ def report_after_commit(connection: BaseDatabaseWrapper, half: HalfTransaction) 
     """Report the decision of `half` after the open block has committed."""
     halves = watch_of(connection).halves
     halves.add(half.transaction_id)
-    transaction.on_commit(partial(_after_commit, connection.alias, half, halves), using=connection.alias, robust=True)
+    connection.on_commit(partial(_after_commit, connection.alias, half, halves), robust=True)
 
 
 def _after_commit(alias: str, half: HalfTransaction, halves: BlockHalves) -> None:
@@ -155,7 +155,7 @@ def require_marked(connection: BaseDatabaseWrapper, mark: str, name: str) -> Non
 
     Call this function before publishing.
     """
-    require_whole(connection, f"publishing for {name}")
+    require_whole(connection, lambda: f"publishing for {name}")
     with naming(f"publishing for {name}", connection):
         is_same = not mark or ledger.current_xid(connection) == mark
     if not is_same:

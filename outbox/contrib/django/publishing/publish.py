@@ -13,8 +13,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import time
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final, ParamSpec, TypeVar, cast
@@ -38,14 +37,15 @@ from outbox.contrib.django.database.transactions import (
     current_transaction,
     failing_takes_the_block_along,
     in_test_case,
+    mark_for_rollback,
     require_whole,
     watch_of,
 )
-from outbox.contrib.django.engine.broker import get_broker, get_catalog, get_codecs
+from outbox.contrib.django.engine.broker import CurrentEngine, current_engine, get_broker, get_codecs
 from outbox.contrib.django.engine.path import confirm, takes_atomic_path
 from outbox.contrib.django.ledger import ledger_entry
 from outbox.contrib.django.publishing.ends import Published, report_after_commit
-from outbox.contrib.django.settings.conf import OutboxSettings, aware, get_settings
+from outbox.contrib.django.settings.conf import OutboxSettings, aware
 from outbox.errors import ConfigurationError, InvalidMessage, TransactionUsageError, UsageError
 from outbox.message import Message, SendReceipt
 from outbox.topic import Topic
@@ -84,9 +84,13 @@ def publish(
     After each of these errors, the surrounding atomic block is marked for rollback, even if the caller swallows the
     error.
     """
-    with failing_takes_the_block_along(using):
+    try:
         built = message(topic, body, key=key, tag=tag, headers=headers, delay=delay, deliver_at=deliver_at)
         return publish_bound([built], immunity_seconds=immunity_seconds, using=using).receipts[0]
+    except BaseException:
+        # This is `failing_takes_the_block_along`, without the time that a context manager takes.
+        mark_for_rollback(using)
+        raise
 
 
 def publish_many(
@@ -196,36 +200,52 @@ def publish_bound(
 
 
 def _publish(messages: Sequence[Message], using: str | None, terms: _HalfTerms) -> Published:
-    settings = get_settings()
+    current = current_engine()
+    first = messages[0]
     connection = current_transaction(using)
-    check_immunity(messages[0].topic, terms.immunity_seconds)
+    check_immunity(first.topic, terms.immunity_seconds)
     if connection is None:
-        refuse_without_transaction(settings, messages[0], terms.immunity_seconds)
-        refuse_leak_from_test(settings, using)
-        timeout_seconds = settings.send_timeout_seconds
-        with _measured(messages, "direct"):
-            return Published(get_broker().send(messages, timeout_seconds=timeout_seconds, producer=terms.producer))
-    what = f"publishing {messages[0].message_id} for topic {messages[0].topic!r}"
+        return _publish_at_once(current, messages, using, terms)
+    what = functools.partial(_description, first)
     watch = require_whole(connection, what)
-    watch.bind(f"the message for topic {messages[0].topic!r}")
-    with naming(what, connection):
-        if takes_atomic_path(connection, settings):
-            with _measured(messages, "atomic"):
-                return Published(_publish_atomic(connection, settings, messages, terms.producer))
-        with _measured(messages, "two_phase"):
-            return _publish_two_phase(connection, settings, messages, terms)
+    watch.bind(f"the message for topic {first.topic!r}")
+    try:
+        is_atomic = takes_atomic_path(connection, current)
+        started = time.perf_counter()
+        if is_atomic:
+            published = Published(_publish_atomic(connection, current, messages, terms.producer))
+        else:
+            published = _publish_two_phase(connection, current, messages, terms)
+    except Exception:
+        # `naming` is entered only after an error, because most calls succeed.
+        with naming(what(), connection):
+            raise
+    _report_duration(messages, "atomic" if is_atomic else "two_phase", started)
+    return published
 
 
-@contextmanager
-def _measured(messages: Sequence[Message], path: str) -> Iterator[None]:
-    """Report the publish call and its duration to the metrics recorder, if there is one."""
-    recorder = measures.recorder
-    if recorder is None:
-        yield
-        return
+def _description(first: Message) -> str:
+    return f"publishing {first.message_id} for topic {first.topic!r}"
+
+
+def _publish_at_once(
+    current: CurrentEngine, messages: Sequence[Message], using: str | None, terms: _HalfTerms
+) -> Published:
+    settings = current.settings
+    refuse_without_transaction(settings, messages[0], terms.immunity_seconds)
+    refuse_leak_from_test(settings, using)
     started = time.perf_counter()
-    yield
-    recorder.published([item.topic for item in messages], path, time.perf_counter() - started)
+    timeout_seconds = settings.send_timeout_seconds
+    receipts = current.broker_to_use().send(messages, timeout_seconds=timeout_seconds, producer=terms.producer)
+    _report_duration(messages, "direct", started)
+    return Published(receipts)
+
+
+def _report_duration(messages: Sequence[Message], path: str, started: float) -> None:
+    """Report a publish call that began at `started` (time.perf_counter) to the metrics recorder, if there is one."""
+    recorder = measures.recorder
+    if recorder is not None:
+        recorder.published([item.topic for item in messages], path, time.perf_counter() - started)
 
 
 # -- the atomic path --------------------------------------------------------------------------------
@@ -233,12 +253,12 @@ def _measured(messages: Sequence[Message], path: str) -> Iterator[None]:
 
 def _publish_atomic(
     connection: BaseDatabaseWrapper,
-    settings: OutboxSettings,
+    current: CurrentEngine,
     messages: Sequence[Message],
     producer: ProducerEpoch | None,
 ) -> list[SendReceipt]:
     raw: psycopg.Connection[Any] = connection.connection
-    catalog = get_catalog()
+    settings, catalog = current.settings, current.catalog
     try:
         _lock_keys(connection, [catalog.get(raw, item.topic).topic for item in messages], messages)
         run = Executor(raw, settings.schema)
@@ -252,8 +272,8 @@ def _publish_atomic(
         raise
     if _has_failed:
         _note_success()
-    confirm(connection, settings, place)
-    transaction.on_commit(_wake_after_commit, using=connection.alias, robust=True)
+    confirm(connection, current, place)
+    connection.on_commit(_wake_after_commit, robust=True)
     return receipts
 
 
@@ -291,8 +311,9 @@ class _HalfTerms:
 
 
 def _publish_two_phase(
-    connection: BaseDatabaseWrapper, settings: OutboxSettings, messages: Sequence[Message], terms: _HalfTerms
+    connection: BaseDatabaseWrapper, current: CurrentEngine, messages: Sequence[Message], terms: _HalfTerms
 ) -> Published:
+    settings = current.settings
     group = settings.required_producer_group()
     if not settings.ledger and not terms.checker:
         raise ConfigurationError(
@@ -301,7 +322,7 @@ def _publish_two_phase(
         )
     if not settings.in_memory and in_test_case(connection):
         raise leak_from_test(f"a half message for {messages[0].topic!r}")
-    _lock_keys(connection, [_topic(settings, item.topic) for item in messages], messages)
+    _lock_keys(connection, [_topic(current, item.topic) for item in messages], messages)
     xid, ledger_id = "", None
     if settings.ledger:
         xid, ledger_id = _enter_in_ledger(connection, messages[0])
@@ -314,7 +335,7 @@ def _publish_two_phase(
         producer=terms.producer,
     )
     point("producer.before_half")
-    receipts = get_broker().send_half(half, timeout_seconds=settings.send_timeout_seconds)
+    receipts = current.broker_to_use().send_half(half, timeout_seconds=settings.send_timeout_seconds)
     point("producer.after_half")
     report_after_commit(connection, half)
     return Published(receipts, half, xid)
@@ -341,13 +362,13 @@ def _lock_keys(connection: BaseDatabaseWrapper, topics: Sequence[Topic], message
     )
 
 
-def _topic(settings: OutboxSettings, name: str) -> Topic:
+def _topic(current: CurrentEngine, name: str) -> Topic:
     """Return the topic as the settings declare it, or as the broker has stored it if no setting declares it.
 
     Raises UnknownTopic.
     """
-    declared = settings.topics.get(name)
-    return get_broker().topic(name) if declared is None else declared.topic
+    declared = current.settings.topics.get(name)
+    return current.broker_to_use().topic(name) if declared is None else declared.topic
 
 
 # -- messages --------------------------------------------------------------------------------------

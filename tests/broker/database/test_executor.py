@@ -1,0 +1,70 @@
+"""`Executor.call` keeps its cursor on the connection, and every call still gets its own row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import psycopg
+import pytest
+
+from outbox.broker.database.executor import Executor
+from outbox.broker.database.statement import Statement
+
+ECHO = Statement("SELECT $1::text, octet_length(convert_to($1::text, 'UTF8'))")
+DIVIDE = Statement("SELECT 10 / $1::integer")
+
+
+@pytest.fixture
+def run(server_url: str) -> Iterator[Executor]:
+    with psycopg.connect(server_url, autocommit=True) as connection:
+        yield Executor(connection, "outbox")
+
+
+def test_statements_may_alternate(run: Executor) -> None:
+    for number in (1, 2, 5):
+        assert run.call(ECHO, ("é",)) == ("é", 2)
+        assert run.call(DIVIDE, (number,)) == (10 // number,)
+
+
+def test_a_call_after_an_error_works(run: Executor) -> None:
+    assert run.call(DIVIDE, (5,)) == (2,)
+    with pytest.raises(psycopg.errors.DivisionByZero):
+        run.call(DIVIDE, (0,))
+    assert run.call(DIVIDE, (2,)) == (5,)
+
+
+def test_values_are_sent_in_the_present_encoding_of_the_session(run: Executor) -> None:
+    assert run.call(ECHO, ("é",)) == ("é", 2)
+    run.connection.execute("SET client_encoding TO latin1")
+    assert run.call(ECHO, ("é",)) == ("é", 2)
+    run.connection.execute("SET client_encoding TO utf8")
+    assert run.call(ECHO, ("é",)) == ("é", 2)
+
+
+def test_a_call_of_another_thread_on_the_same_connection_does_not_change_the_row(
+    run: Executor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other call comes between the statement and the reading of its row. Fails if the calls share the cursor."""
+    rows: list[object] = []
+
+    class Interrupted(psycopg.RawCursor[tuple[Any, ...]]):
+        def fetchone(self) -> tuple[Any, ...] | None:
+            if not rows:
+                rows.append("the other call has begun")
+                rows.append(run.call(ECHO, ("other",)))
+            return super().fetchone()
+
+    monkeypatch.setattr(psycopg, "RawCursor", Interrupted)
+    assert run.call(ECHO, ("é",)) == ("é", 2)
+    assert rows[1] == ("other", 5)
+    rows.clear()
+    assert run.call(ECHO, ("é",)) == ("é", 2)
+    assert rows[1] == ("other", 5)
+
+
+def test_a_call_in_a_pipeline_gets_its_row(run: Executor) -> None:
+    assert run.call(DIVIDE, (5,)) == (2,)
+    with run.connection.pipeline():
+        assert run.call(DIVIDE, (2,)) == (5,)
+    assert run.call(DIVIDE, (1,)) == (10,)
