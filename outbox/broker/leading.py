@@ -22,6 +22,7 @@ from outbox.broker.database import timeouts
 from outbox.broker.database.connection import BrokerDatabase
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.notify import Announcements, Channel, listen, unlisten
+from outbox.broker.fastpath.round_trip import AfterTick
 from outbox.broker.log.failing import FailureNote, ProcessPart
 from outbox.broker.maintenance.service import maintenance
 from outbox.broker.operations.summary import summaries
@@ -102,15 +103,19 @@ class Leader:
         self._sequencer = Sequencer(self._database, instance, check=settings.check)
         self._look_at = self._gathers_until = 0.0
 
-    def turn(self, run: Executor, announcements: Announcements, *, decided: bool) -> bool:
+    def turn(
+        self, run: Executor, announcements: Announcements, *, decided: bool, after: AfterTick | None = None
+    ) -> bool:
         """Make a tick if this process leads and a tick is due. Return whether queues have grown.
 
-        `decided` says that there may be new decisions. Raises the errors of the connection and of the database.
+        `decided` says that there may be new decisions. If so, the server executes `after` in the round trip of the
+        tick. Raises the errors of the connection and of the database.
         """
         now = time.monotonic()
         self._decided |= decided
         if now < self._act_at():
             return False
+        after = after if self._decided else None
         self._decided = False
         remaining = self._lease.hold(run.connection)
         if remaining:
@@ -120,7 +125,7 @@ class Leader:
             return False
         if not self.leads:
             self._take_the_lead(run, now)
-        counts = self._tick(run)
+        counts = self._tick(run, after)
         if not counts.collided:
             self.note.worked()
         self._look_at = now if counts.more else now + self._idle_seconds(counts)
@@ -162,10 +167,10 @@ class Leader:
     def _act_at(self) -> float:
         return max(self._rests_until, self._gathers_until if self._decided else self._look_at)
 
-    def _tick(self, run: Executor) -> TickCounts:
+    def _tick(self, run: Executor, after: AfterTick | None) -> TickCounts:
         """Make one tick and record its duration. After a collision, check the leader lease again."""
         started = time.monotonic()
-        counts = self._sequencer.run_once(run.connection)
+        counts = self._sequencer.run_once(run.connection, after)
         if counts.collided:
             self._lease.ask_again()
         if counts.ticked and measures.recorder is not None:
@@ -216,10 +221,12 @@ class LeadingConsumer(Leader):
 
     _failures = 0
 
-    def turn(self, run: Executor, announcements: Announcements, *, decided: bool) -> bool:
+    def turn(
+        self, run: Executor, announcements: Announcements, *, decided: bool, after: AfterTick | None = None
+    ) -> bool:
         """Do the same as `Leader.turn`, but raise only psycopg.Error, and only if the connection is lost."""
         try:
-            return super().turn(run, announcements, decided=decided)
+            return super().turn(run, announcements, decided=decided, after=after)
         except Exception as error:
             pause = self._rest()
             self.note.failed(error)

@@ -33,8 +33,8 @@ def test_what_is_decided_while_it_ticks_is_ticked_next(
     bench.declare("elsewhere")
     run_once, appended = Sequencer.run_once, []
 
-    def run_once_meanwhile(self: Sequencer, connection: BrokerConnection) -> TickCounts:
-        counts = run_once(self, connection)
+    def run_once_meanwhile(self: Sequencer, connection: BrokerConnection, after: Any = None) -> TickCounts:
+        counts = run_once(self, connection, after)
         if counts.appended:
             appended.append(counts.appended)
             if len(appended) < 20:
@@ -121,10 +121,10 @@ def test_ticks_that_break_the_connection_end_no_consuming(
     seen = Seen()
     run_once = Sequencer.run_once
 
-    def breaking(self: Sequencer, connection: BrokerConnection) -> TickCounts:
+    def breaking(self: Sequencer, connection: BrokerConnection, after: Any = None) -> TickCounts:
         if connection.info.parameter_status("application_name") == "outbox-consumer":
             connection.execute("SELECT pg_terminate_backend(pg_backend_pid())")
-        return run_once(self, connection)
+        return run_once(self, connection, after)
 
     monkeypatch.setattr(Sequencer, "run_once", breaking)
     with (

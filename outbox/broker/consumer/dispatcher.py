@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Final
 from uuid import UUID
 
@@ -33,6 +33,7 @@ from outbox.broker.consumer.results import Failed, book, send_on, settle
 from outbox.broker.consumer.work import FetchedEntry, HandlerCall, Lane, Result
 from outbox.broker.consumer.worker_pool import RunCall
 from outbox.broker.database.executor import Executor
+from outbox.broker.fastpath.round_trip import RoundTrip
 from outbox.broker.groups import lives, offsets
 from outbox.broker.groups.leases import Lease, QueueKey
 from outbox.broker.log.consume_queue import heads
@@ -51,6 +52,9 @@ logger = logging.getLogger(__name__)
 
 _RETRY_FETCH_SIZE: Final = 256
 _RETRY_SPAN: Final = 4_000
+# The fetch in the round trip of a tick reads this many queues at most. Each queue that has no new entry costs CPU time
+# in the session.
+_MOST_QUEUES_AHEAD: Final = 16
 
 
 def room_of(queue: OwnedQueue) -> int:
@@ -66,38 +70,99 @@ def room_of(queue: OwnedQueue) -> int:
     return max(0, limit)
 
 
+def _by_queue(
+    wanted: Sequence[tuple[OwnedQueue, int]], rows: Sequence[Row]
+) -> Iterator[tuple[OwnedQueue, int, Sequence[Row]]]:
+    """Yield each wanted queue, with how many entries were wanted and its rows. Raises BrokerError after a wrong row."""
+    start = 0
+    for slot, (queue, room) in enumerate(wanted, start=1):
+        end = start
+        while end < len(rows) and rows[end][SLOT] == slot:
+            end += 1
+        yield queue, room, rows[start:end]
+        start = end
+    if start != len(rows):
+        raise BrokerError("the broker returned fetched messages in another order than this process requested.")
+
+
+class FetchAhead:
+    """The fetch that a leading consumer process sends in the round trip of its tick (round_trip.AfterTick).
+
+    When the process sends this fetch, it does not know yet which queues the tick will append to. So the fetch reads all
+    queues that have room. If the process owns many queues, this class sends nothing.
+    """
+
+    def __init__(self, fetcher: Fetcher, owned: Mapping[QueueKey, OwnedQueue]) -> None:
+        self._fetcher = fetcher
+        self._owned = owned
+        self._wanted: list[tuple[OwnedQueue, int]] = []
+        self._starts: list[int] = []
+        self._rows: list[Row] = []
+
+    def send(self, trip: RoundTrip) -> int | None:
+        """Send the fetch. Return its number, or None if there is nothing to fetch or there are too many queues."""
+        self._wanted = [(queue, room) for queue in self._owned.values() if (room := room_of(queue)) > 0]
+        self._starts = [queue.fetch_from for queue, _ in self._wanted]
+        if not 0 < len(self._wanted) <= _MOST_QUEUES_AHEAD:
+            return None
+        return trip.send_adapted(*self._fetcher.request(self._wanted))
+
+    def answered(self, rows: list[Row]) -> None:
+        """Keep the rows until `take`."""
+        self._rows = rows
+
+    def forget(self) -> None:
+        """Drop the rows. The entries stay in the queues, and a later fetch reads them again."""
+        self._rows = []
+
+    def take(self) -> Iterator[tuple[OwnedQueue, int, Sequence[Row]]]:
+        """Yield the rows of each queue like `_by_queue`, without the rows that this process may not use any more.
+
+        Since the fetch was sent, the process may have lost, stopped or resumed a queue, or its group may be paused.
+        """
+        rows, self._rows = self._rows, []
+        if not rows:
+            return
+        for (queue, room, found), start in zip(_by_queue(self._wanted, rows), self._starts, strict=True):
+            if found and queue.fetch_from == start and len(found) <= room_of(queue):
+                yield queue, room, found
+
+
 class Prefetcher:
     """Fetches messages into the lanes. Only the dispatching thread uses this class.
 
-    `dirty` collects the queues whose position may have moved. `counts` counts the filtered messages. `runners` maps
-    (group id, topic id) to the runner of the subscription.
+    `owned` has the queues of this process. `dirty` collects the queues whose position may have moved. `counts` counts
+    the filtered messages. `runners` maps (group id, topic id) to the runner of the subscription.
     """
 
     def __init__(
         self,
         instance: UUID,
         runners: Mapping[tuple[int, int], SubscriptionRunner],
+        owned: Mapping[QueueKey, OwnedQueue],
         dirty: set[OwnedQueue],
         counts: Counter[str],
     ) -> None:
         self._instance = instance
         self._runners = runners
         self._group_ids = {group_id for group_id, _ in runners}
+        self._owned = owned
         self._dirty = dirty
         self._counts = counts
         self._fetcher = Fetcher(runner.subscribed for runner in runners.values())
+        self.ahead: Final = FetchAhead(self._fetcher, owned)
         # The queues that may have more messages to fetch, in the order of the notifications about them.
         self._hungry: dict[OwnedQueue, None] = {}
         # Messages from a retry queue that were published to topics without a subscription in this process.
         self._foreign: list[tuple[FetchedEntry, Row]] = []
 
-    def mark_grown(self, owned: Mapping[QueueKey, OwnedQueue], grown: Collection[int] | None) -> None:
+    def mark_grown(self, grown: Collection[int] | None) -> None:
         """Note that the queues with these ids have grown. None means that any queue may have grown."""
         if grown is None:
-            found = list(owned.values())
+            found = list(self._owned.values())
         else:
             keys = [(group_id, queue_id) for queue_id in grown for group_id in self._group_ids]
-            found = [owned[key] for key in keys if key in owned]
+            found = [self._owned[key] for key in keys if key in self._owned]
         for queue in found:
             self.look_at(queue)
 
@@ -107,23 +172,20 @@ class Prefetcher:
         self._hungry[queue] = None
 
     def fetch(self, run: Executor) -> None:
-        """Fetch messages in one statement, for all queues that may have more messages and whose buffer has room."""
+        """Fetch messages in one statement, for all queues that may have more messages and whose buffer has room.
+
+        First use the messages that were fetched with the tick. If there are no other messages, send no statement.
+        """
+        for queue, room, rows in self.ahead.take():
+            self._ingest(queue, rows, more=len(rows) == room)
         self._hungry = {queue: None for queue in self._hungry if queue.hungry and queue.phase is Phase.ACTIVE}
         wanted = [(queue, room) for queue in self._hungry if (room := room_of(queue)) > 0]
         if wanted:
-            rows = self._fetcher.fetch(run, wanted)
-            start = 0
-            for slot, (queue, room) in enumerate(wanted, start=1):
-                end = start
-                while end < len(rows) and rows[end][SLOT] == slot:
-                    end += 1
-                if end == start:
-                    queue.rest()
+            for queue, room, rows in _by_queue(wanted, self._fetcher.fetch(run, wanted)):
+                if rows:
+                    self._ingest(queue, rows, more=len(rows) == room)
                 else:
-                    self._ingest(queue, rows[start:end], more=end - start == room)
-                start = end
-            if start != len(rows):
-                raise BrokerError("the broker returned fetched messages in another order than this process requested.")
+                    queue.rest()
         if self._foreign:
             self._send_on(run)
 
@@ -262,13 +324,15 @@ class Dispatcher:
         self._store_at = 0.0
         self._bounded = self._draining = False
         self.counts: Counter[str] = Counter()
-        self._prefetcher = Prefetcher(instance, self._runners, self._dirty, self.counts)
+        self._prefetcher = Prefetcher(instance, self._runners, self._owned, self._dirty, self.counts)
+        # The fetch for a tick of this process. The rows are used in the next `step`.
+        self.fetch_ahead: Final = self._prefetcher.ahead
 
     # -- questions of the loop ---------------------------------------------------------------------
 
     def step(self, run: Executor, grown: Collection[int] | None) -> None:
         """Do all work that is possible now. `grown` has the ids of queues that have grown; None means any queue."""
-        self._prefetcher.mark_grown(self._owned, grown)
+        self._prefetcher.mark_grown(grown)
         self._adopt(run)
         self._collect(run)
         self._quarantine.settle(run)
@@ -330,6 +394,7 @@ class Dispatcher:
             for group in self._groups.values():
                 group.retry_queues.clear()
         self._life = life
+        self.fetch_ahead.forget()
         for queue in [queue for queue in self._owned.values() if queue.lease.life != life]:
             self._lose(queue)
 

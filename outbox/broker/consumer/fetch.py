@@ -190,8 +190,17 @@ class Fetcher:
         self._cursor: psycopg.RawCursor[Row] | None = None
 
     def fetch(self, run: Executor, wanted: Sequence[tuple[OwnedQueue, int]]) -> list[Row]:
-        """Return the rows of each wanted queue at or above its `fetch_from`, queue by queue, in the order of offsets.
+        """Execute the statement of `request`, and return its rows."""
+        statement, parameters = self.request(wanted)
+        text, names = statement.numbered(run.schema)
+        if self._cursor is None or self._cursor.connection is not run.connection:
+            self._cursor = raw_cursor_on(run.connection)
+        return self._cursor.execute(text, [parameters[name] for name in names]).fetchall()
 
+    def request(self, wanted: Sequence[tuple[OwnedQueue, int]]) -> tuple[Statement, Mapping[str, Any]]:
+        """Return the fetch statement and its parameters. The next call of this method changes the parameters.
+
+        The rows are those of each wanted queue at or above its `fetch_from`, queue by queue, in the order of offsets.
         `SLOT` is the position of the queue in `wanted`, from 1. The queue id cannot replace the slot, because several
         groups of this process may want the same queue. A row without `TOPIC_ID` refers to a message that retention
         removed. A row with `PASSES` false did not pass the filter. If a row passes but has no body, its body is large,
@@ -205,10 +214,7 @@ class Fetcher:
                 "filters": arrays.integers([self._numbers.get(queue.subscribed, 0) for queue, _ in wanted]),
             }
         self._parameters["starts"] = arrays.bigints([queue.fetch_from for queue, _ in wanted])
-        text, names = self._statement.numbered(run.schema)
-        if self._cursor is None or self._cursor.connection is not run.connection:
-            self._cursor = raw_cursor_on(run.connection)
-        return self._cursor.execute(text, [self._parameters[name] for name in names]).fetchall()
+        return self._statement, self._parameters
 
 
 _LOAD = Statement("""

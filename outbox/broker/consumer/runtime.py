@@ -39,6 +39,7 @@ from outbox.broker.database import timeouts
 from outbox.broker.database.connection import BrokerDatabase
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.notify import RECONNECT, Announcements, Channel, listen
+from outbox.broker.fastpath.round_trip import AfterTick
 from outbox.broker.groups import lives, registration
 from outbox.broker.groups.rebalance import Strategy, by_name
 from outbox.broker.log.failing import FailureNote, ProcessPart
@@ -124,10 +125,13 @@ class SessionTask(Protocol):
     def begin(self, run: Executor, instance: uuid.UUID) -> None:
         """Begin the work on a new connection."""
 
-    def turn(self, run: Executor, announcements: Announcements, *, decided: bool) -> bool:
+    def turn(
+        self, run: Executor, announcements: Announcements, *, decided: bool, after: AfterTick | None = None
+    ) -> bool:
         """Do a limited amount of due work. Return whether queues have grown.
 
-        `decided` says that a notification on Channel.DECIDED has arrived.
+        `decided` says that a notification on Channel.DECIDED has arrived. `after` is the fetch that may share the round
+        trip of a tick.
 
         Raises only psycopg.Error, and only if the connection is lost.
         """
@@ -292,12 +296,17 @@ class ConsumerSession:
         if self._session_task is None or self._announcements is None:
             return
         decided, self._decided = self._decided, False
-        if self._session_task.turn(run, self._announcements, decided=decided):
+        ahead, queued = self.dispatcher.fetch_ahead, Channel.QUEUED.name_in(self._database.schema)
+        ahead.forget()
+        if self._session_task.turn(run, self._announcements, decided=decided, after=ahead):
             # The notification of this process's own tick arrives together with the answer to the tick. If the
             # notification is missing, the server has refused to send it.
             arrived = self._announcements.wait(0)
-            if Channel.QUEUED.name_in(self._database.schema) not in arrived:
+            if queued not in arrived:
                 self._grown = None
+            if queued in self._announcements.of_others:
+                # Another leader may have appended entries after the fetch of this tick.
+                ahead.forget()
             self._note_announcements(arrived)
 
     def _wait(self, longest: float) -> None:

@@ -82,9 +82,14 @@ class Announcements:
     def __init__(self, connection: Connection) -> None:
         self._pgconn = connection.pgconn
         self._arrived: dict[str, set[str]] = {}
+        self._others: set[str] = set()
+        # The channels on which another session has sent a notification that the last `wait` returned.
+        self.of_others: set[str] = set()
         self._poll = select.poll()
         self._poll.register(self._pgconn.socket, select.POLLIN)
-        connection.add_notify_handler(lambda notification: self._add(notification.channel, notification.payload))
+        connection.add_notify_handler(
+            lambda notification: self._add(notification.channel, notification.payload, notification.pid)
+        )
 
     def wait(self, timeout: float | None, wake_up: socket.socket | None = None) -> dict[str, set[str]]:
         """Return the notifications since the last call, by channel.
@@ -101,6 +106,7 @@ class Announcements:
             self._poll.poll(None if timeout is None else timeout * 1000)
             self._consume()
         arrived, self._arrived = self._arrived, {}
+        self.of_others, self._others = self._others, set()
         return arrived
 
     def pending(self, channel: str) -> bool:
@@ -111,7 +117,9 @@ class Announcements:
     def _consume(self) -> None:
         self._pgconn.consume_input()
         while notification := self._pgconn.notifies():
-            self._add(notification.relname.decode(), notification.extra.decode())
+            self._add(notification.relname.decode(), notification.extra.decode(), notification.be_pid)
 
-    def _add(self, channel: str, payload: str) -> None:
+    def _add(self, channel: str, payload: str, sender: int) -> None:
+        if sender != self._pgconn.backend_pid:
+            self._others.add(channel)
         self._arrived.setdefault(channel, set()).add(payload)

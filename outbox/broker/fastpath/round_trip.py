@@ -2,6 +2,7 @@
 
 psycopg's pipeline mode takes more CPU in the client than a small statement takes in the server. This module uses
 libpq's pipeline directly. Values are sent and returned as text: the caller converts the few types that it uses.
+`send_adapted` is for a statement whose values psycopg converts.
 """
 
 from __future__ import annotations
@@ -10,19 +11,23 @@ import select
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final, Protocol
 
 import psycopg
+from psycopg import abc
+from psycopg.adapt import PyFormat, Transformer
 from psycopg.errors import error_from_result
-from psycopg.pq import ConnStatus, ExecStatus
+from psycopg.pq import ConnStatus, ExecStatus, Format
 from psycopg.pq.abc import PGconn, PGresult
 from psycopg.rows import tuple_row
 
 from outbox.broker.database.connection import Connection
+from outbox.broker.database.executor import raw_cursor_on
 from outbox.broker.database.statement import Statement
 from outbox.broker.fastpath import switch
 
-Row = tuple[bytes | None, ...]
+# The values are bytes or None, except in the rows of a statement that `send_adapted` has sent.
+Row = tuple[Any, ...]
 
 _ANSWERED: Final = (ExecStatus.TUPLES_OK, ExecStatus.COMMAND_OK)
 
@@ -34,10 +39,14 @@ def array(values: Sequence[int]) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
-    """A sent command without its answer. `text` and `name` are set if the command prepares a statement."""
+    """A sent command without its answer.
+
+    `text` and `name` are set if the command prepares a statement. `adapter` is set if psycopg converts the rows.
+    """
 
     text: bytes = b""
     name: bytes = b""
+    adapter: abc.Transformer | None = None
 
 
 class RoundTrip:
@@ -56,6 +65,7 @@ class RoundTrip:
         self._prepares = prepare
         self._prepared = {} if prepared is None else prepared
         self._sent: list[_Sent] = []
+        self._cursor: psycopg.RawCursor[Any] | None = None
 
     def send(self, statement: Statement, parameters: Mapping[str, bytes | None] | None = None) -> int:
         """Add a statement and return its number. The statement is sent now or, at the latest, by `finish`."""
@@ -65,14 +75,38 @@ class RoundTrip:
         if not self._prepares:
             pgconn.send_query_params(text, values)
         else:
-            name = self._prepared.get(text)
-            if name is None:
-                # The name is random, so no other prepared statement has this name, even behind an unknown pooler.
-                name = b"outbox_%s" % uuid.uuid4().hex.encode()
-                pgconn.send_prepare(name, text)
-                self._sent.append(_Sent(text, name))
-            pgconn.send_query_prepared(name, values)
-        self._sent.append(_Sent())
+            pgconn.send_query_prepared(self._name(text), values)
+        return self._add(_Sent())
+
+    def send_adapted(self, statement: Statement, parameters: Mapping[str, Any]) -> int:
+        """Do the same as `send`, but psycopg converts the parameters and the rows, as with `raw_cursor_on`.
+
+        Raises psycopg.Error if psycopg cannot convert a parameter.
+        """
+        if self._cursor is None:
+            self._cursor = raw_cursor_on(self._connection)
+        text, names = statement.numbered(self._schema)
+        adapter = Transformer(self._cursor)
+        values = adapter.dump_sequence([parameters[name] for name in names], [PyFormat.AUTO] * len(names))
+        pgconn = self._pipeline()
+        if not self._prepares:
+            pgconn.send_query_params(text, values, adapter.types, adapter.formats, Format.BINARY)
+        else:
+            pgconn.send_query_prepared(self._name(text, adapter.types), values, adapter.formats, Format.BINARY)
+        return self._add(_Sent(adapter=adapter))
+
+    def _name(self, text: bytes, types: Sequence[int] | None = None) -> bytes:
+        """Return the name of the prepared statement. If the statement is not prepared yet, send it to be prepared."""
+        name = self._prepared.get(text)
+        if name is None:
+            # The name is random, so no other prepared statement has this name, even behind an unknown pooler.
+            name = b"outbox_%s" % uuid.uuid4().hex.encode()
+            self._pipeline().send_prepare(name, text, types)
+            self._sent.append(_Sent(text, name))
+        return name
+
+    def _add(self, sent: _Sent) -> int:
+        self._sent.append(sent)
         return sum(not sent.name for sent in self._sent) - 1
 
     def discard_prepared(self) -> None:
@@ -107,7 +141,7 @@ class RoundTrip:
                 if sent[number].name:
                     self._prepared[sent[number].text] = sent[number].name
                 else:
-                    rows.append(_rows(result))
+                    rows.append(_rows(result, sent[number].adapter))
         if pgconn.status == ConnStatus.OK:
             pgconn.exit_pipeline_mode()
         return rows, error
@@ -194,11 +228,27 @@ class OneByOne(RoundTrip):
         self._waiting = []
 
 
+class AfterTick(Protocol):
+    """A statement of the caller that the server executes after the COMMIT of a tick, in the same round trip.
+
+    The statement sees the entries of the tick. The tick may change nothing.
+    """
+
+    def send(self, trip: RoundTrip) -> int | None:
+        """Send the statement. Return its number, or None if there is nothing to send."""
+
+    def answered(self, rows: list[Row]) -> None:
+        """Take the rows of the statement. The tick has committed. Not called if the tick or the statement failed."""
+
+
 def round_trip(connection: Connection, schema: str, *, prepare: bool) -> RoundTrip:
     """Return a RoundTrip for this connection, or a OneByOne if the fast paths are off."""
     return RoundTrip(connection, schema, prepare=prepare) if switch.enabled else OneByOne(connection, schema)
 
 
-def _rows(result: PGresult) -> list[Row]:
+def _rows(result: PGresult, adapter: abc.Transformer | None = None) -> list[Row]:
+    if adapter is not None:
+        adapter.set_pgresult(result)
+        return adapter.load_rows(0, result.ntuples, tuple)
     columns = range(result.nfields)
     return [tuple(result.get_value(row, column) for column in columns) for row in range(result.ntuples)]

@@ -26,8 +26,9 @@ from outbox.broker.database.connection import BrokerDatabase, Connection
 from outbox.broker.database.executor import Executor, Snapshot
 from outbox.broker.database.notify import Channel
 from outbox.broker.database.statement import Statement
+from outbox.broker.fastpath import switch
 from outbox.broker.fastpath.arrays import uuids
-from outbox.broker.fastpath.round_trip import RoundTrip, Row, array, round_trip
+from outbox.broker.fastpath.round_trip import AfterTick, RoundTrip, Row, array, round_trip
 from outbox.broker.sequencer.key_order import Key
 from outbox.broker.sequencer.takeover import BEGIN_REPEATABLE, COMMIT, TICK_SETTINGS, TickState, adopt
 from outbox.broker.transaction import half_scan
@@ -271,18 +272,26 @@ class Sequencer:
         self._connection: Connection | None = None
         self._round_trip: RoundTrip | None = None
         self._state: TickState | None = None
+        # The caller's statement of this call of `run_once`, and the rows of this statement.
+        self._after: AfterTick | None = None
+        self._answer: list[Row] | None = None
 
-    def run_once(self, connection: Connection) -> TickCounts:
+    def run_once(self, connection: Connection, after: AfterTick | None = None) -> TickCounts:
         """Run one bounded tick on an autocommit connection, if there is new work.
+
+        With `after`, the tick and this statement take one round trip. With the fast paths off, `after` is ignored.
 
         The caller handles errors of the connection. After an error, the next call starts from the stored tick.
         """
+        self._after, self._answer = after if switch.enabled else None, None
         try:
             trip, state = self._adopted(connection)
             faults.point("sequencer.before_tick")
             counts = self._tick(trip, connection, state)
             faults.point("sequencer.after_tick")
             self._hint(connection, state)
+            if after is not None and self._answer is not None:
+                after.answered(self._answer)
             return counts
         except (UniqueViolation, SerializationFailure, DeadlockDetected, InvalidSqlStatementName, _Outdated) as error:
             # This error is expected when another process has just become leader. Only the first line of PostgreSQL's
@@ -389,11 +398,14 @@ class Sequencer:
         return trip.send(_TICK, parameters)
 
     def _commit(self, trip: RoundTrip, state: TickState) -> list[list[Row]]:
-        """Commit the tick, send the notification, and return all answers of this round trip.
+        """Commit the tick, execute the caller's statement, send the notification, and return all answers.
 
-        If the notification fails, the consumers find the new entries at their next poll.
+        If the notification fails, the consumers find the new entries at their next poll. The caller's statement comes
+        first, because the notification is sent only at the end of the round trip. If the caller's statement fails, the
+        notification is not sent.
         """
         commit = trip.send(COMMIT)
+        after = self._after.send(trip) if self._after is not None else None
         announced = {
             "tick_id": b"%d" % state.tick_id,
             "channel": Channel.QUEUED.name_in(self._schema).encode(),
@@ -408,6 +420,8 @@ class Sequencer:
             state.names_queues = False
         elif found[announce]:
             state.names_queues = True
+        if after is not None:
+            self._answer = found[after] if len(found) > after else None
         return found
 
     def _reading(self, state: TickState) -> dict[str, bytes | None]:
