@@ -402,7 +402,7 @@ class Sequencer:
 
         If the notification fails, the consumers find the new entries at their next poll. The caller's statement comes
         first, because the notification is sent only at the end of the round trip. If the caller's statement fails, the
-        notification is not sent.
+        server skips the notification, so it is sent in a round trip of its own.
         """
         commit = trip.send(COMMIT)
         after = self._after.send(trip) if self._after is not None else None
@@ -415,13 +415,18 @@ class Sequencer:
         found, error = trip.finish_all()
         if len(found) <= commit:
             raise error or psycopg.OperationalError("the connection ended during a tick")
+        if after is not None and len(found) > after:
+            self._answer = found[after]
+        elif after is not None:
+            logger.debug("the statement in the round trip of a tick failed: %s", error)
+            trip.send(_ANNOUNCE, announced)
+            announcement, error = trip.finish_all()
+            found += [[], *announcement]
         if error is not None:
             logger.debug("the notification of consumers about new entries was not sent: %s", error)
             state.names_queues = False
         elif found[announce]:
             state.names_queues = True
-        if after is not None:
-            self._answer = found[after] if len(found) > after else None
         return found
 
     def _reading(self, state: TickState) -> dict[str, bytes | None]:

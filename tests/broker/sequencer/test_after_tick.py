@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from outbox.broker.database.connection import BrokerConnection, BrokerDatabase
-from outbox.broker.database.notify import Announcements
+from outbox.broker.database.executor import Executor
+from outbox.broker.database.notify import Announcements, Channel, listen
 from outbox.broker.database.statement import Statement
 from outbox.broker.fastpath import switch
 from outbox.broker.fastpath.round_trip import RoundTrip
@@ -85,11 +86,17 @@ def test_a_tick_that_looks_at_fifo_messages_answers_once(
 def test_a_statement_that_fails_takes_nothing_of_the_tick(
     broker: PostgresBroker, database: BrokerDatabase, connection: BrokerConnection
 ) -> None:
+    """The entries and the notification of the other consumers."""
     sequencer, asking = new_sequencer(database), Asking(BROKEN)
-    for count in (1, 2, 3):
-        broker.send([message()])
-        assert sequencer.run_once(connection, asking).appended == 1
-        assert len(queued_ids(connection)) == count
+    with database.open(name="other") as other:
+        other.autocommit = True
+        listen(Executor(other, database.schema), Channel.QUEUED)
+        announcements = Announcements(other)
+        for count in (1, 2, 3):
+            broker.send([message()])
+            assert sequencer.run_once(connection, asking).appended == 1
+            assert len(queued_ids(connection)) == count
+            assert announcements.wait(5), "the other consumers are notified"
     assert asking.sent == 3 and asking.answers == []
 
 
