@@ -89,9 +89,11 @@ def _once(texts: Sequence[str]) -> str:
 
 
 def _met(bound: Bound, machines: Iterable[list[float] | None]) -> str:
-    """A goal is met if each machine that was measured meets it."""
-    met = [bound.met(Spread.of(values).median) for values in machines if values]
-    return ("yes" if all(met) else "no") if met else NOT_MEASURED
+    """A goal is met if both machines meet it."""
+    met = [bound.met(Spread.of(values).median) if values else None for values in machines]
+    if False in met:
+        return "no"
+    return "yes" if None not in met else "yes on one" if True in met else NOT_MEASURED
 
 
 def goals_text() -> str:
