@@ -49,7 +49,7 @@ def store_rounds(name: str, rounds: Sequence[Round], *, raw_notify: float, n: Ma
 
 
 def store_tables(name: str, tables: Sequence[Mapping[str, Any]], *, rounds: int) -> None:
-    """Replace the file by the tables that a script has printed until now."""
+    """Replace the file by the tables that a script has printed until now. `rounds` 0 is unknown."""
     raw_notify = float(os.environ.get("OUTBOX_BENCH_RAW_NOTIFY", "0"))
     given = {key: value for key, value in sorted(os.environ.items()) if key.startswith("OUTBOX_BENCH_")}
     own = (*(f"OUTBOX_BENCH_{name}" for name in ("STORE", "RAW_NOTIFY", "RESULTS", "REPEATS")), slowed.VARIABLE)

@@ -153,13 +153,17 @@ def about(it: Results) -> str:
     parts = [
         f"slowed by {said['slowed']}" if said["slowed"] else "",
         *sizes,
-        "one round" if said["rounds"] == 1 else f"{said['rounds']} rounds, median (lowest to highest)",
+        _rounds(said["rounds"]),
         f"{said['cores']} cores ({said['cpu']})",
         said["durability"],
         f"raw NOTIFY {said['raw_notify_per_second']:,} messages/s" if said["raw_notify_per_second"] else "",
         f"commit {said['commit']}, {said['date']}",
     ]
     return "; ".join(part for part in parts if part) + "."
+
+
+def _rounds(count: int) -> str:
+    return "one round" if count == 1 else f"{count} rounds, median (lowest to highest)" if count else ""
 
 
 # -- Markdown --------------------------------------------------------------------------------------
