@@ -77,10 +77,20 @@ def goal_cells(goal: Goal, machines: Sequence[Results | None]) -> list[str]:
     return [
         goal.what,
         "; ".join(str(bound) for bound in goal.bounds),
-        *(_once([_spread(one) if one else NOT_MEASURED for one in of_machine]) for of_machine in values),
+        *(_shown(of_machine) + _ceiling(goal, it) for of_machine, it in zip(values, machines, strict=True)),
         _once(met),
         f"`goals --part {goal.part}`",
     ]
+
+
+def _shown(values: Sequence[list[float] | None]) -> str:
+    return _once([_spread(one) if one else NOT_MEASURED for one in values])
+
+
+def _ceiling(goal: Goal, it: Results | None) -> str:
+    """What raw claim-delete reaches, if the goal has a ceiling and it was measured."""
+    found = [values for bound in goal.ceiling if it and (values := bound.values(it.rows))]
+    return f"; raw claim-delete: {_shown(found)}" if found else ""
 
 
 def _once(texts: Sequence[str]) -> str:

@@ -74,6 +74,12 @@ def test_a_goal_is_met_on_both_machines_or_not(fast: Results, slow: Results | No
     assert tables.goal_cells(goal, [fast, slow])[1:5] == ["≥ 1.5", *shown]
 
 
+def test_the_ceiling_is_beside_the_figure() -> None:
+    bound = Bound(True, 1.5, ("ours", "x"), ("peer", "x"))
+    cells = tables.goal_cells(Goal("what", "bulk", (bound,), (bound,)), [_machine(3, 2), None])
+    assert cells[2:5] == ["1.50 (0.00 to 1.50); raw claim-delete: 1.50 (0.00 to 1.50)", "not measured", "yes on one"]
+
+
 def test_a_limit_above_and_a_difference() -> None:
     bound = Bound(False, 6, ("ours", "x"), less=("peer", "x"))
     values = bound.values({"ours": {"x": [60.0]}, "peer": {"x": [52.0]}})
