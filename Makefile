@@ -16,7 +16,7 @@ SLOW    := slow and not soak$(if $(BROWSER),, and not browser)$(if $(MAVEN),, an
 WORKERS ?= 3
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test slow matrix lint format bench bench-quick faults clean
+.PHONY: help install demo test slow matrix lint format bench bench-quick goals tables faults clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -60,6 +60,13 @@ lint: $(STAMP) ## Style and types
 bench: $(STAMP) ## Measure throughput and latency on this machine (nothing else should be running)
 	$(BIN)/python -m benchmarks.web_peers --install
 	$(BIN)/python -m benchmarks
+
+goals: $(STAMP) ## The figures of the goals in docs/performance.md, in 25 minutes (SLOWED=1: on a slowed machine)
+	$(BIN)/python -m benchmarks.web_peers --install
+	$(BIN)/python -m benchmarks.goals $(if $(SLOWED),--slowed)
+
+tables: $(STAMP) ## Print the stored figures into README.md and docs/performance
+	$(BIN)/python -m benchmarks.tables
 
 bench-quick: $(STAMP) ## The web job beside its peers in five minutes, with a picture (var/bench-quick.svg)
 	$(BIN)/python -m benchmarks.web_peers --install

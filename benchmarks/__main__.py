@@ -1,15 +1,21 @@
-"""`python -m benchmarks [NAME…]`: run the benchmarks, each in a process of its own."""
+"""`python -m benchmarks [NAME…]`: run the benchmarks, each in a process of its own, and store what they print.
+
+The tables go to benchmarks/results; `python -m benchmarks.tables` then prints them into the documents.
+"""
 
 from __future__ import annotations
 
 import os
-import platform
 import subprocess
 import sys
 
+from benchmarks import results, slowed
+from benchmarks.goal_parts import raw_notify
+from benchmarks.harness import server
+
 # The web path first, then the parts behind it, then comparisons.
 NAMES = (
-    *("web_peers", "web", "slow_disk", "bulk", "modes", "inbox"),
+    *("web_peers", "slow_disk", "bulk", "modes", "inbox"),
     *("ticks", "growth", "held_open", "checkback", "retention", "pruning", "upgrade", "status", "metrics", "tracing"),
     *("branches", "celery_worker", "engines", "forward"),
 )
@@ -20,13 +26,16 @@ def main(names: list[str]) -> int:
     if unknown:
         print(f"there is no benchmark {unknown[0]!r}; there are: {', '.join(NAMES)}", file=sys.stderr)
         return 2
-    print(
-        f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, "
-        "PostgreSQL on the same machine"
-    )
-    codes = [
-        subprocess.run([sys.executable, "-m", f"benchmarks.{name}"], check=False).returncode for name in names or NAMES
-    ]
+    with slowed.if_wanted():
+        with server() as url:
+            speed = raw_notify(url)
+        said = results.about(0, speed, {})
+        print(f"{said['cpu']}, {said['cores']} cores, Python {said['python']}, raw NOTIFY {speed:,.0f} messages/s")
+        stored = os.environ | {"OUTBOX_BENCH_STORE": "1", "OUTBOX_BENCH_RAW_NOTIFY": f"{speed:.0f}"}
+        codes = [
+            subprocess.run([sys.executable, "-m", f"benchmarks.{name}"], env=stored, check=False).returncode
+            for name in names or NAMES
+        ]
     return max(codes)
 
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import psycopg
 
+from benchmarks.claiming import BATCH, claim_all
 from benchmarks.harness import REPEATS, Spread, Usage, measured, server, table
 from outbox.broker import embedded
 from outbox.broker.database.connection import BrokerDatabase
@@ -26,7 +27,6 @@ from outbox.topic import MessageType, Topic
 from outbox.transaction import Decision, EndTransaction, HalfTransaction
 
 MESSAGES = int(os.environ.get("OUTBOX_BENCH_MESSAGES", "100000"))
-BATCH = 500
 BODY = (
     b'{"order_id": 1234567, "customer": "customer-0001234", "total": "129.90", "currency": "EUR", "lines": ['
     + b", ".join(b'{"sku": "sku-%04d", "n": 1}' % n for n in range(5))
@@ -34,6 +34,7 @@ BODY = (
 )
 PLAIN, FIFO = "bulk", "bulk-fifo"
 GROUP = "bench"
+_TABLE = "CREATE TABLE queue (id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY, body bytea)"
 
 
 def main() -> None:
@@ -42,8 +43,8 @@ def main() -> None:
     rows: dict[str, list[tuple[float, Usage]]] = {}
     with server() as url:
         for run in range(REPEATS):
-            for name, measure in MEASURES.items():
-                database = embedded.create_database(url, f"bulk_{run}_{name.replace(' ', '_').replace(',', '')}")
+            for number, (name, measure) in enumerate(MEASURES.items()):
+                database = embedded.create_database(url, f"bulk_{run}_{number}")
                 rows.setdefault(name, []).append(measure(database))
     table(
         "bulk path",
@@ -58,26 +59,69 @@ def main() -> None:
             for name, results in rows.items()
         ],
     )
-    one, two = (rows[f"drain, {count} joined"] for count in ("one worker that has", "two workers that have"))
-    ratios = [b / a for (a, _), (b, _) in zip(one, two, strict=True)]
-    table("draining by two workers", ["ratio to one of the same round"], [[f"{Spread.of(ratios):.2f}"]])
+    ratios(rows)
+
+
+def ratios(rows: dict[str, list[tuple[float, Usage]]]) -> None:
+    """Draining by several workers beside several processes that claim from a bare table: what the cores can."""
+    table(
+        "draining by more workers, against one of the same round",
+        ["workers or processes", "workers", "raw claim-delete"],
+        [[str(count), *(f"{_against_one(rows, kind, count):.2f}" for kind in (DRAIN, CLAIM))] for count in (2, 4)],
+    )
+
+
+def _against_one(rows: dict[str, list[tuple[float, Usage]]], kind: str, count: int) -> Spread:
+    one, more = rows[kind.format(1)], rows[kind.format(count)]
+    return Spread.of([b / a for (a, _), (b, _) in zip(one, more, strict=True)])
 
 
 def raw_insert_then_delete(url: str) -> tuple[float, Usage]:
     """The ceiling: only bodies, claimed by deleting."""
     with psycopg.connect(url, autocommit=True) as connection, measured(url) as usage:
-        connection.execute("CREATE TABLE queue (id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY, body bytea)")
+        connection.execute(_TABLE)
         started = time.perf_counter()
-        for _ in range(MESSAGES // BATCH):
-            connection.execute("INSERT INTO queue (body) SELECT unnest(%s::bytea[])", [[BODY] * BATCH], binary=True)
-        claim = """
-            WITH next AS (SELECT id FROM queue ORDER BY id LIMIT %s FOR UPDATE SKIP LOCKED)
-            DELETE FROM queue USING next WHERE queue.id = next.id RETURNING queue.id, queue.body
-        """
-        while connection.execute(claim, [BATCH], binary=True).fetchall():
-            pass
+        fill(connection)
+        claim_all(connection)
         seconds = time.perf_counter() - started
     return MESSAGES / seconds, usage()
+
+
+def fill(connection: psycopg.Connection) -> None:
+    for _ in range(MESSAGES // BATCH):
+        connection.execute("INSERT INTO queue (body) SELECT unnest(%s::bytea[])", [[BODY] * BATCH], binary=True)
+
+
+def claim_by(processes: int) -> Callable[[str], tuple[float, Usage]]:
+    """From the first claim until the last process has found nothing more; what the cores can."""
+
+    def measure(url: str) -> tuple[float, Usage]:
+        with psycopg.connect(url, autocommit=True) as connection:
+            connection.execute(_TABLE)
+            fill(connection)
+        with contextlib.ExitStack() as stack:
+            claiming = [stack.enter_context(_claiming(url)) for _ in range(processes)]
+            usage = stack.enter_context(measured(url))
+            started = time.perf_counter()
+            for one in claiming:
+                assert one.stdin is not None
+                one.stdin.write("go\n")
+                one.stdin.flush()
+            for one in claiming:
+                assert one.stdout is not None
+                assert one.stdout.readline() == "done\n"
+            seconds = time.perf_counter() - started
+        return MESSAGES / seconds, usage()
+
+    return measure
+
+
+def _claiming(url: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "benchmarks.claiming", "--database", url]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    return process
 
 
 def prepared(url: str) -> PostgresBroker:
@@ -254,17 +298,20 @@ def all_at_once(send: Callable[[PostgresBroker, str], None], topic: str) -> Call
     return measure
 
 
+# The rows of so many processes.
+CLAIM, DRAIN = "raw claim-delete, processes: {}", "drain, workers that have joined: {}"
+FIFO_ROW = "end to end, two-phase, FIFO"
 MEASURES: dict[str, Callable[[str], tuple[float, Usage]]] = {
     "raw psycopg insert + claim-delete": raw_insert_then_delete,
     "send, decided": sending(send_decided),
     "send, two-phase": sending(send_two_phase),
     "sequence alone": sequence_alone,
     "drain alone, one worker": drain_alone,
-    "drain, one worker that has joined": drain_joined(1),
-    "drain, two workers that have joined": drain_joined(2),
+    **{CLAIM.format(count): claim_by(count) for count in (1, 2, 4)},
+    **{DRAIN.format(count): drain_joined(count) for count in (1, 2, 4)},
     "end to end, decided": all_at_once(send_decided, PLAIN),
     "end to end, two-phase": all_at_once(send_two_phase, PLAIN),
-    "end to end, two-phase, FIFO": all_at_once(send_two_phase, FIFO),
+    FIFO_ROW: all_at_once(send_two_phase, FIFO),
 }
 
 

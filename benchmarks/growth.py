@@ -18,7 +18,8 @@ from tempfile import TemporaryDirectory
 import psycopg
 
 from benchmarks import processes
-from benchmarks.bulk import BATCH, BODY, process
+from benchmarks.bulk import BODY, process
+from benchmarks.claiming import BATCH
 from benchmarks.harness import REPEATS, Spread, server, table
 from benchmarks.peers import record
 from outbox.broker import embedded

@@ -6,21 +6,24 @@ import argparse
 import contextlib
 import os
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import LiteralString
+from typing import Any, LiteralString
 
 import psycopg
 
+from benchmarks import results
 from outbox.broker import embedded
 
 # Default durability (fsync, synchronous_commit); only sizes that a server of any size would have.
 SERVER_SETTINGS = {"max_connections": "200", "shared_buffers": "512MB", "max_wal_size": "8GB"}
 # The rule is five runs; fewer give a first look.
 REPEATS = int(os.environ.get("OUTBOX_BENCH_REPEATS", "5"))
+_printed: list[dict[str, Any]] = []
 
 
 @contextlib.contextmanager
@@ -105,7 +108,7 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print rows under a header, aligned."""
+    """Print rows under a header, aligned. With OUTBOX_BENCH_STORE, store all tables of the script until now."""
     widths = [max(len(str(row[i])) for row in [header, *rows]) for i in range(len(header))]
     print(f"\n{title}")
     for row in [header, *rows]:
@@ -113,6 +116,12 @@ def table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> N
             "  " + "  ".join(str(cell).ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip(),
             flush=True,
         )
+    if os.environ.get("OUTBOX_BENCH_STORE"):
+        _printed.append({"title": title, "header": list(header), "rows": [list(row) for row in rows]})
+        script = sys.modules["__main__"]
+        # A script without REPEATS says in its tables how often it measures.
+        rounds = getattr(script, "REPEATS", 0)
+        results.store_tables(Path(sys.argv[0]).stem, _printed, rounds=rounds)
 
 
 def timed(work: Callable[[], object], repeats: int) -> str:

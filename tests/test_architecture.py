@@ -14,7 +14,8 @@ PAGES = [
     PAGE,
     *(path for folder in ("internals", "decisions") for path in sorted((ROOT / "docs" / folder).glob("*.md"))),
 ]
-LINKING = [path for folder in ("", "docs", "docs/internals", "docs/decisions") for path in (ROOT / folder).glob("*.md")]
+FOLDERS = ("", "docs", "docs/internals", "docs/decisions", "docs/performance")
+LINKING = [path for folder in FOLDERS for path in (ROOT / folder).glob("*.md")]
 # The tests that the pages name are looked for in test_states.py.
 NAMED = re.compile(r"`((?:outbox|spark|sample_project)/[^`\s]*\.py)(?:::([A-Za-z_.]+))?`")
 

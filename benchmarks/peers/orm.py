@@ -33,3 +33,10 @@ def block(publish: Callable[[Any, dict[str, Any]], None] | None) -> Block:
                 publish(order, {"number": number, **BODY})
 
     return run
+
+
+def write_effect(number: int) -> None:
+    """The one model write of a handler with an inbox."""
+    from benchmarks.shop.models import Effect
+
+    Effect.objects.create(number=number)

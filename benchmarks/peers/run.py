@@ -79,7 +79,7 @@ class Running:
         told = {"first": first, "count": count, "threads": threads, "per_second": per_second, "plain": plain}
         with psycopg.connect(self.application, autocommit=True) as connection, measured(self.application) as usage:
             before = self._cpu(connection)
-            answer = self._ask({**told, "into": str(into)})
+            answer = ask(self.web, {**told, "into": str(into)})
             handled = {} if plain else self._wait(first, count)
             time.sleep(_SETTLE_SECONDS)
             used = self._cpu(connection)
@@ -92,14 +92,6 @@ class Running:
             usage=usage(),
             cpu={role: used[role] - before[role] for role in ROLES},
         )
-
-    def _ask(self, job: dict[str, Any]) -> dict[str, int]:
-        assert self.web.stdin is not None
-        assert self.web.stdout is not None
-        self.web.stdin.write(json.dumps(job) + "\n")
-        self.web.stdin.flush()
-        answer: dict[str, int] = json.loads(self.web.stdout.readline())
-        return answer
 
     def _wait(self, first: int, count: int) -> dict[int, int]:
         path = self.folder / "handled"
@@ -159,20 +151,10 @@ def running(url: str, way: Way, name: str) -> Iterator[Running]:
         application, broker = databases(url, way, name, folder)
         environment = _environment(way, application, broker, folder)
         others = [_redis(stack, folder)] if way.program == "redis-server" else []
-        python = str(python_of(way.environment))
-        web = subprocess.Popen(
-            [python, "-m", "benchmarks.peers.web"],
-            env=environment | {"OUTBOX_BENCH_ROLE": "web"},
-            # Python looks there first, and must not find this checkout's outbox in place of another's.
-            cwd=folder,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        stack.callback(_ended, web)
+        web = stack.enter_context(_web_process(way, environment, folder))
         with (folder / "worker.log").open("wb") as log:
             worker = subprocess.Popen(
-                [python, *way.worker],
+                [str(python_of(way.environment)), *way.worker],
                 env=environment | {"OUTBOX_BENCH_ROLE": "worker"},
                 cwd=folder,
                 stdin=subprocess.DEVNULL,
@@ -180,9 +162,7 @@ def running(url: str, way: Way, name: str) -> Iterator[Running]:
                 stderr=subprocess.STDOUT,
             )
         stack.callback(_ended, worker)
-        assert web.stdout is not None
-        if web.stdout.readline() != "ready\n":
-            raise SystemExit(f"{way.name}: the web process did not start")
+        _ready(way, web)
         it = Running(way, application, web, worker, tuple(others), folder)
         try:
             it.job(WARM_UP)
@@ -190,6 +170,51 @@ def running(url: str, way: Way, name: str) -> Iterator[Running]:
         except SystemExit:
             print((folder / "worker.log").read_text(errors="replace")[-3000:])
             raise
+
+
+@contextlib.contextmanager
+def one_publish(url: str, way: Way, name: str, folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """A web process alone, after its only block."""
+    application, broker = databases(url, way, name, folder)
+    environment = _environment(way, application, broker, folder)
+    with _web_process(way, environment, folder) as web:
+        _ready(way, web)
+        job = {"first": 0, "count": 1, "threads": 1, "per_second": 0, "plain": False, "into": str(folder / "blocks")}
+        ask(web, job)
+        yield web
+
+
+@contextlib.contextmanager
+def _web_process(way: Way, environment: dict[str, str], folder: Path) -> Iterator[subprocess.Popen[str]]:
+    web = subprocess.Popen(
+        [str(python_of(way.environment)), "-m", "benchmarks.peers.web"],
+        env=environment | {"OUTBOX_BENCH_ROLE": "web"},
+        # Python looks there first, and must not find this checkout's outbox in place of another's.
+        cwd=folder,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield web
+    finally:
+        _ended(web)
+
+
+def _ready(way: Way, web: subprocess.Popen[str]) -> None:
+    assert web.stdout is not None
+    if web.stdout.readline() != "ready\n":
+        raise SystemExit(f"{way.name}: the web process did not start")
+
+
+def ask(web: subprocess.Popen[str], job: dict[str, Any]) -> dict[str, int]:
+    """Let a web process run a job; its answer (see `benchmarks.peers.web.run`)."""
+    assert web.stdin is not None
+    assert web.stdout is not None
+    web.stdin.write(json.dumps(job) + "\n")
+    web.stdin.flush()
+    answer: dict[str, int] = json.loads(web.stdout.readline())
+    return answer
 
 
 def databases(url: str, way: Way, name: str, folder: Path) -> tuple[str, str]:

@@ -41,12 +41,10 @@ ATOMIC = Way("this project, atomic", "this_project", "", _OUTBOX)
 TWO_PHASE = Way("this project, two-phase", "this_project", "", _OUTBOX, two_phase=True)
 RELIABLE = Way("django-reliable-outbox", "reliable", "django-reliable-outbox", _OUTBOX)
 RELIABLE_INBOX = replace(RELIABLE, name=f"{RELIABLE.name}, inbox", inbox=True)
-OURS = (
-    ATOMIC,
-    replace(ATOMIC, name=f"{ATOMIC.name}, inbox", inbox=True),
-    TWO_PHASE,
-    replace(TWO_PHASE, name=f"{TWO_PHASE.name}, inbox", inbox=True),
-)
+ATOMIC_INBOX, TWO_PHASE_INBOX = (replace(way, name=f"{way.name}, inbox", inbox=True) for way in (ATOMIC, TWO_PHASE))
+OURS = (ATOMIC, ATOMIC_INBOX, TWO_PHASE, TWO_PHASE_INBOX)
+# Only its web process is run: what a web process has without outbox.
+PLAIN_DJANGO = Way("Django without outbox", "plain_django", "", ())
 PEERS = (
     RELIABLE,
     RELIABLE_INBOX,

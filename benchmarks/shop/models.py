@@ -1,4 +1,4 @@
-"""One business row."""
+"""The rows of the benchmarks' application."""
 
 from __future__ import annotations
 
@@ -16,6 +16,17 @@ class Order(models.Model):
     created_at = models.DateTimeField(auto_now_add=True)
 
     objects: ClassVar[models.Manager[Order]] = models.Manager()
+
+    class Meta:
+        app_label = "shop"
+
+
+class Effect(models.Model):
+    """The row that a handler with an inbox writes."""
+
+    number = models.BigIntegerField()
+
+    objects: ClassVar[models.Manager[Effect]] = models.Manager()
 
     class Meta:
         app_label = "shop"

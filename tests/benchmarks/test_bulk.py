@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.bulk import CLAIM, DRAIN
 from tests.benchmarks.support import number, tables
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(600)
 def test_bulk_small() -> None:
-    bulk, two = tables("bulk", OUTBOX_BENCH_MESSAGES="2000").values()
+    bulk, more = tables("bulk", OUTBOX_BENCH_MESSAGES="2000").values()
     rates = {row["what (median, low to high)"]: number(row["messages/s"]) for row in bulk}
-    assert {"drain, one worker that has joined", "drain, two workers that have joined"} <= set(rates)
+    rows = {kind: [rates[kind.format(count)] for count in (1, 2, 4)] for kind in (CLAIM, DRAIN)}
     assert all(rate > 0 for rate in rates.values())
-    measured = rates["drain, two workers that have joined"] / rates["drain, one worker that has joined"]
-    assert number(two[0]["ratio to one of the same round"]) == pytest.approx(measured, abs=0.02)
+    for kind, column in ((DRAIN, "workers"), (CLAIM, "raw claim-delete")):
+        expected = [rows[kind][1] / rows[kind][0], rows[kind][2] / rows[kind][0]]
+        assert [number(row[column]) for row in more] == pytest.approx(expected, abs=0.02)
 
 
 @pytest.mark.soak

@@ -1,0 +1,1 @@
+"""A Django application without outbox and without messages."""

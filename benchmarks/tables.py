@@ -1,0 +1,206 @@
+"""Print the stored figures into the documents: `python -m benchmarks.tables`.
+
+It rewrites README.md, docs/performance.md and docs/performance/*.md. A block of figures is between
+`<!-- figures: NAME -->` and `<!-- end of figures -->`. NAME is `goals`, `speed` (README's line), or the name of a file
+in benchmarks/results.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import results
+from benchmarks.goal_list import GOALS, P50, RATE, Bound, Goal
+from benchmarks.harness import Spread
+from benchmarks.peers.ways import ATOMIC_INBOX, RELIABLE_INBOX, TWO_PHASE_INBOX
+from benchmarks.results import Results
+
+ROOT = Path(__file__).resolve().parents[1]
+NOT_MEASURED = "not measured"
+_BLOCK = re.compile(r"(<!-- figures: ([\w. ]+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
+
+
+def main() -> None:
+    for page in pages():
+        page.write_text(rendered(page.read_text(encoding="utf-8")), encoding="utf-8")
+        print(page.relative_to(ROOT))
+
+
+def pages() -> list[Path]:
+    return [ROOT / "README.md", ROOT / "docs" / "performance.md", *sorted((ROOT / "docs" / "performance").glob("*.md"))]
+
+
+def rendered(page: str) -> str:
+    """The page with its blocks of figures made again from the files."""
+    return _BLOCK.sub(lambda found: f"{found[1]}{_block(found[2])}{found[3]}", page)
+
+
+def names(page: str) -> list[str]:
+    return [found[2] for found in _BLOCK.finditer(page)]
+
+
+def _block(name: str) -> str:
+    if name == "goals":
+        return goals_table()
+    return speed() if name == "speed" else script(name)
+
+
+# -- the goals -------------------------------------------------------------------------------------
+
+
+def goals_table() -> str:
+    """One row per goal, with a line about each machine below."""
+    parts = sorted({goal.part for goal in GOALS})
+    found = {part: _of_both_machines(f"goals_{part}") for part in parts}
+    header = ("what", "goal", "fast machine", "slowed machine", "met?", "script")
+    lines = [
+        f"- {machine} machine, part `{part}`: {about(it)}\n"
+        for number, machine in enumerate(("fast", "slowed"))
+        for part in parts
+        if (it := found[part][number]) is not None
+    ]
+    rows = [goal_cells(goal, found[goal.part]) for goal in GOALS]
+    return _table(header, rows) + ("\n" + "".join(lines) if lines else "")
+
+
+def _of_both_machines(name: str) -> tuple[Results | None, Results | None]:
+    return results.load(name), results.load(name, slowed_machine=True)
+
+
+def goal_cells(goal: Goal, machines: Sequence[Results | None]) -> list[str]:
+    """A row of the table; `machines` are the fast one and the slowed one."""
+    values = [[bound.values(it.rows) if it else None for bound in goal.bounds] for it in machines]
+    met = [_met(bound, of_bound) for bound, of_bound in zip(goal.bounds, zip(*values, strict=True), strict=True)]
+    return [
+        goal.what,
+        "; ".join(str(bound) for bound in goal.bounds),
+        *(_shown(of_machine) + _ceiling(goal, it) for of_machine, it in zip(values, machines, strict=True)),
+        _once(met),
+        f"`goals --part {goal.part}`",
+    ]
+
+
+def _shown(values: Sequence[list[float] | None]) -> str:
+    return _once([_spread(one) if one else NOT_MEASURED for one in values])
+
+
+def _ceiling(goal: Goal, it: Results | None) -> str:
+    """What raw claim-delete reaches, if the goal has a ceiling and it was measured."""
+    found = [values for bound in goal.ceiling if it and (values := bound.values(it.rows))]
+    return f"; raw claim-delete: {_shown(found)}" if found else ""
+
+
+def _once(texts: Sequence[str]) -> str:
+    """The texts; one text if all of them say that nothing was measured."""
+    return NOT_MEASURED if set(texts) == {NOT_MEASURED} else "; ".join(texts)
+
+
+def _met(bound: Bound, machines: Iterable[list[float] | None]) -> str:
+    """A goal is met if both machines meet it."""
+    met = [bound.met(Spread.of(values).median) if values else None for values in machines]
+    if False in met:
+        return "no"
+    return "yes" if None not in met else "yes on one" if True in met else NOT_MEASURED
+
+
+def goals_text() -> str:
+    """What is stored about each goal, for a terminal."""
+    found = goals_table()
+    return "\n".join(line.strip("| ").replace(" | ", "  |  ") for line in found.splitlines() if "|---" not in line)
+
+
+# -- README ----------------------------------------------------------------------------------------
+
+
+def speed() -> str:
+    """README's line: the default path beside the peer with its inbox."""
+    found = results.load("goals_web")
+    link = "[docs/performance.md](docs/performance.md) has all figures and the goals"
+    if found is None:
+        return f"{link}; this version's figures are {NOT_MEASURED} yet.\n"
+
+    def median(row: str, column: str) -> str:
+        values = found.rows.get(row, {}).get(column)
+        return _number(Spread.of(values).median) if values else NOT_MEASURED
+
+    atomic, two_phase, peer = (way.name for way in (ATOMIC_INBOX, TWO_PHASE_INBOX, RELIABLE_INBOX))
+    return (
+        f"With default settings, one process writes and one handles {median(atomic, RATE)} messages/s "
+        f"({median(two_phase, RATE)} if the broker has a database of its own, {median(peer, RATE)} with "
+        f"django-reliable-outbox and its inbox), and a handler starts {median(atomic, P50)} ms after COMMIT, on "
+        f"{found.about['cores']} cores: {link}.\n"
+    )
+
+
+# -- the files of scripts --------------------------------------------------------------------------
+
+
+def script(name: str) -> str:
+    """The stored tables of a script, for each machine."""
+    found = [it for it in _of_both_machines(name) if it is not None]
+    if not found:
+        return f"The figures of this version are {NOT_MEASURED} yet.\n"
+    return "\n".join(f"{_capital(about(it))}\n\n{_content(it)}" for it in found)
+
+
+def _content(it: Results) -> str:
+    if not it.rows:
+        return "\n".join(f"{one['title']}:\n\n{_table(one['header'], one['rows'])}" for one in it.tables)
+    columns = list(dict.fromkeys(column for row in it.rows.values() for column in row))
+    rows = [
+        [name, *(_spread(row[column]) if column in row else "" for column in columns)] for name, row in it.rows.items()
+    ]
+    return _table(["", *columns], rows)
+
+
+def about(it: Results) -> str:
+    """One line: sizes, rounds, machine, version."""
+    said: dict[str, Any] = it.about
+    sizes = [f"{value} {name}" if isinstance(value, str) else f"{value:,} {name}" for name, value in said["n"].items()]
+    parts = [
+        f"slowed by {said['slowed']}" if said["slowed"] else "",
+        *sizes,
+        _rounds(said["rounds"]),
+        f"{said['cores']} cores ({said['cpu']})",
+        said["durability"],
+        f"raw NOTIFY {said['raw_notify_per_second']:,} messages/s" if said["raw_notify_per_second"] else "",
+        f"commit {said['commit']}, {said['date']}",
+    ]
+    return "; ".join(part for part in parts if part) + "."
+
+
+def _rounds(count: int) -> str:
+    return "one round" if count == 1 else f"{count} rounds, median (lowest to highest)" if count else ""
+
+
+# -- Markdown --------------------------------------------------------------------------------------
+
+
+def _spread(values: Sequence[float]) -> str:
+    spread = Spread.of(values)
+    others = f" ({_number(spread.low)} to {_number(spread.high)})" if len(values) > 1 else ""
+    return _number(spread.median) + others
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [f"| {' | '.join(_cell(cell) for cell in cells)} |\n" for cells in (header, *rows)]
+    return "".join([lines[0], "|---" * len(header), "|\n", *lines[1:]])
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    main()
