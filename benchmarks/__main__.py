@@ -9,7 +9,7 @@ import sys
 
 # The web path first, then the parts behind it, then comparisons.
 NAMES = (
-    *("web_peers", "web", "slow_disk", "bulk", "modes", "inbox"),
+    *("web_peers", "web", "slow_disk", "wal", "bulk", "modes", "inbox"),
     *("ticks", "growth", "held_open", "checkback", "retention", "pruning", "upgrade", "status", "metrics", "tracing"),
     *("branches", "celery_worker", "engines", "forward"),
 )
