@@ -304,6 +304,7 @@ def test_conservation_counts_every_state_from_its_own_rows(
         ("INSERT INTO outbox.consume_queue SELECT queue_offset + 100, log_id, queue_id, 0 FROM outbox.consume_queue"
          " LIMIT 1", "queued"),
         ("UPDATE outbox.consumer_offset SET handled = handled + 1 WHERE next_offset > 0", "handled"),
+        ("UPDATE outbox.op_log SET decision = 'X'", "4 sent, but 0 committed"),
     ],
 )  # fmt: skip
 def test_control_the_audit_notices(

@@ -92,7 +92,7 @@ DIFFERENCES: Final = [
     "ALTER TABLE outbox.held ALTER COLUMN topic_id TYPE bigint",
     "ALTER TABLE outbox.life_sign SET LOGGED",
     "ALTER TABLE outbox.tick DISABLE TRIGGER ALL; ALTER TABLE outbox.queue DISABLE TRIGGER ALL",
-    "ALTER TABLE outbox.op_log DROP CONSTRAINT op_log_decision_check",
+    "ALTER TABLE outbox.topic DROP CONSTRAINT topic_on_park_check",
     "ALTER TABLE outbox.suspect_vanished DROP CONSTRAINT suspect_vanished_group_id_log_id_fkey,"
     " ADD CONSTRAINT suspect_vanished_group_id_log_id_fkey FOREIGN KEY (group_id, log_id) REFERENCES outbox.suspect",
     "DROP INDEX outbox.topic_fifo",

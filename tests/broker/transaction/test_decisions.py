@@ -11,6 +11,7 @@ from uuid import UUID
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from psycopg.errors import CheckViolation
 
 from outbox.broker.database.connection import BrokerConnection, BrokerDatabase
 from outbox.broker.database.executor import Executor
@@ -200,3 +201,12 @@ def test_an_end_that_names_a_later_message_of_a_transaction_is_refused(broker: P
     broker.send_half(two)
     later = two.messages[1].message_id
     assert broker.end([end(later, COMMIT), end(two.transaction_id, COMMIT)]) == [EndStatus.REFUSED, EndStatus.APPLIED]
+
+
+def test_a_decision_is_commit_or_rollback(broker: PostgresBroker, connection: BrokerConnection) -> None:
+    """The table has no CHECK (docs/decisions/200), so the one statement that takes any character refuses others."""
+    one = half(message())
+    broker.send_half(one)
+    with pytest.raises(CheckViolation, match="neither C nor R"):
+        connection.execute("SELECT outbox.end_one_v15(%s, 'X', %s)", [one.transaction_id, one.producer_group])
+    assert connection.execute("SELECT FROM outbox.op_log").fetchall() == []

@@ -10,6 +10,11 @@ DECLARE
     outcome  text := 'refused';
     problem  text;
 BEGIN
+    -- op_log has no CHECK, and no reader would find a message with another decision.
+    IF reported NOT IN ('C', 'R') THEN
+        RAISE EXCEPTION 'the decision "%" of transaction % is neither C nor R', reported, ended
+            USING ERRCODE = 'check_violation';
+    END IF;
     SELECT log.half, log.xid, log.transaction_id, log.producer_group, log.ledger_id INTO half FROM commit_log AS log
     WHERE log.message_id = ended;
     IF half.half AND half.transaction_id = ended AND half.producer_group IS NOT DISTINCT FROM reporter THEN
