@@ -4,7 +4,7 @@ The sending thread writes the request and continues. The thread reads the answer
 libpq's pipeline carries any number of requests, so no request waits for the answer to an earlier request. There is no
 background thread, which would need a restart after a fork and would compete for the interpreter's lock.
 
-See decision 142.
+See decision 142 and decision 202.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ See decision 201.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 from uuid import UUID
 
@@ -16,16 +16,22 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from psycopg import Connection
 
 from outbox.broker.fastpath.direct import Row, Type, can_send, simple_rows
-from outbox.contrib.django.database.transactions import watch_of
 
 
-def rows_of(connection: BaseDatabaseWrapper, sql: str, ids: UUID | list[UUID], columns: Sequence[Type]) -> list[Row]:
+def rows_of(
+    connection: BaseDatabaseWrapper,
+    watch: Callable[..., Any],
+    sql: str,
+    ids: UUID | list[UUID],
+    columns: Sequence[Type],
+) -> list[Row]:
     """Execute a statement whose only parameter (`%s`) is an id or a list of ids on PostgreSQL, and return its rows.
 
+    `watch` is the execute wrapper of this package on the connection; it sees the statement.
     Raises the errors of a cursor of Django.
     """
     raw = connection.connection
-    is_watched = len(connection.execute_wrappers) != 1 or connection.queries_logged
+    is_watched = connection.execute_wrappers != [watch] or connection.queries_logged
     if is_watched or not isinstance(raw, Connection) or not can_send(raw):
         with connection.cursor() as cursor:
             cursor.execute(sql, [ids])
@@ -44,5 +50,5 @@ def rows_of(connection: BaseDatabaseWrapper, sql: str, ids: UUID | list[UUID], c
             return simple_rows(raw, sql.replace("%s", constant).encode(), columns)
 
     connection.validate_thread_sharing()
-    rows: list[Row] = watch_of(connection)(execute, sql, [ids], False, {})
+    rows: list[Row] = watch(execute, sql, [ids], False, {})
     return rows
