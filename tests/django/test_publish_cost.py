@@ -9,11 +9,15 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from django.db import connections, transaction
+from django.db import IntegrityError, connections, transaction
+from django.db.transaction import TransactionManagementError
+from psycopg.errors import UniqueViolation
 
 from outbox.broker.postgres import PostgresBroker
 from outbox.contrib.django import get_broker, publish, transactional_message
 from outbox.contrib.django.engine.broker import flush
+from outbox.contrib.django.ledger import ledger
+from outbox.utils.ids import uuid7
 from tests.django.shop.models import Order
 
 pytestmark = pytest.mark.usefixtures("empty_log")
@@ -108,3 +112,50 @@ def _wal_position() -> int:
     with connections["default"].cursor() as cursor:
         cursor.execute("SELECT pg_current_wal_insert_lsn() - '0/0'::pg_lsn")
         return int(cursor.fetchone()[0])
+
+
+@pytest.mark.parametrize("before_publish", ["DEALLOCATE ALL", "DISCARD PLANS"])
+def test_a_block_may_discard_its_sessions_statements(path: str, before_publish: str) -> None:
+    """Nothing of the package is prepared on the application's connection, so no statement can be missing there."""
+    for number in range(3):
+        with transaction.atomic():
+            Order.objects.create(number=f"{number}")
+            connections["default"].connection.execute(before_publish)
+            publish("orders", {}, key=f"{number}")
+            connections["default"].connection.execute(before_publish)
+    assert flush(within_seconds=30)
+    assert Order.objects.count() == 3
+
+
+@pytest.mark.parametrize("path", ["two_phase"], indirect=True)
+def test_wrappers_of_the_application_see_the_statements_of_the_ledger(path: str) -> None:
+    seen: list[str] = []
+
+    def wrapper(execute: Callable[..., Any], sql: str, params: Any, many: bool, context: dict[str, Any]) -> Any:
+        assert context["cursor"] is not None
+        seen.append(sql)
+        return execute(sql, params, many, context)
+
+    with connections["default"].execute_wrapper(wrapper):
+        order("first")
+    assert sum("outbox_ledger" in sql for sql in seen) == 2
+    seen.clear()
+    order("second")
+    assert seen == []
+
+
+@pytest.mark.parametrize("path", ["two_phase"], indirect=True)
+def test_an_error_of_a_ledger_statement_is_djangos(path: str) -> None:
+    connection = connections["default"]
+    item = uuid7()
+    with transaction.atomic():
+        ledger.insert_committed(connection, item)
+    with pytest.raises(IntegrityError) as caught, transaction.atomic():
+        ledger.insert_committed(connection, item)
+    assert isinstance(caught.value.__cause__, UniqueViolation)
+    assert ledger.committed(connection, [item, uuid7()]) == {item}
+    assert ledger.committed(connection, []) == set()
+    with transaction.atomic():
+        transaction.set_rollback(True)
+        with pytest.raises(TransactionManagementError):
+            ledger.committed(connection, [item])

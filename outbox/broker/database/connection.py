@@ -207,7 +207,7 @@ class BrokerDatabase:
             )
         except psycopg.OperationalError as error:
             raise _unreachable(error) from error
-        if self._names_pooler(direct=direct) or not _leads_straight(connection, timeout_seconds):
+        if self.names_pooler(direct=direct) or not _leads_straight(connection, timeout_seconds):
             # Without `prepare_threshold = None`, psycopg would prepare a statement on its sixth execution, or at once
             # with prepare=True.
             connection.prepare_threshold = None
@@ -215,7 +215,7 @@ class BrokerDatabase:
             connection.is_direct = True
         return connection
 
-    def _names_pooler(self, *, direct: bool) -> bool:
+    def names_pooler(self, *, direct: bool) -> bool:
         """Whether the settings say that a connection goes through a pooler."""
         return self.listen_conninfo == "" or (self.listen_conninfo is not None and not direct)
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import psycopg
 from psycopg.adapt import Dumper
@@ -15,8 +15,6 @@ from outbox.broker.database.connection import Connection
 from outbox.broker.database.statement import Statement
 
 _Row = TypeVar("_Row")
-# The name under which a connection keeps the cursor of `Executor.call`, and the encoding that the cursor uses.
-_KEPT: Final = "_outbox_cursor"
 
 
 class BinaryValue(bytes):
@@ -77,25 +75,6 @@ class Executor:
     ) -> tuple[Any, ...] | None:
         """Return the first row, or None if there is no row."""
         return self.execute(statement, parameters, prepare=prepare).fetchone()
-
-    def call(self, statement: Statement, values: Sequence[Any]) -> tuple[Any, ...] | None:
-        """Return the first row of a statement with numbered parameters. This method is for hot paths.
-
-        psycopg translates named parameters on each execution. Numbered parameters need no translation. The statement is
-        prepared if the connection prepares statements.
-        """
-        kept = vars(self.connection)
-        # A cursor that executes the same statement again keeps psycopg's choices of dumpers and loaders. Without the
-        # kept cursor, a call takes 10 to 20 µs more CPU. The cursor is taken out while it works, so no second thread
-        # uses it, and after an error it is not used again. A kept cursor would ignore a new client_encoding.
-        encoding = self.connection.pgconn.parameter_status(b"client_encoding")
-        cursor, of_encoding = kept.pop(_KEPT, (None, None))
-        if cursor is None or encoding != of_encoding:
-            cursor = psycopg.RawCursor(self.connection, row_factory=tuple_row)
-            cursor.format = Format.BINARY
-        row: tuple[Any, ...] | None = cursor.execute(statement.on(self.schema), values, prepare=True).fetchone()
-        kept[_KEPT] = cursor, encoding
-        return row
 
     def one(
         self, statement: Statement, parameters: Mapping[str, Any] | None = None, *, prepare: bool | None = None

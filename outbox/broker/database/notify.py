@@ -61,8 +61,10 @@ def notify(run: Executor, channel: Channel) -> bool:
 
 def announcement(schema: str, channel: Channel) -> Request:
     """Return the notification as a request for a connection that does not wait for answers."""
-    text, _ = _NOTIFY.numbered(schema)
-    return Request(text, (channel.name_in(schema).encode(),), "a notification", is_said_once=True)
+    # The server does not plan a NOTIFY command. The commit has written no data, so it does not wait for the disk,
+    # regardless of synchronous_commit.
+    text = sql.SQL("NOTIFY {}").format(sql.Identifier(channel.name_in(schema))).as_bytes(None)
+    return Request(text, (), "a notification", is_said_once=True)
 
 
 def listen(run: Executor, *channels: Channel) -> None:

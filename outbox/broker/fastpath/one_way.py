@@ -4,7 +4,7 @@ The sending thread writes the request and continues. The thread reads the answer
 libpq's pipeline carries any number of requests, so no request waits for the answer to an earlier request. There is no
 background thread, which would need a restart after a fork and would compete for the interpreter's lock.
 
-See decision 142.
+See decision 142 and decision 202.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import os
 import select
 import threading
 import time
+import uuid
 from collections import deque
 from dataclasses import dataclass
 from typing import Final
@@ -50,6 +51,9 @@ _CONNECT_SECONDS: Final = 3.0
 _RECONNECT: Final = Backoff(first_seconds=0.1, longest_seconds=5.0)
 
 _READ_ONLY: Final = b"25006"
+_NO_SUCH_STATEMENT: Final = b"26000"
+# The first request of a connection. A pooler sends another process id than the server.
+_WHOSE_SESSION: Final = Request(b"SELECT pg_backend_pid()", (), "the request for the session's process id")
 _GOOD: Final = (ExecStatus.TUPLES_OK, ExecStatus.COMMAND_OK)
 
 # If other code has closed the socket, the operating system reports an error, or poll refuses the closed socket.
@@ -86,6 +90,8 @@ class OneWay:
         self._pgconn: PGconn | None = None
         self._connecting: PQGenConn[PGconn] | None = None
         self._wanted: tuple[int, waiting.Wait] | None = None
+        # The names of the prepared statements by their text; None as long as the connection may go through a pooler.
+        self._prepared: dict[bytes, bytes] | None = None
         self._give_up_at = 0.0
         self._failures = 0
         self._is_stalled = False
@@ -140,7 +146,7 @@ class OneWay:
         with self._lock:
             if self._pgconn is not None:
                 self._pgconn.finish()
-            self._pgconn = self._connecting = None
+            self._pgconn = self._connecting = self._prepared = None
             self._queued.clear()
             self._unanswered.clear()
 
@@ -214,13 +220,25 @@ class OneWay:
         """
         pending.times_sent += 1
         try:
-            pgconn.send_query_params(pending.request.text, list(pending.request.values))
+            self._write_statement(pgconn, pending.request)
             pgconn.pipeline_sync()
         except _BROKEN:
             # `_lose` queues this request again, like the unanswered requests.
             self._unanswered.append(pending)
             raise
         self._unanswered.append(pending)
+
+    def _write_statement(self, pgconn: PGconn, request: Request) -> None:
+        if self._prepared is None or not request.values:
+            # A utility statement without parameters has no plan.
+            pgconn.send_query_params(request.text, list(request.values))
+            return
+        name = self._prepared.get(request.text)
+        if name is None:
+            # The name is random, so no other prepared statement has this name, even behind an unknown pooler.
+            name = self._prepared[request.text] = b"outbox_%s" % uuid.uuid4().hex.encode()
+            pgconn.send_prepare(name, request.text)
+        pgconn.send_query_prepared(name, list(request.values))
 
     def _has_caught_up(self, pgconn: PGconn) -> bool:
         if self._is_stalled:
@@ -255,8 +273,18 @@ class OneWay:
                 if pgconn.status != ConnStatus.OK:
                     raise psycopg.OperationalError(_message(pgconn))
                 self._refused(result)
+            elif self._unanswered[0].request is _WHOSE_SESSION and result.get_value(0, 0) == b"%d" % pgconn.backend_pid:
+                self._prepared = {}
 
     def _refused(self, result: PGresult) -> None:
+        if result.status == ExecStatus.PIPELINE_ABORTED:
+            # The statement could not be prepared, and this error was already logged.
+            return
+        if self._prepared is not None:
+            # The refused statement may be the one that prepares. If a prepared statement is gone, the session did not
+            # last as long as the connection, so an unknown pooler is in between.
+            is_gone = result.error_field(DiagnosticField.SQLSTATE) == _NO_SUCH_STATEMENT
+            self._prepared = None if is_gone else {}
         said = (result.error_message or b"").decode(errors="replace").strip()
         if result.error_field(DiagnosticField.SQLSTATE) == _READ_ONLY:
             # This server was the primary, and is now read-only. The next connection may reach the present primary.
@@ -272,9 +300,10 @@ class OneWay:
         logger.info("the connection for notifications and end messages broke: %s", str(error).strip())
         if self._pgconn is not None:
             self._pgconn.finish()
-        self._pgconn = self._connecting = None
-        again = [pending for pending in self._unanswered if pending.times_sent < _MAX_SENT]
-        if lost := len(self._unanswered) - len(again):
+        self._pgconn = self._connecting = self._prepared = None
+        asked = [pending for pending in self._unanswered if pending.request is not _WHOSE_SESSION]
+        again = [pending for pending in asked if pending.times_sent < _MAX_SENT]
+        if lost := len(asked) - len(again):
             self._drop(lost, str(error).strip())
         self._unanswered.clear()
         self._queued.extendleft(reversed(again))
@@ -313,6 +342,8 @@ class OneWay:
         pgconn.nonblocking = 1
         pgconn.enter_pipeline_mode()
         self._pgconn = pgconn
+        if not self._database.names_pooler(direct=False):
+            self._write_one(pgconn, _PendingRequest(_WHOSE_SESSION))
 
 
 class Waiting(OneWay):

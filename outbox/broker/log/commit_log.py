@@ -19,6 +19,19 @@ from outbox.broker.database.executor import Executor
 from outbox.broker.database.server_identity import ServerIdentity, here
 from outbox.broker.database.statement import Statement
 from outbox.broker.fastpath import arrays
+from outbox.broker.fastpath.direct import (
+    BIGINT,
+    BOOLEAN,
+    BYTEA,
+    FLOAT8,
+    INTEGER,
+    NUMERIC,
+    TEXT,
+    TIMESTAMPTZ,
+    UUID_,
+    TypedStatement,
+    first_row,
+)
 from outbox.broker.log.topics import Prepared, TopicCatalog
 from outbox.errors import InvalidMessage, SendFailed, TransactionalMessagesRejected
 from outbox.message import Message, SendReceipt
@@ -67,21 +80,30 @@ FROM stored HAVING count(*) > 0
 RETURNING log_ids, extract(epoch FROM pg_postmaster_start_time())::numeric, current_database()::text
 """)
 
+# The types of the first eleven parameters of the statements for one message (see _one).
+_ONE: Final = (UUID_, INTEGER, INTEGER, TEXT, TEXT, TEXT, BYTEA, TEXT, TIMESTAMPTZ, TIMESTAMPTZ, FLOAT8)
+
 # The statement has numbered parameters, because psycopg would translate named parameters on each execution.
-_DECIDED_ONE: Final = Statement("""
-SELECT * FROM {schema}.append_one_v14($1, $2, $3, $4, $5, $6, $7, $8::text::jsonb, $9, $10, $11, $12, $13)
-""")
+_DECIDED_ONE: Final = TypedStatement(
+    """
+    SELECT * FROM {schema}.append_one_v14($1, $2, $3, $4, $5, $6, $7, $8::text::jsonb, $9, $10, $11, $12, $13)
+    """,
+    (*_ONE, TEXT, BOOLEAN),
+    (BIGINT, NUMERIC, TEXT),
+)
 
 _HALF: Final = Statement(f"""
 WITH stored AS ({_insert_all("true, %(immunity)s, %(ledger_id)s, %(checker)s", "true")} RETURNING log_id)
 SELECT array_agg(log_id ORDER BY log_id) FROM stored HAVING count(*) > 0
 """)
 
-_HALF_ONE: Final = Statement(
+_HALF_ONE: Final = TypedStatement(
     _insert("""SELECT $9, coalesce($10, clock_timestamp() + make_interval(secs => $11)), $1, $1, $2, $3,
         true, $14, $15, $13, $12, $4, $5, $6, $8::text::jsonb, $7
     FROM {schema}.broker WHERE NOT reject_transactional""")
-    + " RETURNING ARRAY[log_id]"
+    + " RETURNING log_id",
+    (*_ONE, TEXT, TEXT, INTEGER, UUID_),
+    (BIGINT,),
 )
 
 _FIND: Final = Statement("""
@@ -157,7 +179,7 @@ def append_placed(
 def _append_one(
     run: Executor, row: Prepared, producer_group: str, transactional: bool
 ) -> tuple[list[int], ServerIdentity]:
-    found = run.call(_DECIDED_ONE, (*_one(row), producer_group, transactional))
+    found = first_row(run, _DECIDED_ONE, (*_one(row), producer_group, transactional))
     assert found is not None
     log_id, started_at, database = found
     return [] if log_id is None else [log_id], ServerIdentity(started_at, database)
@@ -186,7 +208,8 @@ def append_half(
     immunity_seconds = default_immunity_seconds if half.immunity_seconds is None else half.immunity_seconds
     if len(rows) == 1:
         values = (half.producer_group, half.checker, immunity_seconds, half.ledger_id)
-        row = run.call(_HALF_ONE, (*_one(rows[0]), *values))
+        one = first_row(run, _HALF_ONE, (*_one(rows[0]), *values))
+        log_ids = [one[0]] if one is not None else []
     else:
         parameters = _many(rows) | {
             "immunity": immunity_seconds,
@@ -195,7 +218,7 @@ def append_half(
             "checker": half.checker,
         }
         row = run.row(_HALF, parameters, prepare=True)
-    log_ids = row[0] if row is not None else []
+        log_ids = row[0] if row is not None else []
     if len(log_ids) < len(rows):
         _check_not_rejecting(run, half.messages)
     return _receipts(run, half.messages, log_ids, half=True)

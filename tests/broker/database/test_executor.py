@@ -9,10 +9,10 @@ import psycopg
 import pytest
 
 from outbox.broker.database.executor import Executor
-from outbox.broker.database.statement import Statement
+from outbox.broker.fastpath.direct import INTEGER, TEXT, TypedStatement, first_row
 
-ECHO = Statement("SELECT $1::text, octet_length(convert_to($1::text, 'UTF8'))")
-DIVIDE = Statement("SELECT 10 / $1::integer")
+ECHO = TypedStatement("SELECT $1::text, octet_length(convert_to($1::text, 'UTF8'))", [TEXT], [TEXT, INTEGER])
+DIVIDE = TypedStatement("SELECT 10 / $1::integer", [INTEGER], [INTEGER])
 
 
 @pytest.fixture
@@ -23,23 +23,23 @@ def run(server_url: str) -> Iterator[Executor]:
 
 def test_statements_may_alternate(run: Executor) -> None:
     for number in (1, 2, 5):
-        assert run.call(ECHO, ("é",)) == ("é", 2)
-        assert run.call(DIVIDE, (number,)) == (10 // number,)
+        assert first_row(run, ECHO, ("é",)) == ("é", 2)
+        assert first_row(run, DIVIDE, (number,)) == (10 // number,)
 
 
 def test_a_call_after_an_error_works(run: Executor) -> None:
-    assert run.call(DIVIDE, (5,)) == (2,)
+    assert first_row(run, DIVIDE, (5,)) == (2,)
     with pytest.raises(psycopg.errors.DivisionByZero):
-        run.call(DIVIDE, (0,))
-    assert run.call(DIVIDE, (2,)) == (5,)
+        first_row(run, DIVIDE, (0,))
+    assert first_row(run, DIVIDE, (2,)) == (5,)
 
 
 def test_values_are_sent_in_the_present_encoding_of_the_session(run: Executor) -> None:
-    assert run.call(ECHO, ("é",)) == ("é", 2)
+    assert first_row(run, ECHO, ("é",)) == ("é", 2)
     run.connection.execute("SET client_encoding TO latin1")
-    assert run.call(ECHO, ("é",)) == ("é", 2)
+    assert first_row(run, ECHO, ("é",)) == ("é", 2)
     run.connection.execute("SET client_encoding TO utf8")
-    assert run.call(ECHO, ("é",)) == ("é", 2)
+    assert first_row(run, ECHO, ("é",)) == ("é", 2)
 
 
 def test_a_call_of_another_thread_on_the_same_connection_does_not_change_the_row(
@@ -52,19 +52,19 @@ def test_a_call_of_another_thread_on_the_same_connection_does_not_change_the_row
         def fetchone(self) -> tuple[Any, ...] | None:
             if not rows:
                 rows.append("the other call has begun")
-                rows.append(run.call(ECHO, ("other",)))
+                rows.append(first_row(run, ECHO, ("other",)))
             return super().fetchone()
 
     monkeypatch.setattr(psycopg, "RawCursor", Interrupted)
-    assert run.call(ECHO, ("é",)) == ("é", 2)
+    assert first_row(run, ECHO, ("é",)) == ("é", 2)
     assert rows[1] == ("other", 5)
     rows.clear()
-    assert run.call(ECHO, ("é",)) == ("é", 2)
+    assert first_row(run, ECHO, ("é",)) == ("é", 2)
     assert rows[1] == ("other", 5)
 
 
 def test_a_call_in_a_pipeline_gets_its_row(run: Executor) -> None:
-    assert run.call(DIVIDE, (5,)) == (2,)
+    assert first_row(run, DIVIDE, (5,)) == (2,)
     with run.connection.pipeline():
-        assert run.call(DIVIDE, (2,)) == (5,)
-    assert run.call(DIVIDE, (1,)) == (10,)
+        assert first_row(run, DIVIDE, (2,)) == (5,)
+    assert first_row(run, DIVIDE, (1,)) == (10,)

@@ -263,3 +263,65 @@ def test_an_error_in_the_middle_of_writing_leaves_no_answer_to_wait_for(
     thread.join(60)
     assert outcome == [True]
     assert decided(connection) == dict.fromkeys([first, second], "C")
+
+
+def prepared(sender: OneWay) -> bool | None:
+    return None if sender._prepared is None else bool(sender._prepared)
+
+
+def test_ends_are_prepared_on_a_direct_connection(broker: PostgresBroker, connection: BrokerConnection) -> None:
+    ids = halves(broker, 3)
+    for transaction_id in ids:
+        broker.end_one_way(end(transaction_id))
+        assert broker.flush(within_seconds=30)
+    assert prepared(broker._one_way) is True
+    assert decided(connection) == dict.fromkeys(ids, "C")
+
+
+@pytest.mark.parametrize("spoil", ["DEALLOCATE ALL", "SELECT no_such_function($1)"])
+def test_a_request_that_cannot_be_prepared_stops_no_later_one(
+    broker: PostgresBroker, connection: BrokerConnection, spoil: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """DEALLOCATE ALL stands for an unknown pooler that passes on the process id of the server."""
+    first, lost, *later = halves(broker, 4)
+    broker.notify_decided()
+    assert broker.flush(within_seconds=30)
+    broker.end_one_way(end(first))
+    broker._one_way.send(Request(spoil.encode(), (b"1",) if "$1" in spoil else (), "the spoiling request"))
+    broker.end_one_way(end(lost))
+    assert broker.flush(within_seconds=30)
+    for transaction_id in later:
+        broker.end_one_way(end(transaction_id))
+        assert broker.flush(within_seconds=30)
+    is_gone = spoil == "DEALLOCATE ALL"
+    assert prepared(broker._one_way) is (None if is_gone else True)
+    # Check-back decides a transaction whose end message was lost.
+    assert set(decided(connection)) == {first, *later} | (set() if is_gone else {lost})
+    assert len(caplog.records) == 1
+
+
+def test_nothing_is_prepared_if_the_settings_name_a_pooler(
+    database: BrokerDatabase, connection: BrokerConnection
+) -> None:
+    broker = PostgresBroker(BrokerDatabase(database.conninfo, listen_conninfo=""))
+    [transaction_id] = halves(broker, 1)
+    broker.end_one_way(end(transaction_id))
+    assert broker.flush(within_seconds=30)
+    assert prepared(broker._one_way) is None
+    assert decided(connection) == {transaction_id: "C"}
+    broker.close()
+
+
+def test_a_notification_does_not_wait_for_the_disk(broker: PostgresBroker, connection: BrokerConnection) -> None:
+    flushed = "SELECT pg_current_wal_flush_lsn() < pg_current_wal_insert_lsn()"
+    broker.notify_decided()
+    assert broker.flush(within_seconds=30)
+    # Another process of the server may flush at any moment.
+    eventually(lambda: _notified(broker, connection, flushed))
+
+
+def _notified(broker: PostgresBroker, connection: BrokerConnection, flushed: str) -> bool:
+    broker.notify_decided()
+    assert broker.flush(within_seconds=30)
+    [(is_ahead,)] = connection.execute(flushed).fetchall()
+    return bool(is_ahead)

@@ -17,7 +17,10 @@ from uuid import UUID
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.utils import DatabaseError
 
+from outbox.broker.fastpath.direct import OID, TEXT, UUID_
 from outbox.contrib.django.database import deadline
+from outbox.contrib.django.database.transactions import watch_of
+from outbox.contrib.django.fastpath.direct_statements import rows_of
 
 TABLE: Final = "outbox_ledger"
 COMMITTED: Final = "C"
@@ -65,10 +68,12 @@ def insert_committed(connection: BaseDatabaseWrapper, transaction_id: UUID) -> L
 
     Raises IntegrityError if the ledger has a tombstone of the transaction.
     """
+    if connection.vendor == "postgresql":
+        [row] = rows_of(
+            connection, watch_of(connection), _INSERT_COMMITTED_POSTGRESQL, transaction_id, (TEXT, UUID_, OID)
+        )
+        return LedgerWrite(*row)
     with connection.cursor() as cursor:
-        if connection.vendor == "postgresql":
-            cursor.execute(_INSERT_COMMITTED_POSTGRESQL, [transaction_id])
-            return LedgerWrite(*cursor.fetchone())
         cursor.execute(_INSERT_COMMITTED, [_stored(connection, transaction_id)])
         cursor.execute(_SELECT_LEDGER_ID)
         row = cursor.fetchone()
@@ -101,9 +106,10 @@ def committed(connection: BaseDatabaseWrapper, transaction_ids: Sequence[UUID]) 
     """
     if connection.vendor != "postgresql":
         return {value for value, state in states(connection, transaction_ids).items() if state == COMMITTED}
-    with connection.cursor() as cursor:
-        cursor.execute(_COMMITTED_POSTGRESQL, [list(transaction_ids)])
-        return {row[0] for row in cursor.fetchall()}
+    return {
+        row[0]
+        for row in rows_of(connection, watch_of(connection), _COMMITTED_POSTGRESQL, list(transaction_ids), (UUID_,))
+    }
 
 
 # The statement returns true in two cases: the whole transaction was aborted, or the transaction is still open and the
