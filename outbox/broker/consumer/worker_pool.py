@@ -13,7 +13,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, Final, TypeAlias
 
 from outbox import tracing
-from outbox.broker.consumer.fetch import LOG_ID, deliver, restore
+from outbox.broker.consumer.fetch import BODY, CONTENT_TYPE, LOG_ID, deliver
 from outbox.broker.consumer.owned_queue import Subscribed
 from outbox.broker.consumer.running_calls import RunningCalls
 from outbox.broker.consumer.shared_calls import SharedCalls, Sharing, may_join
@@ -442,14 +442,14 @@ class Caller:
         for place, item in enumerate(work.items):
             if not startable[item.queue]:
                 continue
-            assert item.row is not None
-            message = restore(item.row, topic)
+            row = item.row
+            assert row is not None
             try:
-                body = decode(message.content_type, message.body)
+                body = decode(row[CONTENT_TYPE], row[BODY])
             except UndecodableBody as error:
                 results[place] = error
                 continue
-            deliveries.append(deliver(item.row, message, body, group, item.queue.name, item.offset, item.attempt))
+            deliveries.append(deliver(row, topic, body, group, item.queue.name, item.offset, item.attempt))
             places.append(place)
         return deliveries, places
 
