@@ -355,6 +355,8 @@ class Caller:
                 f"the invoker returned {len(outcomes)} results for {len(places) + joined} deliveries of group "
                 f"{work.subscribed.group.name!r}: it must return one result per delivery."
             )
+        if len(places) == len(results):
+            return list(outcomes)
         for place, outcome in zip(places, outcomes, strict=False):
             results[place] = outcome
         return [*results, *outcomes[len(places) :]]
@@ -449,7 +451,8 @@ class Caller:
             except UndecodableBody as error:
                 results[place] = error
                 continue
-            deliveries.append(deliver(row, topic, body, group, item.queue.name, item.offset, item.attempt))
+            attempt = item.retries + item.in_place + 1
+            deliveries.append(deliver(row, topic, body, group, item.queue.name, item.offset, attempt))
             places.append(place)
         return deliveries, places
 
