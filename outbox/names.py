@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import lru_cache
 
 from outbox.errors import BodyTooLarge, InvalidName
 
@@ -29,12 +30,17 @@ def check_group(name: str) -> str:
 
 
 def _check_identifier(what: str, name: object) -> str:
-    if not isinstance(name, str) or not _TOPIC.fullmatch(name):
+    if not isinstance(name, str) or not _is_identifier(name):
         raise InvalidName(
             f"{what} name {name!r} is not allowed: use 1 to 127 letters, digits, '_', '-' or '.', "
             f"beginning with a letter, a digit or '_'."
         )
     return name
+
+
+@lru_cache(maxsize=1024)
+def _is_identifier(name: str) -> bool:
+    return _TOPIC.fullmatch(name) is not None
 
 
 def check_tag(tag: str) -> str:

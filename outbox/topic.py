@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from outbox import names
@@ -80,32 +80,39 @@ class Topic:
         return self.types == {MessageType.TRANSACTION}
 
     def check_accepts(self, message: Message, *, transactional: bool | None) -> None:
-        """Raise MessageTypeMismatch or InvalidMessage if the topic does not accept this message in this form.
+        """Do the same as `check_accepts_all` for one message."""
+        self.check_accepts_all((message,), transactional=transactional)
 
-        `transactional` is True if the message is bound to an open local transaction, and False if the message is bound
-        to no transaction. `transactional` is None if the message's local transaction has already committed (a repair).
+    def check_accepts_all(self, messages: Sequence[Message], *, transactional: bool | None) -> None:
+        """Raise MessageTypeMismatch or InvalidMessage if the topic does not accept all these messages in this form.
+
+        `transactional` is True if the messages are bound to an open local transaction, and False if the messages are
+        bound to no transaction. `transactional` is None if their local transaction has already committed (a repair).
         """
         if transactional and MessageType.TRANSACTION not in self.types:
             raise self._mismatch("a transactional message", MessageType.TRANSACTION)
         if transactional is False and self.needs_transaction:
             raise MessageTypeMismatch(
-                f"topic {self.name!r} is declared TRANSACTION only: message {message.message_id} must be bound to a "
-                f"local transaction. Publish it inside `with transaction.atomic():`, or from @transactional_message "
+                f"topic {self.name!r} is declared TRANSACTION only: message {messages[0].message_id} must be bound to "
+                f"a local transaction. Publish it inside `with transaction.atomic():`, or from @transactional_message "
                 f"(without Django, with a TransactionProducer). Or add NORMAL to the topic's types."
             )
-        if message.is_delayed and MessageType.DELAY not in self.types:
-            raise self._mismatch("a message with a delivery time", MessageType.DELAY)
-        if self.is_fifo and not message.key:
-            raise InvalidMessage(
-                f"topic {self.name!r} is FIFO: message {message.message_id} needs a key, because a FIFO "
-                "topic has an order per key."
-            )
-        only_delayed = MessageType.DELAY in self.types and not self.types & {MessageType.NORMAL, MessageType.FIFO}
-        if only_delayed and not message.is_delayed:
-            raise InvalidMessage(
-                f"topic {self.name!r} takes delayed messages only: give message {message.message_id} a delay or "
-                f"deliver_at, or declare the topic NORMAL too."
-            )
+        is_fifo, takes_delayed = self.is_fifo, MessageType.DELAY in self.types
+        only_delayed = takes_delayed and not is_fifo and MessageType.NORMAL not in self.types
+        for message in messages:
+            is_delayed = message.deliver_at is not None or message.delay is not None
+            if is_delayed and not takes_delayed:
+                raise self._mismatch("a message with a delivery time", MessageType.DELAY)
+            if is_fifo and not message.key:
+                raise InvalidMessage(
+                    f"topic {self.name!r} is FIFO: message {message.message_id} needs a key, because a FIFO "
+                    "topic has an order per key."
+                )
+            if only_delayed and not is_delayed:
+                raise InvalidMessage(
+                    f"topic {self.name!r} takes delayed messages only: give message {message.message_id} a delay or "
+                    f"deliver_at, or declare the topic NORMAL too."
+                )
 
     def _mismatch(self, what: str, needed: MessageType) -> MessageTypeMismatch:
         return MessageTypeMismatch(

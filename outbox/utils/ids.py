@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import os
+import struct
 import threading
 import time
 from uuid import UUID
 
+# Each call of os.urandom is a system call, so one call brings the random bytes of this number of ids.
+_IDS_PER_READ = 64
+
 _lock = threading.Lock()
 _last = 0
+# Random numbers of 8 bytes that no id has used. A forked process must not use the numbers of its parent.
+_random: list[int] = []
 
 
 def _reset_after_fork() -> None:
     global _lock
     _lock = threading.Lock()
+    _random.clear()
 
 
 os.register_at_fork(after_in_child=_reset_after_fork)
@@ -30,6 +37,9 @@ def uuid7() -> UUID:
         nanoseconds = time.time_ns()
         stamp = (nanoseconds << 12) // 1_000_000
         _last = stamp = max(stamp, _last + 1)
+        if not _random:
+            _random.extend(struct.unpack(f"{_IDS_PER_READ}Q", os.urandom(8 * _IDS_PER_READ)))
+        random = _random.pop()
     high = (stamp >> 12) << 16 | 0x7000 | (stamp & 0xFFF)
-    low = 0x8000_0000_0000_0000 | int.from_bytes(os.urandom(8)) >> 2
+    low = 0x8000_0000_0000_0000 | random >> 2
     return UUID(int=high << 64 | low)

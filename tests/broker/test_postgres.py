@@ -48,6 +48,18 @@ def test_the_operator_switches_transactional_messages_off(broker: PostgresBroker
     broker.end([end(stored.transaction_id)])
 
 
+def test_a_batch_with_a_stored_message_stores_the_other_messages(
+    broker: PostgresBroker, database: BrokerDatabase, connection: BrokerConnection
+) -> None:
+    new, stored, also_new = message(), message(), message()
+    [receipt] = broker.send([stored])
+    receipts = broker.send([new, stored, also_new])
+    assert [one.message_id for one in receipts] == [new.message_id, stored.message_id, also_new.message_id]
+    assert receipts[1] == receipt
+    drain(new_sequencer(database), connection)
+    assert len(queued_ids(connection, "orders")) == 3
+
+
 def test_an_unknown_topic_names_the_nearest(broker: PostgresBroker) -> None:
     with pytest.raises(UnknownTopic, match="Did you mean 'orders'"):
         broker.send([message("order")])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from datetime import UTC, date, datetime, time, timedelta, timezone
 from decimal import Decimal
 from typing import Any
@@ -118,6 +119,20 @@ def test_ids_increase_and_are_version_7() -> None:
     assert ids == sorted(ids)
     assert len(set(ids)) == len(ids)
     assert {(one.version, one.variant) for one in ids} == {(7, "specified in RFC 4122")}
+
+
+def test_forked_process_uses_no_random_bits_of_its_parent() -> None:
+    uuid7()
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(writing, uuid7().bytes)
+        os._exit(0)
+    os.waitpid(child, 0)
+    random_bits = (1 << 62) - 1
+    assert UUID(bytes=os.read(reading, 16)).int & random_bits != uuid7().int & random_bits
+    os.close(reading)
+    os.close(writing)
 
 
 def test_topic_enforces_its_types() -> None:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Final
 from uuid import UUID
 
@@ -31,6 +32,9 @@ from outbox.errors import HandlerTimedOut
 from outbox.ports import Disposition
 from outbox.subscription import Mode, Subscription
 from outbox.utils.backoff import Backoff
+
+_QUEUE: Final = attrgetter("queue")
+
 
 # -- outages ---------------------------------------------------------------------------------------
 #
@@ -315,9 +319,7 @@ class Calls:
 
     def submit(self, work: HandlerCall) -> None:
         """Call the handler as soon as a thread is free."""
-        for item in work.items:
-            item.queue.started()
-        self._running.add(work)
+        self._count(work)
         work.may_share = True
         now = time.monotonic()
         if self._collect_at < now:
@@ -326,10 +328,13 @@ class Calls:
 
     def hold(self, work: HandlerCall) -> None:
         """Count the call as running, but do not start its handler yet. The caller then calls `start` or `refuse`."""
-        for item in work.items:
-            item.queue.started()
-        self._running.add(work)
+        self._count(work)
         self._runners[work.subscribed.key].pool.reserve()
+
+    def _count(self, work: HandlerCall) -> None:
+        for queue, count in Counter(map(_QUEUE, work.items)).items():
+            queue.started(count)
+        self._running.add(work)
 
     def start(self, work: HandlerCall) -> None:
         """Start a call that `hold` has counted as running."""

@@ -9,6 +9,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Final
 from uuid import UUID
 
@@ -29,7 +30,7 @@ from outbox.broker.consumer.owned_queue import (
     QueueStopped,
 )
 from outbox.broker.consumer.quarantine_runner import QuarantineRunner
-from outbox.broker.consumer.results import Failed, book, send_on, settle
+from outbox.broker.consumer.results import Failed, all_handled, book, send_on, settle
 from outbox.broker.consumer.work import FetchedEntry, HandlerCall, Lane, Result
 from outbox.broker.consumer.worker_pool import RunCall
 from outbox.broker.database.executor import Executor
@@ -42,6 +43,9 @@ from outbox.ports import Disposition
 from outbox.utils import faults
 
 logger = logging.getLogger(__name__)
+
+_QUEUE: Final = attrgetter("queue")
+_ROW: Final = attrgetter("row")
 
 
 # -- prefetching -----------------------------------------------------------------------------------
@@ -191,27 +195,29 @@ class Prefetcher:
 
     def _ingest(self, queue: OwnedQueue, rows: Sequence[Row], *, more: bool) -> None:
         """Put the next entries of a queue into its window and its lanes."""
-        items: list[FetchedEntry] = []
-        expected, window = queue.fetch_from, queue.window
-        for row in rows:
-            offset = row[OFFSET]
-            if offset != expected:
-                if offset < expected:
-                    raise BrokerError(f"queue {queue.name} returned offset {offset} where {expected} was next.")
-                window.skip(expected, offset)
-            expected = offset + 1
-            if row[PASSES]:
-                items.append(FetchedEntry(queue, offset, row[RETRIES], row[KEY], row))
-            else:
-                window.finish(offset, EntryOutcome.EXPIRED if row[TOPIC_ID] is None else EntryOutcome.FILTERED)
+        window = queue.window
+        if [row[OFFSET] for row in rows] != list(range(queue.fetch_from, queue.fetch_from + len(rows))):
+            expected = queue.fetch_from
+            for row in rows:
+                if row[OFFSET] < expected:
+                    raise BrokerError(f"queue {queue.name} returned offset {row[OFFSET]} where {expected} was next.")
+                if row[OFFSET] > expected:
+                    window.skip(expected, row[OFFSET])
+                expected = row[OFFSET] + 1
+        items = [FetchedEntry(queue, row[OFFSET], row[RETRIES], row[KEY], row) for row in rows if row[PASSES]]
         if len(items) < len(rows):
+            for row in rows:
+                if not row[PASSES]:
+                    is_expired = row[TOPIC_ID] is None
+                    window.finish(row[OFFSET], EntryOutcome.EXPIRED if is_expired else EntryOutcome.FILTERED)
             self._counts["filtered"] += len(rows) - len(items)
             self._dirty.add(queue)
         if queue.fetches_again:
             # Do not handle a fetched entry again if this process finished it before the queue was stopped, or if a
             # former owner finished it.
             items = [item for item in items if not window.is_finished(item.offset)]
-        queue.fetched(expected, more=more)
+        if rows:
+            queue.fetched(rows[-1][OFFSET] + 1, more=more)
         queue.buffer(len(items))
         if queue.subscribed is not None:
             _leave_out_large(items)
@@ -553,7 +559,7 @@ class Dispatcher:
         """Book the results of a call. Return the `id()` of each item that goes back to its lane."""
         # First subtract the items of this call from the number of running items of their queue. If `_lose` is called
         # for a queue below, this number decides whether the queue is blocked.
-        counted = Counter(item.queue for item in work.items)
+        counted = Counter(map(_QUEUE, work.items))
         for queue, count in counted.items():
             queue.returned(count)
         booked = book(work, results, self._runners[work.subscribed.key].outage)
@@ -561,9 +567,12 @@ class Dispatcher:
         failed += booked.failed
         for queue in booked.lost:
             self._lose(queue)
-        # Compare by identity: an error of a handler may define `__eq__`, which may raise.
-        self.counts["handled"] += sum(result is Disposition.HANDLED for result in results)
-        self.counts["skipped"] += sum(result is Disposition.SKIPPED for result in results)
+        if all_handled(results):
+            self.counts["handled"] += len(results)
+        else:
+            # Compare by identity: an error of a handler may define `__eq__`, which may raise.
+            self.counts["handled"] += sum(result is Disposition.HANDLED for result in results)
+            self.counts["skipped"] += sum(result is Disposition.SKIPPED for result in results)
         self._dirty.update(queue for queue in counted if queue.phase is not Phase.LOST)
         return booked.again
 
@@ -620,7 +629,7 @@ class Dispatcher:
         )
 
     def _submit(self, run: Executor, work: HandlerCall) -> None:
-        if any(item.row is None for item in work.items):
+        if not all(map(_ROW, work.items)):
             self._prefetcher.load(run, work)
         if not work.items:
             work.lane.settle(work.expired, [])

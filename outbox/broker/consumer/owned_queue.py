@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -132,6 +132,16 @@ class OffsetWindow:
     def finish(self, offset: int, outcome: EntryOutcome) -> None:
         """Mark `offset` as finished. The caller calls `advance` after one or several calls of `finish`."""
         self._finished[offset] = outcome
+
+    def finish_all(self, offsets: Sequence[int], outcome: EntryOutcome) -> None:
+        """Mark all these offsets as finished; each of them is given once. The caller calls `advance` afterwards."""
+        first, end = min(offsets), max(offsets) + 1
+        if first == self.base and end - first == len(offsets):
+            # A call usually has all offsets from the lowest unfinished one on, so count them without a look at each.
+            self.counts[outcome] += len(offsets)
+            self.base = end
+        else:
+            self._finished.update(dict.fromkeys(offsets, outcome))
 
     def skip(self, start: int, end: int) -> None:
         """Mark the offsets from `start` to `end - 1` as removed by retention before this process fetched them."""
@@ -343,9 +353,9 @@ class OwnedQueue:
         """Set the number of entries in memory to the number of entries in running calls."""
         self.buffered = self.running
 
-    def started(self) -> None:
-        """Raise the number of entries in running calls by one."""
-        self.running += 1
+    def started(self, count: int) -> None:
+        """Raise the number of entries in running calls by `count`."""
+        self.running += count
 
     def returned(self, count: int) -> None:
         """Lower the numbers of entries in memory and in running calls by `count`, because a call has finished.

@@ -10,6 +10,8 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
+from operator import attrgetter
 from typing import Final
 from uuid import UUID
 
@@ -251,6 +253,17 @@ _CONSEQUENCES: Final = {
 # message counts as a failed attempt.
 
 
+_QUEUE: Final = attrgetter("queue")
+_OFFSET: Final = attrgetter("offset")
+_HANDLED_ALONE: Final = {id(Disposition.HANDLED)}
+
+
+def all_handled(results: Sequence[Result]) -> bool:
+    """Return whether a call has results, and all of them are HANDLED."""
+    # Compare by identity: an error of a handler may define `__eq__`, which may raise.
+    return set(map(id, results)) == _HANDLED_ALONE
+
+
 _OUTCOMES: Final = {Disposition.HANDLED: EntryOutcome.HANDLED, Disposition.SKIPPED: EntryOutcome.SKIPPED}
 
 
@@ -270,6 +283,15 @@ class CallOutcome:
 def book(work: HandlerCall, results: Sequence[Result], outage: Outage) -> CallOutcome:
     """Mark the handled messages of a call as finished, and return the unfinished messages."""
     booked = CallOutcome()
+    if all_handled(results):
+        offsets: dict[OwnedQueue, list[int]] = {}
+        for queue, items in groupby(work.items, _QUEUE):
+            offsets.setdefault(queue, []).extend(map(_OFFSET, items))
+        for queue, handled in offsets.items():
+            if queue.phase is not Phase.LOST:
+                queue.window.finish_all(handled, EntryOutcome.HANDLED)
+        outage.succeeded(time.monotonic())
+        return booked
     errors: list[tuple[FetchedEntry, BaseException]] = []
     for item, result in zip(work.items, results, strict=True):
         queue = item.queue

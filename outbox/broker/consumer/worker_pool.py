@@ -13,7 +13,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, Final, TypeAlias
 
 from outbox import tracing
-from outbox.broker.consumer.fetch import LOG_ID, deliver, restore
+from outbox.broker.consumer.fetch import BODY, CONTENT_TYPE, LOG_ID, deliver
 from outbox.broker.consumer.owned_queue import Subscribed
 from outbox.broker.consumer.running_calls import RunningCalls
 from outbox.broker.consumer.shared_calls import SharedCalls, Sharing, may_join
@@ -355,6 +355,8 @@ class Caller:
                 f"the invoker returned {len(outcomes)} results for {len(places) + joined} deliveries of group "
                 f"{work.subscribed.group.name!r}: it must return one result per delivery."
             )
+        if len(places) == len(results):
+            return list(outcomes)
         for place, outcome in zip(places, outcomes, strict=False):
             results[place] = outcome
         return [*results, *outcomes[len(places) :]]
@@ -442,14 +444,15 @@ class Caller:
         for place, item in enumerate(work.items):
             if not startable[item.queue]:
                 continue
-            assert item.row is not None
-            message = restore(item.row, topic)
+            row = item.row
+            assert row is not None
             try:
-                body = decode(message.content_type, message.body)
+                body = decode(row[CONTENT_TYPE], row[BODY])
             except UndecodableBody as error:
                 results[place] = error
                 continue
-            deliveries.append(deliver(item.row, message, body, group, item.queue.name, item.offset, item.attempt))
+            attempt = item.retries + item.in_place + 1
+            deliveries.append(deliver(row, topic, body, group, item.queue.name, item.offset, attempt))
             places.append(place)
         return deliveries, places
 

@@ -1,8 +1,9 @@
 """Send several statements together, and read their answers together, for paths on which the client's CPU time matters.
 
 psycopg's pipeline mode takes more CPU in the client than a small statement takes in the server. This module uses
-libpq's pipeline directly. Values are sent and returned as text: the caller converts the few types that it uses.
-`send_adapted` is for a statement whose values psycopg converts.
+libpq's pipeline directly. Values are sent and returned as text: the caller converts the few types that it uses. For a
+statement that returns many rows, psycopg converts the rows (`loads`), because psycopg does this in C. `send_adapted` is
+for a statement whose parameters psycopg converts, too.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from outbox.broker.database.executor import raw_cursor_on
 from outbox.broker.database.statement import Statement
 from outbox.broker.fastpath import switch
 
-# The values are bytes or None, except in the rows of a statement that `send_adapted` has sent.
+# The values are bytes or None, except in the rows that psycopg converts.
 Row = tuple[Any, ...]
 
 _ANSWERED: Final = (ExecStatus.TUPLES_OK, ExecStatus.COMMAND_OK)
@@ -67,16 +68,22 @@ class RoundTrip:
         self._sent: list[_Sent] = []
         self._cursor: psycopg.RawCursor[Any] | None = None
 
-    def send(self, statement: Statement, parameters: Mapping[str, bytes | None] | None = None) -> int:
-        """Add a statement and return its number. The statement is sent now or, at the latest, by `finish`."""
+    def send(
+        self, statement: Statement, parameters: Mapping[str, bytes | None] | None = None, *, loads: bool = False
+    ) -> int:
+        """Add a statement and return its number. The statement is sent now or, at the latest, by `finish`.
+
+        With `loads`, psycopg converts the values of the rows.
+        """
         pgconn = self._pipeline()
         text, names = statement.numbered(self._schema)
         values = [parameters[name] for name in names] if parameters is not None else []
+        result_format = Format.BINARY if loads else Format.TEXT
         if not self._prepares:
-            pgconn.send_query_params(text, values)
+            pgconn.send_query_params(text, values, result_format=result_format)
         else:
-            pgconn.send_query_prepared(self._name(text), values)
-        return self._add(_Sent())
+            pgconn.send_query_prepared(self._name(text), values, result_format=result_format)
+        return self._add(_Sent(adapter=Transformer(self._connection) if loads else None))
 
     def send_adapted(self, statement: Statement, parameters: Mapping[str, Any]) -> int:
         """Do the same as `send`, but psycopg converts the parameters and the rows, as with `raw_cursor_on`.
@@ -200,27 +207,29 @@ class OneByOne(RoundTrip):
 
     def __init__(self, connection: Connection, schema: str) -> None:
         super().__init__(connection, schema, prepare=False)
-        self._waiting: list[tuple[bytes, list[str | None]]] = []
+        self._waiting: list[tuple[bytes, list[str | None], bool]] = []
 
-    def send(self, statement: Statement, parameters: Mapping[str, bytes | None] | None = None) -> int:
-        """Keep a statement for `finish` and return its number."""
+    def send(
+        self, statement: Statement, parameters: Mapping[str, bytes | None] | None = None, *, loads: bool = False
+    ) -> int:
+        """Keep a statement for `finish` and return its number; `loads` as in RoundTrip.send."""
         text, names = statement.numbered(self._schema)
         values = [parameters[name] for name in names] if parameters is not None else []
-        self._waiting.append((text, [None if value is None else value.decode() for value in values]))
+        self._waiting.append((text, [None if value is None else value.decode() for value in values], loads))
         return len(self._waiting) - 1
 
     def finish_all(self) -> tuple[list[list[Row]], psycopg.Error | None]:
         """Execute the statements in order, and stop after the first statement that fails."""
         waiting, self._waiting = self._waiting, []
         rows: list[list[Row]] = []
-        for text, values in waiting:
+        for text, values, loads in waiting:
             cursor = psycopg.RawCursor(self._connection, row_factory=tuple_row)
             try:
                 cursor.execute(text, values or None)
             except psycopg.Error as error:
                 return rows, error
             assert cursor.pgresult is not None
-            rows.append(_rows(cursor.pgresult))
+            rows.append(cursor.fetchall() if loads else _rows(cursor.pgresult))
         return rows, None
 
     def abandon(self) -> None:

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from psycopg import pq
 
@@ -83,8 +83,7 @@ class KnownTopic:
     topic: Topic
 
 
-@dataclass(frozen=True, slots=True)
-class Prepared:
+class Prepared(NamedTuple):
     """A message that its topic accepts, with the values that the log stores in addition to the message."""
 
     message: Message
@@ -165,20 +164,31 @@ class TopicCatalog:
             raise _unknown(name, topics) from None
 
     def prepare(
-        self, connection: Connection, messages: Iterable[Message], *, transactional: bool | None
+        self, connection: Connection, messages: Sequence[Message], *, transactional: bool | None
     ) -> list[Prepared]:
         """Check messages against their topics (see Topic.check_accepts) and add topic ids and shards.
 
         Raises UnknownTopic, MessageTypeMismatch or InvalidMessage.
         """
-        prepared = []
-        for message in messages:
-            known = self.get(connection, message.topic)
-            known.topic.check_accepts(message, transactional=transactional)
-            selector = self._selectors.get(message.topic)
-            shard = select_shard(message, selector, known.topic.queue_count)
-            prepared.append(Prepared(message, known.topic_id, shard))
+        if len(messages) == 1:
+            return self._prepare(connection, messages, transactional)
+        prepared: list[Prepared] = []
+        start = 0
+        for end in range(1, len(messages) + 1):
+            if end == len(messages) or messages[end].topic != messages[start].topic:
+                prepared += self._prepare(connection, messages[start:end], transactional)
+                start = end
         return prepared
+
+    def _prepare(
+        self, connection: Connection, messages: Sequence[Message], transactional: bool | None
+    ) -> list[Prepared]:
+        """Do the same as `prepare` for messages of one topic."""
+        name = messages[0].topic
+        known, selector = self.get(connection, name), self._selectors.get(name)
+        topic_id, topic = known.topic_id, known.topic
+        topic.check_accepts_all(messages, transactional=transactional)
+        return [Prepared(message, topic_id, select_shard(message, selector, topic.queue_count)) for message in messages]
 
     def _refresh(self, connection: Connection) -> dict[str, KnownTopic]:
         topics = _read(Executor(connection, self._schema))

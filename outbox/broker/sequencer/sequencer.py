@@ -14,8 +14,10 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final, Self
+from operator import itemgetter
+from typing import Final, Self, TypeAlias
 from uuid import UUID
 
 import psycopg
@@ -107,13 +109,13 @@ CROSS JOIN LATERAL (SELECT * FROM {schema}.commit_log WHERE log_id = one.log_id 
 JOIN fifo USING (topic_id)
 WHERE deliver_at IS NULL
 UNION ALL
-SELECT CASE decision WHEN 'C' THEN 'c' ELSE 'r' END, log.log_id, topic_id, key, transaction_id
+SELECT CASE decision WHEN 'C' THEN 'c' ELSE 'r' END, log.log_id, topic_id, key, NULL
 FROM fresh CROSS JOIN LATERAL unnest(log_ids) AS one (log_id)
 CROSS JOIN LATERAL (SELECT * FROM {schema}.commit_log WHERE log_id = one.log_id OFFSET 0) AS log
 JOIN fifo USING (topic_id)
 WHERE decision = 'R' OR deliver_at IS NULL OR deliver_at <= now()
 UNION ALL
-SELECT 'd', log.log_id, topic_id, key, transaction_id
+SELECT 'd', log.log_id, topic_id, key, NULL
 FROM due CROSS JOIN LATERAL (SELECT * FROM {schema}.commit_log WHERE log_id = due.log_id OFFSET 0) AS log
 JOIN fifo USING (topic_id)
 WHERE due.queue_id IS NULL
@@ -186,19 +188,10 @@ class _Plan:
     release: list[int] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True)
-class _Seen:
-    """A FIFO message that the next tick will find in its snapshot. The values of `what` are listed at _READ_FIFO."""
-
-    what: str
-    log_id: int
-    key: Key
-    transaction_id: UUID
-
-    @classmethod
-    def parse(cls, row: Row) -> Self:
-        what, log_id, topic_id, key, transaction_id = (value.decode() for value in row if value is not None)
-        return cls(what, int(log_id), (int(topic_id), key), UUID(transaction_id))
+# A FIFO message that the next tick will find in its snapshot: what, log id, topic id, key, transaction id. The values
+# of `what` are listed at _READ_FIFO. The transaction id is None unless `what` is "h". A plain tuple, because a tick may
+# read thousands of FIFO messages.
+_Seen: TypeAlias = tuple[str, int, int, str, UUID | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -364,11 +357,13 @@ class Sequencer:
         messages to hold and which held messages to release.
         """
         self._begin(trip)
-        trip.send(_READ_FIFO, self._reading(state))
+        trip.send(_READ_FIFO, self._reading(state), loads=True)
         trip.send(_NEWEST_PARKED)
-        *_, rows, [(newest_parked,)] = trip.finish()
-        messages = [_Seen.parse(row) for row in rows]
-        state.is_entangled = any(one.what == "h" or not state.order.is_apart(one.log_id, one.key) for one in messages)
+        *_, messages, [(newest_parked,)] = trip.finish()
+        order = state.order
+        state.is_entangled = any(
+            what == "h" or not order.is_apart(log_id, (topic_id, key)) for what, log_id, topic_id, key, _ in messages
+        )
         state.meets_fifo = bool(messages)
         plan = self._plan(state, messages, self._released_by_parking(connection, state, newest_parked))
         faults.point("sequencer.mid_tick")
@@ -454,22 +449,24 @@ class Sequencer:
         parameters = {"since": since or "infinity", "ids": uuids(blockers)}
         return [log_id for (log_id,) in run.rows(_RELEASED_BY_PARKING, parameters)]
 
-    def _plan(self, state: TickState, messages: list[_Seen], let_go: list[int]) -> _Plan:
+    def _plan(self, state: TickState, messages: Sequence[_Seen], let_go: list[int]) -> _Plan:
         order, now = state.order, time.monotonic()
-        for one in messages:
-            if one.what == "h":
-                order.open(one.log_id, one.key, one.transaction_id)
+        for what, log_id, topic_id, key, transaction_id in messages:
+            if what == "h" and transaction_id is not None:
+                order.open(log_id, (topic_id, key), transaction_id)
         # First add all decisions that this tick reads. Otherwise a message could wait for an earlier message
         # although the same tick reads the decision of that earlier message.
-        order.settle(one.log_id for one in messages if one.what in "cr")
+        order.settle(log_id for what, log_id, *_ in messages if what in "cr")
         order.settle(let_go)
         plan = _Plan(has_looked=True, release=order.release(self._batch))
+        if order.is_idle:
+            return plan
         # Process the messages in the order of the log. If a message must wait, the later messages of its key must wait,
         # too.
-        for one in sorted(messages, key=lambda message: message.log_id):
-            if one.what in "cd" and order.must_wait(one.log_id, one.key):
-                order.hold(one.log_id, one.key, now)
-                plan.hold.append(one.log_id)
+        for what, log_id, topic_id, key, _ in sorted(messages, key=itemgetter(1)):
+            if what in "cd" and order.must_wait(log_id, (topic_id, key)):
+                order.hold(log_id, (topic_id, key), now)
+                plan.hold.append(log_id)
         return plan
 
     def _advance(self, state: TickState, ticked: _Ticked, plan: _Plan) -> TickCounts:
