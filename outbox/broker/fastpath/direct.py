@@ -33,7 +33,8 @@ Row = tuple[Any, ...]
 
 # The name under which a connection keeps the cursor of `_by_cursor`, and the encoding that the cursor uses.
 _KEPT: Final = "_outbox_cursor"
-# The name under which a connection keeps the names of its prepared statements, by the statement's text.
+# The name under which a connection keeps the names of its prepared statements, by the statement's text. The value is
+# None after a prepared statement was missing: the connection then prepares nothing more.
 _PREPARED: Final = "_outbox_prepared"
 _EPOCH: Final = datetime(2000, 1, 1, tzinfo=UTC)
 _MICROSECOND: Final = timedelta(microseconds=1)
@@ -139,16 +140,20 @@ def can_send(connection: Connection) -> bool:
 
 
 def _rows(connection: Connection, statement: TypedStatement, values: list[bytes | None], text: bytes) -> list[Row]:
-    # Only a connection of the broker, and only a direct one: no other code deallocates its prepared statements. The
-    # application may do this on its own connection, and the error would then abort the application's transaction.
-    if isinstance(connection, BrokerConnection) and connection.is_direct:
+    kept = vars(connection)
+    # Prepared statements are used only on a direct connection of the broker, and outside of a transaction, because the
+    # error of a missing prepared statement would abort the transaction. psycopg, too, may deallocate all prepared
+    # statements of a connection, after a ROLLBACK.
+    if (
+        isinstance(connection, BrokerConnection)
+        and connection.is_direct
+        and connection.pgconn.transaction_status == _IDLE
+        and kept.setdefault(_PREPARED, {}) is not None
+    ):
         try:
             return _executed(connection, statement, values, text, prepare=True)
         except InvalidSqlStatementName:
-            # The session did not last as long as the connection, so an unknown pooler is in between.
-            connection.is_direct = False
-            if connection.pgconn.transaction_status != _IDLE:
-                raise
+            kept[_PREPARED] = None
     return _executed(connection, statement, values, text, prepare=False)
 
 
@@ -158,7 +163,7 @@ def _executed(
     pgconn = connection.pgconn
     with connection.lock:
         if prepare:
-            names: dict[bytes, bytes] = vars(connection).setdefault(_PREPARED, {})
+            names: dict[bytes, bytes] = vars(connection)[_PREPARED]
             name = names.get(text)
             if name is None:
                 # The name is random, so no other prepared statement has this name, even behind an unknown pooler.

@@ -12,7 +12,6 @@ from uuid import UUID
 
 import psycopg
 import pytest
-from psycopg.errors import InvalidSqlStatementName
 from psycopg.rows import dict_row
 
 from outbox.broker.database.connection import BrokerConnection, BrokerDatabase
@@ -102,14 +101,23 @@ def test_a_statement_that_is_not_prepared_any_more_is_sent_again(
     assert prepared() == []
 
 
-def test_in_a_transaction_the_next_transaction_works(connection: BrokerConnection) -> None:
+def test_in_a_transaction_no_prepared_statement_can_be_missing(connection: BrokerConnection) -> None:
     run = Executor(connection, "outbox")
     first_row(run, DOUBLE, [1])
     connection.execute("DEALLOCATE ALL")
-    with pytest.raises(InvalidSqlStatementName), connection.transaction():
-        first_row(run, DOUBLE, [1])
     with connection.transaction():
         assert first_row(run, DOUBLE, [1]) == (2,)
+
+
+def test_psycopg_deallocates_after_a_rollback(connection: BrokerConnection, prepared: Callable[[], list[str]]) -> None:
+    run = Executor(connection, "outbox")
+    first_row(run, DOUBLE, [1])
+    connection.execute("SELECT 1", prepare=True)
+    with contextlib.suppress(ZeroDivisionError), connection.transaction():
+        raise ZeroDivisionError
+    connection.execute("SELECT 1")
+    assert prepared() == []
+    assert first_row(run, DOUBLE, [1]) == (2,)
 
 
 def test_a_connection_of_the_application_prepares_nothing(broker_url: str) -> None:
