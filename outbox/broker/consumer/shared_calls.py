@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Final
 
-from outbox.broker.consumer.work import HandlerCall
+from outbox.broker.consumer.work import NOT_STARTED, HandlerCall
 from outbox.message import Delivery
 from outbox.utils.backoff import Backoff
 
@@ -100,6 +100,8 @@ class SharedCalls:
         finished: Callable[[HandlerCall], None],
     ) -> None:
         self.calls = [first]
+        # The inbox generation of all messages of the transaction.
+        self.generation: Final = first.subscribed.group.generation
         # The call whose handler has run last. It is not always the call before the newest one: a skipped message has
         # joined too, but its handler does not run.
         self._ran_last = first
@@ -114,11 +116,16 @@ class SharedCalls:
     def next(self) -> Delivery | None:
         """Return the message of a further call for this transaction; None if the transaction should end now."""
         while self._is_open() and (work := self._take()) is not None:
-            delivery = self._deliver(work)
+            # An operator may have raised the generation since the transaction began. The inbox must not skip this
+            # message because of a row of the earlier generation.
+            is_of_same = work.subscribed.group.generation == self.generation
+            delivery = self._deliver(work) if is_of_same else None
             if delivery is not None:
                 work.shares = self.calls
                 self.calls.append(work)
                 return delivery
+            if not is_of_same:
+                work.results = [NOT_STARTED]
             self._finished(work)
         return None
 

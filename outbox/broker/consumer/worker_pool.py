@@ -332,7 +332,10 @@ class Caller:
         for work, result in zip(shared.calls, results, strict=True):
             if result is not RunAlone.RUN_ALONE:
                 work.results = [result]
-            elif not work.abandoned:
+            elif work.is_given_up:
+                # Another thread has replaced this thread. A call that joined in that moment goes back to its lane.
+                work.results = [NOT_STARTED]
+            else:
                 self._run_alone(work)
             self._finished(work)
 
@@ -362,11 +365,11 @@ class Caller:
     def _invoke(
         self, subscribed: Subscribed, deliveries: Sequence[Delivery], shared: SharedCalls | None
     ) -> Sequence[Disposition | Exception | RunAlone]:
-        generation = subscribed.group.generation
+        subscription, handler = subscribed.subscription, subscribed.handler
         if shared is None or self._share is None:
-            return self._invoker(subscribed.subscription, subscribed.handler, deliveries, generation=generation)
+            return self._invoker(subscription, handler, deliveries, generation=subscribed.group.generation)
         [delivery] = deliveries
-        return self._share(subscribed.subscription, subscribed.handler, delivery, shared, generation=generation)
+        return self._share(subscription, handler, delivery, shared, generation=shared.generation)
 
     def _deliver_joined(self, work: HandlerCall) -> Delivery | None:
         results: list[Result] = [NOT_STARTED]
