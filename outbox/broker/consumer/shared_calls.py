@@ -14,10 +14,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Final
+from typing import Any, Final
 
 from outbox.broker.consumer.work import NOT_STARTED, HandlerCall
 from outbox.message import Delivery
+from outbox.ports import AnyHandler
 from outbox.utils.backoff import Backoff
 
 logger = logging.getLogger(__name__)
@@ -56,6 +57,22 @@ class Sharing:
             and self._average <= SHORT_SECONDS
             and time.monotonic() >= self._not_before
         )
+
+    def timed(self, handler: AnyHandler) -> AnyHandler:
+        """Return a handler that calls `handler` and records its time.
+
+        The time of COMMIT does not count: on a slow disk, each COMMIT may take longer than SHORT_SECONDS, and sharing
+        then saves the most.
+        """
+
+        def call(given: Any) -> Any:
+            started = time.monotonic()
+            try:
+                return handler(given)
+            finally:
+                self.took(time.monotonic() - started)
+
+        return call
 
     def took(self, seconds: float) -> None:
         """Record the time of a handler call."""
@@ -147,12 +164,8 @@ class SharedCalls:
         previous.started_at = None
         previous.returned_at = time.time()
         work.start()
-        started = time.monotonic()
-        try:
-            with self._running(previous, work, delivery):
-                yield
-        finally:
-            self._sharing.took(time.monotonic() - started)
+        with self._running(previous, work, delivery):
+            yield
 
     def finishing(self, number: int) -> None:
         """From now on, the time limit of the call with this number (0: the first) applies, and no other limit.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from types import SimpleNamespace
@@ -231,6 +232,23 @@ def test_calls_share_only_while_handlers_are_short() -> None:
     assert sharing.allowed
 
 
+def test_the_time_of_commit_does_not_count(orders: ConsumptionBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a slow disk, sharing saves the most."""
+    together = Together(lambda delivery: None)
+    original = Together.__call__
+
+    def slow(*arguments: Any, **options: Any) -> Any:
+        results = original(*arguments, **options)
+        time.sleep(3 * SHORT_SECONDS)
+        return results
+
+    monkeypatch.setattr(Together, "__call__", slow)
+    orders.publish([message(n) for n in range(60)])
+    orders.run_until_idle(subscribe(threads=1), together.handler, **options(together))
+    assert together.effects == everything(60)
+    assert together.largest > 1
+
+
 def test_after_a_failure_calls_share_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
     # Multiples of 0.5 are exact. Only this module gets the other clock.
     now = 1000.0
@@ -331,7 +349,7 @@ def test_a_replaced_thread_calls_no_further_handler(monkeypatch: pytest.MonkeyPa
         return [RunAlone.RUN_ALONE] * 3
 
     monkeypatch.setattr(caller, "_call", give_up)
-    monkeypatch.setattr(caller, "_run_alone", alone.append)
+    monkeypatch.setattr(caller, "_run_alone", lambda work, _: alone.append(work))
     shared = SimpleNamespace(calls=calls)
     for one in calls:
         one.shares = calls
