@@ -24,17 +24,21 @@ from outbox.broker.consumer.worker_pool import WorkerPool
 from outbox.broker.process import run_broker
 from outbox.contrib.django import publish, subscriber
 from outbox.contrib.django.database.aliases import broker_database
+from outbox.contrib.django.saga import SagaProgress, SagaState
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.django.subscribers import registry
 from outbox.contrib.django.subscribers.inbox import InboxInvoker
+from outbox.contrib.django.subscribers.shared_transaction import SharedTransaction
 from outbox.contrib.opentelemetry.tracer import OpenTelemetryTracer
 from outbox.subscription import Subscription
 from outbox.topic import Topic
 from tests.django.entry_points import say
+from tests.django.hotel.models import Booking, Room
 from tests.django.processes import child, process
 from tests.django.shop.models import Effect, Payment
 from tests.django.state import postgres_broker
 from tests.django.test_poolers import OLD, behind
+from tests.django.test_saga import hotel, told
 from tests.django.test_shared_transactions import (
     ALONE,
     HANDLED,
@@ -48,6 +52,8 @@ from tests.django.test_shared_transactions import (
 )
 from tests.django.urls import Refused
 from tests.support import eventually
+
+__all__ = ["hotel"]
 
 pytestmark = pytest.mark.usefixtures("databases", "no_subscribers")
 
@@ -243,6 +249,23 @@ def test_a_shorter_limit_of_the_project_stays(monkeypatch: pytest.MonkeyPatch) -
     connection.close()
 
 
+def test_commit_has_no_limit() -> None:
+    """A deferred trigger, or a replica that must confirm, may take longer than a statement of a joined message."""
+    with connection.cursor() as cursor:
+        cursor.execute(
+            "CREATE FUNCTION slow_commit() RETURNS trigger LANGUAGE plpgsql AS"
+            " 'BEGIN PERFORM pg_sleep(0.8); RETURN NULL; END';"
+            "CREATE CONSTRAINT TRIGGER slow AFTER INSERT ON shop_payment DEFERRABLE INITIALLY DEFERRED"
+            " FOR EACH ROW EXECUTE FUNCTION slow_commit()"
+        )
+    try:
+        handle_with(lambda given: Payment.objects.create(reference="b") if given.key == "b" else None)
+        assert share(*deliveries("a", "b"))[0] == [HANDLED] * 2
+    finally:
+        with connection.cursor() as cursor:
+            cursor.execute("DROP FUNCTION slow_commit CASCADE")
+
+
 def test_a_handler_that_hangs_in_a_statement_delays_no_other_message() -> None:
     """The other messages of its transaction are handled long before the statement ends."""
     release: list[str] = []
@@ -349,6 +372,39 @@ def test_traces_of_callbacks_are_below_their_own_message() -> None:
     ]
     assert wrong == []
     assert noted.transactions == {}
+
+
+def test_steps_of_many_sagas_share(hotel: SimpleNamespace) -> None:
+    """Each saga reaches its state, also those whose step is refused and undone."""
+    transactions: dict[int, int] = Counter()
+
+    def noting(self: SharedTransaction) -> list[Any]:
+        transactions[len(self.joined)] += 1
+        return original(self)
+
+    original = SharedTransaction.results
+    rooms = [Room.objects.create(number=f"s{number}") for number in range(20)]
+    for number, room in enumerate(rooms):
+        hotel.book(room, f"guest{number}")
+        if number % 5 == 0:
+            hotel.book(room, f"late{number}")
+    with pytest.MonkeyPatch.context() as patch, running(leading(), consuming()):
+        patch.setattr(SharedTransaction, "results", noting)
+        eventually(
+            lambda: states() == Counter({"WAITING": 20, "UNDONE": 4}), within_seconds=40, what=lambda: str(states())
+        )
+        for record in Booking.objects.all():
+            hotel.paid(record.pk, 100)
+        eventually(
+            lambda: states() == Counter({"DONE": 20, "UNDONE": 4}), within_seconds=40, what=lambda: str(states())
+        )
+    assert told() == Counter(invoices=20, keys=20)
+    assert max(transactions) > 0, "no transaction was shared"
+    assert failed() == []
+
+
+def states() -> Counter[str]:
+    return Counter(SagaState(state).name for state in SagaProgress.objects.values_list("state", flat=True))
 
 
 def test_celery_calls_share(monkeypatch: pytest.MonkeyPatch) -> None:

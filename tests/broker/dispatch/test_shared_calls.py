@@ -321,7 +321,7 @@ def test_a_call_that_ends_while_the_dispatching_thread_looks_at_its_time() -> No
         __slots__ = ("readings",)
 
         @property
-        def started_at(self) -> float | None:  # type: ignore[override]
+        def started_at(self) -> float | None:
             self.readings += 1
             return 0.0 if self.readings == 1 else None
 
