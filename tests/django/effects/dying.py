@@ -12,7 +12,7 @@ from outbox.contrib.django import subscriber
 from tests.django.shop.models import Effect
 
 
-@subscriber("notes", group="notes", threads=2)
+@subscriber("notes", group="notes", threads=1)
 def note(delivery: Delivery) -> None:
     with connection.cursor() as cursor:
         cursor.execute("SELECT pg_current_xact_id()::text")
