@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
 from outbox import Delivery
+from outbox.utils import log_context
 
 
 class Waiting:
@@ -20,7 +20,7 @@ class Waiting:
         return self.waiting.pop(0) if self.waiting and not self.ended else None
 
     def running(self, delivery: Delivery) -> AbstractContextManager[None]:
-        return contextlib.nullcontext()
+        return log_context.handling([delivery])
 
     def finishing(self, number: int) -> None:
         pass

@@ -199,8 +199,8 @@ def forget_what_was_handled(patch: pytest.MonkeyPatch) -> None:
     """The inbox is written, but takes every message for a new one."""
     enter = InboxEntries.enter
 
-    def enter_again(entries: InboxEntries, deliveries: Sequence[Delivery], *, lease_seconds: float) -> list[Delivery]:
-        enter(entries, deliveries, lease_seconds=lease_seconds)
+    def enter_again(entries: InboxEntries, deliveries: Sequence[Delivery], **seconds: float) -> list[Delivery]:
+        enter(entries, deliveries, **seconds)
         return list(deliveries)
 
     patch.setattr(InboxEntries, "enter", enter_again)

@@ -418,7 +418,9 @@ class Calls:
         overdue: list[HandlerCall] = []
         for work in self._running:
             limit = work.subscribed.subscription.timeout_seconds
-            if work.started_at is not None and now - work.started_at >= limit and not work.results:
+            # Read the time once: the handler's thread sets it to None when the next message joins.
+            began = work.started_at
+            if began is not None and now - began >= limit and not work.results:
                 work.abandoned = f"the handler of group {work.subscribed.group.name!r} ran longer than {limit:g} s"
                 overdue.append(work)
         return overdue

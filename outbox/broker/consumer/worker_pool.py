@@ -152,8 +152,8 @@ class WorkerPool:
         return self._behind.popleft()
 
     def spread_at(self) -> float | None:
-        """Return the time at which to call `spread`; None if no call waits for a busy thread."""
-        return self._taken_at + _BEHIND_SECONDS if self._behind else None
+        """Return the time at which to call `spread`; None if no call waits, or if no thread is free to run it."""
+        return self._taken_at + _BEHIND_SECONDS if self._behind and self._busy < self._threads else None
 
     def spread(self, now: float) -> None:
         """Give the calls that wait for busy threads to other threads, if the busy threads do not take them."""
@@ -297,15 +297,12 @@ class Caller:
             )
             self._run_shared(shared, sharing)
             return
-        started = time.monotonic()
-        self._run_alone(work)
-        if sharing is not None:
-            sharing.took(time.monotonic() - started)
+        self._run_alone(work, sharing)
         self._finished(work)
 
-    def _run_alone(self, work: HandlerCall) -> None:
+    def _run_alone(self, work: HandlerCall, sharing: Sharing | None) -> None:
         try:
-            work.results = self._call(work)
+            work.results = self._call(work, sharing)
         except BaseException as error:
             # An error of this code or of the invoker must not end the thread. Such an error counts as a failed attempt.
             logger.exception("calling the handler of group %r failed", work.subscribed.subscription.group)
@@ -315,28 +312,28 @@ class Caller:
         """Run the first call and the calls that join its transaction. If the transaction does not commit a call, run
         this call again in its own transaction."""
         results: list[Result | RunAlone]
-        started = time.monotonic()
         try:
-            results = self._call(shared.calls[0], shared)
+            results = self._call(shared.calls[0], sharing, shared)
         except BaseException as error:
             logger.exception("calling the handler of group %r failed", shared.calls[0].subscribed.subscription.group)
             results = [RunAlone.RUN_ALONE] * (len(shared.calls) - 1) + [error]
-        if len(shared.calls) == 1:
-            sharing.took(time.monotonic() - started)
-        elif any(result is RunAlone.RUN_ALONE for result in results):
+        if any(result is RunAlone.RUN_ALONE for result in results):
             sharing.failed()
-        else:
+        elif len(shared.calls) > 1:
             sharing.worked()
         for work in shared.calls:
             work.started_at = None
         for work, result in zip(shared.calls, results, strict=True):
             if result is not RunAlone.RUN_ALONE:
                 work.results = [result]
-            elif not work.abandoned:
-                self._run_alone(work)
+            elif work.is_given_up:
+                # Another thread has replaced this thread. A call that joined in that moment goes back to its lane.
+                work.results = [NOT_STARTED]
+            else:
+                self._run_alone(work, sharing)
             self._finished(work)
 
-    def _call(self, work: HandlerCall, shared: SharedCalls | None = None) -> list[Any]:
+    def _call(self, work: HandlerCall, sharing: Sharing | None, shared: SharedCalls | None = None) -> list[Any]:
         """Return the results of the call, followed by the results of the calls that have joined its transaction."""
         work.start()
         faults.point("consumer.before_handler")
@@ -347,7 +344,7 @@ class Caller:
             return results
         fence_reason = work.fence_reason if shared is None else shared.fence_reason
         with fence.attempt(fence_reason), self._observed(work, deliveries, places) as observed:
-            outcomes = self._invoke(work.subscribed, deliveries, shared)
+            outcomes = self._invoke(work.subscribed, deliveries, sharing, shared)
             observed += outcomes[: len(deliveries)]
         joined = len(shared.calls) - 1 if shared is not None else 0
         if len(outcomes) != len(places) + joined:
@@ -362,13 +359,18 @@ class Caller:
         return [*results, *outcomes[len(places) :]]
 
     def _invoke(
-        self, subscribed: Subscribed, deliveries: Sequence[Delivery], shared: SharedCalls | None
+        self,
+        subscribed: Subscribed,
+        deliveries: Sequence[Delivery],
+        sharing: Sharing | None,
+        shared: SharedCalls | None,
     ) -> Sequence[Disposition | Exception | RunAlone]:
-        generation = subscribed.group.generation
+        subscription = subscribed.subscription
+        handler = subscribed.handler if sharing is None else sharing.timed(subscribed.handler)
         if shared is None or self._share is None:
-            return self._invoker(subscribed.subscription, subscribed.handler, deliveries, generation=generation)
+            return self._invoker(subscription, handler, deliveries, generation=subscribed.group.generation)
         [delivery] = deliveries
-        return self._share(subscribed.subscription, subscribed.handler, delivery, shared, generation=generation)
+        return self._share(subscription, handler, delivery, shared, generation=shared.generation)
 
     def _deliver_joined(self, work: HandlerCall) -> Delivery | None:
         results: list[Result] = [NOT_STARTED]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from types import SimpleNamespace
@@ -14,8 +15,12 @@ import pytest
 
 from outbox import ports
 from outbox.broker.consumer import running_calls
+from outbox.broker.consumer.calls import Calls
 from outbox.broker.consumer.running_calls import RunningCalls
-from outbox.broker.consumer.shared_calls import SHORT_SECONDS, Sharing
+from outbox.broker.consumer.shared_calls import SHORT_SECONDS, SharedCalls, Sharing
+from outbox.broker.consumer.work import HandlerCall
+from outbox.broker.consumer.worker_pool import Caller
+from outbox.codec import Codecs
 from outbox.message import Delivery
 from outbox.ports import Disposition, MoreCalls, RunAlone
 from outbox.subscription import Mode, Subscription
@@ -227,6 +232,23 @@ def test_calls_share_only_while_handlers_are_short() -> None:
     assert sharing.allowed
 
 
+def test_the_time_of_commit_does_not_count(orders: ConsumptionBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a slow disk, sharing saves the most."""
+    together = Together(lambda delivery: None)
+    original = Together.__call__
+
+    def slow(*arguments: Any, **options: Any) -> Any:
+        results = original(*arguments, **options)
+        time.sleep(3 * SHORT_SECONDS)
+        return results
+
+    monkeypatch.setattr(Together, "__call__", slow)
+    orders.publish([message(n) for n in range(60)])
+    orders.run_until_idle(subscribe(threads=1), together.handler, **options(together))
+    assert together.effects == everything(60)
+    assert together.largest > 1
+
+
 def test_after_a_failure_calls_share_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
     # Multiples of 0.5 are exact. Only this module gets the other clock.
     now = 1000.0
@@ -252,3 +274,87 @@ def test_one_message_per_commit_turns_sharing_off() -> None:
     sharing = Sharing(1)
     sharing.took(0.0)
     assert not sharing.allowed
+
+
+# -- moments between two threads -------------------------------------------------------------------
+
+
+def call() -> Any:
+    """A call of a subscription without a queue."""
+    subscription = SimpleNamespace(timeout_seconds=1.0, group="g", topic="orders")
+    subscribed = SimpleNamespace(subscription=subscription, group=SimpleNamespace(generation=1, name="g"), key=(1, 1))
+    return HandlerCall(subscribed, None, [])  # type: ignore[arg-type]
+
+
+def sharing_now() -> Sharing:
+    sharing = Sharing(8)
+    sharing.took(0.0)
+    return sharing
+
+
+def test_a_message_of_another_inbox_generation_does_not_join() -> None:
+    """An operator lets the group reprocess a queue, whose messages arrive while a transaction of another queue runs."""
+    first, later = call(), call()
+    waiting = [later]
+    finished: list[HandlerCall] = []
+    shared: Any = SharedCalls(
+        first,
+        sharing_now(),
+        take=lambda: waiting.pop() if waiting else None,
+        deliver=lambda work: "delivery",  # type: ignore[arg-type, return-value]
+        running=None,  # type: ignore[arg-type]
+        finished=finished.append,
+    )
+    later.subscribed = SimpleNamespace(
+        subscription=first.subscribed.subscription, group=SimpleNamespace(generation=2, name="g"), key=(1, 1)
+    )
+    assert shared.next() is None
+    assert finished == [later]
+    assert list(later.results) == [None]
+    assert shared.calls == [first]
+
+
+def test_a_call_that_ends_while_the_dispatching_thread_looks_at_its_time() -> None:
+    class Ending(HandlerCall):
+        """Its handler returns between two readings of `started_at`."""
+
+        __slots__ = ("readings",)
+
+        @property
+        def started_at(self) -> float | None:
+            self.readings += 1
+            return 0.0 if self.readings == 1 else None
+
+        @started_at.setter
+        def started_at(self, value: float | None) -> None:
+            self.readings = 0
+
+    like = call()
+    ending = Ending(like.subscribed, like.lane, [])
+    calls = Calls({})
+    calls._running.add(ending)
+    assert calls._overdue() == [ending]
+
+
+def test_a_replaced_thread_calls_no_further_handler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A message joins in the moment in which the process gives the transaction up. Another thread must handle it."""
+    calls = [call() for _ in range(3)]
+    finished: list[HandlerCall] = []
+    alone: list[HandlerCall] = []
+    caller = Caller(Together(print), Codecs(), finished.append)
+
+    def give_up(*_: object) -> list[RunAlone]:
+        # The dispatching thread has not seen the last call.
+        calls[0].abandoned = calls[1].abandoned = "the handler of the second call hangs"
+        return [RunAlone.RUN_ALONE] * 3
+
+    monkeypatch.setattr(caller, "_call", give_up)
+    monkeypatch.setattr(caller, "_run_alone", lambda work, _: alone.append(work))
+    shared = SimpleNamespace(calls=calls)
+    for one in calls:
+        one.shares = calls
+    caller._run_shared(shared, Sharing(8))  # type: ignore[arg-type]
+    assert alone == []
+    assert finished == calls
+    # It goes back to its lane, and no attempt is counted.
+    assert list(calls[2].results) == [None]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from outbox.broker.consumer.shared_calls import SHORT_SECONDS, SharedCalls, Sharing
+from outbox.broker.consumer.shared_calls import SHORT_SECONDS, Sharing
 from outbox.broker.consumer.worker_pool import WorkerPool
 from outbox.message import Delivery
 from tests.broker.bench import ConsumptionBench
@@ -165,26 +165,13 @@ def test_random_trouble(orders: ConsumptionBench, pools: list[WorkerPool], seed:
 
 
 def test_slow_handlers_that_fail_end_the_sharing_too() -> None:
-    class Work:
-        started_at = returned_at = None
-        is_given_up = False
-        shares: Any = ()
-
-        def start(self) -> None: ...
-
     sharing = Sharing(8)
     sharing.took(0.0)
-    calls = SharedCalls(
-        Work(),  # type: ignore[arg-type]
-        sharing,
-        take=lambda: Work(),  # type: ignore[arg-type, return-value]
-        deliver=lambda work: object(),  # type: ignore[arg-type, return-value]
-        running=lambda previous, work, delivery: contextlib.nullcontext(),
-        finished=lambda work: None,
-    )
-    delivery = calls.next()
-    assert delivery is not None
-    with contextlib.suppress(ValueError), calls.running(delivery):
+
+    def fail(_: Any) -> None:
         time.sleep(SHORT_SECONDS * 8)
         raise ValueError
+
+    with contextlib.suppress(ValueError):
+        sharing.timed(fail)(None)  # type: ignore[arg-type]
     assert not sharing.allowed

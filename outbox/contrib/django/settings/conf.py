@@ -479,7 +479,7 @@ class OutboxSettings:
         "them",
     )
     messages_per_commit: int = setting(
-        1,
+        16,
         whole(1, "messages", 32),
         bundled_only=True,
         word="commit",

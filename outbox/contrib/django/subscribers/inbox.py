@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -31,7 +32,12 @@ from outbox.contrib.django.database.database_errors import repeated
 from outbox.contrib.django.database.transactions import begun_by_hand, lost, sync_pipeline, watch_of
 from outbox.contrib.django.fastpath.short_transaction import ShortTransaction
 from outbox.contrib.django.subscribers.registry import Subscriber, find_subscriber
-from outbox.contrib.django.subscribers.shared_transaction import LOCK_MILLISECONDS, Result, SharedTransaction
+from outbox.contrib.django.subscribers.shared_transaction import (
+    LOCK_MILLISECONDS,
+    STATEMENT_MILLISECONDS,
+    Result,
+    SharedTransaction,
+)
 from outbox.errors import ConfigurationError, HandlerNotStarted, PartialFailure, PermanentError, TransactionUsageError
 from outbox.message import Delivery
 from outbox.ports import AnyHandler, Disposition, MoreCalls, call_handler
@@ -179,6 +185,12 @@ RETURNING message_id
 _ENTER_ONE_TEXT: Final = _ENTER.format(ids="%(message_ids)s::uuid")
 _ENTER_ALL_TEXT: Final = _ENTER.format(ids="unnest(%(message_ids)s::uuid[])")
 _ENTER_ONE: Final = Statement(_ENTER_ONE_TEXT)
+# The statement of a message that joins a transaction. A shorter statement_timeout of the project stays.
+_LIMIT: Final = f"""AND set_config('statement_timeout', CASE
+    WHEN current_setting('statement_timeout')::interval BETWEEN '1ms' AND '{STATEMENT_MILLISECONDS}ms'
+    THEN current_setting('statement_timeout') ELSE '{STATEMENT_MILLISECONDS}ms' END, true) IS NOT NULL
+ON CONFLICT"""
+_JOIN: Final = Statement(_ENTER_ONE_TEXT.replace("ON CONFLICT", _LIMIT))
 _ENTER_ALL: Final = Statement(_ENTER_ALL_TEXT)
 # The statement divides by zero, and so fails, if a row is missing.
 _ALL_THERE: Final = Statement("""
@@ -212,8 +224,12 @@ class InboxEntries:
         # COMMIT or after COMMIT.
         self.is_confirmed = False
 
-    def enter(self, deliveries: Sequence[Delivery], *, lease_seconds: float) -> list[Delivery]:
+    def enter(
+        self, deliveries: Sequence[Delivery], *, lease_seconds: float, timeout_seconds: float = math.inf
+    ) -> list[Delivery]:
         """Write the inbox rows in the open transaction, and return the deliveries whose rows are new.
+
+        The server ends the transaction if it is idle for four fifths of the lease or for `timeout_seconds`.
 
         A batch may contain a message twice, for example if the topic's queue and the retry queue both deliver it. Only
         the first delivery is handled.
@@ -222,13 +238,13 @@ class InboxEntries:
         for delivery in deliveries:
             firsts.setdefault(delivery.message_id, delivery)
         if self._connection.vendor == "postgresql":
-            new = self._enter_all(list(firsts), lease_seconds)
+            new = self._enter_all(list(firsts), 0.5 * lease_seconds, min(0.8 * lease_seconds, timeout_seconds))
         else:
             new = {value for value in sorted(firsts) if self._enter_one(value)}
         return [delivery for message_id, delivery in firsts.items() if message_id in new]
 
-    def _enter_all(self, message_ids: Sequence[UUID], lease_seconds: float) -> set[UUID]:
-        lock, idle = (str(round(lease_seconds * share * 1000)) for share in (0.5, 0.8))
+    def _enter_all(self, message_ids: Sequence[UUID], lock_seconds: float, idle_seconds: float) -> set[UUID]:
+        lock, idle = (str(max(1, round(seconds * 1000))) for seconds in (lock_seconds, idle_seconds))
         is_one = len(message_ids) == 1
         if ShortTransaction.is_possible(self._connection):
             # The watch of the connection (BlockWatch) does not see this BEGIN, so report the BEGIN to the watch.
@@ -270,7 +286,7 @@ class InboxEntries:
             "idle": self._idle,
             "message_ids": str(delivery.message_id).encode(),
         }
-        return bool(self._short.savepoint(number, _ENTER_ONE, values))
+        return bool(self._short.savepoint(number, _JOIN, values))
 
     def is_whole(self) -> bool:
         """Whether the shared transaction can still commit, as far as the client knows."""
@@ -472,7 +488,12 @@ class _Call:
         shared: SharedTransaction | None = None
         try:
             with transaction.atomic(using=connection.alias):
-                entered = inbox.enter(self.deliveries, lease_seconds=self.lease_seconds)
+                entered = inbox.enter(
+                    self.deliveries,
+                    lease_seconds=self.lease_seconds,
+                    # After this time, the consumer delivers the messages again, and they must not wait for this row.
+                    timeout_seconds=self.subscription.timeout_seconds,
+                )
                 watch_of(connection).bind(name)
                 if self.more is not None and inbox.can_share:
                     shared = SharedTransaction(connection, inbox, self.more, name, self.joined)

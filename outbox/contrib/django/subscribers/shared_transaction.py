@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from contextvars import Context, copy_context
 from typing import Any, Final, Protocol
 from uuid import UUID
 
@@ -33,7 +33,6 @@ from outbox.contrib.django.database.transactions import BlockTraces, sync_pipeli
 from outbox.errors import LeaseLost
 from outbox.message import Delivery
 from outbox.ports import Disposition, MoreCalls, RunAlone
-from outbox.utils import log_context
 from outbox.utils.causes import causes
 
 logger = logging.getLogger(__name__)
@@ -45,6 +44,9 @@ Result = Disposition | Exception | RunAlone
 # short limit, two shared transactions that need the same rows in different orders would wait for PostgreSQL's
 # deadlock_timeout (1 s).
 LOCK_MILLISECONDS: Final = 20
+# A statement of such a handler takes at most this time (milliseconds), for the same reason: a statement that hangs must
+# not delay the earlier messages. This limit does not apply to COMMIT: the server ends it before it begins to commit.
+STATEMENT_MILLISECONDS: Final = 500
 
 
 class Inbox(Protocol):
@@ -123,6 +125,9 @@ class SharedTransaction:
         # All messages that have joined, and those of them whose handlers have returned without an error.
         self.joined = joined
         self.handled: list[Delivery] = []
+        # For each message that has joined: the context (contextvars) of its handler, in which its callbacks run. So the
+        # log records and the traces of the callbacks belong to their own message.
+        self._contexts: list[Context] = []
         # The ids (`id`) of the deliveries that were handled before.
         self._skipped: set[int] = set()
         self._results: list[Result] = []
@@ -137,6 +142,7 @@ class SharedTransaction:
         while self._may_go_on() and (delivery := self._more.next()) is not None:
             self._end_of_callbacks()
             self.joined.append(delivery)
+            self._contexts.append(copy_context())
             # If `_run` raises an exception, RUN_ALONE stays the result of this message.
             self._results.append(RunAlone.RUN_ALONE)
             self._results[-1] = result = self._run(delivery, handle)
@@ -166,6 +172,7 @@ class SharedTransaction:
         self._connection.savepoint_ids.append(name)
         try:
             with self._more.running(delivery):
+                self._contexts[-1] = copy_context()
                 failure = handle(delivery)
             sync_pipeline(self._connection)
         except Exception as error:
@@ -222,8 +229,10 @@ class SharedTransaction:
             if not callbacks:
                 continue
             self._more.finishing(number)
-            # The log context of the first message surrounds the whole transaction.
-            with log_context.handling(self.joined[number - 1 : number]) if number else nullcontext():
+            if number:
+                self._contexts[number - 1].run(self._run_callbacks, callbacks)
+            else:
+                # The context of the first message surrounds the whole transaction.
                 self._run_callbacks(callbacks)
 
     def _run_callbacks(self, callbacks: Sequence[Any]) -> None:

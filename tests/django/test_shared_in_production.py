@@ -1,0 +1,622 @@
+"""Shared transactions as they run in production: poolers, connection settings, stops, deaths, and other features."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from django.db import OperationalError, connection, connections, transaction
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from outbox import Delivery, Message, OnError, RetryPolicy, tracing
+from outbox.broker.consumer.runtime import ConsumerRuntime
+from outbox.broker.consumer.worker_pool import WorkerPool
+from outbox.broker.process import run_broker
+from outbox.contrib.django import publish, subscriber
+from outbox.contrib.django.database.aliases import broker_database
+from outbox.contrib.django.saga import SagaProgress, SagaState
+from outbox.contrib.django.settings.conf import get_settings
+from outbox.contrib.django.subscribers import registry
+from outbox.contrib.django.subscribers.inbox import InboxInvoker
+from outbox.contrib.django.subscribers.shared_transaction import SharedTransaction
+from outbox.contrib.opentelemetry.tracer import OpenTelemetryTracer
+from outbox.subscription import Subscription
+from outbox.topic import Topic
+from tests.django.entry_points import say
+from tests.django.hotel.models import Booking, Room
+from tests.django.processes import child, process
+from tests.django.shop.models import Effect, Payment
+from tests.django.state import postgres_broker
+from tests.django.test_poolers import OLD, behind
+from tests.django.test_saga import hotel, told
+from tests.django.test_shared_transactions import (
+    ALONE,
+    HANDLED,
+    alone,
+    deliveries,
+    effects,
+    handle_with,
+    setting,
+    share,
+    transaction_id,
+)
+from tests.django.urls import Refused
+from tests.support import eventually
+
+__all__ = ["hotel"]
+
+pytestmark = pytest.mark.usefixtures("databases", "no_subscribers")
+
+
+# -- a broker and consumers in this process --------------------------------------------------------
+
+
+@contextlib.contextmanager
+def running(*works: Callable[[threading.Event], Any]) -> Iterator[None]:
+    """Run each work in a thread, until the block ends."""
+    stop = threading.Event()
+    threads = [threading.Thread(target=work, args=(stop,)) for work in works]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join(30)
+            assert not thread.is_alive()
+
+
+def leading() -> Callable[[threading.Event], Any]:
+    database = broker_database(get_settings())
+    return lambda stop: run_broker(database, stop)
+
+
+def consuming(lease_seconds: float = 10.0) -> Callable[[threading.Event], Any]:
+    invoker = InboxInvoker(lease_seconds=lease_seconds)
+    return ConsumerRuntime(
+        broker_database(get_settings()),
+        [(item.subscription, item.handler) for item in registry.subscribers()],
+        invoker=invoker,
+        share=invoker.share,
+        sharing_calls=16,
+        lease_seconds=lease_seconds,
+    ).run
+
+
+def send(count: int, *, queues: int = 2) -> None:
+    postgres_broker().declare([Topic(name="orders", queue_count=queues)])
+    postgres_broker().send([Message(topic="orders", body=b"{}", key=str(number)) for number in range(count)])
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transactions are shared also on a busy machine."""
+    monkeypatch.setattr("outbox.broker.consumer.shared_calls.SHORT_SECONDS", 1.0)
+    monkeypatch.setattr("outbox.broker.consumer.shared_calls._OPEN_SECONDS", 1.0)
+
+
+class Noted:
+    """The transactions of the handlers, by message."""
+
+    def __init__(self) -> None:
+        self.transactions: dict[str, int] = {}
+
+    def note(self, given: Delivery) -> None:
+        self.transactions[given.key] = transaction_id()
+
+    @property
+    def largest(self) -> int:
+        return max(Counter(self.transactions.values()).values())
+
+
+def each_once(count: int) -> None:
+    eventually(lambda: len(set(effects())) == count, within_seconds=40, what=lambda: str(len(effects())))
+    assert sorted(effects()) == sorted(map(str, range(count)))
+
+
+def failed() -> list[str]:
+    with connections["broker"].cursor() as cursor:
+        cursor.execute("SELECT l.key FROM outbox.failure f JOIN outbox.commit_log l USING (log_id)")
+        return [key for (key,) in cursor.fetchall()]
+
+
+# -- connections -----------------------------------------------------------------------------------
+
+POOL = {"min_size": 2, "max_size": 8}
+
+
+@pytest.mark.parametrize(
+    ("options", "shares"),
+    [
+        ({"CONN_MAX_AGE": 0}, True),
+        ({"CONN_MAX_AGE": 3600, "CONN_HEALTH_CHECKS": True}, True),
+        ({"ATOMIC_REQUESTS": True}, True),
+        ({"CONN_MAX_AGE": 0, "OPTIONS": {"pool": POOL}}, True),
+        ({"OPTIONS": {"isolation_level": 3}}, False),
+        ({"OPTIONS": {"options": "-c default_transaction_isolation=serializable"}}, False),
+        ({"OPTIONS": {"server_side_binding": True}}, True),
+        ({"DISABLE_SERVER_SIDE_CURSORS": True}, True),
+    ],
+    ids=["age-0", "health-checks", "requests", "pool", "isolation", "isolation-of-session", "binding", "no-cursors"],
+)
+def test_connection_settings(options: dict[str, Any], shares: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    noted = Noted()
+    handle_with(noted.note)
+    send(120)
+    # The connections of the consumer's threads are made with these settings. The connection of this thread is open,
+    # unless it must come from the pool, too.
+    assert effects() == []
+    is_pool = "pool" in options.get("OPTIONS", {})
+    if is_pool:
+        connection.close()
+    for key, value in options.items():
+        monkeypatch.setitem(connections.settings["default"], key, value)
+    try:
+        with running(leading(), consuming()):
+            each_once(120)
+    finally:
+        if is_pool:
+            connection.close()
+            connection.close_pool()  # type: ignore[attr-defined]
+    assert (noted.largest > 1) is shares
+    assert failed() == []
+
+
+@pytest.mark.skipif(OLD.program is None, reason="PgBouncer is not installed")
+def test_a_pooler_in_transaction_mode(server_url: str, outbox_settings: Callable[..., None]) -> None:
+    """Failing messages roll back to savepoints on the same session; nothing stays on a session of the pool."""
+    outbox_settings(LISTEN_URL="")
+    noted = Noted()
+
+    def handle(given: Delivery) -> None:
+        noted.note(given)
+        if given.key in ("33", "66") and given.attempt == 1:
+            raise Refused
+
+    @subscriber("orders", group="effects", threads=3, retry=RetryPolicy(delays_seconds=[0.1]))
+    def effect(given: Delivery) -> None:
+        Effect.objects.create(number=given.key)
+        handle(given)
+
+    with behind(server_url, OLD, size=3):
+        send(150)
+        with running(leading(), consuming()):
+            each_once(150)
+        for _ in range(6):
+            with transaction.atomic():
+                found = [setting(name) for name in ("lock_timeout", "statement_timeout")]
+            assert found == ["0", "0"]
+    assert noted.largest > 1
+
+
+def test_a_database_without_shared_transactions() -> None:
+    """SQLite."""
+
+    @subscriber("orders", group="effects", using="lite")
+    def effect(given: Delivery) -> None:
+        Effect.objects.using("lite").create(number=given.key)
+
+    send(60)
+    with running(leading(), consuming()):
+        eventually(lambda: Effect.objects.using("lite").count() == 60, within_seconds=40)
+    assert len(set(Effect.objects.using("lite").values_list("number", flat=True))) == 60
+
+
+# -- statements that hang --------------------------------------------------------------------------
+
+
+def sleep(seconds: float) -> None:
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT pg_sleep(%s)", [seconds])
+
+
+def test_a_statement_that_hangs_delays_the_earlier_messages_a_moment_only() -> None:
+    handle_with(lambda given: sleep(1.5) if given.key == "slow" else None)
+    given = deliveries("a", "slow", "later")
+    began = time.monotonic()
+    assert share(*given)[0] == [HANDLED, ALONE]
+    assert time.monotonic() - began < 1.4
+    assert effects() == ["a"]
+    # Alone, the statement has all its time.
+    assert alone(given[1]) is HANDLED
+
+
+def test_a_shorter_limit_of_the_project_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[str] = []
+    handle_with(lambda given: limits.append(setting("statement_timeout")))
+    given = deliveries(*"abcdef")
+    assert share(*given[:3])[0] == [HANDLED] * 3
+    assert limits == ["0", "500ms", "500ms"]
+    for limit in ("200ms", "1min"):
+        limits.clear()
+        connection.close()
+        monkeypatch.setitem(connection.settings_dict, "OPTIONS", {"options": f"-c statement_timeout={limit}"})
+        with contextlib.suppress(OperationalError):
+            assert share(*deliveries("x", "y", "z"))[0] == [HANDLED] * 3
+        expected = "200ms" if limit == "200ms" else "500ms"
+        assert limits == [limit, expected, expected]
+    connection.close()
+
+
+def test_commit_has_no_limit() -> None:
+    """A deferred trigger, or a replica that must confirm, may take longer than a statement of a joined message."""
+    with connection.cursor() as cursor:
+        cursor.execute(
+            "CREATE FUNCTION slow_commit() RETURNS trigger LANGUAGE plpgsql AS"
+            " 'BEGIN PERFORM pg_sleep(0.8); RETURN NULL; END';"
+            "CREATE CONSTRAINT TRIGGER slow AFTER INSERT ON shop_payment DEFERRABLE INITIALLY DEFERRED"
+            " FOR EACH ROW EXECUTE FUNCTION slow_commit()"
+        )
+    try:
+        handle_with(lambda given: Payment.objects.create(reference="b") if given.key == "b" else None)
+        assert share(*deliveries("a", "b"))[0] == [HANDLED] * 2
+    finally:
+        with connection.cursor() as cursor:
+            cursor.execute("DROP FUNCTION slow_commit CASCADE")
+
+
+def test_a_handler_that_hangs_in_a_statement_delays_no_other_message() -> None:
+    """The other messages of its transaction are handled long before the statement ends."""
+    release: list[str] = []
+
+    @subscriber("orders", group="effects", threads=1, timeout_seconds=1, retry=RetryPolicy(delays_seconds=[30]))
+    def effect(given: Delivery) -> None:
+        Effect.objects.create(number=given.key)
+        if given.key == "30" and given.attempt == 1:
+            release.append(given.key)
+            sleep(8)
+
+    send(60, queues=1)
+    with running(leading(), consuming(lease_seconds=4)):
+        began = time.monotonic()
+        eventually(lambda: len(set(effects())) == 59, within_seconds=30, what=lambda: str(len(effects())))
+        assert time.monotonic() - began < 7
+        eventually(lambda: failed() == ["30"])
+    assert len(effects()) == 59
+
+
+def test_a_handler_that_hangs_in_python_charges_no_other_message() -> None:
+    """When the process gives the handler up, the server ends its transaction, and the others wait for nothing."""
+
+    @subscriber("orders", group="effects", threads=2, timeout_seconds=1, retry=RetryPolicy(delays_seconds=[30]))
+    def effect(given: Delivery) -> None:
+        Effect.objects.create(number=given.key)
+        if given.key == "30" and given.attempt == 1:
+            time.sleep(8)
+
+    send(60, queues=1)
+    with running(leading(), consuming()):
+        began = time.monotonic()
+        eventually(lambda: len(set(effects())) == 59, within_seconds=30, what=lambda: str(len(effects())))
+        assert time.monotonic() - began < 7
+        eventually(lambda: failed() == ["30"])
+    assert failed() == ["30"]
+    assert len(effects()) == 59
+
+
+# -- other features --------------------------------------------------------------------------------
+
+
+def test_async_handlers_share() -> None:
+    noted = Noted()
+
+    @subscriber("orders", group="effects")
+    async def effect(given: Delivery) -> None:
+        await Effect.objects.acreate(number=given.key)
+        await asyncio.sleep(0)
+        if given.key == "50" and given.attempt == 1:
+            raise Refused
+        await asyncio.to_thread(lambda: None)
+
+    @subscriber("orders", group="noting")
+    def note(given: Delivery) -> None:
+        noted.note(given)
+
+    given = deliveries("a", "b", "c")
+    assert share(*given)[0] == [HANDLED] * 3
+    assert effects() == ["a", "b", "c"]
+    Effect.objects.all().delete()
+    send(80)
+    with running(leading(), consuming()):
+        eventually(lambda: len(set(effects())) == 79, within_seconds=30)
+        eventually(lambda: failed() == ["50"])
+
+
+def test_traces_of_callbacks_are_below_their_own_message() -> None:
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    tracing.install(OpenTelemetryTracer(provider))
+
+    def parent_of(span: ReadableSpan) -> str:
+        above = next(one for one in exporter.get_finished_spans() if span.parent and one.context == span.parent)
+        return str((above.attributes or {})["messaging.outbox.message.key"])
+
+    @subscriber("orders", group="effects", threads=1)
+    def effect(given: Delivery) -> None:
+        Effect.objects.create(number=given.key)
+        publish("payments", {}, key=given.key)
+        transaction.on_commit(lambda: publish_alone(given.key))
+
+    def publish_alone(key: str) -> None:
+        with transaction.atomic():
+            publish("payments", {}, key=key)
+
+    noted = Noted()
+    try:
+        send(40, queues=1)
+        with running(leading(), consuming()):
+            each_once(40)
+            eventually(
+                lambda: sum(one.name == "publish payments" for one in exporter.get_finished_spans()) == 80,
+                what=lambda: str(len(exporter.get_finished_spans())),
+            )
+    finally:
+        tracing.install(None)
+    published = [one for one in exporter.get_finished_spans() if one.name == "publish payments"]
+    wrong = [
+        (key, parent)
+        for one in published
+        if (key := str((one.attributes or {})["messaging.outbox.message.key"])) != (parent := parent_of(one))
+    ]
+    assert wrong == []
+    assert noted.transactions == {}
+
+
+def test_steps_of_many_sagas_share(hotel: SimpleNamespace) -> None:
+    """Each saga reaches its state, also those whose step is refused and undone."""
+    transactions: dict[int, int] = Counter()
+
+    def noting(self: SharedTransaction) -> list[Any]:
+        transactions[len(self.joined)] += 1
+        return original(self)
+
+    original = SharedTransaction.results
+    rooms = [Room.objects.create(number=f"s{number}") for number in range(20)]
+    for number, room in enumerate(rooms):
+        hotel.book(room, f"guest{number}")
+        if number % 5 == 0:
+            hotel.book(room, f"late{number}")
+    with pytest.MonkeyPatch.context() as patch, running(leading(), consuming()):
+        patch.setattr(SharedTransaction, "results", noting)
+        eventually(
+            lambda: states() == Counter({"WAITING": 20, "UNDONE": 4}), within_seconds=40, what=lambda: str(states())
+        )
+        for record in Booking.objects.all():
+            hotel.paid(record.pk, 100)
+        eventually(
+            lambda: states() == Counter({"DONE": 20, "UNDONE": 4}), within_seconds=40, what=lambda: str(states())
+        )
+    assert told() == Counter(invoices=20, keys=20)
+    assert max(transactions) > 0, "no transaction was shared"
+    assert failed() == []
+
+
+def states() -> Counter[str]:
+    return Counter(SagaState(state).name for state in SagaProgress.objects.values_list("state", flat=True))
+
+
+def test_celery_calls_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The consumer hands stored task calls over: each of them is sent, and a call that cannot be sent is charged."""
+    sent = Counter[str]()
+
+    def hand_over(app: object, recorded: Any) -> None:
+        sent[recorded["headers"]["id"]] += 1
+        if recorded["headers"]["id"] == "t3" and sent["t3"] == 1:
+            raise OSError("Celery's broker is down")
+
+    monkeypatch.setattr("outbox.contrib.django.publishing.celery_tasks.hand_over", hand_over)
+    monkeypatch.setattr("outbox.contrib.django.publishing.celery_tasks.imported", lambda *_: None)
+    from outbox.contrib.django.publishing.celery_tasks import _hand_over
+
+    registry.register(
+        registry.Subscriber(
+            subscription=Subscription(group="effects", topic="orders"), handler=_hand_over, name="hand_over"
+        )
+    )
+    given = [
+        Delivery(
+            message=Message(topic="orders", body=b"{}", key=f"t{n}"),
+            body={"headers": {"id": f"t{n}"}},
+            group="effects",
+            queue="orders/0",
+            offset=n,
+        )
+        for n in range(6)
+    ]
+    results, more = share(*given)
+    assert results[:3] == [HANDLED] * 3
+    assert isinstance(results[3], OSError)
+    assert [one.key for one in more.waiting] == ["t4", "t5"]
+    assert sent == Counter(["t0", "t1", "t2", "t3"])
+
+
+# -- stops and deaths ------------------------------------------------------------------------------
+
+NOTING = {"TOPICS": {"notes": {"queue_count": 2}}, "SUBSCRIBER_MODULE": "noting", "MESSAGES_PER_COMMIT": 16}
+
+
+def send_notes(count: int) -> None:
+    postgres_broker().declare([Topic(name="notes", queue_count=2)])
+    postgres_broker().send([Message(topic="notes", body=b"{}", key=str(number)) for number in range(count)])
+
+
+def notes_once(count: int) -> None:
+    made = [number.split(":") for number in effects()]
+    assert Counter(key for key, _ in made) == Counter(map(str, range(count)))
+    assert max(Counter(own for _, own in made).values()) > 1, "no transaction was shared"
+
+
+@pytest.mark.timeout(120)
+def test_sigterm_in_the_middle_of_shared_transactions() -> None:
+    count = 400
+    send_notes(count)
+    with child("broker", outbox=NOTING, quiet=True):
+        slow = "consumer.before_inbox_commit=delay:0.01"
+        for least in (30, 150):
+            with child("consumer", outbox=NOTING, quiet=True, faults=slow) as stopping:
+                eventually(lambda least=least: len(effects()) > least, within_seconds=40)  # type: ignore[misc]
+                stopping.send_signal(signal.SIGTERM)
+                assert stopping.wait(20) == 0
+            # All offsets are stored, so nothing is delivered again.
+            assert unstored() == 0
+        with child("consumer", outbox=NOTING, quiet=True):
+            eventually(lambda: len(effects()) >= count, within_seconds=60)
+    notes_once(count)
+    assert failed() == []
+
+
+def unstored() -> int:
+    """The number of handled messages whose offset is not stored."""
+    with connections["broker"].cursor() as cursor:
+        cursor.execute(
+            "SELECT sum(stored) FROM (SELECT max(next_offset) AS stored FROM outbox.consumer_offset"
+            " GROUP BY group_id, queue_id) AS positions"
+        )
+        (stored,) = cursor.fetchone()
+    return len(effects()) - int(stored)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    "kill",
+    ["before_handler=kill@42", "before_inbox_commit=kill@9", "after_inbox_commit=kill@9", "before_offset=kill@2"],
+)
+def test_sigkill(kill: str) -> None:
+    """Between two handlers, before COMMIT, after COMMIT, and before the offsets are stored."""
+    count = 200
+    send_notes(count)
+    with child("broker", outbox=NOTING, quiet=True):
+        with child("consumer", outbox=NOTING, faults=f"consumer.{kill}", quiet=True) as victim:
+            assert victim.wait(60) == -signal.SIGKILL
+        with child("consumer", outbox=NOTING, quiet=True):
+            eventually(lambda: len(effects()) >= count, within_seconds=60)
+    notes_once(count)
+
+
+def test_a_pause_of_the_group() -> None:
+    handle_with(lambda given: time.sleep(0.003))
+    send(600)
+    with running(leading(), consuming()):
+        eventually(lambda: len(effects()) > 50, within_seconds=30)
+        assert say("outbox_group pause effects")[0]
+        eventually(lambda: is_still(), within_seconds=30)
+        assert len(effects()) < 600
+        assert say("outbox_group resume effects")[0]
+        each_once(600)
+
+
+def is_still() -> bool:
+    before = len(effects())
+    time.sleep(0.5)
+    return len(effects()) == before
+
+
+def test_a_queue_that_a_failure_stops() -> None:
+    @subscriber("orders", group="effects", threads=2, on_error={Refused: OnError.STOP})
+    def effect(given: Delivery) -> None:
+        Effect.objects.create(number=given.key)
+        if given.key == "40" and not resumed:
+            raise Refused
+
+    resumed: list[int] = []
+    send(100, queues=1)
+    with running(leading(), consuming()):
+        eventually(lambda: "39" in effects(), within_seconds=30)
+        eventually(lambda: is_still(), within_seconds=30)
+        assert "40" not in effects()
+        assert len(effects()) == len(set(effects())) < 100
+        resumed.append(1)
+        assert say("outbox_group resume effects")[0]
+        each_once(100)
+
+
+@pytest.mark.timeout(120)
+def test_a_rebalance_in_the_middle() -> None:
+    """A second process joins, the first one leaves: each effect is there once, and no message fails."""
+    handle_with(lambda given: time.sleep(0.002))
+    count = 1200
+    send(count, queues=4)
+    with running(leading()):
+        with running(consuming(lease_seconds=2)):
+            eventually(lambda: len(effects()) > 100, within_seconds=40)
+            with running(consuming(lease_seconds=2)):
+                eventually(lambda: len(effects()) > 500, within_seconds=40)
+        assert len(effects()) < count
+        with running(consuming(lease_seconds=2)):
+            each_once(count)
+    assert failed() == []
+
+
+def test_nothing_leaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After errors, failed commits and callbacks with errors, each counter of the threads is at zero."""
+    pools: list[WorkerPool] = []
+    original = WorkerPool.__init__
+
+    def made(self: WorkerPool, *arguments: Any, **options: Any) -> None:
+        pools.append(self)
+        original(self, *arguments, **options)
+
+    monkeypatch.setattr(WorkerPool, "__init__", made)
+    monkeypatch.setattr("outbox.broker.consumer.shared_calls._PAUSES", SimpleNamespace(pause_seconds=lambda _: 0.01))
+
+    @subscriber("orders", group="effects", threads=3, retry=RetryPolicy(delays_seconds=[0.05, 0.05]))
+    def effect(given: Delivery) -> None:
+        number = int(given.key)
+        Effect.objects.create(number=given.key)
+        if number % 37 == 5 and given.attempt == 1:
+            raise Refused
+        if number % 41 == 7 and given.attempt == 1:
+            Payment.objects.create(reference="same")
+            Payment.objects.create(reference="same")
+        if number % 29 == 3:
+            transaction.on_commit(refuse)
+
+    def refuse() -> None:
+        raise Refused
+
+    count = 900
+    send(count)
+    with running(leading(), consuming()):
+        each_once(count)
+        [pool] = pools
+        eventually(
+            lambda: (pool.in_hand, pool._busy, len(pool._behind), pool._stuck) == (0, 0, 0, 0),
+            what=lambda: str((pool.in_hand, pool._busy, len(pool._behind), pool._stuck)),
+        )
+        assert pool._working <= 3
+
+
+@pytest.mark.timeout(120)
+def test_only_the_guilty_message_of_a_death_is_suspected() -> None:
+    """Message 40 kills its process in a callback, when its transaction has committed. Message 77 kills it always."""
+    count = 200
+    dying = {**NOTING, "SUBSCRIBER_MODULE": "dying"}
+    send_notes(count)
+    suspected: set[str] = set()
+
+    def is_over() -> bool:
+        with connections["broker"].cursor() as cursor:
+            cursor.execute("SELECT l.key FROM outbox.suspect JOIN outbox.commit_log l USING (log_id)")
+            suspected.update(key for (key,) in cursor.fetchall())
+        return len(effects()) >= count - 1 and "77" in suspected
+
+    with process(["-m", "django", "outbox_worker"], outbox=dying, quiet=True):
+        eventually(is_over, within_seconds=60, what=lambda: f"{len(effects())} {suspected}")
+    made = [number.split(":") for number in effects()]
+    assert Counter(key for key, _ in made) == Counter(str(n) for n in range(count) if n != 77)
+    assert max(Counter(own for _, own in made).values()) > 1, "no transaction was shared"
+    # A message that was alone in its transaction is noted until its callbacks have ended. The inbox skips it then.
+    assert suspected <= {"40", "77"}
+    assert set(failed()) <= {"77"}
