@@ -12,6 +12,7 @@ from typing import Any
 
 import psycopg
 import pytest
+from django.utils.module_loading import import_string
 
 from outbox.broker.operations.conditions import CATALOGUE
 from outbox.contrib.django.engine.broker import _ENGINES
@@ -193,10 +194,11 @@ def test_every_engine_is_named_by_the_port_and_runs_the_contract_suite() -> None
 
 def test_every_engine_can_be_chosen_by_the_settings() -> None:
     assert set(_ENGINES) == set(EngineName)
-    assert len({kind.refusals.engine for kind in _ENGINES.values()}) == len(EngineName)
+    chosen = [import_string(path) for path in _ENGINES.values()]
+    assert len({kind.refusals.engine for kind in chosen}) == len(EngineName)
     folder = ROOT / "outbox" / "contrib" / "django" / "engine"
     made = {node.name for _, node in classes(folder) if "Engine" in {ast.unparse(base) for base in node.bases}}
-    assert made == {kind.__name__ for kind in _ENGINES.values()}
+    assert made == {kind.__name__ for kind in chosen}
 
 
 # -- a subscriber option ---------------------------------------------------------------------------

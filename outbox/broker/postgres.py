@@ -23,7 +23,6 @@ from outbox.broker.fastpath.one_way import one_way
 from outbox.broker.log import commit_log, recall, topics
 from outbox.broker.log.failing import FailureNote, ProcessPart
 from outbox.broker.log.topics import TopicCatalog
-from outbox.broker.operations import changes
 from outbox.broker.schema.install import check_schema
 from outbox.broker.schema.refusals import refused
 from outbox.broker.transaction import checks, decisions, fencing, half_scan, parking, turns
@@ -206,6 +205,9 @@ class PostgresBroker:
         return self._attempt(timeout_seconds, request, what=lambda: f"the recall of key {key!r} of topic {topic!r}")
 
     def reject_transactional(self, rejecting: bool, *, timeout_seconds: float = 3.0) -> bool:
+        # Imported here, because no web process changes this setting.
+        from outbox.broker.operations import changes
+
         return self._attempt(
             timeout_seconds,
             lambda run: changes.reject_transactional(run, rejecting),

@@ -21,11 +21,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 from outbox.errors import InvalidFilter, InvalidName
-from outbox.filters.conditions import FilterNode
-from outbox.filters.parser import parse_expression
 from outbox.names import check_tag
+
+if TYPE_CHECKING:
+    from outbox.filters.conditions import FilterNode
 
 SQL_PREFIX = "sql:"
 _ALL = "*"
@@ -61,6 +63,9 @@ def parse_filter(text: str) -> Filter:
     if not stripped or stripped == _ALL:
         return Filter(text)
     if stripped[: len(SQL_PREFIX)].lower() == SQL_PREFIX:
+        # Imported here, because most processes have no such filter.
+        from outbox.filters.parser import parse_expression
+
         start = text.lower().index(SQL_PREFIX) + len(SQL_PREFIX)
         return Filter(text, condition=parse_expression(text, start))
     return Filter(text, tags=_parse_tags(text))

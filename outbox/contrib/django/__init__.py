@@ -3,8 +3,9 @@
 Importing this module needs no settings and no loaded apps, so models.py of any app may import this module.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from outbox.contrib.django.engine.broker import get_broker
-from outbox.contrib.django.ledger.pruning import run_prune
 from outbox.contrib.django.publishing.checkback import run_check_back
 from outbox.contrib.django.publishing.decorators import transactional_message
 from outbox.contrib.django.publishing.message_transactions import fenced_producer, message_transaction
@@ -19,6 +20,9 @@ from outbox.contrib.django.publishing.publish import (
 )
 from outbox.contrib.django.publishing.steering import recall, recall_key, reject_transactional
 from outbox.contrib.django.subscribers.registry import subscriber
+
+if TYPE_CHECKING:
+    from outbox.contrib.django.ledger.pruning import run_prune
 
 __all__ = [
     "apublish",
@@ -39,3 +43,12 @@ __all__ = [
     "subscriber",
     "transactional_message",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import `run_prune` when it is first used, because web processes do not prune."""
+    if name == "run_prune":
+        from outbox.contrib.django.ledger.pruning import run_prune
+
+        return run_prune
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, Final
+
 from django.apps import AppConfig
+from django.core.checks import Tags, register
 from django.db.backends.signals import connection_created
 from django.db.models.signals import post_migrate
+from django.utils.module_loading import import_string
+
+_SAGA_INTERVAL_SECONDS: Final = 60.0
 
 
 class OutboxConfig(AppConfig):
@@ -16,26 +23,39 @@ class OutboxConfig(AppConfig):
     verbose_name = "Outbox"
 
     def ready(self) -> None:
-        """Connect the signals that are needed before the first request. This method uses no database."""
-        from outbox.contrib.django import saga
+        """Connect the signals that are needed before the first request. This method uses no database.
+
+        A web process calls none of the functions that are named by their dotted paths, so it does not import them.
+        """
         from outbox.contrib.django.database import in_tests
         from outbox.contrib.django.database.transactions import watch_connection
         from outbox.contrib.django.engine.broker import let_go_of_test_databases
-        from outbox.contrib.django.operations import checks, telemetry, watching
-        from outbox.contrib.django.operations.installation import after_migrate
+        from outbox.contrib.django.operations import instrumentation
+        from outbox.contrib.django.operations.additions import add_pass, add_rule
         from outbox.contrib.django.subscribers.registry import add_discovery
-        from outbox.contrib.django.worker.periodic import add_pass
 
         in_tests.remember_configured_names()
-        watching.add_rule(saga.CONDITION, saga.rule)
-        add_pass("sagas", saga.PASS_INTERVAL_SECONDS, saga.mend)
+        add_rule("saga_stalled", _imported_when_called("outbox.contrib.django.saga.rule"))
+        add_pass("sagas", _SAGA_INTERVAL_SECONDS, _imported_when_called("outbox.contrib.django.saga.mend"))
         add_discovery(_discover_celery_tasks)
-        checks.register_all()
+        register(_imported_when_called("outbox.contrib.django.operations.checks.check_settings"), "outbox")
+        register(_imported_when_called("outbox.contrib.django.operations.checks.check_databases"), Tags.database)
         connection_created.connect(let_go_of_test_databases, dispatch_uid="outbox.let_go_of_test_databases")
-        telemetry.record_if_wanted()
-        telemetry.trace_if_wanted()
+        instrumentation.record_if_wanted()
+        instrumentation.trace_if_wanted()
         connection_created.connect(watch_connection, dispatch_uid="outbox.watch_connection")
-        post_migrate.connect(after_migrate, sender=self, dispatch_uid="outbox.after_migrate")
+        after_migrate = _imported_when_called("outbox.contrib.django.operations.installation.after_migrate")
+        # Only the signal refers to this function, so the reference must be strong.
+        post_migrate.connect(after_migrate, sender=self, weak=False, dispatch_uid="outbox.after_migrate")
+
+
+def _imported_when_called(path: str) -> Callable[..., Any]:
+    """Return a function that imports the function at the dotted path when it is called, and calls it."""
+
+    def call(*args: Any, **options: Any) -> Any:
+        return import_string(path)(*args, **options)
+
+    return call
 
 
 def _discover_celery_tasks() -> None:

@@ -367,8 +367,6 @@ class Saga(Generic[Record]):
         SagaProgress.objects.using(using).filter(saga=self.name, record=str(instance.pk)).delete()
 
 
-CONDITION: Final = "saga_stalled"
-PASS_INTERVAL_SECONDS: Final = 60.0
 # Examine a saga's message only after this time, because the message may still wait for its handler.
 _GRACE: Final = timedelta(seconds=60)
 # The condition examines at most this many sagas, and begins with the saga that has been at its step for the longest
@@ -391,7 +389,7 @@ def rule(run: Executor) -> Sequence[Condition]:
     The query reads a limited number of rows by an index.
     """
     return condition(
-        CONDITION,
+        "saga_stalled",
         (
             (
                 Severity.WARNING,

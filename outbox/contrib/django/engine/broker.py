@@ -8,22 +8,21 @@ from collections.abc import Mapping
 from typing import Final
 
 from django.db.backends.base.base import BaseDatabaseWrapper
+from django.utils.module_loading import import_string
 
 from outbox.broker.database.server_identity import ServerIdentity
 from outbox.codec import Codecs
 from outbox.contrib.django.database.aliases import place_named_by
 from outbox.contrib.django.database.in_tests import makes_or_drops_databases, refuse_in_tests
 from outbox.contrib.django.engine.engine import Engine
-from outbox.contrib.django.engine.memory import MemoryEngine
-from outbox.contrib.django.engine.postgres import PostgresEngine
-from outbox.contrib.django.engine.rocketmq import RocketMQEngine
 from outbox.contrib.django.settings.conf import EngineName, OutboxSettings, get_settings
 from outbox.ports import Broker
 
-_ENGINES: Final[Mapping[EngineName, type[Engine]]] = {
-    EngineName.POSTGRES: PostgresEngine,
-    EngineName.ROCKETMQ: RocketMQEngine,
-    EngineName.MEMORY: MemoryEngine,
+# Dotted paths, because a process needs the memory for one engine only.
+_ENGINES: Final[Mapping[EngineName, str]] = {
+    EngineName.POSTGRES: "outbox.contrib.django.engine.postgres.PostgresEngine",
+    EngineName.ROCKETMQ: "outbox.contrib.django.engine.rocketmq.RocketMQEngine",
+    EngineName.MEMORY: "outbox.contrib.django.engine.memory.MemoryEngine",
 }
 _FLUSH_SECONDS: Final = 2.0
 
@@ -71,7 +70,8 @@ _lock = threading.Lock()
 
 def engine_of(settings: OutboxSettings) -> Engine:
     """A new engine for these settings, separate from the engine of this process. Checks and commands use it."""
-    return _ENGINES[settings.engine](settings)
+    engine: Engine = import_string(_ENGINES[settings.engine])(settings)
+    return engine
 
 
 def current_engine() -> CurrentEngine:

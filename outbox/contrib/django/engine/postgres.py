@@ -1,6 +1,6 @@
 """The engine of the bundled broker in PostgreSQL.
 
-Code that only workers run is imported inside the functions that use it.
+Code that only workers and commands run is imported inside the functions that use it.
 """
 
 from __future__ import annotations
@@ -9,25 +9,26 @@ import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from functools import cached_property
-from typing import ClassVar, Final
+from typing import TYPE_CHECKING, ClassVar, Final
 
 from django.core.checks import CheckMessage, Error, Warning
 from django.db import connections
 
 from outbox.broker.database.executor import Executor
-from outbox.broker.operations.audit import GroupTotals, MessageCounts, TopicTotals, count_messages
 from outbox.broker.postgres import PostgresBroker
 from outbox.broker.schema.refusals import naming
 from outbox.contrib.django.database.aliases import alias_conninfo, broker_database, database_of
 from outbox.contrib.django.engine.engine import Engine
 from outbox.contrib.django.ledger.ledger_checker import ledger_aliases
 from outbox.contrib.django.settings.conf import PathChoice
-from outbox.contrib.django.subscribers.inbox import InboxInvoker
 from outbox.contrib.django.subscribers.registry import subscribers
 from outbox.errors import ConfigurationError
 from outbox.ports import AnyHandler, Consumers, LeftoverWork
 from outbox.refusals import Refusals
 from outbox.subscription import Subscription
+
+if TYPE_CHECKING:
+    from outbox.broker.operations.audit import GroupTotals, MessageCounts, TopicTotals
 
 # Fields of TopicTotals and GroupTotals. Running workers finish the messages of the MOVING fields. An operator must
 # settle the messages of the STUCK fields.
@@ -73,6 +74,7 @@ class PostgresEngine(Engine):
     def consumers(self, wanted: Sequence[tuple[Subscription, AnyHandler]], *, leads: bool = False) -> Consumers:
         from outbox.broker.consumer.runtime import ConsumerRuntime
         from outbox.broker.leading import LeaderSettings, LeadingConsumer
+        from outbox.contrib.django.subscribers.inbox import InboxInvoker
 
         settings = self.settings
         database = broker_database(settings)
@@ -99,6 +101,8 @@ class PostgresEngine(Engine):
         return queued
 
     def left(self, brokers: Sequence[str] = ()) -> LeftoverWork:
+        from outbox.broker.operations.audit import count_messages
+
         with broker_database(self.settings).connect(name="outbox-left") as connection:
             counted = count_messages(Executor(connection, self.settings.schema))
         found = LeftoverWork()

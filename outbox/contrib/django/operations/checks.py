@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import psycopg
 from django.conf import settings as django_settings
-from django.core.checks import CheckMessage, Error, Tags, Warning, register
+from django.core.checks import CheckMessage, Error, Warning
 from django.db import connections
 from django.db.utils import DatabaseError
 
@@ -39,12 +39,6 @@ from outbox.topic import Topic
 logger = logging.getLogger(__name__)
 
 _ROUTER: Final = "outbox.contrib.django.routers.BrokerRouter"
-
-
-def register_all() -> None:
-    """Register the checks with Django."""
-    register(check_settings, "outbox")
-    register(check_databases, Tags.database)
 
 
 def check_settings(**options: Any) -> list[CheckMessage]:

@@ -1,13 +1,13 @@
 """Reads the broker's state for a project: the conditions that hold, the probe for load balancers, and the audit.
 
-The application may add rules for its own tables (`add_rule`), because the broker does not know these tables.
+The application may add rules for its own tables (`additions.add_rule`), because the broker does not know these tables.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -23,22 +23,11 @@ from outbox.broker.operations.summary import Overview, overview
 from outbox.broker.schema.refusals import naming
 from outbox.contrib.django.database import deadline
 from outbox.contrib.django.database.aliases import broker_connection, broker_database, require_database
+from outbox.contrib.django.operations import additions
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.errors import BrokerUnavailable, OutboxError, SchemaError
 
 logger = logging.getLogger(__name__)
-
-Rule = Callable[[Executor], Sequence[Condition]]
-
-_rules: dict[str, Rule] = {}
-
-
-def add_rule(name: str, rule: Rule) -> None:
-    """Register a rule that is called each time the conditions are evaluated.
-
-    `name` is the name of the condition that the rule may return. A second rule with the same name replaces the first.
-    """
-    _rules[name] = rule
 
 
 def with_application(verdict: ConditionReport, run: Executor) -> ConditionReport:
@@ -47,7 +36,7 @@ def with_application(verdict: ConditionReport, run: Executor) -> ConditionReport
 
 
 def _all(run: Executor) -> Iterator[Condition]:
-    for name, rule in _rules.items():
+    for name, rule in additions.rules.items():
         try:
             yield from rule(run)
         except DatabaseError as error:

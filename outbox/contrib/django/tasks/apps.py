@@ -15,10 +15,9 @@ class OutboxTasksConfig(AppConfig):
 
     def ready(self) -> None:
         """Register the subscribers that run tasks, so that an error in TASKS is raised when a process starts."""
-        from outbox.contrib.django.operations.watching import add_rule
+        from outbox.contrib.django.operations.additions import add_pass, add_rule
         from outbox.contrib.django.tasks import stranded
         from outbox.contrib.django.tasks.registration import register_backends
-        from outbox.contrib.django.worker.periodic import add_pass
 
         register_backends()
         add_rule(stranded.CONDITION, stranded.rule)

@@ -15,6 +15,7 @@ from outbox.broker.transaction.turns import CHECK_BACK
 from outbox.contrib.django.database.aliases import broker_database
 from outbox.contrib.django.engine.broker import engine_of, get_engine
 from outbox.contrib.django.ledger.pruning import run_prune
+from outbox.contrib.django.operations import additions
 from outbox.contrib.django.operations.comparing import compare_when_due
 from outbox.contrib.django.operations.watching import audit_when_due
 from outbox.contrib.django.publishing.checkback import check_back, is_my_turn
@@ -37,16 +38,6 @@ _LEFT: Final = {"left_to": "another process, which has just begun this pass"}
 # although it began only a short time ago.
 _unfinished: set[str] = set()
 
-_added: dict[str, tuple[float, Callable[[], Mapping[str, Any]]]] = {}
-
-
-def add_pass(name: str, interval_seconds: float, work: Callable[[], Mapping[str, Any]]) -> None:
-    """Run `work` as a further periodic pass. Other apps call this function in their `AppConfig.ready`.
-
-    If a pass with this name was added before, the new pass replaces it.
-    """
-    _added[name] = (interval_seconds, work)
-
 
 def passes() -> list[PeriodicPass]:
     """Return the periodic passes of a producer service. A worker's role "check" or Celery beat runs these passes.
@@ -61,7 +52,7 @@ def passes() -> list[PeriodicPass]:
     audit_seconds = min(3600.0, settings.audit_interval_seconds)
     audit = PeriodicPass(name="audit", interval_seconds=audit_seconds, run=partial(_watched, "audit", audit_when_due))
     always = [_in_turn("compare", _LOOK_INTERVAL_SECONDS, _compared), prune, audit]
-    always += [_in_turn(name, seconds, work) for name, (seconds, work) in _added.items()]
+    always += [_in_turn(name, seconds, work) for name, (seconds, work) in additions.passes.items()]
     if not settings.producer_group:
         return always
     seconds = settings.check_interval_seconds

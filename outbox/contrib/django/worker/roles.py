@@ -14,7 +14,7 @@ from outbox.broker.supervisor import ChildSpec, Supervisor
 from outbox.contrib.django.database.aliases import broker_database
 from outbox.contrib.django.database.in_tests import refuse_processes_in_tests
 from outbox.contrib.django.engine.broker import engine_of
-from outbox.contrib.django.operations.telemetry import DIRECTORY_VARIABLE
+from outbox.contrib.django.operations.instrumentation import DIRECTORY_VARIABLE
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.django.subscribers.registry import autodiscover, subscriptions
 from outbox.errors import ConfigurationError
