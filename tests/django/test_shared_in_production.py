@@ -9,6 +9,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -82,11 +83,15 @@ def leading() -> Callable[[threading.Event], Any]:
     return lambda stop: run_broker(database, stop)
 
 
-def consuming(lease_seconds: float = 10.0) -> Callable[[threading.Event], Any]:
+def consuming(lease_seconds: float = 10.0, *, threads: int | None = None) -> Callable[[threading.Event], Any]:
+    """All subscribers; `threads` replaces their own number of threads."""
     invoker = InboxInvoker(lease_seconds=lease_seconds)
     return ConsumerRuntime(
         broker_database(get_settings()),
-        [(item.subscription, item.handler) for item in registry.subscribers()],
+        [
+            (replace(item.subscription, threads=threads or item.subscription.threads), item.handler)
+            for item in registry.subscribers()
+        ],
         invoker=invoker,
         share=invoker.share,
         sharing_calls=16,
@@ -388,13 +393,15 @@ def test_steps_of_many_sagas_share(hotel: SimpleNamespace) -> None:
         hotel.book(room, f"guest{number}")
         if number % 5 == 0:
             hotel.book(room, f"late{number}")
-    with pytest.MonkeyPatch.context() as patch, running(leading(), consuming()):
+    # With one thread, messages that are committed together wait for each other.
+    with pytest.MonkeyPatch.context() as patch, running(leading(), consuming(threads=1)):
         patch.setattr(SharedTransaction, "results", noting)
         eventually(
             lambda: states() == Counter({"WAITING": 20, "UNDONE": 4}), within_seconds=40, what=lambda: str(states())
         )
-        for record in Booking.objects.all():
-            hotel.paid(record.pk, 100)
+        with transaction.atomic():
+            for record in Booking.objects.all():
+                hotel.paid(record.pk, 100)
         eventually(
             lambda: states() == Counter({"DONE": 20, "UNDONE": 4}), within_seconds=40, what=lambda: str(states())
         )
