@@ -33,7 +33,7 @@ FILLED = {"log_id", "xid", "stored_at"}
 OF_HALVES = {"immunity_seconds", "ledger_id", "checker"}
 APPENDING = re.compile(
     r"INSERT INTO (?:\{+schema\}+\.)?commit_log(?: AS \w+)? \(([^)]*)\)"
-    r"(.*?ON CONFLICT (?:\(message_id\)|ON CONSTRAINT commit_log_message_id_key) DO NOTHING)?",
+    r"(.*?ON CONFLICT (?:\(message_id\)|ON CONSTRAINT commit_log_message_id_key) DO NOTHING|.*?\{conflict\})?",
     re.DOTALL,
 )
 
@@ -45,7 +45,8 @@ def recipes() -> dict[str, str]:
 
 
 def columns(text: str) -> list[set[str]]:
-    """The columns of every INSERT into the log; each leaves out messages that are stored already."""
+    """The columns of every INSERT into the log; each leaves out messages that are stored already, or `conflict` says
+    whether it does."""
     found = APPENDING.findall(text)
     assert all(conflict for _, conflict in found)
     return [{name.strip() for name in names.split(",")} for names, _ in found]
