@@ -44,9 +44,9 @@ class Site:
 
     def open(self, browser: Browser, path: str = "/outbox/") -> None:
         """Open a page as the user."""
-        browser.goto(f"{self.url}/static/outbox/mark.svg")
         cookie = client_of(self.user).cookies[settings.SESSION_COOKIE_NAME].value
-        browser.evaluate(f"document.cookie = '{settings.SESSION_COOKIE_NAME}={cookie}; path=/'")
+        # `document.cookie = …` may return before the browser sends the cookie.
+        browser.command("Network.setCookie", name=settings.SESSION_COOKIE_NAME, value=cookie, url=self.url)
         browser.goto(f"{self.url}{path}")
 
 
