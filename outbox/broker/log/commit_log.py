@@ -3,7 +3,7 @@
 A message whose id is already stored is not stored again. Rows are inserted in the order of the call, and messages of
 one key keep this order. The message ids of a call are ascending, so concurrent resends of one call cannot deadlock.
 
-See decision 002.
+See decision 002 and decision 204.
 """
 
 from __future__ import annotations
