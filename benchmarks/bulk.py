@@ -301,8 +301,9 @@ def all_at_once(send: Callable[[PostgresBroker, str], None], topic: str) -> Call
 # The rows of so many processes.
 CLAIM, DRAIN = "raw claim-delete, processes: {}", "drain, workers that have joined: {}"
 FIFO_ROW = "end to end, two-phase, FIFO"
+RAW_ROW = "raw psycopg insert + claim-delete"
 MEASURES: dict[str, Callable[[str], tuple[float, Usage]]] = {
-    "raw psycopg insert + claim-delete": raw_insert_then_delete,
+    RAW_ROW: raw_insert_then_delete,
     "send, decided": sending(send_decided),
     "send, two-phase": sending(send_two_phase),
     "sequence alone": sequence_alone,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from benchmarks.bulk import CLAIM, DRAIN, FIFO_ROW
+from benchmarks.bulk import CLAIM, DRAIN, FIFO_ROW, RAW_ROW
 from benchmarks.peers.ways import ATOMIC, ATOMIC_INBOX, RAW, RELIABLE, RELIABLE_INBOX, TWO_PHASE, TWO_PHASE_INBOX
 
 # Columns of the part "web". CPU and WAL are per message of the job of four threads, unless the column names 300/s.
@@ -110,9 +110,10 @@ GOALS = (
         (_most(0.5, ATOMIC.name, RELIABLE.name, BEHIND_CPU), _most(0.7, _ATOMIC, _PEER, BEHIND_CPU)),
     ),
     Goal(
-        "draining by one worker, messages/s against raw claim-delete by one process",
+        "draining by one worker, messages/s against one process of raw psycopg that inserts and claims the messages; "
+        "against one that only claims them",
         "bulk",
-        (_least(1.0, DRAIN.format(1), CLAIM.format(1)),),
+        (_least(1.0, DRAIN.format(1), RAW_ROW), _least(1.0, DRAIN.format(1), CLAIM.format(1))),
     ),
     Goal(
         "draining by two workers against one; by four against two",

@@ -17,7 +17,7 @@ from psycopg.sql import SQL, Identifier
 
 from benchmarks import goal_list as goals
 from benchmarks import processes
-from benchmarks.bulk import CLAIM, DRAIN, FIFO_ROW, MESSAGES, claim_by, drain_joined
+from benchmarks.bulk import CLAIM, DRAIN, FIFO_ROW, MESSAGES, RAW_ROW, claim_by, drain_joined, raw_insert_then_delete
 from benchmarks.harness import Usage, percentile
 from benchmarks.peers import ways
 from benchmarks.peers.environments import ROOT
@@ -112,7 +112,7 @@ def _stretch(it: Running, *, plain: bool) -> float:
 
 
 def bulk(url: str, run: int, before: Path) -> Values:
-    measures: dict[str, Callable[[str], float]] = {}
+    measures: dict[str, Callable[[str], float]] = {RAW_ROW: partial(_rate, raw_insert_then_delete)}
     for count in (1, 2, 4):
         measures[CLAIM.format(count)] = partial(_rate, claim_by(count))
         measures[DRAIN.format(count)] = partial(_rate, drain_joined(count))
