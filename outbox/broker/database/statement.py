@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import uuid
 from dataclasses import dataclass
 from typing import Final, LiteralString
 
@@ -77,3 +78,11 @@ def check_schema_name(schema: str) -> str:
             f"not beginning with a digit."
         )
     return schema
+
+
+def new_statement_name() -> bytes:
+    """Return a name for a prepared statement.
+
+    The name is random, so no other prepared statement has it, even behind an unknown pooler.
+    """
+    return b"outbox_%s" % uuid.uuid4().hex.encode()

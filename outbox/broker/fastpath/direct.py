@@ -26,7 +26,7 @@ from psycopg.rows import tuple_row
 
 from outbox.broker.database.connection import BrokerConnection, Connection
 from outbox.broker.database.executor import Executor
-from outbox.broker.database.statement import Statement
+from outbox.broker.database.statement import Statement, new_statement_name
 from outbox.broker.fastpath import switch
 
 Row = tuple[Any, ...]
@@ -166,8 +166,7 @@ def _executed(
             names: dict[bytes, bytes] = vars(connection)[_PREPARED]
             name = names.get(text)
             if name is None:
-                # The name is random, so no other prepared statement has this name, even behind an unknown pooler.
-                name = b"outbox_%s" % uuid.uuid4().hex.encode()
+                name = new_statement_name()
                 pgconn.send_prepare(name, text, statement.oids)
                 _result(connection)
                 names[text] = name

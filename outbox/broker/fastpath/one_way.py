@@ -14,7 +14,6 @@ import os
 import select
 import threading
 import time
-import uuid
 from collections import deque
 from dataclasses import dataclass
 from typing import Final
@@ -26,7 +25,7 @@ from psycopg.pq import ConnStatus, DiagnosticField, ExecStatus
 from psycopg.pq.abc import PGconn, PGresult
 
 from outbox.broker.database.connection import BrokerDatabase, Pool
-from outbox.broker.database.statement import Request
+from outbox.broker.database.statement import Request, new_statement_name
 from outbox.broker.fastpath import switch
 from outbox.errors import BrokerUnavailable
 from outbox.utils.backoff import Backoff
@@ -235,8 +234,7 @@ class OneWay:
             return
         name = self._prepared.get(request.text)
         if name is None:
-            # The name is random, so no other prepared statement has this name, even behind an unknown pooler.
-            name = self._prepared[request.text] = b"outbox_%s" % uuid.uuid4().hex.encode()
+            name = self._prepared[request.text] = new_statement_name()
             pgconn.send_prepare(name, request.text)
         pgconn.send_query_prepared(name, list(request.values))
 

@@ -9,7 +9,6 @@ for a statement whose parameters psycopg converts, too.
 from __future__ import annotations
 
 import select
-import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
@@ -24,7 +23,7 @@ from psycopg.rows import tuple_row
 
 from outbox.broker.database.connection import Connection
 from outbox.broker.database.executor import raw_cursor_on
-from outbox.broker.database.statement import Statement
+from outbox.broker.database.statement import Statement, new_statement_name
 from outbox.broker.fastpath import switch
 
 # The values are bytes or None, except in the rows that psycopg converts.
@@ -106,8 +105,7 @@ class RoundTrip:
         """Return the name of the prepared statement. If the statement is not prepared yet, send it to be prepared."""
         name = self._prepared.get(text)
         if name is None:
-            # The name is random, so no other prepared statement has this name, even behind an unknown pooler.
-            name = b"outbox_%s" % uuid.uuid4().hex.encode()
+            name = new_statement_name()
             self._pipeline().send_prepare(name, text, types)
             self._sent.append(_Sent(text, name))
         return name

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final, LiteralString, TypeVar, cast
+from typing import Any, Final, LiteralString, TypeVar
 from uuid import UUID
 
 from psycopg.errors import UniqueViolation
@@ -315,34 +315,14 @@ def _unless_equal(values: list[_Value]) -> tuple[list[_Value], _Value]:
     return ([] if values.count(values[0]) == len(values) else values), values[0]
 
 
-class _OpenReceipt:
-    """Has the slots of SendReceipt, but its fields can be assigned."""
-
-    __slots__ = tuple(SendReceipt.__dataclass_fields__)
-
-    message_id: UUID
-    transaction_id: UUID
-    topic: str
-    position: int
-
-
-def _receipt(message_id: UUID, transaction_id: UUID, topic: str, log_id: int) -> SendReceipt:
-    # As in consumer.fetch: the constructor of a frozen dataclass sets each field by a call.
-    receipt = _OpenReceipt()
-    receipt.message_id = message_id
-    receipt.transaction_id = transaction_id
-    receipt.topic = topic
-    receipt.position = log_id
-    receipt.__class__ = SendReceipt  # type: ignore[assignment]
-    return cast(SendReceipt, receipt)
-
-
 def _receipts(run: Executor, messages: Sequence[Message], log_ids: Sequence[int], *, half: bool) -> list[SendReceipt]:
     transaction_id = messages[0].message_id
     if len(log_ids) == len(messages):
         # PostgreSQL assigned the log ids in the order of the call.
         return [
-            _receipt(message.message_id, transaction_id, message.topic, log_id)
+            SendReceipt(
+                message_id=message.message_id, transaction_id=transaction_id, topic=message.topic, position=log_id
+            )
             for message, log_id in zip(messages, log_ids, strict=True)
         ]
     wanted = arrays.uuids([message.message_id for message in messages])
