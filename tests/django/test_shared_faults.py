@@ -20,6 +20,7 @@ from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.django.subscribers import registry
 from outbox.contrib.django.subscribers.inbox import InboxInvoker
 from outbox.topic import Topic
+from tests.django.effects.own_transaction import transaction_id
 from tests.django.shop.models import Effect, Order, Payment
 from tests.django.state import postgres_broker
 from tests.django.test_shared_transactions import (
@@ -32,7 +33,6 @@ from tests.django.test_shared_transactions import (
     handle_with,
     holding,
     share,
-    transaction_id,
 )
 from tests.django.urls import Refused
 from tests.support import eventually

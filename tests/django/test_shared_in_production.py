@@ -33,6 +33,7 @@ from outbox.contrib.django.subscribers.shared_transaction import SharedTransacti
 from outbox.contrib.opentelemetry.tracer import OpenTelemetryTracer
 from outbox.subscription import Subscription
 from outbox.topic import Topic
+from tests.django.effects.own_transaction import transaction_id
 from tests.django.entry_points import say
 from tests.django.hotel.models import Booking, Room
 from tests.django.processes import child, process
@@ -49,7 +50,6 @@ from tests.django.test_shared_transactions import (
     handle_with,
     setting,
     share,
-    transaction_id,
 )
 from tests.django.urls import Refused
 from tests.support import eventually

@@ -26,6 +26,7 @@ from outbox.ports import Disposition, RunAlone
 from outbox.topic import Topic
 from outbox.utils import fence
 from outbox.utils.ids import uuid7
+from tests.django.effects.own_transaction import transaction_id
 from tests.django.processes import child
 from tests.django.sharing import Waiting
 from tests.django.shop.models import Effect, Order, Payment
@@ -49,12 +50,6 @@ def deliveries(*keys: str) -> list[Delivery]:
 
 def effects() -> list[str]:
     return sorted(Effect.objects.values_list("number", flat=True))
-
-
-def transaction_id() -> int:
-    with connection.cursor() as cursor:
-        cursor.execute("SELECT pg_current_xact_id()::text::bigint")
-        return int(cursor.fetchone()[0])
 
 
 def share(*given: Delivery) -> tuple[list[Any], Waiting]:

@@ -5,19 +5,17 @@ from __future__ import annotations
 import os
 import signal
 
-from django.db import connection, transaction
+from django.db import transaction
 
 from outbox import Delivery
 from outbox.contrib.django import subscriber
+from tests.django.effects.own_transaction import transaction_id
 from tests.django.shop.models import Effect
 
 
 @subscriber("notes", group="notes", threads=1)
 def note(delivery: Delivery) -> None:
-    with connection.cursor() as cursor:
-        cursor.execute("SELECT pg_current_xact_id()::text")
-        (transaction_id,) = cursor.fetchone()
-    Effect.objects.create(number=f"{delivery.key}:{transaction_id}")
+    Effect.objects.create(number=f"{delivery.key}:{transaction_id()}")
     if delivery.key == "40":
         transaction.on_commit(lambda: os.kill(os.getpid(), signal.SIGKILL))
     if delivery.key == "77":
