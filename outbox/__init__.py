@@ -2,10 +2,11 @@
 
 from outbox.checkback import CheckBack
 from outbox.codec import BytesCodec, Codec, Codecs, JsonCodec
+from outbox.limits import Limits
 from outbox.message import Delivery, Message, SendReceipt
 from outbox.recall import Recall, RecallStatus
 from outbox.retry import RetryPolicy
-from outbox.subscription import Mode, OnError, Start, Subscription
+from outbox.subscription import Effects, Mode, OnError, Start, Subscription
 from outbox.topic import MessageType, Topic
 from outbox.transaction import Answer, Check, Decision, EndStatus, EndTransaction, HalfTransaction
 
@@ -18,10 +19,12 @@ __all__ = [
     "Codecs",
     "Decision",
     "Delivery",
+    "Effects",
     "EndStatus",
     "EndTransaction",
     "HalfTransaction",
     "JsonCodec",
+    "Limits",
     "Message",
     "MessageType",
     "Mode",

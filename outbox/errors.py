@@ -193,6 +193,13 @@ class ServiceUnavailable(HandlerError):
         self.pause_seconds = pause_seconds
 
 
+class StepInterrupted(HandlerError):
+    """An earlier attempt began this step with once=True, and no result was stored, so its outcome is unknown.
+
+    The step is not run again. Find out from the other system what the step has done, and continue accordingly.
+    """
+
+
 class PartialFailure(HandlerError):
     """Some messages of a batch failed. The effects of all other messages of the batch remain.
 

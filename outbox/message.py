@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from types import MappingProxyType
-from typing import Any
-from uuid import UUID
+from typing import Any, Final
+from uuid import UUID, uuid5
 
 from outbox import names
-from outbox.errors import InvalidMessage, InvalidName
+from outbox.errors import InvalidMessage, InvalidName, NotSupported
+from outbox.time_limit import TIMEOUT_HEADER, timeout_of
 from outbox.utils.ids import uuid7
 
 _NO_HEADERS: Mapping[str, str] = MappingProxyType({})
@@ -28,8 +29,9 @@ class Message:
     messages on FIFO topics, and names the business object on other topics. `shard` chooses the queue (shard modulo
     queue count). If `shard` is None, the broker spreads messages evenly over the queues. `deliver_at` is the earliest
     time of delivery by the broker's clock, with a time zone. `delay` counts from the time at which the broker stores
-    the message: the broker adds `delay` to this time, and so computes `deliver_at`. Raises InvalidName, InvalidMessage
-    or BodyTooLarge if the message cannot be sent.
+    the message: the broker adds `delay` to this time, and so computes `deliver_at`. The header `outbox-timeout` is the
+    message's time limit (seconds, see `timeout`). Raises InvalidName, InvalidMessage or BodyTooLarge if the message
+    cannot be sent.
     """
 
     topic: str
@@ -56,6 +58,8 @@ class Message:
         if not isinstance(self.body, bytes):
             raise InvalidMessage(f"the body for topic {self.topic!r} must be bytes; encode it with a codec first.")
         names.check_body_size(self.topic, self.body)
+        if TIMEOUT_HEADER in self.headers:
+            _check_timeout(self.topic, self.headers[TIMEOUT_HEADER], self.timeout)
         if self.deliver_at is not None:
             _check_deliver_at(self.topic, self.deliver_at)
         if self.delay is not None:
@@ -65,6 +69,23 @@ class Message:
     def is_delayed(self) -> bool:
         """Whether the message has a delivery time."""
         return self.deliver_at is not None or self.delay is not None
+
+    @property
+    def timeout(self) -> timedelta | None:
+        """The message's time limit, which counts from the time at which the message is due; None without a limit.
+
+        No attempt to deliver the message begins after the limit.
+        """
+        return timeout_of(self.headers)
+
+
+def _check_timeout(topic: str, text: str, timeout: timedelta | None) -> None:
+    if not timeout:
+        raise InvalidMessage(
+            f"header {TIMEOUT_HEADER!r}={text!r:.80} for topic {topic!r} must be a positive number of seconds, such as "
+            "'30' or '0.5': outbox reads this header as the time limit of the message. Pass timeout= to publish, or "
+            "give the header another name."
+        )
 
 
 def _check_deliver_at(topic: str, moment: object) -> None:
@@ -95,17 +116,62 @@ def _check_delay(topic: str, delay: object, deliver_at: datetime | None) -> None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class UniqueMessage(Message):
+    """A message that is published only if no other message of its topic holds the key `unique`.
+
+    The key is held for the time `within` after the publish call. Only `outbox.contrib.django` publishes such messages,
+    because the key is a row in the publisher's database. Raises InvalidMessage for a key or a time that is not allowed.
+    """
+
+    unique: str
+    within: timedelta
+
+    def __post_init__(self) -> None:
+        # With slots=True, dataclass makes a second class, so super() without arguments fails.
+        Message.__post_init__(self)
+        key = self.unique
+        if not isinstance(key, str) or not key or len(key) > names.MAX_KEY or not names.is_text(key):
+            raise InvalidMessage(
+                f"unique={key!r:.80} for topic {self.topic!r} must be a text of 1 to {names.MAX_KEY} characters, an "
+                "int or a UUID. Nothing was published."
+            )
+        if not isinstance(self.within, timedelta) or not timedelta(0) < self.within <= MAX_WITHIN:
+            raise InvalidMessage(
+                f"within={self.within!r} for topic {self.topic!r} must be seconds (a number) or a timedelta, more than "
+                f"0 and at most {MAX_WITHIN.days} days. Nothing was published."
+            )
+
+
+MAX_WITHIN: Final = timedelta(days=366)
+
+
+def refuse_unique(messages: Iterable[Message]) -> None:
+    """Raise NotSupported if one of the messages has a unique key. Producers without a local transaction call this."""
+    for message in messages:
+        if isinstance(message, UniqueMessage):
+            raise NotSupported(
+                f"message {message.message_id} for topic {message.topic!r} has unique={message.unique!r}, but this "
+                "producer has no database transaction that could hold the key. Nothing was sent. Publish the message "
+                "with outbox.contrib.django inside atomic(), or make it without unique."
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SendReceipt:
-    """Proof that the broker has stored a message.
+    """Proof that the broker has stored a message, or that the message is a duplicate.
 
     `position` is the message's address in the broker. Do not interpret `position`: it is the log id in the PostgreSQL
     broker, a text in another broker, and None if the broker has no such address.
+
+    If another message holds the unique key of this message, `duplicate_of` is the id of the other message. The broker
+    has then not stored this message, and no group gets a message with the id `message_id`.
     """
 
     message_id: UUID
     transaction_id: UUID
     topic: str
     position: int | str | None = None
+    duplicate_of: UUID | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -149,3 +215,11 @@ class Delivery:
     def headers(self) -> Mapping[str, str]:
         """The message's headers."""
         return self.message.headers
+
+    @property
+    def idempotency_key(self) -> str:
+        """A key that another system can use to recognise a repeated request for this message and group.
+
+        The key is the same on every attempt, after a replay, and with every engine. Another group has another key.
+        """
+        return str(uuid5(self.message_id, self.group))

@@ -45,14 +45,14 @@ def _is_identifier(name: str) -> bool:
 
 def check_tag(tag: str) -> str:
     """Return `tag`, or raise InvalidName. A tag has no white space and no `|`, which separates tags in filters."""
-    if not isinstance(tag, str) or (tag and (len(tag) > MAX_TAG or not _TAG.fullmatch(tag) or not _is_text(tag))):
+    if not isinstance(tag, str) or (tag and (len(tag) > MAX_TAG or not _TAG.fullmatch(tag) or not is_text(tag))):
         raise InvalidName(f"tag {tag!r:.80} is not allowed: use up to {MAX_TAG} characters without white space or '|'.")
     return tag
 
 
 def check_key(key: str) -> str:
     """Return `key`, or raise InvalidName."""
-    if not isinstance(key, str) or len(key) > MAX_KEY or not _is_text(key):
+    if not isinstance(key, str) or len(key) > MAX_KEY or not is_text(key):
         raise InvalidName(
             f"key {key!r:.80} is not allowed: use a string of up to {MAX_KEY} characters, str(value) for ids."
         )
@@ -71,14 +71,14 @@ def check_headers(headers: Mapping[str, str]) -> Mapping[str, str]:
                 f"header name {name!r} is not allowed: use up to 64 letters, digits, '_' or '-', "
                 f"beginning with a letter or '_'."
             )
-        if not isinstance(value, str) or len(value) > MAX_HEADER_VALUE or not _is_text(value):
+        if not isinstance(value, str) or len(value) > MAX_HEADER_VALUE or not is_text(value):
             raise InvalidName(
                 f"header {name!r} must be a string of up to {MAX_HEADER_VALUE} characters, got {value!r:.80}."
             )
     return headers
 
 
-def _is_text(value: str) -> bool:
+def is_text(value: str) -> bool:
     """Whether PostgreSQL can store the text: it has no NUL and no lone surrogate."""
     try:
         return b"\x00" not in value.encode()

@@ -163,6 +163,7 @@ class ConsumeCounts:
     skipped: int = 0
     filtered: int = 0
     failed: int = 0
+    timed_out: int = 0
 
 
 class Consumers(Protocol):
@@ -210,6 +211,16 @@ class RunAlone(enum.Enum):
     RUN_ALONE = "run alone"
 
 
+@dataclass(frozen=True, slots=True)
+class ClaimedElsewhere:
+    """The result of a delivery whose message another attempt has claimed.
+
+    `seconds`: the time until that claim ends, if it is not renewed.
+    """
+
+    seconds: float
+
+
 class MoreCalls(Protocol):
     """The waiting calls that may share the transaction of a running call (decision 198)."""
 
@@ -251,6 +262,28 @@ class SharingInvoker(Protocol):
         self, subscription: Subscription, handler: AnyHandler, delivery: Delivery, more: MoreCalls, *, generation: int
     ) -> Sequence[Disposition | Exception | RunAlone]:
         """Return the result of `delivery`, then one result for each delivery that came from `more`, in order."""
+
+
+class ClaimingInvoker(Protocol):
+    """Calls a handler with effects="outside": it claims the message, and then runs the handler without a transaction.
+
+    See decision 203.
+    """
+
+    def __call__(
+        self,
+        subscription: Subscription,
+        handler: AnyHandler,
+        delivery: Delivery,
+        claimed: Callable[[float], None],
+        *,
+        generation: int,
+    ) -> Disposition | Exception | ClaimedElsewhere:
+        """Return the result of the delivery.
+
+        When the claim is committed, and before the handler is called, the invoker calls `claimed` with the term of the
+        claim in seconds. From then on, the claim protects the message, and the lease of its queue is not needed.
+        """
 
 
 def call_handler(

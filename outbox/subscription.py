@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from outbox import names
 from outbox.errors import InvalidSubscription, PermanentError, RetryLater, UndecodableBody
+from outbox.limits import Limits
 from outbox.retry import RetryPolicy
 
 Value = TypeVar("Value")
@@ -52,6 +53,15 @@ class OnError(enum.StrEnum):
     """Stop consuming the queue until an operator resumes the queue. The message stays at its place."""
 
 
+class Effects(enum.StrEnum):
+    """Where the effects of a handler are."""
+
+    INSIDE = "inside"
+    """The effects are in the database of the inbox: the handler runs in one transaction with the inbox row."""
+    OUTSIDE = "outside"
+    """The handler also calls other systems: it runs without an open transaction, and its message is claimed."""
+
+
 class Start(enum.StrEnum):
     """The message at which a consumer group that is new to a topic starts."""
 
@@ -80,16 +90,16 @@ class Subscription:
     """One consumer group's subscription to one topic.
 
     `filter` selects messages by tags (`"paid || refunded"`). If `filter` starts with `sql:`, the text after `sql:` is
-    an expression over headers. An empty filter selects all messages. The table of options in docs/guide.md explains all
-    fields of this class.
+    an expression over headers. An empty filter selects all messages. The table of options in docs/handlers.md explains
+    all fields of this class.
     """
 
     topic: str = _required("the topic")
     group: str = _required("the consumer group: every group gets every message")
     mode: Mode = _option(
         Mode.CONCURRENT,
-        'the [order](#order) of the messages, and which messages a failing message blocks: `"concurrent"`, '
-        '`"key_ordered"`, `"orderly"`',
+        "the [order](order-and-delay.md#order) of the messages, and which messages a failing message blocks: "
+        '`"concurrent"`, `"key_ordered"`, `"orderly"`',
     )
     filter: str = _option(
         "", "the handler gets only messages whose headers match this expression, as in `amount > 10`", shown="all"
@@ -117,7 +127,16 @@ class Subscription:
         None, "ordered modes: how often a failed message is tried again in place; `None`: no limit"
     )
     timeout_seconds: float = _option(15 * 60.0, "a handler call that lasts longer than this time counts as failed")
+    effects: Effects = _option(
+        Effects.INSIDE,
+        '`"outside"`: the handler calls other systems, so it runs [without an open transaction](slow-calls.md)',
+    )
     broadcast: bool = _option(False, "`True`: every consumer process gets all messages, and there is no inbox")
+    limits: Limits | None = _option(
+        None,
+        "the [limits](limits.md) for all workers together: calls that run at the same time, calls of one key, and "
+        "messages per time",
+    )
 
     def __post_init__(self) -> None:
         names.check_group(self.group)
@@ -142,6 +161,42 @@ class Subscription:
             yield f"max_suspends={self.max_suspends!r} must be a whole number, at least 0, or None for no limit"
         if not isinstance(self.broadcast, bool):
             yield f"broadcast={self.broadcast!r} must be True or False"
+        if self.limits is not None:
+            yield from self._complaints_about_limits(self.limits)
+        yield from self._complaints_about_effects()
+
+    def _complaints_about_limits(self, limits: object) -> Iterator[str]:
+        if not isinstance(limits, Limits):
+            yield f"limits={limits!r} must be Limits, for example Limits(running=20)"
+        elif self.broadcast:
+            yield "a broadcast group has no limits, because every process handles every message: remove limits="
+        elif limits.per_key is not None and self.mode is not Mode.CONCURRENT:
+            yield (
+                f"per_key={limits.per_key} needs mode='concurrent'; mode={self.mode.value!r} already handles one "
+                "message of a key at a time"
+            )
+        elif limits.per_key is not None and self.batch != 1:
+            yield f"per_key={limits.per_key} needs batch=1, because a batch has messages of several keys"
+
+    def _complaints_about_effects(self) -> Iterator[str]:
+        if not isinstance(self.effects, Effects):
+            yield f"effects={self.effects!r} must be Effects.INSIDE or Effects.OUTSIDE"
+        elif self.effects is Effects.OUTSIDE:
+            yield from self._complaints_of_claims()
+
+    def _complaints_of_claims(self) -> Iterator[str]:
+        if self.batch != 1:
+            yield f"effects='outside' claims one message at a time, so batch={self.batch} is not possible: remove batch"
+        if self.broadcast:
+            yield (
+                "effects='outside' lets one process of the group claim a message, so broadcast=True is not possible: "
+                "give every instance a group of its own"
+            )
+        if isinstance(self.on_error, Mapping) and OnError.STOP in self.on_error.values():
+            yield (
+                "with effects='outside', a message leaves its queue while its handler runs, so the handler cannot "
+                "stop the queue: use 'retry' or 'dead_letter' instead of 'stop'"
+            )
 
     def reaction(self, error: BaseException) -> OnError:
         """Return the reaction to `error`: the entry in `on_error` for the most specific type of the error.

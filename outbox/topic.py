@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from outbox import names
 from outbox.errors import ConfigurationError, InvalidMessage, MessageTypeMismatch
 from outbox.message import Message
+from outbox.time_limit import TIMEOUT_HEADER
 
 DEFAULT_QUEUE_COUNT = 8
 DEFAULT_RETENTION_SECONDS = 3 * 24 * 3600
@@ -113,6 +114,17 @@ class Topic:
                     f"topic {self.name!r} takes delayed messages only: give message {message.message_id} a delay or "
                     f"deliver_at, or declare the topic NORMAL too."
                 )
+            if message.headers and TIMEOUT_HEADER in message.headers:
+                self._check_timeout(message)
+
+    def _check_timeout(self, message: Message) -> None:
+        timeout = message.timeout
+        if timeout is not None and timeout.total_seconds() > self.retention_seconds:
+            raise InvalidMessage(
+                f"message {message.message_id} for topic {self.name!r} has a time limit of "
+                f"{timeout.total_seconds():g} s, but the topic keeps messages for {self.retention_seconds} s: pass a "
+                "shorter timeout, or declare the topic with a longer retention."
+            )
 
     def _mismatch(self, what: str, needed: MessageType) -> MessageTypeMismatch:
         return MessageTypeMismatch(

@@ -6,12 +6,14 @@ server instead.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import pwd
 import stat
 import subprocess
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
@@ -110,9 +112,24 @@ def _server(data_directory: Path) -> PrivateServer:
     binaries = utils.POSTGRES_VERSIONS[utils.TARGET_POSTGRES_VERSION]
     account = pwd.getpwuid(os.geteuid())
     if account.pw_uid == 0:
-        account = utils.ensure_user_exists(_USER_FOR_ROOT) or account
+        with _one_process(binaries):
+            account = utils.ensure_user_exists(_USER_FOR_ROOT) or account
         if not (binaries / "postgres").stat().st_mode & stat.S_IXOTH:
             # A strict umask has made the installed files unreadable for other users. The files come from a public
             # package, so every user may read them.
             utils.ensure_folder_permissions(binaries.parent, stat.S_IROTH | stat.S_IXOTH)
     return PrivateServer(binaries, data_directory.resolve(), account)
+
+
+@contextmanager
+def _one_process(folder: Path) -> Iterator[None]:
+    """Let one process at a time run the block.
+
+    Two processes that both run `useradd` for the same missing user both succeed, and one of the two user ids is lost.
+    """
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)

@@ -26,6 +26,7 @@ from outbox.broker.fastpath.round_trip import AfterTick
 from outbox.broker.log.failing import FailureNote, ProcessPart
 from outbox.broker.maintenance.service import maintenance
 from outbox.broker.operations.summary import summaries
+from outbox.broker.schedules.publishing import Scheduling
 from outbox.broker.sequencer.leader import DEFAULT_TERM_SECONDS, LeaderLease
 from outbox.broker.sequencer.sequencer import Sequencer, TickCounts
 from outbox.errors import OutboxError
@@ -78,6 +79,7 @@ class Leader:
         self._decided_channel = Channel.DECIDED.name_in(database.schema)
         self.note = FailureNote(database, ProcessPart.SEQUENCING)
         self._loops: list[BackgroundLoop] = []
+        self._scheduling = Scheduling(database)
         self.leads = False
         self._decided = False
         # `_look_at`: the time at which `turn` has work again if no notification arrives. `_gathers_until`: the time
@@ -125,6 +127,8 @@ class Leader:
             return False
         if not self.leads:
             self._take_the_lead(run, now)
+        if now >= self._scheduling.look_at:
+            self._scheduling.look(run, now)
         counts = self._tick(run, after)
         if not counts.collided:
             self.note.worked()
@@ -179,7 +183,8 @@ class Leader:
 
     def _idle_seconds(self, counts: TickCounts) -> float:
         """Return the time in seconds from this tick to the next tick if no notification arrives."""
-        waits = [self._settings.poll_seconds, self._settings.lease_term_seconds / 3]
+        look_seconds = self._scheduling.look_at - time.monotonic()
+        waits = [self._settings.poll_seconds, self._settings.lease_term_seconds / 3, max(0.0, look_seconds)]
         if counts.next_due_seconds is not None:
             waits.append(max(0.0, counts.next_due_seconds))
         return min(waits)
@@ -189,9 +194,12 @@ class Leader:
         if self._listens:
             listen(run, Channel.DECIDED)
         settings = self._settings
+        # A thread can be started once only, so each lead has new loops.
+        self._scheduling = Scheduling(self._database)
         self._loops = [
             maintenance(self._database, settings.check, every_seconds=settings.maintenance_seconds),
             summaries(self._database, every_seconds=settings.summary_seconds),
+            self._scheduling.loop,
         ]
         for loop in self._loops:
             loop.start()

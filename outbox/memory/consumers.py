@@ -19,7 +19,7 @@ from outbox.memory.log import Entry, Log
 from outbox.message import Delivery, Message
 from outbox.ports import AnyHandler, ConsumeCounts, Disposition, Invoker
 from outbox.subscription import OnError, Start, Subscription
-from outbox.utils import log_context
+from outbox.utils import given_up, log_context
 
 _POLL_SECONDS: Final = 0.05
 
@@ -167,6 +167,9 @@ class ConsumerGroups:
         deliveries: list[Delivery] = []
         for fetched in batch:
             message = fetched.entry.message
+            if fetched.entry.is_timed_out(self._now()):
+                self.counts["timed_out"] += 1
+                continue
             try:
                 body = self._codecs.decode(message.content_type, message.body)
             except UndecodableBody as error:
@@ -228,6 +231,18 @@ class ConsumerGroups:
         group = consumer.subscription.group
         errors = (*self._errors.pop((group, entry.message.message_id), []), error)
         self.dead_letters.append(DeadLetter(group, entry.message, errors))
+        if given_up.listener is not None:
+            message = entry.message
+            given_up.listener(
+                given_up.GivenUp(
+                    group=group,
+                    topic=message.topic,
+                    key=message.key,
+                    message_id=message.message_id,
+                    attempts=len(errors),
+                    error=error,
+                )
+            )
 
 
 class InMemoryConsumers:

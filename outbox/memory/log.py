@@ -17,6 +17,7 @@ from uuid import UUID
 from outbox.errors import InvalidMessage, UnknownTopic
 from outbox.message import Message, SendReceipt
 from outbox.recall import RecallStatus
+from outbox.time_limit import ends_at
 from outbox.topic import Topic, select_shard
 from outbox.transaction import (
     GROUP_AWAY_SECONDS,
@@ -38,6 +39,11 @@ class Entry:
     transaction: Transaction
     recalled: bool = False
     queued_at: datetime | None = None
+
+    def is_timed_out(self, now: datetime) -> bool:
+        """Whether the time limit of the message is over."""
+        end = ends_at(self.message.headers, self.transaction.stored_at, self.message.deliver_at)
+        return end is not None and now >= end
 
 
 @dataclass

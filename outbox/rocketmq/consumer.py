@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from functools import partial
 from typing import Any, Final
 
@@ -37,8 +38,9 @@ from outbox.rocketmq import client
 from outbox.rocketmq.declarations import REFUSALS, wire_name
 from outbox.rocketmq.wire import from_wire
 from outbox.subscription import OnError, Subscription
+from outbox.time_limit import ends_at
 from outbox.topic import Topic
-from outbox.utils import fence, log_context, measures
+from outbox.utils import fence, given_up, log_context, measures
 from outbox.utils.backoff import Backoff
 from outbox.utils.safe_text import shown_text
 
@@ -102,7 +104,7 @@ class RocketMQConsumers:
 
     Raises ConfigurationError for a subscription that RocketMQ cannot serve.
 
-    `invoker` must include an inbox, because the server may deliver a message twice (docs/engines.md).
+    `invoker` must include an inbox, because the server may deliver a message twice (docs/rocketmq.md).
     """
 
     def __init__(
@@ -280,6 +282,10 @@ class _Poller:
             # failure.
             self._let_go(wire, KillsItsProcess(), wire.delivery_attempt, str(message.message_id))
             return None
+        if self._is_timed_out(message):
+            logger.info("group %r: message %s is timed out", self._subscription.group, message.message_id)
+            self._quietly(wire, partial(self._consumer.ack, wire))
+            return None
         if not self._filter.evaluate(message.tag, message.headers):
             self._quietly(wire, partial(self._consumer.ack, wire))
             return None
@@ -289,6 +295,15 @@ class _Poller:
             self._let_go(wire, error, wire.delivery_attempt or 1, str(message.message_id))
             return None
         return _Held(wire, self._delivery(message, body, wire))
+
+    def _is_timed_out(self, message: Message) -> bool:
+        """Whether the time limit of the message is over, by this machine's clock.
+
+        The client library does not report when the server stored the message, so the limit counts from the time at
+        which the producer built the message.
+        """
+        end = ends_at(message.headers, message.born_at, message.deliver_at)
+        return end is not None and datetime.now(UTC) >= end
 
     def _delivery(self, message: Message, body: Any, wire: Any) -> Delivery:
         return Delivery(
@@ -342,7 +357,7 @@ class _Poller:
             seconds = 0.0
         elif reaction is OnError.DEAD_LETTER or subscription.retry.exhausted(attempt):
             logger.error("group %r gives up %s after attempt %d: %s", subscription.group, what, attempt, text)
-            self._quietly(wire, partial(self._give_up, wire))
+            self._quietly(wire, partial(self._give_up, wire, attempt, text))
             return
         else:
             seconds = subscription.retry_delay_seconds(error, attempt)
@@ -350,7 +365,7 @@ class _Poller:
         delay = min(max(1, math.ceil(seconds)), _LONGEST_SECONDS)
         self._quietly(wire, partial(self._consumer.change_invisible_duration, wire, delay))
 
-    def _give_up(self, wire: Any) -> None:
+    def _give_up(self, wire: Any, attempt: int, error: str) -> None:
         request = client.ForwardMessageToDeadLetterQueueRequest()
         request.group.name = self._consumer.consumer_group
         request.topic.name = wire.topic
@@ -365,6 +380,26 @@ class _Poller:
             timeout=self._consumer.client_configuration.request_timeout,
         ).result()
         client.MessagingResultChecker.check(answer.status)
+        if given_up.listener is not None:
+            self._tell(wire, attempt, error, given_up.listener)
+
+    def _tell(self, wire: Any, attempt: int, error: str, listener: given_up.Listener) -> None:
+        """Tell the listener about a dead letter. A message that another client published has no id of outbox."""
+        try:
+            message = from_wire(wire)
+        except Exception as unreadable:
+            logger.info("no signal for RocketMQ's message %s, which is not readable: %s", wire.message_id, unreadable)
+            return
+        listener(
+            given_up.GivenUp(
+                group=self._subscription.group,
+                topic=message.topic,
+                key=message.key,
+                message_id=message.message_id,
+                attempts=attempt,
+                error=error,
+            )
+        )
 
     def _quietly(self, wire: Any, request: Callable[[], object]) -> None:
         """Release a message, then send `request`; if the request fails, only log the error.
@@ -408,10 +443,12 @@ def observed(invoker: Invoker) -> Invoker:
                     results = invoker(subscription, handler, deliveries, generation=generation)
                     conclude(results)
         if measures.recorder is not None:
-            failed = sum(isinstance(result, BaseException) for result in results)
+            failures = [result for result in results if isinstance(result, BaseException)]
             waited = [started - _ready_at(delivery) for delivery in deliveries if delivery.attempt == 1]
-            took = time.time() - started
-            measures.recorder.handled(subscription.group, subscription.topic, waited, took, failed=failed)
+            took, count = time.time() - started, len(deliveries)
+            measures.recorder.handled(
+                subscription.group, subscription.topic, waited, took, count=count, failures=failures
+            )
         return results
 
     return invoke

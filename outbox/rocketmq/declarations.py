@@ -10,7 +10,7 @@ from typing import Final
 
 from outbox.errors import ConfigurationError
 from outbox.refusals import Refusal, Refusals
-from outbox.subscription import Mode, OnError, Start
+from outbox.subscription import Effects, Mode, OnError, Start
 from outbox.topic import MessageType, Topic
 
 _FENCING: Final = Refusal("producers with a transactional id", "Keep the topics of this producer on PostgreSQL.")
@@ -67,6 +67,21 @@ REFUSALS: Final = Refusals(
         (
             lambda asked: OnError.STOP in asked.subscription.on_error.values(),
             Refusal("queue that stops at a failing message", "Use on_error with 'retry' or 'dead_letter'."),
+        ),
+        (
+            lambda asked: asked.subscription.limits is not None,
+            Refusal(
+                "limits for all workers together",
+                "Remove limits=, and set `threads` and the number of consumer processes instead.",
+            ),
+        ),
+        (
+            lambda asked: asked.subscription.effects is Effects.OUTSIDE,
+            Refusal(
+                "handlers whose effects are outside of the database (effects='outside')",
+                "Remove effects, and let the handler publish a message for each slow call. Or keep this topic on "
+                "PostgreSQL.",
+            ),
         ),
         (
             lambda asked: not asked.inbox,

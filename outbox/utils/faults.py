@@ -17,7 +17,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final
 
@@ -25,6 +25,7 @@ from outbox.errors import ConfigurationError, OutboxError
 
 # All fault points, in the order in which a message passes them.
 POINTS: Final = (
+    "producer.after_unique",
     "producer.before_ledger",
     "producer.after_ledger",
     "producer.before_half",
@@ -44,11 +45,27 @@ POINTS: Final = (
     "consumer.before_handler",
     "consumer.before_inbox_commit",
     "consumer.after_inbox_commit",
+    "claim.before_take",
+    "claim.after_take",
+    "claim.before_step",
+    "claim.in_step",
+    "claim.after_step",
+    "claim.before_finish",
+    "claim.in_finish",
+    "claim.before_commit",
+    "claim.after_commit",
+    "claim.before_leave",
+    "claim.after_leave",
+    "claim.before_settle",
+    "claim.after_settle",
     "consumer.before_offset",
     "consumer.after_offset",
     "consumer.before_send_back",
     "consumer.after_send_back",
+    "schedule.after_append",
+    "schedule.after_commit",
     "forward.after_acknowledgement",
+    "forward.before_disabled",
     "receive.after_send",
     "repair.after_intent",
     "repair.after_effect",
@@ -100,6 +117,12 @@ def arm(specification: str) -> None:
     armed = dict(_parse(entry.strip()) for entry in specification.split(";") if entry.strip())
     _armed.clear()
     _armed.update(armed)
+
+
+def observe(names: Iterable[str], action: Callable[[str], None]) -> None:
+    """Call `action` with the name of the point at each visit of these points. All other points are disarmed."""
+    _armed.clear()
+    _armed.update({name: _Fault(action, None, None) for name in names})
 
 
 def _parse(entry: str) -> tuple[str, _Fault]:

@@ -27,19 +27,19 @@ class PeriodicPass:
 class BackgroundLoop:
     """Runs a pass repeatedly in its own thread, from `start` to `stop`.
 
-    `run` gets a function that returns True if the pass must stop early. `run` returns the seconds until the next pass.
-    `first_seconds` is the wait before the first pass. `every_seconds` is the wait after a failed pass. If the type of
-    an error is in `expected`, the loop logs the error in one line. The loop logs any other error with its traceback. No
-    error ends the loop.
+    `run` gets a function that returns True if the pass must stop early. `run` returns the seconds until the next pass,
+    or None: then the next pass waits for `wake`. `first_seconds` is the wait before the first pass. `every_seconds` is
+    the wait after a failed pass. If the type of an error is in `expected`, the loop logs the error in one line. The
+    loop logs any other error with its traceback. No error ends the loop.
     """
 
     def __init__(
         self,
         name: str,
-        run: Callable[[Callable[[], bool]], float],
+        run: Callable[[Callable[[], bool]], float | None],
         *,
         every_seconds: float,
-        first_seconds: float,
+        first_seconds: float | None,
         expected: tuple[type[Exception], ...],
     ) -> None:
         self._name = name
@@ -48,15 +48,21 @@ class BackgroundLoop:
         self._first_seconds = first_seconds
         self._expected = expected
         self._ended = threading.Event()
+        self._woken = threading.Event()
         self._thread = threading.Thread(target=self._loop, name=f"outbox-{name}", daemon=True)
 
     def start(self) -> None:
         """Start the thread. The first pass runs after `first_seconds`."""
         self._thread.start()
 
+    def wake(self) -> None:
+        """Run the next pass at once, or directly after the running pass. Return at once."""
+        self._woken.set()
+
     def stop(self) -> None:
         """Start no further pass and ask a running pass to stop early. Return at once."""
         self._ended.set()
+        self._woken.set()
 
     def join(self) -> None:
         """Wait at most 5 s until the running pass has ended."""
@@ -64,11 +70,18 @@ class BackgroundLoop:
 
     def _loop(self) -> None:
         pause = self._first_seconds
-        while not self._ended.wait(pause):
+        while not self._is_ended_after(pause):
             pause = self._every_seconds
             try:
                 pause = self._run(self._ended.is_set)
             except self._expected as error:
-                logger.warning("%s failed and runs again in %.0f s: %s", self._name, pause, error)
+                logger.warning("%s failed and runs again in %.0f s: %s", self._name, self._every_seconds, error)
             except Exception:
                 logger.exception("%s failed", self._name)
+
+    def _is_ended_after(self, pause: float | None) -> bool:
+        """Wait for `pause`, `wake` or `stop`, and return whether the loop has ended."""
+        self._woken.wait(pause)
+        # `stop` sets `_ended` first, so a call of `stop` during this line is seen by the next line or the next wait.
+        self._woken.clear()
+        return self._ended.is_set()

@@ -8,6 +8,7 @@ import uuid
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from uuid import UUID
 
 import psycopg
 from django.db import connections
@@ -53,6 +54,7 @@ class Campaign:
     def __init__(self, alias: str) -> None:
         self.alias = alias
         self._delivered: Counter[str] = Counter()
+        self._ids: set[UUID] = set()
         self._stack = contextlib.ExitStack()
         self._broker = self._stack.enter_context(
             psycopg.connect(alias_conninfo(get_settings().broker), autocommit=True)
@@ -116,6 +118,7 @@ class Campaign:
 
     def _collect(self, deliveries: Sequence[Delivery]) -> None:
         self._delivered.update(delivery.key for delivery in deliveries)
+        self._ids.update(delivery.message_id for delivery in deliveries)
 
     # -- what is there afterwards -------------------------------------------------------------------
 
@@ -126,13 +129,16 @@ class Campaign:
         with connections[self.alias].cursor() as cursor:
             cursor.execute("DELETE FROM shop_order WHERE number NOT IN (%s, %s)", [DUPLICATE, LOCKED])
             cursor.execute("DELETE FROM shop_effect")
+            for table in ("outbox_unique", "outbox_claim", "outbox_step"):
+                cursor.execute(f"DELETE FROM {table}")
         guessed = self._broker.execute(
             "SELECT l.key FROM outbox.commit_log l JOIN outbox.op_log o USING (transaction_id)"
             " WHERE l.log_id > %s AND o.decision = 'R' AND o.decided_by = 'P'",
             [before],
         )
         delivered, self._delivered = self._delivered, Counter()
-        return State(rows, delivered, {key for (key,) in guessed}, effects)
+        ids, self._ids = self._ids, set()
+        return State(rows, delivered, ids, {key for (key,) in guessed}, effects)
 
 
 # -- random programs, and what to say about them ----------------------------------------------------

@@ -9,17 +9,23 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
+from uuid import UUID
 
 import pytest
 from django.db import connections
+from django.db.backends.base.base import BaseDatabaseWrapper
 
 from outbox import Answer, Check, Decision, Delivery
 from outbox.broker.postgres import PostgresBroker
 from outbox.contrib.django import publish
+from outbox.contrib.django.database import effects
 from outbox.contrib.django.database.transactions import BlockHalves, BlockWatch
+from outbox.contrib.django.ledger import unique_keys
 from outbox.contrib.django.publishing import checkback, decorators, ends
 from outbox.contrib.django.publishing import publish as publishing
+from outbox.contrib.django.subscribers import claims, outside
 from outbox.contrib.django.subscribers.inbox import InboxEntries
+from outbox.message import UniqueMessage
 from outbox.transaction import HalfTransaction
 from tests.mistakes.generator import Side
 from tests.mistakes.interpreter import Mistake
@@ -97,7 +103,71 @@ def every_exception_is_a_rollback(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ends, "_is_rolled_back", lambda *args: True)
 
 
+def take_no_key(patch: pytest.MonkeyPatch) -> None:
+    """No row holds a unique key."""
+    patch.setattr(unique_keys, "take", lambda connection, messages: {})
+
+
+def hold_keys_of_rolled_back_messages(patch: pytest.MonkeyPatch) -> None:
+    """The row of a unique key commits on its own, so a rollback does not free the key."""
+    take = unique_keys.take
+
+    def take_elsewhere(connection: BaseDatabaseWrapper, messages: Sequence[UniqueMessage]) -> dict[UUID, UUID]:
+        # This alias names the same database.
+        other = connections["other"]
+        with other.cursor() as cursor:
+            cursor.execute("SET lock_timeout = '20ms'")
+        return take(other, messages)
+
+    patch.setattr(unique_keys, "take", take_elsewhere)
+
+
+def let_writes_pass(patch: pytest.MonkeyPatch) -> None:
+    """A handler with effects="outside" may write anywhere."""
+    patch.setattr(effects, "refuse", lambda what: None)
+
+
+def done_without_a_look(patch: pytest.MonkeyPatch) -> None:
+    """A handler with effects="outside" that returns is done, whatever errors it has caught."""
+
+    def complete(attempt: outside._Attempt, delivery: Delivery) -> None:
+        if attempt.progress is outside._Progress.OPEN:
+            attempt.refusals.first = None
+            with attempt.finish(delivery):
+                pass
+
+    patch.setattr(outside._Attempt, "complete", complete)
+
+
+def find_no_step(patch: pytest.MonkeyPatch) -> None:
+    """The results of steps are stored, and not read."""
+    patch.setattr(claims, "find_step", lambda *args: None)
+
+
 MENDS: Final = (
+    *(
+        Control(part, switch, specimen, "outside", world, kind)
+        for world in (TWO_PHASE, ATOMIC, SQLITE)
+        for part, switch, specimen, kind in [
+            ("writes outside of finish are refused", let_writes_pass, "a write outside of finish", Kind.STRAY),
+            (
+                "the look at caught errors",
+                done_without_a_look,
+                "a handler that catches the error of finish",
+                Kind.NO_EFFECT,
+            ),
+            ("results of steps", find_no_step, "a step before a failure", Kind.REPEATED),
+        ]
+    ),
+    *(
+        Control(f"unique keys, {part}", switch, specimen, "producer", world, Kind.UNIQUE)
+        for world in (TWO_PHASE, ATOMIC)
+        for part, switch, specimen in [
+            ("taken", take_no_key, "two messages of one unique key"),
+            ("freed", hold_keys_of_rolled_back_messages, "a unique key after a rollback"),
+        ]
+    ),
+    Control("unique keys on SQLite", take_no_key, "two messages of one unique key", "producer", SQLITE, Kind.UNIQUE),
     Control(
         "publish refuses a dead transaction",
         accept_any_transaction,

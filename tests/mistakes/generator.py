@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Final, Literal
 
 from tests.mistakes.grammar import (
+    HELD,
     Atomic,
     Block,
     Close,
@@ -15,7 +16,9 @@ from tests.mistakes.grammar import (
     Effect,
     Fail,
     FailKind,
+    Finish,
     Kill,
+    Many,
     OnCommit,
     Pair,
     Pipeline,
@@ -26,14 +29,15 @@ from tests.mistakes.grammar import (
     SetRollback,
     Sql,
     Step,
+    StepCall,
     Thread,
     Try,
     Write,
     steps_of,
 )
 
-# "sharing": a consumer whose messages share a transaction with others.
-Side = Literal["producer", "consumer", "sharing"]
+# "sharing": a consumer whose messages share a transaction with others. "outside": one with effects="outside".
+Side = Literal["producer", "consumer", "sharing", "outside"]
 
 _DEEPEST: Final = 4
 _FAILURES: Final[dict[str, tuple[FailKind, ...]]] = {
@@ -54,25 +58,31 @@ _BY_HAND: Final = {
 
 def generate(seed: int, side: Side, vendor: str) -> Program:
     """The program of a seed."""
-    return _Generator(random.Random(f"{seed} {side} {vendor}"), vendor).program(side)
+    name = f"{seed} {side} {vendor}"
+    return _Generator(random.Random(name), random.Random(f"{name} unique"), vendor).program(side)
 
 
 class _Generator:
-    def __init__(self, chance: random.Random, vendor: str) -> None:
+    def __init__(self, chance: random.Random, keys: random.Random, vendor: str) -> None:
         self._chance = chance
+        # Separate chances: a seed gives the same steps, whatever keys the messages have.
+        self._keys = keys
         self._vendor = vendor
         self._numbers = 0
 
     def program(self, side: Side) -> Program:
         if side == "sharing":
             return Consumer(attempts=(self._handler(),), place=self._chance.randint(0, 3))
+        if side == "outside":
+            count = self._chance.choice([1, 1, 2])
+            return Consumer(attempts=tuple(self._outside() for _ in range(count)), outside=True)
         if side == "consumer":
             count = self._chance.choice([1, 1, 1, 2])
             batch = self._chance.choice([1, 1, 3])
             return Consumer(attempts=tuple(self._handler() for _ in range(count)), batch=batch)
         while True:
             program = Producer(self._request())
-            if any(isinstance(step, (Pair, Decorated)) for step in steps_of(program)):
+            if any(isinstance(step, (Pair, Many, Decorated)) for step in steps_of(program)):
                 return program
 
     def _request(self) -> tuple[Step, ...]:
@@ -82,7 +92,9 @@ class _Generator:
         if kind < 0.5:
             main: Step = Atomic(self._body(1))
         elif kind < 0.85:
-            main = Decorated(self._body(1), number=self._number(), last=self._chance.random() < 0.4)
+            main = Decorated(
+                self._body(1), number=self._number(), last=self._chance.random() < 0.4, unique=self._key(held=0)
+            )
         else:
             return (*before, *self._body(1))
         if before or self._chance.random() < 0.3:
@@ -97,18 +109,78 @@ class _Generator:
         body.insert(places[0], Effect(1))
         return tuple(body)
 
+    def _outside(self) -> tuple[Step, ...]:
+        """Mostly steps, then a `finish` with both parts; mistakes before it, in it and after it."""
+        before = [self._outer() for _ in range(self._chance.choice([0, 1, 1, 2, 2, 3]))]
+        main = list(self._handler())
+        if self._chance.random() < 0.3:
+            wrong: Step = self._step_call() if self._chance.random() < 0.5 else Finish(())
+            wrong = wrong if self._chance.random() < 0.3 else Try((wrong,), all=self._chance.random() < 0.5)
+            main.insert(self._chance.randint(0, len(main)), wrong)
+        finish: Step = Finish(tuple(main))
+        if self._chance.random() < 0.2:
+            finish = Try((finish,), all=self._chance.random() < 0.5)
+        after = [self._outer()] if self._chance.random() < 0.3 else []
+        return (*before, finish, *after)
+
+    def _step_call(self) -> StepCall:
+        bodies: list[tuple[Step, ...]] = [(), (), (Pair(self._number()),), (Write(),), (Raise(),)]
+        inside = self._chance.choice(bodies)
+        return StepCall(
+            inside,
+            number=self._chance.choice([1, 2]),
+            once=self._chance.random() < 0.3,
+            odd=self._chance.random() < 0.05,
+        )
+
+    def _outer(self) -> Step:
+        """One step of the handler outside of `finish`."""
+        make: list[tuple[int, Callable[[], Step]]] = [
+            (40, self._step_call),
+            (8, lambda: Pair(self._number(), row_first=self._chance.random() < 0.5)),
+            (8, lambda: Write(raw=self._chance.random() < 0.5)),
+            (6, lambda: Atomic((self._step_call(),))),
+            (4, lambda: Atomic((Write(),))),
+            (6, lambda: Thread((self._step_call(),))),
+            (2, lambda: Thread((Write(),))),
+            (3, lambda: Finish(())),
+            (3, lambda: StepCall((Finish(()),), number=3)),
+            (4, lambda: Raise(exits=self._chance.random() < 0.4)),
+            (5, lambda: Fail(self._chance.choice(_FAILURES[self._vendor]))),
+            (8, lambda: Sql(self._chance.choice(_BY_HAND[self._vendor]), driver=self._chance.random() < 0.5)),
+            (4, Close),
+            (4, Kill if self._vendor == "postgresql" else Close),
+        ]
+        step = self._chance.choices([one for _, one in make], weights=[weight for weight, _ in make])[0]()
+        return Try((step,), all=self._chance.random() < 0.4) if self._chance.random() < 0.5 else step
+
     def _body(self, depth: int) -> tuple[Step, ...]:
         return tuple(self._step(depth) for _ in range(self._chance.choice([1, 2, 2, 3, 3, 4])))
 
     def _step(self, depth: int) -> Step:
         kind = self._chance.random()
         if kind < 0.32:
-            return Pair(self._number(), row_first=self._chance.random() < 0.5, raw=self._chance.random() < 0.4)
+            return self._publish()
         if kind < 0.4:
             return Write(raw=self._chance.random() < 0.5)
         if kind < 0.72 or depth >= _DEEPEST:
             return self._mistake(depth)
         return self._block(depth)
+
+    def _publish(self) -> Step:
+        number, row_first, raw = self._number(), self._chance.random() < 0.5, self._chance.random() < 0.4
+        key = self._key()
+        if self._keys.random() < 0.8:
+            return Pair(number, row_first=row_first, raw=raw, unique=key)
+        if not key:
+            return Many(number, row_first=row_first)
+        return Many(number, unique=(key, *self._keys.choices([1, 2], k=self._keys.randint(1, 3))), row_first=row_first)
+
+    def _key(self, *, held: int = 1) -> int:
+        """Few keys, so that messages of one program have the same one. `held`: how often another session holds it."""
+        if self._vendor == "sqlite":
+            held = 0
+        return self._keys.choices([0, 1, 2, HELD], weights=[11, 4, 4, held])[0]
 
     def _mistake(self, depth: int) -> Step:
         """Often swallowed: what is not ends the program."""
@@ -128,7 +200,12 @@ class _Generator:
         blocks: list[tuple[int, Callable[[], Block]]] = [
             (25, lambda: Try(inside)),
             (20, lambda: Atomic(inside, savepoint=self._chance.random() < 0.8)),
-            (15, lambda: Decorated(inside, number=self._number(), last=self._chance.random() < 0.4)),
+            (
+                15,
+                lambda: Decorated(
+                    inside, number=self._number(), last=self._chance.random() < 0.4, unique=self._key(held=0)
+                ),
+            ),
             (18, lambda: Savepoint(inside, always=self._chance.random() < 0.4)),
             (10, lambda: OnCommit(inside)),
         ]

@@ -15,11 +15,31 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class Pair:
-    """A business row and its message of the same name, next to each other: the row first, or publish first."""
+    """A business row and its message of the same name, next to each other: the row first, or publish first.
+
+    `unique`: the number of the program's unique key that the message has, 0 for none.
+    """
 
     number: int
     row_first: bool = False
     raw: bool = False
+    unique: int = 0
+
+
+# The number of the unique key that a transaction of another session holds while the program runs.
+HELD = 3
+
+
+@dataclass(frozen=True)
+class Many:
+    """One publish_many of several messages, next to their business rows: all rows first, or publish_many first.
+
+    `unique`: for each message, the number of its unique key. The messages have unique keys, or none has.
+    """
+
+    number: int
+    unique: tuple[int, ...] = (0, 0)
+    row_first: bool = False
 
 
 @dataclass(frozen=True)
@@ -74,7 +94,9 @@ class Kill:
 
 @dataclass(frozen=True)
 class Raise:
-    """An exception of the application."""
+    """An exception of the application, or the exit of the process (SystemExit)."""
+
+    exits: bool = False
 
 
 # -- blocks -----------------------------------------------------------------------------------------
@@ -89,7 +111,9 @@ class Block:
 
 @dataclass(frozen=True)
 class Try(Block):
-    """try: … except Exception: pass."""
+    """try: … except Exception: pass, or except BaseException: pass."""
+
+    all: bool = False
 
 
 @dataclass(frozen=True)
@@ -105,6 +129,7 @@ class Decorated(Block):
 
     number: int
     last: bool = False
+    unique: int = 0
 
 
 @dataclass(frozen=True)
@@ -129,7 +154,31 @@ class Thread(Block):
     """The steps in another thread, joined at once."""
 
 
-Step = Pair | Write | Effect | Fail | Sql | SetRollback | Close | Kill | Raise | Block
+@dataclass(frozen=True)
+class StepCall(Block):
+    """delivery.step(…): the steps of the program are in its function. `odd`: the result is not JSON."""
+
+    number: int = 1
+    once: bool = False
+    odd: bool = False
+
+    @property
+    def name(self) -> str:
+        """The name of the step. A step with `once` has a name of its own."""
+        return f"step {self.number}{' once' if self.once else ''}"
+
+
+@dataclass(frozen=True)
+class Finish(Block):
+    """with delivery.finish(): …"""
+
+    @property
+    def is_main(self) -> bool:
+        """Whether the block has the effects of the handler."""
+        return any(isinstance(step, Effect) for step in self.body)
+
+
+Step = Pair | Many | Write | Effect | Fail | Sql | SetRollback | Close | Kill | Raise | Block
 
 
 @dataclass(frozen=True)
@@ -144,11 +193,19 @@ class Consumer:
     """A handler that makes its mistakes in the first attempts and behaves from then on; `batch` messages at once.
 
     `place`: the message shares the transaction of its first attempt with others, and is the one with this number.
+    `outside`: the handler has effects="outside".
     """
 
     attempts: tuple[tuple[Step, ...], ...]
     batch: int = 1
     place: int | None = None
+    outside: bool = False
+
+    @property
+    def clean(self) -> tuple[Step, ...]:
+        """The handler without mistakes."""
+        both = (Effect(1), Effect(2))
+        return (Finish(both),) if self.outside else both
 
 
 Program = Producer | Consumer
@@ -187,7 +244,7 @@ def text(program: Program) -> str:
     what = "delivery" if program.batch == 1 else f"list of {program.batch} deliveries"
     for number, body in enumerate(program.attempts, 1):
         written += [f"def handler({what}):  # attempt {number}", *_indented(body)]
-    return "\n".join([*written, f"def handler({what}):  # from then on", "    effect(1); effect(2)"])
+    return "\n".join([*written, f"def handler({what}):  # from then on", *_indented(program.clean)])
 
 
 def _indented(body: Iterable[Step]) -> list[str]:
@@ -203,8 +260,14 @@ def _single(step: Step) -> list[str]:
     match step:
         case Pair():
             row = f"execute(INSERT order {step.number})" if step.raw else f"Order.objects.create({step.number})"
-            both = [f"publish({step.number})", row]
+            both = [f"publish({step.number}{_key(step)})", row]
             return both[::-1] if step.row_first else both
+        case Many():
+            places = range(len(step.unique))
+            keys = f", unique={list(step.unique)}" if step.unique[0] else ""
+            call = f"publish_many({[f'{step.number}.{place}' for place in places]}{keys})"
+            rows = [f"Order.objects.create({step.number}.{place})" for place in places]
+            return [*rows, call] if step.row_first else [call, *rows]
         case Write():
             return ["execute(INSERT another order)" if step.raw else "Order.objects.create(another)"]
         case Effect():
@@ -225,21 +288,27 @@ def _single(step: Step) -> list[str]:
             return ["connection.close()"]
         case Kill():
             return ["pg_terminate_backend(this connection)  # from elsewhere"]
+        case Raise(exits=True):
+            return ["raise SystemExit"]
         case _:
             return ["raise Mistake"]
+
+
+def _key(step: Pair | Decorated) -> str:
+    return f", unique={step.unique}" if step.unique else ""
 
 
 def _block(step: Block) -> list[str]:
     inside = _indented(step.body)
     match step:
         case Try():
-            return ["try:", *inside, "except Exception:", "    pass"]
+            return ["try:", *inside, f"except {'BaseException' if step.all else 'Exception'}:", "    pass"]
         case Atomic():
             return ["with transaction.atomic():" if step.savepoint else "with atomic(savepoint=False):", *inside]
         case Decorated():
             row = f"    Order.objects.create({step.number})"
             when = "after the function" if step.last else "before the function"
-            head = [f"@transactional_message({step.number})  # publishes {when}", "def work():"]
+            head = [f"@transactional_message({step.number}{_key(step)})  # publishes {when}", "def work():"]
             return [*head, *([*inside, row] if step.last else [row, *inside]), "work()"]
         case Savepoint():
             undo = "    transaction.savepoint_rollback(sid)"
@@ -251,6 +320,12 @@ def _block(step: Block) -> list[str]:
             return ["with connection.connection.pipeline():", *inside]
         case OnCommit():
             return ["@transaction.on_commit", "def later():", *inside]
+        case StepCall():
+            result = "object()" if step.odd else "1"
+            once = ", once=True" if step.once else ""
+            return ["def work():", *inside, f"    return {result}", f"delivery.step({step.name!r}, work{once})"]
+        case Finish():
+            return ["with delivery.finish():", *inside]
         case _:
             return ["with another_thread():", *inside]
 
@@ -289,6 +364,6 @@ def _shorter(body: tuple[Step, ...]) -> Iterator[tuple[Step, ...]]:
 def _plainer(step: Step) -> Iterator[Step]:
     """The same step with one of its options switched off."""
     for field in fields(step):
-        if field.default is False and getattr(step, field.name):
-            changed: dict[str, Any] = {field.name: False}
+        if (field.default is False or field.name == "unique") and getattr(step, field.name) != field.default:
+            changed: dict[str, Any] = {field.name: field.default}
             yield replace(step, **changed)

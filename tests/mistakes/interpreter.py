@@ -10,23 +10,25 @@ from typing import Any, Final
 from django.db import connections, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
 
-from outbox import Delivery, Message
-from outbox.contrib.django import publish, subscriber, transactional_message
+from outbox import Delivery, Message, SendReceipt
+from outbox.contrib.django import ClaimedDelivery, publish, publish_many, subscriber, transactional_message
 from outbox.contrib.django.subscribers.inbox import InboxInvoker
+from outbox.contrib.django.subscribers.outside import HandlerInvoker
 from outbox.contrib.django.subscribers.registry import Subscriber, subscribers
 from outbox.errors import PermanentError
 from outbox.ports import Disposition, RunAlone
+from outbox.subscription import Effects
 from outbox.utils.ids import uuid7
 from tests.django.sharing import Waiting
 from tests.django.shop.models import Effect as EffectRow
 from tests.django.shop.models import Order, Payment
 from tests.django.state import savepoint
 from tests.mistakes import grammar
-from tests.mistakes.grammar import Block, Consumer, Producer, Program, Step
-from tests.mistakes.others import DUPLICATE, LOCKED, Others, is_alive, tidy
+from tests.mistakes.grammar import HELD, Block, Consumer, Producer, Program, Step
+from tests.mistakes.others import DUPLICATE, HELD_KEY, LOCKED, Others, is_alive, tidy
 from tests.mistakes.traces import AttemptSeen, PairSeen, Trace
 
-# Nobody publishes to it: handlers are called with deliveries that are made here.
+# No program publishes to this topic: the interpreter makes the deliveries for the handlers.
 HANDLED_TOPIC: Final = "payments"
 
 
@@ -56,6 +58,9 @@ class _Interpreter:
         self.trace = trace
         self.prefix = trace.name
         self.attempt = AttemptSeen()
+        # The delivery of a handler with effects="outside", and how many blocks are open that may write.
+        self.given: ClaimedDelivery | None = None
+        self._writable = 0
         self._rows = 0
 
     @property
@@ -73,6 +78,8 @@ class _Interpreter:
         match step:
             case grammar.Pair():
                 self._pair(step)
+            case grammar.Many():
+                self._many(step)
             case grammar.Write():
                 self._rows += 1
                 self._row(f"{self.prefix}.w{self._rows}", step.raw)
@@ -88,6 +95,8 @@ class _Interpreter:
                 self._close()
             case grammar.Kill():
                 self.others.kill(self.connection)
+            case grammar.Raise(exits=True):
+                raise SystemExit
             case _:
                 raise Mistake
 
@@ -103,6 +112,13 @@ class _Interpreter:
             cursor.execute(statement, parameters)
 
     def _row(self, number: str, raw: bool) -> None:
+        if (
+            self.given is not None
+            and not self._writable
+            and number != DUPLICATE
+            and threading.current_thread() is threading.main_thread()
+        ):
+            self.trace.strays.append(number)
         if raw:
             self._execute("INSERT INTO shop_order (number, status) VALUES (%s, 'new')", [number])
         else:
@@ -110,18 +126,60 @@ class _Interpreter:
 
     def _pair(self, step: grammar.Pair) -> None:
         seen = PairSeen(key=f"{self.prefix}.{step.number}", row_first=step.row_first)
-        self.trace.pairs.append(seen)
-        seen.in_block = self.connection.in_atomic_block
+        self._beside_rows([seen], [step.unique], step.raw, lambda using: [self._publish(seen, using)])
+
+    def _many(self, step: grammar.Many) -> None:
+        seen = [
+            PairSeen(key=f"{self.prefix}.{step.number}.{place}", row_first=step.row_first)
+            for place in range(len(step.unique))
+        ]
+
+        def publish_all(using: str | None) -> Sequence[SendReceipt | None]:
+            given: dict[str, Any] = {}
+            if seen[0].unique:
+                given = {"unique": lambda body: body["unique"], "within": 3600}
+            bodies = [{"key": one.key, "unique": one.unique} for one in seen]
+            return publish_many("orders", bodies, key=lambda body: body["key"], using=using, **given)
+
+        self._beside_rows(seen, step.unique, False, publish_all)
+
+    def _publish(self, seen: PairSeen, using: str | None) -> SendReceipt | None:
+        return publish("orders", {}, key=seen.key, using=using, **_options(seen.unique))
+
+    def _beside_rows(
+        self,
+        seen: Sequence[PairSeen],
+        unique: Sequence[int],
+        raw: bool,
+        call: Callable[[str | None], Sequence[SendReceipt | None]],
+    ) -> None:
+        """Publish messages directly beside their rows, in one call."""
+        self.trace.pairs += seen
+        row_first, in_block = seen[0].row_first, self.connection.in_atomic_block
         # SQLite has one writer, and that may be the thread that waits for this one.
         lone_thread = self.connection.vendor == "sqlite" and threading.current_thread() is not threading.main_thread()
-        if step.row_first and not lone_thread:
-            self._row(seen.key, step.raw)
-        seen.alive = is_alive(self.connection)
+        if in_block and HELD in unique and self.connection.vendor == "postgresql":
+            self._execute("SET LOCAL lock_timeout = '20ms'")
+        for one in seen if row_first and not lone_thread else ():
+            self._row(one.key, raw)
+        alive = is_alive(self.connection)
+        for one, number in zip(seen, unique, strict=True):
+            one.in_block, one.alive = in_block, alive
+            one.unique = self._unique(number) if in_block else ""
         # Without `using` outside of a block, like an application that has only one database to think of.
-        publish("orders", {}, key=seen.key, using=self.alias if seen.in_block else None)
-        seen.returned = True
-        if not step.row_first and not lone_thread:
-            self._row(seen.key, step.raw)
+        receipts = call(self.alias if in_block else None)
+        for one, receipt in zip(seen, receipts, strict=True):
+            one.returned = True
+            # The control "one message" replaces publish by a function without a result.
+            one.duplicate_of = receipt.duplicate_of if receipt is not None else None
+        for one in seen if not row_first and not lone_thread else ():
+            self._row(one.key, raw)
+
+    def _unique(self, number: int) -> str:
+        """A key that all attempts of the program share, or the key that another session holds."""
+        if number == HELD:
+            return HELD_KEY
+        return f"{self.trace.name}.u{number}" if number else ""
 
     def _effect(self, part: int) -> None:
         for key in self.trace.keys:
@@ -172,8 +230,12 @@ class _Interpreter:
     def _block(self, step: Block) -> None:
         match step:
             case grammar.Try():
-                with contextlib.suppress(Exception):
+                with contextlib.suppress(BaseException if step.all else Exception):
                     self.body(step.body)
+            case grammar.StepCall():
+                self._step_call(step)
+            case grammar.Finish():
+                self._finish(step)
             case grammar.Atomic():
                 with transaction.atomic(using=self.alias, savepoint=step.savepoint):
                     self.body(step.body)
@@ -190,8 +252,36 @@ class _Interpreter:
             case _:
                 self._thread(step)
 
+    def _step_call(self, step: grammar.StepCall) -> None:
+        assert self.given is not None
+
+        def work() -> object:
+            self.attempt.steps.append((step.name, "called"))
+            with self._writing():
+                self.body(step.body)
+            return object() if step.odd else 1
+
+        self.given.step(step.name, work, once=step.once)
+        self.attempt.steps.append((step.name, "returned"))
+
+    def _finish(self, step: grammar.Finish) -> None:
+        assert self.given is not None
+        self.attempt.reached_finish = self.attempt.reached_finish or step.is_main
+        with self.given.finish(), self._writing():
+            self.body(step.body)
+        self.attempt.finishes.append(step.is_main)
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        self._writable += 1
+        try:
+            yield
+        finally:
+            self._writable -= 1
+
     def _decorated(self, step: grammar.Decorated) -> None:
         seen = PairSeen(f"{self.prefix}.{step.number}", decorated=True, in_block=True, row_first=step.last)
+        seen.unique = self._unique(step.unique)
         self.trace.pairs.append(seen)
         outermost = not self.connection.in_atomic_block
         means_to_commit = False
@@ -208,7 +298,8 @@ class _Interpreter:
             means_to_commit = not self.connection.needs_rollback
 
         body: Any = (lambda result: {}) if step.last else {}
-        transactional_message("orders", key=seen.key, body=body, using=self.alias)(work)()
+        decorate = transactional_message("orders", key=seen.key, body=body, using=self.alias, **_options(seen.unique))
+        decorate(work)()
         seen.returned = True
         seen.claims_commit = outermost and means_to_commit
 
@@ -228,6 +319,9 @@ class _Interpreter:
         def work() -> None:
             try:
                 with contextlib.suppress(Exception):
+                    if self.connection.vendor == "postgresql":
+                        # The other thread's transaction may hold a unique key, and that thread waits for this one.
+                        self._execute("SET lock_timeout = '20ms'")
                     self.body(step.body)
             finally:
                 connections.close_all()
@@ -237,6 +331,10 @@ class _Interpreter:
         thread.join()
 
 
+def _options(unique: str) -> dict[str, Any]:
+    return {"unique": unique, "within": 3600} if unique else {}
+
+
 # -- the consumer's side ----------------------------------------------------------------------------
 
 
@@ -244,7 +342,7 @@ def _consume(program: Consumer, interpreter: _Interpreter) -> None:
     """Deliver until it counts as handled, then once more, as a lost offset would."""
     trace = interpreter.trace
     trace.keys = [f"{trace.name}.d{index}" for index in range(program.batch)]
-    group = "single" if program.batch == 1 else "batch"
+    group = "outside" if program.outside else "single" if program.batch == 1 else "batch"
     deliveries = [_delivery(key, group, offset) for offset, key in enumerate(trace.keys)]
     with _handling(group, interpreter) as deliver:
         if program.place is not None:
@@ -301,16 +399,15 @@ class _Deliver:
 
     def begin(self, program: Consumer) -> None:
         interpreter, trace = self.interpreter, self.interpreter.trace
-        interpreter.attempt = AttemptSeen()
+        interpreter.attempt = AttemptSeen(reached_finish=False if program.outside else None)
         trace.attempts.append(interpreter.attempt)
         interpreter.prefix = f"{trace.name}.a{len(trace.attempts)}"
-        clean = (grammar.Effect(1), grammar.Effect(2))
-        self.steps = program.attempts[self._begun] if self._begun < len(program.attempts) else clean
+        self.steps = program.attempts[self._begun] if self._begun < len(program.attempts) else program.clean
         self._begun += 1
 
     def end(self, results: Sequence[Any]) -> bool:
         seen = self.interpreter.attempt
-        seen.error = next((f"{type(item).__name__}: {item}" for item in results if isinstance(item, Exception)), "")
+        seen.error = next((f"{type(item).__name__}: {item}" for item in results if isinstance(item, BaseException)), "")
         seen.counts_as_handled = all(isinstance(item, Disposition) for item in results)
         seen.given_up = any(isinstance(item, PermanentError) for item in results)
         seen.skipped = all(item is Disposition.SKIPPED for item in results)
@@ -321,7 +418,19 @@ class _Deliver:
 
     def alone(self, deliveries: Sequence[Delivery]) -> list[Any]:
         assert self.registered is not None
+        if self.registered.subscription.effects is Effects.OUTSIDE:
+            return [self._claim(self.registered, deliveries[0])]
         return list(self._invoker(self.registered.subscription, self.registered.handler, deliveries, generation=1))
+
+    def _claim(self, registered: Subscriber, delivery: Delivery) -> object:
+        def claimed(term_seconds: float) -> None:
+            pass
+
+        subscription, handler = registered.subscription, registered.handler
+        try:
+            return HandlerInvoker().claim(subscription, handler, delivery, claimed, generation=1)
+        except SystemExit as error:
+            return error
 
     def share(self, deliveries: Sequence[Delivery]) -> list[Any]:
         """Return a result for each delivery; a delivery that never joined runs alone."""
@@ -335,8 +444,11 @@ class _Deliver:
 def _handling(group: str, interpreter: _Interpreter) -> Iterator[_Deliver]:
     deliver = _Deliver(interpreter)
 
-    @subscriber(HANDLED_TOPIC, group=group, using=interpreter.alias, batch=10 if group == "batch" else 1)
+    batch, effects = 10 if group == "batch" else 1, Effects.OUTSIDE if group == "outside" else Effects.INSIDE
+
+    @subscriber(HANDLED_TOPIC, group=group, using=interpreter.alias, batch=batch, effects=effects)
     def handler(given: Any) -> None:
+        interpreter.given = given if isinstance(given, ClaimedDelivery) else None
         if isinstance(given, Delivery) and given.key in interpreter.trace.others:
             EffectRow.objects.using(interpreter.alias).create(number=given.key)
         else:

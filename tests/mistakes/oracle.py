@@ -40,6 +40,20 @@ effect at the top level of the handler:
     can repair that, and somebody is told. Rule 9 holds. (STUCK)
 11. What a handler publishes obeys the rules of pairs.
 12. Messages that shared its transaction have their effect exactly once. (NO EFFECT, TWICE)
+
+For a handler with effects="outside", whose parts are in one `finish`, rules 7 to 11 hold, too, and:
+
+13. What it writes outside of steps and `finish` is refused. Other threads are not seen. (STRAY)
+14. A step that has returned in one attempt is not called again, and a step with `once` is called once. (REPEATED)
+15. If the handler returns before the `finish` with the parts, or another `finish` comes first, the message is done, and
+    the parts are the application's own. A message is also given up if the result of a step cannot be stored.
+
+For messages with a unique key, whose time does not end while a program runs:
+
+16. At most one message of a key is delivered, and none of a key that another session holds. (UNIQUE)
+17. A duplicate is not delivered, and its bound row needs no message of its own. If the row exists, the message that the
+    receipt names was delivered. (PHANTOM, UNIQUE)
+18. A bound row without its message exists only if another message of its key was delivered. (LOST)
 """
 
 from __future__ import annotations
@@ -48,7 +62,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from enum import StrEnum
+from uuid import UUID
 
+from tests.mistakes.others import HELD_KEY
 from tests.mistakes.traces import AttemptSeen, PairSeen, Trace
 
 
@@ -64,6 +80,9 @@ class Kind(StrEnum):
     STUCK = "a message that no clean attempt could handle"
     NO_EFFECT = "a message that counts as handled without its effect"
     TWICE = "an effect that happened twice, or in an attempt that failed"
+    STRAY = "a write outside of steps and finish that stayed"
+    REPEATED = "a step that was called again although it had returned, or may be called once only"
+    UNIQUE = "two messages of one unique key, or a duplicate of no message"
 
 
 @dataclass(frozen=True)
@@ -83,6 +102,7 @@ class State:
 
     rows: Set[str] = field(default_factory=set)
     delivered: Mapping[str, int] = field(default_factory=dict)
+    delivered_ids: Set[UUID] = field(default_factory=set)
     # The keys of messages for which the producer itself reported ROLLBACK.
     rolled_back_by_producer: Set[str] = field(default_factory=set)
     effects: Counter[str] = field(default_factory=Counter)
@@ -96,12 +116,32 @@ def judge(trace: Trace, state: State) -> list[Finding]:
         for kind in _pair(pair, state)
         if kind is not Kind.LOST or pair.returned or not trace.committed_after_refusal
     ]
+    of_key = Counter(pair.unique for pair in trace.pairs if pair.unique and state.delivered.get(pair.key))
+    found += [Finding(Kind.UNIQUE, key) for key, count in of_key.items() if count > (key != HELD_KEY)]
+    found = [
+        item
+        for item in found
+        if item.kind is not Kind.LOST
+        or not any(pair.key == item.where and of_key[pair.unique] for pair in trace.pairs if pair.unique)
+    ]
     for key in trace.others:
         if state.effects[key] != 1:
             found.append(Finding(Kind.TWICE if state.effects[key] else Kind.NO_EFFECT, key))
     for key in trace.keys:
         found += [Finding(kind, where) for kind, where in _handled(key, trace.attempts, state)]
+    found += [Finding(Kind.STRAY, row) for row in trace.strays if row in state.rows]
+    found += [Finding(Kind.REPEATED, f"{name} of {trace.name}") for name in _repeated(trace.attempts)]
     return found
+
+
+def _repeated(attempts: list[AttemptSeen]) -> Iterator[str]:
+    closed: set[str] = set()
+    for attempt in attempts:
+        for name, what in attempt.steps:
+            if what == "called" and name in closed:
+                yield name
+            if what == "returned" or name.endswith("once"):
+                closed.add(name)
 
 
 def _pair(seen: PairSeen, state: State) -> Iterator[Kind]:
@@ -111,6 +151,12 @@ def _pair(seen: PairSeen, state: State) -> Iterator[Kind]:
     if not seen.in_block:
         if bool(count) != seen.returned:
             yield Kind.PHANTOM if count else Kind.LOST
+        return
+    if seen.duplicate_of is not None:
+        if count:
+            yield Kind.PHANTOM
+        if row and seen.duplicate_of not in state.delivered_ids and not (seen.row_first and seen.alive is not True):
+            yield Kind.UNIQUE
         return
     if seen.alive is False and seen.returned and not (seen.decorated and not seen.row_first):
         yield Kind.UNREFUSED
@@ -129,7 +175,8 @@ def _pair(seen: PairSeen, state: State) -> Iterator[Kind]:
 
 def _handled(key: str, attempts: list[AttemptSeen], state: State) -> Iterator[tuple[Kind, str]]:
     if attempts[-1].given_up:
-        if not any(item.committed_by_hand for item in attempts):
+        odd = attempts[-1].error.startswith("PermanentError") and "cannot be stored" in attempts[-1].error
+        if not any(item.committed_by_hand for item in attempts) and not odd:
             yield Kind.STUCK, key
         return
     settled = next((number for number, item in enumerate(attempts, 1) if item.counts_as_handled), None)
@@ -137,6 +184,8 @@ def _handled(key: str, attempts: list[AttemptSeen], state: State) -> Iterator[tu
         yield Kind.STUCK, key
         return
     handling = attempts[settled - 1]
+    if handling.reached_finish is False or (handling.finishes and not handling.finishes[0]):
+        return
     for part in (1, 2):
         by_attempt = {number: state.effects[f"{key}/{part}/{number}"] for number in range(1, len(attempts) + 1)}
         where = f"part {part} of {key}, attempt {settled}"

@@ -15,10 +15,11 @@ from tests.django.shop.models import Order, Payment
 
 DUPLICATE: Final = "there already"
 LOCKED: Final = "locked elsewhere"
+HELD_KEY: Final = "held elsewhere"
 
 
 class Others:
-    """Actions of other sessions on a PostgreSQL alias: hold a lock, end a session. On SQLite there are none."""
+    """Other sessions on a PostgreSQL alias: they hold a lock and a unique key, and end a session. SQLite has none."""
 
     def __init__(self, alias: str) -> None:
         self._stack = contextlib.ExitStack()
@@ -32,6 +33,11 @@ class Others:
                 for own in (False, True)
             )
             self._locker.execute("SELECT 1 FROM shop_order WHERE number = %s FOR UPDATE", [LOCKED])
+            self._locker.execute(
+                "INSERT INTO outbox_unique (topic, unique_key, message_id, until)"
+                " VALUES ('orders', %s, gen_random_uuid(), now() + interval '1 hour')",
+                [HELD_KEY],
+            )
 
     def kill(self, connection: BaseDatabaseWrapper) -> None:
         """End the connection's session on the server; returns when it is gone."""
@@ -40,6 +46,8 @@ class Others:
 
     def close(self) -> None:
         """Leave the databases as they were."""
+        if connections[self.alias].vendor == "postgresql":
+            self._locker.rollback()
         self._stack.close()
         Order.objects.using(self.alias).filter(number__in=[DUPLICATE, LOCKED]).delete()
         Payment.objects.using(self.alias).filter(reference=DUPLICATE).delete()

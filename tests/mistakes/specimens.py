@@ -5,13 +5,16 @@ from __future__ import annotations
 from typing import Final
 
 from tests.mistakes.grammar import (
+    HELD,
     Atomic,
     Close,
     Consumer,
     Decorated,
     Effect,
     Fail,
+    Finish,
     Kill,
+    Many,
     OnCommit,
     Pair,
     Pipeline,
@@ -21,7 +24,10 @@ from tests.mistakes.grammar import (
     Savepoint,
     Sql,
     Step,
+    StepCall,
+    Thread,
     Try,
+    Write,
 )
 
 _SWALLOWED: Final = Try((Fail("select"),))
@@ -34,6 +40,10 @@ def _request(*body: Step) -> Producer:
 
 def _handler(*body: Step, batch: int = 1) -> Consumer:
     return Consumer((body,), batch)
+
+
+def _outside(*body: Step) -> Consumer:
+    return Consumer((body,), outside=True)
 
 
 # Programs that PostgreSQL and SQLite both understand.
@@ -64,6 +74,39 @@ EVERYWHERE: Final[dict[str, Program]] = {
         Decorated((Sql("ROLLBACK; BEGIN", driver=True),), number=1)
     ),
     "a handler with ROLLBACK; BEGIN": _handler(Effect(1), Sql("ROLLBACK; BEGIN"), Effect(2)),
+    "a write outside of finish": _outside(Try((Write(),)), Finish(_EFFECTS)),
+    "a handler that catches the error of finish": _outside(Try((Finish((*_EFFECTS, Raise())),), all=True)),
+    "a handler that finishes twice": _outside(Finish(_EFFECTS), Finish(())),
+    "a handler with finish inside finish": _outside(Finish((*_EFFECTS, Try((Finish(()),))))),
+    "a handler with finish inside a step": _outside(StepCall((Finish(()),)), Finish(_EFFECTS)),
+    "a step inside finish": _outside(Finish((*_EFFECTS, StepCall(())))),
+    "a step in a thread": _outside(Thread((StepCall(()),)), Finish(_EFFECTS), Raise()),
+    "a step before a failure": Consumer(
+        ((StepCall(()), Raise()), (StepCall(()), Finish((*_EFFECTS, Raise())))), outside=True
+    ),
+    "a step that may run once and fails": Consumer(
+        ((StepCall((Raise(),), once=True),), (Try((StepCall((), once=True),)), Finish(_EFFECTS))), outside=True
+    ),
+    "a step without a result that can be stored": _outside(StepCall((), odd=True), Finish(_EFFECTS)),
+    "a step inside atomic": _outside(Try((Atomic((StepCall(()),)),)), Finish(_EFFECTS)),
+    "BEGIN by hand before a step": _outside(Sql("BEGIN"), StepCall(()), Finish(_EFFECTS)),
+    "a connection closed before finish": _outside(StepCall(()), Close(), Finish((*_EFFECTS, Pair(1)))),
+    "COMMIT by hand in finish and an exception": _outside(
+        Finish((Effect(1), Sql("COMMIT", driver=True), Raise(), Effect(2)))
+    ),
+    "ROLLBACK by hand in finish": _outside(Finish((*_EFFECTS, Sql("ROLLBACK; BEGIN", driver=True)))),
+    "an exception in on_commit of finish": _outside(Finish((*_EFFECTS, OnCommit((Raise(),))))),
+    "an exit before finish": _outside(StepCall(()), Raise(exits=True), Finish(_EFFECTS)),
+    "two messages of one unique key": _request(Atomic((Pair(1, unique=1), Pair(2, unique=1)))),
+    "a unique key after a rollback": _request(
+        Atomic((Savepoint((Pair(1, unique=1),), always=True), Pair(2, unique=1), Decorated((), number=3, unique=1)))
+    ),
+    "publish_many with two messages of one unique key": _request(
+        Atomic((Many(1, unique=(1, 2, 1)), Many(2, unique=(2, 1), row_first=True), Pair(3, unique=2)))
+    ),
+    "publish_many in a savepoint that is rolled back": _request(
+        Atomic((Savepoint((Many(1, unique=(1, 2)),), always=True), Many(2, unique=(2, 1))))
+    ),
     "a handler that publishes, with ROLLBACK; BEGIN": _handler(*_EFFECTS, Pair(1), Sql("ROLLBACK; BEGIN")),
 }
 
@@ -72,9 +115,18 @@ POSTGRESQL_ONLY: Final[dict[str, Program]] = {
     "a swallowed error after publish": _request(Atomic((Pair(1), _SWALLOWED))),
     "a swallowed error before publish": _request(Atomic((_SWALLOWED, Try((Pair(1, row_first=True),))))),
     "a swallowed error in a decorated function": _request(Decorated((_SWALLOWED,), number=1)),
+    "a swallowed lock timeout of a unique key": _request(
+        Atomic((Pair(1, unique=1), Try((Pair(2, unique=HELD),)), Try((Pair(3, row_first=True),))))
+    ),
+    "a lock timeout of one of several unique keys": _request(
+        Try((Atomic((Savepoint((Many(1, unique=(1, HELD)),)), Pair(2))),)), Atomic((Pair(3, unique=1),))
+    ),
     "a swallowed lock timeout in a nested decorated function": _request(
         Decorated((Decorated((Try((Fail("nowait"),)),), number=2),), number=1)
     ),
+    "a killed connection between a step and finish": _outside(StepCall(()), Kill(), Finish((*_EFFECTS, Pair(1)))),
+    "a killed connection in finish": _outside(StepCall(()), Finish((*_EFFECTS, Pair(1), Try((Kill(),))))),
+    "a swallowed error in finish": _outside(Finish((*_EFFECTS, _SWALLOWED))),
     "a killed connection in a decorated function": _request(Decorated((Kill(),), number=1)),
     "a handler whose connection is killed": _handler(*_EFFECTS, Kill()),
     "ROLLBACK AND CHAIN in a decorated function": _request(Decorated((Sql("ROLLBACK AND CHAIN"),), number=1)),

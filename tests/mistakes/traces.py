@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from uuid import UUID
 
 from tests.mistakes.grammar import Program
 
@@ -19,6 +20,9 @@ class PairSeen:
     alive: bool | None = None
     row_first: bool = False
     returned: bool = False
+    # The program's unique key that the message has, and the message that the receipt names as its holder.
+    unique: str = ""
+    duplicate_of: UUID | None = None
     # The decorated function was the outermost block, left without an exception, and Django did mean to commit.
     claims_commit: bool = False
 
@@ -35,6 +39,12 @@ class AttemptSeen:
     by_hand: bool = False
     committed_by_hand: bool = False
     effects: list[tuple[int, bool]] = field(default_factory=list)
+    # Whether a handler with effects="outside" has begun the `finish` with its effects; None for other handlers.
+    reached_finish: bool | None = None
+    # For each `finish` that returned: whether it had the handler's effects.
+    finishes: list[bool] = field(default_factory=list)
+    # For each step: its name, and "called" or "returned".
+    steps: list[tuple[str, str]] = field(default_factory=list)
 
 
 @dataclass
@@ -50,4 +60,6 @@ class Trace:
     others: list[str] = field(default_factory=list)
     # A COMMIT by hand was executed after a publish call that had been refused.
     committed_after_refusal: bool = False
+    # The rows that a handler with effects="outside" has tried to write outside of its steps and `finish`.
+    strays: list[str] = field(default_factory=list)
     ended_with: str = ""

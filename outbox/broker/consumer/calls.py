@@ -5,14 +5,18 @@ Each subscription has a `SubscriptionRunner`, which holds its lanes, its threads
 
 from __future__ import annotations
 
+import heapq
 import math
 import time
 from collections import Counter, deque
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Final
 from uuid import UUID
 
+from outbox.broker.consumer.fetch import MESSAGE_ID
+from outbox.broker.consumer.keyed_lane import KeyedLane
+from outbox.broker.consumer.limiter import Limiter
 from outbox.broker.consumer.owned_queue import OwnedQueue, Phase, Subscribed
 from outbox.broker.consumer.shared_calls import Sharing
 from outbox.broker.consumer.work import (
@@ -28,6 +32,7 @@ from outbox.broker.consumer.work import (
 from outbox.broker.consumer.worker_pool import STUCK_LIMIT, RunCall, WorkerPool
 from outbox.broker.database.executor import Executor
 from outbox.broker.groups import members
+from outbox.broker.groups.members import CallReport, CallsReport
 from outbox.errors import HandlerTimedOut
 from outbox.ports import Disposition
 from outbox.subscription import Mode, Subscription
@@ -172,14 +177,19 @@ class SubscriptionRunner:
         self.retry_lane: Final[Lane] = ConcurrentLane(subscription.batch) if subscribed.ordered else self.lane
         # The lanes in which messages wait. The dispatching thread takes messages from the retry lane first.
         self.lanes: Final = (self.retry_lane, self.lane) if subscribed.ordered else (self.lane,)
-        # In a subscription that is ordered or gets batches, each call has its own transaction.
-        shares = sharing_calls > 1 and subscription.batch == 1 and not subscribed.ordered
+        # In a subscription that is ordered, gets batches or claims messages, each call has its own transaction.
+        shares = sharing_calls > 1 and subscription.batch == 1 and not subscribed.ordered and not subscribed.claims
         self.pool: Final = WorkerPool(
             f"{subscription.group}-{subscription.topic}",
             subscription.threads,
             run,
             batches=subscription.batch > 1,
             sharing=Sharing(sharing_calls) if shares else None,
+            is_limited=subscription.limits is not None,
+        )
+        # None if the subscription has no limits.
+        self.limiter: Final = (
+            Limiter(subscribed, subscription.limits, self.pool, self.lanes) if subscription.limits is not None else None
         )
         self.outage: Final = Outage(subscription)
         # Whether messages may wait in the lanes because the pool accepts no more calls.
@@ -192,16 +202,27 @@ class SubscriptionRunner:
 
         Any thread may read this property.
         """
-        return self.backlog and self.pool.waiting <= self.subscribed.subscription.threads
+        return self.backlog and self.pool.waiting <= self.pool.usable_threads
 
     def admits(self, now: float) -> bool:
         """Return whether the pool may get another call now."""
-        return self.pool.room > 0 and self.outage.admits(now, running=self.pool.in_hand > 0)
+        if self.limiter is not None and not self.limiter.admits(now):
+            return False
+        return self.pool.room > 0 and self.may_call(now)
+
+    def may_call(self, now: float) -> bool:
+        """Return whether an outage allows a call now."""
+        return self.outage.admits(now, running=self.pool.in_hand > 0)
+
+    def is_backlogged(self) -> bool:
+        """Return whether messages may wait in the lanes because the pool or a limit accepts no more calls."""
+        return self.pool.room == 0 or (self.limiter is not None and self.limiter.waiting > 0)
 
     def next_at(self, now: float) -> float | None:
         """Return the next time at which the dispatching thread should look for messages to call a handler with. If no
         such time is known, return None."""
-        if self.pool.room == 0:
+        if self.pool.room == 0 and (self.limiter is None or self.pool.in_hand > 0):
+            # The end of a call wakes the dispatching thread. A process without slots and calls wakes for itself.
             return None
         resume_at = self.outage.resume_at
         if resume_at is not None and resume_at > now:
@@ -230,6 +251,8 @@ def _lane(subscription: Subscription) -> Lane:
         return OrderlyLane(subscription.batch)
     if subscription.mode is Mode.KEY_ORDERED:
         return KeyOrderedLane(subscription.batch)
+    if subscription.limits is not None and subscription.limits.per_key is not None:
+        return KeyedLane(subscription.limits.per_key)
     return ConcurrentLane(subscription.batch)
 
 
@@ -241,16 +264,35 @@ def _lane(subscription: Subscription) -> Lane:
 COLLECT_SECONDS: Final = 0.05
 
 
+# The heartbeat of a process stores at most this many running calls.
+_REPORTED: Final = 20
+
+
+def _reported(work: HandlerCall, seconds: float) -> CallReport:
+    first = next(iter(tuple(work.items)), None)
+    row = first.row if first is not None else None
+    return CallReport(
+        group=work.subscribed.group.name,
+        topic=work.subscribed.subscription.topic,
+        message_id=str(row[MESSAGE_ID]) if row is not None else "",
+        messages=len(work.items),
+        attempt=first.attempt if first is not None else 1,
+        seconds=round(seconds, 3),
+    )
+
+
 class Calls:
     """The running calls of this process.
 
-    The handler threads call `finished`, and only the dispatching thread calls all other methods.
+    The handler threads call `finished`, any thread calls `report`, and only the dispatching thread calls all other
+    methods.
 
     `runners` maps (group id, topic id) to the runner of the subscription.
     """
 
     def __init__(self, runners: Mapping[tuple[int, int], SubscriptionRunner]) -> None:
         self._runners = runners
+        self._has_claims = any(runner.subscribed.claims for runner in runners.values())
         self._running: set[HandlerCall] = set()
         self._stuck: dict[HandlerCall, list[FetchedEntry]] = {}
         self._finished: deque[HandlerCall] = deque()
@@ -288,6 +330,18 @@ class Calls:
             return True
         return not isinstance(work.results[0], Disposition) or self._runners[work.subscribed.key].is_running_out
 
+    def report(self) -> CallsReport:
+        """Return the calls whose handlers run now, those of abandoned calls too. Any thread may call this method."""
+        now = time.monotonic()
+        # To copy a set or a dict is one step of the interpreter, so the dispatching thread cannot change it meanwhile.
+        running = [
+            (now - work.started_at, work)
+            for work in (*tuple(self._running), *tuple(self._stuck))
+            if work.started_at is not None and not work.results
+        ]
+        longest = heapq.nlargest(_REPORTED, running, key=itemgetter(0))
+        return CallsReport(len(running), [_reported(work, seconds) for seconds, work in longest])
+
     @property
     def any_running(self) -> bool:
         """Whether a handler call is running. Abandoned calls do not count."""
@@ -306,15 +360,50 @@ class Calls:
         now = time.monotonic()
         limits = [(work.started_at, work.subscribed.subscription.timeout_seconds) for work in self._running]
         hangs = [(work.started_at, 2 * work.subscribed.subscription.timeout_seconds) for work in self._stuck]
+        claims = [at for work in self._claimed() for at in (work.leaves_at(), work.renew_at or None) if at is not None]
         # If a stuck call has reached its limit, the process is already ending. So for stuck calls, the method returns
         # only times in the future.
-        return [began + seconds for began, seconds in limits if began is not None] + [
+        return [*claims, *(began + seconds for began, seconds in limits if began is not None)] + [
             began + seconds for began, seconds in hangs if began is not None and began + seconds > now
         ]
 
+    def _claimed(self) -> list[HandlerCall]:
+        return [work for work in self._running if work.claimed_at is not None] if self._has_claims else []
+
+    def leaving(self, now: float) -> list[HandlerCall]:
+        """Return the running calls whose claimed message leaves its queue now."""
+        return [
+            work for work in self._claimed() if not work.results and (at := work.leaves_at()) is not None and at <= now
+        ]
+
+    def to_renew(self, now: float) -> list[HandlerCall]:
+        """Return the running calls whose message has left its queue, and whose redelivery has to be postponed now."""
+        return [work for work in self._claimed() if work.redelivery is not None and work.renew_at <= now]
+
+    def forget_redeliveries(self) -> None:
+        """Forget the rows that deliver claimed messages again, because these rows belong to another life of the server.
+
+        Log ids may be used again in the new life, so a statement with an old id could change another message.
+        """
+        for work in self._running:
+            work.redelivery = None
+        for work in self._finished:
+            work.redelivery = None
+
+    def give_up_claims(self) -> Iterator[tuple[HandlerCall, Sequence[Result]]]:
+        """End and yield the running calls with a claimed message, because this process ends. They store nothing."""
+        for work in self._claimed():
+            if not work.results:
+                work.abandoned = f"the process of group {work.subscribed.group.name!r} ends before its handler"
+                self._running.discard(work)
+                self._runners[work.subscribed.key].pool.replace_stuck()
+                yield work, [NOT_STARTED] * len(work.items)
+
     def end_of_started(self, queue: OwnedQueue) -> int:
         """Return the highest offset of this queue in a running call, plus one; 0 if the queue has no running call."""
-        started = [item.offset for work in self._running for item in work.items if item.queue is queue]
+        started = [
+            item.offset for work in self._running if not work.has_left for item in work.items if item.queue is queue
+        ]
         return max(started, default=-1) + 1
 
     def submit(self, work: HandlerCall) -> None:
@@ -350,10 +439,14 @@ class Calls:
         return len(self._running) > 1 or (bool(self._running) and work not in self._running)
 
     def take_back(self) -> None:
-        """End the waiting calls of each pool that starts no more threads. The ended calls count as not started."""
+        """End the waiting calls of each pool that starts no more threads, or has no slot. The ended calls count as not
+        started."""
         for runner in self._runners.values():
             if runner.pool.frozen:
                 for work in runner.pool.withdraw():
+                    self.refuse(work, NOT_STARTED)
+            elif runner.limiter is not None:
+                for work in runner.pool.withdraw_at_gate():
                     self.refuse(work, NOT_STARTED)
 
     def hung(self) -> str:
@@ -410,7 +503,10 @@ class Calls:
                 yield work
 
     def keep_until_returned(self, work: HandlerCall, back: list[FetchedEntry]) -> None:
-        """In ordered modes, delay the next attempt at these messages until the stuck call has returned."""
+        """Keep the key or queue of a stuck call blocked until the call returns. Then try these messages again.
+
+        This is for ordered modes and for the limit `per_key`.
+        """
         self._stuck[work] = back
 
     def _overdue(self) -> list[HandlerCall]:

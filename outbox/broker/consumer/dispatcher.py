@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import chain
 from operator import attrgetter
 from typing import Final
 from uuid import UUID
 
 from outbox.broker.consumer.calls import Calls, SubscriptionRunner
 from outbox.broker.consumer.fetch import BODY, KEY, OFFSET, PASSES, RETRIES, SLOT, TOPIC_ID, Fetcher, Row, load
+from outbox.broker.consumer.keyed_lane import KeyedLane
 from outbox.broker.consumer.owned_queue import (
     ConsumingGroup,
     EntryOutcome,
@@ -28,15 +30,27 @@ from outbox.broker.consumer.owned_queue import (
     QueueHandOver,
     QueueLost,
     QueueStopped,
+    Subscribed,
 )
 from outbox.broker.consumer.quarantine_runner import QuarantineRunner
-from outbox.broker.consumer.results import Failed, all_handled, book, send_on, settle
-from outbox.broker.consumer.work import FetchedEntry, HandlerCall, Lane, Result
+from outbox.broker.consumer.results import (
+    Failed,
+    all_handled,
+    book,
+    leave,
+    postpone,
+    put_back,
+    send_on,
+    settle,
+    settle_left,
+)
+from outbox.broker.consumer.work import FetchedEntry, HandlerCall, Lane, Result, TimedOut, note_time_limits
 from outbox.broker.consumer.worker_pool import RunCall
 from outbox.broker.database.executor import Executor
 from outbox.broker.fastpath.round_trip import RoundTrip
 from outbox.broker.groups import lives, offsets
 from outbox.broker.groups.leases import Lease, QueueKey
+from outbox.broker.groups.members import CallsReport
 from outbox.broker.log.consume_queue import heads
 from outbox.errors import BrokerError
 from outbox.ports import Disposition
@@ -205,6 +219,7 @@ class Prefetcher:
                     window.skip(expected, row[OFFSET])
                 expected = row[OFFSET] + 1
         items = [FetchedEntry(queue, row[OFFSET], row[RETRIES], row[KEY], row) for row in rows if row[PASSES]]
+        note_time_limits(items)
         if len(items) < len(rows):
             for row in rows:
                 if not row[PASSES]:
@@ -257,8 +272,9 @@ class Prefetcher:
         If the statement fails, all messages of the call go back to their lane.
         """
         missing = [item for item in work.items if item.row is None]
+        soon = work.lane.next_shed(missing[0]) if isinstance(work.lane, KeyedLane) else []
         try:
-            rows = load(run, [(item.queue.key[1], item.offset) for item in missing])
+            rows = load(run, [(item.queue.key[1], item.offset) for item in chain(missing, soon)])
         except BaseException:
             for item in work.items:
                 item.due = 0.0
@@ -273,6 +289,12 @@ class Prefetcher:
                 item.queue.window.finish(item.offset, EntryOutcome.EXPIRED)
                 item.queue.unbuffer()
                 self._dirty.add(item.queue)
+        for item in soon:
+            # If retention has removed such a message, its own call finds out.
+            if (row := rows.get((item.queue.key[1], item.offset))) is not None:
+                item.row, item.shed = row, False
+                item.queue.buffer()
+        note_time_limits(missing)
         work.expired = [item for item in missing if item.row is None]
         work.items = [item for item in work.items if item.row is not None]
 
@@ -309,9 +331,11 @@ class Dispatcher:
         ownership: Ownership,
         run: RunCall,
         *,
+        lease_seconds: float = 10.0,
         sharing_calls: int = 1,
     ) -> None:
         self._instance = instance
+        self._lease_seconds = lease_seconds
         self._groups = {group.group_id: group for group in groups}
         self._runners = {
             subscribed.key: SubscriptionRunner(subscribed, run, sharing_calls=sharing_calls)
@@ -329,6 +353,10 @@ class Dispatcher:
         self._dirty: set[OwnedQueue] = set()
         self._store_at = 0.0
         self._bounded = self._draining = False
+        # The results of calls whose claimed message has left its queue. They are stored in the next step.
+        self._left: deque[tuple[HandlerCall, Result]] = deque()
+        # While this process drains: the time (time.monotonic) at which it gives up the calls with claimed messages.
+        self._claims_until = float("inf")
         self.counts: Counter[str] = Counter()
         self._prefetcher = Prefetcher(instance, self._runners, self._owned, self._dirty, self.counts)
         # The fetch for a tick of this process. The rows are used in the next `step`.
@@ -341,6 +369,7 @@ class Dispatcher:
         self._prefetcher.mark_grown(grown)
         self._adopt(run)
         self._collect(run)
+        self._keep_claims(run)
         self._quarantine.settle(run)
         for runner in self._runners.values():
             runner.report_outage(run, self._instance)
@@ -362,8 +391,15 @@ class Dispatcher:
             if not (runner.subscribed.group.paused or self._quarantine.silent)
             and (at := runner.next_at(now)) is not None
         ]
+        due += [
+            at
+            for runner in self._runners.values()
+            if runner.limiter is not None and (at := runner.limiter.next_at(now)) is not None
+        ]
         due += self._calls.deadlines()
         due += [at for runner in self._runners.values() if (at := runner.pool.spread_at()) is not None]
+        if now < self._claims_until:
+            due.append(self._claims_until)
         if self._dirty:
             due.append(self._store_at)
         due += [queue.start_until for queue in self._owned.values() if queue.start_until > now]
@@ -376,17 +412,21 @@ class Dispatcher:
         Blocked messages may still wait.
         """
         fetchable = any(queue.hungry and room_of(queue) > 0 for queue in self._owned.values())
-        return not self._calls.any_counting and not fetchable and not self._dirty
+        return not self._calls.any_counting and not fetchable and not self._dirty and not self._left
 
     @property
     def is_drained(self) -> bool:
         """Whether all queues are handed over and no handler call is running, apart from abandoned calls."""
-        return not self._owned and not self._calls.any_counting
+        return not self._owned and not self._calls.any_counting and not self._left
 
     @property
     def is_running(self) -> bool:
         """Whether a handler call is running that is not abandoned."""
         return self._calls.any_running
+
+    def report(self) -> CallsReport:
+        """Return the running handler calls. Any thread may call this method."""
+        return self._calls.report()
 
     @property
     def hung(self) -> str:
@@ -395,7 +435,8 @@ class Dispatcher:
 
     def enter_life(self, life: UUID) -> None:
         """From now on, accept only queues acquired in `life` (groups.lives), and give up the queues of other lives."""
-        if life != self._life:
+        is_new = life != self._life
+        if is_new:
             # A restore may have removed a retry queue, and another queue may have its id now.
             for group in self._groups.values():
                 group.retry_queues.clear()
@@ -403,6 +444,13 @@ class Dispatcher:
         self.fetch_ahead.forget()
         for queue in [queue for queue in self._owned.values() if queue.lease.life != life]:
             self._lose(queue)
+        if is_new:
+            self._calls.forget_redeliveries()
+            for work, _ in self._left:
+                work.redelivery = None
+        for runner in self._runners.values():
+            if runner.limiter is not None and is_new:
+                runner.limiter.forget()
 
     def bound(self, run: Executor) -> None:
         """From now on, fetch only the messages that are in the queues now."""
@@ -412,13 +460,15 @@ class Dispatcher:
         for queue in self._owned.values():
             queue.bound(ends[queue.key[1]])
 
-    def drain(self) -> None:
+    def drain(self, *, claims_seconds: float = float("inf")) -> None:
         """Begin to hand over all queues.
 
         The process finishes the running calls and each message that comes before a message of these calls. Then it
-        stores the offsets.
+        stores the offsets. After `claims_seconds`, the process does not wait any longer for handlers of claimed
+        messages: their claims end with their terms, and another process then handles the messages.
         """
         self._draining = True
+        self._claims_until = time.monotonic() + claims_seconds
         self._quarantine.drain()
         self._ownership.drain()
         for queue in list(self._owned.values()):
@@ -551,12 +601,67 @@ class Dispatcher:
         """Book the finished calls and the calls that have timed out."""
         failed: list[Failed] = []
         self._calls.take_back()
-        over = [(work, self._absorb(work, results, failed)) for work, results in self._calls.over()]
+        waiting: list[tuple[Subscribed, FetchedEntry, float]] = []
+        ended = self._calls.over()
+        if time.monotonic() >= self._claims_until:
+            ended = chain(ended, self._calls.give_up_claims())
+        over = [(work, self._absorb(work, results, failed, waiting)) for work, results in ended]
         if over:
-            self._conclude(run, over, failed)
+            self._conclude(run, over, failed, waiting)
 
-    def _absorb(self, work: HandlerCall, results: Sequence[Result], failed: list[Failed]) -> set[int]:
+    def _keep_claims(self, run: Executor) -> None:
+        """Let the claimed messages of slow calls leave their queues, and store the results of such calls.
+
+        If a statement fails, the next step continues with it.
+        """
+        now = time.monotonic()
+        for work in self._calls.leaving(now):
+            [item] = work.items
+            if work.keeps_order or item.queue.lease.life != self._life:
+                self._detach(work)
+                continue
+            kept = leave(run, self._instance, work)
+            work.has_left = True
+            item.queue.returned(1)
+            if item.queue.phase is Phase.LOST:
+                continue
+            if kept:
+                self._dirty.add(item.queue)
+            else:
+                self._lose(item.queue)
+        for work in self._calls.to_renew(now):
+            postpone(run, work)
+        while self._left:
+            work, result = self._left[0]
+            settle_left(run, work, result, self._runners[work.subscribed.key].outage)
+            self._left.popleft()
+
+    def _detach(self, work: HandlerCall) -> None:
+        """Hand the queue over without waiting for the handler of a claimed message.
+
+        The next owner of the queue delivers the message again. While the claim lasts, this delivery waits, and blocks
+        the later messages of its key. This process starts no later message of the queue, so no message of the key can
+        overtake the claimed message if its attempt fails.
+        """
+        [item] = work.items
+        work.has_left = True
+        item.queue.returned(1)
+        self._forget_waiting(item.queue)
+
+    def _absorb(
+        self,
+        work: HandlerCall,
+        results: Sequence[Result],
+        failed: list[Failed],
+        waiting: list[tuple[Subscribed, FetchedEntry, float]],
+    ) -> set[int]:
         """Book the results of a call. Return the `id()` of each item that goes back to its lane."""
+        if work.has_left:
+            self._quarantine.over(work, results, ())
+            self._left.append((work, results[0]))
+            self.counts["handled"] += results[0] is Disposition.HANDLED
+            self.counts["failed"] += isinstance(results[0], BaseException)
+            return set()
         # First subtract the items of this call from the number of running items of their queue. If `_lose` is called
         # for a queue below, this number decides whether the queue is blocked.
         counted = Counter(map(_QUEUE, work.items))
@@ -565,6 +670,7 @@ class Dispatcher:
         booked = book(work, results, self._runners[work.subscribed.key].outage)
         self._quarantine.over(work, results, booked.again)
         failed += booked.failed
+        waiting += [(work.subscribed, item, seconds) for item, seconds in booked.elsewhere]
         for queue in booked.lost:
             self._lose(queue)
         if all_handled(results):
@@ -576,7 +682,13 @@ class Dispatcher:
         self._dirty.update(queue for queue in counted if queue.phase is not Phase.LOST)
         return booked.again
 
-    def _conclude(self, run: Executor, over: Sequence[tuple[HandlerCall, set[int]]], failed: Sequence[Failed]) -> None:
+    def _conclude(
+        self,
+        run: Executor,
+        over: Sequence[tuple[HandlerCall, set[int]]],
+        failed: Sequence[Failed],
+        waiting: Sequence[tuple[Subscribed, FetchedEntry, float]],
+    ) -> None:
         """Record all failures. Then put the messages that this process will try again into their lanes.
 
         A lane hands out its next messages as soon as a call is settled. So the failed messages of the call must be in
@@ -584,7 +696,15 @@ class Dispatcher:
         queue and in a retry queue at once.
         """
         again = settle(run, self._instance, failed) if failed else []
-        self.counts["failed"] += len(failed)
+        if waiting:
+            not_stored, lost = put_back(run, self._instance, waiting)
+            again += not_stored
+            for queue in lost:
+                if queue.phase is not Phase.LOST:
+                    self._lose(queue)
+        timed_out = sum(isinstance(one.error, TimedOut) for one in failed)
+        self.counts["timed_out"] += timed_out
+        self.counts["failed"] += len(failed) - timed_out
         for queue in {one.item.queue for one in failed}:
             if queue.is_stopped:
                 # One of these failures has stopped the queue, and later messages must not overtake the failed message.
@@ -597,7 +717,7 @@ class Dispatcher:
             back = [item for item in work.items if id(item) in left] if left else []
             for item in back:
                 item.queue.buffer()
-            if back and work.abandoned and work.subscribed.ordered:
+            if work.blocks_until_returned and (back or not work.subscribed.ordered):
                 self._calls.keep_until_returned(work, back)
             else:
                 work.lane.settle([*work.items, *work.expired], back)
@@ -607,14 +727,22 @@ class Dispatcher:
     def _dispatch(self, run: Executor) -> None:
         now = time.monotonic()
         self._quarantine.proceed(run)
+        # Each step gives calls to every subscription whose threads have room, so there are no weights.
+        # See decision 213.
         for runner in self._runners.values():
             runner.pool.spread(now)
+            if (limiter := runner.limiter) is not None:
+                may_start = not (runner.subscribed.group.paused or self._quarantine.silent) and runner.may_call(now)
+                limiter.prepare(run, self._instance, now, term_seconds=self._lease_seconds, may_start=may_start)
+                now = time.monotonic()
             if runner.subscribed.group.paused:
                 continue
             for lane in runner.lanes:
                 while not self._quarantine.silent and runner.admits(now) and (items := lane.take(now)):
+                    if limiter is not None:
+                        limiter.spend(items, now)
                     self._submit(run, HandlerCall(runner.subscribed, lane, items))
-            runner.backlog = runner.pool.room == 0
+            runner.backlog = runner.is_backlogged()
         self._calls.watched = self._watches()
 
     def _watches(self) -> bool:

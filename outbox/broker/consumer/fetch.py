@@ -38,6 +38,7 @@ from outbox.filters.conditions import (
 )
 from outbox.filters.filter import Filter
 from outbox.message import Delivery, Message
+from outbox.time_limit import TIMEOUT_HEADER, TIMEOUT_PATTERN
 
 # -- filters ---------------------------------------------------------------------------------------
 #
@@ -136,6 +137,9 @@ Row = tuple[Any, ...]
 # this code runs for every message.
 SLOT, OFFSET, RETRIES, LOG_ID, TOPIC_ID, PASSES, BODY, MESSAGE_ID, KEY = range(9)
 CONTENT_TYPE: Final = 11
+# How many seconds were left, by the clock of the broker's database, until the end of the message's time limit. The
+# value is NULL if the message has no time limit, and not positive after the end of the limit.
+SECONDS_LEFT: Final = 15
 # The position of the last column, the transaction id. The column is NULL if the transaction id equals the message id,
 # as for a message that is published alone.
 TRANSACTION_ID: Final = -1
@@ -144,11 +148,19 @@ TRANSACTION_ID: Final = -1
 # before it calls the handler.
 LARGEST_BUFFERED_BODY: Final = 16 * 1024
 
+# CASE guarantees that PostgreSQL casts only texts that are numbers. Without the header, PostgreSQL computes only the
+# first operand.
+_SECONDS_LEFT: Final = f"""
+       CASE WHEN (l.headers ->> '{TIMEOUT_HEADER}') ~ '{TIMEOUT_PATTERN}'
+            THEN (extract(epoch FROM greatest(l.stored_at, l.deliver_at) - clock_timestamp())
+                  + (l.headers ->> '{TIMEOUT_HEADER}')::numeric)::float8 END,
+""".replace("{", "{{").replace("}", "}}")
+
 _FETCH: Final = """
 SELECT w.slot, e.queue_offset, e.attempt, e.log_id, l.topic_id, l.passes,
        CASE WHEN l.passes AND octet_length(l.body) <= %(largest)s THEN l.body END,
        l.message_id, l.key, l.tag, l.headers, l.content_type, l.born_at, l.deliver_at, l.shard,
-       nullif(l.transaction_id, l.message_id)
+       {seconds_left} nullif(l.transaction_id, l.message_id)
 FROM unnest(%(queue_ids)s::integer[], %(starts)s::bigint[], %(limits)s::integer[], %(filters)s::integer[])
     WITH ORDINALITY AS w (queue_id, start, row_limit, filter, slot)
 CROSS JOIN LATERAL (
@@ -180,7 +192,9 @@ class Fetcher:
             sql.SQL("CASE w.filter {} ELSE true END").format(sql.SQL(" ").join(cases)) if cases else sql.SQL("true")
         )
         # The values of filters are parameters, so the inserted text has no braces that `Statement` could replace.
-        self._statement = Statement(_FETCH.replace("{passes}", passes.as_string(None)))
+        self._statement = Statement(
+            _FETCH.replace("{passes}", passes.as_string(None)).replace("{seconds_left}", _SECONDS_LEFT)
+        )
         self._parameters: dict[str, Any] = {**builder.parameters, "largest": LARGEST_BUFFERED_BODY}
         # The wanted queues of the last call, and its parameters. While few messages arrive, the next call often wants
         # the same queues, and then reuses the parameters.
@@ -220,10 +234,12 @@ class Fetcher:
         return self._statement, self._parameters
 
 
-_LOAD = Statement("""
+_LOAD = Statement(
+    """
 SELECT e.queue_id, e.queue_offset, e.attempt, e.log_id, l.topic_id, true,
-       l.body, l.message_id, l.key, l.tag, l.headers, l.content_type, l.born_at, l.deliver_at, l.shard,
-       nullif(l.transaction_id, l.message_id)
+       l.body, l.message_id, l.key, l.tag, l.headers, l.content_type, l.born_at, l.deliver_at, l.shard,"""
+    + _SECONDS_LEFT
+    + """ nullif(l.transaction_id, l.message_id)
 FROM unnest(%(queue_ids)s::integer[], %(offsets)s::bigint[]) AS w (queue_id, queue_offset)
 CROSS JOIN LATERAL (
     SELECT * FROM {schema}.consume_queue e
@@ -231,7 +247,8 @@ CROSS JOIN LATERAL (
     OFFSET 0
 ) AS e
 CROSS JOIN LATERAL (SELECT * FROM {schema}.commit_log l WHERE l.log_id = e.log_id OFFSET 0) AS l
-""")
+"""
+)
 
 
 def load(run: Executor, places: Sequence[tuple[int, int]]) -> dict[tuple[int, int], Row]:
@@ -285,7 +302,7 @@ class _OpenDelivery:
 
 def deliver(row: Row, topic: str, body: Any, group: str, queue: str, offset: int, attempt: int) -> Delivery:
     """Return a `Delivery` with the message of this row and the decoded body."""
-    _, _, _, _, _, _, encoded, message_id, key, tag, headers, content_type, born_at, deliver_at, shard, its = row
+    _, _, _, _, _, _, encoded, message_id, key, tag, headers, content_type, born_at, deliver_at, shard, _, its = row
     message = _OpenMessage()
     message.topic = topic
     message.body = encoded

@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from outbox.broker.groups.leases import Lease, QueueKey
+from outbox.broker.groups.leases import Lease, QueueKey, lease_clock
 from outbox.broker.groups.offsets import OffsetRow, Position
 from outbox.broker.groups.quarantine import QuarantinedMessage
 from outbox.filters.filter import parse_filter
 from outbox.ports import AnyHandler
-from outbox.subscription import Mode, Subscription
+from outbox.subscription import Effects, Mode, Subscription
 
 # -- groups and subscriptions ----------------------------------------------------------------------
 
@@ -52,10 +52,49 @@ class ConsumingGroup:
         return subscribed
 
 
-class Subscribed:
-    """A subscription of this process: its handler, its filter, and the limits for fetching."""
+class SlotLease:
+    """Whether this process may rely on the slots of a subscription (groups.limits). Any thread may read it.
 
-    __slots__ = ("fetch_size", "filter", "group", "handler", "key", "ordered", "span", "subscription")
+    `epoch` grows whenever other processes may have taken slots of this process. A call of an earlier epoch does not
+    start, because its slot may belong to another process now. See decision 215.
+    """
+
+    __slots__ = ("epoch", "trusted_until")
+
+    def __init__(self) -> None:
+        self.trusted_until = 0.0
+        self.epoch = 0
+
+    def trusted(self) -> bool:
+        """Return whether a handler may be started now."""
+        return lease_clock() < self.trusted_until
+
+    def admits(self, epoch: int) -> bool:
+        """Return whether the handler of a call may be started now. `epoch`: the epoch in which the call got its slots.
+
+        Read the trust first: the dispatching thread raises the epoch before it trusts the slots again.
+        """
+        return self.trusted() and epoch == self.epoch
+
+
+class Subscribed:
+    """A subscription of this process: its handler, its filter, and the limits for fetching.
+
+    `slots` is None if the subscription has no limits.
+    """
+
+    __slots__ = (
+        "claims",
+        "fetch_size",
+        "filter",
+        "group",
+        "handler",
+        "key",
+        "ordered",
+        "slots",
+        "span",
+        "subscription",
+    )
 
     def __init__(self, group: ConsumingGroup, subscription: Subscription, handler: AnyHandler, topic_id: int) -> None:
         # (group id, topic id)
@@ -65,8 +104,13 @@ class Subscribed:
         self.handler: Final = handler
         self.filter: Final = parse_filter(subscription.filter)
         self.ordered: Final = subscription.mode is not Mode.CONCURRENT
+        # Whether the handler runs without a transaction, for a message that the process has claimed.
+        self.claims: Final = subscription.effects is Effects.OUTSIDE
         self.fetch_size: Final = min(_MOST_FETCH, max(_LEAST_FETCH, 2 * subscription.batch))
-        self.span: Final = _SPAN[subscription.mode]
+        self.slots: Final = SlotLease() if subscription.limits is not None else None
+        per_key = subscription.limits is not None and subscription.limits.per_key is not None
+        # With the limit `per_key`, messages of other keys are behind those of a flooding key, as in key-ordered mode.
+        self.span: Final = _SPAN[Mode.KEY_ORDERED if per_key else subscription.mode]
 
 
 # -- queues ----------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ from outbox.broker.database.executor import Executor
 from outbox.broker.groups import quarantine
 from outbox.broker.groups.send_back import describe
 from outbox.errors import HandlerTimedOut, KillsItsProcess
+from outbox.ports import ClaimedElsewhere
 
 # If the attempt with a message may not begin, the message waits for one of these times (seconds). The first constant
 # applies while another attempt is running in this process, and the second constant applies while this process drains.
@@ -175,7 +176,9 @@ class QuarantineRunner:
     ) -> Callable[[Executor], None]:
         group, log_ids, items = work.subscribed.group, _log_ids(work), work.items
         hangs = [result for result in results if isinstance(result, HandlerTimedOut)] if work.abandoned else []
-        is_undecided = all(result is NOT_STARTED or isinstance(result, Postponed) for result in results)
+        is_undecided = all(
+            result is NOT_STARTED or isinstance(result, (Postponed, ClaimedElsewhere)) for result in results
+        )
 
         def write(run: Executor) -> None:
             if is_undecided or (hangs and excused):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from operator import attrgetter
 from typing import Final
@@ -20,10 +20,11 @@ import psycopg
 from outbox.broker.consumer.calls import Outage
 from outbox.broker.consumer.fetch import KEY, LOG_ID, MESSAGE_ID, TOPIC_ID, TRANSACTION_ID, Row
 from outbox.broker.consumer.owned_queue import ConsumingGroup, EntryOutcome, OwnedQueue, Phase, Subscribed
-from outbox.broker.consumer.work import FetchedEntry, HandlerCall, Postponed, Result, divide
+from outbox.broker.consumer.work import FetchedEntry, HandlerCall, Postponed, Result, TimedOut, divide
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.notify import Channel, notify
-from outbox.broker.groups import leases, registration, send_back
+from outbox.broker.groups import leases, redelivery, registration, send_back
+from outbox.broker.groups.redelivery import Redelivery
 from outbox.broker.groups.send_back import Failure, FailureAction, FailurePlan, describe
 from outbox.errors import (
     HandlerNotStarted,
@@ -34,9 +35,9 @@ from outbox.errors import (
     ServiceUnavailable,
     UndecodableBody,
 )
-from outbox.ports import Disposition
+from outbox.ports import ClaimedElsewhere, Disposition
 from outbox.subscription import OnError, Subscription
-from outbox.utils import faults, log_context
+from outbox.utils import faults, given_up, log_context
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +66,7 @@ def settle(run: Executor, instance: UUID, failures: Sequence[Failed]) -> list[Fe
     If the recording fails, no message was sent back or made a dead letter. This process then tries all these messages
     again, so no message is lost, and no offset moves past an unfinished message.
     """
-    judged = [(failed, _judge(failed)) for failed in failures]
+    judged = [(failed, _until_time_limit(failed.item, _judge(failed))) for failed in failures]
     for failed, judgement in judged:
         _report(failed, judgement)
     try:
@@ -79,7 +80,26 @@ def settle(run: Executor, instance: UUID, failures: Sequence[Failed]) -> list[Fe
     for failed, judgement in judged:
         if failed.subscribed.group.broadcast or failed.item.queue.key in kept:
             again += _conclude(failed, judgement)
+            if judgement.verdict is FailureAction.DEAD and given_up.listener is not None:
+                _tell(failed, given_up.listener)
     return again
+
+
+def _tell(failed: Failed, listener: given_up.Listener) -> None:
+    """Tell the listener about a stored dead letter. A broadcast group has no dead letters."""
+    item, group = failed.item, failed.subscribed.group
+    assert item.row is not None
+    if not group.broadcast:
+        listener(
+            given_up.GivenUp(
+                group=group.name,
+                topic=failed.subscribed.subscription.topic,
+                key=item.row[KEY],
+                message_id=item.row[MESSAGE_ID],
+                attempts=item.attempt,
+                error=describe(failed.error),
+            )
+        )
 
 
 def send_on(run: Executor, instance: UUID, foreign: Sequence[tuple[FetchedEntry, Row]]) -> None:
@@ -113,6 +133,8 @@ def send_on(run: Executor, instance: UUID, foreign: Sequence[tuple[FetchedEntry,
 
 def _judge(failed: Failed) -> FailurePlan:
     item, error = failed.item, failed.error
+    if isinstance(error, TimedOut):
+        return FailurePlan(FailureAction.TIMED_OUT)
     if isinstance(error, KillsItsProcess):
         # The error rules of the subscription do not apply, because the handler did not raise this error.
         return FailurePlan(FailureAction.DEAD)
@@ -127,6 +149,17 @@ def _judge(failed: Failed) -> FailurePlan:
         in_place=item.in_place,
         returned=item.queue.subscribed is None,
     )
+
+
+def _until_time_limit(item: FetchedEntry, plan: FailurePlan) -> FailurePlan:
+    """Return the plan with a wait that ends at the latest when the time limit of the message ends.
+
+    No attempt begins after the limit. So a longer wait would only keep the message, and the messages of its key, for no
+    attempt.
+    """
+    if item.ends_at is None:
+        return plan
+    return replace(plan, delay_seconds=min(plan.delay_seconds, max(0.0, item.ends_at - time.monotonic())))
 
 
 def _record(run: Executor, instance: UUID, judged: Sequence[tuple[Failed, FailurePlan]]) -> set[leases.QueueKey]:
@@ -173,7 +206,7 @@ def _conclude(failed: Failed, judgement: FailurePlan) -> list[FetchedEntry]:
         # operator resumes the group.
         queue.stop()
         return []
-    outcome = EntryOutcome.DEAD if judgement.verdict is FailureAction.DEAD else EntryOutcome.SENT_BACK
+    outcome = EntryOutcome.SENT_BACK if judgement.verdict is FailureAction.SEND_BACK else EntryOutcome.DEAD
     queue.window.finish(item.offset, outcome)
     return []
 
@@ -212,6 +245,16 @@ def _retry_queue(run: Executor, group: ConsumingGroup, topic_id: int) -> int:
 def _report(failed: Failed, judgement: FailurePlan) -> None:
     item = failed.item
     assert item.row is not None
+    if isinstance(failed.error, TimedOut):
+        logger.info(
+            "group %s: message %s of %s is timed out: its time limit was over before attempt %d began",
+            failed.subscribed.group.name,
+            item.row[MESSAGE_ID],
+            item.queue.name,
+            item.attempt,
+            extra=_about(failed, item.row),
+        )
+        return
     level = logging.ERROR if judgement.verdict in (FailureAction.DEAD, FailureAction.STOP) else logging.WARNING
     logger.log(
         level,
@@ -244,6 +287,144 @@ _CONSEQUENCES: Final = {
 }
 
 
+# -- claimed messages ------------------------------------------------------------------------------
+#
+# See outbox/broker/groups/redelivery.py.
+
+# In ordered modes, a process asks again after this time (seconds) whether a message is still claimed elsewhere.
+_ASK_SECONDS: Final = 1.0
+
+
+def leave(run: Executor, instance: UUID, work: HandlerCall) -> bool:
+    """Let the claimed message of a running call leave its queue. Return False if this process has lost the queue."""
+    [item] = work.items
+    faults.point("claim.before_leave")
+    place = _redelivery(run, work.subscribed, item)
+    kept = _leave(run, instance, item, place, work.term_seconds)
+    # If this process has lost the queue, the next owner stores the same redelivery, because the claim has not ended.
+    work.redelivery = place
+    work.renew_at = time.monotonic() + work.term_seconds / 3
+    faults.point("claim.after_leave")
+    return kept
+
+
+def put_back(
+    run: Executor, instance: UUID, waiting: Sequence[tuple[Subscribed, FetchedEntry, float]]
+) -> tuple[list[FetchedEntry], list[OwnedQueue]]:
+    """Let messages that another attempt has claimed leave their queues until that claim ends.
+
+    Return the messages that could not be stored, which wait in this process, and the queues that this process has lost.
+    """
+    again: list[FetchedEntry] = []
+    lost: list[OwnedQueue] = []
+    for subscribed, item, seconds in waiting:
+        try:
+            if not _leave(run, instance, item, _redelivery(run, subscribed, item), seconds):
+                lost.append(item.queue)
+        except (psycopg.Error, OutboxError) as error:
+            logger.warning("a message that is claimed elsewhere waits in this process: %s", error)
+            item.due = time.monotonic() + _LOCAL_RETRY_SECONDS
+            again.append(item)
+    return again, lost
+
+
+def _leave(run: Executor, instance: UUID, item: FetchedEntry, place: Redelivery, seconds: float) -> bool:
+    queue = item.queue
+    if not redelivery.leave(
+        run,
+        instance,
+        queue.lease,
+        item.offset,
+        place,
+        seconds=seconds,
+        passed=(queue.swept_offset, queue.stored_offset),
+    ):
+        return False
+    queue.swept()
+    queue.window.finish(item.offset, EntryOutcome.SENT_BACK)
+    return True
+
+
+def _redelivery(run: Executor, subscribed: Subscribed, item: FetchedEntry) -> Redelivery:
+    assert item.row is not None
+    group, (_, topic_id) = subscribed.group, subscribed.key
+    return Redelivery(item.row[LOG_ID], _retry_queue(run, group, topic_id), item.retries)
+
+
+def settle_left(run: Executor, work: HandlerCall, result: Result, outage: Outage) -> None:
+    """Record the result of a call whose message has left its queue.
+
+    If the result is not recorded, the message is delivered again when its claim has ended. Then the inbox knows whether
+    it is done.
+    """
+    faults.point("claim.before_settle")
+    try:
+        _settle_left(run, work, result, work.redelivery, outage)
+    except psycopg.IntegrityError as error:
+        logger.warning("the result of a claimed message is not recorded, and the message comes again: %s", error)
+    faults.point("claim.after_settle")
+
+
+def _settle_left(run: Executor, work: HandlerCall, result: Result, place: Redelivery | None, outage: Outage) -> None:
+    if isinstance(result, Disposition):
+        outage.succeeded(time.monotonic())
+        if place is not None:
+            redelivery.postpone(run, place, seconds=0.0, is_claimed=False)
+    elif isinstance(result, BaseException) and not isinstance(result, LeaseLost):
+        if place is not None:
+            _settle_failure(run, work, result, place, outage)
+        else:
+            _report_uncounted(work, result)
+    # A result of another kind says that this process ends, or that another attempt has taken the message over.
+
+
+def _report_uncounted(work: HandlerCall, error: BaseException) -> None:
+    [item] = work.items
+    assert item.row is not None
+    logger.warning(
+        "group %s: an attempt at message %s of %s failed after this process had given its queue up. It does not "
+        "count as an attempt; the next owner of the queue tries the message again",
+        work.subscribed.group.name,
+        item.row[MESSAGE_ID],
+        item.queue.name,
+        exc_info=error,
+    )
+
+
+def _settle_failure(run: Executor, work: HandlerCall, error: BaseException, place: Redelivery, outage: Outage) -> None:
+    [item] = work.items
+    until = _outage(work, [item], error, outage)
+    if until is not None:
+        redelivery.postpone(run, place, seconds=max(0.0, until - time.monotonic()), is_claimed=False)
+        return
+    failed = Failed(work.subscribed, item, error)
+    judged = send_back.judge(
+        work.subscribed.subscription, error, retries=item.retries, in_place=item.in_place, returned=True
+    )
+    plan = _until_time_limit(item, judged)
+    _report(failed, plan)
+    is_dead = plan.verdict is FailureAction.DEAD
+    is_recorded = redelivery.record_failure(
+        run,
+        work.subscribed.group.group_id,
+        place,
+        dead=is_dead,
+        attempts=item.attempt,
+        error=describe(error),
+        seconds=plan.delay_seconds,
+    )
+    notify(run, Channel.DECIDED)
+    if is_recorded and is_dead and given_up.listener is not None:
+        _tell(failed, given_up.listener)
+
+
+def postpone(run: Executor, work: HandlerCall) -> None:
+    """Postpone the redelivery of a claimed message, because its handler still runs."""
+    if work.redelivery is not None:
+        redelivery.postpone(run, work.redelivery, seconds=work.term_seconds, is_claimed=True)
+    work.renew_at = time.monotonic() + work.term_seconds / 3
+
+
 # -- results of calls ------------------------------------------------------------------------------
 #
 # Book the results of a finished call: a message is finished, its attempt has failed, or its attempt does not count.
@@ -271,12 +452,13 @@ _OUTCOMES: Final = {Disposition.HANDLED: EntryOutcome.HANDLED, Disposition.SKIPP
 class CallOutcome:
     """The unfinished messages of a call, and the queues whose lease is over.
 
-    `again`: the `id()` of each item that goes back to its lane and whose attempt does not count. `lost`: the queues
-    whose lease is over.
+    `again`: the `id()` of each item that goes back to its lane and whose attempt does not count. `elsewhere`: the
+    messages that another attempt has claimed, and for how long (seconds). `lost`: the queues whose lease is over.
     """
 
     failed: list[Failed] = field(default_factory=list)
     again: set[int] = field(default_factory=set)
+    elsewhere: list[tuple[FetchedEntry, float]] = field(default_factory=list)
     lost: list[OwnedQueue] = field(default_factory=list)
 
 
@@ -303,6 +485,14 @@ def book(work: HandlerCall, results: Sequence[Result], outage: Outage) -> CallOu
             queue.window.finish(item.offset, _OUTCOMES[result])
         elif isinstance(result, BaseException):
             errors.append((item, result))
+        elif isinstance(result, ClaimedElsewhere) and not work.keeps_order:
+            booked.elsewhere.append((item, result.seconds))
+        elif isinstance(result, ClaimedElsewhere):
+            # The message blocks the later messages of its key, so it waits here. Another process may finish it before
+            # the end of the claim. With limits, each question would use up a token, so this process asks only once.
+            is_limited = work.subscribed.slots is not None
+            seconds = result.seconds if is_limited else min(result.seconds, _ASK_SECONDS)
+            _keep(item, time.monotonic() + seconds, booked)
         elif isinstance(result, Postponed) or queue.trusted():
             # The handler was not called, perhaps because the lease had expired for a moment and was then renewed. So
             # the message goes back into its lane.
@@ -323,9 +513,9 @@ def _book_failure(
     work: HandlerCall, errors: Sequence[tuple[FetchedEntry, BaseException]], outage: Outage, booked: CallOutcome
 ) -> None:
     """Book a call in which no message was handled, and decide for which messages the call is a failed attempt."""
-    undecodable = [Failed(work.subscribed, item, error) for item, error in errors if isinstance(error, UndecodableBody)]
-    booked.failed += undecodable
-    called = [(item, error) for item, error in errors if not isinstance(error, UndecodableBody)]
+    uncalled = (UndecodableBody, TimedOut)
+    booked.failed += [Failed(work.subscribed, item, error) for item, error in errors if isinstance(error, uncalled)]
+    called = [(item, error) for item, error in errors if not isinstance(error, uncalled)]
     if not called:
         return
     items, error = [item for item, _ in called], called[0][1]

@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import math
 import select
 import socket
 import threading
@@ -56,7 +57,7 @@ from outbox.errors import (
     UnknownTopic,
 )
 from outbox.filters.filter import parse_filter
-from outbox.ports import AnyHandler, ConsumeCounts, Invoker, SharingInvoker, call_handler
+from outbox.ports import AnyHandler, ClaimingInvoker, ConsumeCounts, Invoker, SharingInvoker, call_handler
 from outbox.subscription import Subscription
 from outbox.utils import heartbeat
 
@@ -179,9 +180,12 @@ class ConsumerSession:
         noted_in: RunningCalls | None = None,
         share: SharingInvoker | None = None,
         sharing_calls: int = 1,
+        claim: ClaimingInvoker | None = None,
+        claims_seconds: float = math.inf,
     ) -> None:
         self._database = database
         self._note = note
+        self._claims_seconds = claims_seconds
         self._lease_seconds = lease_seconds
         self._poll_seconds = _POLL_SECONDS
         self.wake_up = WakeUp()
@@ -205,13 +209,21 @@ class ConsumerSession:
             raise
         self._ownership = Ownership(self.wake_up.set)
         self.coordinator = Coordinator(
-            database, instance, groups, self._ownership, lease_seconds=lease_seconds, strategy=strategy
+            database,
+            instance,
+            groups,
+            self._ownership,
+            lease_seconds=lease_seconds,
+            strategy=strategy,
+            report=lambda: self.dispatcher.report(),
         )
         self.running_calls = noted_in or _running_calls(instance, groups)
         if noted_in is not None:
             noted_in.go_on_as(instance)
-        caller = Caller(invoker, codecs, self._finished, self.running_calls, share)
-        self.dispatcher = Dispatcher(instance, groups, self._ownership, caller.run, sharing_calls=sharing_calls)
+        caller = Caller(invoker, codecs, self._finished, self.running_calls, share, claim=claim, wake=self.wake_up.set)
+        self.dispatcher = Dispatcher(
+            instance, groups, self._ownership, caller.run, lease_seconds=lease_seconds, sharing_calls=sharing_calls
+        )
 
     @property
     def is_outdated(self) -> bool:
@@ -263,7 +275,7 @@ class ConsumerSession:
         if session_task is not None and self._run is not None:
             with contextlib.suppress(psycopg.Error):
                 session_task.end(self._run)
-        self.dispatcher.drain()
+        self.dispatcher.drain(claims_seconds=self._claims_seconds)
         give_up_at = time.monotonic() + self._lease_seconds
 
         def over() -> bool:
@@ -431,7 +443,8 @@ class ConsumerRuntime:
     queues after `lease_seconds`. `strategy` decides which process consumes which queue: averagely, circle,
     consistent_hash, config:NUMBERS, or a function (groups.rebalance). `session_task` is work that `run` does
     besides consuming (outbox.broker.leading). With `share`, up to `sharing_calls` calls of a subscription may share a
-    transaction (outbox.broker.consumer.shared_calls).
+    transaction (outbox.broker.consumer.shared_calls). `claim` calls the handlers with effects="outside"; a draining
+    process waits `claims_seconds` for these handlers.
     """
 
     def __init__(
@@ -446,6 +459,8 @@ class ConsumerRuntime:
         session_task: SessionTask | None = None,
         share: SharingInvoker | None = None,
         sharing_calls: int = 1,
+        claim: ClaimingInvoker | None = None,
+        claims_seconds: float = math.inf,
     ) -> None:
         if lease_seconds <= 0:
             raise ConfigurationError(f"lease_seconds must be positive, got {lease_seconds}.")
@@ -458,6 +473,8 @@ class ConsumerRuntime:
         self._strategy = by_name(strategy) if isinstance(strategy, str) else strategy
         self._session_task = session_task
         self._share = share
+        self._claim = claim
+        self._claims_seconds = claims_seconds
         self._sharing_calls = sharing_calls if share is not None else 1
         groups = sorted({subscription.group for subscription, _ in subscriptions})
         self._note = FailureNote(database, ProcessPart.CONSUMING, of=", ".join(groups))
@@ -547,6 +564,8 @@ class ConsumerRuntime:
                 noted_in=noted_in,
                 share=self._share,
                 sharing_calls=self._sharing_calls,
+                claim=self._claim,
+                claims_seconds=self._claims_seconds,
             )
 
     def _register(self, run: Executor, instance: uuid.UUID) -> list[ConsumingGroup]:

@@ -13,8 +13,10 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
-from outbox.broker.consumer.owned_queue import OwnedQueue, Subscribed
-from outbox.ports import Disposition
+from outbox.broker.consumer.fetch import SECONDS_LEFT
+from outbox.broker.consumer.owned_queue import OwnedQueue, Phase, Subscribed
+from outbox.broker.groups.redelivery import Redelivery
+from outbox.ports import ClaimedElsewhere, Disposition
 
 NOT_STARTED = None
 """The result of a delivery whose handler was not called, because its queue was lost or is being handed over."""
@@ -27,7 +29,15 @@ class Postponed:
     until: float
 
 
-Result = Disposition | BaseException | Postponed | None
+class TimedOut(Exception):
+    """The result of a delivery whose handler was not called, because the time limit of the message was over."""
+
+
+Result = Disposition | BaseException | Postponed | ClaimedElsewhere | None
+
+# A claimed message leaves its queue if its handler runs for longer than this (seconds). A shorter call needs no
+# redelivery.
+LEAVE_SECONDS: Final = 1.0
 
 _parts: Final = itertools.count(1)
 
@@ -40,10 +50,11 @@ class FetchedEntry:
 
     `row` is the fetched row (`fetch.Row`). `row` is None while the row is not in memory, because the body is large or
     the entry waits behind a blocked key (`shed`). The process loads such a row before the call. `part` is the number of
-    a part of a divided batch, or 0. All entries of a call belong to the same part.
+    a part of a divided batch, or 0. All entries of a call belong to the same part. `ends_at` is the end of the
+    message's time limit (time.monotonic); None without a limit, or while this process does not know the limit.
     """
 
-    __slots__ = ("due", "in_place", "key", "offset", "part", "queue", "retries", "row", "shed")
+    __slots__ = ("due", "ends_at", "in_place", "key", "offset", "part", "queue", "retries", "row", "shed")
 
     def __init__(self, queue: OwnedQueue, offset: int, retries: int, key: str, row: tuple[Any, ...] | None) -> None:
         self.queue = queue
@@ -54,6 +65,7 @@ class FetchedEntry:
         self.in_place = 0
         self.shed = False
         self.part = 0
+        self.ends_at: float | None = None
         # The time (time.monotonic) at which this process tries the entry again after a failed attempt.
         self.due = 0.0
 
@@ -61,6 +73,19 @@ class FetchedEntry:
     def attempt(self) -> int:
         """The number of the next or running attempt at this entry, from 1."""
         return self.retries + self.in_place + 1
+
+
+def note_time_limits(items: Sequence[FetchedEntry]) -> None:
+    """Set `ends_at` of the items whose message has a time limit.
+
+    Call this right after the rows of these items were read. The time between the reading and this call prolongs the
+    limit.
+    """
+    limited = [(item, item.row[SECONDS_LEFT]) for item in items if item.row and item.row[SECONDS_LEFT] is not None]
+    if limited:
+        now = time.monotonic()
+        for item, seconds_left in limited:
+            item.ends_at = now + seconds_left
 
 
 def divide(items: Sequence[FetchedEntry], size: int) -> None:
@@ -87,6 +112,16 @@ def take_run(waiting: deque[FetchedEntry], most: int) -> list[FetchedEntry]:
 
 class Lane(Protocol):
     """A lane keeps fetched messages and decides which of them may be handled next."""
+
+    @property
+    def waiting(self) -> int:
+        """The number of messages, or of serial queues, that a limit may keep from being handled now."""
+
+    def startable(self, most: int) -> int:
+        """Return for how many calls slots and tokens would be used now, at most `most`."""
+
+    def wake(self, now: float) -> None:
+        """Count the failed messages that are due now as waiting. `take` does so too."""
 
     def offer(self, items: Sequence[FetchedEntry]) -> None:
         """Take fetched messages, in queue order."""
@@ -116,23 +151,31 @@ class HandlerCall:
     __slots__ = (
         "abandoned",
         "alone",
+        "claimed_at",
         "expired",
         "given_back",
+        "has_left",
         "items",
         "lane",
         "may_share",
         "note",
+        "redelivery",
+        "renew_at",
         "results",
         "returned_at",
         "shares",
+        "slot_epoch",
         "started_at",
         "subscribed",
+        "term_seconds",
     )
 
     def __init__(self, subscribed: Subscribed, lane: Lane, items: list[FetchedEntry]) -> None:
         self.subscribed = subscribed
         self.lane = lane
         self.items = items
+        # The epoch of the subscription's slots in which this call got its slots (SlotLease).
+        self.slot_epoch = 0 if subscribed.slots is None else subscribed.slots.epoch
         # Items of this call that retention removed before the process could load them.
         self.expired: list[FetchedEntry] = []
         self.results: Sequence[Result] = ()
@@ -153,6 +196,51 @@ class HandlerCall:
         # Whether this call was ended because another call of its shared transaction timed out. Its late result is
         # ignored.
         self.given_back = False
+        # The time (time.monotonic) at which the message of this call was claimed, and the term of the claim. The
+        # handler's thread sets the time last.
+        self.claimed_at: float | None = None
+        self.term_seconds = 0.0
+        # Whether the queue does not wait for this call any more: the claimed message has left its queue, or it is
+        # detached from its queue. `redelivery`: the row that delivers the message again. It is None if the message is
+        # detached: then the next owner of the queue delivers the message again.
+        self.has_left = False
+        self.redelivery: Redelivery | None = None
+        # The time (time.monotonic) at which to move the due time of that row.
+        self.renew_at = 0.0
+
+    def claimed(self, term_seconds: float) -> None:
+        """Record that the message of this call is claimed. The handler's thread calls this method."""
+        self.term_seconds = term_seconds
+        self.claimed_at = time.monotonic()
+
+    @property
+    def keeps_order(self) -> bool:
+        """Whether the messages of this call block the later messages of their keys.
+
+        A message of the retry queue has given up its order, and blocks no message.
+        """
+        return self.subscribed.ordered and any(item.queue.subscribed is not None for item in self.items)
+
+    def leaves_at(self) -> float | None:
+        """Return when the queue stops waiting for the claimed message (time.monotonic).
+
+        In concurrent mode, the message leaves its queue. In ordered modes, the message blocks the later messages of its
+        key, so it stays in its queue as long as this process owns the queue; it is detached when the queue is handed
+        over or lost. Return None if the message has left, or stays.
+        """
+        if self.claimed_at is None or self.has_left:
+            return None
+        phases = {item.queue.phase for item in self.items}
+        if self.keeps_order:
+            return self.claimed_at if phases & {Phase.DRAINING, Phase.LOST} else None
+        return self.claimed_at + (LEAVE_SECONDS if phases == {Phase.ACTIVE} else 0.0)
+
+    @property
+    def blocks_until_returned(self) -> bool:
+        """Whether the handler of this abandoned call still runs, and its key or queue must wait for it."""
+        limits = self.subscribed.subscription.limits
+        per_key = limits is not None and limits.per_key is not None
+        return bool(self.abandoned) and not self.given_back and (self.subscribed.ordered or per_key)
 
     @property
     def is_given_up(self) -> bool:
@@ -165,7 +253,8 @@ class HandlerCall:
 
     def fence_reason(self) -> str:
         """Return why the effects of this attempt must not be stored (outbox.utils.fence); '' if they may be stored."""
-        if self.abandoned:
+        if self.abandoned or self.claimed_at is not None:
+            # The token of a claim protects the effects of a claimed message, whether the queue is lost or not.
             return self.abandoned
         for queue in {id(item.queue): item.queue for item in self.items}.values():
             if not queue.trusted():
@@ -193,10 +282,14 @@ class ConcurrentLane:
 
     def take(self, now: float) -> list[FetchedEntry]:
         """Return the messages of the next call; an empty list if no message may be handled now."""
-        ready = self._ready
+        if self._later:
+            self.wake(now)
+        return take_run(self._ready, self._batch)
+
+    def wake(self, now: float) -> None:
+        """Count the failed messages that are due now as waiting."""
         while self._later and self._later[0][0] <= now:
-            ready.append(heapq.heappop(self._later)[2])
-        return take_run(ready, self._batch)
+            self._ready.append(heapq.heappop(self._later)[2])
 
     def settle(self, items: Sequence[FetchedEntry], again: Sequence[FetchedEntry]) -> None:
         """End the call whose items `take` has returned.
@@ -215,6 +308,15 @@ class ConcurrentLane:
         self._ready = deque(filter(stays, self._ready))
         self._later = [entry for entry in self._later if stays(entry[2])]
         heapq.heapify(self._later)
+
+    @property
+    def waiting(self) -> int:
+        """The number of messages that may be handled now."""
+        return len(self._ready)
+
+    def startable(self, most: int) -> int:
+        """Return how many messages may be handled now, at most `most`."""
+        return min(most, len(self._ready))
 
     def has_ready(self, queue: OwnedQueue) -> bool:
         """Return whether a queue has waiting messages that are not blocked."""
@@ -283,7 +385,7 @@ class OrderedLane:
 
     def take(self, now: float) -> list[FetchedEntry]:
         """Return the messages of the next call; an empty list if no message may be handled now."""
-        self._resume(now)
+        self.wake(now)
         return self.fill() if self._ready else []
 
     def fill(self) -> list[FetchedEntry]:
@@ -330,6 +432,15 @@ class OrderedLane:
         self._later = [entry for entry in self._later if entry[2].items]
         heapq.heapify(self._later)
 
+    @property
+    def waiting(self) -> int:
+        """The number of serial queues whose next message may be handled now."""
+        return len(self._ready)
+
+    def startable(self, most: int) -> int:
+        """Return how many serial queues have a message that may be handled now, at most `most`."""
+        return min(most, len(self._ready))
+
     def has_ready(self, queue: OwnedQueue) -> bool:
         """Return whether a queue has waiting messages that are not blocked."""
         return any(serial.items[0].queue is queue for serial in self._ready)
@@ -338,7 +449,8 @@ class OrderedLane:
         """Return the time at which the first blocked serial queue continues; None if no serial queue is blocked."""
         return self._later[0][0] if self._later else None
 
-    def _resume(self, now: float) -> None:
+    def wake(self, now: float) -> None:
+        """Let the blocked serial queues continue whose failed message is due now."""
         while self._later and self._later[0][0] <= now:
             serial = heapq.heappop(self._later)[2]
             serial.suspended_until = None

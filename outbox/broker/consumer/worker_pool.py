@@ -14,14 +14,15 @@ from typing import Any, Final, TypeAlias
 
 from outbox import tracing
 from outbox.broker.consumer.fetch import BODY, CONTENT_TYPE, LOG_ID, deliver
+from outbox.broker.consumer.gate import Gate
 from outbox.broker.consumer.owned_queue import Subscribed
 from outbox.broker.consumer.running_calls import RunningCalls
 from outbox.broker.consumer.shared_calls import SharedCalls, Sharing, may_join
-from outbox.broker.consumer.work import NOT_STARTED, HandlerCall, Result
+from outbox.broker.consumer.work import NOT_STARTED, FetchedEntry, HandlerCall, Result, TimedOut
 from outbox.codec import Codecs
 from outbox.errors import OutboxError, UndecodableBody
 from outbox.message import Delivery
-from outbox.ports import Disposition, Invoker, RunAlone, SharingInvoker
+from outbox.ports import ClaimedElsewhere, ClaimingInvoker, Disposition, Invoker, RunAlone, SharingInvoker
 from outbox.utils import faults, fence, log_context, measures
 
 logger = logging.getLogger(__name__)
@@ -57,13 +58,25 @@ class WorkerPool:
     Only the dispatching thread uses this class.
     """
 
-    def __init__(self, name: str, threads: int, run: RunCall, *, batches: bool, sharing: Sharing | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        threads: int,
+        run: RunCall,
+        *,
+        batches: bool,
+        sharing: Sharing | None = None,
+        is_limited: bool = False,
+    ) -> None:
         self._name = name
         self._threads = threads
         self._run = run
         self.sharing: Final = sharing
         self._ahead = _AHEAD_BATCH if batches else _AHEAD_SINGLE
         self._queue: SimpleQueue[HandlerCall | None] = SimpleQueue()
+        # None if the subscription has no limits.
+        self.gate: Final = Gate(self._queue.put) if is_limited else None
+        self._enqueue: Final = self._queue.put if self.gate is None else self.gate.put
         self._started: list[threading.Thread] = []
         self._numbers = itertools.count(1)
         # An idle thread holds this lock while it ends. The dispatching thread holds this lock while it checks the
@@ -88,7 +101,14 @@ class WorkerPool:
         if self.frozen:
             return 0
         ahead = _AHEAD_SHARED if self.sharing is not None and self.sharing.allowed else self._ahead
-        return max(0, self._threads * (1 + ahead) - self._in_hand)
+        return max(0, self.usable_threads * (1 + ahead) - self._in_hand)
+
+    @property
+    def usable_threads(self) -> int:
+        """The number of threads that may run calls at the same time."""
+        if self.gate is None or self.gate.allowed is None:
+            return self._threads
+        return min(self._threads, self.gate.allowed)
 
     @property
     def frozen(self) -> bool:
@@ -98,12 +118,21 @@ class WorkerPool:
     @property
     def waiting(self) -> int:
         """The number of calls that no thread has taken yet. Any thread may read this property."""
-        return self._queue.qsize() + len(self._behind)
+        return self._queue.qsize() + len(self._behind) + self._at_gate
+
+    @property
+    def _at_gate(self) -> int:
+        return 0 if self.gate is None else self.gate.waiting
 
     @property
     def in_hand(self) -> int:
         """The number of submitted calls that have not ended."""
         return self._in_hand
+
+    @property
+    def running(self) -> int:
+        """The number of calls past the gate, with abandoned calls whose handlers still run. 0 without a gate."""
+        return 0 if self.gate is None else self.gate.passed
 
     def submit(self, work: HandlerCall) -> None:
         """Run a call as soon as a thread is free."""
@@ -120,7 +149,7 @@ class WorkerPool:
     def start(self, work: HandlerCall) -> None:
         """Run a call that `reserve` has counted."""
         if self.sharing is None or not self._waits_behind(work, self.sharing):
-            self._queue.put(work)
+            self._enqueue(work)
             self._staff()
 
     def _waits_behind(self, work: HandlerCall, sharing: Sharing) -> bool:
@@ -166,7 +195,7 @@ class WorkerPool:
     def _spread(self) -> None:
         while self._behind:
             self._busy += 1
-            self._queue.put(self._behind.popleft())
+            self._enqueue(self._behind.popleft())
 
     def withdraw(self) -> list[HandlerCall]:
         """Return the submitted calls that no thread has taken."""
@@ -174,11 +203,33 @@ class WorkerPool:
         with contextlib.suppress(Empty):
             while (work := self._queue.get_nowait()) is not None:
                 waiting.append(work)
+        if self.gate is not None:
+            passed = len(waiting)
+            # First remove the calls at the gate, so that `done` lets none of them pass.
+            waiting += self.gate.withdraw()
+            for _ in range(passed):
+                self.gate.done()
         with self._sharing_lock:
             self._busy -= len(waiting)
             waiting += self._behind
             self._behind.clear()
         return waiting
+
+    def withdraw_at_gate(self) -> list[HandlerCall]:
+        """Return the submitted calls that wait for a slot, if this process has no slot."""
+        if self.gate is None or self.gate.allowed != 0:
+            return []
+        waiting = self.gate.withdraw()
+        with self._sharing_lock:
+            self._busy -= len(waiting)
+        return waiting
+
+    def allow(self, number: int | None) -> int:
+        """Let at most this number of calls run at the same time. Return the number of calls that run now."""
+        assert self.gate is not None
+        passed = self.gate.allow(number)
+        self._staff()
+        return passed
 
     def collected(self) -> None:
         """Record that a submitted call is over."""
@@ -217,7 +268,7 @@ class WorkerPool:
     def _staff(self) -> None:
         """Start threads for the submitted calls, unless too many threads are stuck."""
         with self._staffing:
-            wanted = min(self._in_hand - len(self._behind), self._threads)
+            wanted = min(self._in_hand - len(self._behind) - self._at_gate, self._threads)
             while self._working < wanted and not self.frozen:
                 self._working += 1
                 name = f"{self._name}-{next(self._numbers)}"
@@ -230,8 +281,13 @@ class WorkerPool:
         while work is not None:
             self._run(work, self)
             if work.is_given_up:
+                if self.gate is not None:
+                    self.gate.done()
                 return
-            work = self._next_behind() or self._next()
+            work = self._next_behind() or (self._next() if self.gate is None else self._next_of(self.gate))
+
+    def _next_of(self, gate: Gate) -> HandlerCall | None:
+        return gate.next() or self._next()
 
     def _next_behind(self) -> HandlerCall | None:
         """Return a call that waits for a busy thread. If no call waits, count this thread as not busy, and return
@@ -273,9 +329,13 @@ class Caller:
         finished: Callable[[HandlerCall], None],
         running: RunningCalls | None = None,
         share: SharingInvoker | None = None,
+        claim: ClaimingInvoker | None = None,
+        wake: Callable[[], None] = lambda: None,
     ) -> None:
         self._invoker = invoker
         self._share = share
+        self._claim = claim
+        self._wake = wake
         self._codecs = codecs
         self._finished = finished
         self._running = running
@@ -344,7 +404,11 @@ class Caller:
             return results
         fence_reason = work.fence_reason if shared is None else shared.fence_reason
         with fence.attempt(fence_reason), self._observed(work, deliveries, places) as observed:
-            outcomes = self._invoke(work.subscribed, deliveries, sharing, shared)
+            outcomes: Sequence[Any]
+            if (claim := self._claiming(work)) is not None:
+                outcomes = self._invoke_claiming(claim, work, deliveries)
+            else:
+                outcomes = self._invoke(work.subscribed, deliveries, sharing, shared)
             observed += outcomes[: len(deliveries)]
         joined = len(shared.calls) - 1 if shared is not None else 0
         if len(outcomes) != len(places) + joined:
@@ -357,6 +421,26 @@ class Caller:
         for place, outcome in zip(places, outcomes, strict=False):
             results[place] = outcome
         return [*results, *outcomes[len(places) :]]
+
+    def _claiming(self, work: HandlerCall) -> ClaimingInvoker | None:
+        """Return the function that claims the message of this call; None if the call needs no claim."""
+        return self._claim if work.subscribed.claims else None
+
+    def _invoke_claiming(
+        self, claim: ClaimingInvoker, work: HandlerCall, deliveries: Sequence[Delivery]
+    ) -> Sequence[Disposition | Exception | ClaimedElsewhere]:
+        subscribed = work.subscribed
+        [delivery] = deliveries
+
+        def claimed(term_seconds: float) -> None:
+            if _is_over(work.items[0]):
+                raise TimedOut(_OVER)
+            work.claimed(term_seconds)
+            # The dispatching thread may sleep for longer than the message stays in its queue.
+            self._wake()
+
+        generation = subscribed.group.generation
+        return [claim(subscribed.subscription, subscribed.handler, delivery, claimed, generation=generation)]
 
     def _invoke(
         self,
@@ -416,9 +500,11 @@ class Caller:
             conclude(outcomes)
         if recorder is not None:
             subscription = work.subscribed.subscription
-            failed = sum(isinstance(outcome, BaseException) for outcome in outcomes)
+            # For a claimed message, only the claim tells whether an attempt begins after the time limit.
+            failures = [one for one in outcomes if isinstance(one, BaseException) and not isinstance(one, TimedOut)]
             took = (work.returned_at or time.time()) - started
-            recorder.handled(subscription.group, subscription.topic, _waits(deliveries, started), took, failed=failed)
+            waits, count = _waits(deliveries, started), len(deliveries)
+            recorder.handled(subscription.group, subscription.topic, waits, took, count=count, failures=failures)
 
     def _note(self, work: HandlerCall, places: Sequence[int]) -> None:
         """Write a note of the call into the file that the parent of this process reads."""
@@ -434,17 +520,24 @@ class Caller:
     def _deliveries(self, work: HandlerCall, results: list[Result]) -> tuple[list[Delivery], list[int]]:
         """Return the deliveries and their places in the call.
 
-        If a body cannot be decoded, the decoding error becomes the result of the message.
+        If a body cannot be decoded, the decoding error becomes the result of the message. If the time limit of a
+        message is over, the result of the message is TimedOut.
         """
         group, topic = work.subscribed.group.name, work.subscribed.subscription.topic
         decode = self._codecs.decode
         # Check the leases after the fault point. If a test freezes the process at the fault point, no handler starts
         # with an expired lease.
-        startable = {queue: queue.may_start() for queue in {item.queue for item in work.items}}
+        slots = work.subscribed.slots
+        holds_slots = slots is None or slots.admits(work.slot_epoch)
+        startable = {queue: holds_slots and queue.may_start() for queue in {item.queue for item in work.items}}
         deliveries: list[Delivery] = []
         places: list[int] = []
         for place, item in enumerate(work.items):
             if not startable[item.queue]:
+                continue
+            # A claimed message may be handled already, or its handler may still run. So the claim is asked first.
+            if self._claiming(work) is None and _is_over(item):
+                results[place] = TimedOut(_OVER)
                 continue
             row = item.row
             assert row is not None
@@ -457,6 +550,14 @@ class Caller:
             deliveries.append(deliver(row, topic, body, group, item.queue.name, item.offset, attempt))
             places.append(place)
         return deliveries, places
+
+
+_OVER: Final = "the time limit of the message was over before this attempt"
+
+
+def _is_over(item: FetchedEntry) -> bool:
+    """Whether the time limit of the message is over, so that no attempt may begin."""
+    return item.ends_at is not None and time.monotonic() >= item.ends_at
 
 
 def _waits(deliveries: Sequence[Delivery], now: float) -> list[float]:

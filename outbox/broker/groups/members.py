@@ -2,20 +2,26 @@
 
 Members and queues are the input of a rebalance. If a service is down that the handlers of a subscription need, the
 subscription pauses, and the member records an outage.
+
+See decision 220.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import cache
+from importlib import metadata
 from typing import Final
 from uuid import UUID
 
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
 from outbox.broker.fastpath import arrays
+from outbox.broker.groups import limits
 from outbox.broker.groups.leases import QueueKey
 from outbox.broker.groups.offsets import newest_offset
 
@@ -62,7 +68,34 @@ class QueueState:
         return (self.group_id, self.queue_id)
 
 
+@dataclass(frozen=True, slots=True)
+class CallReport:
+    """A handler call that runs now: its first message, the number of its messages, and for how long it has run."""
+
+    group: str
+    topic: str
+    message_id: str
+    messages: int
+    attempt: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class CallsReport:
+    """The number of handler calls that run now in a process, and the longest of these calls, the longest first."""
+
+    calls: int = 0
+    longest: Sequence[CallReport] = ()
+
+
+# One statement writes both tables, so the report about the process costs no round trip.
 _HEARTBEAT = Statement("""
+WITH process AS (
+    INSERT INTO {schema}.consumer_process (instance_id, version, seen_at, calls, longest)
+    VALUES (%(instance)s, %(version)s, clock_timestamp(), %(calls)s, %(longest)s::text::jsonb)
+    ON CONFLICT (instance_id) DO UPDATE
+    SET seen_at = excluded.seen_at, calls = excluded.calls, longest = excluded.longest
+)
 INSERT INTO {schema}.consumer AS known (instance_id, group_id, topics, host, pid, expires_at)
 SELECT %(instance)s, mine.group_id, mine.topics::text[], %(host)s, %(pid)s,
        clock_timestamp() + make_interval(secs => %(term)s)
@@ -72,8 +105,15 @@ ON CONFLICT (instance_id, group_id) DO UPDATE SET expires_at = excluded.expires_
 """)
 
 
-def heartbeat(run: Executor, instance: UUID, topics: Mapping[int, Sequence[str]], *, term_seconds: float) -> None:
-    """Let the memberships of this instance expire `term_seconds` from now.
+def heartbeat(
+    run: Executor,
+    instance: UUID,
+    topics: Mapping[int, Sequence[str]],
+    *,
+    term_seconds: float,
+    report: CallsReport = CallsReport(),
+) -> None:
+    """Let the memberships of this instance expire `term_seconds` from now, and store its running calls for operators.
 
     `topics` maps each group id to the topics to which this instance subscribes.
     """
@@ -84,15 +124,30 @@ def heartbeat(run: Executor, instance: UUID, topics: Mapping[int, Sequence[str]]
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "term": term_seconds,
+        "version": _version(),
+        "calls": report.calls,
+        "longest": json.dumps([asdict(call) for call in report.longest]),
     }
     run.execute(_HEARTBEAT, parameters)
+
+
+@cache
+def _version() -> str:
+    """Return the version of the installed package; '' if outbox runs from a folder that is not installed."""
+    try:
+        return metadata.version("outbox-transactional")
+    except metadata.PackageNotFoundError:
+        return ""
 
 
 _FORGET_OUTAGES = Statement("""
 DELETE FROM {schema}.outage o
 WHERE o.instance_id = %(instance)s OR o.seen_at < clock_timestamp() - interval '1 day'
 """)
-_LEAVE = Statement("DELETE FROM {schema}.consumer WHERE instance_id = %(instance)s")
+_LEAVE = Statement("""
+WITH process AS (DELETE FROM {schema}.consumer_process WHERE instance_id = %(instance)s)
+DELETE FROM {schema}.consumer WHERE instance_id = %(instance)s
+""")
 
 
 def leave(run: Executor, instance: UUID) -> None:
@@ -101,15 +156,20 @@ def leave(run: Executor, instance: UUID) -> None:
     The function also removes the outages of this instance, and the outages that no instance has updated for a day.
     """
     run.execute(_FORGET_OUTAGES, {"instance": instance})
+    limits.release_all(run, instance)
     run.execute(_LEAVE, {"instance": instance})
 
 
-_FORGET = Statement("DELETE FROM {schema}.consumer WHERE expires_at < clock_timestamp() - interval '1 day'")
+_FORGET = Statement("""
+WITH process AS (DELETE FROM {schema}.consumer_process WHERE seen_at < clock_timestamp() - interval '1 day')
+DELETE FROM {schema}.consumer WHERE expires_at < clock_timestamp() - interval '1 day'
+""")
 
 
 def forget_the_dead(run: Executor) -> None:
     """Remove the rows of instances that died without leaving their groups, one day after the rows expired."""
     run.execute(_FORGET)
+    limits.forget_the_dead(run)
 
 
 _REPORT_OUTAGE = Statement("""

@@ -16,7 +16,7 @@ from uuid import UUID
 
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
-from outbox.broker.groups import offsets
+from outbox.broker.groups import limits, offsets
 from outbox.broker.log import consume_queue
 from outbox.broker.log.topics import TopicCatalog
 from outbox.errors import InvalidSubscription, UnknownGroup
@@ -45,7 +45,10 @@ ON CONFLICT (group_id, topic_id) DO NOTHING
 RETURNING true
 """)
 _SUBSCRIBED = Statement("""
-SELECT mode, filter FROM {schema}.subscription WHERE group_id = %(group_id)s AND topic_id = %(topic_id)s
+SELECT mode, filter, EXISTS (
+    SELECT FROM {schema}.subscription_limit WHERE group_id = %(group_id)s AND topic_id = %(topic_id)s
+)
+FROM {schema}.subscription WHERE group_id = %(group_id)s AND topic_id = %(topic_id)s
 """)
 _CHANGE = Statement("""
 UPDATE {schema}.subscription SET mode = %(mode)s, filter = %(filter)s
@@ -85,11 +88,19 @@ def register(run: Executor, subscription: Subscription, *, instance: UUID | None
                 f"group {subscription.group!r} is registered with broadcast={broadcast}, and a group cannot "
                 f"change its `broadcast`. Give this subscription to {subscription.topic!r} a group of its own."
             )
+        has_limits = False
         if run.row(_SUBSCRIBE, values) is None:
-            _check_definition(run, subscription, values)
+            mode, expression, has_limits = run.one(_SUBSCRIBED, values)
+            if (mode, expression) != (subscription.mode.value, subscription.filter):
+                _change(run, subscription, mode, expression, values)
         elif not broadcast:
             starts = consume_queue.starting_offsets(run, topic.topic_id, subscription.start)
             offsets.store_starts(run, values["group_id"], starts)
+        key = values["group_id"], topic.topic_id
+        if subscription.limits is not None:
+            limits.declare(run, key, subscription.limits)
+        elif has_limits:
+            limits.withdraw(run, key)
     return Registration(values["group_id"], topic.topic_id)
 
 
@@ -101,10 +112,7 @@ def _added_and_locked(run: Executor, values: dict[str, Any]) -> tuple[Any, ...]:
             return row
 
 
-def _check_definition(run: Executor, subscription: Subscription, values: dict[str, Any]) -> None:
-    mode, expression = _one(run.row(_SUBSCRIBED, values))
-    if (mode, expression) == (subscription.mode.value, subscription.filter):
-        return
+def _change(run: Executor, subscription: Subscription, mode: str, expression: str, values: dict[str, Any]) -> None:
     other = run.row(_OTHERS, values)
     if other is not None:
         raise InvalidSubscription(
@@ -114,11 +122,6 @@ def _check_definition(run: Executor, subscription: Subscription, values: dict[st
             f"same mode and filter. Stop the other instances first, or use another group."
         )
     run.execute(_CHANGE, values)
-
-
-def _one(row: tuple[Any, ...] | None) -> tuple[Any, ...]:
-    assert row is not None
-    return row
 
 
 def group_id_of(run: Executor, group: str) -> int:

@@ -2,7 +2,8 @@
 
 This module corresponds to RocketMQ's consumerSendMsgBack. The statement schedules a failed message for the group's
 retry queue. The message is due after the delay of its retry level. After the last attempt, the statement makes the
-message a dead letter. For every failed attempt, the table `failure` has a row with the error.
+message a dead letter. For every failed attempt, the table `failure` has a row with the error. If the time limit of a
+message was over before an attempt began, the statement stores a row of `timed_out` instead.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ class FailureAction(enum.Enum):
     """Keep the message and try it again in this process."""
     DEAD = "dead"
     """Make the message a dead letter."""
+    TIMED_OUT = "timed_out"
+    """Record that the time limit of the message was over before an attempt began."""
     STOP = "stop"
     """Stop the queue. The failed message stays the next message of the queue."""
 
@@ -123,6 +126,7 @@ WITH failed AS MATERIALIZED (
 ), recorded AS (
     INSERT INTO {schema}.failure AS known (group_id, log_id, attempt, error)
     SELECT group_id, log_id, least(attempts, next_attempt + 100) - 1, error FROM failed
+    WHERE verdict <> 'timed_out'
     ORDER BY group_id, log_id
     ON CONFLICT (group_id, log_id, attempt) DO UPDATE SET error = excluded.error, failed_at = clock_timestamp()
 ), sent_back AS (
@@ -140,10 +144,27 @@ WITH failed AS MATERIALIZED (
     SET attempts = excluded.attempts, error = excluded.error, dead_at = now(), replayed_at = NULL, discarded_at = NULL
 ), sent_away AS (
     INSERT INTO {schema}.finished_ahead (group_id, queue_id, queue_offset, is_dead)
-    SELECT group_id, queue_id, queue_offset, verdict = 'dead' FROM failed
-    WHERE verdict IN ('send_back', 'dead')
+    SELECT group_id, queue_id, queue_offset, verdict <> 'send_back' FROM failed
+    WHERE verdict IN ('send_back', 'dead', 'timed_out')
     ORDER BY group_id, queue_id, queue_offset
     ON CONFLICT DO NOTHING
+    RETURNING group_id, queue_id, queue_offset
+), timed_out AS (
+    -- Only new rows of finished_ahead: a repeated statement counts no entry twice.
+    INSERT INTO {schema}.timed_out (group_id, log_id, queue_id, queue_offset)
+    SELECT group_id, log_id, queue_id, queue_offset FROM failed JOIN sent_away USING (group_id, queue_id, queue_offset)
+    WHERE verdict = 'timed_out'
+    RETURNING group_id, log_id
+), timed_out_of AS (
+    SELECT group_id, topic_id, count(*) AS number FROM timed_out JOIN {schema}.commit_log USING (log_id)
+    GROUP BY group_id, topic_id
+), locked AS MATERIALIZED (
+    -- In this order, so that two consumers of several topics do not deadlock.
+    SELECT group_id, topic_id, number FROM {schema}.subscription JOIN timed_out_of USING (group_id, topic_id)
+    ORDER BY group_id, topic_id FOR UPDATE OF subscription
+), counted AS (
+    UPDATE {schema}.subscription SET timed_out = subscription.timed_out + number FROM locked
+    WHERE subscription.group_id = locked.group_id AND subscription.topic_id = locked.topic_id
 ), passed AS (
     DELETE FROM {schema}.finished_ahead ahead
     USING (

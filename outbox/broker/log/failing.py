@@ -54,6 +54,7 @@ class ProcessPart(StrEnum):
     PUBLISHING = "publishing"
     MAINTENANCE = "maintenance"
     SUMMARY = "the summary"
+    SCHEDULES = "the schedules"
     PASS = "the pass"
 
     @property

@@ -1,7 +1,7 @@
 """Recall messages that wait for their delivery time or for a retry.
 
 Either the sequencer or the recall deletes the scheduled row of a message. If the sequencer deletes the row, the message
-is queued; if the recall deletes it, the message is recalled.
+is queued; if the recall deletes it, the message is recalled. The row of a claimed message is not recalled.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from outbox.recall import Recall, RecallStatus
 
 # Delete the scheduled rows of the messages in `wanted` (log_id), and return the outcome for each message.
 _TAKE: Final = """, taken AS (
-    DELETE FROM {schema}.scheduled WHERE log_id IN (SELECT log_id FROM wanted)
+    -- The handler of a claimed message runs now, so a recall would come too late.
+    DELETE FROM {schema}.scheduled WHERE log_id IN (SELECT log_id FROM wanted) AND NOT claimed
     RETURNING log_id, queue_id, attempt
 ), first_deliveries AS (
     INSERT INTO {schema}.recalled (log_id) SELECT log_id FROM taken WHERE queue_id IS NULL

@@ -152,6 +152,8 @@ _FREE: Final = (
     DELETE FROM {schema}.dead_letter WHERE (log_id IN (SELECT log_id FROM free)) IS TRUE
 ), recalled AS (
     DELETE FROM {schema}.recalled_retry USING free WHERE recalled_retry.log_id = free.log_id
+), timed_out AS (
+    DELETE FROM {schema}.timed_out USING free WHERE timed_out.log_id = free.log_id
 )"""
     + _REMOVAL
     + """

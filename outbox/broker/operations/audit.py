@@ -1,9 +1,9 @@
 """The audit: count every message, check the equations below with separately counted terms, and store the result.
 
 `sent = committed + rolled back + undecided + parked`, `committed = unsequenced + held + scheduled + recalled + queued`,
-and per group `queued = handled + skipped + filtered + lag + retrying + dead + discarded + expired + recalled` (messages
-of running handlers are part of the lag; a retry can be recalled). A broken equation means that a message is lost or
-doubled.
+and per group `queued = handled + skipped + filtered + lag + claimed + retrying + dead + discarded + expired + recalled
++ timed out` (messages of running handlers are part of the lag until they leave their queue, and claimed from then on;
+a retry can be recalled). A broken equation means that a message is lost or doubled.
 """
 
 from __future__ import annotations
@@ -63,9 +63,11 @@ GROUP BY topic_id, term
 """)
 
 # One row per group. `queued` is computed from the queue heads in the ticks and the start offsets of the group. `lag`
-# counts the entries of topic queues at or after the group's position. `retrying` counts the group's messages in retry
-# queues, and the group's messages that wait for a retry. `missed` counts messages that retention removed before the
-# group had passed them. When consumers of the group run again, the group counts the missed messages as expired.
+# counts the entries of topic queues at or after the group's position, without those that were finished ahead: these are
+# counted as retrying, claimed, dead or timed out. `claimed` counts the group's messages whose handler runs outside of a
+# transaction and which have left their queue (decision 214). `retrying` counts the group's messages in retry queues,
+# and the group's messages that wait for a retry. `missed` counts messages that retention removed before the group had
+# passed them. When consumers of the group run again, the group counts the missed messages as expired.
 _GROUPS: Final = Statement(
     """
 WITH heads AS MATERIALIZED (
@@ -82,8 +84,13 @@ WITH heads AS MATERIALIZED (
            greatest(0, queue.floor - newest.next_offset) AS missed,
            (SELECT count(*) FROM {schema}.consume_queue entry
             WHERE entry.queue_id = queue.queue_id
-              AND entry.queue_offset >= greatest(newest.next_offset, queue.floor)) AS waiting,
-           (SELECT count(*) FROM {schema}.scheduled WHERE scheduled.queue_id = queue.queue_id) AS scheduled
+              AND entry.queue_offset >= greatest(newest.next_offset, queue.floor))
+           - (SELECT count(*) FROM {schema}.finished_ahead ahead
+              WHERE ahead.group_id = place.group_id AND ahead.queue_id = queue.queue_id
+                AND ahead.queue_offset >= greatest(newest.next_offset, queue.floor)) AS waiting,
+           (SELECT count(*) FROM {schema}.scheduled
+            WHERE scheduled.queue_id = queue.queue_id AND NOT claimed) AS scheduled,
+           (SELECT count(*) FROM {schema}.scheduled WHERE scheduled.queue_id = queue.queue_id AND claimed) AS claimed
     FROM place JOIN {schema}.queue USING (topic_id)
     LEFT JOIN heads USING (queue_id)
     CROSS JOIN LATERAL (
@@ -101,6 +108,7 @@ SELECT consumer_group.name, consumer_group.broadcast,
        coalesce(sum(handled), 0)::bigint AS handled, coalesce(sum(skipped), 0)::bigint AS skipped,
        coalesce(sum(filtered), 0)::bigint AS filtered,
        coalesce(sum(waiting) FILTER (WHERE NOT is_retry), 0)::bigint AS lag,
+       coalesce(sum(claimed), 0)::bigint AS claimed,
        coalesce(sum(scheduled + waiting) FILTER (WHERE is_retry), 0)::bigint AS retrying,
        (SELECT count(*) FROM {schema}.dead_letter
         WHERE dead_letter.group_id = consumer_group.group_id AND replayed_at IS NULL) AS dead,
@@ -108,7 +116,9 @@ SELECT consumer_group.name, consumer_group.broadcast,
                  WHERE subscription.group_id = consumer_group.group_id), 0)::bigint AS discarded,
        coalesce(sum(expired + missed), 0)::bigint AS expired, coalesce(sum(missed), 0)::bigint AS missed,
        (SELECT coalesce(sum(recalled), 0)::bigint FROM {schema}.subscription
-        WHERE subscription.group_id = consumer_group.group_id) AS recalled
+        WHERE subscription.group_id = consumer_group.group_id) AS recalled,
+       (SELECT coalesce(sum(timed_out), 0)::bigint FROM {schema}.subscription
+        WHERE subscription.group_id = consumer_group.group_id) AS timed_out
 FROM {schema}.consumer_group LEFT JOIN counted USING (group_id)
 GROUP BY consumer_group.group_id ORDER BY consumer_group.name
 """
@@ -146,7 +156,8 @@ class TopicTotals:
 class GroupTotals:
     """Messages of a consumer group since its start.
 
-    `lag`: queued and unfinished messages, without the `retrying` messages.
+    `lag`: queued and unfinished messages, without the `claimed` and `retrying` messages. `claimed`: messages that have
+    left their queue while their handler runs.
 
     `discarded`: dead letters that an operator discarded. `expired`: messages that retention removed before the group
     had consumed them; `missed`: the expired messages that the group has not counted yet, because its consumers have not
@@ -160,24 +171,26 @@ class GroupTotals:
     skipped: int
     filtered: int
     lag: int
+    claimed: int
     retrying: int
     dead: int
     discarded: int
     expired: int
     missed: int
     recalled: int = 0
+    timed_out: int = 0
 
     def differences(self) -> list[str]:
         """Return a text if the group's equation does not hold. A broadcast group has no positions and no equation."""
         if self.broadcast:
             return []
-        ended = self.handled + self.skipped + self.filtered + self.dead + self.discarded + self.expired + self.recalled
-        found = ended + self.lag + self.retrying
+        ended = self.handled + self.skipped + self.filtered + self.dead + self.discarded + self.expired
+        found = ended + self.recalled + self.timed_out + self.lag + self.claimed + self.retrying
         if self.queued == found:
             return []
         return [
-            f"{self.queued} queued, but {found} handled, skipped, filtered, lagging, retrying, dead, discarded, "
-            f"expired or recalled"
+            f"{self.queued} queued, but {found} handled, skipped, filtered, lagging, claimed, retrying, dead, "
+            f"discarded, expired, recalled or timed out"
         ]
 
 

@@ -1,4 +1,4 @@
-"""Changes by an operator: pause, resume, reset and rename a consumer group; refuse transactional messages."""
+"""Changes by an operator: pause, resume, reset and rename groups; skip a message; refuse transactional messages."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
+from uuid import UUID
 
 from outbox import names
 from outbox.broker.database.executor import Executor
@@ -169,6 +170,42 @@ def reset(
     if not dry_run:
         notify(run, Channel.SHARED)
     return moves
+
+
+def skip(run: Executor, group: str, topic: str, message_id: UUID, *, dry_run: bool = False) -> QueueReset:
+    """Move a group past the message that blocks one of its queues. Return the queue with old and new offset.
+
+    The group then handles the next messages of the queue, also if an on_error policy has stopped the queue. The retries
+    and dead letters of the queue do not change. `moved` counts the message. With `dry_run`, the function changes
+    nothing. Raises UnknownGroup and UnknownTopic. Raises UsageError if the message does not block a queue of the group.
+    """
+    TopicCatalog(run.schema).get(run.connection, topic)
+    with run.connection.transaction():
+        group_id = group_id_of(run, group)
+        queue = next((one for one in list_queues(run, group, topic) if one.blocked_by == message_id), None)
+        if queue is None:
+            raise _does_not_block(group, topic, message_id)
+        target = max(queue.next_offset, queue.floor) + 1
+        if not dry_run:
+            fenced = {"group_id": group_id, "queue_ids": integers([queue.queue_id])}
+            epochs = dict(run.execute(_FENCE, fenced).fetchall())
+            # The former owner is fenced now, so the position does not change any more.
+            position = offsets.load(run, group_id, [queue.queue_id])[queue.queue_id]
+            if position.next_offset != queue.next_offset:
+                raise _does_not_block(group, topic, message_id)
+            key = (group_id, queue.queue_id)
+            offsets.place(run, [OffsetRow(key, epochs[queue.queue_id], 0, moved_to(position, target))])
+    if not dry_run:
+        notify(run, Channel.SHARED)
+    return QueueReset(queue.topic, queue.layout, queue.number, queue.queue_id, queue.next_offset, target)
+
+
+def _does_not_block(group: str, topic: str, message_id: UUID) -> UsageError:
+    return UsageError(
+        f"message {message_id} does not block a queue of group {group!r} on topic {topic!r}, so nothing was skipped: "
+        f"the group has finished the message, or does not consume the topic in order. `outbox_group offsets {group}` "
+        "lists the messages that block its queues."
+    )
 
 
 def _move(run: Executor, group_id: int, targets: dict[int, int]) -> None:

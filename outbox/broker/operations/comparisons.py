@@ -292,7 +292,7 @@ def passed(run: Executor, group: str, topic: str) -> list[Passed]:
 
 
 # The statement leaves out messages that have ever failed. A message that has failed may have no effect, because it is
-# dead, was skipped by on_error, or is still retried.
+# dead, was skipped by on_error, or is still retried. A message that has timed out has no effect either.
 _ENTRIES = Statement("""
 SELECT entry.queue_offset, log.message_id, coalesce(entry.queued_at, log.stored_at) AS queued_at, log.tag,
        coalesce(log.headers, '{{}}') AS headers
@@ -302,6 +302,8 @@ WHERE entry.queue_id = %(queue_id)s AND entry.queue_offset >= %(low)s AND entry.
   AND NOT EXISTS (SELECT FROM {schema}.failure WHERE failure.group_id = %(group_id)s AND failure.log_id = log.log_id)
   AND NOT EXISTS (SELECT FROM {schema}.dead_letter dead
                   WHERE dead.group_id = %(group_id)s AND dead.log_id = log.log_id)
+  AND NOT EXISTS (SELECT FROM {schema}.timed_out
+                  WHERE timed_out.group_id = %(group_id)s AND timed_out.log_id = log.log_id)
 ORDER BY entry.queue_offset
 """)
 
@@ -318,6 +320,9 @@ class QueuedMessage:
 
 
 def finished_entries(run: Executor, queue: Passed, low: int, high: int, *, keep_seconds: float) -> list[QueuedMessage]:
-    """Return the messages at offsets from `low` to `high - 1` that never failed and are younger than `keep_seconds`."""
+    """Return the messages at offsets from `low` to `high - 1` that never failed and did not time out.
+
+    Messages older than `keep_seconds` are left out.
+    """
     values = {"queue_id": queue.queue_id, "group_id": queue.group_id, "low": low, "high": high, "keep": keep_seconds}
     return run.objects(QueuedMessage, _ENTRIES, values)

@@ -5,7 +5,7 @@ conditions of the catalogue below. The doctor, `manage.py check` and the probe o
 report each problem as a condition. Such a condition is not in the catalogue, so it contains its own meaning and next
 step.
 
-See decision 091.
+See decision 091. docs/operations/incidents.md has the first command for each condition (decision 219).
 """
 
 from __future__ import annotations
@@ -198,6 +198,11 @@ CATALOGUE: Final[Mapping[str, ConditionKind]] = {
         "Start `outbox_worker --role receive`, or restore the server that the receiver's log names. If the "
         "receiver is gone for good, run `outbox_worker --forget NAME`.",
     ),
+    "schedule_late": ConditionKind(
+        "The leader has not published the message of a schedule in time.",
+        "If the evidence has an error, correct the declaration of the schedule or declare its topic. If there is no "
+        "error, check the conditions `no_sequencer` and `process_failing`, and the log of the broker process.",
+    ),
     "unanswered": ConditionKind(
         "Half messages are undecided, and no process of their producer group answers.",
         "Start the producer service with check-back. If the producer group is gone for good, decide its half "
@@ -239,8 +244,8 @@ CATALOGUE: Final[Mapping[str, ConditionKind]] = {
     ),
     "blocked_queue": ConditionKind(
         "An ordered handler fails on one message again and again, and the messages behind this message wait.",
-        "Fix the handler, let its on_error policy skip the message or make it a dead letter, or move the queue's "
-        "offset past the message.",
+        "Fix the handler, let its on_error policy skip the message or make it a dead letter, or skip the message with "
+        "`outbox_group skip GROUP TOPIC MESSAGE`.",
     ),
     "stopped_queue": ConditionKind(
         "The on_error policy of a handler stopped its queue.",
@@ -266,10 +271,24 @@ CATALOGUE: Final[Mapping[str, ConditionKind]] = {
         "Find the lock or the call for which the handlers wait without a timeout, and give this lock or call a "
         "timeout.",
     ),
+    "claim_held_long": ConditionKind(
+        'Handlers with effects="outside" have run for long, and still hold the claims of their messages.',
+        "`outbox_message show ID` shows the steps that are done. Find the call of another system for which the handler "
+        "waits, and give this call a timeout.",
+    ),
     "outage": ConditionKind(
         "A subscription pauses, because its handlers fail one after another with the same error. Probably a "
         "service that the handlers need is down.",
         "Restore the service that the error names: the group then resumes by itself.",
+    ),
+    "endpoint_disabled": ConditionKind(
+        "An endpoint of FORWARD says that it exists no more, so it gets no messages. Its messages wait.",
+        "If the endpoint exists again, run `outbox_endpoint enable GROUP`. If it is gone for good, remove its entry "
+        "from FORWARD, then run `outbox_group delete GROUP`.",
+    ),
+    "limit_binding": ConditionKind(
+        "Messages of a subscription have waited for one of its limits for long.",
+        "If the service behind the handler allows it, raise the limit with `outbox_group limits`.",
     ),
     "dead_letters": ConditionKind(
         "Messages of these groups have recently become dead letters.",
@@ -405,7 +424,7 @@ class Threshold:
 def _limits(warning: float, critical: float | None, unit: str, meaning: str) -> Threshold:
     """Return a field with default, unit and meaning.
 
-    The table of thresholds in docs/operations.md is generated from these fields.
+    The table of thresholds in docs/operations/monitoring.md is generated from these fields.
     """
     made: Any = field(default=Threshold(warning, critical), metadata={"unit": unit, "meaning": meaning})
     return made  # type: ignore[no-any-return]
@@ -426,10 +445,17 @@ class Thresholds:
     pass_late_periods: Threshold = _limits(
         3, 10, "periods", "delay of a pass of check-back or pruning, measured in intervals between two passes"
     )
+    schedule_late_seconds: Threshold = _limits(60, 600, "seconds", "time since a due moment of a schedule has passed")
     unanswered_seconds: Threshold = _limits(120, 900, "seconds", "time since a check became due")
     parked_messages: Threshold = _limits(1, 100, "messages", "parked messages")
     lag_seconds: Threshold = _limits(60, 600, "seconds", "age of the oldest waiting message, per group and topic")
     lag_messages: Threshold = _limits(10_000, 1_000_000, "messages", "waiting messages, per group and topic")
+    limit_seconds: Threshold = _limits(
+        600, None, "seconds", "time for which messages of a subscription have waited for a limit without a break"
+    )
+    claim_seconds: Threshold = _limits(
+        600, None, "seconds", 'time for which a handler with `effects="outside"` has held the claim of its message'
+    )
     dead_letters: Threshold = _limits(1, 1000, "messages", "dead letters of a group")
     retry_share: Threshold = _limits(
         0.5,

@@ -94,6 +94,7 @@ SELECT queue_id, number,
                   WHERE stored.queue_id = queue.queue_id AND next_offset > 0) AS was_used
 FROM {schema}.queue JOIN {schema}.topic USING (topic_id) WHERE retry_of = %(group_id)s
 """)
+_OF_LIMITS: Final = ("subscription_limit", "slot", "slot_demand", "bucket")
 _FORGET = [
     Statement("""
 DELETE FROM {schema}.queue_lease WHERE group_id = %(group_id)s
@@ -122,7 +123,15 @@ WHERE letter.group_id = %(group_id)s AND log.log_id = letter.log_id AND log.topi
 DELETE FROM {schema}.failure USING {schema}.commit_log log
 WHERE failure.group_id = %(group_id)s AND log.log_id = failure.log_id AND log.topic_id = %(topic_id)s
 """),
+    Statement("""
+DELETE FROM {schema}.timed_out USING {schema}.commit_log log
+WHERE timed_out.group_id = %(group_id)s AND log.log_id = timed_out.log_id AND log.topic_id = %(topic_id)s
+"""),
     Statement("DELETE FROM {schema}.queue WHERE queue_id = ANY (%(retry_queues)s::integer[])"),
+    *(
+        Statement(f"DELETE FROM {{schema}}.{table} WHERE group_id = %(group_id)s AND topic_id = %(topic_id)s")
+        for table in _OF_LIMITS
+    ),
     Statement("DELETE FROM {schema}.subscription WHERE group_id = %(group_id)s AND topic_id = %(topic_id)s"),
 ]
 _ITS_RETRY_QUEUES: Final = """
@@ -138,6 +147,7 @@ _FORGET_GROUP = [
     Statement("DELETE FROM {schema}.queue" + _ITS_RETRY_QUEUES),
     Statement("DELETE FROM {schema}.dead_letter WHERE group_id = %(group_id)s"),
     Statement("DELETE FROM {schema}.failure WHERE group_id = %(group_id)s"),
+    Statement("DELETE FROM {schema}.timed_out WHERE group_id = %(group_id)s"),
     Statement("DELETE FROM {schema}.consumer_offset WHERE group_id = %(group_id)s"),
     Statement("DELETE FROM {schema}.consumer WHERE group_id = %(group_id)s"),
     Statement("DELETE FROM {schema}.topic WHERE retry_of = %(group_id)s"),
@@ -264,7 +274,9 @@ TRUNCATE {schema}.topic, {schema}.queue, {schema}.commit_log, {schema}.op_log, {
          {schema}.dead_letter, {schema}.pruned, {schema}.incident, {schema}.producer_group, {schema}.recalled_retry,
          {schema}.producer_epoch, {schema}.fenced_half, {schema}.suspect, {schema}.suspect_vanished, {schema}.outage,
          {schema}.periodic_pass, {schema}.pruned_table, {schema}.summary, {schema}.audit, {schema}.life,
-         {schema}.life_sign, {schema}.comparison, {schema}.missing_transaction
+         {schema}.life_sign, {schema}.comparison, {schema}.missing_transaction, {schema}.schedule,
+         {schema}.timed_out, {schema}.subscription_limit,
+         {schema}.slot, {schema}.slot_demand, {schema}.bucket, {schema}.consumer_process
 RESTART IDENTITY
 """)
 

@@ -1,17 +1,18 @@
-"""Lists page by page: open transactions, scheduled messages, consumers, and errors of dead letters."""
+"""Lists page by page: open transactions, scheduled messages, consumer processes, errors of dead letters and retries."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Final
+from typing import Any, Final
 from uuid import UUID
 
 from outbox.broker.database.executor import Executor, Snapshot
 from outbox.broker.database.statement import Statement
 from outbox.broker.fastpath.arrays import xids
+from outbox.broker.groups.members import CallReport
 from outbox.broker.groups.registration import unknown_group
 from outbox.broker.operations.trace import TracedAnswer, TracedMessage, trace
 from outbox.transaction import STILL_RUNNING
@@ -44,9 +45,32 @@ GROUP BY 1, 2, newest.is_cut ORDER BY letters DESC, 1, 2
 LIMIT %(most)s
 """)
 
+# The statement reads only the messages that are due first, because a broker may have millions of delayed messages.
+_RETRY_ERRORS: Final = Statement("""
+WITH due AS MATERIALIZED (
+    SELECT log_id, queue_id, count(*) OVER () > %(limit)s AS is_cut
+    FROM (SELECT log_id, queue_id FROM {schema}.scheduled ORDER BY due_at LIMIT %(limit)s + 1) AS first
+)
+SELECT consumer_group.name AS group, split_part(newest.error, ':', 1) AS error_type, count(*) AS letters,
+       min(newest.since) AS first_at, max(newest.failed_at) AS last_at,
+       (array_agg(newest.error ORDER BY newest.failed_at DESC))[1] AS example, due.is_cut
+FROM due JOIN {schema}.queue USING (queue_id) JOIN {schema}.topic USING (topic_id)
+JOIN {schema}.consumer_group ON consumer_group.group_id = topic.retry_of
+CROSS JOIN LATERAL (
+    SELECT (array_agg(error ORDER BY attempt DESC))[1] AS error, max(failed_at) AS failed_at, min(failed_at) AS since
+    FROM {schema}.failure WHERE failure.group_id = consumer_group.group_id AND failure.log_id = due.log_id
+) AS newest
+WHERE newest.error IS NOT NULL AND (%(group)s::text IS NULL OR consumer_group.name = %(group)s)
+GROUP BY 1, 2, due.is_cut ORDER BY letters DESC, 1, 2
+LIMIT %(most)s
+""")
+
 _WAITING: Final = Statement("""
-SELECT scheduled.schedule_id, scheduled.due_at, scheduled.attempt, log.message_id, topic.name AS topic, log.key,
-       consumer_group.name AS group
+SELECT scheduled.schedule_id, scheduled.due_at, scheduled.attempt, scheduled.claimed, log.message_id,
+       topic.name AS topic, log.key, consumer_group.name AS group,
+       (SELECT error FROM {schema}.failure
+        WHERE failure.group_id = consumer_group.group_id AND failure.log_id = scheduled.log_id
+        ORDER BY failure.attempt DESC LIMIT 1) AS error
 FROM {schema}.scheduled JOIN {schema}.commit_log log USING (log_id) JOIN {schema}.topic ON topic.topic_id = log.topic_id
 LEFT JOIN {schema}.queue ON queue.queue_id = scheduled.queue_id
 LEFT JOIN {schema}.topic retries ON retries.topic_id = queue.topic_id
@@ -54,19 +78,32 @@ LEFT JOIN {schema}.consumer_group ON consumer_group.group_id = retries.retry_of
 WHERE (%(group)s::text IS NULL OR consumer_group.name = %(group)s)
   AND (%(topic)s::text IS NULL OR topic.name = %(topic)s)
   AND (NOT %(delayed)s::boolean OR scheduled.queue_id IS NULL)
+  AND (NOT %(retrying)s::boolean OR scheduled.queue_id IS NOT NULL)
   AND (%(after_at)s::timestamptz IS NULL
        OR (scheduled.due_at, scheduled.schedule_id) > (%(after_at)s::timestamptz, %(after_id)s::bigint))
 ORDER BY scheduled.due_at, scheduled.schedule_id LIMIT %(limit)s
 """)
 
-_MEMBERS: Final = Statement("""
-SELECT instance_id, host, pid, topics, joined_at, expires_at,
-       (SELECT count(*) FROM {schema}.queue_lease lease
-        WHERE lease.group_id = consumer.group_id AND lease.owner = consumer.instance_id
-          AND lease.expires_at > clock_timestamp()) AS queues
-FROM {schema}.consumer JOIN {schema}.consumer_group USING (group_id)
-WHERE consumer_group.name = %(group)s AND consumer.expires_at > clock_timestamp()
-ORDER BY host, pid LIMIT %(limit)s
+# A process that has died without leaving its groups is listed for an hour after the end of its membership.
+_PROCESSES: Final = Statement("""
+WITH held AS MATERIALIZED (
+    SELECT owner, count(*) AS queues FROM {schema}.queue_lease WHERE expires_at > clock_timestamp() GROUP BY owner
+), listed AS (
+    SELECT instance_id, min(host) AS host, min(pid) AS pid, min(joined_at) AS joined_at,
+           max(expires_at) AS expires_at, array_agg(consumer_group.name ORDER BY consumer_group.name) AS groups
+    FROM {schema}.consumer JOIN {schema}.consumer_group USING (group_id)
+    WHERE expires_at > clock_timestamp() - interval '1 hour'
+    GROUP BY instance_id
+    HAVING %(group)s::text IS NULL OR bool_or(consumer_group.name = %(group)s)
+)
+SELECT instance_id, host, pid, groups, joined_at, expires_at, expires_at > clock_timestamp() AS is_alive,
+       coalesce(held.queues, 0) AS queues, coalesce(known.version, '') AS version, known.seen_at,
+       coalesce(known.calls, 0) AS calls, coalesce(known.longest, '[]') AS longest,
+       EXISTS (SELECT FROM {schema}.leader_lease leader
+               WHERE role = 'sequencer' AND leader.owner = instance_id
+                 AND leader.expires_at > clock_timestamp()) AS leads
+FROM listed LEFT JOIN held ON held.owner = instance_id LEFT JOIN {schema}.consumer_process known USING (instance_id)
+ORDER BY expires_at > clock_timestamp() DESC, host, pid, instance_id LIMIT %(limit)s OFFSET %(after)s
 """)
 
 
@@ -84,9 +121,9 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class ErrorGroup:
-    """The unsettled dead letters of one group with the same type of last error; `example` is the newest error.
+    """The unsettled dead letters, or the retries, of one group with the same type of last error.
 
-    `is_cut`: the group has more than COUNTED unsettled dead letters, and only the newest COUNTED were read.
+    `example` is the newest error. `is_cut`: there are more than COUNTED of them, and only COUNTED were read.
     """
 
     group: str
@@ -100,28 +137,50 @@ class ErrorGroup:
 
 @dataclass(frozen=True, slots=True)
 class WaitingMessage:
-    """A message that waits for its delivery time (`group` is None) or for a group's next attempt."""
+    """A message that waits for its delivery time (`group` is None) or for a group's next attempt.
+
+    `claimed`: the handler runs now, and the message is delivered again at `due_at` if its process dies.
+    `error` is the last error of the group's attempts; None without a failed attempt.
+    """
 
     schedule_id: int
     due_at: datetime
     attempt: int
+    claimed: bool
     message_id: UUID
     topic: str
     key: str
     group: str | None
+    error: str | None
 
 
 @dataclass(frozen=True, slots=True)
-class Consumer:
-    """A live process of a consumer group; `queues`: the number of its leases."""
+class ConsumerProcess:
+    """A consumer process. `queues`: the number of its leases. `leads`: whether it is also the leader.
+
+    `is_alive` is False if the membership of the process has ended without a renewal. `seen_at`: the time at which the
+    process last renewed its membership. At this time, `calls` handler calls were running, and `longest` has the longest
+    of them, the longest first. For a process of an older version, `version` is '' and `seen_at` is None.
+    """
 
     instance_id: UUID
     host: str
     pid: int
-    topics: list[str]
+    groups: Sequence[str]
     joined_at: datetime
     expires_at: datetime
+    is_alive: bool
     queues: int
+    version: str
+    seen_at: datetime | None
+    calls: int
+    longest: Sequence[Mapping[str, Any]]
+    leads: bool
+
+    @property
+    def running(self) -> list[CallReport]:
+        """The longest of the running calls. The seconds of a call are those at `seen_at`."""
+        return [CallReport(**call) for call in self.longest]
 
 
 @contextmanager
@@ -159,23 +218,38 @@ def list_waiting(
     topic: str | None = None,
     *,
     delayed: bool = False,
+    retrying: bool = False,
     after: tuple[datetime, int] | None = None,
     limit: int = 100,
 ) -> list[WaitingMessage]:
     """Return a page of scheduled messages, the message that is due next first.
 
     With `group` or `topic`, the page has only messages of this group or topic. With `delayed`, the page has only
-    messages that wait for their delivery time. To read the next page, pass `due_at` and `schedule_id` of the last
-    message as `after`.
+    messages that wait for their delivery time; with `retrying`, only messages that wait for another attempt. To read
+    the next page, pass `due_at` and `schedule_id` of the last message as `after`.
     """
     after_at, after_id = after or (None, None)
-    values = {"group": group, "topic": topic, "delayed": delayed, "after_at": after_at, "after_id": after_id}
-    return run.objects(WaitingMessage, _WAITING, values | {"limit": limit})
+    values = {"group": group, "topic": topic, "delayed": delayed, "retrying": retrying}
+    place = {"after_at": after_at, "after_id": after_id, "limit": limit}
+    return run.objects(WaitingMessage, _WAITING, values | place)
 
 
-def list_consumers(run: Executor, group: str, *, limit: int = 200) -> list[Consumer]:
-    """Return the live processes of a group."""
-    return run.objects(Consumer, _MEMBERS, {"group": group, "limit": limit})
+def list_retry_errors(run: Executor, group: str | None = None) -> list[ErrorGroup]:
+    """Return the messages that wait for another attempt, by group and type of their last error; `letters` counts them.
+
+    The function reads only the COUNTED scheduled messages that are due first. If there are more, `is_cut` is True.
+    """
+    return run.objects(ErrorGroup, _RETRY_ERRORS, {"group": group, "limit": COUNTED, "most": MOST_ERRORS})
+
+
+def list_processes(
+    run: Executor, group: str | None = None, *, after: int = 0, limit: int = 100
+) -> list[ConsumerProcess]:
+    """Return the consumer processes of a group or of all groups, processes that are alive first.
+
+    To read the next page, pass the number of processes on the pages before as `after`.
+    """
+    return run.objects(ConsumerProcess, _PROCESSES, {"group": group, "after": after, "limit": limit})
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -33,7 +33,9 @@ from outbox.broker.operations.conditions import (
     condition,
     worst_first,
 )
+from outbox.broker.operations.limits import list_limits
 from outbox.broker.operations.summary import GroupProgress, Summary
+from outbox.broker.schedules import schedule
 from outbox.broker.schema.install import check_schema
 from outbox.broker.transaction import turns
 from outbox.errors import SchemaError
@@ -218,6 +220,23 @@ def _passes_late(run: Executor, limits: Thresholds, failing: Sequence[FailingPar
             passes.append((severity, {"pass": name, **fact}))
     yield from condition("check_back_late", passes)
     yield from condition("receiver_late", receivers)
+
+
+def _of_schedules(run: Executor, limits: Thresholds, summary: Summary) -> Iterator[Condition]:
+    """Return the schedules whose message is late."""
+    now = schedule.clock(run)
+    judged: list[Judged] = []
+    for one in schedule.list_schedules(run):
+        late = one.late_seconds(now)
+        fact: Fact = {
+            "schedule": one.name,
+            "producer_group": one.producer_group,
+            "topic": one.topic,
+            "late_seconds": late,
+            "error": one.error,
+        }
+        judged.append((limits.schedule_late_seconds.judge(late), fact))
+    yield from condition("schedule_late", judged)
 
 
 def _pruning(one: presence.PruningBehind, limits: Thresholds) -> Judged:
@@ -569,6 +588,28 @@ def _of_suspects(run: Executor, limits: Thresholds, summary: Summary) -> Iterato
     )
 
 
+def _of_limits(run: Executor, limits: Thresholds, summary: Summary) -> Iterator[Condition]:
+    """Return the condition of subscriptions whose messages wait for a limit."""
+    yield from condition(
+        "limit_binding",
+        [
+            (
+                limits.limit_seconds.judge(one.waiting_seconds),
+                {
+                    "group": one.group,
+                    "topic": one.topic,
+                    "limits": str(one.limits),
+                    "waiting_for": one.waiting_for,
+                    "waiting": one.waiting,
+                    "since_seconds": one.waiting_seconds,
+                },
+            )
+            for one in list_limits(run)
+            if one.waiting_seconds is not None
+        ],
+    )
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Conditions of the broker's PostgreSQL: old transactions, locks, disk space, used-up ids and sequences, and replicas.
 
@@ -746,6 +787,8 @@ _RULES: Final[Sequence[Rules]] = (
     _of_transactions,
     _of_groups,
     _of_suspects,
+    _of_schedules,
+    _of_limits,
     _of_server,
 )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any, Final
@@ -13,6 +13,7 @@ from uuid import UUID
 
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
+from outbox.broker.fastpath.arrays import bigints
 from outbox.utils.safe_text import MASK, masked_value
 
 
@@ -36,6 +37,8 @@ STATE: Final = """CASE WHEN recalled.log_id IS NOT NULL THEN 'recalled' WHEN op.
             WHEN op.decision = 'R' THEN 'rolled back' WHEN pending.parked_at IS NOT NULL THEN 'parked'
             ELSE 'undecided' END"""
 
+STATES: Final = ("committed", "undecided", "parked", "rolled back", "recalled")
+
 # There is no index by key, because it would make the storing of every message slower. With the index by time,
 # PostgreSQL reads only the blocks of the table that have rows of the given time span.
 _FOUND: Final = Statement(f"""
@@ -49,6 +52,7 @@ WHERE (%(key)s::text IS NULL OR log.key = %(key)s) AND (%(topic)s::text IS NULL 
   AND log.stored_at >= coalesce(%(since)s::timestamptz, now() - interval '1 day')
   AND (%(until)s::timestamptz IS NULL OR log.stored_at < %(until)s)
   AND (%(before)s::bigint IS NULL OR log.log_id < %(before)s)
+  AND (%(state)s::text IS NULL OR {STATE} = %(state)s)
 ORDER BY log.log_id DESC LIMIT %(limit)s
 """)
 
@@ -61,19 +65,53 @@ def find_messages(
     since: datetime | None = None,
     until: datetime | None = None,
     before: int | None = None,
+    state: str | None = None,
     limit: int = 100,
 ) -> list[FoundMessage]:
     """Return a page of messages, the newest first.
 
-    With `topic` or `key`, all messages of the page have this topic or key. The page has messages that were stored at
-    `since` or later, and before `until`. If `since` is None, the page has messages of the last day. To read the next
-    page, pass the last log id of this page as `before`. The function reads all messages stored between `since` and
-    `until`, which takes some seconds per ten million messages.
+    With `topic`, `key` or `state`, all messages of the page have this topic, key or state (one of STATES). The page has
+    messages that were stored at `since` or later, and before `until`. If `since` is None, the page has messages of the
+    last day. To read the next page, pass the last log id of this page as `before`. The function reads all messages
+    stored between `since` and `until`, which takes some seconds per ten million messages.
     """
-    values = {"key": key, "topic": topic, "since": since, "until": until, "before": before, "limit": limit}
+    values = {"key": key, "topic": topic, "since": since, "until": until, "before": before, "state": state}
+    values["limit"] = limit
     # The statement is not prepared, because PostgreSQL must know the length of the time span when it plans the
     # statement.
     return run.objects(FoundMessage, _FOUND, values, prepare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class UnfinishedDelivery:
+    """For one message: in how many groups it is an unsettled dead letter or waits for another attempt.
+
+    `is_delayed`: whether the message waits for its delivery time.
+    """
+
+    log_id: int
+    dead: int
+    retrying: int
+    is_delayed: bool
+
+
+# The statement makes one look-up by primary key for each pair of a group and a message.
+_UNFINISHED: Final = Statement("""
+SELECT given.log_id,
+       (SELECT count(*) FROM {schema}.consumer_group JOIN {schema}.dead_letter letter USING (group_id)
+        WHERE letter.log_id = given.log_id AND letter.replayed_at IS NULL) AS dead,
+       (SELECT count(*) FROM {schema}.scheduled
+        WHERE scheduled.log_id = given.log_id AND queue_id IS NOT NULL) AS retrying,
+       EXISTS (SELECT FROM {schema}.scheduled
+               WHERE scheduled.log_id = given.log_id AND queue_id IS NULL) AS is_delayed
+FROM unnest(%(log_ids)s::bigint[]) AS given (log_id)
+""")
+
+
+def unfinished(run: Executor, log_ids: Sequence[int]) -> dict[int, UnfinishedDelivery]:
+    """Return for each of these messages, by log id, which groups have not finished it after a failure."""
+    rows = run.objects(UnfinishedDelivery, _UNFINISHED, {"log_ids": bigints(log_ids)})
+    return {row.log_id: row for row in rows}
 
 
 # ---------------------------------------------------------------------------------------------------------------------

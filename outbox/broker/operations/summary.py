@@ -29,17 +29,22 @@ from outbox.broker.operations.progress import EVERY, GROUPS, QueueProgress, list
 from outbox.errors import BrokerUnavailable
 from outbox.utils.periodic import BackgroundLoop
 
-# The figures of a group that are not about its queues: unsettled dead letters, and retries that wait for their time.
+# The figures of a group that are not about its queues: unsettled dead letters, retries that wait for their time, and
+# claimed messages that have left their queue.
 _RESTS: Final = """
 SELECT consumer_group.name AS group, consumer_group.paused, consumer_group.broadcast,
        coalesce(letters.dead, 0) AS dead, extract(epoch FROM letters.newest)::double precision AS newest_dead_at,
-       coalesce(retries.waiting, 0) AS retrying
+       coalesce(retries.waiting, 0) AS retrying, coalesce(retries.claimed, 0) AS claimed,
+       coalesce(counted.timed_out, 0)::bigint AS timed_out
 FROM {schema}.consumer_group
 LEFT JOIN (SELECT group_id, count(*) AS dead, max(dead_at) AS newest FROM {schema}.dead_letter
            WHERE replayed_at IS NULL GROUP BY group_id) AS letters USING (group_id)
-LEFT JOIN (SELECT retry_of AS group_id, count(*) AS waiting
+LEFT JOIN (SELECT retry_of AS group_id, count(*) FILTER (WHERE NOT claimed) AS waiting,
+                  count(*) FILTER (WHERE claimed) AS claimed
            FROM {schema}.scheduled JOIN {schema}.queue USING (queue_id) JOIN {schema}.topic USING (topic_id)
            WHERE retry_of IS NOT NULL GROUP BY retry_of) AS retries USING (group_id)
+LEFT JOIN (SELECT group_id, sum(timed_out) AS timed_out FROM {schema}.subscription GROUP BY group_id) AS counted
+    USING (group_id)
 ORDER BY consumer_group.name
 """
 
@@ -172,7 +177,11 @@ class GroupProgress:
 
 @dataclass(frozen=True, slots=True)
 class GroupRest:
-    """A group's data outside its queues: unsettled dead letters, and messages that wait for their next attempt."""
+    """A group's data outside its queues: unsettled dead letters, and messages that wait for their next attempt.
+
+    `claimed` counts the messages that have left their queue while their handler runs. `timed_out` is the total of the
+    messages that the group did not handle, because their time limit was over.
+    """
 
     group: str
     paused: bool
@@ -180,6 +189,8 @@ class GroupRest:
     dead: int
     newest_dead_at: float | None
     retrying: int
+    claimed: int = 0
+    timed_out: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -377,14 +388,22 @@ def read(run: Executor, *, fresh_seconds: float = FRESH_SECONDS) -> Summary:
 
     Raises LockNotAvailable as `count` does.
     """
+    found = stored(run)
+    if found is None:
+        return replace(count(run), is_late=True)
+    # If a count takes long, the leading process counts more rarely.
+    if found.age_seconds > max(fresh_seconds, 2 * found.took_seconds / SHARE):
+        return replace(count(run), is_late=True, stored_age_seconds=found.stored_age_seconds)
+    return found
+
+
+def stored(run: Executor) -> Summary | None:
+    """Return the newest stored summary, however old it is; None if there is none."""
     with lock_limited(run.connection):
         row = run.row(_NEWEST)
     if row is None:
-        return replace(count(run), is_late=True)
+        return None
     at, took, now, facts = row
-    # If a count takes long, the leading process counts more rarely.
-    if now - at > max(fresh_seconds, 2 * took / SHARE):
-        return replace(count(run), is_late=True, stored_age_seconds=now - at)
     parts: dict[str, Any] = {name: _unpacked(row_type, facts[name]) for name, row_type in _PARTS.items()}
     return Summary(
         at=at,
@@ -446,9 +465,10 @@ def _packed(row_type: type[Any], rows: Iterable[Any]) -> dict[str, Any]:
 
 
 def _unpacked(row_type: type[_Row], packed: Mapping[str, Any]) -> list[_Row]:
-    columns: list[str] = packed["columns"]
-    places = [columns.index(field.name) for field in fields(row_type)]  # type: ignore[arg-type]
-    return [row_type(*[row[place] for place in places]) for row in packed["rows"]]
+    # A leader of an earlier version stores no column for a newer field, which then has its default.
+    known = {field.name for field in fields(row_type)}  # type: ignore[arg-type]
+    places = [(name, place) for place, name in enumerate(packed["columns"]) if name in known]
+    return [row_type(**{name: row[place] for name, place in places}) for row in packed["rows"]]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -457,7 +477,8 @@ def _unpacked(row_type: type[_Row], packed: Mapping[str, Any]) -> list[_Row]:
 _BROKER: Final = Statement("""
 SELECT broker_id::text, incarnation, (SELECT max(change) FROM {schema}.schema_version),
        (SELECT owner::text FROM {schema}.leader_lease WHERE role = 'sequencer' AND expires_at > clock_timestamp()),
-       tick_id, extract(epoch FROM clock_timestamp() - at)::double precision
+       tick_id, extract(epoch FROM clock_timestamp() - at)::double precision,
+       (SELECT count(DISTINCT instance_id) FROM {schema}.consumer WHERE expires_at > clock_timestamp())
 FROM {schema}.broker, (SELECT tick_id, at FROM {schema}.tick ORDER BY tick_id DESC LIMIT 1) AS tick
 """)
 
@@ -469,7 +490,11 @@ WHERE expires_at > clock_timestamp() GROUP BY name ORDER BY name
 
 @dataclass(frozen=True, slots=True)
 class GroupOverview:
-    """One consumer group over all its topics; `retrying`: messages that wait for another attempt, queued or not."""
+    """One consumer group over all its topics.
+
+    `claimed`: messages that have left their queue while their handler runs. `retrying`: messages that wait for another
+    attempt, queued or not.
+    """
 
     name: str
     topics: int
@@ -479,15 +504,20 @@ class GroupOverview:
     lag: int
     oldest_seconds: float | None
     handled: int
+    claimed: int
     retrying: int
     dead: int
+    timed_out: int
     blocked: int
     stopped: int
 
 
 @dataclass(frozen=True, slots=True)
 class Overview:
-    """The overview. `counted_seconds_ago`: the age of the numbers of topics and groups."""
+    """The overview. `counted_seconds_ago`: the age of the numbers of topics and groups.
+
+    `processes`: the number of live consumer processes.
+    """
 
     broker_id: str
     incarnation: int
@@ -498,6 +528,7 @@ class Overview:
     counted_seconds_ago: float
     topics: Sequence[TopicProgress]
     groups: Sequence[GroupOverview]
+    processes: int
 
     def as_json(self) -> dict[str, Any]:
         """Return plain values."""
@@ -516,7 +547,7 @@ def live_consumers(run: Executor) -> dict[str, int]:
 
 def overview(run: Executor, summary: Summary) -> Overview:
     """Return the overview, which needs the summary and two small statements."""
-    broker_id, incarnation, change, leader, tick, tick_seconds = run.one(_BROKER)
+    broker_id, incarnation, change, leader, tick, tick_seconds, processes = run.one(_BROKER)
     consumers = live_consumers(run)
     places: dict[str, list[GroupProgress]] = {}
     for place in summary.groups:
@@ -536,14 +567,25 @@ def overview(run: Executor, summary: Summary) -> Overview:
                 lag=sum(place.lag for place in topics),
                 oldest_seconds=summary.seconds_since(oldest),
                 handled=sum(place.handled for place in of_group),
+                claimed=rest.claimed,
                 retrying=rest.retrying + sum(place.lag for place in of_group if place.is_retry),
                 dead=rest.dead,
+                timed_out=rest.timed_out,
                 blocked=sum(place.blocked for place in of_group),
                 stopped=sum(place.stopped for place in of_group),
             )
         )
     return Overview(
-        broker_id, incarnation, change, leader, tick, tick_seconds, summary.age_seconds, summary.topics, groups
+        broker_id,
+        incarnation,
+        change,
+        leader,
+        tick,
+        tick_seconds,
+        summary.age_seconds,
+        summary.topics,
+        groups,
+        processes,
     )
 
 

@@ -29,10 +29,14 @@ class EntryState(enum.StrEnum):
     """The start offset of the group is after the entry."""
     FILTERED = "filtered"
     """The group's present filter excludes the message."""
+    CLAIMED = "claimed"
+    """A handler with effects="outside" runs, and the message has left its queue. The entry is not finished."""
     SENT_BACK = "sent back"
     """The handling of the message failed, and the message was put into the group's retry queue."""
     DEAD = "dead"
     """The handling of the message failed, and the message became a dead letter."""
+    TIMED_OUT = "timed out"
+    """The time limit of the message was over before an attempt, so the group did not handle the entry."""
     HANDLED = "handled"
     """A handler has finished the entry."""
     PASSED = "handled or skipped"
@@ -84,18 +88,26 @@ def state_of(
     later: Sequence[EntryFacts],
     retrying: Collection[tuple[int, str | None]],
     dead: Collection[tuple[int, str | None]],
+    timed_out: Collection[tuple[str | None, int, int]] = (),
+    claimed: Collection[tuple[int, str | None]] = (),
 ) -> EntryState:
     """Return the state of an entry. `later` has newer entries of the same message for the group.
 
     If a dead letter was replayed, its new entry has attempt number 0. `retrying` has (log id, group) of messages that
-    wait for another attempt. `dead` has (log id, group) of dead letters that were not replayed.
+    wait for another attempt. `dead` has (log id, group) of dead letters that were not replayed. `timed_out` has
+    (group, queue id, offset) of entries whose message timed out. `claimed` has (log id, group) of messages that have
+    left their queue while their handler runs.
     """
     if entry.group is None:
         return EntryState.NO_GROUP
     # A group can finish messages ahead of its stored offset. So the dead letters and retries of the message are checked
     # before the offset of the group.
+    if (entry.group, entry.queue_id, entry.offset) in timed_out:
+        return EntryState.TIMED_OUT
     if not later and entry.place in dead:
         return EntryState.DEAD
+    if not later and entry.place in claimed:
+        return EntryState.CLAIMED
     if not later and entry.place in retrying:
         return EntryState.SENT_BACK
     if entry.offset >= entry.next_offset:
@@ -248,7 +260,7 @@ WHERE log_id = ANY (%(log_ids)s) ORDER BY failed_at
 """)
 
 _RETRIES: Final = Statement("""
-SELECT scheduled.log_id, consumer_group.name AS group, scheduled.attempt, scheduled.due_at::text
+SELECT scheduled.log_id, consumer_group.name AS group, scheduled.attempt, scheduled.due_at::text, scheduled.claimed
 FROM {schema}.scheduled JOIN {schema}.queue USING (queue_id) JOIN {schema}.topic USING (topic_id)
 JOIN {schema}.consumer_group ON consumer_group.group_id = topic.retry_of
 WHERE log_id = ANY (%(log_ids)s) ORDER BY due_at
@@ -260,6 +272,12 @@ SELECT log_id, consumer_group.name AS group, attempts, dead_at::text,
        CASE WHEN replayed_at IS NOT NULL THEN discarded_at END::text AS discarded_at, error
 FROM {schema}.dead_letter JOIN {schema}.consumer_group USING (group_id)
 WHERE log_id = ANY (%(log_ids)s) ORDER BY dead_at
+""")
+
+_TIMED_OUT: Final = Statement("""
+SELECT log_id, consumer_group.name AS group, queue_id, queue_offset AS offset, timed_out_at::text
+FROM {schema}.timed_out JOIN {schema}.consumer_group USING (group_id)
+WHERE log_id = ANY (%(log_ids)s) ORDER BY timed_out_at
 """)
 
 
@@ -346,12 +364,13 @@ class TracedFailure:
 
 @dataclass(frozen=True, slots=True)
 class TracedRetry:
-    """A retry that is not due yet."""
+    """A retry that is not due yet. `claimed`: the handler runs now, and the retry is due if its process dies."""
 
     log_id: int
     group: str
     attempt: int
     due_at: str
+    claimed: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -368,6 +387,17 @@ class TracedDeath:
 
 
 @dataclass(frozen=True, slots=True)
+class TracedTimeout:
+    """An entry that a group did not handle, because the time limit of the message was over before an attempt."""
+
+    log_id: int
+    group: str
+    queue_id: int
+    offset: int
+    timed_out_at: str
+
+
+@dataclass(frozen=True, slots=True)
 class Trace:
     """Everything that the broker knows about one transaction."""
 
@@ -379,6 +409,7 @@ class Trace:
     failures: list[TracedFailure]
     retries: list[TracedRetry]
     dead_letters: list[TracedDeath]
+    timed_out: list[TracedTimeout]
 
     def as_json(self) -> dict[str, Any]:
         """Return the fields as values that json.dumps accepts."""
@@ -396,25 +427,32 @@ def trace(run: Executor, message_or_transaction_id: UUID) -> Trace | None:
     pending = run.objects(TracedCheck, _PENDING, transaction)
     retries = run.objects(TracedRetry, _RETRIES, rows)
     dead_letters = run.objects(TracedDeath, _DEAD, rows)
+    timed_out = run.objects(TracedTimeout, _TIMED_OUT, rows)
     return Trace(
         messages=messages,
         decision=decisions[0] if decisions else None,
         pending=pending[0] if pending and not decisions else None,
         answers=run.objects(TracedAnswer, _CHECKS, transaction),
-        entries=_entries(run.objects(EntryFacts, _ENTRIES, rows), retries, dead_letters),
+        entries=_entries(run.objects(EntryFacts, _ENTRIES, rows), retries, dead_letters, timed_out),
         failures=run.objects(TracedFailure, _FAILURES, rows),
         retries=retries,
         dead_letters=dead_letters,
+        timed_out=timed_out,
     )
 
 
 def _entries(
-    facts: Sequence[EntryFacts], retries: Sequence[TracedRetry], letters: Sequence[TracedDeath]
+    facts: Sequence[EntryFacts],
+    retries: Sequence[TracedRetry],
+    letters: Sequence[TracedDeath],
+    timeouts: Sequence[TracedTimeout],
 ) -> list[TracedEntry]:
     retrying = {(retry.log_id, retry.group) for retry in retries}
+    claimed = {(retry.log_id, retry.group) for retry in retries if retry.claimed}
     # A discarded dead letter is in `dead`, too. So its last entry has the state DEAD, and the field of the dead letter
     # shows that an operator discarded it.
     dead = {(letter.log_id, letter.group) for letter in letters if letter.replayed_at is None}
+    timed_out = {(one.group, one.queue_id, one.offset) for one in timeouts}
     found = []
     for index, entry in enumerate(facts):
         later = [other for other in facts[index + 1 :] if other.place == entry.place]
@@ -428,7 +466,7 @@ def _entries(
                 attempt=entry.attempt,
                 queued_at=entry.queued_at,
                 group=entry.group,
-                state=state_of(entry, later, retrying, dead),
+                state=state_of(entry, later, retrying, dead, timed_out, claimed),
             )
         )
     return found

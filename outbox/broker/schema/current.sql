@@ -184,13 +184,15 @@ CREATE TABLE held (
 );
 
 -- Decided messages and retries that are not due yet. `queue_id` null: first delivery, to the message's own topic; else
--- the retry queue of a consumer group. The leader removes a row when it appends the entry.
+-- the retry queue of a consumer group. The leader removes a row when it appends the entry. `claimed`: the handler of the
+-- message runs without a transaction; the row delivers the message again if the process dies (docs/decisions/214).
 CREATE TABLE scheduled (
     schedule_id bigint      GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
     log_id      bigint      NOT NULL,
     due_at      timestamptz NOT NULL,
     queue_id    integer,
     attempt     smallint    NOT NULL DEFAULT 0,
+    claimed     boolean     NOT NULL DEFAULT false,
     UNIQUE NULLS NOT DISTINCT (log_id, queue_id, attempt)
 );
 CREATE INDEX scheduled_due ON scheduled (due_at);
@@ -310,6 +312,26 @@ CREATE TABLE periodic_pass (
     PRIMARY KEY (producer_group, name)
 );
 
+-- Schedules: the leader publishes a message at each due moment. The service that declares a schedule renews
+-- `declared_at`. One transaction stores the message of a due moment and moves `next_at`.
+CREATE TABLE schedule (
+    producer_group  text        NOT NULL,
+    name            text        NOT NULL,
+    expression      text        NOT NULL,
+    timezone        text        NOT NULL,
+    missed          text        NOT NULL CHECK (missed IN ('coalesce', 'catch_up', 'skip')),
+    topic           text        NOT NULL,
+    content_type    text        NOT NULL,
+    body            bytea       NOT NULL,
+    declared_at     timestamptz NOT NULL,
+    next_at         timestamptz NOT NULL,
+    last_at         timestamptz,
+    last_message_id uuid,
+    paused_at       timestamptz,
+    error           text,
+    PRIMARY KEY (producer_group, name)
+);
+
 -- Producers with a transactional id: the newest instance fences the older ones.
 CREATE TABLE producer_epoch (
     producer_group   text        NOT NULL,
@@ -353,6 +375,8 @@ CREATE TABLE subscription (
     recalled      bigint      NOT NULL DEFAULT 0,
     -- The same for dead letters that were discarded.
     discarded     bigint      NOT NULL DEFAULT 0,
+    -- The same for messages whose time limit was over before an attempt.
+    timed_out     bigint      NOT NULL DEFAULT 0,
     PRIMARY KEY (group_id, topic_id)
 );
 
@@ -366,6 +390,17 @@ CREATE TABLE consumer (
     joined_at   timestamptz NOT NULL DEFAULT now(),
     expires_at  timestamptz NOT NULL,
     PRIMARY KEY (instance_id, group_id)
+);
+
+-- What each consumer process last wrote about itself at the renewal of its leases, for the operations page
+-- (docs/decisions/220).
+CREATE UNLOGGED TABLE consumer_process (
+    instance_id uuid        PRIMARY KEY,
+    version     text        NOT NULL,
+    seen_at     timestamptz NOT NULL,
+    -- Handler calls that ran at `seen_at`, and the longest of them.
+    calls       integer     NOT NULL,
+    longest     jsonb       NOT NULL
 );
 
 -- Which instance may consume a queue for a group. `epoch` is the fencing token, raised with every change of owner.
@@ -392,7 +427,8 @@ CREATE TABLE leader_lease (
 );
 
 -- Consumer offsets: per group and queue the row with the greatest (epoch, ordinal) counts and is never removed by
--- retention. The counters are totals since the group's start on that queue; in every row
+-- retention. The counters are totals since the group's start on that queue (`dead`: given up, as dead letters or because
+-- the message timed out); in every row
 -- next_offset - start_offset = handled + filtered + skipped + sent_back + dead + expired + moved.
 CREATE TABLE consumer_offset (
     next_offset  bigint      NOT NULL,
@@ -420,7 +456,7 @@ CREATE TABLE finished_ahead (
     group_id     integer NOT NULL,
     queue_id     integer NOT NULL,
     queue_offset bigint  NOT NULL,
-    -- In the dead letters; else in the retry queue.
+    -- In the dead letters, or timed out; else in the retry queue.
     is_dead      boolean NOT NULL,
     PRIMARY KEY (group_id, queue_id, queue_offset)
 );
@@ -447,6 +483,17 @@ CREATE TABLE dead_letter (
     discarded_at timestamptz,
     PRIMARY KEY (group_id, log_id)
 );
+
+-- Messages that a group did not handle, because their time limit was over before an attempt (docs/decisions/207). One
+-- row per queue entry; a reset of the group may add a second one. Rows go with their messages.
+CREATE TABLE timed_out (
+    group_id     integer     NOT NULL,
+    log_id       bigint      NOT NULL,
+    queue_id     integer     NOT NULL,
+    queue_offset bigint      NOT NULL,
+    timed_out_at timestamptz NOT NULL DEFAULT clock_timestamp()
+);
+CREATE INDEX timed_out_message ON timed_out (log_id);
 
 -- Messages in quarantine: their process died or hung while it handled them. A group has one trial at a time: the
 -- messages of a batch are tried by halves until one is alone. A handled message is removed. The third death of a process
@@ -492,6 +539,67 @@ CREATE TABLE outage (
     -- The time of the last call that failed.
     seen_at     timestamptz NOT NULL DEFAULT clock_timestamp(),
     PRIMARY KEY (instance_id, group_id, topic_id)
+);
+
+-- ---------------------------------------------------------------------------------------------------
+-- Limits of subscriptions, for all workers together (docs/decisions/209)
+-- ---------------------------------------------------------------------------------------------------
+
+-- The limits that the code declares, and the fields that an operator has changed.
+CREATE TABLE subscription_limit (
+    group_id   integer     NOT NULL,
+    topic_id   integer     NOT NULL,
+    declared   jsonb       NOT NULL,
+    -- Null: the declared limits hold.
+    override   jsonb,
+    changed_at timestamptz NOT NULL DEFAULT clock_timestamp(),
+    PRIMARY KEY (group_id, topic_id)
+);
+
+-- The right of one instance to run one handler call, until the row expires. The primary key makes the limits exact: each
+-- number has one holder. Unlogged: after a crash of the server, consumers drop their slots.
+CREATE UNLOGGED TABLE slot (
+    group_id    integer     NOT NULL,
+    topic_id    integer     NOT NULL,
+    -- '' for the limit `running`, else the key of the limit `per_key`.
+    key         text        NOT NULL,
+    -- From 1 to the limit.
+    number      integer     NOT NULL,
+    instance_id uuid        NOT NULL,
+    expires_at  timestamptz NOT NULL,
+    PRIMARY KEY (group_id, topic_id, key, number)
+);
+CREATE INDEX slot_instance ON slot (instance_id);
+
+-- How many slots each instance wants, from which the instances compute their fair shares.
+CREATE UNLOGGED TABLE slot_demand (
+    group_id      integer     NOT NULL,
+    topic_id      integer     NOT NULL,
+    instance_id   uuid        NOT NULL,
+    wanted        integer     NOT NULL,
+    -- Handler calls that run now.
+    in_use        integer     NOT NULL,
+    -- Messages in memory that wait for a limit, and for which one.
+    waiting       integer     NOT NULL,
+    waiting_for   text        NOT NULL,
+    waiting_since timestamptz,
+    -- Keys whose slots another instance holds while this one waits for them.
+    keys          text[]      NOT NULL,
+    expires_at    timestamptz NOT NULL,
+    PRIMARY KEY (group_id, topic_id, instance_id)
+);
+
+-- The token bucket of a limit `rate`, stored as one time: the next token is due at `next_at`.
+CREATE UNLOGGED TABLE bucket (
+    group_id integer     NOT NULL,
+    topic_id integer     NOT NULL,
+    next_at  timestamptz NOT NULL,
+    -- The tokens that were taken last: the time of the first one, and their number.
+    first_at timestamptz,
+    granted  integer     NOT NULL DEFAULT 0,
+    -- The time between two tokens with which `next_at` was computed.
+    interval_seconds double precision,
+    PRIMARY KEY (group_id, topic_id)
 );
 
 -- ---------------------------------------------------------------------------------------------------
@@ -661,6 +769,15 @@ FROM dead_letter d
 JOIN consumer_group g USING (group_id)
 JOIN commit_log l USING (log_id)
 JOIN topic t USING (topic_id);
+
+CREATE VIEW timed_out_v1 AS
+SELECT g.name AS consumer_group, o.log_id, l.message_id, t.name AS topic, l.key, l.tag, l.stored_at,
+       max(o.timed_out_at) AS timed_out_at
+FROM timed_out o
+JOIN consumer_group g USING (group_id)
+JOIN commit_log l USING (log_id)
+JOIN topic t USING (topic_id)
+GROUP BY g.group_id, o.log_id, l.log_id, t.topic_id;
 
 CREATE VIEW topic_v1 AS
 SELECT t.name AS topic, t.message_types, t.queue_count, t.key_lock, t.retention_seconds, g.name AS retry_group,

@@ -315,7 +315,7 @@ def _plan_next(run: Executor) -> Planned[int]:
         return Planned((), lambda: installed.change)
     if installed.change == 0:
         return Planned((), lambda: create(run))
-    version = installed.change + 1
+    version = min(number for number in _CHANGES if number > installed.change)
     return Planned(locked_tables(version), lambda: apply(run, version))
 
 

@@ -31,7 +31,7 @@ def refused(what: str, error: psycopg.Error, schema: str) -> OutboxError:
         return SchemaError(
             f"{what}: not done, the broker's tables in schema {schema!r} are not as they were installed ({said}). "
             f"If all are missing, run `manage.py migrate --database=ALIAS` with the alias of the broker. If only some "
-            f"are missing or changed, restore the database from a backup (docs/operations.md)."
+            f"are missing or changed, restore the database from a backup (docs/operations/restore.md#restore)."
         )
     if isinstance(error, pg.ReadOnlySqlTransaction):
         return BrokerUnavailable(

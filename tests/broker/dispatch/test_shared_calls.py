@@ -282,7 +282,8 @@ def test_one_message_per_commit_turns_sharing_off() -> None:
 def call() -> Any:
     """A call of a subscription without a queue."""
     subscription = SimpleNamespace(timeout_seconds=1.0, group="g", topic="orders")
-    subscribed = SimpleNamespace(subscription=subscription, group=SimpleNamespace(generation=1, name="g"), key=(1, 1))
+    group = SimpleNamespace(generation=1, name="g")
+    subscribed = SimpleNamespace(subscription=subscription, group=group, key=(1, 1), slots=None)
     return HandlerCall(subscribed, None, [])  # type: ignore[arg-type]
 
 

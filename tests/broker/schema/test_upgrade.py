@@ -64,6 +64,28 @@ def test_upgrade_under_load(url: str, old: Path, tmp_path: Path) -> None:
         finish(processes, connection)
 
 
+@pytest.mark.timeout(300)
+@pytest.mark.slow
+def test_the_old_code_takes_over_again_on_the_upgraded_tables(url: str, old: Path, tmp_path: Path) -> None:
+    """Messages of the new code included, which the old code finds in the log and in the queues."""
+    (logs := tmp_path / "logs").mkdir()
+    with (
+        psycopg.connect(url, autocommit=True) as connection,
+        version_0_1.processes(url, logs) as processes,
+    ):
+        install(connection, "outbox")
+        processes.start(version_0_1.ROOT, *TEAM)
+        grows(connection, 30)
+        # What is under way stays for the old code.
+        processes.stop(role="consume")
+        processes.stop(role="check")
+        processes.stop(role="sequence")
+        processes.stop()
+        processes.start(old, *TEAM)
+        grows(connection, 30)
+        finish(processes, connection)
+
+
 def test_an_upgraded_database_of_version_0_1_has_the_present_schema(url: str, broker_url: str) -> None:
     with psycopg.connect(url, autocommit=True) as connection, psycopg.connect(broker_url) as fresh:
         # What its installation declared.

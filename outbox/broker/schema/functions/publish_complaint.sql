@@ -30,6 +30,8 @@ LANGUAGE sql STABLE AS $$
             THEN 'takes headers as a JSON object of names and strings'
         WHEN (SELECT count(*) FROM jsonb_object_keys(headers)) > 64
             THEN 'takes up to 64 headers'
+        WHEN (headers ->> 'outbox-timeout') !~ '^[0-9]{1,9}(\.[0-9]{1,6})?$' OR (headers ->> 'outbox-timeout') ~ '^[0.]*$'
+            THEN 'takes as header outbox-timeout a positive number of seconds, as text'
         WHEN EXISTS (SELECT FROM jsonb_each(headers) AS given
                      WHERE given.key !~ '^[A-Za-z_][A-Za-z0-9_-]{0,63}$'
                         OR jsonb_typeof(given.value) <> 'string' OR length(given.value #>> '{}') > 4096)

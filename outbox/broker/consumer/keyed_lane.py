@@ -1,0 +1,379 @@
+"""The lane of a subscription with the limit `per_key`: it serves the keys in turn, and each key within its slots.
+
+The slots of the keys are in the broker's database (groups.limits), because messages of one key may be in the queues of
+several processes: a failed message is in the retry queue, and a producer may choose a queue. See decision 215.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import time
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from itertools import chain
+from typing import Final
+
+from outbox.broker.consumer.owned_queue import OwnedQueue
+from outbox.broker.consumer.work import FetchedEntry
+
+# At most this number of messages of one key stays in memory with their rows. The process loads the rows of further
+# messages again before the call. So a flooding key does not fill the buffer, and messages of other keys are fetched.
+_KEPT_ROWS: Final = 16
+# One statement loads about this number of messages again.
+_LOADED_AT_ONCE: Final = 64
+# If another instance holds all slots of a key, this instance asks again after this time (seconds).
+_AGAIN_SECONDS: Final = 0.25
+# If other instances wait for a key, this instance releases the key for this time (seconds).
+_YIELD_SECONDS: Final = 0.5
+# A process keeps the slots of a key without messages for up to this time (seconds), because the next message of the key
+# may arrive soon. It keeps the slots of at most this number of such keys, because it renews each slot.
+_KEEP_SECONDS: Final = 2.0
+_MOST_KEPT: Final = 1_000
+# If this number of keys has slots and waits for a thread, a key that is served releases its slot before its next
+# message.
+_MOST_READY: Final = 256
+
+_NO_SLOTS: Final[frozenset[int]] = frozenset()
+
+
+class _Key:
+    """The messages of one key. `running`: calls that are not settled. `slots`: the numbers of the slots held here.
+
+    `usable`: how many of these numbers the present limit allows.
+    `shed`: the messages whose rows, with small bodies, this process has dropped; some of them may be loaded again.
+    `yields`: the key starts no call with its present slots, so that another key or another instance has a turn.
+    """
+
+    __slots__ = ("is_asking", "is_denied", "is_ready", "items", "name", "running", "shed", "slots", "usable", "yields")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.items: deque[FetchedEntry] = deque()
+        self.shed: deque[FetchedEntry] = deque()
+        self.running = 0
+        self.slots: set[int] = set()
+        self.usable = 0
+        self.is_ready = False
+        self.is_asking = False
+        self.is_denied = False
+        self.yields = False
+
+    @property
+    def may_start(self) -> bool:
+        """Whether a call may start. Messages without a key have no limit."""
+        return not self.name or (self.running < self.usable and not self.yields)
+
+
+class KeyedLane:
+    """A lane in concurrent mode whose calls have one message, and at most `per_key` calls of one key run at once."""
+
+    def __init__(self, per_key: int) -> None:
+        self.per_key = per_key
+        # The keys for which other instances wait.
+        self._contested: Collection[str] = frozenset()
+        self._keys: dict[str, _Key] = {}
+        # `_ready`: the keys that may start a call, in the order of their turns. `_asking`: the keys that need a slot.
+        # `_denied`: the keys whose slots are taken, by the time at which to ask again.
+        self._ready: deque[_Key] = deque()
+        self._asking: dict[_Key, None] = {}
+        self._denied: list[tuple[float, int, _Key]] = []
+        # `_spare`: the keys that may have slots which they do not need, by the time since which; the oldest first.
+        # `_urgent`: those that another key or instance waits for.
+        self._spare: dict[_Key, float] = {}
+        self._urgent: dict[_Key, None] = {}
+        self._later: list[tuple[float, int, FetchedEntry]] = []
+        self._numbers = itertools.count()
+        self.waiting = 0
+
+    # -- Lane -----------------------------------------------------------------------------------
+
+    def offer(self, items: Sequence[FetchedEntry]) -> None:
+        """Take fetched messages, in queue order."""
+        for item in items:
+            key = self._key(item.key)
+            if key.name and len(key.items) >= _KEPT_ROWS and not item.shed:
+                if item.row is not None:
+                    key.shed.append(item)
+                item.row = None
+                item.shed = True
+                item.queue.unbuffer()
+            key.items.append(item)
+            self.waiting += 1
+            self._schedule(key)
+
+    def take(self, now: float) -> list[FetchedEntry]:
+        """Return the message of the next call; an empty list if no message may be handled now."""
+        if self._later or self._denied:
+            self.wake(now)
+        while self._ready:
+            key = self._ready.popleft()
+            key.is_ready = False
+            if key.items and key.may_start:
+                key.running += 1
+                self.waiting -= 1
+                item = key.items.popleft()
+                self._schedule(key)
+                return [item]
+            self._schedule(key)
+            self._note_spare(key, now)
+        return []
+
+    def settle(self, items: Sequence[FetchedEntry], again: Sequence[FetchedEntry]) -> None:
+        """End the call whose items `take` has returned.
+
+        A later `take` returns the items in `again` when they are due.
+        """
+        for item in again:
+            heapq.heappush(self._later, (item.due, next(self._numbers), item))
+        now = time.monotonic()
+        for item in items:
+            key = self._key(item.key)
+            key.running -= 1
+            if key.name in self._contested:
+                if key.items and not key.is_denied:
+                    key.yields = True
+                    self._deny(key, now + _YIELD_SECONDS)
+                self._urgent[key] = None
+            elif len(self._ready) >= _MOST_READY and self._asking and key.items and not key.is_ready:
+                key.yields = True
+                self._ask(key)
+                self._urgent[key] = None
+            else:
+                self._note_spare(key, now)
+            self._schedule(key)
+
+    def drop(self, queue: OwnedQueue, from_offset: int = 0) -> None:
+        """Drop the waiting messages of a queue whose offset is `from_offset` or higher."""
+
+        def stays(item: FetchedEntry) -> bool:
+            return item.queue is not queue or item.offset < from_offset
+
+        for key in self._keys.values():
+            if not all(map(stays, key.items)):
+                kept = deque(filter(stays, key.items))
+                self.waiting -= len(key.items) - len(kept)
+                key.items = kept
+                key.shed = deque(filter(stays, key.shed))
+                self._note_spare(key, time.monotonic())
+        self._later = [entry for entry in self._later if stays(entry[2])]
+        heapq.heapify(self._later)
+
+    def has_ready(self, queue: OwnedQueue) -> bool:
+        """Return whether a queue has waiting messages whose keys have a slot."""
+        return any(item.queue is queue for key in self._ready for item in key.items)
+
+    def next_at(self) -> float | None:
+        """Return the time at which a failed message is due or a denied key asks again; None if there is no such time.
+
+        A key without messages may still be in the list of denied keys; its time has no effect.
+        """
+        times = [entries[0][0] for entries in (self._later, self._denied) if entries]
+        return min(times, default=None)
+
+    def wake(self, now: float) -> None:
+        """Count the failed messages that are due now as waiting, and let the denied keys ask again whose time has
+        come."""
+        while self._later and self._later[0][0] <= now:
+            self._put_first(heapq.heappop(self._later)[2])
+        while self._denied and self._denied[0][0] <= now:
+            key = heapq.heappop(self._denied)[2]
+            key.is_denied = key.yields = False
+            self._schedule(key)
+            self._note_spare(key, now)
+
+    def startable(self, most: int) -> int:
+        """Return how many messages could start if the asking keys got their slots, at most `most`."""
+        count = 0
+        for key in chain(self._ready, self._asking):
+            if count >= most:
+                break
+            free = self.per_key - key.running if key.name else most
+            count += max(0, min(len(key.items), free))
+        return min(count, most)
+
+    def next_shed(self, item: FetchedEntry) -> list[FetchedEntry]:
+        """Return messages without rows that start soon after `item`. The caller loads them in the same statement."""
+        found: list[FetchedEntry] = []
+        for key in chain([self._key(item.key)], self._ready):
+            if key.name != item.key and not (key.items and key.items[0].shed):
+                continue
+            count = len(found)
+            while key.shed and len(found) < count + _KEPT_ROWS:
+                if (other := key.shed.popleft()).shed and other is not item:
+                    found.append(other)
+            if len(found) >= _LOADED_AT_ONCE:
+                break
+        return found
+
+    # -- slots ----------------------------------------------------------------------------------
+
+    def asks(self, most: int) -> dict[str, int]:
+        """Return the keys that need slots, at most `most` keys, with the number of slots. The caller then calls
+        `grant`."""
+        asked: dict[str, int] = {}
+        while self._asking and len(asked) < most:
+            key = next(iter(self._asking))
+            del self._asking[key]
+            key.is_asking = key.yields = False
+            count = min(len(key.items), self.per_key - key.usable)
+            if key.items and count > 0 and not key.may_start:
+                asked[key.name] = count
+            else:
+                self._schedule(key)
+                self._note_spare(key, time.monotonic())
+        return asked
+
+    @property
+    def room(self) -> int:
+        """How many keys may ask now without holding slots that they cannot use soon."""
+        return _MOST_READY - len(self._ready)
+
+    @property
+    def ready(self) -> int:
+        """The number of keys that may start a call."""
+        return len(self._ready)
+
+    def grant(self, asked: Iterable[str], taken: Mapping[str, set[int]], now: float) -> None:
+        """Store the slots that were taken for the keys of `asks`. A key that got none asks again later."""
+        for name in asked:
+            key = self._key(name)
+            numbers = taken.get(name)
+            if numbers:
+                self._set_slots(key, key.slots | numbers)
+                self._schedule(key)
+            else:
+                self._deny(key, now + _AGAIN_SECONDS)
+
+    def hold(self, numbers: Mapping[str, set[int]]) -> None:
+        """Replace the slots of all keys by those that the database shows for this instance."""
+        now = time.monotonic()
+        for name in numbers:
+            self._key(name)
+        changed = [key for name, key in self._keys.items() if key.slots != numbers.get(name, _NO_SLOTS)]
+        for key in changed:
+            self._set_slots(key, numbers.get(key.name, _NO_SLOTS))
+            self._note_spare(key, now)
+        self._schedule_again(changed)
+
+    def limit(self, per_key: int) -> None:
+        """Change the limit. A key keeps its slots above a lower limit until its running calls have ended."""
+        if per_key != self.per_key:
+            self.per_key = per_key
+            now = time.monotonic()
+            for key in self._keys.values():
+                self._set_slots(key, key.slots)
+                self._note_spare(key, now)
+            self._schedule_again(self._keys.values())
+
+    def contest(self, names: Collection[str]) -> None:
+        """Store the keys for which other instances wait."""
+        self._contested = names
+        for name in names:
+            key = self._keys.get(name)
+            if key is not None and len(key.slots) > self._need(key):
+                self._urgent[key] = None
+
+    @property
+    def must_release(self) -> bool:
+        """Whether `spare` has slots that should be released now."""
+        return bool(self._urgent)
+
+    def spare(self, now: float) -> list[tuple[str, int]]:
+        """Remove and return the slots that no running call and no message needs, without those that this lane keeps."""
+        found: list[tuple[str, int]] = []
+        for key in self._urgent:
+            self._spare.pop(key, None)
+            found += self._surplus(key)
+        self._urgent.clear()
+        while self._spare:
+            key, since = next(iter(self._spare.items()))
+            if since > now - _KEEP_SECONDS and len(self._spare) <= _MOST_KEPT:
+                break
+            del self._spare[key]
+            found += self._surplus(key)
+        return found
+
+    def give_up(self) -> list[tuple[str, int]]:
+        """Remove and return the slots of all keys, because no call runs and none starts soon."""
+        found = [(key.name, number) for key in self._keys.values() for number in key.slots]
+        self.hold({})
+        return found
+
+    def _need(self, key: _Key) -> int:
+        """Return how many slots a key needs now. Slots above the limit serve only the calls that are running."""
+        if key.yields or not key.usable:
+            return key.running
+        return max(key.running, min(key.running + len(key.items), self.per_key))
+
+    def _note_spare(self, key: _Key, now: float) -> None:
+        """Note the time if a key has slots that it does not need, or if the lane need not know the key any more."""
+        if not (key.items or key.running) or len(key.slots) > self._need(key):
+            self._spare.pop(key, None)
+            self._spare[key] = now
+
+    def _surplus(self, key: _Key) -> list[tuple[str, int]]:
+        """Remove and return the slots that a key does not need, highest numbers first."""
+        released = sorted(key.slots, reverse=True)[: max(0, len(key.slots) - self._need(key))]
+        self._set_slots(key, key.slots.difference(released))
+        is_used = key.items or key.running or key.slots or key.is_ready or key.is_asking or key.is_denied
+        if not is_used and self._keys.get(key.name) is key:
+            del self._keys[key.name]
+        return [(key.name, number) for number in released]
+
+    def _set_slots(self, key: _Key, numbers: Set[int]) -> None:
+        key.slots = set(numbers)
+        key.usable = sum(number <= self.per_key for number in numbers) if numbers else 0
+
+    @property
+    def denied(self) -> list[str]:
+        """The keys with messages whose slots other instances hold."""
+        return [key.name for _, _, key in self._denied if key.items]
+
+    @property
+    def is_blocked(self) -> bool:
+        """Whether messages wait for slots of their keys."""
+        return self.waiting > 0 and not self._ready
+
+    # -- turns ----------------------------------------------------------------------------------
+
+    def _schedule_again(self, keys: Collection[_Key]) -> None:
+        """Schedule these keys, whose slots or limit have changed."""
+        if keys:
+            ready, self._ready = self._ready, deque()
+            for key in ready:
+                # A key that has lost its slots asks for slots now, and not after its turn.
+                key.is_ready = False
+                self._schedule(key)
+            for key in keys:
+                self._schedule(key)
+
+    def _key(self, name: str) -> _Key:
+        key = self._keys.get(name)
+        if key is None:
+            key = self._keys[name] = _Key(name)
+        return key
+
+    def _put_first(self, item: FetchedEntry) -> None:
+        key = self._key(item.key)
+        key.items.appendleft(item)
+        self.waiting += 1
+        self._schedule(key)
+
+    def _schedule(self, key: _Key) -> None:
+        """Put a key with messages where it waits: for its turn, or for a slot."""
+        if not key.items or key.is_ready:
+            return
+        if key.may_start:
+            key.is_ready = True
+            self._ready.append(key)
+        elif key.usable < self.per_key and not key.is_denied:
+            self._ask(key)
+
+    def _ask(self, key: _Key) -> None:
+        key.is_asking = True
+        self._asking[key] = None
+
+    def _deny(self, key: _Key, until: float) -> None:
+        key.is_denied = True
+        heapq.heappush(self._denied, (until, next(self._numbers), key))

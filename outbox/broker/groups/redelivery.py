@@ -1,0 +1,164 @@
+"""Claimed messages that have left their queue: a row of `scheduled` delivers such a message again.
+
+The handler of a claimed message may run for minutes. So that the queue's offset need not wait, the consumer marks the
+message as finished in its queue (sent back), and schedules it for the retry queue of its group, due at the end of the
+claim's term, without counting an attempt. While the handler runs, the consumer moves the due time of this row. When the
+handler has returned, the row is due at once, and the inbox row makes the redelivery a duplicate. The column `claimed`
+says that the row waits for the end of a claim, and not for another attempt; a recall does not take such a row.
+
+The row is found by (log id, retry queue, attempt). If the leader has already queued the message, no row is found, and
+the next consumer decides about the message. So each statement takes effect at most once.
+
+See decision 203.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+from uuid import UUID
+
+from outbox.broker.database.executor import Executor
+from outbox.broker.database.statement import Statement
+from outbox.broker.groups.leases import Lease
+
+
+@dataclass(frozen=True, slots=True)
+class Redelivery:
+    """The place of a claimed message that has left its queue, in the table `scheduled`."""
+
+    log_id: int
+    retry_queue_id: int
+    attempt: int
+
+
+_LEAVE: Final = Statement("""
+WITH held AS MATERIALIZED (
+    SELECT FROM {schema}.queue_lease
+    WHERE group_id = %(group_id)s AND queue_id = %(queue_id)s AND epoch = %(epoch)s AND owner = %(owner)s
+), redelivered AS (
+    INSERT INTO {schema}.scheduled (log_id, due_at, queue_id, attempt, claimed)
+    SELECT %(log_id)s, clock_timestamp() + make_interval(secs => %(seconds)s), %(retry_queue_id)s, %(attempt)s, true
+    FROM held
+    ON CONFLICT DO NOTHING
+), passed AS (
+    DELETE FROM {schema}.finished_ahead ahead USING held
+    WHERE ahead.group_id = %(group_id)s AND ahead.queue_id = %(queue_id)s
+      AND ahead.queue_offset >= %(swept_offset)s AND ahead.queue_offset < %(stored_offset)s
+), left_queue AS (
+    INSERT INTO {schema}.finished_ahead (group_id, queue_id, queue_offset, is_dead)
+    SELECT %(group_id)s, %(queue_id)s, %(offset)s, false FROM held
+    ON CONFLICT DO NOTHING
+)
+SELECT count(*) FROM held
+""")
+
+
+def leave(
+    run: Executor,
+    owner: UUID,
+    lease: Lease,
+    offset: int,
+    redelivery: Redelivery,
+    *,
+    seconds: float,
+    passed: tuple[int, int],
+) -> bool:
+    """Let the message at `offset` leave its queue: deliver it again after `seconds`.
+
+    `passed`: the offsets whose `finished_ahead` rows are not needed any more, because the stored offset has passed
+    them.
+
+    Return False, and store nothing, if this owner has lost the queue. A second call has no further effect.
+    """
+    group_id, queue_id = lease.key
+    parameters = {
+        "owner": owner,
+        "group_id": group_id,
+        "queue_id": queue_id,
+        "epoch": lease.epoch,
+        "offset": offset,
+        "seconds": seconds,
+        "swept_offset": passed[0],
+        "stored_offset": passed[1],
+        **_place(redelivery),
+    }
+    return bool(run.one(_LEAVE, parameters)[0])
+
+
+_POSTPONE: Final = Statement("""
+UPDATE {schema}.scheduled
+SET due_at = clock_timestamp() + make_interval(secs => %(seconds)s), claimed = %(is_claimed)s
+WHERE log_id = %(log_id)s AND queue_id = %(retry_queue_id)s AND attempt = %(attempt)s
+""")
+
+
+def postpone(run: Executor, redelivery: Redelivery, *, seconds: float, is_claimed: bool) -> bool:
+    """Deliver the message `seconds` from now. `is_claimed`: whether the handler of the message still runs.
+
+    Return False if the message does not wait for its redelivery any more.
+    """
+    return run.count(_POSTPONE, {"seconds": seconds, "is_claimed": is_claimed, **_place(redelivery)}) > 0
+
+
+_RECORD: Final = Statement("""
+WITH retried AS (
+    UPDATE {schema}.scheduled
+    SET due_at = clock_timestamp() + make_interval(secs => %(seconds)s), attempt = %(next_attempt)s, claimed = false
+    WHERE NOT %(dead)s
+      AND log_id = %(log_id)s AND queue_id = %(retry_queue_id)s AND attempt = %(attempt)s
+    RETURNING log_id
+), given_up AS (
+    DELETE FROM {schema}.scheduled
+    WHERE %(dead)s
+      AND log_id = %(log_id)s AND queue_id = %(retry_queue_id)s AND attempt = %(attempt)s
+    RETURNING log_id
+), dead AS (
+    INSERT INTO {schema}.dead_letter AS known (group_id, log_id, attempts, error)
+    SELECT %(group_id)s, log_id, %(attempts)s, %(error)s FROM given_up
+    ON CONFLICT (group_id, log_id) DO UPDATE
+    SET attempts = excluded.attempts, error = excluded.error, dead_at = now(), replayed_at = NULL, discarded_at = NULL
+), recorded AS (
+    INSERT INTO {schema}.failure AS known (group_id, log_id, attempt, error)
+    SELECT %(group_id)s, log_id, %(attempts)s - 1, %(error)s
+    FROM (SELECT log_id FROM retried UNION ALL SELECT log_id FROM given_up) AS failed
+    ON CONFLICT (group_id, log_id, attempt) DO UPDATE SET error = excluded.error, failed_at = clock_timestamp()
+)
+SELECT (SELECT count(*) FROM retried) + (SELECT count(*) FROM given_up)
+""")
+
+
+def record_failure(
+    run: Executor,
+    group_id: int,
+    redelivery: Redelivery,
+    *,
+    dead: bool,
+    attempts: int,
+    error: str,
+    seconds: float = 0.0,
+) -> bool:
+    """Store a failed attempt at a message that has left its queue.
+
+    If `dead`, the message becomes a dead letter. Otherwise it is delivered again after `seconds`. `attempts` is the
+    number of attempts so far, including this attempt. Return False, and store nothing, if the message does not wait for
+    its redelivery any more.
+    """
+    parameters = {
+        "group_id": group_id,
+        "dead": dead,
+        "attempts": attempts,
+        "next_attempt": redelivery.attempt + 1,
+        "error": error,
+        "seconds": seconds,
+        **_place(redelivery),
+    }
+    return int(run.one(_RECORD, parameters)[0]) > 0
+
+
+def _place(redelivery: Redelivery) -> dict[str, int]:
+    return {
+        "log_id": redelivery.log_id,
+        "retry_queue_id": redelivery.retry_queue_id,
+        "attempt": redelivery.attempt,
+    }

@@ -1,0 +1,82 @@
+"""The limits of a subscription: how many handlers run at the same time, per key, and how many start per time.
+
+The limits hold for all workers of the group together. See decision 209.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Final, Self
+
+from outbox.errors import ConfigurationError
+
+_RATE: Final = re.compile(r"(\d+(?:\.\d+)?)/(s|min|h|day)")
+_SECONDS: Final = {"s": 1.0, "min": 60.0, "h": 3600.0, "day": 86400.0}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """The limits of a subscription, for all workers of the group together. None means that there is no such limit.
+
+    `running`: at most this number of handler calls run at the same time. `per_key`: at most this number of handler
+    calls with messages of one key run at the same time. `rate`: at most this number of messages start per time, such as
+    "100/min"; the units are s, min, h and day. `burst`: after a time without messages, this number of messages may
+    start at once, and further messages start at `rate`.
+    """
+
+    running: int | None = None
+    per_key: int | None = None
+    rate: str | None = None
+    burst: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("running", "per_key", "burst"):
+            value = getattr(self, name)
+            if not (_is_count(value) or (value is None and name != "burst")):
+                raise ConfigurationError(f"Limits({name}={value!r}): give a whole number from 1.")
+        if self.rate is not None and _per_second(self.rate) is None:
+            raise ConfigurationError(
+                f"Limits(rate={self.rate!r}): give a number above 0 and a unit, such as '5/s', '100/min', '1000/h' or "
+                "'20000/day'."
+            )
+        if self.burst > 1 and self.rate is None:
+            raise ConfigurationError(f"Limits(burst={self.burst!r}) needs a rate, such as rate='100/min'.")
+        if self.running is None and self.per_key is None and self.rate is None:
+            raise ConfigurationError("Limits() limits nothing: give running, per_key or rate.")
+
+    @property
+    def per_second(self) -> float | None:
+        """The rate in messages per second; None without a rate."""
+        return None if self.rate is None else _per_second(self.rate)
+
+    def stored(self) -> dict[str, Any]:
+        """Return the limits as the broker stores them: only the fields that are not None."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+    def changed(self, override: Mapping[str, Any] | None) -> Self:
+        """Return these limits with the fields of an operator's override, as the broker stores it.
+
+        An override may be older than the code. So a field that no longer fits has no effect: `per_key` if these limits
+        have none, and `burst` without a rate.
+        """
+        fields = {**self.stored(), **(override or {})}
+        if self.per_key is None:
+            fields.pop("per_key", None)
+        if "rate" not in fields:
+            fields.pop("burst", None)
+        return type(self)(**fields)
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name}={value}" for name, value in self.stored().items())
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _per_second(rate: object) -> float | None:
+    found = _RATE.fullmatch(rate) if isinstance(rate, str) else None
+    number = float(found[1]) / _SECONDS[found[2]] if found is not None else 0.0
+    return number if number > 0 else None

@@ -1,0 +1,152 @@
+"""The arithmetic of slots and tokens: random interleavings, several sessions at once, shares."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import closing
+from uuid import UUID, uuid4
+
+import pytest
+
+from outbox.broker.database.connection import BrokerDatabase
+from outbox.broker.database.executor import Executor
+from outbox.broker.groups import limits
+from outbox.broker.groups.limits import Demand, fair_share
+from tests.broker.bench import ConsumptionBench
+
+PLACE = (1, 1)
+IDLE = Demand(wanted=0, in_use=0)
+
+
+@pytest.fixture
+def run(bench: ConsumptionBench) -> Iterator[Executor]:
+    with closing(bench.database.open(name="test")) as connection:
+        yield Executor(connection, "outbox")
+
+
+def held(run: Executor) -> Counter[str]:
+    rows = run.connection.execute("SELECT key FROM outbox.slot WHERE expires_at > clock_timestamp()").fetchall()
+    return Counter(key for (key,) in rows)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_no_interleaving_exceeds_the_limit(run: Executor, seed: int) -> None:
+    """Instances take, release, renew, die and freeze. A frozen instance has forgotten what it may still hold."""
+    chance = random.Random(seed)
+    instances = [uuid4() for _ in range(4)]
+    known: dict[UUID, set[tuple[str, int]]] = {instance: set() for instance in instances}
+    for _ in range(150):
+        instance = chance.choice(instances)
+        step = chance.choice(["take", "take", "release", "renew", "expire", "die"])
+        if step == "take":
+            wanted = {key: chance.randint(1, 3) for key in chance.sample(["", "a", "b"], 2)}
+            taken = limits.take(run, PLACE, instance, wanted, limit=3, term_seconds=60)
+            assert all(len(numbers) <= wanted[key] for key, numbers in taken.items())
+            known[instance] |= {(key, number) for key, numbers in taken.items() for number in numbers}
+        elif step == "release" and known[instance]:
+            slots = chance.sample(sorted(known[instance]), 1)
+            limits.release(run, PLACE, instance, slots)
+            known[instance].difference_update(slots)
+        elif step == "renew":
+            renewed = limits.renew(run, PLACE, instance, IDLE, term_seconds=60)
+            assert renewed.numbers is not None
+            found = {(key, number) for key, numbers in renewed.numbers.items() for number in numbers}
+            # A renewal brings back only slots that no other instance has taken meanwhile.
+            assert found <= known[instance]
+            known[instance] = found
+        elif step == "expire":
+            run.connection.execute("UPDATE outbox.slot SET expires_at = '-infinity' WHERE instance_id = %s", [instance])
+        elif step == "die":
+            limits.release_all(run, instance)
+            known[instance] = set()
+        assert all(count <= 3 for count in held(run).values())
+    holders = run.connection.execute("SELECT key, number, instance_id FROM outbox.slot").fetchall()
+    assert {(instance, (key, number)) for key, number, instance in holders} <= {
+        (instance, slot) for instance, slots in known.items() for slot in slots
+    }
+
+
+def test_free_numbers_between_held_ones_are_taken(run: Executor) -> None:
+    holder, taker = uuid4(), uuid4()
+    limits.take(run, PLACE, holder, {"": 6, "a": 1}, limit=10, term_seconds=60)
+    limits.release(run, PLACE, holder, [("", 1), ("", 3), ("", 4)])
+    run.connection.execute("UPDATE outbox.slot SET expires_at = '-infinity' WHERE number = 6")
+    taken = limits.take(run, PLACE, taker, {"": 5, "b": 10}, limit=8, term_seconds=60)
+    assert taken == {"": {1, 3, 4, 6, 7}, "b": set(range(1, 9))}
+    assert limits.take(run, PLACE, taker, {"": 5}, limit=8, term_seconds=60) == {"": {8}}
+    assert limits.take(run, PLACE, taker, {"": 5}, limit=8, term_seconds=60) == {}
+
+
+def test_sessions_that_take_at_once_share_the_numbers(bench: ConsumptionBench, run: Executor) -> None:
+    taken: list[int] = []
+    start = threading.Barrier(4)
+
+    def take(database: BrokerDatabase) -> None:
+        with closing(database.open(name="taker")) as connection:
+            other, instance = Executor(connection, "outbox"), uuid4()
+            start.wait()
+            for _ in range(50):
+                numbers = limits.take(other, PLACE, instance, {"": 1}, limit=20, term_seconds=60).get("", set())
+                taken.extend(numbers)
+
+    threads = [threading.Thread(target=take, args=(bench.database,)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(taken) == list(range(1, 21))
+
+
+def test_sessions_that_take_tokens_at_once_get_each_token_once(bench: ConsumptionBench) -> None:
+    """The times of the tokens are one per interval, in whatever order the sessions have taken them."""
+    tokens: list[float] = []
+    start = threading.Barrier(4)
+
+    def take(database: BrokerDatabase) -> None:
+        with closing(database.open(name="taker")) as connection:
+            other = Executor(connection, "outbox")
+            start.wait()
+            for _ in range(25):
+                tokens.extend(limits.take_tokens(other, PLACE, 1, per_second=100.0, burst=1))
+
+    threads = [threading.Thread(target=take, args=(bench.database,)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    [(granted,)] = bench.rows("SELECT extract(epoch FROM next_at - first_at) * 100 FROM outbox.bucket")
+    assert round(granted) == 1
+    assert len(tokens) == 100
+    # 100 tokens need 99 intervals. The upper bound has no assertion, because late sessions lose tokens.
+    assert max(tokens) - min(tokens) >= 0.98
+
+
+def test_shares_are_fair_and_use_every_slot() -> None:
+    a, b, c = sorted(uuid4() for _ in range(3))
+    assert [fair_share(10, {a: 8, b: 8, c: 8}, one, 0) for one in (a, b, c)] == [4, 3, 3]
+    assert [fair_share(10, {a: 1, b: 8, c: 8}, one, 0) for one in (a, b, c)] == [1, 5, 4]
+    assert [fair_share(10, {a: 0, b: 20, c: 1}, one, 0) for one in (a, b, c)] == [0, 9, 1]
+    for rotation in range(3):
+        assert sum(fair_share(1, {a: 8, b: 8, c: 8}, one, rotation) for one in (a, b, c)) == 1
+    assert {one for one in (a, b, c) for rotation in range(3) if fair_share(1, {a: 8, b: 8, c: 8}, one, rotation)} == {
+        a,
+        b,
+        c,
+    }
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_shares_never_exceed_the_limit_and_nobody_starves(seed: int) -> None:
+    chance = random.Random(seed)
+    wanted = {uuid4(): chance.randint(0, 9) for _ in range(chance.randint(1, 6))}
+    limit = chance.randint(1, 20)
+    for rotation in range(len(wanted)):
+        shares = {one: fair_share(limit, wanted, one, rotation) for one in wanted}
+        assert sum(shares.values()) == min(limit, sum(wanted.values()))
+        assert all(shares[one] <= wanted[one] for one in wanted)
+    for one in wanted:
+        shares_over_time = [fair_share(limit, wanted, one, rotation) for rotation in range(60)]
+        assert wanted[one] == 0 or any(shares_over_time)
