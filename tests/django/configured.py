@@ -44,9 +44,10 @@ if not settings.configured:
             *(["django_tasks"] if django.VERSION < (6, 0) else []),
             *("django.contrib.contenttypes", "django.contrib.auth", "django.contrib.staticfiles"),
             *("outbox.contrib.django", "outbox.contrib.django.tasks", "tests.django.shop", "tests.django.hotel"),
+            "tests.django.pages",
         ],
         TASKS=TASKS,
-        MIGRATION_MODULES={"shop": None, "hotel": None},
+        MIGRATION_MODULES={"shop": None, "hotel": None, "pages": None},
         DATABASES={
             # The application's, the broker's own, a second application database, and one that is no PostgreSQL.
             "default": dict(POSTGRESQL),

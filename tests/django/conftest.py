@@ -25,6 +25,7 @@ from outbox.contrib.django.ledger import pruning
 from outbox.contrib.django.operations.installation import install_broker
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.django.subscribers import registry
+from outbox.contrib.django.subscribers.scheduled import forget_scheduled
 
 APPLICATION_ALIASES = ("default", "other", "lite")
 
@@ -74,7 +75,8 @@ def application(django_db_setup: None, django_db_blocker: Any) -> Iterator[None]
     with django_db_blocker.unblock():
         yield
         for alias in APPLICATION_ALIASES:
-            _delete(alias, "outbox_inbox", "outbox_operator_action", "shop_order", "shop_payment", "shop_effect")
+            _delete(alias, "outbox_inbox", "outbox_operator_action", "outbox_unique", "outbox_endpoint")
+            _delete(alias, "shop_order", "shop_payment", "shop_effect")
             _empty_ledger(alias)
         # A pass that was cut short would continue behind the rows of the next test.
         pruning._sweeps.clear()
@@ -162,8 +164,10 @@ def path(request: pytest.FixtureRequest, empty_log: None, outbox_settings: Calla
 def no_subscribers() -> Iterator[None]:
     """Subscribers that a test registers are forgotten after it."""
     registry.unregister_all()
+    forget_scheduled()
     yield
     registry.unregister_all()
+    forget_scheduled()
 
 
 __all__ = ["configured"]

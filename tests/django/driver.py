@@ -67,6 +67,21 @@ def place_decorated(number: str, fail: bool) -> None:
     place(number)
 
 
+def place_uniquely(number: str, fail: bool) -> None:
+    """publish(unique=…) inside atomic()."""
+    from django.db import transaction
+
+    from outbox.contrib.django import publish
+    from tests.django.shop.models import Order
+
+    with transaction.atomic():
+        receipt = publish("orders", {"number": number}, key=number, unique=number, within=3600)
+        assert receipt.duplicate_of is None
+        Order.objects.create(number=number)
+        if fail:
+            raise Undone
+
+
 def place_naively(number: str, fail: bool) -> None:
     """The control: send after the commit. It must lose messages when killed in between."""
     from django.db import transaction
@@ -89,6 +104,7 @@ def place_naively(number: str, fail: bool) -> None:
 _MODES: dict[str, Callable[[str, bool], None]] = {
     "plain": place_plainly,
     "decorated": place_decorated,
+    "unique": place_uniquely,
     "naive": place_naively,
 }
 

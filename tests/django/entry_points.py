@@ -64,8 +64,9 @@ FUNCTIONS: Final[dict[str, Callable[[], object]]] = {
     "run_prune": run_prune,
     "transactional_message": decorated,
 }
-# `message` and `subscriber` only declare; `get_broker` connects when it is used, which `publish` does.
-OTHERS: Final = {"get_broker", "message", "subscriber"}
+# `message`, `scheduled` and `subscriber` only declare, and `ClaimedDelivery` is a type. `get_broker` connects when it
+# is used; `publish` uses it.
+OTHERS: Final = {"ClaimedDelivery", "get_broker", "message", "scheduled", "subscriber"}
 MORE: Final[dict[str, Callable[[], object]]] = {
     "publish in a block": in_a_block,
     "run_check_back of parked ones": lambda: run_check_back(parked=True),
@@ -80,9 +81,14 @@ READING: Final = (
     "outbox_group list",
     "outbox_group resume effects",
     "outbox_group pause effects",
+    f"outbox_group skip effects orders {SOME} --no-input",
     "outbox_message list orders",
     "outbox_message list --key k",
     f"outbox_message show {SOME}",
+    "outbox_schedule list",
+    "outbox_schedule pause nightly",
+    "outbox_schedule resume nightly",
+    "outbox_schedule run nightly",
     "outbox_status",
     "outbox_topic list",
     "outbox_transaction accept",
@@ -111,8 +117,9 @@ CHANGING: Final = (
     "outbox_transaction reject",
     "outbox_worker --drain",
 )
-# Of processes, of results of a run of Spark, of a plan's file, of other brokers; and what mends the tables.
-OTHER_COMMANDS: Final = {"outbox_reconcile", "outbox_repair", "outbox_install"}
+# Of processes, of results of a run of Spark, of a plan's file, of other brokers; what mends the tables; what asks the
+# application's database alone.
+OTHER_COMMANDS: Final = {"outbox_endpoint", "outbox_reconcile", "outbox_repair", "outbox_install"}
 ENTRY_POINTS: Final = [*FUNCTIONS, *MORE, *READING, *CHANGING]
 
 

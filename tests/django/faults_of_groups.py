@@ -8,7 +8,7 @@ from uuid import uuid4
 
 from django.utils import timezone
 
-from outbox import Delivery
+from outbox import Delivery, Limits
 from outbox.broker import deaths
 from outbox.broker.consumer.running_calls import LastCalls
 from outbox.broker.groups.quarantine import RunningCall
@@ -16,12 +16,13 @@ from outbox.broker.maintenance import retention
 from outbox.broker.maintenance.retention import RetentionSettings
 from outbox.broker.operations import changes, summary
 from outbox.broker.supervisor import ChildDeath
-from outbox.contrib.django import publish, run_prune, subscriber
+from outbox.contrib.django import ClaimedDelivery, publish, run_prune, subscriber
 from outbox.contrib.django.database.aliases import broker_database
-from outbox.contrib.django.models import InboxEntry
+from outbox.contrib.django.models import ClaimEntry, InboxEntry
 from outbox.contrib.django.operations.comparing import run_compare
 from outbox.contrib.django.saga import Saga, SagaProgress, SagaState
 from outbox.contrib.django.tasks.models import TaskEntry
+from outbox.contrib.django.worker.forwarding import forward_once
 from outbox.contrib.django.worker.workers import consumer_runtime
 from outbox.errors import PermanentError
 from tests.django.broker_world import World, fault
@@ -29,6 +30,7 @@ from tests.django.processes import process
 from tests.django.shop import tasks
 from tests.django.shop.models import Effect
 from tests.django.support import sequence
+from tests.sinks.receiver import SECRET, Answer, serving
 from tests.support import eventually
 
 
@@ -120,6 +122,25 @@ def hung_handlers(world: World) -> None:
 
 
 @fault
+def claim_held_long(world: World) -> None:
+    """A handler with effects="outside" waits half an hour for another system."""
+    answer, stop = threading.Event(), threading.Event()
+
+    @subscriber("orders", group="effects", effects="outside", timeout_seconds=3600)
+    def effect(delivery: ClaimedDelivery) -> None:
+        assert answer.wait(120)
+
+    world.publish()
+    thread = threading.Thread(target=consumer_runtime(groups=["effects"]).run, args=[stop])
+    thread.start()
+    world.stack.callback(thread.join, 20)
+    world.stack.callback(stop.set)
+    world.stack.callback(answer.set)
+    eventually(ClaimEntry.objects.exists, within_seconds=60, what="the claim")
+    ClaimEntry.objects.update(claimed_at=timezone.now() - timedelta(minutes=30))
+
+
+@fault
 def outage(world: World) -> None:
     """A service that a handler needs is down."""
 
@@ -134,6 +155,35 @@ def outage(world: World) -> None:
     world.stack.callback(thread.join, 20)
     world.stack.callback(stop.set)
     eventually(lambda: world.sql("SELECT 1 FROM outbox.outage"), within_seconds=60, what="the pause")
+
+
+@fault
+def endpoint_disabled(world: World) -> None:
+    """An endpoint of FORWARD answers 410."""
+    with serving(lambda _: Answer(410)) as port:
+        options = {"url": f"http://127.0.0.1:{port}/", "secrets": [SECRET], "allow_private": True, "allow_http": True}
+        world.change_settings(FORWARD={"billing": {"topics": ["orders"], "sink": "webhook", "options": options}})
+        world.publish()
+        forward_once()
+
+
+@fault
+def limit_binding(world: World) -> None:
+    """A limit is too low for the messages of a subscription."""
+    world.limits(LIMIT_SECONDS=[0.5, None])
+
+    @subscriber("orders", group="effects", limits=Limits(rate="1/h"))
+    def effect(delivery: Delivery) -> None:
+        pass
+
+    world.publish(8)
+    stop = threading.Event()
+    thread = threading.Thread(target=consumer_runtime(groups=["effects"]).run, args=[stop])
+    thread.start()
+    world.stack.callback(thread.join, 20)
+    world.stack.callback(stop.set)
+    waiting = "SELECT 1 FROM outbox.slot_demand WHERE waiting_since < clock_timestamp() - interval '1 second'"
+    eventually(lambda: world.sql(waiting), within_seconds=60, what="messages that wait for the limit")
 
 
 @fault

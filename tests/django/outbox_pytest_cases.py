@@ -23,6 +23,17 @@ def test_in_memory(outbox: InMemoryOutbox, number: str) -> None:
     assert effects() == [number, f"step-{number}"]
 
 
+def test_redelivery_in_memory(outbox: InMemoryOutbox) -> None:
+    place("again")
+    assert outbox.drain() == 2
+    assert outbox.redeliver() == 0
+    assert effects() == ["again", "step-again"]
+    assert outbox.redeliver(bypass_inbox=True) == 2
+    assert effects() == ["again", "again", "step-again", "step-again"]
+    outbox.reset()
+    assert outbox.redeliver(bypass_inbox=True) == 0
+
+
 def test_captured_callbacks(outbox: InMemoryOutbox, django_capture_on_commit_callbacks: Any) -> None:
     with django_capture_on_commit_callbacks(execute=True) as callbacks:
         place("captured")
@@ -46,6 +57,15 @@ def test_on_the_broker(outbox_broker: BrokerOutbox, number: str) -> None:
         # Rows of the first test are not there for the others.
         assert outbox_broker.drain() == 2
         assert effects() == [number, f"step-{number}"]
+
+
+def test_redelivery_on_the_broker(outbox_broker: BrokerOutbox) -> None:
+    place("again")
+    assert outbox_broker.drain() == 2
+    assert outbox_broker.redeliver() == 0
+    assert effects() == ["again", "step-again"]
+    assert outbox_broker.redeliver(bypass_inbox=True) == 2
+    assert effects() == ["again", "again", "step-again", "step-again"]
 
 
 @pytest.mark.django_db(transaction=True, databases=["default", "broker"])

@@ -13,12 +13,16 @@ import pytest
 from django.core.management import call_command, load_command_class
 from django.core.management.base import CommandError
 from django.db import connections, transaction
+from django.utils import timezone
 
 from outbox.broker.groups import lives
+from outbox.broker.groups.registration import register
 from outbox.broker.log.topics import list_topics
 from outbox.broker.operations import comparisons
 from outbox.broker.operations.comparisons import ComparisonKind, DatabaseComparison
 from outbox.broker.operations.progress import list_queues
+from outbox.broker.schedules.cron import Cron
+from outbox.broker.schedules.schedule import Schedule, declare, pause
 from outbox.broker.transaction import checks
 from outbox.contrib.django import publish
 from outbox.contrib.django.actions import audit
@@ -27,8 +31,11 @@ from outbox.contrib.django.actions.declaration import DeclaredAction, FieldKind
 from outbox.contrib.django.actions.transactions import switch_transactional
 from outbox.contrib.django.database.aliases import alias_conninfo
 from outbox.contrib.django.engine.broker import flush, reset_broker
-from outbox.contrib.django.models import OperatorAction
+from outbox.contrib.django.models import ForwardEndpoint, OperatorAction
+from outbox.contrib.django.operations.endpoints import list_endpoints
 from outbox.contrib.django.settings.conf import get_settings
+from outbox.limits import Limits
+from outbox.subscription import Mode, Subscription
 from tests.django.broker_world import NOWHERE, World, new_world
 from tests.django.conftest import BROKER_TEMPLATE, point_alias
 from tests.django.console.support import ALL, bury, client_of, make_user
@@ -127,6 +134,44 @@ def _discard(world: World) -> Given:
     return {"group": "mail", "error_type": "TimeoutError"}
 
 
+def schedule(world: World) -> Given:
+    hourly = Schedule(producer_group="shop", name="report", topic="orders", cron=Cron("0 * * * *", "UTC"))
+    declare(world.run, "shop", [hourly])
+    return {"schedule": "report"}
+
+
+PAUSED = rows("SELECT name, paused_at IS NOT NULL FROM outbox.schedule")
+
+
+@case("pause_schedule", PAUSED)
+def _pause_schedule(world: World) -> Given:
+    return schedule(world)
+
+
+@case("resume_schedule", PAUSED)
+def _resume_schedule(world: World) -> Given:
+    given = schedule(world)
+    pause(world.run, "shop", "report", paused=True)
+    return given
+
+
+@case("run_schedule", rows("SELECT headers ->> 'outbox-schedule', producer_group FROM outbox.commit_log"))
+def _run_schedule(world: World) -> Given:
+    return schedule(world)
+
+
+def endpoint_states(world: World) -> list[tuple[str, bool, int]]:
+    return [(one.group, one.disabled_at is not None, one.generation) for one in list_endpoints()]
+
+
+@case("enable_endpoint", endpoint_states)
+def _enable_endpoint(world: World) -> Given:
+    gone = ForwardEndpoint(group="billing", disabled_at=timezone.now(), disabled_reason="answered 410")
+    ForwardEndpoint.objects.all().delete()
+    gone.save()
+    return {"group": "billing"}
+
+
 @case("recall", rows("SELECT count(*) FROM outbox.scheduled"))
 def _recall(world: World) -> Given:
     receipt = publish("reminders", {}, key="later", delay=3600)
@@ -147,11 +192,29 @@ def _resume(world: World) -> Given:
     return {"group": "mail"}
 
 
+@case("skip", lambda world: sorted(queue.next_offset for queue in list_queues(world.run, "mail")))
+def _skip(world: World) -> Given:
+    register(world.run, Subscription(topic="orders", group="mail", mode=Mode.ORDERLY))
+    receipt = publish("orders", {}, key="k1")
+    sequence()
+    world.sql(
+        "INSERT INTO outbox.failure (group_id, log_id, attempt, error) SELECT group_id, log_id, 0, 'ValueError: no'"
+        " FROM outbox.consumer_group, outbox.commit_log"
+    )
+    return {"group": "mail", "topic": "orders", "id": str(receipt.message_id)}
+
+
 @case("reset", lambda world: sorted(queue.lag for queue in list_queues(world.run, "mail")))
 def _reset(world: World) -> Given:
     world.subscribe("mail")
     world.publish(4)
     return {"group": "mail", "topic": "orders", "to_latest": "yes"}
+
+
+@case("limits", rows("SELECT declared, override FROM outbox.subscription_limit"))
+def _limits(world: World) -> Given:
+    register(world.run, Subscription(topic="orders", group="mail", limits=Limits(running=20, rate="100/min")))
+    return {"group": "mail", "topic": "orders", "running": "5"}
 
 
 @case("rename_group", GROUPS)
@@ -277,10 +340,10 @@ def test_an_action_does_and_records_the_same_by_command_and_by_page(
 NOT_BY_OPERATORS = {"outbox_transaction check", "outbox_audit compare"}
 READS = {"outbox_group list", "outbox_group offsets", "outbox_topic list", "outbox_message list", "outbox_message show"}
 READS |= {"outbox_dead_letter list", "outbox_dead_letter show", "outbox_transaction list"}
-READS |= {"outbox_transaction describe"}
+READS |= {"outbox_transaction describe", "outbox_endpoint list"}
 
 
-@pytest.mark.parametrize("command", ["audit", "dead_letter", "group", "message", "topic", "transaction"])
+@pytest.mark.parametrize("command", ["audit", "dead_letter", "endpoint", "group", "message", "topic", "transaction"])
 def test_every_subcommand_that_changes_something_is_a_declared_action(command: str) -> None:
     name = f"outbox_{command}"
     parser = load_command_class("outbox.contrib.django", name).create_parser("manage.py", name)

@@ -73,12 +73,12 @@ def test_with_a_listen_url_of_the_development_broker() -> None:
 
 @pytest.mark.slow
 def test_pytest(tmp_path: Path) -> None:
-    assert "9 passed" in run_pytest(tmp_path)
+    assert "11 passed" in run_pytest(tmp_path)
 
 
 @pytest.mark.soak
 def test_pytest_with_xdist(tmp_path: Path) -> None:
-    assert "9 passed" in run_pytest(tmp_path, "-n", "2")
+    assert "11 passed" in run_pytest(tmp_path, "-n", "2")
 
 
 def test_no_session_is_left_where_the_runner_drops_databases(databases: None) -> None:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
-from django.db import transaction
+from django.db import connections, transaction
 
 from outbox.contrib.django import message, publish, publish_many, publish_messages, subscriber, transactional_message
+from outbox.contrib.django.crashes.baseline import Baseline
 from outbox.contrib.django.subscribers.registry import subscribers
 from outbox.errors import ConfigurationError, InvalidName, InvalidSubscription, UsageError
 from outbox.retry import RetryPolicy
+from outbox.time_limit import TIMEOUT_HEADER
 from tests.django.shop.models import Effect
 from tests.django.state import decisions
 
@@ -61,6 +63,7 @@ def test_retry_policy_that_cannot_work(options: dict[str, Any]) -> None:
     [
         ("order paid", {}, InvalidName, "order paid"),
         ("orders", {"delay": "5"}, UsageError, "delay must be seconds"),
+        ("orders", {"timeout": "5"}, UsageError, "timeout must be seconds"),
         ("orders", {"delay": 5, "deliver_at": lambda: datetime.now(UTC)}, UsageError, "not both"),
     ],
 )
@@ -77,6 +80,15 @@ def test_decorator_refuses_at_import(topic: str, options: Any, error: type[Excep
         (lambda: publish("orders", {}, delay=float("nan")), "delay must be seconds from now"),
         (lambda: publish("orders", {}, delay=float("inf")), "delay must be seconds from now"),
         (lambda: publish("orders", {}, delay=1e12), "delay must be seconds from now"),
+        (lambda: publish("orders", {}, timeout=0), "timeout must be longer than 0"),
+        (lambda: publish("orders", {}, timeout=timedelta(seconds=-1)), "timeout must be longer than 0"),
+        (lambda: publish("orders", {}, timeout=float("nan")), "timeout must be longer than 0"),
+        (lambda: publish("orders", {}, timeout=1e300), "timeout must be longer than 0"),
+        (lambda: publish("orders", {}, timeout=True), "timeout must be seconds"),
+        (lambda: publish("orders", {}, timeout=30 * 86400), "keeps messages for"),
+        (lambda: publish("orders", {}, headers={TIMEOUT_HEADER: "5"}, timeout=5), "not both"),
+        (lambda: publish("orders", {}, headers={TIMEOUT_HEADER: "five"}), "positive number of seconds"),
+        (lambda: publish_many("orders", [{"n": 1}], timeout=-1), "timeout must be longer than 0"),
         (lambda: publish_many("orders", {"n": 1}), "pass a list of bodies"),
         (lambda: publish_many("orders", "abc"), "pass a list of bodies"),
         (lambda: publish_messages(message("orders", {})), "pass a list of messages"),  # type: ignore[arg-type]
@@ -96,3 +108,10 @@ def test_publish_refuses_before_anything_is_stored(empty_log: None, call: Callab
 def _work_and(call: Callable[[], object]) -> None:
     Effect.objects.create(number="half")
     call()
+
+
+@pytest.mark.usefixtures("databases")
+def test_the_crash_kit_refuses_a_pool_of_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(connections["default"].settings_dict, "OPTIONS", {"pool": True})
+    with pytest.raises(UsageError, match="'default', because it has a connection pool"):
+        Baseline(["default"], broker_schema="outbox")

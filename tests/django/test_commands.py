@@ -7,7 +7,7 @@ from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
+from uuid import UUID, uuid4
 
 import pytest
 from django.core.management import call_command
@@ -16,6 +16,7 @@ from django.db import connections, transaction
 
 from outbox import Delivery
 from outbox.broker.database.executor import Executor
+from outbox.broker.database.statement import Statement
 from outbox.broker.operations import summary
 from outbox.contrib.django import publish, subscriber
 from outbox.contrib.django.database.aliases import broker_connection
@@ -300,3 +301,37 @@ def test_a_restart_is_no_condition_and_an_absence_is(outbox_settings: Callable[.
         for seconds, expected in ((15, "WARNING"), (60, "CRITICAL")):
             connection.execute(f"UPDATE outbox.queue_lease SET expires_at = now() - interval '{seconds} s'".encode())
             assert severity() == expected
+
+
+_HELD_BY_ANOTHER = Statement("""
+UPDATE {schema}.queue_lease
+SET owner = %(owner)s, epoch = epoch + 1, expires_at = clock_timestamp() + make_interval(secs => %(seconds)s)
+""")
+
+
+def hold_queues(owner: UUID, seconds: float) -> None:
+    """Leave the queues as a consumer process does that holds them for so long."""
+    with broker_connection() as connection:
+        assert Executor(*connection).count(_HELD_BY_ANOTHER, {"owner": owner, "seconds": seconds}) > 0
+
+
+@pytest.mark.usefixtures("_effects")
+def test_drain_waits_for_the_queues_of_a_process_that_was_killed(outbox_settings: Callable[..., None]) -> None:
+    outbox_settings(LEASE_SECONDS=2.0)
+    consume()
+    publish("orders", {}, key="late")
+    sequence()
+    hold_queues(uuid4(), 1.0)
+    assert "deliveries handled: 1" in call("outbox_worker", "--drain")
+    assert list(Effect.objects.values_list("number", flat=True)) == ["late"]
+
+
+@pytest.mark.usefixtures("_effects")
+def test_drain_leaves_the_queues_of_a_live_process_and_says_so(outbox_settings: Callable[..., None]) -> None:
+    outbox_settings(LEASE_SECONDS=1.0)
+    consume()
+    publish("orders", {}, key="late")
+    sequence()
+    hold_queues(uuid4(), 600.0)  # longer than a lease: this process renews it
+    assert "1 messages wait in queues of other running consumer processes" in call("outbox_worker", "--drain")
+    assert Effect.objects.count() == 0

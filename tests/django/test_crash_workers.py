@@ -23,6 +23,7 @@ from tests.django.processes import process
 from tests.django.shop.models import Effect, Order
 from tests.django.state import rolled_back, stored
 from tests.django.test_crash import STEPS as PRODUCER_STEPS
+from tests.django.test_crash import UNIQUE_STEP
 from tests.support import eventually
 
 pytestmark = [pytest.mark.usefixtures("databases"), pytest.mark.timeout(120)]
@@ -39,9 +40,15 @@ WORKERS: Final = {
 # No ordinary run passes it: broker/test_resync.py kills there.
 RESYNC: Final = "sequencer.mid_resync"
 # tests/sinks and test_receive.py kill there.
+# broker/schedules/test_publishing.py kills there.
+SCHEDULE_STEPS: Final = [point for point in faults.POINTS if point.startswith("schedule.")]
 FORWARDED, RECEIVED = "forward.after_acknowledgement", "receive.after_send"
+# test_endpoints.py kills there.
+DISABLED: Final = "forward.before_disabled"
 # test_group_rename.py kills there.
 RENAME_STEPS: Final = [point for point in faults.POINTS if point.startswith("rename.")]
+# test_claims_processes.py kills there.
+CLAIM_STEPS: Final = [point for point in faults.POINTS if point.startswith("claim.")]
 # test_repair.py kills there.
 REPAIR_STEPS: Final = [point for point in faults.POINTS if point.startswith("repair.")]
 WORKER_STEPS: Final = [point for point in faults.POINTS if point.split(".")[0] in WORKERS and point != RESYNC]
@@ -53,7 +60,8 @@ def worker(name: str, specification: str = "") -> AbstractContextManager[subproc
 
 
 def test_every_fault_point_is_armed() -> None:
-    elsewhere = [*RENAME_STEPS, *REPAIR_STEPS, RESYNC, FORWARDED, RECEIVED]
+    elsewhere = [*CLAIM_STEPS, *RENAME_STEPS, *REPAIR_STEPS, *SCHEDULE_STEPS]
+    elsewhere += [UNIQUE_STEP, RESYNC, FORWARDED, RECEIVED, DISABLED]
     assert sorted([*PRODUCER_STEPS, *WORKER_STEPS, *elsewhere]) == sorted(faults.POINTS)
 
 

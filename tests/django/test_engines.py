@@ -56,6 +56,7 @@ def test_a_project_that_it_can_run_has_no_problem() -> None:
         ({"BROKER": "rocketmq://h:1?broker=h:2"}, "has an unknown option 'broker'"),
         ({"TOPICS": {"steps": {"types": ["FIFO", "TRANSACTION"]}}}, "transactional messages on FIFO topics"),
         ({"FORWARD": FORWARD}, "or let a @subscriber send the messages"),
+        ({"NOTIFY": {"mail": ["ops@example.org"]}}, "leave NOTIFY out"),
         ({"RECEIVE": RECEIVE}, "or let the sender publish to RocketMQ"),
     ],
 )

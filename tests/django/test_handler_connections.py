@@ -84,7 +84,7 @@ def test_two_subscribers_of_eight_threads_share_a_pool_of_four() -> None:
 
 @pytest.mark.usefixtures("databases")
 def test_what_a_worker_opens() -> None:
-    """The budget in docs/operations.md."""
+    """The budget in docs/operations/connections.md."""
     publish_to_both()
     with child("broker", quiet=True), child("consumer", quiet=True, default=database()):
         eventually(lambda: Effect.objects.count() == 3 * COUNT, within_seconds=100, what="all effects")

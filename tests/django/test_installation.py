@@ -114,7 +114,7 @@ def test_what_is_not_the_brokers_is_kept() -> None:
 def test_dropped_and_migrated_to_zero_nothing_is_left(
     new_database: Callable[..., str], outbox_settings: Callable[..., None]
 ) -> None:
-    """The steps of docs/operations.md, with the broker in the application's database."""
+    """The steps of docs/operations/upgrade.md, with the broker in the application's database."""
     before = alias_conninfo("other")
     point_alias("other", new_database())
     outbox_settings(BROKER="other")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ipaddress
+import itertools
 import json
+import math
 import re
 import socket
 import urllib.request
@@ -17,7 +19,7 @@ import pytest
 from django.db import transaction
 from prometheus_client import CollectorRegistry, generate_latest
 
-from outbox import Delivery
+from outbox import Delivery, Limits
 from outbox.broker.operations import audit
 from outbox.broker.operations.conditions import CATALOGUE
 from outbox.broker.operations.summary import GroupProgress, Summary
@@ -36,8 +38,11 @@ from tests.django.broker_world import NOWHERE, World, new_world
 from tests.django.conftest import point_alias
 from tests.django.processes import process
 from tests.django.shop.models import Effect
-from tests.prometheus import promtool
+from tests.prometheus import promtool, server
 from tests.support import eventually
+
+# The first query of each panel.
+PANEL_OF = {title: lines[0][0] for title, _, lines in rules.PANELS}
 
 pytestmark = pytest.mark.usefixtures("databases", "no_subscribers")
 
@@ -55,7 +60,7 @@ def registry() -> Iterator[CollectorRegistry]:
     registry = CollectorRegistry()
     measures.install(PrometheusRecorder(registry))
     yield registry
-    measures.install(None)
+    measures.install()
 
 
 def samples(registry: CollectorRegistry) -> dict[str, float]:
@@ -97,7 +102,7 @@ def test_topics_are_bounded(registry: CollectorRegistry) -> None:
 def test_subscriptions_are_bounded(registry: CollectorRegistry) -> None:
     assert measures.recorder is not None
     for number in range(MOST_PAIRS + 50):
-        measures.recorder.handled("g", f"topic-{number}", [0.1], 0.001, failed=1)
+        measures.recorder.handled("g", f"topic-{number}", [0.1], 0.001, count=1, failures=[ValueError()])
     found = samples(registry)
     counts = {name: value for name, value in found.items() if name.startswith("outbox_handler_seconds_count")}
     assert len(counts) == MOST_PAIRS + 1 and sum(counts.values()) == MOST_PAIRS + 50
@@ -192,8 +197,22 @@ def test_rules_and_dashboard_match_the_catalogue() -> None:
     assert rules.DASHBOARD.read_text() == rules.dashboard() + "\n", remedy
 
 
-def test_the_dashboard_uses_metrics_that_exist(world: World, registry: CollectorRegistry, tmp_path: Path) -> None:
-    @subscriber("orders", group="effects")
+def chosen(expression: str, *, broker: str = ".*", job: str = ".*") -> str:
+    """The expression as Grafana sends it after the user has chosen the variables."""
+    return expression.replace("$broker", broker).replace("$job", job)
+
+
+def asked() -> list[str]:
+    panels = json.loads(rules.DASHBOARD.read_text())["panels"]
+    assert len(panels) == len(rules.PANELS)
+    return [target["expr"] for panel in panels for target in panel["targets"]]
+
+
+@pytest.fixture
+def exported(world: World, registry: CollectorRegistry) -> dict[str, float]:
+    """Each series that a process exports after messages, check-backs, a tick and an audit."""
+
+    @subscriber("orders", group="effects", limits=Limits(running=2))
     def effect(delivery: Delivery) -> None: ...
 
     world.publish()
@@ -205,15 +224,75 @@ def test_the_dashboard_uses_metrics_that_exist(world: World, registry: Collector
     measures.recorder.ticked(0.001, 1)
     audit.run_once(world.run)
     BrokerCollector(state, registry)
-    known = {series.partition("{")[0] for series in samples(registry)}
-    panels = json.loads(rules.DASHBOARD.read_text())["panels"]
-    asked = [target["expr"] for panel in panels for target in panel["targets"]]
-    assert len(panels) == len(rules.PANELS)
-    assert {name for text in asked for name in re.findall(r"outbox_\w+", text)} <= known
+    return samples(registry)
+
+
+def test_the_dashboard_uses_metrics_that_exist(exported: dict[str, float], tmp_path: Path) -> None:
+    known = {series.partition("{")[0] for series in exported}
+    assert {name for text in asked() for name in re.findall(r"outbox_\w+", text)} <= known
     if promtool.PROGRAM is not None:
-        recorded = [{"record": f"panel:{number}", "expr": text} for number, text in enumerate(asked)]
+        recorded = [{"record": f"panel:{number}", "expr": chosen(text)} for number, text in enumerate(asked())]
         (tmp_path / "panels.yml").write_text(json.dumps({"groups": [{"name": "panels", "rules": recorded}]}))
         promtool.check(tmp_path / "panels.yml")
+
+
+def growing(exported: dict[str, float], factor: int) -> Callable[[], str]:
+    """A page whose counters and histograms grow with each scrape, while its gauges are `factor` times the exported."""
+    scrapes = itertools.count(1)
+
+    def page() -> str:
+        number = next(scrapes)
+        grows = ("_total", "_bucket", "_count", "_sum")
+        values = {
+            series: value * (number if series.partition("{")[0].endswith(grows) else factor)
+            for series, value in {**exported, 'outbox_condition{name="lag"}': 1}.items()
+        }
+        return "".join(f"{series} {value:g}\n" for series, value in values.items())
+
+    return page
+
+
+@pytest.mark.skipif(server.PROGRAM is None, reason="Prometheus is not installed")
+def test_each_query_of_the_dashboard_separates_brokers_and_jobs(exported: dict[str, float], tmp_path: Path) -> None:
+    """Two brokers; of each, a worker and a web process export the same tables."""
+    pages = {
+        (broker, job): growing(exported, factor)
+        for broker, factor in (("shop", 1), ("bank", 3))
+        for job in ("worker", "web")
+    }
+    with server.scraping(tmp_path, pages) as prometheus:
+
+        def brokers(text: str, broker: str = ".*", job: str = ".*") -> set[str]:
+            found = prometheus.values(chosen(text, broker=broker, job=job))
+            return {dict(labels)["broker"] for labels, value in found.items() if not math.isnan(value)}
+
+        def are_shown(text: str, expected: set[str], broker: str, job: str) -> bool:
+            return brokers(text, broker, job) == expected
+
+        def count_once(text: str) -> bool:
+            return prometheus.values(chosen(text)) == prometheus.values(chosen(text, job="worker"))
+
+        for text in asked():
+            for broker, job, expected in (
+                (".*", ".*", {"shop", "bank"}),
+                ("shop|bank", "web|worker", {"shop", "bank"}),
+                (".*", "web", {"shop", "bank"}),
+                ("bank", ".*", {"bank"}),
+            ):
+                eventually(partial(are_shown, text, expected, broker, job), within_seconds=60, what=text)
+            assert brokers(text, job="none") == set()
+            if "rate(" not in text:
+                # The figures of the broker's tables count once, although both jobs export them.
+                eventually(partial(count_once, text), within_seconds=60, what=text)
+        undecided = prometheus.values(chosen(PANEL_OF["Undecided and parked"]))
+        of = {dict(labels)["broker"]: value for labels, value in undecided.items()}
+        assert of == {"shop": 1, "bank": 3}
+        everything = '{__name__=~"outbox_.+"}'
+        assert prometheus.asked("label/broker/values", **{"match[]": everything}) == ["bank", "shop"]
+        assert prometheus.asked("label/job/values", **{"match[]": everything}) == ["web", "worker"]
+    variables = {one["name"]: one for one in json.loads(rules.DASHBOARD.read_text())["templating"]["list"]}
+    assert variables["broker"]["query"]["query"] == f"label_values({everything}, broker)"
+    assert (variables["broker"]["allValue"], variables["job"]["allValue"]) == (".*", ".*")
 
 
 @pytest.mark.skipif(promtool.PROGRAM is None, reason="promtool is not installed")
@@ -251,6 +330,20 @@ def test_an_alert_continues_while_its_condition_is_unknown(tmp_path: Path, value
 
 
 @pytest.mark.skipif(promtool.PROGRAM is None, reason="promtool is not installed")
+def test_a_healthy_broker_does_not_silence_the_alert_of_another(tmp_path: Path) -> None:
+    kind = CATALOGUE["lag"]
+    expected = {
+        "exp_labels": {"severity": "warning", "name": "lag", "broker": "shop"},
+        "exp_annotations": {"summary": kind.meaning, "description": kind.next_step},
+    }
+    series: dict[str, float | str] = {
+        'outbox_condition{name="lag",broker="shop"}': "1x5 stale _x4",
+        'outbox_condition{name="lag",broker="bank"}': 0,
+    }
+    promtool.fires(tmp_path, series, "OutboxLag", [expected])
+
+
+@pytest.mark.skipif(promtool.PROGRAM is None, reason="promtool is not installed")
 @pytest.mark.parametrize(
     ("title", "series", "values", "expected"),
     [
@@ -263,9 +356,9 @@ def test_the_dashboard_counts_the_broker_s_tables_once(
     tmp_path: Path, title: str, series: str, values: str, expected: float
 ) -> None:
     """The worker and the web process both export them."""
-    [[(expression, _)]] = [lines for name, _, lines in rules.PANELS if name == title]
+    expression = PANEL_OF[title]
     both: dict[str, float | str] = {f'{series},job="{job}"}}': values for job in ("worker", "web")}
-    promtool.gives(tmp_path, both, expression, expected)
+    promtool.gives(tmp_path, both, chosen(expression), expected)
 
 
 def test_the_audit_is_a_periodic_pass_that_is_not_repeated(world: World) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
+import psycopg
 import pytest
 from django.db import IntegrityError, connections, transaction
 from django.test import Client
@@ -13,9 +15,20 @@ from django.test.utils import CaptureQueriesContext, override_settings
 from django.utils import timezone
 
 from outbox import Decision, EndTransaction
-from outbox.contrib.django import get_broker, message, publish, publish_many, publish_messages, run_check_back
+from outbox.contrib.django import (
+    get_broker,
+    message,
+    message_transaction,
+    publish,
+    publish_many,
+    publish_messages,
+    run_check_back,
+    transactional_message,
+)
+from outbox.contrib.django.database.aliases import alias_conninfo
 from outbox.contrib.django.ledger import ledger
 from outbox.contrib.django.models import LedgerEntry, LedgerIdentity
+from outbox.contrib.django.settings.conf import get_settings
 from outbox.errors import (
     BrokerUnavailable,
     ConfigurationError,
@@ -27,6 +40,7 @@ from outbox.errors import (
     UnserialisableBody,
     UsageError,
 )
+from outbox.time_limit import TIMEOUT_HEADER
 from tests.django.configured import OUTBOX
 from tests.django.conftest import point_alias
 from tests.django.shop.models import Order, Payment
@@ -287,6 +301,27 @@ def test_delay_and_deliver_at(path: str) -> None:
         publish("reminders", {}, delay=-1)
     with pytest.raises(MessageTypeMismatch, match="DELAY"):
         publish("orders", {}, delay=1)
+
+
+def test_a_time_limit_is_stored_by_every_form_of_publish(path: str) -> None:
+    @transactional_message("orders", body={}, timeout=timedelta(minutes=1), headers=lambda: {"a": "b"})
+    def pay() -> None:
+        pass
+
+    with transaction.atomic():
+        publish("orders", {}, timeout=60)
+        publish_many("orders", [{}, {}], timeout=0.5)
+        publish_messages([message("orders", {}, timeout=timedelta(microseconds=1))])
+        with message_transaction() as tx:
+            tx.publish("orders", {}, timeout=90.25)
+        publish("orders", {})
+    pay()
+    publish("orders", {}, timeout=3600)
+    with psycopg.connect(alias_conninfo(get_settings().broker)) as connection:
+        rows = connection.execute("SELECT headers FROM outbox.commit_log ORDER BY log_id").fetchall()
+    texts = ["60", "0.5", "0.5", "0.000001", "90.25", None, "60", "3600"]
+    assert [headers and headers[TIMEOUT_HEADER] for (headers,) in rows] == texts
+    assert rows[6][0]["a"] == "b"
 
 
 def test_bad_messages_are_refused_before_anything_is_stored(path: str) -> None:

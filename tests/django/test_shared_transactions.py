@@ -249,6 +249,14 @@ def test_publishing_to_a_fifo_topic_ends_the_sharing() -> None:
     assert "FIFO topic" in more.ended[0]
 
 
+def test_publishing_with_a_unique_key_ends_the_sharing() -> None:
+    """Its key stays locked until COMMIT."""
+    handle_with(lambda given: publish("orders", {}, unique="k", within=60))
+    results, more = share(*deliveries("a", "b"))
+    assert results == [HANDLED]
+    assert "with unique=" in more.ended[0]
+
+
 def test_writing_to_another_database_ends_the_sharing() -> None:
     handle_with(lambda given: Effect.objects.using("other").create(number=given.key))
     results, more = share(*deliveries("a", "b"))

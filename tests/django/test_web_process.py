@@ -74,3 +74,22 @@ def test_a_process_that_publishes_imports_no_code_of_workers_and_operators() -> 
 
 def test_every_named_module_exists() -> None:
     assert [name for name in UNNEEDED if importlib.util.find_spec(name) is None] == []
+
+
+@pytest.mark.parametrize("module", ["celery", "worker.child", "worker.workers"])
+def test_the_modules_that_start_processes_can_be_imported_before_django_is_set_up(module: str) -> None:
+    """Celery's `-A` and `python -m` import them first, and then set Django up."""
+    code = f"import outbox.contrib.django.{module}, django.apps; assert not django.apps.apps.ready"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, env=environment())
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_passes_can_be_listed_before_django_is_set_up() -> None:
+    """A Celery app that is finalised early lists them while Django reads the settings."""
+    code = (
+        "from outbox.contrib.django.worker.periodic import passes; import django.apps;"
+        " names = [one.name for one in passes()]; assert not django.apps.apps.ready; print(*names)"
+    )
+    variables = environment(outbox={"NOTIFY": {"mail": ["ops@example.com"]}})
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, env=variables)
+    assert "conditions" in done.stdout.split(), done.stderr

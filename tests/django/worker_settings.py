@@ -11,8 +11,11 @@ from outbox.contrib.django.databases import database_from_url
 SECRET_KEY = "tests"
 USE_TZ = True
 DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
-INSTALLED_APPS = ["outbox.contrib.django", "tests.django.shop", "tests.django.effects", "tests.django.hotel"]
-MIGRATION_MODULES = {"shop": None, "hotel": None}
+INSTALLED_APPS = [
+    *("outbox.contrib.django", "tests.django.shop", "tests.django.effects", "tests.django.hotel"),
+    *os.environ.get("TEST_APPS", "").split(),
+]
+MIGRATION_MODULES = {"shop": None, "hotel": None, "pages": None}
 DATABASES = {
     "default": {
         **database_from_url(os.environ["TEST_DEFAULT_URL"], CONN_MAX_AGE=60),
@@ -41,6 +44,18 @@ OUTBOX = {
     "LEASE_SECONDS": 2,
     **json.loads(os.environ.get("TEST_OUTBOX", "{}")),
 }
+
+if "TEST_METRICS" in os.environ:
+    # As an application sets up its SDK: each export is a line of the file.
+    from opentelemetry.metrics import set_meter_provider
+    from opentelemetry.sdk.metrics import MeterProvider
+    from opentelemetry.sdk.metrics.export import ConsoleMetricExporter, PeriodicExportingMetricReader
+
+    metric_exporter = ConsoleMetricExporter(
+        out=Path(os.environ["TEST_METRICS"]).open("a"),  # noqa: SIM115
+        formatter=lambda data: data.to_json(indent=None) + "\n",
+    )
+    set_meter_provider(MeterProvider([PeriodicExportingMetricReader(metric_exporter, export_interval_millis=200)]))
 
 if "TEST_SPANS" in os.environ:
     # As an application sets up its SDK: each span that has ended is a line of the file.

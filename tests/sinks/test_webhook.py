@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from outbox.contrib.sinks.formats import format_named
-from outbox.contrib.sinks.signatures import verify
-from outbox.contrib.sinks.sink import NotAcknowledged, Outgoing, Rejected
-from outbox.contrib.sinks.webhook import WebhookSink, is_public, retry_after_seconds
+from outbox.contrib.sinks.signatures import key_pair, verify
+from outbox.contrib.sinks.sink import EndpointGone, NotAcknowledged, Outgoing, Rejected
+from outbox.contrib.sinks.webhook import TIMEOUT_SECONDS, WebhookSink, is_public, retry_after_seconds
 from outbox.errors import ConfigurationError, ServiceUnavailable
 from tests.servers import free_ports
 from tests.sinks.receiver import SECRET, Answer, Request, keeping, serving
@@ -61,6 +61,25 @@ def test_a_request_is_signed_and_names_its_message() -> None:
     assert (first.headers["authorization"], first.headers["content-type"]) == ("Bearer token", "application/json")
     assert (first.headers["outbox-key"], first.headers["outbox-tag"]) == ("k%20%C3%BC", "paid")
     assert first.headers["outbox-header-name"] == "Zo%C3%AB%20100%25"
+
+
+def test_a_request_has_a_signature_for_each_secret_of_both_kinds() -> None:
+    got: list[Request] = []
+    secret, public = key_pair()
+    with serving(keeping(got)) as port:
+        assert post(sink(port, secrets=[secret, SECRET])) is None
+    [request] = got
+    for known in (SECRET, public):
+        assert verify([known], request.headers, request.body, now=time.time()) == request.headers["webhook-id"]
+
+
+def test_the_default_timeout_is_that_of_the_standard() -> None:
+    assert 15 <= TIMEOUT_SECONDS <= 30
+
+
+def test_gone() -> None:
+    error = outcome(Answer(410))
+    assert isinstance(error, EndpointGone) and "answered 410" in str(error)
 
 
 @pytest.mark.parametrize("status", [200, 201, 204])

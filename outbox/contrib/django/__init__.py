@@ -20,11 +20,14 @@ from outbox.contrib.django.publishing.publish import (
 )
 from outbox.contrib.django.publishing.steering import recall, recall_key, reject_transactional
 from outbox.contrib.django.subscribers.registry import subscriber
+from outbox.contrib.django.subscribers.scheduled import scheduled
 
 if TYPE_CHECKING:
     from outbox.contrib.django.ledger.pruning import run_prune
+    from outbox.contrib.django.subscribers.outside import ClaimedDelivery
 
 __all__ = [
+    "ClaimedDelivery",
     "apublish",
     "apublish_many",
     "apublish_messages",
@@ -40,13 +43,18 @@ __all__ = [
     "reject_transactional",
     "run_check_back",
     "run_prune",
+    "scheduled",
     "subscriber",
     "transactional_message",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    """Import `run_prune` when it is first used, because web processes do not prune."""
+    """Import `run_prune` and `ClaimedDelivery` when they are first used, because web processes do not need them."""
+    if name == "ClaimedDelivery":
+        from outbox.contrib.django.subscribers.outside import ClaimedDelivery
+
+        return ClaimedDelivery
     if name == "run_prune":
         from outbox.contrib.django.ledger.pruning import run_prune
 

@@ -1,4 +1,4 @@
-"""The models of the tables in the application's own databases: ledger, inbox, key locks, findings, sagas and audit."""
+"""The models of the tables in the application's own databases, from the ledger to the notifications."""
 
 from __future__ import annotations
 
@@ -80,6 +80,60 @@ class InboxEntry(models.Model):
         return f"{self.group} {self.message_id}"
 
 
+class ClaimEntry(models.Model):
+    """A message that a handler with effects="outside" has begun and not finished.
+
+    Each claim of the message raises `token`. Only the newest token may store steps and finish the message. An attempt
+    that has failed leaves its row with `expires_at` in the past, so that the next token is greater.
+    """
+
+    pk = models.CompositePrimaryKey("group", "generation", "message_id")
+    group = models.CharField(max_length=127, db_column="consumer_group")
+    generation = models.IntegerField()
+    message_id = models.UUIDField()
+    token = models.BigIntegerField()
+    claimed_by = models.CharField(max_length=255)
+    claimed_at = models.DateTimeField()
+    expires_at = models.DateTimeField()
+    attempt = models.IntegerField()
+
+    class Meta:
+        app_label = "outbox"
+        db_table = "outbox_claim"
+        indexes: ClassVar = [models.Index(fields=["expires_at"], name="outbox_claim_expires_at")]
+        verbose_name = "claim"
+
+    def __str__(self) -> str:
+        return f"{self.group} {self.message_id}"
+
+
+class StepEntry(models.Model):
+    """A step of a handler with effects="outside".
+
+    `result` is the encoded result, or null while the step has no result. Only a step with once=True has a row before it
+    has a result.
+    """
+
+    pk = models.CompositePrimaryKey("group", "generation", "message_id", "name")
+    group = models.CharField(max_length=127, db_column="consumer_group")
+    generation = models.IntegerField()
+    message_id = models.UUIDField()
+    name = models.CharField(max_length=127)
+    attempt = models.IntegerField()
+    begun_at = models.DateTimeField()
+    ended_at = models.DateTimeField(null=True)
+    result = models.BinaryField(null=True)
+
+    class Meta:
+        app_label = "outbox"
+        db_table = "outbox_step"
+        indexes: ClassVar = [models.Index(fields=["begun_at"], name="outbox_step_begun_at")]
+        verbose_name = "step"
+
+    def __str__(self) -> str:
+        return f"{self.group} {self.message_id} {self.name}"
+
+
 class SagaState(models.TextChoices):
     """The state of a saga. In the states RUNNING and UNDOING, the next message continues the saga."""
 
@@ -132,6 +186,28 @@ class KeyLock(models.Model):
 
     def __str__(self) -> str:
         return str(self.key_hash)
+
+
+class UniqueKey(models.Model):
+    """A unique key of a topic, and the message that holds the key until the time `until`.
+
+    The local transaction that publishes the message writes this row. So the key is free again if the transaction or the
+    savepoint rolls back.
+    """
+
+    pk = models.CompositePrimaryKey("topic", "unique_key")
+    topic = models.CharField(max_length=127)
+    unique_key = models.CharField(max_length=255)
+    message_id = models.UUIDField()
+    until = models.DateTimeField()
+
+    class Meta:
+        app_label = "outbox"
+        db_table = "outbox_unique"
+        indexes: ClassVar = [models.Index(fields=["until"], name="outbox_unique_until")]
+
+    def __str__(self) -> str:
+        return f"{self.topic} {self.unique_key}"
 
 
 class Finding(models.Model):
@@ -202,3 +278,92 @@ class OperatorAction(models.Model):
 
     def __str__(self) -> str:
         return f"{self.action} {self.subject}"
+
+
+class ForwardEndpoint(models.Model):
+    """The state of the endpoint of one entry of OUTBOX['FORWARD'], and what its processes have seen.
+
+    An endpoint that says that it is gone is disabled until an operator enables it. Enabling raises `generation`, so a
+    late answer to a request from before does not disable the endpoint again. Each process stores its counts every few
+    seconds. The counts of the last seconds before a kill are missing.
+    """
+
+    group = models.CharField(max_length=127, primary_key=True, db_column="consumer_group")
+    generation = models.IntegerField(default=0)
+    disabled_at = models.DateTimeField(null=True)
+    disabled_reason = models.TextField(default="")
+    delivered = models.BigIntegerField(default=0)
+    failed = models.BigIntegerField(default=0)
+    last_status = models.CharField(max_length=31, default="")
+    last_delivered_at = models.DateTimeField(null=True)
+    last_error = models.TextField(default="")
+    last_error_at = models.DateTimeField(null=True)
+
+    class Meta:
+        app_label = "outbox"
+        db_table = "outbox_endpoint"
+
+    def __str__(self) -> str:
+        return self.group
+
+
+class RaisedCondition(models.Model):
+    """A condition that holds now for one subject, since `raised_at`. The pass `conditions` writes and deletes the rows.
+
+    All processes of the service share the rows. So one process reports that a condition was raised, and one process
+    reports that it was cleared. A row of the kind ERROR is about the unsettled dead letters of one group with one type
+    of error: `count` letters are reported, the newest of them at `newest_at`. A row of the kind TRANSACTION is a parked
+    transaction, which was reported by a signal.
+    """
+
+    class Kind(models.TextChoices):
+        """What the row is about."""
+
+        CONDITION = "condition", "condition"
+        ERROR = "error", "error of dead letters"
+        TRANSACTION = "transaction", "parked transaction"
+
+    kind = models.CharField(max_length=15, choices=Kind)
+    name = models.CharField(max_length=63)
+    subject = models.CharField(max_length=400)
+    severity = models.SmallIntegerField()
+    count = models.BigIntegerField(default=0)
+    newest_at = models.DateTimeField(null=True)
+    raised_at = models.DateTimeField()
+    seen_at = models.DateTimeField()
+
+    class Meta:
+        app_label = "outbox"
+        db_table = "outbox_raised_condition"
+        verbose_name = "raised condition"
+        constraints: ClassVar = [
+            models.UniqueConstraint(fields=["kind", "name", "subject"], name="outbox_one_raised_condition")
+        ]
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.subject}"
+
+
+class Notification(models.Model):
+    """A notification that a channel of OUTBOX['NOTIFY'] has not confirmed yet.
+
+    The transaction that stores a change of `RaisedCondition` also writes the notifications about it. A process that
+    sends a notification first moves `due_at`, so that no other process sends it at the same time. A confirmed
+    notification is deleted.
+    """
+
+    id = models.UUIDField(primary_key=True, default=uuid.uuid4)
+    channel = models.CharField(max_length=15)
+    content = models.JSONField()
+    created_at = models.DateTimeField()
+    due_at = models.DateTimeField()
+    attempts = models.IntegerField(default=0)
+    error = models.TextField(default="")
+
+    class Meta:
+        app_label = "outbox"
+        db_table = "outbox_notification"
+        indexes: ClassVar = [models.Index(fields=["due_at"], name="outbox_notification_due_at")]
+
+    def __str__(self) -> str:
+        return f"{self.channel} {self.id}"

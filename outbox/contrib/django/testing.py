@@ -15,7 +15,8 @@ To test both paths, check-back, order or handler threads, use a real broker in t
     class PayForReal(OutboxBrokerTestMixin, TransactionTestCase):
         databases = {"default", "broker"}
 
-With pytest, the fixtures `outbox` and `outbox_broker` (outbox.pytest_plugin) provide the same two brokers.
+With pytest, the fixtures `outbox` and `outbox_broker` (outbox.pytest_plugin) provide the same two brokers. The fixture
+`outbox_crashes` is the function that `crash_tests` yields.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from datetime import UTC, datetime
 from functools import wraps
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, cast
 
 from django.conf import settings as django_settings
@@ -33,16 +37,22 @@ from outbox.broker.database.executor import Executor
 from outbox.broker.log.topics import declare_topics
 from outbox.broker.operations import deletion
 from outbox.broker.schema.install import install
+from outbox.contrib.django.crashes.kit import CrashKit
 from outbox.contrib.django.database.aliases import broker_connection, broker_database
 from outbox.contrib.django.database.in_tests import running_tests
 from outbox.contrib.django.engine.broker import flush, get_broker, get_codecs, get_engine, reset_broker
-from outbox.contrib.django.settings.conf import get_settings
+from outbox.contrib.django.ledger.ledger_checker import ledger_aliases
+from outbox.contrib.django.operations.scheduling import declared_schedules
+from outbox.contrib.django.settings.conf import chosen, get_settings
+from outbox.contrib.django.subscribers.again import HandledCall, deliver_again, handled_call
+from outbox.contrib.django.subscribers.middleware import with_middleware
 from outbox.contrib.django.subscribers.registry import autodiscover, subscriptions
 from outbox.contrib.django.worker.drain import drain, settle
 from outbox.errors import UsageError
 from outbox.memory import InMemoryBroker
 from outbox.message import Message
 from outbox.ports import AnyHandler
+from outbox.utils.ids import uuid7
 
 
 class OutboxForTests(ABC):
@@ -52,6 +62,7 @@ class OutboxForTests(ABC):
         """Let `drain` run only the subscribers of `groups`, or all subscribers if `groups` is empty."""
         self._groups = groups
         self._errors: list[Exception] = []
+        self._handled: list[HandledCall] = []
         autodiscover()
 
     @abstractmethod
@@ -78,6 +89,27 @@ class OutboxForTests(ABC):
             raise self._errors[0]
         return total
 
+    def run_schedule(self, name: str) -> Message:
+        """Publish one message of a declared schedule now, and return the message. `drain` then runs its subscribers.
+
+        In a test no leader runs, so no schedule is due by itself. Raises ConfigurationError for an unknown name.
+        """
+        declared = {one.name: one for one in declared_schedules(get_settings())}
+        message = chosen("OUTBOX['SCHEDULES'] or @scheduled", declared, [name], "to run")[name].message(
+            datetime.now(UTC), uuid7()
+        )
+        get_broker().send([message], committed=True)
+        return message
+
+    def redeliver(self, *, bypass_inbox: bool = False) -> int:
+        """Deliver every message that `drain` has handled once more, and return how many messages a handler has got.
+
+        The inbox skips messages that are handled, so only handlers without an inbox get them. With `bypass_inbox`, all
+        handlers get them, as after a reset of their group: steps of handlers with effects="outside" run again, too.
+        Raises the first error of a handler.
+        """
+        return deliver_again(self._handled, bypass_inbox=bypass_inbox)
+
     @abstractmethod
     def _drain_once(self) -> int:
         """Decide half messages, then run subscribers once. Return the number of deliveries."""
@@ -90,10 +122,12 @@ class OutboxForTests(ABC):
         @wraps(handler)
         def recorded(deliveries: Any) -> Any:
             try:
-                return handler(deliveries)
+                result = handler(deliveries)
             except Exception as error:
                 self._errors.append(error)
                 raise
+            self._handled.append(handled_call(handler, deliveries))
+            return result
 
         return recorded
 
@@ -109,10 +143,11 @@ class InMemoryOutbox(OutboxForTests):
 
     def reset(self) -> None:
         """Replace the broker by a new in-memory broker."""
+        self._handled.clear()
         reset_broker()
         self.broker = cast(InMemoryBroker, get_broker())
         for subscription, handler in subscriptions(groups=self._groups):
-            self.broker.subscribe(subscription, self._recording(handler))
+            self.broker.subscribe(subscription, self._recording(with_middleware(handler)))
 
     def messages(self, topic: str) -> list[Message]:
         self.settle()
@@ -146,10 +181,16 @@ class BrokerOutbox(OutboxForTests):
             raise UsageError(
                 "reset() removes all messages of the broker, so it works only in tests, on a test database."
             )
+        self._handled.clear()
         settings = get_settings()
         flush()
         with broker_database(settings).connect(name="outbox-tests", direct=True) as connection:
             install(connection, settings.schema)
+        self._empty()
+
+    def _empty(self) -> None:
+        settings = get_settings()
+        with broker_database(settings).connect(name="outbox-tests", direct=True) as connection:
             run = Executor(connection, settings.schema)
             deletion.empty(run)
             declare_topics(run, [declared.topic for declared in settings.topics.values()])
@@ -189,6 +230,29 @@ def broker_outbox(*, groups: Sequence[str] = (), **settings: Any) -> Iterator[Br
     """
     with _changed({**settings, "IN_MEMORY": False}):
         yield BrokerOutbox(groups)
+
+
+@contextmanager
+def crash_tests(*, groups: Sequence[str] = (), **settings: Any) -> Iterator[CrashKit]:
+    """Inside the block, run crash tests with the yielded object, on a real broker.
+
+    The parameters are the same as for `in_memory_outbox`. Before each run, all databases of the running test get back
+    the rows that they had when the crash test began.
+    """
+    with TemporaryDirectory(prefix="outbox-crashes-") as folder:
+        # Chance decides which messages share a transaction. So each message has a transaction of its own.
+        alone = {"IMMUNITY_SECONDS": 0, "CHECK_RETRY_SECONDS": 1, "MESSAGES_PER_COMMIT": 1}
+        with _changed({**alone, **settings, "IN_MEMORY": False}):
+            get_engine().refusals.require("run_once", "a crash test")
+            broker = BrokerOutbox(groups)
+            yield CrashKit(
+                folder=Path(folder),
+                aliases=ledger_aliases(usable=True),
+                reset_messages=broker._empty,
+                broker_schema=get_settings().schema,
+                groups=groups,
+            )
+            broker._empty()
 
 
 @contextmanager

@@ -1,1 +1,1 @@
-"""Traces of messages by OpenTelemetry's API (the extra `tracing`). The application chooses and sets up an SDK."""
+"""Traces and metrics of messages by OpenTelemetry's API (the extra `tracing`). The application sets up an SDK."""

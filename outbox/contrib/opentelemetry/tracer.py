@@ -113,6 +113,11 @@ class OpenTelemetryTracer:
         span.end()
 
 
+def error_type(error: object) -> str:
+    """Return the attribute `error.type`: the full name of the error's class."""
+    return f"{type(error).__module__}.{type(error).__qualname__}"
+
+
 def _name(operation: str, messages: Sequence[Message]) -> str:
     topics = {message.topic for message in messages}
     return f"{operation} {topics.pop()}" if len(topics) == 1 else operation
@@ -181,7 +186,7 @@ def _conclude(span: Span, outcomes: Sequence[object]) -> None:
     if not failures or not span.is_recording():
         return
     first = failures[0]
-    span.set_attribute("error.type", f"{type(first).__module__}.{type(first).__qualname__}")
+    span.set_attribute("error.type", error_type(first))
     if len(outcomes) > 1:
         span.set_attribute("messaging.outbox.batch.failed_count", len(failures))
     for failure in dict.fromkeys(failures[:_RECORDED]):

@@ -13,6 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from outbox.broker.operations.audit import Audit
 from outbox.broker.operations.conditions import CATALOGUE, ConditionReport
+from outbox.broker.operations.limits import SubscriptionLimits
 from outbox.broker.operations.summary import GroupProgress, Overview, Summary
 from outbox.contrib.prometheus.recorder import OTHERS
 
@@ -32,6 +33,9 @@ class ScrapeState:
     audit: Audit | None = None
     # The size of each table in bytes: the tables of the broker, and the application's ledger and inbox.
     sizes: Mapping[str, int] = field(default_factory=dict)
+    # How late each schedule is, by producer group and name (seconds).
+    schedules: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    limits: Sequence[SubscriptionLimits] = ()
 
 
 class BrokerCollector:
@@ -62,6 +66,7 @@ class BrokerCollector:
             yield from _groups(state)
             yield from _producers(state.summary)
             yield from _topics(state.summary)
+        yield from _limits(state.limits[:MOST_PAIRS])
         if state.audit is not None:
             yield from _audit(state.audit)
         yield _family(
@@ -69,6 +74,12 @@ class BrokerCollector:
             "Size of the table on disk, with its indexes.",
             ["table"],
             [([t], b) for t, b in state.sizes.items()],
+        )
+        yield _family(
+            "outbox_schedule_late_seconds",
+            "Seconds since the first due moment without a message; 0 while no due moment has passed.",
+            ["producer_group", "schedule"],
+            list(state.schedules.items()),
         )
 
     def _state(self) -> ScrapeState:
@@ -140,7 +151,7 @@ def _pairs(summary: Summary) -> Iterator[Metric]:
         ("filtered", "Messages that do not match the group's filter."),
         ("skipped", "Messages that a handler or an operator skipped."),
         ("sent_back", "Messages sent back for another attempt."),
-        ("dead", "Messages given up."),
+        ("dead", "Messages given up: dead letters, and messages whose time limit was over."),
         ("expired", "Messages that retention removed before the group handled them."),
     ):
         rows = [(p, sum(getattr(o, name) for o in of)) for p, of in pairs.items()]
@@ -161,14 +172,49 @@ def _groups(state: ScrapeState) -> Iterator[Metric]:
     rests = state.summary.rests
     yield _family("outbox_dead_letters", "Unsettled dead letters.", ["group"], [([r.group], r.dead) for r in rests])
     yield _family(
+        "outbox_claimed_messages",
+        "Messages that have left their queue while their handler runs.",
+        ["group"],
+        [([r.group], r.claimed) for r in rests],
+    )
+    yield _family(
         "outbox_retrying_messages",
         "Messages that wait for another attempt.",
         ["group"],
         [([r.group], r.retrying) for r in rests],
     )
+    yield _total(
+        "outbox_timed_out_messages",
+        "Messages that the group did not handle, because their time limit was over.",
+        ["group"],
+        [([r.group], r.timed_out) for r in rests],
+    )
     if state.overview is not None:
         rows = [([g.name], g.consumers) for g in state.overview.groups]
         yield _family("outbox_consumers", "Live consumer processes.", ["group"], rows)
+
+
+def _limits(found: Sequence[SubscriptionLimits]) -> Iterator[Metric]:
+    pair = ["group", "topic"]
+    values = [
+        ([one.group, one.topic, name], float(value))
+        for one in found
+        for name in ("running", "per_key", "per_second")
+        if (value := getattr(one.limits, name)) is not None
+    ]
+    yield _family("outbox_limit", "The limit of a subscription for all workers together.", [*pair, "limit"], values)
+    yield _family(
+        "outbox_limit_in_use",
+        "Handler calls of a limited subscription that run now.",
+        pair,
+        [([one.group, one.topic], one.in_use) for one in found],
+    )
+    yield _family(
+        "outbox_limit_waiting_messages",
+        "Fetched messages that wait for a limit of their subscription.",
+        pair,
+        [([one.group, one.topic], one.waiting) for one in found],
+    )
 
 
 def _producers(summary: Summary) -> Iterator[Metric]:

@@ -6,6 +6,7 @@ For several processes use prometheus_client's multi-process mode.
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -83,7 +84,7 @@ class PrometheusRecorder:
         self._sent: dict[tuple[str, str], Counter] = {}
         self._places: dict[tuple[str, str], _Place] = {}
 
-    def published(self, topics: list[str], path: str, seconds: float) -> None:
+    def published(self, topics: Sequence[str], path: str, seconds: float) -> None:
         publish = self._paths.get(path)
         if publish is None:
             publish = self._paths[path] = self._publish.labels(path)
@@ -96,11 +97,16 @@ class PrometheusRecorder:
                     self._sent[topic, path] = sent
             sent.inc(topics.count(topic))
 
-    def handled(self, group: str, topic: str, waited: list[float], seconds: float, *, failed: int) -> None:
+    def publish_failed(self, topics: Sequence[str], seconds: float, error: BaseException) -> None:
+        """Record nothing: the metrics of publishing count the calls that stored messages."""
+
+    def handled(
+        self, group: str, topic: str, waited: list[float], seconds: float, *, count: int, failures: Sequence[object]
+    ) -> None:
         place = self._places.get((group, topic)) or self._place(group, topic)
         place.handler.observe(seconds)
-        if failed:
-            place.failed.inc(failed)
+        if failures:
+            place.failed.inc(len(failures))
         start, end = place.start, place.end
         for wait in waited[:: max(1, len(waited) // _SAMPLES)]:
             start.observe(wait)

@@ -48,11 +48,11 @@ def alerts() -> str:
 def _holds(name: str) -> str:
     """Return an expression that is true if the condition holds; if its state is unknown, the last known state counts.
 
-    So an alert keeps firing while the broker is down.
+    So an alert keeps firing while the broker is down. Each value of the label `broker` has an alert of its own.
     """
-    now = f'max by (name) (outbox_condition{{name="{name}"}})'
-    last = f'max by (name) (last_over_time(outbox_condition{{name="{name}"}}[{_REMEMBERED}]))'
-    return f"{now} > 0 or ({last} > 0 unless on (name) {now})"
+    now = f'max by (broker, name) (outbox_condition{{name="{name}"}})'
+    last = f'max by (broker, name) (last_over_time(outbox_condition{{name="{name}"}}[{_REMEMBERED}]))'
+    return f"{now} > 0 or ({last} > 0 unless on (broker, name) {now})"
 
 
 def _rule(name: str, expression: str, severity: str, summary: str, description: str, *, wait: str = "1m") -> list[str]:
@@ -68,11 +68,25 @@ def _rule(name: str, expression: str, severity: str, summary: str, description: 
     ]
 
 
+# What each query of the dashboard selects: the brokers and jobs that the user has chosen.
+_CHOSEN: Final = 'broker=~"$broker",job=~"$job"'
+_TOPICS: Final = ',scope="topics"'
+
+
+def _series(metric: str, more: str = "") -> str:
+    return f"{metric}{{{_CHOSEN}{more}}}"
+
+
+def _rate(metric: str) -> str:
+    return f"rate({_series(metric)}[5m])"
+
+
+def _quantile(of: float, metric: str, by: str = "") -> str:
+    return f"histogram_quantile({of}, sum by (le, broker{by}) ({_rate(metric + '_bucket')}))"
+
+
 def _quantiles(metric: str, by: str) -> list[tuple[str, str]]:
-    return [
-        (f"histogram_quantile({q}, sum by (le, {by}) (rate({metric}_bucket[5m])))", f"p{q * 100:.0f} {{{{{by}}}}}")
-        for q in (0.5, 0.99)
-    ]
+    return [(_quantile(q, metric, f", {by}"), f"{{{{broker}}}} p{q * 100:.0f} {{{{{by}}}}}") for q in (0.5, 0.99)]
 
 
 def _summed(of_group_and_topic: str) -> str:
@@ -81,63 +95,96 @@ def _summed(of_group_and_topic: str) -> str:
     Each worker and web process exports the same value. The function `max` makes one value of these equal values, so
     that `sum` does not count it several times.
     """
-    return f"sum by (group) (max by (group, topic) ({of_group_and_topic}))"
+    return f"sum by (broker, group) (max by (broker, group, topic) ({of_group_and_topic}))"
+
+
+def _one(metric: str, by: str = "", more: str = "") -> str:
+    """Return an expression for a figure of the broker's tables, of which each process exports the same value."""
+    return f"max by (broker{by}) ({_series(metric, more)})"
 
 
 # The panels of the dashboard: title, unit, and the expressions with their legends.
 PANELS: Final[list[tuple[str, str, list[tuple[str, str]]]]] = [
-    ("Conditions (1 warning, 2 critical)", "none", [("max by (name) (outbox_condition) > 0", "{{name}}")]),
-    ("A process sequences", "none", [("max(outbox_leader)", "leader")]),
-    ("Published per second", "ops", [("sum by (topic) (rate(outbox_published_messages_total[5m]))", "{{topic}}")]),
-    ("Queued per second", "ops", [("max by (topic) (rate(outbox_queued_messages_total[5m]))", "{{topic}}")]),
-    ("Handled per second", "ops", [(_summed("rate(outbox_handled_messages_total[5m])"), "{{group}}")]),
+    (
+        "Conditions (1 warning, 2 critical)",
+        "none",
+        [(f"{_one('outbox_condition', ', name')} > 0", "{{broker}} {{name}}")],
+    ),
+    ("A process sequences", "none", [(_one("outbox_leader"), "{{broker}} leader")]),
+    (
+        "Published per second",
+        "ops",
+        [(f"sum by (broker, topic) ({_rate('outbox_published_messages_total')})", "{{broker}} {{topic}}")],
+    ),
+    (
+        "Queued per second",
+        "ops",
+        [(f"max by (broker, topic) ({_rate('outbox_queued_messages_total')})", "{{broker}} {{topic}}")],
+    ),
+    ("Handled per second", "ops", [(_summed(_rate("outbox_handled_messages_total")), "{{broker}} {{group}}")]),
     ("From publishing to the handler's end", "s", _quantiles("outbox_delivery_seconds", "group")),
     ("From publishing to the handler's start", "s", _quantiles("outbox_delivery_start_seconds", "group")),
     ("Handlers", "s", _quantiles("outbox_handler_seconds", "group")),
     ("publish()", "s", _quantiles("outbox_publish_seconds", "path")),
-    ("Lag in messages", "short", [(_summed("outbox_lag_messages"), "{{group}}")]),
-    ("Lag by age", "s", [("max by (group) (outbox_lag_seconds)", "{{group}}")]),
-    ("Consumers", "short", [("max by (group) (outbox_consumers)", "{{group}}")]),
+    ("Lag in messages", "short", [(_summed(_series("outbox_lag_messages")), "{{broker}} {{group}}")]),
+    ("Lag by age", "s", [(_one("outbox_lag_seconds", ", group"), "{{broker}} {{group}}")]),
+    ("Consumers", "short", [(_one("outbox_consumers", ", group"), "{{broker}} {{group}}")]),
     (
         "Retries per second, and waiting",
         "short",
         [
-            (_summed("rate(outbox_sent_back_messages_total[5m])"), "{{group}} sent back"),
-            ("max by (group) (outbox_retrying_messages)", "{{group}} waiting"),
+            (_summed(_rate("outbox_sent_back_messages_total")), "{{broker}} {{group}} sent back"),
+            (_one("outbox_retrying_messages", ", group"), "{{broker}} {{group}} waiting"),
         ],
     ),
-    ("Dead letters", "short", [("max by (group) (outbox_dead_letters)", "{{group}}")]),
+    (
+        "Limited subscriptions",
+        "short",
+        [
+            (_one("outbox_limit", ", group, topic, limit"), "{{broker}} {{group}} {{topic}} {{limit}}"),
+            (_one("outbox_limit_in_use", ", group, topic"), "{{broker}} {{group}} {{topic}} running now"),
+            (_one("outbox_limit_waiting_messages", ", group, topic"), "{{broker}} {{group}} {{topic}} waiting"),
+        ],
+    ),
+    ("Dead letters", "short", [(_one("outbox_dead_letters", ", group"), "{{broker}} {{group}}")]),
     (
         "Undecided and parked",
         "short",
         [
-            ("max by (producer_group) (outbox_undecided_transactions)", "{{producer_group}} undecided"),
-            ("max by (producer_group) (outbox_parked_transactions)", "{{producer_group}} parked"),
+            (_one("outbox_undecided_transactions", ", producer_group"), "{{broker}} {{producer_group}} undecided"),
+            (_one("outbox_parked_transactions", ", producer_group"), "{{broker}} {{producer_group}} parked"),
         ],
     ),
-    ("Check-backs by answer", "ops", [("sum by (answer) (rate(outbox_checks_total[5m]))", "{{answer}}")]),
+    (
+        "Check-backs by answer",
+        "ops",
+        [(f"sum by (broker, answer) ({_rate('outbox_checks_total')})", "{{broker}} {{answer}}")],
+    ),
     (
         "Ticks",
         "s",
         [
-            ("histogram_quantile(0.99, sum by (le) (rate(outbox_tick_seconds_bucket[5m])))", "p99"),
-            ("max(outbox_last_tick_age_seconds)", "since the last"),
+            (_quantile(0.99, "outbox_tick_seconds"), "{{broker}} p99"),
+            (_one("outbox_last_tick_age_seconds"), "{{broker}} since the last"),
         ],
     ),
-    ("Tables, ledger and inbox", "bytes", [("max by (table) (outbox_table_bytes)", "{{table}}")]),
+    ("Tables, ledger and inbox", "bytes", [(_one("outbox_table_bytes", ", table"), "{{broker}} {{table}}")]),
     (
         "Conservation, as last audited",
         "short",
         [
-            ("max by (term) (outbox_audit_messages{scope='topics'})", "{{term}}"),
-            ("max(outbox_audit_differences)", "equations that do not hold"),
+            (
+                f"sum by (broker, term) ({_one('outbox_audit_messages', ', name, term', _TOPICS)})",
+                "{{broker}} {{term}}",
+            ),
+            (_one("outbox_audit_differences"), "{{broker}} equations that do not hold"),
         ],
     ),
 ]
 
 
 def dashboard() -> str:
-    """Return the dashboard as JSON that Grafana can import. The user chooses the data source in Grafana."""
+    """Return the dashboard as JSON that Grafana can import. The user chooses data source, brokers and jobs."""
     return json.dumps(
         {
             "title": "outbox",
@@ -146,12 +193,33 @@ def dashboard() -> str:
             "refresh": "30s",
             "time": {"from": "now-3h", "to": "now"},
             "templating": {
-                "list": [{"name": "source", "label": "Data source", "type": "datasource", "query": "prometheus"}]
+                "list": [
+                    {"name": "source", "label": "Data source", "type": "datasource", "query": "prometheus"},
+                    _variable("broker", "Broker", '{__name__=~"outbox_.+"}'),
+                    _variable("job", "Job", '{__name__=~"outbox_.+",broker=~"$broker"}'),
+                ]
             },
             "panels": [_panel(number, *panel) for number, panel in enumerate(PANELS)],
         },
         indent=1,
     )
+
+
+def _variable(name: str, label: str, series: str) -> dict[str, Any]:
+    """Return a variable with the values of a label. "All" also selects series without this label."""
+    return {
+        "name": name,
+        "label": label,
+        "type": "query",
+        "datasource": {"type": "prometheus", "uid": "${source}"},
+        "query": {"query": f"label_values({series}, {name})", "refId": name},
+        "refresh": 2,
+        "sort": 1,
+        "multi": True,
+        "includeAll": True,
+        "allValue": ".*",
+        "current": {"text": "All", "value": "$__all"},
+    }
 
 
 def _panel(number: int, title: str, unit: str, lines: list[tuple[str, str]]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final
+from typing import Any, Final, Protocol
 from uuid import UUID
 
 from outbox.codec import Codecs
@@ -35,16 +35,31 @@ class RawCodecs(Codecs):
         return data
 
 
+class Endpoint(Protocol):
+    """The stored state of a group's endpoint, which all processes of the group share."""
+
+    def admit(self) -> int:
+        """Return the generation of the endpoint, which rises when an operator enables the endpoint.
+
+        Raises ServiceUnavailable while the endpoint is disabled.
+        """
+
+    def record(self, generation: int, results: Sequence[Exception | None]) -> None:
+        """Record the results of one call of the sink. EndpointGone disables the endpoint of this generation."""
+
+
 class Forwarder:
     """A handler that sends deliveries to a sink.
 
-    `topic` is the name of the topic at the sink. `form` is the format of the sent messages.
+    `topic` is the name of the topic at the sink. `form` is the format of the sent messages. Without `endpoint`, the
+    process keeps no state of the endpoint.
     """
 
-    def __init__(self, sink: Sink, topic: str, form: Format) -> None:
+    def __init__(self, sink: Sink, topic: str, form: Format, endpoint: Endpoint | None = None) -> None:
         self._sink = sink
         self._topic = topic
         self._form = form
+        self._endpoint = endpoint
 
     def __call__(self, given: Delivery | Sequence[Delivery]) -> None:
         """Send all deliveries.
@@ -77,7 +92,7 @@ class Forwarder:
             except (ValueError, TypeError) as error:
                 errors[place] = Rejected(f"message {delivery.message_id} cannot be written in this format: {error}")
         try:
-            results = self._sink.send([outgoing for _, outgoing in ready]) if ready else []
+            results = self._results([outgoing for _, outgoing in ready]) if ready else []
         except ServiceUnavailable as error:
             if first:
                 raise
@@ -86,6 +101,18 @@ class Forwarder:
             errors[place] = result
         point("forward.after_acknowledgement")
         return errors
+
+    def _results(self, messages: Sequence[Outgoing]) -> Sequence[Exception | None]:
+        if self._endpoint is None:
+            return self._sink.send(messages)
+        generation = self._endpoint.admit()
+        try:
+            results = self._sink.send(messages)
+        except ServiceUnavailable as error:
+            self._endpoint.record(generation, [error])
+            raise
+        self._endpoint.record(generation, results)
+        return results
 
 
 def _lines(deliveries: Iterable[Delivery]) -> list[deque[Delivery]]:

@@ -18,7 +18,7 @@ from typing import Final
 import httpx
 
 from outbox.contrib.sinks import signatures
-from outbox.contrib.sinks.sink import NotAcknowledged, Outgoing, Rejected, one_by_one
+from outbox.contrib.sinks.sink import EndpointGone, NotAcknowledged, Outgoing, Rejected, one_by_one
 from outbox.errors import ConfigurationError, ServiceUnavailable
 
 Address = IPv4Address | IPv6Address
@@ -29,9 +29,12 @@ _NAT64: Final = IPv6Network("64:ff9b::/96")
 _MOST_RESPONSE_BYTES: Final = 64 * 1024
 _SHOWN_CHARACTERS: Final = 200
 _LONGEST_PAUSE_SECONDS: Final = 3600.0
+# Standard Webhooks asks for 15 to 30 seconds.
+TIMEOUT_SECONDS: Final = 20.0
+_GONE: Final = 410
 
 # Statuses about the whole endpoint: another message would fail in the same way. A redirect is such a status too.
-_ENDPOINT: Final = frozenset((401, 403, 404, 405, 407, 410, 425, 429, 502, 503))
+_ENDPOINT: Final = frozenset((401, 403, 404, 405, 407, 425, 429, 502, 503))
 # Statuses that concern one attempt only. If other messages fail with the same status, the endpoint is down.
 _ATTEMPT: Final = frozenset((408, 421, 423))
 
@@ -39,10 +42,11 @@ _ATTEMPT: Final = frozenset((408, 421, 423))
 class WebhookSink:
     """Sends messages to one URL.
 
-    `secrets` are `whsec_…` texts. With two secrets, each request has both signatures, so that the receiver can change
-    from one secret to the other. Private addresses, plain http and another certificate authority (`ca_file`) must be
-    allowed explicitly. The sink follows no redirects and ignores the proxies of the environment, so a request goes only
-    to the declared URL. `timeout_seconds` limits connecting, and each wait for the receiver.
+    `secrets` are `whsec_…` and `whsk_…` texts. With two secrets, each request has both signatures, so that the receiver
+    can change from one secret to the other. Private addresses, plain http and another certificate authority (`ca_file`)
+    must be allowed explicitly. The sink follows no redirects and ignores the proxies of the environment, so a request
+    goes only to the declared URL. `timeout_seconds` limits connecting, and each wait for the receiver. An endpoint that
+    answers 410 is gone.
     """
 
     binding = "http"
@@ -57,14 +61,16 @@ class WebhookSink:
         allow_private: bool = False,
         allow_http: bool = False,
         ca_file: str | None = None,
-        timeout_seconds: float = 10.0,
+        timeout_seconds: float = TIMEOUT_SECONDS,
         headers: Mapping[str, str] | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._url = _checked(url, allow_http)
         if isinstance(secrets, str) or not secrets:
-            raise ConfigurationError(f"webhook {self._url.host}: secrets must be a list of at least one whsec_… text.")
-        self._keys = [signatures.secret_bytes(secret) for secret in secrets]
+            raise ConfigurationError(
+                f"webhook {self._url.host}: secrets must be a list of at least one whsec_… or whsk_… text."
+            )
+        self._signers = [signatures.signer(secret) for secret in secrets]
         self._headers = dict(headers or {})
         self._clock = clock
         self._client = httpx.Client(
@@ -100,7 +106,7 @@ class WebhookSink:
             "content-type": message.content_type,
             "webhook-id": message_id,
             "webhook-timestamp": str(stamp),
-            "webhook-signature": signatures.sign(self._keys, message_id, stamp, message.body),
+            "webhook-signature": signatures.sign(self._signers, message_id, stamp, message.body),
         }
 
     def _verdict(self, message: Outgoing, response: httpx.Response) -> Exception | None:
@@ -113,6 +119,8 @@ class WebhookSink:
             raise ServiceUnavailable(
                 f"{said}, which is a redirect. The sink follows no redirects: declare the target URL of the redirect"
             )
+        if status == _GONE:
+            raise EndpointGone(f"{said}, which means that this endpoint exists no more")
         if status in _ENDPOINT or (pause is not None and status >= 500):
             raise ServiceUnavailable(said, pause_seconds=pause)
         if status >= 500 or status in _ATTEMPT:

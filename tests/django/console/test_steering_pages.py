@@ -95,7 +95,7 @@ def test_groups_and_topics_are_listed_from_the_summary(world: World, operator: C
     world.subscribe("mail")
     world.publish(8)
     groups = operator.get("/outbox/groups/").content.decode()
-    assert ">mail</a>" in groups and "no consumers" in groups
+    assert ">mail</a>" in groups and "no workers" in groups
     assert ">orders</a>" in operator.get("/outbox/topics/?q=ord").content.decode()
     topic = operator.get("/outbox/topics/one/?name=orders").content.decode()
     assert ">mail</a>" in topic and "NORMAL" in topic

@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from outbox.contrib.django.actions import broker, groups, messages, transactions
+from outbox.contrib.django.actions import broker, endpoints, groups, messages, schedules, transactions
 from outbox.contrib.django.actions.declaration import DeclaredAction
 
 ACTIONS: Final[Mapping[str, DeclaredAction]] = {
-    action.name: action for room in (transactions, messages, groups, broker) for action in room.ACTIONS
+    action.name: action
+    for room in (transactions, messages, groups, schedules, endpoints, broker)
+    for action in room.ACTIONS
 }
 
 

@@ -1,21 +1,23 @@
-"""Actions on consumer groups: pause, resume, reset, rename and delete."""
+"""Actions on consumer groups: pause, resume, skip a message, reset, change limits, rename and delete."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import datetime
 from typing import Any, Final
 
 from outbox.broker.database.executor import Executor
 from outbox.broker.operations import changes
-from outbox.broker.operations.changes import QueueReset, reset
+from outbox.broker.operations.changes import QueueReset, reset, skip
 from outbox.broker.operations.deletion import Loss, delete_group
+from outbox.broker.operations.limits import SubscriptionLimits, change_limits, limits_now, planned
 from outbox.broker.operations.listings import group_now
 from outbox.contrib.django.actions.declaration import ActionField, ActionPlan, DeclaredAction, FieldKind, Values
 from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.operations.renaming import rename_group
 from outbox.errors import UsageError
+from outbox.limits import Limits
 from outbox.subscription import Start
 
 # The audit names at most this many queues.
@@ -68,6 +70,29 @@ def _is_paused(group: str) -> bool:
         return group_now(Executor(connection, schema), group).paused
 
 
+# -- skip -----------------------------------------------------------------------------------------------
+
+
+def _skip(values: Values) -> ActionPlan:
+    group, topic, message_id = values["group"], values["topic"], values["id"]
+
+    def moved(*, dry_run: bool) -> QueueReset:
+        with broker_connection() as (connection, schema):
+            return skip(Executor(connection, schema), group, topic, message_id, dry_run=dry_run)
+
+    planned = moved(dry_run=True)
+    return ActionPlan(
+        subject=f"group {group} on topic {topic}",
+        effect=f"Group {group} skips message {message_id} of topic {topic}, queue {planned.number}, and continues with "
+        "the next message of this queue.",
+        caution="The group never handles the skipped message, unless you reset the group. If a handler of the message "
+        "is running now, it may still take effect.",
+        dangerous=True,
+        before=_offsets([planned], "from_offset"),
+        do=lambda: _offsets([moved(dry_run=False)], "to_offset"),
+    )
+
+
 # -- reset ----------------------------------------------------------------------------------------------
 
 
@@ -112,6 +137,39 @@ def _target(values: Values) -> tuple[Start | datetime | int, str]:
 def _offsets(moves: Sequence[QueueReset], name: str) -> Mapping[str, Any]:
     shown = {f"{one.topic}/{one.number}": getattr(one, name) for one in moves[:_NOTED]}
     return shown | ({"not_listed": len(moves) - _NOTED} if len(moves) > _NOTED else {})
+
+
+# -- limits ---------------------------------------------------------------------------------------------
+
+
+def _change_limits(values: Values) -> ActionPlan:
+    group, topic = values["group"], values["topic"]
+    fields = {name: values[name] for name in ("running", "per_key", "rate", "burst") if values[name] is not None}
+    if bool(fields) == values["from_code"]:
+        raise UsageError("Give the limits to change, or --from-code to return to the limits of the code.")
+    with broker_connection() as (connection, schema):
+        now = limits_now(Executor(connection, schema), group, topic)
+    override = None if values["from_code"] else {**(now.override or {}), **fields}
+    limits = planned(now, fields) if override is not None else planned(replace(now, override=None), {})
+
+    def do() -> Mapping[str, Any]:
+        with broker_connection() as (connection, schema):
+            run = Executor(connection, schema)
+            change_limits(run, group, topic, override)
+            return _limits(limits_now(run, group, topic))
+
+    return ActionPlan(
+        subject=f"group {group} on topic {topic}",
+        effect=f"Limit group {group} on topic {topic} to {limits}. Workers obey within a second. Running handlers "
+        "finish.",
+        before=_limits(now),
+        nothing=override == now.override,
+        do=do,
+    )
+
+
+def _limits(now: SubscriptionLimits) -> Mapping[str, Any]:
+    return {"limits": str(now.limits), "code": str(Limits(**now.declared)), "changed": dict(now.override or {})}
 
 
 # -- rename, delete -------------------------------------------------------------------------------------
@@ -165,6 +223,17 @@ ACTIONS: Final = (
         plan=_resume,
     ),
     DeclaredAction(
+        name="skip",
+        title="Skip the message that blocks a queue",
+        command="outbox_group skip",
+        fields=(
+            _GROUP,
+            ActionField(name="topic", required=True, positional=True, help="topic"),
+            ActionField(name="id", kind=FieldKind.ID, required=True, positional=True, help="message id"),
+        ),
+        plan=_skip,
+    ),
+    DeclaredAction(
         name="reset",
         title="Reset the offsets of a group on a topic",
         command="outbox_group reset",
@@ -201,6 +270,40 @@ ACTIONS: Final = (
             ),
         ),
         plan=_reset,
+    ),
+    DeclaredAction(
+        name="limits",
+        title="Change the limits of a group on a topic, or return to the limits of the code",
+        command="outbox_group limits",
+        fields=(
+            _GROUP,
+            ActionField(name="topic", required=True, positional=True, help="topic"),
+            ActionField(
+                name="running",
+                kind=FieldKind.COUNT,
+                label="Handler calls at the same time",
+                help="at most this number of handler calls run at the same time",
+            ),
+            ActionField(
+                name="per_key",
+                kind=FieldKind.COUNT,
+                label="Handler calls of one key",
+                help="at most this number of handler calls of one key run at the same time",
+            ),
+            ActionField(name="rate", help='messages per time, such as "100/min"'),
+            ActionField(
+                name="burst",
+                kind=FieldKind.COUNT,
+                help="this number of messages may start at once after a time without messages",
+            ),
+            ActionField(
+                name="from_code",
+                kind=FieldKind.FLAG,
+                label="Return to the limits of the code",
+                help="remove all changes, so that the limits of the code hold again",
+            ),
+        ),
+        plan=_change_limits,
     ),
     DeclaredAction(
         name="rename_group",

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
+from itertools import groupby
 from typing import Final
 
-from outbox.broker.operations.trace import EntryState, Trace, TracedEntry, TracedMessage
+from outbox.broker.operations.trace import EntryState, Trace, TracedEntry, TracedFailure, TracedMessage
 
 _DECIDERS: Final = {"P": "the producer", "K": "check-back", "O": "an operator"}
 _DECISIONS: Final = {"C": "Committed", "R": "Rolled back"}
@@ -28,12 +29,23 @@ class Event:
 
 
 @dataclass(frozen=True, slots=True)
-class GroupDelivery:
-    """The message's state in one group.
+class FailedAttempts:
+    """Failed attempts in a row with the same error.
 
-    `due_at`: the time of the next attempt. `failures`: for each failed attempt its number, its time, the seconds since
-    the message was first queued, and the error.
+    `seconds`: the time from the moment at which the message was first queued until the first of these attempts failed.
     """
+
+    first: int
+    last: int
+    first_at: datetime
+    last_at: datetime
+    seconds: float | None
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class GroupDelivery:
+    """The message's state in one group. `due_at`: the time of the next attempt."""
 
     group: str
     state: str
@@ -41,7 +53,7 @@ class GroupDelivery:
     place: str
     attempts: int
     due_at: datetime | None
-    failures: list[tuple[int, datetime, float | None, str]]
+    failures: list[FailedAttempts]
 
 
 _TONES: Final = {
@@ -49,6 +61,8 @@ _TONES: Final = {
     EntryState.PASSED: "good",
     EntryState.DEAD: "bad",
     EntryState.EXPIRED: "bad",
+    EntryState.TIMED_OUT: "warn",
+    EntryState.CLAIMED: "plain",
     EntryState.SENT_BACK: "warn",
     EntryState.WAITING: "warn",
 }
@@ -58,7 +72,9 @@ _TONES: Final = {
 _WORST_FIRST: Final = (
     (EntryState.DEAD, "dead letter"),
     (EntryState.EXPIRED, "expired"),
+    (EntryState.TIMED_OUT, "timed out"),
     (EntryState.SENT_BACK, "retrying"),
+    (EntryState.CLAIMED, "claimed"),
     (EntryState.WAITING, "waiting"),
 )
 
@@ -179,6 +195,11 @@ def _consumed(trace: Trace, message: TracedMessage) -> Iterator[tuple[datetime, 
             if letter.discarded_at:
                 discarded_at = at(letter.discarded_at)
                 yield max(discarded_at, given_up), Event(discarded_at, f"Dead letter of {letter.group} discarded")
+    for one in trace.timed_out:
+        if one.log_id == message.log_id:
+            timed_out_at = at(one.timed_out_at)
+            detail = "its time limit was over before an attempt"
+            yield timed_out_at, Event(timed_out_at, f"Timed out in {one.group}", detail, "warn")
 
 
 def _newest_entries(trace: Trace, message: TracedMessage) -> dict[str, TracedEntry]:
@@ -197,21 +218,26 @@ def parts(trace: Trace, message: TracedMessage) -> list[GroupDelivery]:
         for entry in reversed(trace.entries)
         if entry.log_id == message.log_id and entry.queued_at
     }
-    due = {retry.group: at(retry.due_at) for retry in trace.retries if retry.log_id == message.log_id}
+    due = {
+        retry.group: at(retry.due_at) for retry in trace.retries if retry.log_id == message.log_id and not retry.claimed
+    }
     found = []
     for group, entry in sorted(newest.items()):
         first = queued.get(group)
-        failures = [
-            (one.attempt + 1, failed, (failed - at(first)).total_seconds() if first else None, one.error)
-            for one in trace.failures
-            if one.log_id == message.log_id and one.group == group
-            for failed in [at(one.failed_at)]
-        ]
+        failed = [one for one in trace.failures if one.log_id == message.log_id and one.group == group]
+        failures = [_folded(list(alike), first) for _, alike in groupby(failed, key=lambda one: one.error)]
         place = f"queue {entry.queue} of {entry.topic}, offset {entry.offset}"
-        attempts = len(failures) + (entry.state in (EntryState.HANDLED, EntryState.PASSED))
+        attempts = len(failed) + (entry.state in (EntryState.HANDLED, EntryState.PASSED))
         tone = _TONES.get(entry.state, "plain")
         found.append(GroupDelivery(group, str(entry.state), tone, place, attempts, due.get(group), failures))
     return found
+
+
+def _folded(alike: Sequence[TracedFailure], queued_at: str | None) -> FailedAttempts:
+    first_at = at(alike[0].failed_at)
+    seconds = (first_at - at(queued_at)).total_seconds() if queued_at else None
+    numbers = (alike[0].attempt + 1, alike[-1].attempt + 1)
+    return FailedAttempts(*numbers, first_at, at(alike[-1].failed_at), seconds, alike[0].error)
 
 
 def at(text: str) -> datetime:

@@ -23,12 +23,14 @@ REFRESH_SECONDS: float = 5
 # The URL name and the title of each page. To add a page, add a row to this list and a path to urls.py.
 PAGES: Final = (
     ("overview", "Overview"),
+    ("groups", "Groups"),
+    ("workers", "Workers"),
     ("search", "Messages"),
     ("undecided", "Undecided"),
     ("dead_letters", "Dead letters"),
-    ("waiting", "Waiting"),
-    ("groups", "Groups"),
     ("topics", "Topics"),
+    ("schedules", "Schedules"),
+    ("endpoints", "Endpoints"),
     ("findings", "Findings"),
     ("incidents", "Incidents"),
     ("audit", "Audit"),

@@ -5,7 +5,17 @@ from __future__ import annotations
 from django.urls import path
 
 from outbox.contrib.django.actions.catalogue import ACTIONS
-from outbox.contrib.django.console.views import dead_letters, groups, messages, overview, records, waiting
+from outbox.contrib.django.console.views import (
+    dead_letters,
+    endpoints,
+    groups,
+    messages,
+    overview,
+    records,
+    schedules,
+    waiting,
+    workers,
+)
 from outbox.contrib.django.console.views.acting import view_of
 
 urlpatterns = [
@@ -19,8 +29,11 @@ urlpatterns = [
     path("waiting/", waiting.waiting, name="waiting"),
     path("groups/", groups.groups, name="groups"),
     path("groups/one/", groups.group, name="group"),
+    path("workers/", workers.workers, name="workers"),
     path("topics/", groups.topics, name="topics"),
     path("topics/one/", groups.topic, name="topic"),
+    path("schedules/", schedules.schedules, name="schedules"),
+    path("endpoints/", endpoints.endpoints, name="endpoints"),
     path("findings/", records.findings, name="findings"),
     path("incidents/", records.incidents, name="incidents"),
     path("audit/", records.audit, name="audit"),

@@ -28,7 +28,10 @@ _AGAIN: Final = "run the whole operation again, in a new transaction"
 
 # The reason and the remedy by SQLSTATE, or by the class of the SQLSTATE (its first two characters).
 _STATES: Final = {
-    "42501": ("the role lacks a right", "grant the right (docs/operations.md), then run the whole operation again"),
+    "42501": (
+        "the role lacks a right",
+        "grant the right (docs/operations/postgresql.md#grant-rights), then run the whole operation again",
+    ),
     "25006": ("the database is read-only (a replica?)", "connect the alias to the primary server"),
     "53": ("the server is short of disk, memory or connections", f"free or add capacity, then {_AGAIN}"),
     "55P03": ("another transaction has held a lock for too long", _AGAIN),

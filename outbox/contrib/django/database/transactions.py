@@ -76,7 +76,7 @@ class BlockTraces:
 
     `lasting`: the handler executed a statement such as SET LOCAL or CREATE TEMPORARY TABLE, whose effect lasts until
     the transaction ends. `has_conflicts`: the database stopped a statement, for example because of a lock timeout.
-    `has_key_locks`: the handler published to a FIFO topic.
+    `has_key_locks`: the handler published to a FIFO topic or with a unique key.
     """
 
     lasting: bool = False
@@ -130,7 +130,7 @@ class BlockWatch:
         return execute(sql, params, many, context)
 
     def _traced(self, traces: BlockTraces, execute: Callable[..., Any], sql: Any, *rest: Any) -> Any:
-        traces.note(sql if isinstance(sql, str) else _text(sql, self._connection))
+        traces.note(statement_text(sql, self._connection))
         try:
             return execute(sql, *rest)
         except (OperationalError, InternalError):
@@ -258,7 +258,7 @@ def begun_by_hand(connection: BaseDatabaseWrapper) -> bool:
 
 
 def _ending_statement(sql: Any, connection: BaseDatabaseWrapper) -> str:
-    text = sql if isinstance(sql, str) else _text(sql, connection)
+    text = statement_text(sql, connection)
     parts = text.split(";") if ";" in text and not _QUOTES.search(text) else (text,)
     for part in parts:
         if found := _ENDS.match(part):
@@ -266,11 +266,14 @@ def _ending_statement(sql: Any, connection: BaseDatabaseWrapper) -> str:
     return ""
 
 
-def _text(sql: Any, connection: BaseDatabaseWrapper) -> str:
+def statement_text(sql: Any, connection: BaseDatabaseWrapper) -> str:
+    """Return a statement as text: a str, bytes, an object of psycopg.sql, or another object."""
+    if isinstance(sql, str):
+        return sql
     if isinstance(sql, bytes):
         return sql.decode(errors="replace")
     as_string = getattr(sql, "as_string", None)
-    return str(as_string(connection.connection)) if as_string is not None else ""
+    return str(sql if as_string is None else as_string(connection.connection))
 
 
 def lost(connection: BaseDatabaseWrapper, name: str, reason: str) -> TransactionUsageError:

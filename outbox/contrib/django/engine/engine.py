@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, cast
+from uuid import UUID
 
 from django.core.checks import CheckMessage
 
@@ -16,6 +18,14 @@ from outbox.errors import ConfigurationError
 from outbox.ports import AnyHandler, Broker, Consumers, LeftoverWork
 from outbox.refusals import Refusals
 from outbox.subscription import Subscription
+
+
+@dataclass(frozen=True, slots=True)
+class HeldQueue:
+    """A queue with waiting messages. `holder` is the id of the queue and the id of the process that holds its lease."""
+
+    holder: tuple[int, UUID]
+    messages: int
 
 
 class Engine(ABC):
@@ -106,6 +116,13 @@ class Engine(ABC):
     def server_problems(self) -> Iterator[str]:
         """One text for each problem of the engine's server with the declared topics. Raises BrokerError."""
         return iter(())
+
+    def held_elsewhere(self) -> Sequence[HeldQueue]:
+        """The queues with messages for this project's groups that other consumer processes hold. Raises BrokerError.
+
+        The process that holds a queue may be dead; then its lease expires.
+        """
+        return ()
 
     @abstractmethod
     def left(self, brokers: Sequence[str] = ()) -> LeftoverWork:

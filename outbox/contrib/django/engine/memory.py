@@ -18,7 +18,7 @@ from outbox.contrib.django.database.transactions import in_transaction
 from outbox.contrib.django.engine.engine import Engine
 from outbox.contrib.django.ledger import ledger
 from outbox.contrib.django.ledger.ledger_checker import ledger_aliases
-from outbox.contrib.django.subscribers.inbox import InboxInvoker
+from outbox.contrib.django.subscribers.outside import HandlerInvoker
 from outbox.memory import InMemoryBroker
 from outbox.memory.consumers import InMemoryConsumers
 from outbox.ports import AnyHandler, LeftoverWork
@@ -45,7 +45,7 @@ class MemoryEngine(Engine):
             [declared.topic for declared in settings.topics.values()],
             auto_create_topics=settings.auto_create_topics or not settings.topics,
             codecs=self.codecs,
-            invoker=InboxInvoker(lease_seconds=settings.lease_seconds),
+            invoker=HandlerInvoker(lease_seconds=settings.lease_seconds),
             check=settings.check,
         )
 

@@ -18,7 +18,7 @@ from outbox.broker.database.executor import Executor
 from outbox.broker.postgres import PostgresBroker
 from outbox.broker.schema.refusals import naming
 from outbox.contrib.django.database.aliases import alias_conninfo, broker_database, database_of
-from outbox.contrib.django.engine.engine import Engine
+from outbox.contrib.django.engine.engine import Engine, HeldQueue
 from outbox.contrib.django.ledger.ledger_checker import ledger_aliases
 from outbox.contrib.django.settings.conf import PathChoice
 from outbox.contrib.django.subscribers.registry import subscribers
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 # settle the messages of the STUCK fields.
 _MOVING_OF_TOPIC: Final = ("undecided", "unsequenced", "held", "scheduled")
 _STUCK_OF_TOPIC: Final = ("parked",)
-_MOVING_OF_GROUP: Final = ("lag", "retrying")
+_MOVING_OF_GROUP: Final = ("lag", "claimed", "retrying")
 _STUCK_OF_GROUP: Final = ("dead",)
 _WORDS: Final = {"unsequenced": "not queued yet", "lag": "not handled"}
 
@@ -74,16 +74,18 @@ class PostgresEngine(Engine):
     def consumers(self, wanted: Sequence[tuple[Subscription, AnyHandler]], *, leads: bool = False) -> Consumers:
         from outbox.broker.consumer.runtime import ConsumerRuntime
         from outbox.broker.leading import LeaderSettings, LeadingConsumer
-        from outbox.contrib.django.subscribers.inbox import InboxInvoker
+        from outbox.contrib.django.subscribers.outside import HandlerInvoker, claims_seconds
 
         settings = self.settings
         database = broker_database(settings)
-        invoker = InboxInvoker(lease_seconds=settings.lease_seconds, masked_fields=settings.masked_fields)
+        invoker = HandlerInvoker(lease_seconds=settings.lease_seconds, masked_fields=settings.masked_fields)
         return ConsumerRuntime(
             database,
             wanted,
             invoker=invoker,
             share=invoker.share,
+            claim=invoker.claim,
+            claims_seconds=claims_seconds(settings.lease_seconds),
             sharing_calls=settings.messages_per_commit,
             codecs=self.codecs,
             lease_seconds=settings.lease_seconds,
@@ -99,6 +101,18 @@ class PostgresEngine(Engine):
             while (tick := sequencer.run_once(connection)).ticked or tick.more:
                 queued += tick.appended
         return queued
+
+    def held_elsewhere(self) -> Sequence[HeldQueue]:
+        from outbox.broker.operations.progress import list_queues
+
+        groups = {item.subscription.group for item in subscribers()}
+        with broker_database(self.settings).connect(name="outbox-drain") as connection:
+            queues = list_queues(Executor(connection, self.settings.schema))
+        return [
+            HeldQueue((queue.queue_id, queue.owner), queue.lag)
+            for queue in queues
+            if queue.group in groups and queue.lag and queue.owner and not (queue.paused or queue.stopped)
+        ]
 
     def left(self, brokers: Sequence[str] = ()) -> LeftoverWork:
         from outbox.broker.operations.audit import count_messages

@@ -17,6 +17,7 @@ from outbox.contrib.django.ledger.ledger_checker import LedgerChecker
 from outbox.contrib.django.settings.conf import PathChoice
 from outbox.contrib.django.subscribers.inbox import InboxInvoker
 from outbox.contrib.django.subscribers.registry import subscribers
+from outbox.contrib.django.subscribers.scheduled import scheduled_functions
 from outbox.errors import ConfigurationError, UsageError
 from outbox.ports import AnyHandler, Consumers, LeftoverWork
 from outbox.refusals import Refusals
@@ -106,6 +107,17 @@ class RocketMQEngine(Engine):
                 f"time. Keep the topics on PostgreSQL, run outbox_worker --role receive with settings whose BROKER is "
                 f"the alias of this PostgreSQL database, and declare RECEIVE in these settings only; or let the sender "
                 f"publish to RocketMQ."
+            )
+        if settings.notify is not None:
+            yield (
+                "OUTBOX['NOTIFY'] reports the conditions of the bundled broker, and RocketMQ has its own monitoring: "
+                "leave NOTIFY out. The signal message_dead_lettered works on RocketMQ."
+            )
+        if schedules := sorted({*settings.schedules, *scheduled_functions()}):
+            yield (
+                f"the schedules {', '.join(map(repr, schedules))} are published by the leader of the bundled broker, "
+                f"and RocketMQ has no such leader: call publish() in a task of Celery beat instead, or keep the topics "
+                f"of the schedules on PostgreSQL."
             )
         yield from declarations.collisions(settings.topics)
         yield from declarations.collisions({item.subscription.group for item in subscribers()})

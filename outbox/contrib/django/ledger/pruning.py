@@ -1,4 +1,4 @@
-"""Removes ledger rows of transactions that the broker shows as decided, and inbox rows past their retention.
+"""Removes ledger rows of decided transactions, inbox rows past their retention, and unique keys past their time.
 
 See decision 162.
 """
@@ -26,7 +26,7 @@ from outbox.broker.transaction.checks import scan
 from outbox.broker.transaction.decisions import flush, standing_decisions
 from outbox.broker.transaction.half_scan import undecided_below
 from outbox.contrib.django.database.aliases import broker_database
-from outbox.contrib.django.ledger import handled, ledger
+from outbox.contrib.django.ledger import claimed, handled, ledger, unique_keys
 from outbox.contrib.django.ledger.ledger_checker import ledger_aliases, open_connection, settle
 from outbox.contrib.django.settings.conf import OutboxSettings, get_settings
 from outbox.errors import LedgerUnavailable
@@ -50,6 +50,7 @@ class PruneCounts:
 
     ledger: int = 0
     inbox: int = 0
+    unique: int = 0
     more: bool = False
 
 
@@ -104,7 +105,7 @@ def _is_through(sweep: _Sweep) -> None:
 
 
 def run_prune(*, now: datetime | None = None, max_seconds: float | None = None) -> PruneCounts:
-    """Remove ledger rows of transactions that the broker shows as decided, and inbox rows past their retention.
+    """Remove ledger rows of decided transactions, inbox rows past their retention, and unique keys past their time.
 
     The function ends when all tables are examined, or after about `max_seconds`. If tables remain, the next call in
     this process continues at the position that this call has reached. Each statement and each transaction covers at
@@ -112,11 +113,14 @@ def run_prune(*, now: datetime | None = None, max_seconds: float | None = None) 
     raises LedgerUnavailable.
     """
     now = now or datetime.now(UTC)
-    half = None if max_seconds is None else max_seconds / 2
-    ledgers = prune_ledgers(older_than=now - timedelta(seconds=LEDGER_KEEP_SECONDS), max_seconds=half)
+    share = None if max_seconds is None else max_seconds / 3
+    ledgers = prune_ledgers(older_than=now - timedelta(seconds=LEDGER_KEEP_SECONDS), max_seconds=share)
     kept = timedelta(seconds=get_settings().inbox_retention_seconds)
-    inboxes = prune_inboxes(older_than=now - kept, max_seconds=half)
-    return PruneCounts(ledger=ledgers.ledger, inbox=inboxes.inbox, more=ledgers.more or inboxes.more)
+    inboxes = prune_inboxes(older_than=now - kept, max_seconds=share)
+    keys = prune_unique_keys(max_seconds=share)
+    return PruneCounts(
+        ledger=ledgers.ledger, inbox=inboxes.inbox, unique=keys.unique, more=ledgers.more or inboxes.more or keys.more
+    )
 
 
 def prune_ledgers(*, older_than: datetime, max_seconds: float | None = None) -> PruneCounts:
@@ -166,11 +170,12 @@ def _report(run: Executor, settings: OutboxSettings, alias: str, table: str, kee
         presence.report_pruned(run, group, alias, table, keep_seconds=keep_seconds, pruned_to=part.pruned_to)
 
 
-def _counts(*, ledger: Sequence[_Part] = (), inbox: Sequence[_Part] = ()) -> PruneCounts:
+def _counts(*, ledger: Sequence[_Part] = (), inbox: Sequence[_Part] = (), unique: Sequence[_Part] = ()) -> PruneCounts:
     return PruneCounts(
         ledger=sum(part.removed for part in ledger),
         inbox=sum(part.removed for part in inbox),
-        more=any(part.more for part in (*ledger, *inbox)),
+        unique=sum(part.removed for part in unique),
+        more=any(part.more for part in (*ledger, *inbox, *unique)),
     )
 
 
@@ -306,14 +311,46 @@ def _prune_inbox(alias: str, run: Executor | None, older_than: datetime, ends: f
                 sweep.place = handled.place_behind(batch, is_stuck=not gone)
             if len(batch) < _BATCH:
                 _is_through(sweep)
+                _prune_claims(connection, run, older_than, ends)
                 return _Part(removed, False, older_than)
             if time.monotonic() >= ends:
                 return _Part(removed, True, handled.moment_of(sweep.place))
 
 
+def _prune_claims(connection: BaseDatabaseWrapper, run: Executor | None, older_than: datetime, ends: float) -> None:
+    """Remove claims and steps before `older_than` whose group cannot get the message again, until the time `ends`."""
+    for table in claimed.TABLES:
+        place: Any = None
+        while time.monotonic() < ends:
+            batch = claimed.oldest(connection, table, place, older_than=older_than, limit=_BATCH)
+            if batch:
+                gone = batch if run is None else _undeliverable(run, batch)
+                claimed.delete(connection, table, gone, older_than=older_than)
+                place = batch[-1].at
+            if len(batch) < _BATCH:
+                break
+
+
 def _undeliverable(run: Executor, batch: Sequence[handled.Handled]) -> list[handled.Handled]:
     stay = deliverable(run, [(row.group, row.generation, row.message_id) for row in batch])
     return [row for place, row in enumerate(batch) if place not in stay]
+
+
+def prune_unique_keys(*, max_seconds: float | None = None) -> PruneCounts:
+    """Remove unique keys whose time is over by the clock of their database."""
+    return _counts(unique=_of_each(_prune_unique_keys, max_seconds))
+
+
+def _prune_unique_keys(alias: str, ends: float) -> _Part:
+    removed = 0
+    with closing(open_connection(alias)) as connection:
+        while True:
+            deleted = unique_keys.delete_expired(connection, limit=_BATCH)
+            removed += deleted
+            if deleted < _BATCH:
+                return _Part(removed)
+            if time.monotonic() >= ends:
+                return _Part(removed, more=True)
 
 
 def first_id_at(moment: datetime) -> UUID:

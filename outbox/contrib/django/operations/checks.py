@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import psycopg
 from django.conf import settings as django_settings
-from django.core.checks import CheckMessage, Error, Warning
+from django.core.checks import CheckMessage, Error, Info, Warning
 from django.db import connections
 from django.db.utils import DatabaseError
 
@@ -29,15 +29,19 @@ from outbox.contrib.django.engine.broker import engine_of
 from outbox.contrib.django.engine.path import prove
 from outbox.contrib.django.ledger.ledger_checker import ledger_aliases
 from outbox.contrib.django.operations.installation import left_behind, unknown_to_broker
+from outbox.contrib.django.operations.scheduling import schedule_problems
 from outbox.contrib.django.settings.conf import OutboxSettings, PathChoice, get_settings, imported
-from outbox.contrib.django.subscribers.inbox import pool_shortages
-from outbox.contrib.django.subscribers.registry import autodiscover
+from outbox.contrib.django.subscribers.inbox import handler_alias, pool_shortages
+from outbox.contrib.django.subscribers.middleware import with_middleware
+from outbox.contrib.django.subscribers.outside import TERM_LEASES, claims_seconds, no_claims
+from outbox.contrib.django.subscribers.registry import Subscriber, autodiscover
 from outbox.errors import BrokerError, ConfigurationError, OutboxError, SchemaError
-from outbox.subscription import Mode
+from outbox.subscription import Effects, Mode, Subscription
 from outbox.topic import Topic
 
 logger = logging.getLogger(__name__)
 
+_DEFAULT_TIMEOUT_SECONDS: Final = Subscription(topic="any", group="any").timeout_seconds
 _ROUTER: Final = "outbox.contrib.django.routers.BrokerRouter"
 
 
@@ -54,6 +58,8 @@ def check_settings(**options: Any) -> list[CheckMessage]:
         _transactions,
         _router,
         _subscribers,
+        _handler_middleware,
+        _schedules,
         lambda settings: engine_of(settings).check(),
     ]
     return [found for rule in rules for found in rule(settings)]
@@ -139,6 +145,7 @@ def _subscribers(settings: OutboxSettings) -> Iterator[CheckMessage]:
                 hint="Declare the topic, or ignore this warning if another service declares it.",
                 id="outbox.W013",
             )
+        yield from _slow_calls(item, settings)
     for shortage in pool_shortages(found):
         yield Warning(shortage, id="outbox.W016")
     for group, broadcast in kinds.items():
@@ -149,6 +156,43 @@ def _subscribers(settings: OutboxSettings) -> Iterator[CheckMessage]:
                 hint="Give the subscribers with broadcast=True another group.",
                 id="outbox.E014",
             )
+
+
+def _handler_middleware(settings: OutboxSettings) -> Iterator[CheckMessage]:
+    try:
+        with_middleware(lambda given: None)
+    except ConfigurationError as error:
+        yield Error(str(error), id="outbox.E037")
+
+
+def _schedules(settings: OutboxSettings) -> Iterator[CheckMessage]:
+    for text in schedule_problems(settings):
+        yield Error(text, id="outbox.E038")
+
+
+def _slow_calls(item: Subscriber, settings: OutboxSettings) -> Iterator[CheckMessage]:
+    """Compare the effects and the time limit of a subscriber with its database, the lease and the end of a process."""
+    seconds = item.subscription.timeout_seconds
+    if item.subscription.effects is Effects.OUTSIDE:
+        alias = handler_alias(item)
+        if alias in connections and (reason := no_claims(connections[alias])):
+            yield Error(f"{item.name}: {reason}", id="outbox.E034")
+        waited = claims_seconds(settings.lease_seconds)
+        if seconds > waited and settings.has_database:
+            yield Info(
+                f"{item.name} may run for {seconds:g} s, but a worker that is told to stop waits only {waited:g} s for "
+                "a handler with effects='outside'. Another worker then runs the handler again when the claim has "
+                f"ended, at most {TERM_LEASES * settings.lease_seconds:g} s later.",
+                hint="Put each slow call into a delivery.step(…), so that the second run does not repeat it.",
+                id="outbox.I036",
+            )
+    elif item.idempotent and seconds > _DEFAULT_TIMEOUT_SECONDS:
+        yield Info(
+            f"{item.name} has timeout_seconds={seconds:g}, but the server ends its transaction if the transaction "
+            f"executes no statement for {0.8 * settings.lease_seconds:g} s (four fifths of OUTBOX['LEASE_SECONDS']).",
+            hint="If the handler waits for another system, pass effects='outside' to @subscriber.",
+            id="outbox.I035",
+        )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -184,7 +228,7 @@ def _application_database(alias: str, settings: OutboxSettings) -> Iterator[Chec
     try:
         with connection.cursor() as cursor:
             tables = set(connection.introspection.table_names(cursor))
-            missing = [name for name in ("outbox_ledger", "outbox_inbox") if name not in tables]
+            missing = [name for name in ("outbox_ledger", "outbox_inbox", "outbox_unique") if name not in tables]
             durable = _durable(connection.vendor, cursor)
     except DatabaseError as error:
         yield Error(f"the database {alias!r} cannot be read: {error}.", id="outbox.E020")

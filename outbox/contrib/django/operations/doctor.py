@@ -85,7 +85,8 @@ def _ledgers() -> Iterator[Condition]:
             yield of_text(f"ledger of {alias!r}", Severity.CRITICAL, "has no identity", remedy)
         elif identity.ledger_id in owners:
             remedy = (
-                "If one database is a copy of the other, give the copy an identity of its own (docs/operations.md)."
+                "If one database is a copy of the other, give the copy an identity of its own "
+                "(docs/operations/restore.md#a-copy-for-staging)."
             )
             text = (
                 f"has the same identity as the ledger of {owners[identity.ledger_id]!r} (the same database, or a copy)"

@@ -1,12 +1,15 @@
 """Starts the metrics and the traces of this process, in every process of a project.
 
-Metrics need `prometheus-client` (the extra `metrics`). A process writes its metrics to prometheus_client's default
-registry, as the application does with its own metrics. If several processes serve metrics, set
-PROMETHEUS_MULTIPROC_DIR, as prometheus_client requires. A worker sets this variable for its own processes.
+Metrics need `prometheus-client` (the extra `metrics`) or `opentelemetry-api` (the extra `tracing`). If both are
+installed, a process writes its metrics to both (decision 222): to prometheus_client's default registry, and to
+instruments of OpenTelemetry's global meter provider, as the application does with its own metrics. If several processes
+serve Prometheus metrics, set PROMETHEUS_MULTIPROC_DIR, as prometheus_client requires. A worker sets this variable for
+its own processes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 from typing import Final
 
@@ -17,40 +20,42 @@ from outbox.utils import measures
 
 DIRECTORY_VARIABLE: Final = "PROMETHEUS_MULTIPROC_DIR"
 
-_recording = False
-
 
 def require() -> None:
-    """Raise ConfigurationError if prometheus-client is not installed."""
+    """Raise ConfigurationError if prometheus-client, which writes Prometheus's format, is not installed."""
     if importlib.util.find_spec("prometheus_client") is None:
         raise ConfigurationError("metrics need prometheus-client: install outbox-transactional[metrics].")
 
 
-def record() -> None:
-    """Start the metrics of this process. Raises ConfigurationError if prometheus-client is not installed."""
-    global _recording
-    if _recording:
-        return
-    require()
-    from prometheus_client import REGISTRY
-
-    from outbox.contrib.prometheus.recorder import PrometheusRecorder
-
-    _recording = True
-    measures.install(PrometheusRecorder(REGISTRY))
-
-
 def record_if_wanted() -> None:
-    """Call `record` if OUTBOX['METRICS'] is on.
+    """Start the metrics of this process if OUTBOX['METRICS'] is on.
 
-    If the settings are invalid, do nothing: `manage.py check` reports them.
+    If the settings are invalid, do nothing: `manage.py check` reports them. Raises ConfigurationError if neither
+    prometheus-client nor opentelemetry-api is installed.
     """
     try:
         wanted = get_settings().metrics
     except ConfigurationError:
         return
-    if wanted:
-        record()
+    if not wanted or measures.recorder is not None:
+        return
+    recorders: list[measures.Recorder] = []
+    with contextlib.suppress(ModuleNotFoundError):
+        from prometheus_client import REGISTRY
+
+        from outbox.contrib.prometheus.recorder import PrometheusRecorder
+
+        recorders.append(PrometheusRecorder(REGISTRY))
+    with contextlib.suppress(ModuleNotFoundError):
+        from outbox.contrib.opentelemetry.recorder import OpenTelemetryRecorder
+
+        recorders.append(OpenTelemetryRecorder())
+    if not recorders:
+        raise ConfigurationError(
+            "OUTBOX['METRICS'] needs prometheus-client or opentelemetry-api: install outbox-transactional[metrics] for "
+            "Prometheus, or outbox-transactional[tracing] for OpenTelemetry."
+        )
+    measures.install(*recorders)
 
 
 def trace_if_wanted() -> None:

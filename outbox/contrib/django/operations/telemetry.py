@@ -9,11 +9,14 @@ from typing import TYPE_CHECKING, Any, Final
 from django.db import connections
 from django.db.utils import DatabaseError
 
+from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
 from outbox.broker.database.timeouts import lock_limited
 from outbox.broker.operations import audit
+from outbox.broker.operations.limits import list_limits
 from outbox.broker.operations.rules import survey, unusable
 from outbox.broker.operations.summary import overview
+from outbox.broker.schedules.schedule import clock, list_schedules
 from outbox.contrib.django.ledger.ledger_checker import ledger_aliases
 from outbox.contrib.django.operations import instrumentation
 from outbox.contrib.django.operations.watching import asking, with_application
@@ -30,7 +33,8 @@ SELECT relname::text, pg_total_relation_size(oid) FROM pg_class
 WHERE relnamespace = '{schema}'::regnamespace AND relkind IN ('r', 'p') ORDER BY 1
 """)
 _APPLICATION_SIZES: Final = """
-SELECT name, pg_total_relation_size(name::regclass) FROM unnest(ARRAY['outbox_ledger', 'outbox_inbox']) AS name
+SELECT name, pg_total_relation_size(name::regclass)
+FROM unnest(ARRAY['outbox_ledger', 'outbox_inbox', 'outbox_unique']) AS name
 WHERE to_regclass(name) IS NOT NULL
 """
 
@@ -81,9 +85,22 @@ def state() -> ScrapeState:
             with lock_limited(run.connection):
                 sizes = dict(run.rows(_SIZES)) | _application_sizes()
                 verdict = with_application(found.verdict, run)
-                return ScrapeState(verdict, overview(run, found.summary), found.summary, audit.last(run), sizes)
+                return ScrapeState(
+                    verdict,
+                    overview(run, found.summary),
+                    found.summary,
+                    audit.last(run),
+                    sizes,
+                    schedules=_late_schedules(run),
+                    limits=list_limits(run),
+                )
     except (BrokerUnavailable, SchemaError) as error:
         return ScrapeState(unusable(error))
+
+
+def _late_schedules(run: Executor) -> dict[tuple[str, str], float]:
+    now = clock(run)
+    return {(one.producer_group, one.name): one.late_seconds(now) for one in list_schedules(run)}
 
 
 def _application_sizes() -> dict[str, Any]:

@@ -17,7 +17,7 @@ from django.db import connections, router, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
 
 from outbox import names
-from outbox.contrib.django.database.transactions import watch_of
+from outbox.contrib.django.database.transactions import statement_text, watch_of
 from outbox.contrib.django.ledger.check_functions import Lookup, register_lookup
 from outbox.contrib.django.publishing.ends import (
     Published,
@@ -26,7 +26,14 @@ from outbox.contrib.django.publishing.ends import (
     report_rollback,
     require_marked,
 )
-from outbox.contrib.django.publishing.publish import check_immunity, message, messages_of, publish_bound, wait_of
+from outbox.contrib.django.publishing.publish import (
+    check_immunity,
+    message,
+    messages_of,
+    publish_bound,
+    wait_of,
+    with_timeout,
+)
 from outbox.contrib.django.subscribers.callables import (
     has_a_name,
     is_asynchronous,
@@ -179,8 +186,9 @@ class _Watch:
 
     def __call__(self, execute: Callable[..., Any], statement: Any, params: Any, many: bool, context: Any) -> Any:
         """Refuse or execute a statement (see Django's `execute_wrapper`)."""
-        if _watching.get() is self and _WRITES.match(_text(statement)):
-            self.refused = self._refusal(context["connection"].alias, _text(statement))
+        text = statement_text(statement, context["connection"]) if _watching.get() is self else ""
+        if _WRITES.match(text):
+            self.refused = self._refusal(context["connection"].alias, text)
             raise self.refused
         return execute(statement, params, many, context)
 
@@ -221,12 +229,6 @@ def writes_stay_on(alias: str | None, name: str) -> Iterator[None]:
         raise watch.refused
 
 
-def _text(statement: Any) -> str:
-    if isinstance(statement, str):
-        return statement
-    return statement.as_string(None) if hasattr(statement, "as_string") else bytes(statement).decode(errors="replace")
-
-
 # -- the decorator ---------------------------------------------------------------------------------
 
 
@@ -246,6 +248,9 @@ def transactional_message(
     headers: Mapping[str, str] | Callable[..., Mapping[str, str]] | None = ...,
     delay: float | timedelta | None = ...,
     deliver_at: datetime | Callable[..., datetime] | None = ...,
+    unique: object | Callable[..., object] | None = ...,
+    within: float | timedelta | None = ...,
+    timeout: float | timedelta | None = ...,
     check: Lookup | None = ...,
     immunity_seconds: int | None = ...,
     using: str | None = ...,
@@ -274,6 +279,9 @@ def transactional_message(
     headers: Mapping[str, str] | Callable[..., Mapping[str, str]] | None = None,
     delay: float | timedelta | None = None,
     deliver_at: datetime | Callable[..., datetime] | None = None,
+    unique: object | Callable[..., object] | None = None,
+    within: float | timedelta | None = None,
+    timeout: float | timedelta | None = None,
     check: Lookup | None = None,
     immunity_seconds: int | None = None,
     using: str | None = None,
@@ -281,15 +289,19 @@ def transactional_message(
 ) -> Callable[[Function], Function]:
     """Run the decorated function in `atomic()`; its message is delivered if and only if the transaction commits.
 
-    `body`, `key`, `tag`, `headers` and `deliver_at` are values, or functions whose parameters are named like parameters
-    of the decorated function. If a function for `body`, `key`, … has a parameter `result`, this parameter gets the
-    return value of the decorated function, for example an object with a database id. A message that needs `result` is
-    built after the decorated function has run, and before COMMIT. If the decorated function has `**kwargs`, a function
-    for `body`, `key`, … may also have parameters that are named like keyword arguments of the caller.
+    `body`, `key`, `tag`, `headers`, `deliver_at` and `unique` are values, or functions whose parameters are named like
+    parameters of the decorated function. If a function for `body`, `key`, … has a parameter `result`, this parameter
+    gets the return value of the decorated function, for example an object with a database id. A message that needs
+    `result` is built after the decorated function has run, and before COMMIT. If the decorated function has `**kwargs`,
+    a function for `body`, `key`, … may also have parameters that are named like keyword arguments of the caller.
 
-    `messages` replaces `topic`, `body`, `key`, `tag`, `headers` and `deliver_at`. The value of `messages` is a function
-    whose parameters follow the same rules as the parameters of `body`. The function returns or yields any number of
-    messages, of any topics, made by `message(…)`. The messages become visible together or never.
+    If another message holds the key `unique` (see `publish`), the function runs, but publishes no message.
+
+    `delay` and `timeout` are values, as for `publish`.
+
+    `messages` replaces `topic`, `body`, `key`, `tag`, `headers`, `deliver_at`, `timeout` and `unique`. The value of
+    `messages` is a function whose parameters follow the same rules as the parameters of `body`. The function returns or
+    yields any number of messages, of any topics, made by `message(…)`. The messages become visible together or never.
 
     `check` is a look-up function that gets the message, or the first of several messages, for example `lambda m:
     Order.objects.filter(pk=m.key, status="paid").exists()`. With the ledger, check-back also calls the look-up, and
@@ -304,18 +316,29 @@ def transactional_message(
     exception, the transaction rolls back. When the function is decorated, the decorator raises ConfigurationError if
     the declaration is invalid.
     """
-    parts = {"body": body, "key": key, "tag": tag, "headers": headers, "deliver_at": deliver_at}
+    parts = {
+        "body": body,
+        "key": key,
+        "tag": tag,
+        "headers": headers,
+        "deliver_at": deliver_at,
+        "unique": unique,
+    }
     if messages is None:
-        _check_one(topic, body)
+        _check_one(topic, body, unique=unique, within=within)
         wait_of(topic, delay, cast(Any, deliver_at))
+        if timeout is not None:
+            with_timeout(topic, None, timeout)
     else:
-        _check_several(messages, topic=topic, delay=delay, **parts)
+        _check_several(messages, topic=topic, delay=delay, timeout=timeout, within=within, **parts)
         parts = {MESSAGES: messages}
     check_immunity(topic, immunity_seconds)
     return _Decorator(
         topic=topic,
         given=parts,
         delay=delay,
+        within=within,
+        timeout=timeout,
         immunity_seconds=immunity_seconds,
         check=check,
         using=using,
@@ -323,13 +346,18 @@ def transactional_message(
     )
 
 
-def _check_one(topic: str, body: Any) -> None:
+def _check_one(topic: str, body: Any, *, unique: object | None, within: object | None) -> None:
     if body is NOT_GIVEN or not topic:
         raise ConfigurationError(
             "@transactional_message needs a topic and body=, or messages=. The value of messages= is a function that "
             "returns or yields any number of messages made by message(…)."
         )
     names.check_topic(topic)
+    if (unique is None) != (within is None):
+        raise ConfigurationError(
+            f"@transactional_message for topic {topic!r} has only one of unique= and within=. Pass both: unique= is "
+            "the key, and within= is the time for which the key allows one message."
+        )
 
 
 def _check_several(messages: Any, **others: Any) -> None:
@@ -356,6 +384,8 @@ class _Decorator:
     topic: str
     given: Mapping[str, Any]
     delay: float | timedelta | None
+    within: float | timedelta | None
+    timeout: float | timedelta | None
     immunity_seconds: int | None
     check: Lookup | None
     using: str | None
@@ -393,7 +423,8 @@ class _Decorator:
         """Build the messages of one call of the function `name` from the values of the parts."""
         if MESSAGES in values:
             return messages_of(values[MESSAGES], f"messages= of {name}")
-        return [message(self.topic, values.pop("body"), delay=self.delay, **values)]
+        body, delay, timeout = values.pop("body"), self.delay, self.timeout
+        return [message(self.topic, body, delay=delay, timeout=timeout, within=self.within, **values)]
 
 
 def _wrap(function: Callable[..., Any], call: _Call) -> Callable[..., Any]:
@@ -494,18 +525,19 @@ class _Call:
         return result
 
     def _publish(self, connection: BaseDatabaseWrapper, arguments: Mapping[str, Any]) -> Published | None:
-        """Build and publish the messages. Returns None if there are no messages."""
+        """Build and publish the messages. Returns None if there are no messages, or only duplicates."""
         built = self.decorator.build(
             {what: part.of(arguments, self.name) for what, part in self.parts.items()}, self.name
         )
         if not built:
             return None
-        return publish_bound(
+        published = publish_bound(
             built,
             using=connection.alias,
             checker=self.checker,
             immunity_seconds=self.decorator.immunity_seconds,
         )
+        return published if published.is_stored else None
 
 
 @dataclass

@@ -57,6 +57,11 @@ class Published:
     half: HalfTransaction | None = None
     xid: str = ""
 
+    @property
+    def is_stored(self) -> bool:
+        """Whether the call has stored a message. If not, all its messages are duplicates."""
+        return any(receipt.duplicate_of is None for receipt in self.receipts)
+
 
 def report_after_commit(connection: BaseDatabaseWrapper, half: HalfTransaction) -> None:
     """Report the decision of `half` after the open block has committed."""

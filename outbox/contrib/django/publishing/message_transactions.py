@@ -100,17 +100,31 @@ class MessageTransaction:
         headers: Mapping[str, str] | None = None,
         delay: float | timedelta | None = None,
         deliver_at: datetime | None = None,
+        unique: object | None = None,
+        within: float | timedelta | None = None,
+        timeout: float | timedelta | None = None,
     ) -> UUID:
         """Add a message and return its id.
 
         The message is encoded and checked now, and stored when the block ends.
 
-        The parameters are the same as for `publish`. Raises UsageError for a message that can never be sent. After this
-        error, no message of the transaction is sent.
+        The parameters are the same as for `publish`. Unique keys are taken when the block ends. Raises UsageError for a
+        message that can never be sent. After this error, no message of the transaction is sent.
         """
         with failing_takes_the_block_along(self._alias):
             try:
-                built = message(topic, body, key=key, tag=tag, headers=headers, delay=delay, deliver_at=deliver_at)
+                built = message(
+                    topic,
+                    body,
+                    key=key,
+                    tag=tag,
+                    headers=headers,
+                    delay=delay,
+                    deliver_at=deliver_at,
+                    unique=unique,
+                    within=within,
+                    timeout=timeout,
+                )
                 self._add(built)
             except BaseException as error:
                 self._failure = self._failure or error

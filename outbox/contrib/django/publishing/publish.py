@@ -14,7 +14,8 @@ import functools
 import hashlib
 import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, fields, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final, ParamSpec, TypeVar, cast
 from uuid import UUID
@@ -23,7 +24,7 @@ import psycopg
 from asgiref.sync import sync_to_async
 from django.db import connections, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
-from django.db.utils import IntegrityError
+from django.db.utils import IntegrityError, OperationalError, ProgrammingError
 from django.utils.asyncio import async_unsafe
 from psycopg.errors import InvalidSchemaName, UndefinedFunction, UndefinedTable
 
@@ -32,22 +33,25 @@ from outbox.broker.database.executor import Executor
 from outbox.broker.log.commit_log import append_placed
 from outbox.broker.schema.install import missing
 from outbox.broker.transaction.fencing import check_epoch
+from outbox.contrib.django.database import effects
 from outbox.contrib.django.database.database_errors import naming
 from outbox.contrib.django.database.transactions import (
     current_transaction,
     failing_takes_the_block_along,
     in_test_case,
+    is_missing_table,
     mark_for_rollback,
     require_whole,
     watch_of,
 )
 from outbox.contrib.django.engine.broker import CurrentEngine, current_engine, get_broker, get_codecs
 from outbox.contrib.django.engine.path import confirm, takes_atomic_path
-from outbox.contrib.django.ledger import ledger_entry
+from outbox.contrib.django.ledger import ledger_entry, unique_keys
 from outbox.contrib.django.publishing.ends import Published, report_after_commit
 from outbox.contrib.django.settings.conf import OutboxSettings, aware
 from outbox.errors import ConfigurationError, InvalidMessage, TransactionUsageError, UsageError
-from outbox.message import Message, SendReceipt
+from outbox.message import Message, SendReceipt, UniqueMessage
+from outbox.time_limit import TIMEOUT_HEADER, timeout_text
 from outbox.topic import Topic
 from outbox.transaction import HalfTransaction, ProducerEpoch
 from outbox.utils import measures
@@ -66,6 +70,9 @@ def publish(
     headers: Mapping[str, str] | None = None,
     delay: float | timedelta | None = None,
     deliver_at: datetime | None = None,
+    unique: object | None = None,
+    within: float | timedelta | None = None,
+    timeout: float | timedelta | None = None,
     immunity_seconds: int | None = None,
     using: str | None = None,
 ) -> SendReceipt:
@@ -75,17 +82,36 @@ def publish(
     `atomic()`, the message is sent at once. The topic's codec encodes `body` (the default codec is JSON). `key` orders
     messages on FIFO topics; ints and UUIDs are written as text. On topics of type DELAY, `delay` or `deliver_at`
     postpones the delivery. `delay` is a number of seconds or a timedelta. The delay begins when the broker stores the
-    message. If USE_TZ is on, `deliver_at` is an aware datetime. `immunity_seconds` is how long the broker waits before
+    message. If USE_TZ is on, `deliver_at` is an aware datetime. `timeout` (seconds or a timedelta) is the time limit of
+    the message: if no handler has begun within this time after the message was due, the message is not delivered.
+    `immunity_seconds` is how long the broker waits before
     its first check of this transaction (default OUTBOX['IMMUNITY_SECONDS']). Choose a larger number for a transaction
     that runs for a long time. If transactions are open on several aliases, pass one of these aliases as `using`: the
     message then belongs to the transaction on this alias.
+
+    With `unique` and `within`, the message holds the key `unique` of its topic for the time `within`, which begins with
+    this call. `unique` is a text, an int or a UUID; `within` is a number of seconds or a timedelta. If another message
+    holds the key, nothing is published, and `duplicate_of` of the receipt is the id of the other message. If another
+    open transaction has taken the key, `publish` waits until that transaction ends. The keys belong to the database of
+    the transaction, so publishers on two databases do not see each other's keys.
 
     Raises UsageError for a message that can never be sent. Raises BrokerError if the broker did not store the message.
     After each of these errors, the surrounding atomic block is marked for rollback, even if the caller swallows the
     error.
     """
     try:
-        built = message(topic, body, key=key, tag=tag, headers=headers, delay=delay, deliver_at=deliver_at)
+        built = message(
+            topic,
+            body,
+            key=key,
+            tag=tag,
+            headers=headers,
+            delay=delay,
+            deliver_at=deliver_at,
+            unique=unique,
+            within=within,
+            timeout=timeout,
+        )
         return publish_bound([built], immunity_seconds=immunity_seconds, using=using).receipts[0]
     except BaseException:
         # This is `failing_takes_the_block_along`, without the time that a context manager takes.
@@ -102,18 +128,28 @@ def publish_many(
     headers: Mapping[str, str] | None = None,
     delay: float | timedelta | None = None,
     deliver_at: datetime | None = None,
+    unique: Callable[[Any], object] | None = None,
+    within: float | timedelta | None = None,
+    timeout: float | timedelta | None = None,
     immunity_seconds: int | None = None,
     using: str | None = None,
 ) -> list[SendReceipt]:
     """Publish one message per body, with one transaction id and one statement. The broker stores all messages or none.
 
-    `key` and `tag` may be functions of a body. The other parameters are the same as for `publish`. If your messages
-    differ in other fields or in their topics, build each with `message`, and pass all to `publish_messages`.
+    `key` and `tag` may be functions of a body, and `unique` is a function of a body. Duplicates are left out, and their
+    receipts have `duplicate_of`. The other parameters are the same as for `publish`. If your messages differ in other
+    fields or in their topics, build each with `message`, and pass all to `publish_messages`.
     """
     with failing_takes_the_block_along(using):
         if isinstance(bodies, (str, bytes, Mapping)):
             raise UsageError(
                 f"publish_many to {topic!r}: pass a list of bodies, not {bodies!r:.80}; for one body, call publish()."
+            )
+        if unique is not None and not callable(unique):
+            raise UsageError(
+                f"publish_many to {topic!r}: unique={unique!r:.80} is one key for all bodies, so only the first body "
+                "would be published. Nothing was published. Pass a function of a body, such as `unique=lambda body: "
+                "body['id']`."
             )
         built = [
             message(
@@ -124,6 +160,9 @@ def publish_many(
                 headers=headers,
                 delay=delay,
                 deliver_at=deliver_at,
+                unique=None if unique is None else unique(body),
+                within=within,
+                timeout=timeout,
             )
             for body in bodies
         ]
@@ -202,6 +241,7 @@ def publish_bound(
 def _publish(messages: Sequence[Message], using: str | None, terms: _HalfTerms) -> Published:
     current = current_engine()
     first = messages[0]
+    effects.refuse_publish(first.topic)
     connection = current_transaction(using)
     check_immunity(first.topic, terms.immunity_seconds)
     if connection is None:
@@ -209,18 +249,20 @@ def _publish(messages: Sequence[Message], using: str | None, terms: _HalfTerms) 
     what = functools.partial(_description, first)
     watch = require_whole(connection, what)
     watch.bind(f"the message for topic {first.topic!r}")
+    started = time.perf_counter()
     try:
         is_atomic = takes_atomic_path(connection, current)
-        started = time.perf_counter()
-        if is_atomic:
-            published = Published(_publish_atomic(connection, current, messages, terms.producer))
+        path = _publish_atomic if is_atomic else _publish_two_phase
+        if any(isinstance(item, UniqueMessage) for item in messages):
+            published = _publish_unique(path, connection, current, messages, terms)
         else:
-            published = _publish_two_phase(connection, current, messages, terms)
-    except Exception:
+            published = path(connection, current, messages, terms)
+    except Exception as error:
+        _report_failure(messages, started, error)
         # `naming` is entered only after an error, because most calls succeed.
         with naming(what(), connection):
             raise
-    _report_duration(messages, "atomic" if is_atomic else "two_phase", started)
+    _report_duration(published, "atomic" if is_atomic else "two_phase", started)
     return published
 
 
@@ -232,38 +274,101 @@ def _publish_at_once(
     current: CurrentEngine, messages: Sequence[Message], using: str | None, terms: _HalfTerms
 ) -> Published:
     settings = current.settings
-    refuse_without_transaction(settings, messages[0], terms.immunity_seconds)
+    refuse_without_transaction(settings, messages, terms.immunity_seconds)
     refuse_leak_from_test(settings, using)
     started = time.perf_counter()
     timeout_seconds = settings.send_timeout_seconds
-    receipts = current.broker_to_use().send(messages, timeout_seconds=timeout_seconds, producer=terms.producer)
-    _report_duration(messages, "direct", started)
-    return Published(receipts)
+    try:
+        receipts = current.broker_to_use().send(messages, timeout_seconds=timeout_seconds, producer=terms.producer)
+    except Exception as error:
+        _report_failure(messages, started, error)
+        raise
+    published = Published(receipts)
+    _report_duration(published, "direct", started)
+    return published
 
 
-def _report_duration(messages: Sequence[Message], path: str, started: float) -> None:
+def _report_duration(published: Published, path: str, started: float) -> None:
     """Report a publish call that began at `started` (time.perf_counter) to the metrics recorder, if there is one."""
     recorder = measures.recorder
-    if recorder is not None:
-        recorder.published([item.topic for item in messages], path, time.perf_counter() - started)
+    if recorder is not None and published.is_stored:
+        topics = [receipt.topic for receipt in published.receipts if receipt.duplicate_of is None]
+        recorder.published(topics, path, time.perf_counter() - started)
+
+
+def _report_failure(messages: Sequence[Message], started: float, error: Exception) -> None:
+    """Report a publish call that raised `error` to the metrics recorder, if there is one."""
+    if measures.recorder is not None:
+        seconds = time.perf_counter() - started
+        measures.recorder.publish_failed([message.topic for message in messages], seconds, error)
+
+
+# -- unique messages --------------------------------------------------------------------------------
+
+
+_Path = Callable[[BaseDatabaseWrapper, CurrentEngine, Sequence[Message], "_HalfTerms"], Published]
+
+
+def _publish_unique(
+    path: _Path,
+    connection: BaseDatabaseWrapper,
+    current: CurrentEngine,
+    messages: Sequence[Message],
+    terms: _HalfTerms,
+) -> Published:
+    """Take the unique keys of the messages, publish the messages whose keys were free, and return all receipts.
+
+    The FIFO keys are locked first. If they were locked after the unique keys, this transaction could hold a unique key
+    and wait for a FIFO key, while the transaction with the FIFO key waits for the unique key.
+    """
+    _lock_keys(connection, [_topic(current, item.topic) for item in messages], messages)
+    wanted = [item for item in messages if isinstance(item, UniqueMessage)]
+    if (traces := watch_of(connection).traces) is not None:
+        traces.has_key_locks = True
+    duplicates = _take(connection, wanted)
+    point("producer.after_unique")
+    left = [item for item in messages if item.message_id not in duplicates]
+    published = path(connection, current, left, terms) if left else Published([])
+    stored = {receipt.message_id: receipt for receipt in published.receipts}
+    transaction_id = next((receipt.transaction_id for receipt in published.receipts), messages[0].message_id)
+    receipts = [
+        stored.get(item.message_id)
+        or SendReceipt(
+            message_id=item.message_id,
+            transaction_id=transaction_id,
+            topic=item.topic,
+            duplicate_of=duplicates[item.message_id],
+        )
+        for item in messages
+    ]
+    return replace(published, receipts=receipts)
+
+
+def _take(connection: BaseDatabaseWrapper, wanted: Sequence[UniqueMessage]) -> dict[UUID, UUID]:
+    try:
+        return unique_keys.take(connection, wanted)
+    except (ProgrammingError, OperationalError) as error:
+        if not is_missing_table(error):
+            raise
+        raise ConfigurationError(
+            f"unique={wanted[0].unique!r} for topic {wanted[0].topic!r}: the table of unique keys is missing on "
+            f"{connection.alias!r}. Nothing was published. Run `manage.py migrate --database={connection.alias}`."
+        ) from error
 
 
 # -- the atomic path --------------------------------------------------------------------------------
 
 
 def _publish_atomic(
-    connection: BaseDatabaseWrapper,
-    current: CurrentEngine,
-    messages: Sequence[Message],
-    producer: ProducerEpoch | None,
-) -> list[SendReceipt]:
+    connection: BaseDatabaseWrapper, current: CurrentEngine, messages: Sequence[Message], terms: _HalfTerms
+) -> Published:
     raw: psycopg.Connection[Any] = connection.connection
     settings, catalog = current.settings, current.catalog
     try:
         _lock_keys(connection, [catalog.get(raw, item.topic).topic for item in messages], messages)
         run = Executor(raw, settings.schema)
-        if producer is not None:
-            check_epoch(run, producer)
+        if terms.producer is not None:
+            check_epoch(run, terms.producer)
         receipts, place = append_placed(run, catalog, messages, producer_group=settings.producer_group)
     except psycopg.Error as error:
         _note_failure(error)
@@ -274,7 +379,7 @@ def _publish_atomic(
         _note_success()
     confirm(connection, current, place)
     connection.on_commit(_wake_after_commit, robust=True)
-    return receipts
+    return Published(receipts)
 
 
 # Whether an append has failed in this process since the last successful append.
@@ -319,6 +424,12 @@ def _publish_two_phase(
         raise ConfigurationError(
             "OUTBOX['LEDGER'] is off, so no process could answer a check of the half message for topic "
             f"{messages[0].topic!r}. Publish through @transactional_message(check=…), or turn the ledger on."
+        )
+    if not settings.ledger and (unique := [item for item in messages if isinstance(item, UniqueMessage)]):
+        raise ConfigurationError(
+            f"unique={unique[0].unique!r} for topic {unique[0].topic!r} needs the ledger, but OUTBOX['LEDGER'] is off: "
+            "after a rollback and a second attempt, check= could confirm both messages. Nothing was published. Turn "
+            "the ledger on, or publish without unique."
         )
     if not settings.in_memory and in_test_case(connection):
         raise leak_from_test(f"a half message for {messages[0].topic!r}")
@@ -385,22 +496,43 @@ def message(
     headers: Mapping[str, str] | None = None,
     delay: float | timedelta | None = None,
     deliver_at: datetime | None = None,
+    unique: object | None = None,
+    within: float | timedelta | None = None,
+    timeout: float | timedelta | None = None,
 ) -> Message:
     """Return an encoded message for `publish_messages`.
 
     The parameters are the same as for `publish`. Raises UsageError.
     """
     encoded, content_type = get_codecs().encode(topic, body)
-    return Message(
+    built = Message(
         topic=topic,
         body=encoded,
         content_type=content_type,
         key=key_text(key),
         tag=tag,
-        headers=headers or {},
+        headers=headers or {} if timeout is None else with_timeout(topic, headers, timeout),
         delay=wait_of(topic, delay, deliver_at),
         deliver_at=aware(deliver_at) if isinstance(deliver_at, datetime) else deliver_at,
     )
+    if unique is None and within is None:
+        return built
+    return _with_unique(built, unique, within)
+
+
+def _with_unique(built: Message, unique: object | None, within: float | timedelta | None) -> UniqueMessage:
+    if unique is None or within is None:
+        given, lacking = ("unique", "within") if within is None else ("within", "unique")
+        raise UsageError(
+            f"topic {built.topic!r}: {given}= was passed without {lacking}=. Nothing was published. Pass both: "
+            "unique= is the key, and within= is the time for which the key allows one message."
+        )
+    if isinstance(within, (int, float)) and not isinstance(within, bool):
+        # If the number is not possible as a timedelta, UniqueMessage refuses the number.
+        with suppress(OverflowError, ValueError):
+            within = timedelta(seconds=within)
+    values = {one.name: getattr(built, one.name) for one in fields(built)}
+    return UniqueMessage(**values, unique=key_text(unique), within=cast(timedelta, within))
 
 
 def messages_of(given: Iterable[Message], name: str) -> list[Message]:
@@ -449,6 +581,27 @@ def wait_of(topic: str, delay: float | timedelta | None, deliver_at: datetime | 
     return wait
 
 
+def with_timeout(topic: str, headers: Mapping[str, str] | None, timeout: float | timedelta) -> dict[str, str]:
+    """Return the headers with the time limit of the message.
+
+    Raises UsageError for an invalid limit, or if the headers already have a limit.
+    """
+    if headers is not None and not isinstance(headers, Mapping):
+        raise UsageError(f"topic {topic!r}: headers must be a mapping of names to strings, got {headers!r:.80}.")
+    if headers and TIMEOUT_HEADER in headers:
+        raise UsageError(f"topic {topic!r}: pass timeout or the header {TIMEOUT_HEADER!r}, not both.")
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float, timedelta)):
+        raise UsageError(f"topic {topic!r}: timeout must be seconds (a number) or a timedelta, not {timeout!r:.80}.")
+    try:
+        text = timeout_text(timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout))
+    except (OverflowError, ValueError) as error:
+        raise UsageError(
+            f"topic {topic!r}: timeout must be longer than 0 and at most 999,999,999 seconds, got {timeout!r}. To "
+            "publish a message without a time limit, leave timeout out."
+        ) from error
+    return {**(headers or {}), TIMEOUT_HEADER: text}
+
+
 # -- refusals --------------------------------------------------------------------------------------
 #
 # If the required transaction is missing, or if a TestCase would publish to a real broker, `publish` refuses the message
@@ -468,8 +621,17 @@ def check_immunity(topic: str, immunity_seconds: object) -> None:
     )
 
 
-def refuse_without_transaction(settings: OutboxSettings, first: Message, immunity_seconds: int | None) -> None:
+def refuse_without_transaction(
+    settings: OutboxSettings, messages: Sequence[Message], immunity_seconds: int | None
+) -> None:
     """Raise TransactionUsageError if an option or a setting of a publish call needs a transaction, but none is open."""
+    first = messages[0]
+    if unique := next((item for item in messages if isinstance(item, UniqueMessage)), None):
+        raise TransactionUsageError(
+            f"unique={unique.unique!r} for topic {unique.topic!r} needs a transaction, because the transaction holds "
+            "the key, but no transaction is open. Nothing was published. Put the publish call into `with "
+            "transaction.atomic():`."
+        )
     if immunity_seconds is not None:
         raise TransactionUsageError(
             f"immunity_seconds={immunity_seconds} for topic {first.topic!r} applies to a transaction, but no "

@@ -7,9 +7,9 @@
     }
 
 Every key of OUTBOX is the name of a field of `OutboxSettings` in capitals. The keys of nested dictionaries are names of
-fields of `TopicOptions`, `DeclaredForward`, `DeclaredReceive` and `Thresholds`; the keys of TASKS[alias]["OPTIONS"] are
-names of fields of `TaskOptions`. After a change to a definition, run `python -m outbox.contrib.django.settings.tables`,
-which writes the tables in the documents.
+fields of `TopicOptions`, `DeclaredForward`, `DeclaredReceive`, `DeclaredNotify`, `NotifyWebhook`, `DeclaredSchedule`
+and `Thresholds`; the keys of TASKS[alias]["OPTIONS"] are names of fields of `TaskOptions`. After a change to a
+definition, run `python -m outbox.contrib.django.settings.tables`, which writes the tables in the documents.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from django.db import DEFAULT_DB_ALIAS, connections
 from django.utils import timezone
 from django.utils.module_loading import import_string
 
-from outbox.broker.operations.conditions import Threshold, Thresholds
+from outbox.broker.operations.conditions import CATALOGUE, Threshold, Thresholds
+from outbox.broker.schedules.cron import Cron
+from outbox.broker.schedules.schedule import Missed
 from outbox.contrib.django.settings.definition import (
     Rule,
     address,
@@ -43,12 +45,14 @@ from outbox.contrib.django.settings.definition import (
     named_or_path,
     one_of,
     or_none,
+    paths,
     read,
     required,
     schema_name,
     seconds,
     setting,
     text,
+    texts,
     unknown,
     whole,
     wrong,
@@ -110,8 +114,8 @@ class TopicOptions:
         _TOPIC["on_park"],
         one_of("hold", "release"),
         word="park",
-        meaning="FIFO topics: if a message is [parked](guide.md#parked-messages), later messages of the same key wait "
-        "(`hold`) or are delivered (`release`)",
+        meaning="FIFO topics: if a message is [parked](transactions.md#parked-messages), later messages of the same "
+        "key wait (`hold`) or are delivered (`release`)",
     )
 
 
@@ -258,6 +262,162 @@ class DeclaredReceive:
     )
 
 
+# -- OUTBOX["NOTIFY"] ------------------------------------------------------------------------------
+
+MAIL: Final = "mail"
+WEBHOOK: Final = "webhook"
+JSON_FORM: Final = "json"
+SLACK_FORM: Final = "slack"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NotifyWebhook:
+    """The entry NOTIFY["webhook"]."""
+
+    url: str = required(text("URL"), meaning="the URL that gets one POST per notification")
+    secrets: Sequence[str] = setting(
+        (),
+        texts("a list of `whsec_…` texts"),
+        secret=True,
+        shown="none",
+        meaning="sign each request with these secrets, as [the webhook sink](webhooks.md) does; the form "
+        "`json` needs one",
+    )
+    form: str = setting(
+        JSON_FORM,
+        one_of(JSON_FORM, SLACK_FORM),
+        meaning="the body: all facts as `json`, or the text of an incoming webhook of Slack (`slack`)",
+    )
+    options: Mapping[str, Any] = setting(
+        {},
+        keywords,
+        secret=True,
+        meaning="further options of the webhook sink: `headers`, `ca_file`, `allow_private`, `allow_http`, "
+        "`timeout_seconds`",
+    )
+
+
+def _webhook(where: str, value: Any) -> NotifyWebhook | None:
+    if value is None:
+        return None
+    found = read(NotifyWebhook, where, value)
+    if found.form == JSON_FORM and not found.secrets:
+        raise ConfigurationError(
+            f"{where} lacks 'secrets': without a signature, the receiver cannot tell your notifications from others. "
+            f"Create a secret with `echo whsec_$(openssl rand -base64 32)`."
+        )
+    return found
+
+
+def _addresses(where: str, value: Any) -> Sequence[str]:
+    if not isinstance(value, (list, tuple)) or not all(isinstance(one, str) and "@" in one for one in value):
+        raise wrong(where, value, "a list of mail addresses, like ['ops@example.org']")
+    return tuple(value)
+
+
+def _notified(where: str, value: Any) -> str | frozenset[str]:
+    """Return "warning" or "critical", or a set of names of conditions."""
+    if value in ("warning", "critical"):
+        return str(value)
+    if not isinstance(value, (list, tuple, set, frozenset)) or not all(isinstance(one, str) for one in value):
+        raise wrong(where, value, "'warning', 'critical', or a list of names of conditions")
+    for place, name in enumerate(value):
+        if name not in CATALOGUE:
+            raise unknown(f"{where}[{place}]", name, "condition", CATALOGUE)
+    return frozenset(value)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeclaredNotify:
+    """The entry NOTIFY."""
+
+    mail: Sequence[str] = setting(
+        (),
+        Rule("a list of mail addresses", _addresses),
+        shown="`[]`",
+        meaning="these addresses get a mail per notification, by Django's mail settings",
+    )
+    webhook: NotifyWebhook | None = setting(
+        None, Rule("`{option: value}`, or `None`", _webhook), secret=True, meaning="the next table lists its options"
+    )
+    conditions: str | frozenset[str] = setting(
+        "warning",
+        Rule('`"warning"`, `"critical"`, or a list of [conditions](reference/conditions.md)', _notified),
+        meaning="the conditions to report: from this severity on, or these names. New dead letters belong to the "
+        "condition `dead_letters`, a warning",
+    )
+    page_url: str = setting(
+        "", any_text, shown="none", meaning="the URL of the operations page, which each notification shows"
+    )
+
+    @property
+    def channels(self) -> Sequence[str]:
+        """The channels that are declared."""
+        return [name for name, declared in ((MAIL, self.mail), (WEBHOOK, self.webhook)) if declared]
+
+
+def _notify(where: str, value: Any) -> DeclaredNotify | None:
+    if value is None:
+        return None
+    found = read(DeclaredNotify, where, value)
+    if not found.channels:
+        raise ConfigurationError(f"{where} names no channel: set 'mail', 'webhook', or both.")
+    return found
+
+
+# -- OUTBOX["SCHEDULES"][name] and @scheduled -------------------------------------------------------
+
+
+def _cron(where: str, value: Any) -> str:
+    try:
+        return Cron(any_text.check(where, value), "UTC").expression
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{where}: {error}") from error
+
+
+def _timezone(where: str, value: Any) -> str:
+    try:
+        return Cron("0 0 * * *", any_text.check(where, value)).timezone
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{where}: {error}") from error
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeclaredSchedule:
+    """One entry of SCHEDULES, or one `@scheduled`."""
+
+    cron: str = required(
+        Rule("cron expression", _cron),
+        meaning="minute, hour, day of month, month and day of week, as in [cron](#expressions)",
+    )
+    topic: str = required(
+        text("topic"), meaning="the topic that gets the messages; declare it in `TOPICS`. FIFO topics are refused"
+    )
+    timezone: str = setting(
+        "UTC",
+        Rule("IANA name of a time zone", _timezone),
+        meaning="the time zone of the expression, for example `Europe/Berlin`",
+    )
+    body: Any = setting(
+        {},
+        Rule("a value that the topic's codec encodes", lambda where, value: value),
+        meaning="the body of each message",
+    )
+    missed: Missed = setting(
+        Missed.COALESCE,
+        member(Missed),
+        shown='`"coalesce"`',
+        meaning="what is published after a time without a leader, or after a pause: one message (`coalesce`), one "
+        "message for each due moment (`catch_up`), or no message that is more than five minutes late (`skip`)",
+    )
+
+
+def read_schedule(where: str, name: object, given: object) -> DeclaredSchedule:
+    """Check the name and the options of a schedule that is declared at the place `where`. Raises ConfigurationError."""
+    group.check(f"{where}, name", name)
+    return read(DeclaredSchedule, where, given)
+
+
 # -- OUTBOX["THRESHOLDS"] --------------------------------------------------------------------------
 
 
@@ -330,7 +490,7 @@ class OutboxSettings:
         text("alias or address"),
         word="broker",
         meaning="alias of the broker's database (PostgreSQL 15 or newer), "
-        "or [address of RocketMQ](engines.md#on-rocketmq), `rocketmq://PROXY:8081?brokers=BROKER:10911`",
+        "or [address of RocketMQ](rocketmq.md#set-it-up), `rocketmq://PROXY:8081?brokers=BROKER:10911`",
         section="broker",
     )
     schema: str = setting(
@@ -342,14 +502,15 @@ class OutboxSettings:
         bundled_only=True,
         secret=True,
         word="LISTEN (PostgreSQL)",
-        meaning='URL without the pooler, if the alias uses a [pooler](operations.md#behind-a-pooler). With `""`, '
+        meaning="URL without the pooler, if the alias uses a [pooler](operations/connections.md#behind-a-pooler). "
+        'With `""`, '
         "outbox polls and does not use LISTEN",
     )
     topics: Mapping[str, DeclaredTopic] = setting(
         {},
         entries(_topic, name="name", example="{name: {'types': [...], 'queue_count': 8}}"),
         word="topic",
-        meaning="the declared topics and their [options](guide.md#topics)",
+        meaning="the declared topics and their [options](settings.md#topics)",
     )
     auto_create_topics: bool = setting(
         False,
@@ -378,7 +539,14 @@ class OutboxSettings:
         _by_group(DeclaredReceive, "{name: {'source': 'kombu', 'topic': …}}"),
         bundled_only=True,
         word="receive",
-        meaning="the sources from which `outbox_worker --role receive` [receives messages](forwarding.md#receiving)",
+        meaning="the sources from which `outbox_worker --role receive` [receives messages](receiving.md)",
+    )
+    schedules: Mapping[str, DeclaredSchedule] = setting(
+        {},
+        _by_group(DeclaredSchedule, "{name: {'cron': '0 3 * * *', 'topic': …}}"),
+        bundled_only=True,
+        word="schedule (Temporal, Quartz)",
+        meaning="the [schedules](schedules.md) by which the leader publishes messages",
     )
     in_memory: bool = setting(False, flag, word="in memory", meaning="`True`: a broker inside this process, for tests")
 
@@ -422,7 +590,8 @@ class OutboxSettings:
         whole(1, "checks"),
         bundled_only=True,
         word="check",
-        meaning="after this number of answers without an outcome, a half message is [parked](guide.md#parked-messages)",
+        meaning="after this number of answers without an outcome, a half message is "
+        "[parked](transactions.md#parked-messages)",
     )
     max_check_age_seconds: int = setting(
         int(3 * _DAY),
@@ -451,7 +620,7 @@ class OutboxSettings:
         None,
         dotted_path,
         word="app (Celery)",
-        meaning="the Celery app that gets [transactional tasks](guide.md#celery-tasks)",
+        meaning="the Celery app that gets [transactional tasks](celery.md#transactional-tasks)",
     )
     consumer_processes: int = setting(
         1, whole(0, "processes"), word="consumer", meaning="consumer processes of one worker"
@@ -484,7 +653,15 @@ class OutboxSettings:
         bundled_only=True,
         word="commit",
         meaning="at most this number of messages share one transaction of their handlers "
-        "([see there](guide.md#several-messages-in-one-transaction)). 1: each message has a transaction of its own",
+        "([see there](handlers.md#several-messages-in-one-transaction)). 1: each message has a transaction of its own",
+    )
+    handler_middleware: Sequence[str] = setting(
+        (),
+        paths,
+        shown="`[]`",
+        word="middleware (Django)",
+        meaning="dotted paths of functions that wrap every handler call, the outermost first "
+        "([see there](hooks.md#middleware-around-handlers))",
     )
     inbox_retention_seconds: float = setting(
         14 * _DAY,
@@ -497,10 +674,18 @@ class OutboxSettings:
     thresholds: Thresholds = setting(
         Thresholds(),
         Rule("`{name: (warning, critical)}`", _thresholds),
-        shown="[see operations](operations.md#thresholds)",
+        shown="[see operations](operations/monitoring.md#thresholds)",
         word="threshold",
         meaning="the limits at which a condition becomes a warning or critical",
         section="observing",
+    )
+    notify: DeclaredNotify | None = setting(
+        None,
+        Rule("`{option: value}`, or `None`", _notify),
+        bundled_only=True,
+        secret=True,
+        word="notification",
+        meaning="where outbox [reports conditions and dead letters](hooks.md#notifications)",
     )
     audit_interval_seconds: float = setting(
         _DAY,
@@ -512,8 +697,9 @@ class OutboxSettings:
     metrics: bool = setting(
         False,
         flag,
-        word="metrics (Prometheus)",
-        meaning="`True`: each process [measures its work](operations.md#metrics)",
+        word="metrics (Prometheus, OpenTelemetry)",
+        meaning="`True`: each process [measures its work](operations/monitoring.md#metrics), for Prometheus and "
+        "OpenTelemetry",
     )
     metrics_token: str | None = setting(
         None,
@@ -546,7 +732,7 @@ class OutboxSettings:
         field_names,
         word="mask",
         meaning='for each topic (`"*"`: for all topics), the fields of bodies and headers that commands and the '
-        "[operations page](operations.md#the-page) hide",
+        "[operations page](operations/page.md) hide",
     )
 
     def required_producer_group(self) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Final, Generic, TypeVar
@@ -48,9 +48,9 @@ class Rule(Generic[Value]):
 class Setting:
     """The definition of one setting. `name` is the name that a project writes; `shown` is the documented default.
 
-    `word` is the term from which the name is made (docs/names.md). `section` names the table of the guide that lists
-    the setting. A field without a section is in the section of the field before it. If `bundled_only` is true, engines
-    other than the bundled broker ignore the setting or refuse it.
+    `word` is the term from which the name is made (docs/names.md). `section` names the table of docs/settings.md that
+    lists the setting. A field without a section is in the section of the field before it. If `bundled_only` is true,
+    engines other than the bundled broker ignore the setting or refuse it.
     """
 
     name: str
@@ -162,6 +162,17 @@ def _text(where: str, value: Any) -> str:
     if not isinstance(value, str) or not value:
         raise wrong(where, value, "a text that is not empty")
     return value
+
+
+def texts(kind: str) -> Rule[Sequence[str]]:
+    """Return the rule for a list of texts that are not empty. The error does not show the texts."""
+
+    def check(where: str, value: Any) -> Sequence[str]:
+        if not isinstance(value, (list, tuple)):
+            raise ConfigurationError(f"{where} must be {kind.replace('`', '')}, not a {type(value).__name__}.")
+        return tuple(_text(f"{where}[{place}]", one) for place, one in enumerate(value))
+
+    return Rule(kind, check)
 
 
 def text(kind: str) -> Rule[str]:
@@ -334,6 +345,7 @@ def _masked_fields(where: str, value: Any) -> Mapping[str, frozenset[str]]:
 
 
 dotted_path: Final = or_none(text("dotted path"))
+paths: Final = texts("a list of dotted paths")
 keywords: Final = Rule("a dictionary", _keywords)
 module: Final = Rule("name of a module", _module)
 listen_conninfo: Final = Rule('URL, `""`, or `None`', _listen_url)

@@ -1,6 +1,6 @@
 """Writes the tables of settings and options in the documents from the definitions.
 
-`python -m outbox.contrib.django.settings.tables` rewrites the tables in docs/*.md of the current folder. A table is
+`python -m outbox.contrib.django.settings.tables` rewrites the tables in docs/ of the current folder. A table is
 between `<!-- table: NAME -->` and `<!-- end of table -->`.
 """
 
@@ -18,7 +18,10 @@ from outbox.broker.operations.conditions import Threshold, Thresholds
 from outbox.contrib.django.settings.conf import (
     ENVIRONMENT,
     DeclaredForward,
+    DeclaredNotify,
     DeclaredReceive,
+    DeclaredSchedule,
+    NotifyWebhook,
     OutboxSettings,
     TaskOptions,
     TopicOptions,
@@ -99,8 +102,7 @@ def _settings(kind: type, section: str = "", *, header: str = "option") -> str:
 
 
 def _words(kind: type) -> str:
-    rows = ((f"`{one.name}`", one.word, _meaning(one)) for one in definitions(kind).values())
-    return _table(("name", "word", "meaning"), rows)
+    return _table(("name", "word"), ((f"`{one.name}`", one.word) for one in definitions(kind).values()))
 
 
 def _subscriber() -> str:
@@ -153,6 +155,9 @@ TABLES: Final[Mapping[str, Callable[[], str]]] = {
     "topic options": partial(_settings, TopicOptions),
     "forward options": partial(_settings, DeclaredForward),
     "receive options": partial(_settings, DeclaredReceive),
+    "notify options": partial(_settings, DeclaredNotify),
+    "notify webhook options": partial(_settings, NotifyWebhook),
+    "schedule options": partial(_settings, DeclaredSchedule),
     "task options": partial(_settings, TaskOptions),
     "subscriber options": _subscriber,
     "thresholds": _thresholds,
@@ -163,9 +168,9 @@ TABLES: Final[Mapping[str, Callable[[], str]]] = {
 
 
 def write(folder: Path) -> list[Path]:
-    """Write the tables of all pages in a folder again, and return the changed pages."""
+    """Write the tables of all pages below a folder again, and return the changed pages."""
     changed = []
-    for page in sorted(folder.glob("*.md")):
+    for page in sorted(folder.rglob("*.md")):
         before = page.read_text(encoding="utf-8")
         if (after := rendered(before)) != before:
             page.write_text(after, encoding="utf-8")

@@ -41,8 +41,9 @@ from outbox.contrib.django.subscribers.shared_transaction import (
 from outbox.errors import ConfigurationError, HandlerNotStarted, PartialFailure, PermanentError, TransactionUsageError
 from outbox.message import Delivery
 from outbox.ports import AnyHandler, Disposition, MoreCalls, call_handler
-from outbox.subscription import Subscription
+from outbox.subscription import Effects, Subscription
 from outbox.utils import fence
+from outbox.utils.causes import causes
 from outbox.utils.faults import point
 from outbox.utils.safe_text import masked_names, masked_text, show_as
 
@@ -512,12 +513,13 @@ class _Call:
             if fresh is None:
                 raise _not_started(name, connection.alias, error) from error
             if shared is not None and self.joined:
-                return shared.results_after_failure(fresh, error, partial(_half_done, name))
+                return shared.results_after_failure(fresh, error, partial(half_done, name))
             stayed = inbox.still_there(fresh)
             if not stayed:
+                _name_idle_limit(name, error)
                 raise
             if not inbox.is_confirmed:
-                return [_half_done(name, error) if d.message_id in stayed else error for d in self.deliveries]
+                return [half_done(name, error) if d.message_id in stayed else error for d in self.deliveries]
             # The error came from an on_commit callback, or from a COMMIT that succeeded and then raised an exception.
             logger.exception("%s has committed, so the handler is not called again after this error", name)
         point("consumer.after_inbox_commit")
@@ -560,7 +562,22 @@ def _not_started(name: str, alias: str, error: Exception) -> HandlerNotStarted:
     )
 
 
-def _half_done(name: str, error: Exception) -> PermanentError:
+# PostgreSQL: idle_in_transaction_session_timeout.
+_IDLE_LIMIT: Final = "25P03"
+
+
+def _name_idle_limit(name: str, error: Exception) -> None:
+    """If the server ended an idle transaction, add the reason and the remedy to the text of the error."""
+    if any(getattr(one, "sqlstate", None) == _IDLE_LIMIT for one in causes(error)):
+        error.args = (
+            f"{str(error).strip()}. The transaction of {name} executed no statement for longer than four fifths of "
+            "OUTBOX['LEASE_SECONDS'], so the server ended it and rolled its effects back. If the handler waits for "
+            "another system, declare it with @subscriber(…, effects='outside'), which runs it without a transaction.",
+        )
+
+
+def half_done(name: str, error: BaseException) -> PermanentError:
+    """Return the error of an attempt that has committed by hand and then failed."""
     failure = PermanentError(
         f"{name} ended its transaction by hand (COMMIT) and then failed: {type(error).__name__}: {error}. The "
         "committed effects and the inbox row of the message stay, so outbox will not call the handler again for this "
@@ -577,23 +594,28 @@ def _result(delivery: Delivery, called: bool, failed: dict[UUID, Exception]) -> 
 
 
 def require_inboxes(subscriptions: Iterable[Subscription]) -> None:
-    """Raise ConfigurationError if the inbox table of a handler is missing.
+    """Raise ConfigurationError if the inbox table of a handler is missing, or its tables of claims and steps.
 
-    Without the table, every message of this handler would fail.
+    Without its tables, every message of this handler would fail.
 
     If a database cannot be reached, the worker continues. Messages whose handlers need this database are tried again.
     """
-    from outbox.contrib.django.models import InboxEntry
+    from outbox.contrib.django.models import ClaimEntry, InboxEntry, StepEntry
 
-    table = InboxEntry._meta.db_table
-    registered = filter(None, map(find_subscriber, subscriptions))
-    for alias in sorted({handler_alias(item) for item in registered if item.idempotent}):
+    needed: dict[str, set[str]] = {}
+    for item in filter(None, map(find_subscriber, subscriptions)):
+        if item.idempotent:
+            models = (
+                (InboxEntry,) if item.subscription.effects is Effects.INSIDE else (InboxEntry, ClaimEntry, StepEntry)
+            )
+            needed.setdefault(handler_alias(item), set()).update(model._meta.db_table for model in models)
+    for alias, tables in sorted(needed.items()):
         try:
             found = connections[alias].introspection.table_names()
         except OperationalError as error:
             logger.warning("the worker could not find out whether %r has an inbox: %s", alias, error)
             continue
-        if table not in found:
+        for table in sorted(tables - set(found)):
             raise ConfigurationError(
                 f"the table {table!r} is missing on {alias!r}, so handlers with the inbox cannot run: run `manage.py "
                 f"migrate --database={alias}`. Nothing was consumed."

@@ -26,12 +26,12 @@ from outbox.errors import ConfigurationError, InvalidName, InvalidSubscription
 from outbox.filters.filter import parse_filter
 from outbox.ports import AnyHandler
 from outbox.retry import RetryPolicy
-from outbox.subscription import Mode, OnError, Start, Subscription
+from outbox.subscription import Effects, Mode, OnError, Start, Subscription
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Choice = TypeVar("Choice", bound=StrEnum)
 
-_OPTIONS: Final = frozenset({"suspend_seconds", "max_suspends", "timeout_seconds", "broadcast"})
+_OPTIONS: Final = frozenset({"suspend_seconds", "max_suspends", "timeout_seconds", "broadcast", "limits"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,6 +66,7 @@ def subscriber(
     on_error: Mapping[type[BaseException], OnError | str] | None = None,
     start: Start | datetime | str | None = None,
     idempotent: bool = True,
+    effects: Effects | str = Effects.INSIDE,
     using: str | None = None,
     **options: Any,
 ) -> Callable[[Function], Function]:
@@ -79,8 +80,11 @@ def subscriber(
 
     A group that is new to the topic begins at `start`, by default at the earliest message in the broker. If another
     group has handled messages of the topic, checks and workers warn until `start` is given. `mode`, `batch`, `threads`,
-    `retry`, `on_error`, `start` and the other `options` (suspend_seconds, max_suspends, timeout_seconds, broadcast) are
-    fields of `outbox.Subscription`.
+    `retry`, `on_error`, `start` and the other `options` (suspend_seconds, max_suspends, timeout_seconds, broadcast,
+    limits) are fields of `outbox.Subscription`.
+
+    With `effects="outside"`, the function runs without an open transaction and gets a `ClaimedDelivery`. The function
+    calls other systems in `delivery.step(…)`, and writes in `with delivery.finish():` (docs/slow-calls.md).
 
     Put subscribers into the module `subscribers` of an installed app, because workers import this module.
     OUTBOX['SUBSCRIBER_MODULE'] sets another name for the module. The decorator raises InvalidSubscription or
@@ -88,11 +92,23 @@ def subscriber(
     """
     begins = Start.EARLIEST if start is None else start
     given = {"mode": mode, "tag": tag, "filter": filter, "on_error": on_error, "start": begins, "batch": batch}
+    given["effects"] = effects
     chosen = {name: value for name, value in (("threads", threads), ("retry", retry)) if value is not None}
     subscription = _subscription(topic, group, {**given, **chosen}, options)
     once = idempotent and not subscription.broadcast
+    if subscription.effects is Effects.OUTSIDE and not once:
+        raise InvalidSubscription(
+            f"@subscriber({topic!r}, group={group!r}): effects='outside' needs the inbox, which records that a message "
+            "is done: remove idempotent=False."
+        )
 
     def decorate(function: Function) -> Function:
+        if subscription.effects is Effects.OUTSIDE and is_asynchronous(function):
+            raise InvalidSubscription(
+                f"{name_of(function)} is async, but a handler with effects='outside' must be a plain function, because "
+                "`delivery.finish()` opens a transaction, and Django has no async transactions. Write `def`, and call "
+                "async code with asgiref's async_to_sync inside `delivery.step(…)`."
+            )
         registered = Subscriber(
             subscription=subscription,
             handler=_handler(function),
@@ -122,6 +138,7 @@ def _subscription(topic: str, group: str, given: Mapping[str, Any], further: Map
     try:
         options["filter"] = _filter(where, options.pop("tag"), options["filter"])
         options["mode"] = _choice(Mode, "mode", options["mode"])
+        options["effects"] = _choice(Effects, "effects", options["effects"])
         options["on_error"] = _reactions(options["on_error"])
         start = options["start"]
         options["start"] = aware(start) if isinstance(start, datetime) else _choice(Start, "start", start)
@@ -186,6 +203,8 @@ def _handler(function: Callable[..., Any]) -> AnyHandler:
     def handle(given: Any) -> None:
         refuse_work_to_come(call(given), name)
 
+    # inspect.unwrap finds the project's function, for the crash kit.
+    handle.__wrapped__ = function  # type: ignore[attr-defined]
     return handle
 
 

@@ -14,6 +14,7 @@ from django.utils.safestring import SafeString
 
 from outbox.broker.operations.conditions import duration
 from outbox.contrib.django.actions.catalogue import ACTIONS
+from outbox.contrib.django.console.cards import Remedy
 from outbox.utils.safe_text import for_people
 from outbox.utils.safe_text import inert as harmless
 
@@ -68,6 +69,24 @@ def amount(value: int | float | None) -> str:
 
 
 @register.filter
+def figure(value: object) -> str:
+    """Return a number as `amount` does, and any other value as text."""
+    return amount(value) if isinstance(value, (int, float)) else str(value)
+
+
+@register.filter
+def add_since(seconds: float, at: datetime) -> float:
+    """Return seconds that were counted at a past moment, plus the seconds since that moment."""
+    return seconds + max(0.0, (datetime.now(UTC) - at).total_seconds())
+
+
+@register.simple_tag
+def current_zone() -> str:
+    """Return the name of Django's current time zone, in which the page shows all times."""
+    return timezone.get_current_timezone_name()
+
+
+@register.filter
 def moment(value: datetime | None) -> SafeString | str:
     """Return a time as HTML, in Django's time zone. Only the HTML title shows fractions of a second."""
     if value is None:
@@ -105,6 +124,12 @@ def act(context: dict[str, Any], name: str, label: str, tone: str = "plain", **f
         "tone": tone,
         "fields": {key: value for key, value in fields.items() if value not in (None, "")},
     }
+
+
+@register.inclusion_tag("outbox/console/button.html", takes_context=True)
+def remedy(context: dict[str, Any], offered: Remedy) -> dict[str, Any]:
+    """Show the button of a remedy, as `act` does."""
+    return act(context, offered.action, offered.label, offered.tone, **offered.fields)
 
 
 @register.inclusion_tag("outbox/console/action_form.html", takes_context=True)

@@ -19,6 +19,7 @@ import django
 from outbox.broker.consumer.runtime import tune_garbage_collector
 from outbox.broker.process_log import write_log
 from outbox.broker.supervisor import HUNG_EXIT_CODE, end_within, stop_on_signals, stop_with_parent
+from outbox.contrib.django.operations import signals
 from outbox.contrib.django.worker.roles import SHARED_LEAD, Role
 from outbox.contrib.django.worker.workers import (
     run_broker_and_check_roles,
@@ -88,6 +89,12 @@ def run_roles(roles: Sequence[str], stop: threading.Event, *, groups: Sequence[s
     """
     name = " and ".join(roles)
     logger.info("%s starts", name)
+    with signals.working(roles):
+        _run_roles(roles, stop, groups=groups, shared_lead=shared_lead)
+    logger.info("%s drained and ends", name)
+
+
+def _run_roles(roles: Sequence[str], stop: threading.Event, *, groups: Sequence[str], shared_lead: bool) -> None:
     if Role.CONSUMER in roles:
         tune_garbage_collector()
         run_consumer_role(stop, groups=groups, leads=shared_lead)
@@ -99,7 +106,6 @@ def run_roles(roles: Sequence[str], stop: threading.Event, *, groups: Sequence[s
         run_broker_role(stop, stands_in=shared_lead)
     else:
         run_check_role(stop)
-    logger.info("%s drained and ends", name)
 
 
 if __name__ == "__main__":

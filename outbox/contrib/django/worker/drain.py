@@ -6,8 +6,9 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
+from uuid import UUID
 
 from outbox.contrib.django.engine.broker import engine_of, flush, get_engine
 from outbox.contrib.django.publishing.checkback import run_check_back
@@ -27,11 +28,15 @@ _REST_FACTOR: Final = 5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DrainCounts:
-    """The counts of a drain: messages put into queues, and deliveries handled or failed."""
+    """The counts of a drain: messages put into queues, and deliveries handled or failed.
+
+    `elsewhere` counts the messages that wait in queues of other consumer processes that are alive.
+    """
 
     queued: int = 0
     handled: int = 0
     failed: int = 0
+    elsewhere: int = 0
 
 
 def settle() -> int:
@@ -60,6 +65,37 @@ def drain(*, groups: Sequence[str] = (), wrap: Callable[[AnyHandler], AnyHandler
         queued, handled, failed = queued + appended, handled + counts.handled, failed + counts.failed
         if not appended and counts == ConsumeCounts():
             return DrainCounts(queued=queued, handled=handled, failed=failed)
+
+
+# The pause between two looks at the queues of other processes.
+_OWNERS_SECONDS: Final = 0.25
+
+
+def drain_after_others() -> DrainCounts:
+    """Drain like `drain`, and also wait for the queues of consumer processes that have died.
+
+    A process that was killed keeps its queues until its leases expire. If another process still holds a queue when a
+    whole lease has passed, this process is alive and handles the messages of the queue itself.
+    """
+    engine, total = get_engine(), DrainCounts()
+    first_seen: dict[tuple[int, UUID], float] = {}
+    while True:
+        counts = drain()
+        total = DrainCounts(
+            queued=total.queued + counts.queued,
+            handled=total.handled + counts.handled,
+            failed=total.failed + counts.failed,
+        )
+        waiting = engine.held_elsewhere()
+        if not waiting:
+            return total
+        holders = {one.holder for one in waiting}
+        while waiting and {one.holder for one in waiting} == holders:
+            now = time.monotonic()
+            if now - max(first_seen.setdefault(holder, now) for holder in holders) > get_settings().lease_seconds:
+                return replace(total, elsewhere=sum(one.messages for one in waiting))
+            time.sleep(_OWNERS_SECONDS)
+            waiting = engine.held_elsewhere()
 
 
 def run_until_drained(stop: threading.Event, brokers: Sequence[str] = ()) -> LeftoverWork:

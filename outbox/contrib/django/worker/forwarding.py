@@ -12,10 +12,11 @@ from outbox.contrib.django.database.aliases import broker_database
 from outbox.contrib.django.database.in_tests import refuse_processes_in_tests
 from outbox.contrib.django.engine.broker import engine_of
 from outbox.contrib.django.operations.checks import warn_of_new_groups
+from outbox.contrib.django.operations.endpoints import ForwardEndpoints
 from outbox.contrib.django.settings.conf import DEAD_LETTER, DeclaredForward, chosen, get_settings, imported
 from outbox.contrib.django.worker import probes
 from outbox.contrib.sinks.formats import format_named
-from outbox.contrib.sinks.forwarder import Forwarder, RawCodecs, subscription
+from outbox.contrib.sinks.forwarder import Endpoint, Forwarder, RawCodecs, subscription
 from outbox.contrib.sinks.sink import Sink
 from outbox.errors import ConfigurationError
 from outbox.ports import AnyHandler, ConsumeCounts, Consumers
@@ -35,7 +36,7 @@ def run_forward(stop: threading.Event, *, groups: Sequence[str] = ()) -> None:
     Raises ConfigurationError for a group that is not declared, or a sink that cannot be created.
     """
     refuse_processes_in_tests()
-    with probes.alone("forward"), forwarding(groups=groups) as consumers:
+    with probes.alone("forward"), forwarding(groups=groups, until_stopped=True) as consumers:
         consumers.run(stop)
 
 
@@ -46,17 +47,28 @@ def forward_once(*, groups: Sequence[str] = ()) -> ConsumeCounts:
 
 
 @contextlib.contextmanager
-def forwarding(*, groups: Sequence[str] = ()) -> Iterator[Consumers]:
-    """Make the consumers and the sinks of the groups. The sinks are closed at the end of the block."""
+def forwarding(*, groups: Sequence[str] = (), until_stopped: bool = False) -> Iterator[Consumers]:
+    """Make the consumers and the sinks of the groups. The sinks are closed at the end of the block.
+
+    The states of the endpoints are read and stored on a thread (`until_stopped`), or only at the beginning and at the
+    end of the block.
+    """
     settings = get_settings()
     engine_of(settings).require()
-    with contextlib.ExitStack() as sinks:
+    with contextlib.ExitStack() as stack:
         wanted: list[tuple[Subscription, AnyHandler]] = []
-        for group, declared in chosen("OUTBOX['FORWARD']", settings.forward, groups, _PURPOSE).items():
+        declared_here = chosen("OUTBOX['FORWARD']", settings.forward, groups, _PURPOSE)
+        endpoints = ForwardEndpoints(list(declared_here))
+        for group, declared in declared_here.items():
             sink = _sink(f"OUTBOX['FORWARD'][{group!r}]", declared)
-            sinks.callback(sink.close)
-            wanted += _subscriptions(group, declared, sink)
+            stack.callback(sink.close)
+            wanted += _subscriptions(group, declared, sink, endpoints.of(group))
         warn_of_new_groups([one.group for one, _ in wanted])
+        if until_stopped:
+            stack.enter_context(endpoints.in_sync())
+        else:
+            endpoints.sync()
+            stack.callback(endpoints.sync)
         yield ConsumerRuntime(
             broker_database(settings), wanted, codecs=RawCodecs(), lease_seconds=settings.lease_seconds
         )
@@ -76,7 +88,9 @@ def made(where: str, kind: Callable[..., Any], options: Mapping[str, Any]) -> An
         raise ConfigurationError(f"{where}['options']: {error}") from error
 
 
-def _subscriptions(group: str, declared: DeclaredForward, sink: Sink) -> Iterator[tuple[Subscription, AnyHandler]]:
+def _subscriptions(
+    group: str, declared: DeclaredForward, sink: Sink, endpoint: Endpoint
+) -> Iterator[tuple[Subscription, AnyHandler]]:
     form = format_named(declared.format, binding=sink.binding, source=declared.source)
     for topic, there in declared.topics.items():
         wanted = subscription(
@@ -91,4 +105,4 @@ def _subscriptions(group: str, declared: DeclaredForward, sink: Sink) -> Iterato
             suspend_seconds=declared.suspend_seconds,
             start=declared.start or Start.EARLIEST,
         )
-        yield wanted, Forwarder(sink, there, form)
+        yield wanted, Forwarder(sink, there, form, endpoint)

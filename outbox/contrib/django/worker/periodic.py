@@ -1,4 +1,4 @@
-"""The periodic passes of a service: check-back, pruning of ledger and inbox, audit, and comparing with the broker."""
+"""The periodic passes of a service: check-back, pruning, audit, comparing, schedules, and reporting conditions."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from typing import Any, Final
 
 from outbox.broker.database.connection import BrokerDatabase
 from outbox.broker.log.failing import FailureNote, ProcessPart
+from outbox.broker.schedules.schedule import RENEW_SECONDS
 from outbox.broker.transaction.turns import CHECK_BACK
 from outbox.contrib.django.database.aliases import broker_database
 from outbox.contrib.django.engine.broker import engine_of, get_engine
 from outbox.contrib.django.ledger.pruning import run_prune
-from outbox.contrib.django.operations import additions
+from outbox.contrib.django.operations import additions, signals
 from outbox.contrib.django.operations.comparing import compare_when_due
+from outbox.contrib.django.operations.scheduling import declare_schedules
 from outbox.contrib.django.operations.watching import audit_when_due
 from outbox.contrib.django.publishing.checkback import check_back, is_my_turn
 from outbox.contrib.django.settings.conf import get_settings
@@ -24,6 +26,7 @@ from outbox.utils.periodic import PeriodicPass
 
 logger = logging.getLogger(__name__)
 
+CONDITIONS_INTERVAL_SECONDS: Final = 15.0
 PRUNE_INTERVAL_SECONDS: Final = 600.0
 # One run of pruning ends after this number of seconds, because check-back waits on the same thread until the run ends.
 # The next run continues the work.
@@ -52,15 +55,42 @@ def passes() -> list[PeriodicPass]:
     audit_seconds = min(3600.0, settings.audit_interval_seconds)
     audit = PeriodicPass(name="audit", interval_seconds=audit_seconds, run=partial(_watched, "audit", audit_when_due))
     always = [_in_turn("compare", _LOOK_INTERVAL_SECONDS, _compared), prune, audit]
+    if _reports_conditions():
+        # The pass takes no turn, because the broker may be what fails: the stored rows let one process report a change.
+        conditions = partial(_watched, "conditions", _conditions)
+        always.append(PeriodicPass(name="conditions", interval_seconds=CONDITIONS_INTERVAL_SECONDS, run=conditions))
     always += [_in_turn(name, seconds, work) for name, (seconds, work) in additions.passes.items()]
     if not settings.producer_group:
         return always
+    if settings.has_database:
+        # Every worker stores the declarations of its version, so this pass does not wait for a turn.
+        always.append(
+            PeriodicPass(
+                name="schedules", interval_seconds=RENEW_SECONDS, run=partial(_watched, "schedules", declare_schedules)
+            )
+        )
     seconds = settings.check_interval_seconds
     of_engine = [
         PeriodicPass(name=name, interval_seconds=seconds, run=partial(_by_engine, name))
         for name in engine_of(settings).pass_names
     ]
     return [_in_turn(CHECK_BACK, seconds, lambda: asdict(check_back())), *of_engine, *always]
+
+
+def _reports_conditions() -> bool:
+    """Whether notifications are configured, or a receiver is connected to one of the signals of the pass."""
+    found = (signals.condition_raised, signals.condition_cleared, signals.transaction_parked)
+    settings = get_settings()
+    return settings.has_database and (
+        settings.notify is not None or any(signal.has_listeners(None) for signal in found)
+    )
+
+
+def _conditions() -> Mapping[str, Any]:
+    # A Celery app may list the passes before Django has loaded the models that this module imports.
+    from outbox.contrib.django.operations import raised
+
+    return raised.run_once()
 
 
 def _by_engine(name: str) -> Mapping[str, Any]:

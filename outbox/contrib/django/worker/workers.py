@@ -18,6 +18,7 @@ from outbox.contrib.django.engine.broker import get_engine
 from outbox.contrib.django.operations.checks import warn_of_new_groups
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.django.subscribers.inbox import pool_shortages, require_inboxes
+from outbox.contrib.django.subscribers.middleware import with_middleware
 from outbox.contrib.django.subscribers.registry import find_subscriber
 from outbox.contrib.django.worker import probes
 from outbox.contrib.django.worker.periodic import passes
@@ -49,14 +50,16 @@ def consumer_runtime(
     """Return the consumers of the project's subscribers. For each handler, `wrap` returns the function to call.
 
     With `leads` the consumer process is also the leader, which sequences messages (outbox.broker.leading). Raises
-    ConfigurationError if the project has no subscribers, or if the engine refuses a subscriber.
+    ConfigurationError if the project has no subscribers, if a middleware is wrong, or if the engine refuses a
+    subscriber.
     """
     wanted = required_subscriptions(groups=groups)
     require_inboxes([subscription for subscription, _ in wanted])
     for shortage in pool_shortages(filter(None, (find_subscriber(subscription) for subscription, _ in wanted))):
         logger.warning("%s", shortage)
     warn_of_new_groups([subscription.group for subscription, _ in wanted])
-    chosen = [(subscription, wrap(handler) if wrap else handler) for subscription, handler in wanted]
+    wrapped = [(subscription, with_middleware(handler)) for subscription, handler in wanted]
+    chosen = [(subscription, wrap(handler) if wrap else handler) for subscription, handler in wrapped]
     return get_engine().consumers(chosen, leads=leads)
 
 
@@ -101,7 +104,8 @@ def run_check_role(stop: threading.Event, *, alone: bool = True) -> None:
             if alone:
                 heartbeat.beat(ready=get_engine().is_asked())
             for item in passes():
-                if time.monotonic() >= due[item.name]:
+                # A pass that a receiver of a signal needs appears when the receiver is connected.
+                if time.monotonic() >= due.setdefault(item.name, 0.0):
                     began = time.monotonic()
                     has_more = run_pass(item).get("more")
                     due[item.name] = began if has_more else began + item.interval_seconds

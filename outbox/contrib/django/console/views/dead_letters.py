@@ -9,6 +9,7 @@ from outbox.broker.operations.listings import COUNTED, MOST_ERRORS, list_errors
 from outbox.contrib.django.console.access import seeing
 from outbox.contrib.django.console.asking import place, reading, text
 from outbox.contrib.django.console.rendering import PER_PAGE, paged, render
+from outbox.contrib.django.console.states import state_tabs
 
 
 @seeing
@@ -16,10 +17,13 @@ def dead_letters(request: HttpRequest) -> HttpResponse:
     """The page with the errors of dead letters, most frequent first."""
     group = text(request.GET, "group")
     with reading() as run:
+        tabs = state_tabs(run, group)
         errors = list_errors(run, group)
     context = {
         "title": "Dead letters",
         "errors": errors,
+        "tabs": tabs,
+        "state": "dead",
         "group": group,
         "counted": COUNTED,
         "cut_groups": sorted({one.group for one in errors if one.is_cut}),
@@ -40,6 +44,7 @@ def letters(request: HttpRequest) -> HttpResponse:
     )
     group, settled = text(given, "group"), given.get("settled") == "yes"
     with reading() as run:
+        tabs = state_tabs(run, group)
         rows = list_dead_letters(run, group, selection, settled=settled, after=place(given), limit=PER_PAGE + 1)
     context = {
         "title": "Dead letters" + (f" of {group}" if group else ""),
@@ -47,5 +52,7 @@ def letters(request: HttpRequest) -> HttpResponse:
         "group": group,
         "selection": selection,
         "settled": settled,
+        "tabs": tabs,
+        "state": "dead",
     }
     return render(request, "letters", context)

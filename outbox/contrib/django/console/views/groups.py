@@ -1,48 +1,100 @@
-"""The pages of groups and topics: a group's progress and processes, and the reason why a queue waits."""
+"""The pages of groups and topics: a group's health and processes, and the reason why a queue waits."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final
+from urllib.parse import urlencode
 
 from django.http import HttpRequest, HttpResponse
+from django.urls import reverse
 
 from outbox.broker.log.topics import list_topics
 from outbox.broker.operations import summary
-from outbox.broker.operations.listings import group_now, list_consumers
+from outbox.broker.operations.conditions import Condition, duration
+from outbox.broker.operations.limits import list_limits
+from outbox.broker.operations.listings import group_now, list_errors, list_processes, list_retry_errors
 from outbox.broker.operations.progress import list_queues
+from outbox.broker.operations.summary import GroupOverview, GroupProgress
 from outbox.contrib.django.console.access import seeing
 from outbox.contrib.django.console.asking import number, reading, required, text
+from outbox.contrib.django.console.cards import Tile, cards, tone_of
 from outbox.contrib.django.console.rendering import PER_PAGE, Page, Row, paged, render
+from outbox.contrib.django.operations.watching import look
 from outbox.errors import UnknownTopic
 
-_CONSUMERS: Final = 200
+_CONSUMERS: Final = 50
+_ERRORS: Final = 5
+# The states by which the list of groups can be filtered: the label and the condition of each state.
+_STATES: Final[Mapping[str, tuple[str, Callable[[GroupOverview], bool]]]] = {
+    "": ("All", lambda one: True),
+    "behind": ("Behind", lambda one: one.lag > 0),
+    "failing": ("Failing", lambda one: one.blocked > 0 or one.retrying > 0),
+    "stopped": ("Stopped", lambda one: one.stopped > 0),
+    "paused": ("Paused", lambda one: one.paused),
+    "dead": ("Dead letters", lambda one: one.dead > 0),
+    "unattended": ("No workers", lambda one: one.topics > 0 and not one.consumers),
+}
 
 
 @seeing
 def groups(request: HttpRequest) -> HttpResponse:
-    """The page of all groups. The figures come from the stored summary."""
+    """The page of all groups, or of the groups in one state. The figures come from the stored summary."""
+    wanted, state = text(request.GET, "q") or "", text(request.GET, "state") or ""
+    state = state if state in _STATES else ""
     with reading() as run:
         found = summary.overview(run, summary.read(run))
-    page = _slice(request, [one for one in found.groups if (text(request.GET, "q") or "") in one.name])
-    return render(request, "groups", {"title": "Groups", "page": page, "broker": found, "given": request.GET})
+    named = [one for one in found.groups if wanted in one.name]
+    rows = list(filter(_STATES[state][1], named))
+    if state == "behind":
+        # Otherwise the order is by name, so that a refresh moves no row under the pointer.
+        rows.sort(key=lambda one: (-(one.oldest_seconds or 0.0), one.name))
+    context = {
+        "title": "Groups",
+        "page": _slice(request, rows),
+        "broker": found,
+        "given": request.GET,
+        "state": state,
+        "tabs": [
+            (name, label, _query(state=name, q=wanted), sum(map(holds, named)))
+            for name, (label, holds) in _STATES.items()
+        ],
+    }
+    return render(request, "groups", context)
+
+
+def _query(**values: str) -> str:
+    return "?" + urlencode({name: value for name, value in values.items() if value})
 
 
 @seeing
 def group(request: HttpRequest) -> HttpResponse:
-    """The page of one group: its topics, its consumer processes, and the queues of one of its topics."""
+    """The page of one group: its health, its errors, its topics, its processes, and the queues of one of its topics."""
     name, topic = required(request.GET, "name"), text(request.GET, "topic")
     with reading() as run:
         counted = summary.read(run)
         places = [one for one in counted.groups if one.group == name and not one.is_retry]
         topic = topic or (places[0].topic if len(places) == 1 else None)
         now = group_now(run, name)
-        consumers = list_consumers(run, name, limit=_CONSUMERS + 1)
+        consumers = list_processes(run, name, limit=_CONSUMERS + 1)
         queues = list_queues(run, name, topic) if topic else []
+        limits = next((one for one in list_limits(run, name) if one.topic == topic), None)
+        rest = next((one for one in counted.rests if one.group == name), None)
+        dead = list_errors(run, name) if rest is None or rest.dead else []
+        retrying = list_retry_errors(run, name) if rest is None or rest.retrying else []
+    found = look()
+    figures = next((one for one in found.overview.groups if one.name == name), None) if found.overview else None
+    found_cards = cards(found.verdict.conditions, group=name)
     context = {
         "title": f"Group {name}",
         "name": name,
         "group": now,
-        "rest": next((one for one in counted.rests if one.group == name), None),
+        "rest": rest,
+        "cards": found_cards,
+        "tiles": list(_tiles(figures, places, [card.condition for card in found_cards])) if figures else [],
+        "said": _sentence(len(found_cards)),
+        "dead_errors": dead[:_ERRORS],
+        "retry_errors": retrying[:_ERRORS],
         "topics": _slice(request, places),
         "at": counted.at,
         "counted": counted,
@@ -50,8 +102,70 @@ def group(request: HttpRequest) -> HttpResponse:
         "more_consumers": len(consumers) > _CONSUMERS,
         "queues": queues,
         "topic": topic,
+        "limits": limits,
     }
     return render(request, "group", context)
+
+
+def _sentence(count: int) -> str:
+    if not count:
+        return "No condition names this group"
+    return "1 condition names this group" if count == 1 else f"{count} conditions name this group"
+
+
+def _tiles(group: GroupOverview, places: Sequence[GroupProgress], conditions: Sequence[Condition]) -> Iterator[Tile]:
+    """The health of a group in figures."""
+    of_group = urlencode({"group": group.name})
+    here = f"{reverse('outbox:group')}?{urlencode({'name': group.name})}"
+
+    def queues(counts: Callable[[GroupProgress], int]) -> str:
+        topic = next((one.topic for one in places if counts(one)), None)
+        return f"{here}&{urlencode({'topic': topic})}#queues" if topic else f"{here}#topics"
+
+    if not group.broadcast:
+        oldest = group.oldest_seconds
+        yield Tile(
+            "Lag",
+            group.lag,
+            f"the oldest waits for {duration(oldest)}" if oldest is not None else "no message waits",
+            f"{here}#topics",
+            tone_of(conditions, "lag", "group_paused"),
+        )
+    yield Tile(
+        "Failing queues",
+        group.blocked,
+        "their next message fails" if group.blocked else "no queue is blocked",
+        queues(lambda one: one.blocked),
+        tone_of(conditions, "blocked_queue"),
+    )
+    yield Tile(
+        "Stopped queues",
+        group.stopped,
+        "by an on_error policy" if group.stopped else "no queue is stopped",
+        queues(lambda one: one.stopped),
+        tone_of(conditions, "stopped_queue"),
+    )
+    yield Tile(
+        "Retrying",
+        group.retrying,
+        "wait for another attempt" if group.retrying else "no message is retried",
+        f"{reverse('outbox:waiting')}?retrying=yes&{of_group}",
+        tone_of(conditions, "retry_storm", "outage"),
+    )
+    yield Tile(
+        "Dead letters",
+        group.dead,
+        "not settled yet" if group.dead else "none is unsettled",
+        f"{reverse('outbox:dead_letters')}?{of_group}",
+        tone_of(conditions, "dead_letters"),
+    )
+    yield Tile(
+        "Workers",
+        group.consumers,
+        "live processes" if group.consumers else "no process runs",
+        f"{reverse('outbox:workers')}?{of_group}",
+        tone_of(conditions, "no_worker", "suspects", "hung_handlers"),
+    )
 
 
 @seeing

@@ -11,14 +11,16 @@ from django.shortcuts import redirect
 
 from outbox.broker.log.topics import list_topics
 from outbox.broker.operations.listings import open_transaction
-from outbox.broker.operations.search import content_of, find_messages
+from outbox.broker.operations.search import STATES, content_of, find_messages, unfinished
 from outbox.broker.operations.trace import Trace, TracedMessage, trace
 from outbox.contrib.django.console import life
 from outbox.contrib.django.console.access import seeing
 from outbox.contrib.django.console.asking import application, as_uuid, moment, number, reading, text
 from outbox.contrib.django.console.masking import shown
 from outbox.contrib.django.console.rendering import BODIES, PER_PAGE, may, paged, problem, render
+from outbox.contrib.django.console.states import state_tabs
 from outbox.contrib.django.models import OperatorAction
+from outbox.contrib.django.operations.claimed_messages import claimed_messages
 from outbox.contrib.django.settings.conf import get_settings
 
 _HOUR: Final = timedelta(hours=1)
@@ -36,9 +38,11 @@ def search(request: HttpRequest) -> HttpResponse:
         with reading() as run:
             if trace(run, found) is not None:
                 return redirect("outbox:message", found)
+    state = text(given, "state")
     span = given.get("within") if given.get("within") in _SPANS else "hour"
     since = moment(given, "since") or datetime.now(UTC) - _SPANS[str(span)]
     with reading() as run:
+        tabs = state_tabs(run)
         topics = [one.name for one in list_topics(run)]
         rows = find_messages(
             run,
@@ -47,11 +51,16 @@ def search(request: HttpRequest) -> HttpResponse:
             since=since,
             until=moment(given, "until"),
             before=number(given, "after"),
+            state=state if state in STATES else None,
             limit=PER_PAGE + 1,
         )
+        left = unfinished(run, [one.log_id for one in rows])
     context = {
         "title": "Messages",
-        "page": paged(request, rows, lambda one: {"after": one.log_id}),
+        "page": paged(request, [(one, left[one.log_id]) for one in rows], lambda one: {"after": one[0].log_id}),
+        "tabs": tabs,
+        "state": "all",
+        "states": STATES,
         "topics": topics,
         "given": given,
         "within": span,
@@ -91,6 +100,7 @@ def _context(found: Trace, one: TracedMessage) -> dict[str, object]:
     subjects = [f"transaction {one.transaction_id}", f"messages {one.message_id}"]
     with application():
         done = list(OperatorAction.objects.filter(subject__in=subjects).order_by("-id")[:20])
+        claimed = claimed_messages([UUID(one.message_id)])
     dead = {letter.group for letter in found.dead_letters
             if letter.log_id == one.log_id and not letter.replayed_at and not letter.discarded_at}  # fmt: skip
     return {
@@ -106,8 +116,12 @@ def _context(found: Trace, one: TracedMessage) -> dict[str, object]:
         "events": life.events(found, one),
         "parts": life.parts(found, one),
         "dead_groups": sorted(dead),
-        "can_recall": bool(one.scheduled_for or [retry for retry in found.retries if retry.log_id == one.log_id]),
+        "can_recall": bool(
+            one.scheduled_for
+            or [retry for retry in found.retries if retry.log_id == one.log_id and not retry.claimed]
+        ),
         "done": done,
+        "claimed": claimed,
     }  # fmt: skip
 
 

@@ -1,60 +1,28 @@
-"""The overview page: the verdict with its evidence, the figures of the broker, and diagrams of the last 15 minutes."""
+"""The overview page: the verdict with its conditions and remedies, the figures of the broker, and diagrams."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
+from statistics import median
 from typing import Final
-from urllib.parse import urlencode
 
 from django.http import HttpRequest, HttpResponse, JsonResponse
 from django.urls import reverse
 
 from outbox.broker.operations import summary
-from outbox.broker.operations.conditions import Condition, ConditionReport, Fact, Severity, duration
-from outbox.broker.operations.summary import SummaryPoint
+from outbox.broker.operations.conditions import Condition, ConditionReport, Severity, duration
+from outbox.broker.operations.summary import Overview, SummaryPoint
 from outbox.contrib.django.console.access import seeing
-from outbox.contrib.django.console.asking import as_uuid, reading, text
+from outbox.contrib.django.console.asking import reading, text
+from outbox.contrib.django.console.cards import Tile, cards, tone_of
 from outbox.contrib.django.console.rendering import render
 from outbox.contrib.django.operations.watching import look
 
-# The page for a condition: its URL name, its parameters, and the text of the link.
-_PLACES: Final[Mapping[str, tuple[str, str, str]]] = {
-    "unanswered": ("undecided", "", "Undecided transactions"),
-    "check_back_late": ("undecided", "", "Undecided transactions"),
-    "parked": ("undecided", "parked=yes", "Parked transactions"),
-    "dead_letters": ("dead_letters", "", "Dead letters by error"),
-    "retry_storm": ("waiting", "", "What is retried"),
-    **dict.fromkeys(("contradicted", "refused", "wrong_ledger", "checker_disagrees", "expired", "path_flipped",
-                     "process_failing"),
-                    ("incidents", "", "Incidents")),
-    **dict.fromkeys(("no_worker", "lag", "blocked_queue", "stopped_queue", "group_paused", "outage", "suspects",
-                     "hung_handlers", "crash_loop"), ("groups", "", "Groups")),
-    "retention_behind": ("topics", "", "Topics"),
-}  # fmt: skip
-
 _OK: Final = "Everything is in order"
-
-
-@dataclass(frozen=True, slots=True)
-class EvidenceItem:
-    """One fact of a condition's evidence, with a link to a page."""
-
-    name: str
-    value: str
-    url: str
-
-
-@dataclass(frozen=True, slots=True)
-class ConditionCard:
-    """A condition as the overview page shows it."""
-
-    condition: Condition
-    severity: str
-    clues: list[list[EvidenceItem]]
-    url: str
-    link: str
+# If two summaries are further apart than this multiple of the usual interval, the diagrams show a gap between them.
+_GAP: Final = 3.0
 
 
 @seeing
@@ -65,7 +33,8 @@ def overview(request: HttpRequest) -> HttpResponse:
         "title": "Overview",
         "severity": found.verdict.severity.name.lower(),
         "sentence": _sentence(found.verdict),
-        "conditions": [_shown(one) for one in found.verdict.conditions],
+        "cards": cards(found.verdict.conditions),
+        "tiles": list(_tiles(found.overview, found.verdict.conditions)) if found.overview else [],
         "broker": found.overview,
         "is_rejecting": any(one.name == "rejecting" for one in found.verdict.conditions),
     }
@@ -80,7 +49,7 @@ def history(request: HttpRequest) -> HttpResponse:
     """
     with reading() as run:
         moments = summary.history(run, text(request.GET, "group"))
-    pairs = list(pairwise(moments))
+    pairs = list(_with_gaps(list(pairwise(moments))))
     return JsonResponse(
         {
             "at": [after.at for _, after in pairs],
@@ -89,13 +58,29 @@ def history(request: HttpRequest) -> HttpResponse:
             "handled": [_rate(before, after, "handled") for before, after in pairs],
             "sent_back": [_rate(before, after, "sent_back") for before, after in pairs],
             "dead": [_rate(before, after, "dead") for before, after in pairs],
-            "lag": [after.lag for _, after in pairs],
-            "oldest": [round(after.oldest_seconds, 3) for _, after in pairs],
+            "lag": [None if before is None else after.lag for before, after in pairs],
+            "oldest": [None if before is None else round(after.oldest_seconds, 3) for before, after in pairs],
         }
     )
 
 
-def _rate(before: SummaryPoint, after: SummaryPoint, name: str) -> float | None:
+def _with_gaps(
+    pairs: Sequence[tuple[SummaryPoint, SummaryPoint]],
+) -> Iterator[tuple[SummaryPoint | None, SummaryPoint]]:
+    """The pairs of successive summaries; a pair with None where nothing was measured for long.
+
+    Without the None, the diagram would draw a line over the gap, as if the figures in between were known.
+    """
+    usual = median(after.at - before.at for before, after in pairs) if pairs else 0.0
+    for before, after in pairs:
+        if after.at - before.at > _GAP * usual:
+            yield None, replace(after, at=before.at + usual)
+        yield before, after
+
+
+def _rate(before: SummaryPoint | None, after: SummaryPoint, name: str) -> float | None:
+    if before is None:
+        return None
     old, new = getattr(before, name), getattr(after, name)
     if old is None or new is None:
         return None
@@ -117,28 +102,54 @@ def _plural(word: str, count: int) -> str:
     return "warnings" if word == "warning" and count > 1 else word
 
 
-def _shown(condition: Condition) -> ConditionCard:
-    page, query, link = _PLACES.get(condition.name, ("", "", ""))
-    url = f"{reverse(f'outbox:{page}')}?{query}".rstrip("?") if page else ""
-    return ConditionCard(
-        condition, condition.severity.name.lower(), [list(_clues(fact)) for fact in condition.evidence], url, link
+def _tiles(broker: Overview, conditions: Sequence[Condition]) -> Iterator[Tile]:
+    """The figures that an operator asks for first."""
+    groups = [one for one in broker.groups if not one.broadcast]
+    oldest = max((one.oldest_seconds for one in groups if one.oldest_seconds is not None), default=None)
+    behind = max(groups, key=lambda one: one.oldest_seconds or 0.0, default=None)
+    yield Tile(
+        "Lag",
+        sum(one.lag for one in groups),
+        f"the oldest waits for {duration(oldest)}, in {behind.name}" if oldest and behind else "no message waits",
+        f"{reverse('outbox:groups')}?state=behind",
+        tone_of(conditions, "lag", "blocked_queue", "stopped_queue", "group_paused", "outage"),
     )
-
-
-def _clues(fact: Fact) -> Iterator[EvidenceItem]:
-    for name, value in fact.items():
-        if value in (None, ""):
-            continue
-        is_span = name.endswith("seconds") and isinstance(value, (int, float))
-        shown = duration(float(value)) if is_span and value is not None else str(value)
-        yield EvidenceItem(name.removesuffix("_seconds").replace("_", " "), shown, _url(name, str(value)))
-
-
-def _url(name: str, value: str) -> str:
-    if name in ("group", "topic"):
-        return f"{reverse(f'outbox:{name}')}?{urlencode({'name': value})}"
-    if name == "producer_group":
-        return f"{reverse('outbox:undecided')}?{urlencode({'group': value})}"
-    if name in ("message", "transaction", "subject", "transactions") and (found := as_uuid(value)) is not None:
-        return reverse("outbox:message", args=[found])
-    return ""
+    parked = sum(one.parked for one in broker.topics)
+    yield Tile(
+        "Undecided",
+        sum(one.undecided for one in broker.topics) + parked,
+        f"{parked} of these transactions are parked" if parked else "no transaction is parked",
+        reverse("outbox:undecided"),
+        tone_of(conditions, "unanswered", "parked", "check_back_late"),
+    )
+    dead = [one for one in broker.groups if one.dead]
+    yield Tile(
+        "Dead letters",
+        sum(one.dead for one in dead),
+        f"in {len(dead)} {'group' if len(dead) == 1 else 'groups'}" if dead else "none is unsettled",
+        reverse("outbox:dead_letters"),
+        tone_of(conditions, "dead_letters", "saga_stalled"),
+    )
+    retried = [one for one in broker.groups if one.retrying]
+    yield Tile(
+        "Retrying",
+        sum(one.retrying for one in retried),
+        f"in {len(retried)} {'group' if len(retried) == 1 else 'groups'}" if retried else "no message is retried",
+        f"{reverse('outbox:waiting')}?retrying=yes",
+        tone_of(conditions, "retry_storm"),
+    )
+    unattended = sum(1 for one in broker.groups if one.topics and not one.consumers)
+    yield Tile(
+        "Workers",
+        broker.processes,
+        f"{unattended} of {len(broker.groups)} groups have none" if unattended else f"for {len(broker.groups)} groups",
+        reverse("outbox:workers"),
+        tone_of(conditions, "no_worker", "crash_loop", "process_failing", "hung_handlers", "suspects"),
+    )
+    yield Tile(
+        "Sequencer",
+        "leads" if broker.leader else "no leader",
+        f"last tick {duration(broker.last_tick_seconds_ago)} ago",
+        f"{reverse('outbox:workers')}",
+        tone_of(conditions, "no_sequencer", "ticks_late"),
+    )

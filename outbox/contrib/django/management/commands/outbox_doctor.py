@@ -5,23 +5,34 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from django.core.management.base import CommandParser
+from django.core.management.base import CommandError, CommandParser
 
 from outbox.broker.operations.conditions import Severity
 from outbox.contrib.django.management.output import OutboxCommand
 from outbox.contrib.django.operations.doctor import examine
+from outbox.contrib.django.operations.notifications import send_test
+from outbox.errors import ConfigurationError
 
 
 class Command(OutboxCommand):
-    """Parses the arguments, calls `examine`, and prints the results."""
+    """Parses the arguments, calls `examine` or `send_test`, and prints the results."""
 
     help = "Examine settings, databases, ledgers, server and declarations. Exits with 0, 1 (warning) or 2 (critical)."
 
     def add_arguments(self, parser: CommandParser) -> None:
         self.add_json(parser)
+        parser.add_argument(
+            "--notify",
+            action="store_true",
+            help="only send a test notification by each channel of OUTBOX['NOTIFY'], and show the results",
+        )
 
     def handle(self, *args: Any, **options: Any) -> None:
-        found = sorted(examine(), key=lambda one: -one.severity)
+        try:
+            results = list(send_test()) if options["notify"] else examine()
+        except ConfigurationError as error:
+            raise CommandError(str(error)) from error
+        found = sorted(results, key=lambda one: -one.severity)
         if options["json"]:
             self.print_json([one.as_json() for one in found])
         else:

@@ -1,4 +1,4 @@
-"""`manage.py outbox_group list|offsets|pause|resume|reset|rename|delete`."""
+"""`manage.py outbox_group list|offsets|pause|resume|skip|reset|limits|rename|delete`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _COUNTERS: Final = ("handled", "skipped", "filtered", "sent_back", "dead", "expi
 class Command(ActionCommand):
     """Parses the arguments, then calls the function of the chosen subcommand."""
 
-    help = "List, pause, resume, reset, rename or delete consumer groups."
+    help = "List, pause, resume, reset, limit, rename or delete consumer groups; skip a message."
 
     def add_arguments(self, parser: CommandParser) -> None:
         subcommands = self.add_subcommands(parser)

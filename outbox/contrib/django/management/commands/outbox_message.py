@@ -14,6 +14,7 @@ from outbox.broker.operations.trace import trace
 from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.management.acting import ActionCommand
 from outbox.contrib.django.management.output import moment
+from outbox.contrib.django.operations.claimed_messages import claimed_messages
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.utils.safe_text import masked_names
 
@@ -92,10 +93,12 @@ class Command(ActionCommand):
                 f"the broker has no message or transaction {options['id']}: it was never stored, or retention removed "
                 "it."
             )
+        claimed = claimed_messages([UUID(one.message_id) for one in found.messages])
+        sections = {**found.as_json(), **{name: rows for name, rows in claimed.as_json().items() if rows}}
         if options["json"]:
-            self.print_json(found.as_json())
+            self.print_json(sections)
             return
-        for section, value in found.as_json().items():
+        for section, value in sections.items():
             rows = value if isinstance(value, list) else [value] if value else []
             for row in rows:
                 text = ", ".join(f"{name} {cell}" for name, cell in row.items() if cell not in (None, ""))

@@ -94,7 +94,20 @@ class Command(OutboxCommand):
         )
         self.say("")
         self.print_rows(
-            ["group", "topics", "consumers", "handled", "lag", "oldest", "retrying", "dead", "halted", "paused"],
+            [
+                "group",
+                "topics",
+                "consumers",
+                "handled",
+                "lag",
+                "oldest",
+                "claimed",
+                "retrying",
+                "dead",
+                "timed out",
+                "halted",
+                "paused",
+            ],
             (
                 (
                     g.name,
@@ -103,8 +116,10 @@ class Command(OutboxCommand):
                     g.handled,
                     g.lag,
                     duration(g.oldest_seconds),
+                    g.claimed or "",
                     g.retrying,
                     g.dead,
+                    g.timed_out or "",
                     g.blocked + g.stopped or "",
                     "yes" if g.paused else "",
                 )

@@ -6,6 +6,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, Final
 
 from django.core.management.base import CommandError, CommandParser
@@ -14,7 +15,8 @@ from outbox.broker.process_log import write_log
 from outbox.broker.supervisor import HUNG_EXIT_CODE, end_within, stop_on_signals
 from outbox.contrib.django.actions.broker import FORGET
 from outbox.contrib.django.management.acting import ActionCommand
-from outbox.contrib.django.worker.drain import drain, run_until_drained
+from outbox.contrib.django.operations import signals
+from outbox.contrib.django.worker.drain import drain_after_others, run_until_drained
 from outbox.contrib.django.worker.forwarding import forward_once, run_forward
 from outbox.contrib.django.worker.receiving import receive_once, run_receive
 from outbox.contrib.django.worker.workers import ROLES
@@ -93,7 +95,9 @@ class Command(ActionCommand):
             if options["until_drained"]:
                 self._until_drained(stop, options["rocketmq_broker"])
             else:
-                _ROLES[role](stop, options["receiver" if role == _RECEIVE else "group"])
+                # The supervisor of the role `all` does no work of its own: each of its processes sends its signals.
+                with nullcontext() if role == "all" else signals.working([role]):
+                    _ROLES[role](stop, options["receiver" if role == _RECEIVE else "group"])
         except HandlersHung:
             end_within(_HUNG_SECONDS, HUNG_EXIT_CODE)
             raise
@@ -111,8 +115,10 @@ class Command(ActionCommand):
             received = receive_once(names=options["receiver"])
             self.say(f"{received.stored} messages stored, {received.put_aside} put into the poison topic")
         else:
-            counts = drain()
-            self.say(f"{counts.queued} messages queued, {counts.handled} deliveries handled")
+            counts = drain_after_others()
+            self.say(f"messages queued: {counts.queued}, deliveries handled: {counts.handled}")
+            if counts.elsewhere:
+                self.say(f"{counts.elsewhere} messages wait in queues of other running consumer processes")
 
     def _until_drained(self, stop: threading.Event, brokers: Sequence[str]) -> None:
         left = run_until_drained(stop, brokers)

@@ -12,6 +12,12 @@
   const feeds = [];
   let paused = false;
 
+  // On a phone the lists of pages and states scroll sideways.
+  for (const current of document.querySelectorAll("nav [aria-current]")) {
+    const list = current.closest("ul");
+    list.scrollLeft = current.offsetLeft - list.offsetLeft - (list.clientWidth - current.offsetWidth) / 2;
+  }
+
   // -- live parts -------------------------------------------------------------------------------------
 
   // One address, the elements that show its last answer, and why they show nothing newer.
@@ -154,15 +160,48 @@
 
   const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
-  const clock = (seconds) =>
-    new Date(seconds * 1000).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit", hourCycle: "h23" });
+  // The server writes all times of a page in one time zone; the diagrams use the same.
+  function knownZone(name) {
+    try {
+      new Intl.DateTimeFormat([], { timeZone: name });
+      return name;
+    } catch {
+      return undefined;
+    }
+  }
+
+  const timeZone = knownZone(document.getElementById("main").dataset.zone);
+
+  function clock(seconds, second) {
+    return new Date(seconds * 1000).toLocaleTimeString([], {
+      hour: "2-digit",
+      minute: "2-digit",
+      second,
+      hourCycle: "h23",
+      timeZone,
+    });
+  }
+
+  // A number with at most three significant digits, or a time span.
+  function amount(value, unit) {
+    if (value === null || value === undefined) return "–";
+    if (unit !== "seconds") return value.toLocaleString([], { maximumSignificantDigits: 3 });
+    for (const [name, length] of [["d", 86400], ["h", 3600], ["min", 60]]) {
+      if (value >= 2 * length) return `${Number((value / length).toFixed(1))} ${name}`;
+    }
+    return `${Number(value.toFixed(value < 10 ? 2 : 0))} s`;
+  }
 
   // Without a pointer the legend shows the newest values.
   function showNewest(plot) {
     if (plot.cursor.idx === null || plot.cursor.idx === undefined) plot.setLegend({ idx: plot.data[0].length - 1 });
   }
 
-  function options(element, names) {
+  // A series has one colour on all diagrams. The dashes differ too, for readers who cannot tell the colours apart.
+  const DASHES = { published: [], queued: [8, 4], handled: [], sent_back: [3, 3], dead: [12, 4, 3, 4] };
+
+  function options(element, keys, names) {
+    const { unit } = element.dataset;
     const axis = () => ({
       stroke: () => colour("--quiet"),
       grid: { stroke: () => colour("--rule"), width: 1 },
@@ -171,17 +210,25 @@
     return {
       width: element.clientWidth,
       height: 190,
-      axes: [{ ...axis(), values: (_, moments) => moments.map(clock) }, { ...axis(), size: 60 }],
+      axes: [
+        {
+          ...axis(),
+          space: 58,
+          values: (_, moments, __, ___, step) => moments.map((at) => clock(at, step < 60 ? "2-digit" : undefined)),
+        },
+        { ...axis(), size: 70, values: (_, values) => values.map((value) => amount(value, unit)) },
+      ],
       hooks: { setCursor: [showNewest], setData: [showNewest], ready: [showNewest] },
       scales: { y: { range: (_, low, high) => [0, Math.max(high * 1.1, 1)] } },
       series: [
-        { label: "At", value: (_, moment) => (moment === null ? "" : clock(moment)) },
+        { label: "At", value: (_, moment) => (moment === null ? "" : clock(moment, "2-digit")) },
         ...names.map((label, index) => ({
           label,
-          stroke: () => colour(`--series-${index + 1}`),
+          stroke: () => colour(`--series-${keys[index].replace("_", "-")}`),
           width: 2,
-          dash: [[], [8, 4], [3, 3], [12, 4, 3, 4], [2, 6]][index],
+          dash: DASHES[keys[index]] ?? [],
           points: { show: false },
+          value: (_, value) => amount(value, unit),
         })),
       ],
     };
@@ -196,13 +243,13 @@
       return;
     }
     element.setAttribute("role", "img");
-    const newest = keys.map((key, index) => `${names[index]} ${history[key].at(-1)}`).join(", ");
+    const newest = keys.map((key, index) => `${names[index]} ${amount(history[key].at(-1), element.dataset.unit)}`).join(", ");
     element.setAttribute("aria-label", `Over 15 minutes; now: ${newest}`);
     if (element.plot) {
       element.plot.setData(data);
     } else {
       element.textContent = "";
-      element.plot = new uPlot(options(element, names), data, element);
+      element.plot = new uPlot(options(element, keys, names), data, element);
     }
   }
 

@@ -1,0 +1,117 @@
+"""Refuses writes and publish calls of a handler with effects="outside" outside of its steps and `finish`.
+
+Such a handler has no transaction that its writes could belong to: a write would stay although the attempt fails, and
+the next attempt would repeat it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Final
+
+from django.db import connections
+
+from outbox.contrib.django.database.transactions import statement_text
+from outbox.errors import TransactionUsageError
+
+
+@dataclass(slots=True)
+class RefusedWrites:
+    """The handler whose writes are refused. `first`: the error of the first refused write, also if it was caught."""
+
+    name: str
+    first: TransactionUsageError | None = None
+
+    def check(self) -> None:
+        """Raise the first error again: a handler that caught it would finish its message without the refused write."""
+        if self.first is not None:
+            raise self.first
+
+
+# Set while the writes of a handler are refused. Steps run in the context of the handler, too.
+_refused: ContextVar[RefusedWrites | None] = ContextVar("outbox_refused_effects", default=None)
+
+_SPACE: Final = r"[\s(]*"
+_READS: Final = re.compile(
+    rf"{_SPACE}(?:(?:select|with|values|table|show|explain|set|reset|begin|start|commit|end|rollback|savepoint|release"
+    r"|declare|fetch|move|close|pragma)\b|$)",
+    re.IGNORECASE | re.DOTALL,
+)
+_WRITES: Final = re.compile(
+    r"\b(insert\s+into|delete\s+from|merge\s+into|update\s+(?:only\s+)?(?:[\w.]+|\"[^\"]*\"|\.)+\s[^;]*?\bset"
+    r"|into\s+(?:temp|temporary|unlogged|table))\b",
+    re.IGNORECASE | re.DOTALL,
+)
+_CONSTANTS: Final = re.compile(r"('(?:[^']|'')*')|--[^\n]*|/\*.*?\*/", re.DOTALL)
+_FIRST_WORD: Final = re.compile(rf"{_SPACE}(\w+)", re.DOTALL)
+
+
+def refuse(what: str) -> None:
+    """Raise TransactionUsageError if the caller is a handler that may not write now. `what` names the effect."""
+    if (refusals := _refused.get()) is not None:
+        error = TransactionUsageError(
+            f"{refusals.name}: {what} was not done, because the handler has effects='outside' and no open "
+            "transaction. A write here would stay although the attempt fails. Move it into `with delivery.finish():`, "
+            "which commits it together with the mark that the message is done. If the write must come earlier, put it "
+            "into a `delivery.step(…)`, which may be repeated after a crash."
+        )
+        refusals.first = refusals.first or error
+        raise error
+
+
+def refuse_publish(topic: str) -> None:
+    """Raise TransactionUsageError if the caller is a handler that may not publish now."""
+    refuse(f"publish to {topic!r}")
+
+
+class _Guard:
+    """An execute wrapper of Django that refuses the statements of a handler that may not write now."""
+
+    def __init__(self, alias: str) -> None:
+        self._alias = alias
+
+    def __call__(self, execute: Callable[..., Any], sql: Any, params: Any, many: bool, context: dict[str, Any]) -> Any:
+        if _refused.get() is not None and (word := written(statement_text(sql, context["connection"]))):
+            refuse(f"{word} on {self._alias!r}")
+        return execute(sql, params, many, context)
+
+
+def written(text: str) -> str:
+    """Return the first word of a statement that changes the database, or '' if it only reads."""
+    text = _CONSTANTS.sub(lambda found: "''" if found[1] else " ", text)
+    for part in text.split(";"):
+        if found := _WRITES.search(part):
+            return found[1].split()[0].upper()
+        if not _READS.match(part):
+            first = _FIRST_WORD.match(part)
+            return first[1].upper() if first else part.strip()
+    return ""
+
+
+@contextmanager
+def refused(refusals: RefusedWrites) -> Iterator[None]:
+    """Inside the block, refuse writes on all aliases and publish calls of this thread."""
+    guards = [(connection, _Guard(connection.alias)) for connection in connections.all()]
+    for connection, guard in guards:
+        connection.execute_wrappers.append(guard)
+    token = _refused.set(refusals)
+    try:
+        yield
+    finally:
+        _refused.reset(token)
+        for connection, guard in guards:
+            connection.execute_wrappers.remove(guard)
+
+
+@contextmanager
+def allowed() -> Iterator[None]:
+    """Inside the block, allow writes and publish calls again."""
+    token = _refused.set(None)
+    try:
+        yield
+    finally:
+        _refused.reset(token)

@@ -1,0 +1,92 @@
+"""The schedules of a service: from OUTBOX['SCHEDULES'] and `@scheduled` to the rows of the broker.
+
+A worker stores the declarations at its start and once a minute (`declare_schedules`). See decision 210.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from datetime import UTC, datetime
+from typing import Any
+
+from outbox.broker.database.executor import Executor
+from outbox.broker.schedules.cron import Cron
+from outbox.broker.schedules.schedule import Schedule, declare
+from outbox.contrib.django.database.aliases import broker_connection
+from outbox.contrib.django.engine.broker import engine_of
+from outbox.contrib.django.settings.conf import DeclaredSchedule, OutboxSettings, get_settings
+from outbox.contrib.django.subscribers.registry import autodiscover
+from outbox.contrib.django.subscribers.scheduled import scheduled_functions
+from outbox.errors import ConfigurationError, OutboxError
+
+
+def declared_schedules(settings: OutboxSettings) -> list[Schedule]:
+    """Return the schedules that this project declares, with encoded bodies.
+
+    Raises ConfigurationError or UnserialisableBody.
+    """
+    return [_schedule(settings, name, one) for name, one in _all(settings).items()]
+
+
+def declare_schedules() -> Mapping[str, Any]:
+    """Store the schedules of this project on the broker, and return the counts. Raises OutboxError."""
+    autodiscover()
+    settings = get_settings()
+    group = settings.required_producer_group()
+    wanted = declared_schedules(settings)
+    with broker_connection() as (connection, schema):
+        return asdict(declare(Executor(connection, schema), group, wanted))
+
+
+def schedule_problems(settings: OutboxSettings) -> Iterator[str]:
+    """Yield a text for each schedule that the leader could not publish, for `manage.py check`."""
+    try:
+        declared = _all(settings)
+    except ConfigurationError as error:
+        yield str(error)
+        return
+    if declared and not settings.producer_group:
+        yield (
+            f"the schedules {', '.join(declared)} need OUTBOX['PRODUCER_GROUP']: the names of schedules are unique in "
+            "a producer group. Set a name that no other service on the same broker uses, for example 'orders'."
+        )
+        return
+    for name, one in declared.items():
+        known = settings.topics.get(one.topic)
+        if known is None:
+            yield (
+                f"the schedule {name!r} publishes to the topic {one.topic!r}, which OUTBOX['TOPICS'] does not declare. "
+                "Declare the topic, and run `manage.py migrate`."
+            )
+            continue
+        try:
+            message = _schedule(settings, name, one).message(datetime.now(UTC))
+            known.topic.check_accepts(message, transactional=None)
+        except OutboxError as error:
+            yield f"the schedule {name!r} cannot be published: {error}"
+
+
+def _all(settings: OutboxSettings) -> dict[str, DeclaredSchedule]:
+    found = dict(settings.schedules)
+    for name, (declared, path) in scheduled_functions().items():
+        if name in found:
+            raise ConfigurationError(
+                f"the schedule {name!r} is declared in OUTBOX['SCHEDULES'] and by @scheduled of {path}: remove one of "
+                "the declarations, or give one of them another name."
+            )
+        found[name] = declared
+    return found
+
+
+def _schedule(settings: OutboxSettings, name: str, one: DeclaredSchedule) -> Schedule:
+    body, content_type = engine_of(settings).codecs.encode(one.topic, one.body)
+    return Schedule(
+        producer_group=settings.producer_group,
+        name=name,
+        cron=Cron(one.cron, one.timezone),
+        topic=one.topic,
+        missed=one.missed,
+        content_type=content_type,
+        body=body,
+    )

@@ -1,0 +1,1 @@
+"""An app of the worker's tests: receivers of all signals, and a subscriber that gives every message up."""

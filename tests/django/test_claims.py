@@ -1,0 +1,742 @@
+"""Claims: a handler with effects="outside" runs without a transaction, and its steps and its end happen once."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+from uuid import UUID
+
+import pytest
+from django.db import connections, transaction
+from django.db.models.functions import Now
+
+from outbox import Delivery, Message
+from outbox.contrib.django import ClaimedDelivery, publish, subscriber
+from outbox.contrib.django.database import effects
+from outbox.contrib.django.models import ClaimEntry, InboxEntry, StepEntry
+from outbox.contrib.django.subscribers import claims, registry
+from outbox.contrib.django.subscribers.outside import HandlerInvoker
+from outbox.errors import (
+    HandlerNotStarted,
+    InvalidSubscription,
+    LeaseLost,
+    PermanentError,
+    StepInterrupted,
+    TransactionUsageError,
+)
+from outbox.ports import ClaimedElsewhere, Disposition
+from outbox.utils.ids import uuid7
+from tests.django.shop.models import Effect
+from tests.django.urls import Refused
+from tests.support import eventually
+
+pytestmark = pytest.mark.usefixtures("application", "no_subscribers", "no_claims")
+
+HANDLED, SKIPPED = Disposition.HANDLED, Disposition.SKIPPED
+
+
+@pytest.fixture
+def no_claims() -> Iterator[None]:
+    """Claims and steps are removed after the test."""
+    yield
+    for alias in ("default", "lite"):
+        ClaimEntry.objects.using(alias).all().delete()
+        StepEntry.objects.using(alias).all().delete()
+
+
+def delivery(number: str = "one", message_id: UUID | None = None) -> Delivery:
+    message = Message(topic="orders", body=b"{}", key=number, message_id=message_id or uuid7())
+    return Delivery(message=message, body={}, group="slow", queue="orders/0", offset=0)
+
+
+def run(
+    given: Delivery,
+    *,
+    generation: int = 1,
+    lease_seconds: float = 10.0,
+    claimed: Callable[[float], None] = lambda _: None,
+) -> Any:
+    """Hand a delivery to the registered subscriber of group `slow`."""
+    registered = next(
+        item
+        for item in registry.subscribers()
+        if item.subscription.group == "slow" and item.subscription.topic == given.topic
+    )
+    invoker = HandlerInvoker(lease_seconds=lease_seconds)
+    return invoker.claim(registered.subscription, registered.handler, given, claimed, generation=generation)
+
+
+def replace_topic(given: Delivery, topic: str) -> Delivery:
+    """The delivery, published to another topic."""
+    message = Message(topic=topic, body=b"{}", key=given.key, message_id=given.message_id)
+    return Delivery(message=message, body={}, group="slow", queue=f"{topic}/0", offset=0)
+
+
+def in_thread(given: Delivery, **options: Any) -> Any:
+    def call() -> Any:
+        try:
+            return run(given, **options)
+        finally:
+            connections.close_all()
+
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(call).result(20)
+
+
+def numbers(alias: str = "default") -> list[str]:
+    return sorted(Effect.objects.using(alias).values_list("number", flat=True))
+
+
+@pytest.fixture(params=["default", "lite"])
+def alias(request: pytest.FixtureRequest) -> str:
+    """PostgreSQL and SQLite."""
+    return str(request.param)
+
+
+# -- finish ----------------------------------------------------------------------------------------
+
+
+def test_the_writes_of_finish_and_the_inbox_row_commit_together(alias: str) -> None:
+    @subscriber("orders", group="slow", effects="outside", using=alias)
+    def slow(given: ClaimedDelivery) -> None:
+        assert not connections[alias].in_atomic_block
+        assert ClaimEntry.objects.using(alias).count() == 1
+        assert not InboxEntry.objects.using(alias).exists()
+        with given.finish():
+            Effect.objects.using(alias).create(number=given.key)
+
+    once = delivery()
+    assert [run(once), run(once)] == [HANDLED, SKIPPED]
+    assert numbers(alias) == ["one"]
+    assert (InboxEntry.objects.using(alias).count(), ClaimEntry.objects.using(alias).count()) == (1, 0)
+
+
+def test_a_handler_that_returns_without_finish_is_done(alias: str) -> None:
+    calls: list[str] = []
+
+    @subscriber("orders", group="slow", effects="outside", using=alias)
+    def slow(given: ClaimedDelivery) -> None:
+        calls.append(given.key)
+
+    once = delivery()
+    assert [run(once), run(once)] == [HANDLED, SKIPPED]
+    assert calls == ["one"]
+
+
+def test_an_error_in_finish_leaves_nothing_and_the_message_can_be_claimed_at_once(alias: str) -> None:
+    @subscriber("orders", group="slow", effects="outside", using=alias)
+    def slow(given: ClaimedDelivery) -> None:
+        with given.finish():
+            Effect.objects.using(alias).create(number=given.key)
+            if ClaimEntry.objects.using(alias).get().token == 1:
+                raise Refused
+
+    once = delivery()
+    assert isinstance(run(once), Refused)
+    assert (numbers(alias), InboxEntry.objects.using(alias).count()) == ([], 0)
+    assert run(once) == HANDLED
+    assert numbers(alias) == ["one"]
+
+
+def test_an_error_after_finish_does_not_repeat_the_handler() -> None:
+    @subscriber("orders", group="slow", effects="outside")
+    def slow(given: ClaimedDelivery) -> None:
+        with given.finish():
+            Effect.objects.create(number=given.key)
+        raise Refused
+
+    once = delivery()
+    assert [run(once), run(once)] == [HANDLED, SKIPPED]
+    assert numbers() == ["one"]
+
+
+@pytest.mark.parametrize("how", ["finish", "write", "publish", "finish in atomic"])
+def test_a_message_is_not_done_after_a_caught_error(how: str, alias: str) -> None:
+    """A handler that catches the error of its writes has not written, so its message must not be done."""
+    refuses = [True]
+
+    @subscriber("orders", group="slow", effects="outside", using=alias)
+    def slow(given: ClaimedDelivery) -> None:
+        with contextlib.suppress(BaseException):
+            if how == "write" and refuses:
+                Effect.objects.using(alias).create(number="stray")
+            elif how == "publish" and refuses:
+                publish("orders", {})
+            elif how == "finish in atomic" and refuses:
+                with transaction.atomic(using=alias), given.finish():
+                    Effect.objects.using(alias).create(number=given.key)
+            else:
+                with given.finish():
+                    Effect.objects.using(alias).create(number=given.key)
+                    if refuses:
+                        raise Refused
+
+    once = delivery()
+    assert isinstance(run(once), Refused if how == "finish" else TransactionUsageError)
+    assert (numbers(alias), InboxEntry.objects.using(alias).count()) == ([], 0)
+    refuses.clear()
+    assert run(once) == HANDLED
+    assert numbers(alias) == ["one"]
+
+
+def test_a_finish_that_fails_may_be_repeated() -> None:
+    @subscriber("orders", group="slow", effects="outside")
+    def slow(given: ClaimedDelivery) -> None:
+        with contextlib.suppress(Refused), given.finish():
+            Effect.objects.create(number="undone")
+            raise Refused
+        with given.finish():
+            Effect.objects.create(number="done")
+
+    assert run(delivery()) == HANDLED
+    assert numbers() == ["done"]
+
+
+def test_an_error_after_commit_does_not_repeat_the_handler(alias: str) -> None:
+    """The callback fails after COMMIT, so the message is done."""
+
+    def fail() -> None:
+        raise Refused
+
+    @subscriber("orders", group="slow", effects="outside", using=alias)
+    def slow(given: ClaimedDelivery) -> None:
+        with given.finish():
+            Effect.objects.using(alias).create(number=given.key)
+            transaction.on_commit(fail, using=alias)
+
+    once = delivery()
+    assert [run(once), run(once)] == [HANDLED, SKIPPED]
+    assert numbers(alias) == ["one"]
+
+
+def test_a_message_that_was_committed_by_hand_and_then_failed_is_given_up(alias: str) -> None:
+    @subscriber("orders", group="slow", effects="outside", using=alias)
+    def slow(given: ClaimedDelivery) -> None:
+        with given.finish():
+            Effect.objects.using(alias).create(number=given.key)
+            # Django's cursors refuse this statement.
+            connections[alias].connection.execute("COMMIT")
+            raise Refused
+
+    once = delivery()
+    found = run(once)
+    assert isinstance(found, PermanentError) and "by hand" in str(found)
+    assert numbers(alias) == ["one"]
+    assert not ClaimEntry.objects.using(alias).exists()
+    assert run(once) == SKIPPED
+
+
+@pytest.mark.parametrize("when", ["before finish", "after finish"])
+def test_an_exit_of_the_handler_ends_its_claim(when: str) -> None:
+    @subscriber("orders", group="slow", effects="outside")
+    def slow(given: ClaimedDelivery) -> None:
+        if when == "after finish":
+            with given.finish():
+                pass
+        raise SystemExit
+
+    once = delivery()
+    if when == "after finish":
+        assert [run(once), run(once)] == [HANDLED, SKIPPED]
+        return
+    with pytest.raises(SystemExit):
+        run(once)
+    assert not ClaimEntry.objects.filter(expires_at__gt=Now()).exists()
+
+
+def test_a_thread_of_the_handler_stores_nothing_after_the_attempt() -> None:
+    proceed = threading.Event()
+    found: list[Any] = []
+    threads: list[threading.Thread] = []
+
+    @subscriber("orders", group="slow", effects="outside")
+    def slow(given: ClaimedDelivery) -> None:
+        def work() -> None:
+            assert proceed.wait(20)
+            for act in (lambda: given.step("late", lambda: 1), lambda: given.finish().__enter__()):
+                try:
+                    act()
+                except TransactionUsageError as error:
+                    found.append(error)
+            connections.close_all()
+
+        threads.append(threading.Thread(target=work))
+        threads[0].start()
+        raise Refused
+
+    assert isinstance(run(delivery()), Refused)
+    proceed.set()
+    threads[0].join(20)
+    assert len(found) == 2 and all("has failed" in str(error) for error in found)
+    assert not StepEntry.objects.exists()
+
+
+def test_a_raised_generation_runs_the_handler_and_its_steps_again() -> None:
+    calls: list[str] = []
+
+    @subscriber("orders", group="slow", effects="outside")
+    def slow(given: ClaimedDelivery) -> None:
+        given.step("call", calls.append, given.idempotency_key)
+
+    once = delivery()
+    assert [run(once, generation=generation) for generation in (1, 2, 2)] == [HANDLED, HANDLED, SKIPPED]
+    # The other system gets the same key, so it can recognise the replay.
+    assert calls == [once.idempotency_key] * 2
+
+
+# -- claims ----------------------------------------------------------------------------------------
+
+
+def test_a_claimed_message_is_not_handled_a_second_time_meanwhile(alias: str) -> None:
+    started, proceed = threading.Event(), threading.Event()
+
+    @subscriber("orders", group="slow", effects="outside", using=alias)
+    def slow(given: ClaimedDelivery) -> None:
+        started.set()
+        assert proceed.wait(20)
+
+    once = delivery()
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(in_thread, once)
+        assert started.wait(20)
+        second = run(once)
+        proceed.set()
+        assert first.result(20) == HANDLED
+    assert isinstance(second, ClaimedElsewhere) and 0 < second.seconds <= 30
+    assert run(once) == SKIPPED
+
+
+def test_a_claim_is_renewed_while_the_handler_runs() -> None:
+    started, proceed = threading.Event(), threading.Event()
+
+    @subscriber("orders", group="slow", effects="outside")
+    def slow(given: ClaimedDelivery) -> None:
+        started.set()
+        assert proceed.wait(20)
+
+    once = delivery()
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(in_thread, once, lease_seconds=0.1)
+        assert started.wait(20)
+        began = ClaimEntry.objects.get().claimed_at
+        # Longer than the term of three leases.
+        eventually(lambda: (ClaimEntry.objects.get().expires_at - began).total_seconds() > 0.9)
+        assert isinstance(run(once), ClaimedElsewhere)
+        proceed.set()
+        assert first.result(20) == HANDLED
+
+
+@contextlib.contextmanager
+def locked(text: str) -> Iterator[None]:
+    """Another session holds locks on the database of `default`."""
+    with transaction.atomic(using="other"):
+        with connections["other"].cursor() as cursor:
+            cursor.execute(text)
+        yield
+
+
+def renewals_of(claim: ClaimEntry) -> bool:
+    """Whether the claim was renewed beyond its first three terms of 0.3 s."""
+    return (claim.expires_at - claim.claimed_at).total_seconds() > 1.2
+
+
+@pytest.mark.parametrize("lock", ["the row of another claim", "the other database"])
+def test_a_claim_is_renewed_although_others_cannot_be(lock: str) -> None:
+    """A `finish` that waits, or a database that does not answer, delays the renewal of no other claim."""
+    proceed = threading.Event()
+    alias = "lite" if lock == "the other database" else "default"
+    text = "LOCK TABLE outbox_claim IN ACCESS EXCLUSIVE MODE"
+    if alias == "default":
+        text = "SELECT 1 FROM outbox_claim WHERE message_id = (SELECT min(message_id::text)::uuid FROM outbox_claim)"
+        text += " FOR UPDATE"
+
+    @subscriber("orders", group="slow", effects="outside")
+    def first(given: ClaimedDelivery) -> None:
+        assert proceed.wait(20)
+
+    @subscriber("payments", group="slow", effects="outside", using=alias)
+    def second(given: ClaimedDelivery) -> None:
+        assert proceed.wait(20)
+
+    # The ids are ordered by time.
+    deliveries = [delivery("1"), replace_topic(delivery("2"), "payments")]
+    with ThreadPoolExecutor(2) as pool:
+        try:
+            calls = [pool.submit(in_thread, deliveries[0], lease_seconds=0.1)]
+            eventually(lambda: ClaimEntry.objects.count() == 1)
+            calls.append(pool.submit(in_thread, deliveries[1], lease_seconds=0.1))
+            mine = ClaimEntry.objects.using(alias).filter(message_id=deliveries[1].message_id)
+            eventually(lambda: mine.exists())
+            with locked(text):
+                eventually(lambda: renewals_of(mine.get()))
+        finally:
+            proceed.set()
+        assert [call.result(20) for call in calls] == [HANDLED, HANDLED]
+
+
+def test_a_claim_that_ends_renews_no_other_claim() -> None:
+    proceed = threading.Event()
+
+    @subscriber("orders", group="slow", effects="outside")
+    def slow(given: ClaimedDelivery) -> None:
+        if given.key == "long":
+            assert proceed.wait(20)
+
+    with ThreadPoolExecutor(1) as pool:
+        long = pool.submit(in_thread, delivery("long"))
+        eventually(lambda: ClaimEntry.objects.count() == 1)
+        before = ClaimEntry.objects.get().expires_at
+        assert [run(delivery(str(number))) for number in range(5)] == [HANDLED] * 5
+        assert ClaimEntry.objects.get().expires_at == before
+        proceed.set()
+        assert long.result(20) == HANDLED
+
+
+def expire() -> None:
+    """As if the process of the claim had been frozen for longer than the term."""
+    with connections["default"].cursor() as cursor:
+        cursor.execute("UPDATE outbox_claim SET expires_at = clock_timestamp()")
+
+
+@pytest.mark.parametrize("late", ["finish", "step"])
+def test_an_attempt_whose_claim_was_taken_over_stores_nothing(late: str) -> None:
+    results: list[Any] = []
+
+    @subscriber("orders", group="slow", effects="outside")
+    def slow(given: ClaimedDelivery) -> None:
+        if given.attempt == 2:
+            with given.finish():
+                Effect.objects.create(number="second")
+            return
+        with effects.allowed():
+            expire()
+        results.append(in_thread(replace(once, attempt=2)))
+        if late == "step":
+            given.step("late", lambda: 1)
+        with given.finish():
+            Effect.objects.create(number="first")
+
+    once = delivery()
+    assert isinstance(run(once), LeaseLost)
+    assert (results, numbers()) == ([HANDLED], ["second"])
+    assert run(once) == SKIPPED
+    assert not StepEntry.objects.exists()
+
+
+def test_a_handler_past_its_time_limit_loses_its_claim() -> None:
+    started, proceed = threading.Event(), threading.Event()
+
+    @subscriber("orders", group="slow", effects="outside", timeout_seconds=0.2)
+    def slow(given: ClaimedDelivery) -> None:
+        if not started.is_set():
+            started.set()
+            assert proceed.wait(20)
+        with given.finish():
+            Effect.objects.create(number="done")
+
+    once = delivery()
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(in_thread, once, lease_seconds=0.1)
+        assert started.wait(20)
+        eventually(lambda: run(once) == HANDLED)
+        proceed.set()
+        assert isinstance(first.result(20), LeaseLost)
+    assert numbers() == ["done"]
+
+
+@pytest.mark.parametrize("attempts_before", [0, 1])
+def test_a_claim_whose_handler_may_not_be_called_ends_at_once(alias: str, attempts_before: int) -> None:
+    calls: list[str] = []
+
+    @subscriber("orders", group="slow", effects="outside", using=alias)
+    def slow(given: ClaimedDelivery) -> None:
+        calls.append(given.key)
+        raise Refused
+
+    def refuse(term_seconds: float) -> None:
+        assert ClaimEntry.objects.using(alias).get().token == attempts_before + 1
+        raise ValueError
+
+    once = delivery()
+    for _ in range(attempts_before):
+        assert isinstance(run(once), Refused)
+    assert isinstance(run(once, claimed=refuse), ValueError)
+    assert len(calls) == attempts_before
+    # After an earlier attempt, the row stays, so that the token of this attempt is not used again.
+    assert [one.token for one in ClaimEntry.objects.using(alias).all()] == [2] * attempts_before
+    # The claim has ended: the next attempt can begin.
+    assert isinstance(run(once), Refused)
+
+
+def test_a_database_that_does_not_answer_is_no_attempt() -> None:
+    @subscriber("orders", group="slow", effects="outside")
+    def slow(given: ClaimedDelivery) -> None:
+        raise AssertionError
+
+    settings = connections["default"].settings_dict
+    there = settings["NAME"]
+    connections["default"].close()
+    settings["NAME"] = "nowhere"
+    try:
+        result = run(delivery())
+    finally:
+        connections["default"].close()
+        settings["NAME"] = there
+    assert isinstance(result, HandlerNotStarted) and "nowhere" in str(result)
+
+
+def test_a_connection_that_broke_during_a_slow_call_is_replaced() -> None:
+    @subscriber("orders", group="slow", effects="outside")
+    def slow(given: ClaimedDelivery) -> None:
+        with connections["other"].cursor() as cursor:
+            cursor.execute(
+                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = %s",
+                [connections["default"].settings_dict["NAME"]],
+            )
+        with given.finish():
+            Effect.objects.create(number=given.key)
+
+    assert run(delivery()) == HANDLED
+    assert numbers() == ["one"]
+
+
+# -- steps -----------------------------------------------------------------------------------------
+
+
+def test_a_step_is_computed_once_over_attempts(alias: str) -> None:
+    calls: list[str] = []
+    results: list[Any] = []
+
+    def charge(amount: int, key: str) -> dict[str, Any]:
+        calls.append(key)
+        return {"amount": amount, "parts": (1, 2)}
+
+    @subscriber("orders", group="slow", effects="outside", using=alias)
+    def slow(given: ClaimedDelivery) -> None:
+        results.append(given.step("charge", charge, 5, given.step_key("charge")))
+        if len(results) < 3:
+            raise Refused
+
+    once = delivery()
+    assert [type(run(once)), type(run(once)), run(once)] == [Refused, Refused, HANDLED]
+    assert len(calls) == 1
+    assert results == [{"amount": 5, "parts": [1, 2]}] * 3
+
+
+def test_a_step_that_fails_is_repeated_with_the_same_key(alias: str) -> None:
+    calls: list[str] = []
+
+    def charge(key: str) -> None:
+        calls.append(key)
+        if len(calls) == 1:
+            raise Refused
+
+    @subscriber("orders", group="slow", effects="outside", using=alias)
+    def slow(given: ClaimedDelivery) -> None:
+        given.step("charge", charge, given.step_key("charge"))
+        given.step("other", calls.append, given.step_key("other"))
+
+    once = delivery()
+    assert [type(run(once)), run(once)] == [Refused, HANDLED]
+    assert calls[0] == calls[1] != calls[2]
+
+
+def test_a_step_that_may_run_once_is_not_repeated(alias: str) -> None:
+    calls: list[str] = []
+    found: list[StepInterrupted] = []
+
+    def charge() -> None:
+        calls.append("charge")
+        raise Refused
+
+    @subscriber("orders", group="slow", effects="outside", using=alias)
+    def slow(given: ClaimedDelivery) -> None:
+        try:
+            given.step("charge", charge, once=True)
+        except StepInterrupted as error:
+            found.append(error)
+
+    once = delivery()
+    assert [type(run(once)), run(once)] == [Refused, HANDLED]
+    assert calls == ["charge"]
+    assert str(once.message_id) in str(found[0])
+
+
+@pytest.mark.parametrize("result", [object(), "x" * 5_000_000, float("nan")])
+def test_a_result_that_cannot_be_stored_is_refused(result: object) -> None:
+    @subscriber("orders", group="slow", effects="outside")
+    def slow(given: ClaimedDelivery) -> None:
+        given.step("charge", lambda: result)
+
+    found = run(delivery())
+    assert isinstance(found, PermanentError) and "'charge'" in str(found)
+    assert not StepEntry.objects.exists()
+
+
+def test_a_step_may_write_and_publish_at_once() -> None:
+    @subscriber("orders", group="slow", effects="outside")
+    def slow(given: ClaimedDelivery) -> None:
+        given.step("note", lambda: Effect.objects.create(number=given.key).pk)
+
+    assert run(delivery()) == HANDLED
+    assert numbers() == ["one"]
+
+
+# -- writes outside of finish -------------------------------------------------------------------------
+
+
+def _create(_: ClaimedDelivery) -> None:
+    Effect.objects.create(number="stray")
+
+
+def _other_alias(_: ClaimedDelivery) -> None:
+    Effect.objects.using("other").create(number="stray")
+
+
+def _update(_: ClaimedDelivery) -> None:
+    Effect.objects.update(number="stray")
+
+
+def _delete(_: ClaimedDelivery) -> None:
+    Effect.objects.all().delete()
+
+
+def _in_atomic(_: ClaimedDelivery) -> None:
+    with transaction.atomic():
+        Effect.objects.create(number="stray")
+
+
+def _publish(_: ClaimedDelivery) -> None:
+    publish("orders", {})
+
+
+@pytest.mark.parametrize("write", [_create, _other_alias, _update, _delete, _in_atomic, _publish])
+def test_a_write_outside_of_finish_is_refused_by_name(write: Any) -> None:
+    @subscriber("orders", group="slow", effects="outside")
+    def slow(given: ClaimedDelivery) -> None:
+        write(given)
+
+    found = run(delivery())
+    assert isinstance(found, TransactionUsageError)
+    for text in ("slow", "delivery.finish()", "was not done"):
+        assert text in str(found)
+    assert numbers() + numbers("other") == []
+    # The guard ends with the handler.
+    Effect.objects.create(number="after")
+
+
+def test_reading_is_allowed() -> None:
+    @subscriber("orders", group="slow", effects="outside")
+    def slow(given: ClaimedDelivery) -> None:
+        with transaction.atomic():
+            list(Effect.objects.select_for_update())
+        with transaction.atomic(), transaction.atomic():
+            assert not Effect.objects.filter(number="it's; DELETE FROM x").exists()
+
+    assert run(delivery()) == HANDLED
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        ("SELECT 1", ""),
+        ("  -- insert into x\n select 'delete from x'", ""),
+        ("SELECT * FROM x FOR UPDATE", ""),
+        ("SAVEPOINT one", ""),
+        ("WITH one AS (SELECT 1) SELECT * FROM one", ""),
+        ("WITH gone AS (DELETE FROM x RETURNING *) SELECT * FROM gone", "DELETE"),
+        ('UPDATE "x" SET a = 1', "UPDATE"),
+        ("update only a.b as c set d = 1", "UPDATE"),
+        ("select 1; insert  into x values (1)", "INSERT"),
+        ("TRUNCATE x", "TRUNCATE"),
+        ("CREATE TABLE x (a int)", "CREATE"),
+        ("MERGE INTO x USING y ON true WHEN MATCHED THEN DELETE", "MERGE"),
+        ("SELECT * INTO TEMP x FROM y", "INTO"),
+        ("EXPLAIN ANALYZE INSERT INTO x VALUES (1)", "INSERT"),
+    ],
+)
+def test_which_statements_write(text: str, word: str) -> None:
+    assert effects.written(text) == word
+
+
+@pytest.mark.parametrize("place", ["atomic", "atomic of another database", "BEGIN by hand"])
+@pytest.mark.parametrize("what", ["step", "finish"])
+def test_no_transaction_is_open_during_a_slow_call(place: str, what: str) -> None:
+    calls: list[str] = []
+
+    @subscriber("orders", group="slow", effects="outside")
+    def slow(given: ClaimedDelivery) -> None:
+        with contextlib.ExitStack() as stack:
+            if place == "BEGIN by hand":
+                with connections["default"].cursor() as cursor:
+                    cursor.execute("BEGIN")
+            else:
+                stack.enter_context(transaction.atomic(using="default" if place == "atomic" else "other"))
+            if what == "step":
+                given.step("call", calls.append, "called")
+            else:
+                stack.enter_context(given.finish())
+
+    found = run(delivery())
+    assert isinstance(found, TransactionUsageError) and "a transaction is open" in str(found)
+    assert not calls
+
+
+@pytest.mark.parametrize("place", ["inside finish", "after finish", "in atomic"])
+def test_steps_and_finish_need_their_own_transactions(place: str) -> None:
+    @subscriber("orders", group="slow", effects="outside")
+    def slow(given: ClaimedDelivery) -> None:
+        if place == "in atomic":
+            with transaction.atomic(), given.finish():
+                pass
+        with given.finish():
+            if place == "inside finish":
+                given.step("one", lambda: 1)
+        with pytest.raises(TransactionUsageError) as refused:
+            given.step("one", lambda: 1)
+        found.append(refused.value)
+
+    found: list[Any] = []
+    result = run(delivery())
+    error = found[0] if found else result
+    assert isinstance(error, TransactionUsageError) and "was not done" in str(error)
+    assert (result == HANDLED) is (place == "after finish")
+
+
+# -- declarations ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"batch": 2}, "batch"),
+        ({"broadcast": True}, "broadcast"),
+        ({"idempotent": False}, "idempotent"),
+        ({"on_error": {ValueError: "stop"}}, "stop"),
+        ({"effects": "elsewhere"}, "elsewhere"),
+    ],
+)
+def test_options_that_contradict_claims_are_refused(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(InvalidSubscription, match=text):
+
+        @subscriber("orders", group="slow", **{"effects": "outside", **options})
+        def slow(given: ClaimedDelivery) -> None: ...
+
+
+def test_an_async_handler_is_refused() -> None:
+    with pytest.raises(InvalidSubscription, match="plain function"):
+
+        @subscriber("orders", group="slow", effects="outside")
+        async def slow(given: ClaimedDelivery) -> None: ...
+
+
+def test_the_thread_that_renews_ends_with_the_last_claim() -> None:
+    @subscriber("orders", group="slow", effects="outside")
+    def slow(given: ClaimedDelivery) -> None: ...
+
+    assert run(delivery(), lease_seconds=0.1) == HANDLED
+    eventually(lambda: claims.renewals["default"].thread is None)

@@ -1,0 +1,109 @@
+"""The commands and the SQL of docs/operations/ run as they are written, each on a broker with what they are about."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from io import StringIO
+
+import pytest
+from django.core.management import CommandError, call_command, load_command_class
+from django.db import connections
+
+from outbox.broker.groups.registration import register
+from outbox.contrib.django import publish
+from outbox.contrib.django.models import OperatorAction
+from outbox.limits import Limits
+from outbox.subscription import Subscription
+from tests.django.broker_world import World, new_world
+from tests.django.console.support import bury
+from tests.django.support import sequence
+from tests.django.test_actions import CASES
+from tests.documents import DOCS, FOR_OPERATORS, Command, blocks, commands
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("databases", "no_subscribers")]
+
+# These end, and do not destroy what another test needs.
+RUN = ("audit", "dead_letter", "doctor", "group", "message", "status", "topic", "transaction")
+WITH_EXIT_CODE = ("outbox_audit", "outbox_doctor", "outbox_status")
+EVERY = {one.words: one for page in FOR_OPERATORS for one in commands(page)}.values()
+EXECUTED = sorted((str(one), one) for one in EVERY if one.words[0].removeprefix("outbox_") in RUN)
+SQL = [(page.stem, code) for page in FOR_OPERATORS for code in blocks(page, "sql")]
+
+
+def letters(world: World) -> str:
+    """Two dead letters of the group `billing`; returns the id of a message."""
+    register(world.run, Subscription(topic="orders", group="billing", limits=Limits(running=20)))
+    world.publish(2)
+    bury(world, "billing", "k0", "TimeoutError: no answer")
+    bury(world, "billing", "k1", "ValueError: no such order")
+    return str(world.sql("SELECT message_id FROM outbox.commit_log ORDER BY log_id")[0][0])
+
+
+def delayed(world: World) -> str:
+    receipt = publish("reminders", {}, key="4711", delay=3600)
+    sequence()
+    return str(receipt.message_id)
+
+
+def subject(world: World, given: Command) -> str:
+    """What the command is about; returns the id that the reader fills in."""
+    name, word = (*given.words, "", "")[:2]
+    if name == "outbox_transaction":
+        made = CASES["abort" if word == "abort" else "decide"][0](world)
+        return str(made["id"])
+    if name == "outbox_message" and word == "recall":
+        return delayed(world)
+    if (name, word) == ("outbox_group", "skip"):
+        return str(CASES["skip"][0](world)["id"])
+    if word == "settle":
+        CASES["settle"][0](world)
+    return letters(world)
+
+
+@pytest.mark.parametrize("given", [one for _, one in EXECUTED], ids=[name for name, _ in EXECUTED])
+def test_a_command_of_a_page(given: Command, outbox_settings: Callable[..., None]) -> None:
+    with new_world(outbox_settings) as world:
+        found = subject(world, given)
+        name, *words = (found if word == "ID" else word for word in given.words)
+        words += ["--no-input"] * accepts_no_input(name, words)
+        out = StringIO()
+        assert exit_code(name, words, out) in ((0, 1, 2) if name in WITH_EXIT_CODE else (0,)), out.getvalue()
+        assert out.getvalue()
+    OperatorAction.objects.all().delete()
+
+
+def exit_code(name: str, words: list[str], out: StringIO) -> object:
+    try:
+        call_command(name, *words, stdout=out)
+    except SystemExit as ended:
+        return ended.code
+    return 0
+
+
+def accepts_no_input(name: str, words: list[str]) -> bool:
+    parser = load_command_class("outbox.contrib.django", name).create_parser("manage.py", name)
+    try:
+        parser.parse_args([*words, "--no-input"])
+    except (SystemExit, CommandError):
+        return False
+    return True
+
+
+@pytest.mark.parametrize(("page", "code"), SQL, ids=[page for page, _ in SQL])
+def test_the_sql_of_a_page(page: str, code: str, outbox_settings: Callable[..., None]) -> None:
+    with new_world(outbox_settings) as world:
+        for statement in filter(str.strip, code.split(";\n")):
+            if "outbox_ledger" in statement:
+                with connections["default"].cursor() as cursor:
+                    cursor.execute("SELECT ledger_id FROM outbox_ledger_identity")
+                    before = cursor.fetchall()
+                    cursor.execute(statement)
+                    cursor.execute("SELECT ledger_id FROM outbox_ledger_identity")
+                    assert cursor.fetchall() != before
+            else:
+                world.sql(statement)
+
+
+def test_there_are_commands_on_the_pages() -> None:
+    assert len(EXECUTED) > 40 and len(SQL) >= 3
+    assert (DOCS / "operations" / "incidents.md") in FOR_OPERATORS

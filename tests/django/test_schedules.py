@@ -1,0 +1,210 @@
+"""Schedules of a project: declarations, early errors, the worker's pass, tests of applications, command, metric."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
+from io import StringIO
+from typing import Any
+
+import pytest
+from django.conf import settings
+from django.core.management import call_command
+from django.core.management.base import CommandError
+from django.test.utils import override_settings
+
+from outbox import Delivery
+from outbox.broker.schedules.cron import Cron
+from outbox.broker.schedules.publishing import run_once
+from outbox.broker.schedules.schedule import TIME_HEADER, Missed, Schedule, declare, list_schedules
+from outbox.contrib.django import scheduled
+from outbox.contrib.django.engine.broker import get_engine
+from outbox.contrib.django.operations.checks import check_settings
+from outbox.contrib.django.operations.comparing import run_compare
+from outbox.contrib.django.operations.scheduling import declare_schedules
+from outbox.contrib.django.operations.telemetry import state
+from outbox.contrib.django.settings.conf import parse_settings
+from outbox.contrib.django.subscribers.registry import subscribers
+from outbox.contrib.django.testing import broker_outbox, in_memory_outbox
+from outbox.contrib.django.worker.drain import drain
+from outbox.contrib.django.worker.periodic import passes
+from outbox.errors import ConfigurationError
+from tests.django.broker_world import World, new_world
+
+pytestmark = pytest.mark.usefixtures("databases", "no_subscribers")
+
+Change = Callable[..., None]
+NIGHTLY: dict[str, Any] = {"cron": "0 3 * * *", "timezone": "Europe/Berlin", "topic": "orders"}
+
+
+@pytest.fixture
+def world(databases: None, outbox_settings: Change) -> Iterator[World]:
+    """A healthy broker."""
+    with new_world(outbox_settings) as world:
+        yield world
+
+
+@pytest.fixture
+def handled() -> list[Delivery]:
+    """The deliveries of a scheduled function."""
+    found: list[Delivery] = []
+
+    @scheduled("*/5 * * * *", topic="payments", group="reports", body={"days": 7}, idempotent=False)
+    def weekly_report(delivery: Delivery) -> None:
+        found.append(delivery)
+
+    return found
+
+
+def errors() -> list[str]:
+    return [one.msg for one in check_settings() if one.id == "outbox.E038"]
+
+
+# -- declaring -------------------------------------------------------------------------------------
+
+
+def test_a_worker_stores_the_schedules_of_settings_and_functions(
+    world: World, handled: list[Delivery], outbox_settings: Change
+) -> None:
+    outbox_settings(SCHEDULES={"nightly": {**NIGHTLY, "body": {"all": True}, "missed": "catch_up"}})
+    assert errors() == []
+    [one] = [one for one in passes() if one.name == "schedules"]
+    assert one.run() == {"added": 2, "changed": 0, "removed": 0}
+    assert one.run() == {"added": 0, "changed": 0, "removed": 0}
+    nightly, weekly = list_schedules(world.run)
+    assert (nightly.name, nightly.expression, nightly.timezone, nightly.topic, nightly.missed, nightly.body) == (
+        *("nightly", "0 3 * * *", "Europe/Berlin", "orders", Missed.CATCH_UP),
+        b'{"all":true}',
+    )
+    assert (weekly.name, weekly.topic, weekly.timezone, weekly.producer_group) == (
+        *("weekly_report", "payments", "UTC"),
+        "shop",
+    )
+
+
+def test_the_message_of_a_due_moment_reaches_the_function(world: World, handled: list[Delivery]) -> None:
+    declare_schedules()
+    at = list_schedules(world.run)[0].next_at
+    assert run_once(world.run, get_engine().catalog, now=at).published == 1
+    assert drain().handled == 1
+    [delivery] = handled
+    assert (delivery.body, delivery.headers[TIME_HEADER]) == ({"days": 7}, at.isoformat())
+
+
+def test_neither_comparing_nor_the_audit_reports_a_message_without_a_ledger_row(
+    world: World, handled: list[Delivery]
+) -> None:
+    declare_schedules()
+    run_once(world.run, get_engine().catalog, now=datetime.now(UTC) + timedelta(minutes=6))
+    drain()
+    run_compare()
+    assert world.sql("SELECT * FROM outbox.missing_transaction") == []
+    call_command("outbox_audit", stdout=StringIO())
+
+
+def test_schedules_need_a_project_on_the_bundled_broker(outbox_settings: Change) -> None:
+    outbox_settings(BROKER="rocketmq://proxy:8081?brokers=broker:10911", SCHEDULES={"nightly": NIGHTLY})
+    [text] = [one.msg for one in check_settings() if "schedules" in one.msg]
+    assert "'nightly'" in text and "Celery beat" in text
+    assert "schedules" not in {one.name for one in passes()}
+
+
+# -- early errors ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"cron": "0 25 * * *"}, r"\['nightly'\]\['cron'\].*'0 25 \* \* \*'.*Bad hour"),
+        ({"cron": ""}, "text that is not empty"),
+        ({"timezone": "Europe/Bonn"}, r"\['timezone'\].*'Europe/Bonn' is unknown"),
+        ({"missed": "later"}, "'coalesce', 'catch_up', 'skip'"),
+        ({"zone": "UTC"}, "Did you mean 'timezone'|is not an option"),
+        ({"topic": None}, "topic"),
+    ],
+)
+def test_a_wrong_setting_is_named(given: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigurationError, match=says):
+        parse_settings({"SCHEDULES": {"nightly": {**NIGHTLY, **given}}})
+
+
+def test_a_wrong_decorator_fails_at_import() -> None:
+    with pytest.raises(ConfigurationError, match=r"@scheduled of .*report.*Bad minute"):
+
+        @scheduled("99 * * * *", topic="orders", group="reports")
+        def report(delivery: Delivery) -> None: ...
+
+    assert subscribers() == []
+
+
+def test_two_functions_with_one_name_are_refused(handled: list[Delivery]) -> None:
+    with pytest.raises(ConfigurationError, match=r"schedule 'weekly_report' is declared by .* and by .*another name"):
+
+        @scheduled("0 0 * * *", topic="orders", group="other", name="weekly_report")
+        def another(delivery: Delivery) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("schedules", "says"),
+    [
+        ({"weekly_report": NIGHTLY}, "in OUTBOX['SCHEDULES'] and by @scheduled of"),
+        ({"nightly": {**NIGHTLY, "topic": "nowhere"}}, "the topic 'nowhere', which OUTBOX['TOPICS'] does not declare"),
+        ({"nightly": {**NIGHTLY, "topic": "steps"}}, "'nightly' cannot be published"),
+        ({"nightly": {**NIGHTLY, "body": object()}}, "cannot be encoded as application/json"),
+    ],
+)
+def test_a_schedule_that_the_leader_could_not_publish_fails_the_check(
+    schedules: dict[str, Any], says: str, handled: list[Delivery], outbox_settings: Change
+) -> None:
+    outbox_settings(SCHEDULES=schedules)
+    [text] = errors()
+    assert says in text
+
+
+def test_schedules_without_a_producer_group_fail_the_check() -> None:
+    given = {name: value for name, value in settings.OUTBOX.items() if name != "PRODUCER_GROUP"}
+    with override_settings(OUTBOX={**given, "SCHEDULES": {"nightly": NIGHTLY}}):
+        assert "need OUTBOX['PRODUCER_GROUP']" in errors()[0]
+
+
+# -- tests of applications -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [in_memory_outbox, broker_outbox])
+def test_a_test_runs_a_schedule_by_its_name(kind: Any, handled: list[Delivery]) -> None:
+    with kind() as outbox:
+        message = outbox.run_schedule("weekly_report")
+        assert outbox.bodies("payments") == [{"days": 7}]
+        assert outbox.drain() == 1
+        assert [one.message_id for one in handled] == [message.message_id]
+        with pytest.raises(ConfigurationError, match="has no nightly; it has weekly_report"):
+            outbox.run_schedule("nightly")
+
+
+# -- command and metric ---------------------------------------------------------------------------
+
+
+def declared(world: World, name: str = "report", **options: Any) -> None:
+    one = Schedule(producer_group="shop", name=name, topic="orders", cron=Cron("0 3 * * *", "Europe/Berlin"), **options)
+    declare(world.run, "shop", [one])
+
+
+def test_the_command_lists_schedules_with_their_next_due_moments(world: World) -> None:
+    declared(world)
+    told = StringIO()
+    call_command("outbox_schedule", "list", "--json", stdout=told)
+    [one] = json.loads(told.getvalue())
+    assert (one["name"], len(one["next"]), one["last_at"], one["error"]) == ("report", 5, None, None)
+    table = StringIO()
+    call_command("outbox_schedule", "list", stdout=table)
+    assert "03:00+0" in table.getvalue() and "active" in table.getvalue()
+    with pytest.raises(CommandError, match="no schedule 'other' on the broker; its schedules are: report"):
+        call_command("outbox_schedule", "pause", "other")
+
+
+def test_the_metric_says_how_late_a_schedule_is(world: World) -> None:
+    declared(world)
+    assert state().schedules == {("shop", "report"): 0.0}
+    world.sql("UPDATE outbox.schedule SET next_at = now() - interval '90 seconds'")
+    assert 90 <= state().schedules["shop", "report"] < 600

@@ -1,0 +1,717 @@
+"""publish(unique=…, within=…): one message per topic and key in that time."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+from uuid import UUID, uuid4
+
+import psycopg
+import pytest
+from django.db import OperationalError, connections, transaction
+from django.test.utils import CaptureQueriesContext
+
+from outbox import Delivery, Message, SendReceipt
+from outbox.contrib.django import (
+    get_broker,
+    message,
+    message_transaction,
+    publish,
+    publish_many,
+    publish_messages,
+    recall,
+    run_check_back,
+    run_prune,
+    subscriber,
+    transactional_message,
+)
+from outbox.contrib.django.database.aliases import alias_conninfo
+from outbox.contrib.django.ledger import unique_keys
+from outbox.contrib.django.models import LedgerEntry, UniqueKey
+from outbox.contrib.django.subscribers.inbox import InboxInvoker
+from outbox.contrib.django.subscribers.registry import subscribers
+from outbox.errors import (
+    ConfigurationError,
+    InvalidMessage,
+    NotSupported,
+    SendFailed,
+    TransactionUsageError,
+    UsageError,
+)
+from outbox.message import MAX_WITHIN, UniqueMessage
+from outbox.producer import Producer
+from tests.django.shop.models import Order
+from tests.django.state import decisions, rolled_back, stored
+from tests.support import eventually
+
+pytestmark = pytest.mark.usefixtures("empty_log")
+
+HOUR = timedelta(hours=1)
+
+
+def once(key: str = "invoice:7", *, name: str = "", topic: str = "orders", **options: Any) -> SendReceipt:
+    """Publish a message with a unique key; `name` is the message's own key, by which the tests find the message."""
+    return publish(topic, {}, key=name or key, unique=key, within=HOUR, **options)
+
+
+def names() -> list[str]:
+    """The keys of the committed messages, in log order."""
+    return [item.key for item in stored() if item.decision == "C"]
+
+
+def holders(alias: str = "default") -> dict[str, UUID]:
+    """Every key -> the message that holds it."""
+    return dict(UniqueKey.objects.using(alias).values_list("unique_key", "message_id"))
+
+
+def end_windows(alias: str = "default") -> None:
+    """Let the time of all keys be over."""
+    past = "'2020-01-01 00:00:00.000'"
+    with connections[alias].cursor() as cursor:
+        cursor.execute(f"UPDATE outbox_unique SET until = {past}")
+
+
+# -- what a duplicate is ----------------------------------------------------------------------------
+
+
+def test_a_second_message_with_the_key_is_a_duplicate_of_the_first(path: str) -> None:
+    with transaction.atomic():
+        first = once(name="first")
+    with transaction.atomic():
+        Order.objects.create(number="beside the duplicate")
+        second = once(name="second")
+    assert first.duplicate_of is None
+    assert second.duplicate_of == first.message_id
+    assert second.message_id != first.message_id
+    assert second.position is None
+    assert [item.key for item in stored()] == ["first"]
+    assert Order.objects.filter(number="beside the duplicate").exists()
+    assert holders() == {"invoice:7": first.message_id}
+
+
+def test_topics_and_databases_have_keys_of_their_own() -> None:
+    with transaction.atomic():
+        once()
+        assert once(topic="payments").duplicate_of is None
+    with transaction.atomic(using="other"):
+        assert once(using="other").duplicate_of is None
+
+
+def test_a_duplicate_writes_nothing(path: str) -> None:
+    with transaction.atomic():
+        once()
+    before = len(stored()), LedgerEntry.objects.count()
+    with CaptureQueriesContext(connections["default"]) as queries, transaction.atomic():
+        once()
+    assert (len(stored()), LedgerEntry.objects.count()) == before
+    written = [query["sql"] for query in queries if query["sql"].lstrip().startswith(("INSERT", "UPDATE", "DELETE"))]
+    assert len(written) == 1
+    assert "ON CONFLICT (topic, unique_key) DO NOTHING" in written[0]
+
+
+def test_a_rollback_and_a_savepoint_free_the_key(path: str) -> None:
+    with rolled_back():
+        once(name="rolled back")
+    with transaction.atomic():
+        with rolled_back():
+            once(name="to a savepoint")
+        assert once(name="kept").duplicate_of is None
+    run_check_back()
+    assert names() == ["kept"]
+
+
+def test_a_transaction_sees_its_own_key(path: str) -> None:
+    with transaction.atomic():
+        first = once(name="first")
+        assert once(name="second").duplicate_of == first.message_id
+    assert names() == ["first"]
+
+
+def test_a_failing_publish_frees_the_key(outbox_settings: Callable[..., None]) -> None:
+    with contextlib.suppress(UsageError), transaction.atomic():
+        publish_messages([message("orders", {}, unique="a", within=1), message("orders", {}, key="k")], using="nowhere")
+    with contextlib.suppress(TransactionUsageError, UsageError), transaction.atomic():
+        once(immunity_seconds=-1)
+    assert holders() == {}
+
+
+# -- the time ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("alias", ["default", "lite"])
+def test_after_its_time_the_row_is_replaced_in_place(alias: str) -> None:
+    with transaction.atomic(using=alias):
+        once(using=alias)
+    end_windows(alias)
+    with transaction.atomic(using=alias):
+        second = once(using=alias)
+        assert second.duplicate_of is None
+        assert once(using=alias).duplicate_of == second.message_id
+    assert holders(alias) == {"invoice:7": second.message_id}
+
+
+@pytest.mark.parametrize("alias", ["default", "lite"])
+def test_the_time_begins_with_the_publish_call_and_is_measured_by_the_database(alias: str) -> None:
+    with transaction.atomic(using=alias):
+        once(using=alias)
+    now = "clock_timestamp()" if alias == "default" else "julianday('now')"
+    until = "until" if alias == "default" else "julianday(until)"
+    hour = "interval '1 hour'" if alias == "default" else "1.0 / 24"
+    with connections[alias].cursor() as cursor:
+        cursor.execute(f"SELECT {until} > {now}, {until} <= {now} + {hour} FROM outbox_unique")
+        assert [bool(value) for value in cursor.fetchone()] == [True, True]
+
+
+def test_the_first_message_chooses_the_time() -> None:
+    with transaction.atomic():
+        publish("orders", {}, unique="a", within=timedelta(microseconds=1))
+        assert publish("orders", {}, unique="a", within=3600).duplicate_of is None
+        assert publish("orders", {}, unique="a", within=timedelta(microseconds=1)).duplicate_of is not None
+
+
+def test_the_time_of_a_delayed_message_begins_with_the_publish_call(path: str) -> None:
+    with transaction.atomic():
+        first = once(topic="reminders", delay=timedelta(days=2))
+    assert UniqueKey.objects.get().message_id == first.message_id
+    end_windows()
+    with transaction.atomic():
+        assert once(topic="reminders", delay=timedelta(days=2)).duplicate_of is None
+
+
+def test_a_recalled_message_keeps_its_key(path: str) -> None:
+    with transaction.atomic():
+        first = once(topic="reminders", delay=timedelta(days=2))
+    assert names() == ["invoice:7"]
+    recall(first.message_id)
+    with transaction.atomic():
+        assert once(topic="reminders").duplicate_of == first.message_id
+
+
+@pytest.mark.parametrize("alias", ["default", "lite"])
+def test_pruning_removes_keys_whose_time_is_over(alias: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outbox.contrib.django.ledger.pruning._BATCH", 2)
+    with transaction.atomic(using=alias):
+        for number in range(5):
+            once(f"over:{number}", using=alias)
+    end_windows(alias)
+    with transaction.atomic(using=alias):
+        once("held", using=alias)
+    assert run_prune().unique == 5
+    assert set(holders(alias)) == {"held"}
+    assert run_prune().unique == 0
+
+
+def test_pruning_in_short_turns_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outbox.contrib.django.ledger.pruning._BATCH", 2)
+    with transaction.atomic():
+        for number in range(5):
+            once(f"over:{number}")
+    end_windows()
+    turn = run_prune(max_seconds=0)
+    assert turn.unique == 2
+    assert turn.more
+    assert sum(run_prune(max_seconds=0).unique for _ in range(3)) == 3
+
+
+# -- several messages -------------------------------------------------------------------------------
+
+
+def test_publish_many_leaves_duplicates_out(path: str) -> None:
+    with transaction.atomic():
+        held = once("2")
+    with transaction.atomic():
+        bodies = [{"n": n} for n in ("1", "2", "3", "1")]
+        receipts = publish_many(
+            "orders", bodies, key=lambda body: f"many {body['n']}", unique=lambda body: body["n"], within=HOUR
+        )
+    assert [item.duplicate_of for item in receipts] == [None, held.message_id, None, receipts[0].message_id]
+    assert {item.transaction_id for item in receipts} == {receipts[0].message_id}
+    assert names() == ["2", "many 1", "many 3"]
+
+
+def test_the_transaction_id_is_the_id_of_the_first_message_that_is_stored(path: str) -> None:
+    with transaction.atomic():
+        once("1")
+    with transaction.atomic():
+        built = [message("orders", {}, unique="1", within=HOUR), message("payments", {}, key="plain")]
+        receipts = publish_messages(built)
+    assert [item.duplicate_of is None for item in receipts] == [False, True]
+    assert {item.transaction_id for item in receipts} == {built[1].message_id}
+    assert names() == ["1", "plain"]
+
+
+def test_all_keys_of_a_call_are_taken_by_one_statement(path: str) -> None:
+    with CaptureQueriesContext(connections["default"]) as queries, transaction.atomic():
+        publish_many("orders", [{"n": n} for n in range(50)], unique=lambda body: body["n"], within=HOUR)
+    assert sum("outbox_unique" in query["sql"] for query in queries) == 1
+    assert len(names()) == 50
+
+
+def test_message_transactions_take_the_keys_at_their_end(path: str) -> None:
+    with transaction.atomic():
+        once("1")
+    with transaction.atomic(), message_transaction() as tx:
+        tx.publish("orders", {}, key="dropped", unique="1", within=HOUR)
+        tx.publish("orders", {}, key="kept", unique="2", within=HOUR)
+        assert set(holders()) == {"1"}
+    assert [item.duplicate_of is None for item in tx.receipts] == [False, True]
+    assert names() == ["1", "kept"]
+
+
+# -- decorators and handlers ------------------------------------------------------------------------
+
+
+@transactional_message(
+    "orders", body={}, key=lambda number: number, unique=lambda number: number.partition(" ")[0], within=HOUR
+)
+def early(number: str) -> None:
+    Order.objects.create(number=number)
+
+
+@transactional_message(
+    "orders", body=lambda result: {}, key=lambda number: number, unique=lambda result: result, within=HOUR
+)
+def late(number: str) -> str:
+    Order.objects.create(number=number)
+    return number.partition(" ")[0]
+
+
+@pytest.mark.parametrize("place", [early, late])
+def test_a_decorated_function_runs_and_publishes_no_duplicate(path: str, place: Callable[[str], object]) -> None:
+    place("7 first")
+    place("7 second")
+    place("8 third")
+    assert Order.objects.count() == 3
+    assert names() == ["7 first", "8 third"]
+
+
+def test_a_decorated_function_with_several_messages(path: str) -> None:
+    @transactional_message(
+        messages=lambda given: [message("orders", {}, key=one, unique=one[0], within=HOUR) for one in given]
+    )
+    def place(given: list[str]) -> None:
+        Order.objects.create(number=given[0])
+
+    place(["1 a", "2 a"])
+    place(["1 b", "3 b"])
+    place(["1 c", "2 c"])
+    assert Order.objects.count() == 3
+    assert names() == ["1 a", "2 a", "3 b"]
+
+
+def test_a_handler_publishes_no_duplicate(path: str, no_subscribers: None) -> None:
+    @subscriber("payments", group="unique")
+    def handler(delivery: Delivery) -> None:
+        once(name=delivery.key)
+
+    [registered] = subscribers()
+    invoke = InboxInvoker()
+    for offset, key in enumerate("ab"):
+        given = Message(topic="payments", body=b"{}", key=key)
+        delivery = Delivery(message=given, body={}, group="unique", queue="payments/0", offset=offset)
+        invoke(registered.subscription, registered.handler, [delivery], generation=1)
+    assert names() == ["a"]
+
+
+# -- two connections --------------------------------------------------------------------------------
+
+
+class Other:
+    """A transaction in a thread of its own, which ends when the test says so."""
+
+    def __init__(self, pool: ThreadPoolExecutor, work: Callable[[], Any], *, commits: bool = True) -> None:
+        self.done = threading.Event()
+        self._end = threading.Event()
+        self._commits = commits
+        self._future: Future[Any] = pool.submit(self._run, work)
+
+    def _run(self, work: Callable[[], Any]) -> Any:
+        try:
+            with transaction.atomic():
+                result = work()
+                self.done.set()
+                assert self._end.wait(30)
+                if not self._commits:
+                    transaction.set_rollback(True)
+            return result
+        finally:
+            connections.close_all()
+
+    def let_end(self) -> None:
+        """Let the transaction end when its work is done."""
+        self._end.set()
+
+    def end(self) -> Any:
+        """Let the transaction end, and return the result of its work."""
+        self.let_end()
+        return self._future.result(30)
+
+
+@pytest.fixture
+def pool(django_db_blocker: Any) -> Iterator[ThreadPoolExecutor]:
+    """Threads with connections of their own."""
+    with ThreadPoolExecutor(4) as made:
+        yield made
+
+
+def waiting(count: int) -> None:
+    """Wait until this number of sessions of the application's database waits for a lock."""
+    with psycopg.connect(alias_conninfo("default"), autocommit=True) as connection:
+
+        def count_of() -> bool:
+            row = connection.execute(
+                "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
+            ).fetchone()
+            return row == (count,)
+
+        eventually(count_of, within_seconds=20, what=f"{count} sessions wait for a lock")
+
+
+@pytest.mark.parametrize("commits", [True, False])
+def test_a_second_publisher_waits_for_the_first(path: str, pool: ThreadPoolExecutor, commits: bool) -> None:
+    first = Other(pool, lambda: once(name="first"), commits=commits)
+    assert first.done.wait(20)
+    second = Other(pool, lambda: once(name="second"))
+    waiting(1)
+    held = first.end()
+    found = second.end()
+    assert found.duplicate_of == (held.message_id if commits else None)
+    run_check_back()
+    assert names() == (["first"] if commits else ["second"])
+
+
+def test_duplicates_do_not_wait_for_each_other(path: str, pool: ThreadPoolExecutor) -> None:
+    with transaction.atomic():
+        once()
+    several = [Other(pool, once) for _ in range(3)]
+    for one in several:
+        assert one.done.wait(20)
+    assert all(one.end().duplicate_of is not None for one in several)
+
+
+def test_waiting_ends_with_lock_timeout(path: str, pool: ThreadPoolExecutor) -> None:
+    first = Other(pool, once)
+    assert first.done.wait(20)
+
+    def once_with_a_timeout() -> None:
+        with transaction.atomic():
+            with connections["default"].cursor() as cursor:
+                cursor.execute("SET LOCAL lock_timeout = '50ms'")
+            once()
+
+    with pytest.raises(SendFailed, match="held a lock for too long"):
+        once_with_a_timeout()
+    assert first.end().duplicate_of is None
+
+
+def test_an_expired_key_is_replaced_by_one_of_two_publishers(path: str, pool: ThreadPoolExecutor) -> None:
+    with transaction.atomic():
+        once()
+    end_windows()
+    first = Other(pool, lambda: once(name="first"))
+    assert first.done.wait(20)
+    second = Other(pool, lambda: once(name="second"))
+    waiting(1)
+    held = first.end()
+    assert held.duplicate_of is None
+    assert second.end().duplicate_of == held.message_id
+
+
+def test_a_key_that_is_pruned_meanwhile_is_taken(pool: ThreadPoolExecutor) -> None:
+    with transaction.atomic():
+        once()
+    end_windows()
+    prune = Other(pool, lambda: unique_keys.delete_expired(connections["default"], limit=10))
+    assert prune.done.wait(20)
+    publisher = Other(pool, once)
+    waiting(1)
+    assert prune.end() == 1
+    assert publisher.end().duplicate_of is None
+
+
+def test_pruning_leaves_out_a_key_that_is_being_replaced(pool: ThreadPoolExecutor) -> None:
+    with transaction.atomic():
+        once()
+    end_windows()
+    publisher = Other(pool, once)
+    assert publisher.done.wait(20)
+    assert run_prune().unique == 0
+    assert publisher.end().duplicate_of is None
+    assert len(holders()) == 1
+
+
+def batch(*keys: str) -> Callable[[], list[UUID | None]]:
+    def publish_batch() -> list[UUID | None]:
+        receipts = publish_many("orders", list(keys), unique=lambda body: body, within=HOUR)
+        return [receipt.duplicate_of for receipt in receipts]
+
+    return publish_batch
+
+
+@pytest.mark.parametrize("expired", [False, True])
+def test_two_batches_with_the_same_keys_do_not_deadlock(path: str, pool: ThreadPoolExecutor, expired: bool) -> None:
+    if expired:
+        with transaction.atomic():
+            batch("a", "m", "z")()
+        end_windows()
+    middle = Other(pool, batch("m"), commits=False)
+    assert middle.done.wait(20)
+    one = Other(pool, batch("a", "m", "z"))
+    waiting(1)
+    two = Other(pool, batch("z", "m", "a"))
+    waiting(2)
+    middle.end()
+    for batch_of_one in (one, two):
+        batch_of_one.let_end()
+    found = [one.end(), two.end()]
+    # With expired keys, either batch may come first.
+    assert sorted(found, key=lambda duplicates: None in duplicates)[1] == [None, None, None]
+    assert None not in sorted(found, key=lambda duplicates: None in duplicates)[0]
+
+
+def test_batches_in_the_order_of_the_call_would_deadlock(pool: ThreadPoolExecutor) -> None:
+    """The control of the test above."""
+
+    def insert(*keys: str) -> Callable[[], None]:
+        def insert_keys() -> None:
+            with connections["default"].cursor() as cursor:
+                values: list[Any] = [["orders"] * len(keys), list(keys), [uuid4() for _ in keys], [60.0] * len(keys)]
+                cursor.execute(unique_keys._INSERT_POSTGRESQL, values)
+
+        return insert_keys
+
+    middle = Other(pool, insert("m"), commits=False)
+    assert middle.done.wait(20)
+    both = [Other(pool, insert("a", "m", "z")), Other(pool, insert("z", "m", "a"))]
+    waiting(2)
+    middle.end()
+    errors = []
+    for one in both:
+        one.let_end()
+    for one in both:
+        try:
+            one.end()
+        except OperationalError as error:
+            errors.append(str(error))
+    assert len(errors) == 1
+    assert "deadlock detected" in errors[0]
+
+
+def test_a_fifo_key_is_locked_before_the_unique_key(path: str, pool: ThreadPoolExecutor) -> None:
+    """The transaction that waits for the FIFO key holds no unique key, so the other one can take it."""
+    fifo = Other(pool, lambda: (publish("steps", {}, key="k"), fifo_go.wait(20), once(topic="steps", name="k")))
+    fifo_go = threading.Event()
+    waiting(0)
+    eventually(lambda: fifo_is_locked(), within_seconds=20, what="the FIFO key is locked")
+    second = Other(pool, lambda: once(topic="steps", name="k"))
+    waiting(1)
+    fifo_go.set()
+    assert fifo.done.wait(20)
+    held = fifo.end()[2]
+    assert held.duplicate_of is None
+    assert second.end().duplicate_of == held.message_id
+
+
+def fifo_is_locked() -> bool:
+    with psycopg.connect(alias_conninfo("default"), autocommit=True) as connection:
+        row = connection.execute(
+            "SELECT count(*) > 0 FROM pg_locks WHERE locktype = 'advisory' AND granted "
+            "AND database = (SELECT oid FROM pg_database WHERE datname = current_database())"
+        ).fetchone()
+        return row == (True,)
+
+
+# -- isolation levels -------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def isolated(level: str) -> Iterator[None]:
+    """A transaction of this isolation level with a snapshot."""
+    with transaction.atomic():
+        with connections["default"].cursor() as cursor:
+            cursor.execute(f"SET TRANSACTION ISOLATION LEVEL {level}")
+            cursor.execute("SELECT 1 FROM shop_order")
+        yield
+
+
+STRICT = pytest.mark.parametrize("level", ["REPEATABLE READ", "SERIALIZABLE"])
+
+
+@STRICT
+def test_a_key_held_before_the_snapshot_makes_a_duplicate(path: str, level: str) -> None:
+    with transaction.atomic():
+        first = once()
+    with isolated(level):
+        assert once().duplicate_of == first.message_id
+    end_windows()
+    with isolated(level):
+        second = once()
+        assert second.duplicate_of is None
+        assert once().duplicate_of == second.message_id
+
+
+@STRICT
+@pytest.mark.parametrize("expired", [False, True])
+def test_a_key_taken_after_the_snapshot_is_a_serialization_failure(
+    path: str, level: str, expired: bool, pool: ThreadPoolExecutor
+) -> None:
+    if expired:
+        with transaction.atomic():
+            once()
+        end_windows()
+    taken: list[SendReceipt] = []
+
+    def once_after_another() -> None:
+        with isolated(level):
+            taken.append(Other(pool, once).end())
+            once()
+
+    with pytest.raises(SendFailed, match="another transaction conflicted with this transaction"):
+        once_after_another()
+    assert taken[0].duplicate_of is None
+    with isolated(level):
+        assert once().duplicate_of == taken[0].message_id
+
+
+@STRICT
+def test_a_key_pruned_after_the_snapshot_is_taken_once(level: str, pool: ThreadPoolExecutor) -> None:
+    with transaction.atomic():
+        once()
+    end_windows()
+    with isolated(level):
+        assert Other(pool, lambda: unique_keys.delete_expired(connections["default"], limit=10)).end() == 1
+        taken = once()
+        assert taken.duplicate_of is None
+        # The snapshot has two rows of the key now: the pruned one, and the one of this transaction.
+        assert UniqueKey.objects.count() == 2
+        assert once().duplicate_of == taken.message_id
+    assert holders() == {"invoice:7": taken.message_id}
+
+
+# -- SQLite -----------------------------------------------------------------------------------------
+
+
+def test_on_sqlite() -> None:
+    with transaction.atomic(using="lite"):
+        first = once(using="lite", name="first")
+    with rolled_back("lite"):
+        once("free", using="lite")
+    with transaction.atomic(using="lite"):
+        built = [message("orders", {}, key=key, unique=key[0], within=HOUR) for key in ("i", "free", "f2")]
+        receipts = publish_messages([*built, message("orders", {}, unique="invoice:7", within=HOUR)], using="lite")
+    assert [item.duplicate_of for item in receipts] == [None, None, receipts[1].message_id, first.message_id]
+
+
+# -- refusals ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"unique": "a"}, "unique= was passed without within="),
+        ({"within": 60}, "within= was passed without unique="),
+        ({"unique": "", "within": 60}, "must be a text of 1 to 255 characters"),
+        ({"unique": "x" * 256, "within": 60}, "must be a text of 1 to 255 characters"),
+        ({"unique": "a\x00", "within": 60}, "must be a text of 1 to 255 characters"),
+        ({"unique": b"a", "within": 60}, "must be a text of 1 to 255 characters"),
+        ({"unique": True, "within": 60}, "must be a text of 1 to 255 characters"),
+        ({"unique": "a", "within": 0}, "more than 0 and at most 366 days"),
+        ({"unique": "a", "within": -1}, "more than 0 and at most 366 days"),
+        ({"unique": "a", "within": MAX_WITHIN + timedelta(microseconds=1)}, "at most 366 days"),
+        ({"unique": "a", "within": 1e300}, "at most 366 days"),
+        ({"unique": "a", "within": float("nan")}, "at most 366 days"),
+        ({"unique": "a", "within": "1h"}, "at most 366 days"),
+        ({"unique": "a", "within": True}, "at most 366 days"),
+    ],
+)
+def test_wrong_arguments_are_refused(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(UsageError, match=text) as raised, transaction.atomic():
+        publish("orders", {}, **options)
+    assert "'orders'" in str(raised.value)
+    assert "Nothing was published" in str(raised.value)
+    assert stored() == []
+
+
+def test_ints_and_uuids_are_keys() -> None:
+    number = uuid4()
+    with transaction.atomic():
+        publish("orders", {}, unique=7, within=1.5)
+        publish("orders", {}, unique=number, within=MAX_WITHIN)
+    assert set(holders()) == {"7", str(number)}
+
+
+def test_outside_of_a_transaction_it_is_refused(path: str) -> None:
+    with pytest.raises(TransactionUsageError, match="needs a transaction"):
+        once()
+    with pytest.raises(TransactionUsageError, match="needs a transaction"), message_transaction() as tx:
+        tx.publish("orders", {}, unique="a", within=60)
+    assert stored() == []
+    assert holders() == {}
+
+
+def test_one_key_for_all_bodies_is_refused() -> None:
+    one_key: Any = "a"
+    with pytest.raises(UsageError, match="only the first body would be published"), transaction.atomic():
+        publish_many("orders", [{}, {}], unique=one_key, within=60)
+
+
+def test_without_the_ledger_it_is_refused_on_the_two_phase_path(outbox_settings: Callable[..., None]) -> None:
+    outbox_settings(LEDGER=False)
+
+    @transactional_message("orders", body={}, unique="a", within=60, check=lambda message: True)
+    def place() -> None:
+        Order.objects.create(number="1")
+
+    with pytest.raises(ConfigurationError, match="needs the ledger"):
+        place()
+    assert (stored(), holders(), Order.objects.count()) == ([], {}, 0)
+
+
+@pytest.mark.parametrize("path", ["atomic"], indirect=True)
+def test_without_the_ledger_it_works_on_the_atomic_path(path: str, outbox_settings: Callable[..., None]) -> None:
+    outbox_settings(LEDGER=False, BROKER="default")
+    with transaction.atomic():
+        first = once()
+        assert once().duplicate_of == first.message_id
+
+
+def test_a_decorator_with_half_of_the_arguments_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="only one of unique= and within="):
+        transactional_message("orders", body={}, unique="a")
+    with pytest.raises(ConfigurationError, match="cannot be used together with"):
+        transactional_message(messages=list, within=60)  # type: ignore[call-overload]
+
+
+def test_a_missing_table_is_named() -> None:
+    def once_without_the_table() -> None:
+        with transaction.atomic():
+            with connections["default"].cursor() as cursor:
+                cursor.execute("ALTER TABLE outbox_unique RENAME TO outbox_elsewhere")
+            once()
+
+    with pytest.raises(ConfigurationError, match="migrate --database=default"):
+        once_without_the_table()
+    assert holders() == {}
+
+
+def test_a_producer_without_a_database_refuses_unique_messages() -> None:
+    built = message("orders", {}, unique="a", within=60)
+    assert isinstance(built, UniqueMessage)
+    with pytest.raises(NotSupported, match="no database transaction that could hold the key"):
+        Producer(get_broker()).send(built)
+    with pytest.raises(InvalidMessage):
+        UniqueMessage(topic="orders", body=b"", unique="a", within=timedelta(0))
+
+
+# -- the cost of messages without a key -------------------------------------------------------------
+
+
+def test_a_message_without_a_key_does_not_touch_the_table(path: str) -> None:
+    with CaptureQueriesContext(connections["default"]) as queries, transaction.atomic():
+        publish("orders", {}, key="plain")
+    assert not any("outbox_unique" in query["sql"] for query in queries)
+    assert decisions() == {"plain": "C"}
