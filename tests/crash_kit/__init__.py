@@ -1,0 +1,1 @@
+"""Handlers with planted faults, and correct ones, on which the crash kit is measured."""

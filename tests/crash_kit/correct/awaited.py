@@ -1,0 +1,27 @@
+"""An async handler, whose writes and inbox row are one transaction."""
+
+from __future__ import annotations
+
+from outbox import Delivery
+from outbox.contrib.django import subscriber
+from tests.crash_kit.shop.models import Payment, Receipt
+from tests.crash_kit.writing import orders, place
+
+TOPIC = GROUP = "awaited"
+
+
+@subscriber(TOPIC, group=GROUP)
+async def handle(delivery: Delivery) -> None:
+    number = delivery.body["number"]
+    if await Receipt.objects.filter(number=number).aexists():
+        return
+    await Receipt.objects.acreate(number=number)
+    await Payment.objects.acreate(number=number)
+
+
+def scenario() -> None:
+    place(TOPIC, 1, 2)
+
+
+def check() -> None:
+    assert sorted(Payment.objects.values_list("number", flat=True)) == orders()

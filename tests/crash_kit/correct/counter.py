@@ -1,0 +1,29 @@
+"""A counter is increased by the database."""
+
+from __future__ import annotations
+
+from django.db.models import F
+
+from outbox import Delivery
+from outbox.contrib.django import subscriber
+from tests.crash_kit.shop.models import Wallet
+from tests.crash_kit.writing import orders, place
+
+TOPIC = GROUP = "counter"
+
+
+def prepare() -> None:
+    Wallet.objects.create(customer="ann")
+
+
+@subscriber(TOPIC, group=GROUP)
+def handle(delivery: Delivery) -> None:
+    Wallet.objects.filter(customer="ann").update(balance=F("balance") + 1)
+
+
+def scenario() -> None:
+    place(TOPIC, 1, 2)
+
+
+def check() -> None:
+    assert Wallet.objects.get(customer="ann").balance == len(orders())

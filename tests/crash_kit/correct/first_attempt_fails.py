@@ -1,0 +1,25 @@
+"""The first attempt of a message fails."""
+
+from __future__ import annotations
+
+from outbox import Delivery
+from outbox.contrib.django import subscriber
+from tests.crash_kit.shop.models import Payment
+from tests.crash_kit.writing import orders, place
+
+TOPIC = GROUP = "first_attempt_fails"
+
+
+@subscriber(TOPIC, group=GROUP)
+def handle(delivery: Delivery) -> None:
+    Payment.objects.create(number=delivery.body["number"])
+    if delivery.attempt == 1:
+        raise RuntimeError("the service is away")
+
+
+def scenario() -> None:
+    place(TOPIC, 1, 2)
+
+
+def check() -> None:
+    assert sorted(Payment.objects.values_list("number", flat=True)) == orders()

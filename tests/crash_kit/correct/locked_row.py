@@ -1,0 +1,29 @@
+"""A balance is read with a lock."""
+
+from __future__ import annotations
+
+from outbox import Delivery
+from outbox.contrib.django import subscriber
+from tests.crash_kit.shop.models import Wallet
+from tests.crash_kit.writing import orders, place
+
+TOPIC = GROUP = "locked_row"
+
+
+def prepare() -> None:
+    Wallet.objects.create(customer="ann")
+
+
+@subscriber(TOPIC, group=GROUP)
+def handle(delivery: Delivery) -> None:
+    wallet = Wallet.objects.select_for_update().get(customer="ann")
+    wallet.balance += 1
+    wallet.save()
+
+
+def scenario() -> None:
+    place(TOPIC, 1, 2)
+
+
+def check() -> None:
+    assert Wallet.objects.get(customer="ann").balance == len(orders())

@@ -1,0 +1,27 @@
+"""A mail may be sent twice, but never for an order that is not there."""
+
+from __future__ import annotations
+
+from django.core import mail
+from django.core.mail import send_mail
+
+from outbox import Delivery
+from outbox.contrib.django import subscriber
+from tests.crash_kit.shop.models import Payment
+from tests.crash_kit.writing import orders, place
+
+TOPIC = GROUP = "mail_at_least_once"
+
+
+@subscriber(TOPIC, group=GROUP)
+def handle(delivery: Delivery) -> None:
+    Payment.objects.create(number=delivery.body["number"])
+    send_mail("paid", str(delivery.body["number"]), "shop@example.org", ["ann@example.org"])
+
+
+def scenario() -> None:
+    place(TOPIC, 1, 2)
+
+
+def check() -> None:
+    assert {int(str(item.body)) for item in mail.outbox} == set(orders())

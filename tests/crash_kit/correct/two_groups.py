@@ -1,0 +1,30 @@
+"""Two groups handle a topic."""
+
+from __future__ import annotations
+
+from outbox import Delivery
+from outbox.contrib.django import subscriber
+from tests.crash_kit.shop.models import Payment, Receipt
+from tests.crash_kit.writing import orders, place
+
+TOPIC = GROUP = "two_groups"
+GROUPS = [GROUP, f"{GROUP}.receipts"]
+
+
+@subscriber(TOPIC, group=GROUP)
+def handle(delivery: Delivery) -> None:
+    Payment.objects.create(number=delivery.body["number"])
+
+
+@subscriber(TOPIC, group=f"{GROUP}.receipts")
+def receive(delivery: Delivery) -> None:
+    Receipt.objects.create(number=delivery.body["number"])
+
+
+def scenario() -> None:
+    place(TOPIC, 1, 2)
+
+
+def check() -> None:
+    assert sorted(Payment.objects.values_list("number", flat=True)) == orders()
+    assert sorted(Receipt.objects.values_list("number", flat=True)) == orders()

@@ -1,0 +1,1 @@
+"""Cases with a fault. BREAKS is the line that the report names."""

@@ -1,0 +1,38 @@
+"""Handlers of two groups read the same balance, and both store it increased by one."""
+
+from __future__ import annotations
+
+from outbox import Delivery
+from outbox.contrib.django import subscriber
+from tests.crash_kit.shop.models import Wallet
+from tests.crash_kit.writing import orders, place
+
+TOPIC = GROUP = "two_handlers_of_one_row"
+GROUPS = [GROUP, f"{GROUP}.bonus"]
+BREAKS = "Wallet.objects.get("
+
+
+def prepare() -> None:
+    Wallet.objects.create(customer="ann")
+
+
+@subscriber(TOPIC, group=GROUP)
+def handle(delivery: Delivery) -> None:
+    wallet = Wallet.objects.get(customer=delivery.body["customer"])
+    wallet.balance += 1
+    wallet.save()
+
+
+@subscriber(TOPIC, group=f"{GROUP}.bonus")
+def give_bonus(delivery: Delivery) -> None:
+    wallet = Wallet.objects.get(customer=delivery.body["customer"])
+    wallet.balance += 1
+    wallet.save()
+
+
+def scenario() -> None:
+    place(TOPIC, 1)
+
+
+def check() -> None:
+    assert Wallet.objects.get(customer="ann").balance == 2 * len(orders())
