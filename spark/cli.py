@@ -50,6 +50,7 @@ def parser() -> argparse.ArgumentParser:
         help="judge the rows of the last DURATION again, for example 7d (default: look_back of each rule)",
     )
     run.add_argument("--metrics", type=Path, help="write a Prometheus textfile: its path, or its folder")
+    _add_output_table(run)
     run.add_argument("--json", action="store_true", help="print the result as JSON")
     _add_spark(run)
     watch = commands.add_parser("watch", help="reconcile continuously, with Structured Streaming")
@@ -61,6 +62,7 @@ def parser() -> argparse.ArgumentParser:
     how.add_argument("--every", type=_seconds, default=60.0, help="seconds between batches (default: %(default)g)")
     how.add_argument("--available-now", action="store_true", help="judge all rows up to now, then end like `run`")
     watch.add_argument("--metrics", type=Path, help="write a Prometheus textfile: its path, or its folder")
+    _add_output_table(watch)
     _add_spark(watch)
     archive = commands.add_parser("archive", help="keep the broker's log as Parquet before retention removes it")
     archive.add_argument(
@@ -84,10 +86,20 @@ def parser() -> argparse.ArgumentParser:
     return root
 
 
-def _add_spark(command: argparse.ArgumentParser) -> None:
+def _add_output_table(command: argparse.ArgumentParser) -> None:
     command.add_argument(
+        "--output-table",
+        metavar="NAME",
+        help="also add the findings of each run to this Delta or Iceberg table, for example lake.shop.findings",
+    )
+
+
+def _add_spark(command: argparse.ArgumentParser) -> None:
+    where = command.add_mutually_exclusive_group()
+    where.add_argument(
         "--master", help="the Spark master (default: local[*], or under spark-submit the master of spark-submit)"
     )
+    where.add_argument("--remote", metavar="URL", help="a Spark Connect server, as in sc://spark.example.com:15002")
     command.add_argument(
         "--conf",
         action="append",
@@ -141,6 +153,9 @@ def _run(given: argparse.Namespace) -> int:
         raise UsageProblem(
             "--look-back cannot be combined with --full or --from, which judge old rows anyway. Leave it out."
         )
+    if threading.current_thread() is threading.main_thread():
+        # Without this handler, SIGTERM would end the process at once, and its lock in an object store would stay.
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
     options = RunOptions(
         rules=given.rules,
         output=given.output,
@@ -149,11 +164,12 @@ def _run(given: argparse.Namespace) -> int:
         full=given.full,
         look_back=given.look_back,
         metrics=given.metrics,
+        output_table=given.output_table,
     )
     progress = Progress(quiet=given.quiet)
     rules_file.load(options.rules)
     progress.say("stage start: Spark")
-    spark = session.start(given.master, dict(given.conf))
+    spark = session.start(given.master, dict(given.conf), given.remote)
     from . import run
 
     result = run.run(spark, options, progress)
@@ -193,11 +209,11 @@ def _watch(given: argparse.Namespace) -> int:
     With --available-now, the exit code is that of `run`. Without --available-now, the function waits for SIGTERM or
     SIGINT and then returns 0.
     """
-    options = RunOptions(rules=given.rules, output=given.output, metrics=given.metrics)
+    options = RunOptions(rules=given.rules, output=given.output, metrics=given.metrics, output_table=given.output_table)
     progress = Progress(quiet=given.quiet)
     rules_file.load(options.rules)
     progress.say("stage start: Spark")
-    spark = session.start(given.master, dict(given.conf))
+    spark = session.start(given.master, dict(given.conf), given.remote)
     from . import run
     from .watch import Watch
 
@@ -225,7 +241,7 @@ def _archive(given: argparse.Namespace) -> int:
     rules = rules_file.load(given.rules)
     progress = Progress(quiet=given.quiet)
     progress.say("stage start: Spark")
-    spark = session.start(given.master, dict(given.conf))
+    spark = session.start(given.master, dict(given.conf), given.remote)
     from . import archive
 
     work = archive.Archive(spark, rules, progress)

@@ -16,16 +16,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from .common import lock
 from .common.errors import CLEAN, FINDINGS, UsageProblem, readable_errors
 from .common.options import RunOptions
 from .common.progress import Progress
 from .comparison import classify, evidence
 from .output import history, metrics, report
 from .output.result import SAMPLES_PER_CAUSE, compose, publish, shown
+from .output.table import FindingsTable
 from .rules.rule import Rule
 from .sources.adbc import NAME
 from .sources.base import SourceBoundary
 from .sources.databases import Sources
+from .sources.staged import Staging
 from .stages import checksums, confirm, findings
 from .stages.confirm import OPEN_SCHEMA, ConfirmedRule
 from .stages.job import Job
@@ -39,15 +42,26 @@ if TYPE_CHECKING:
 def run(spark: SparkSession, options: RunOptions, progress: Progress | None = None) -> dict[str, Any]:
     """Reconcile once, and return the result that is now in force. `exit_code` computes the exit code from this result.
 
-    If the run fails, it raises ReconcileError and publishes nothing; the previous result stays in force.
+    If the run fails, it raises ReconcileError and publishes nothing; the previous result stays in force. If another
+    process writes into the output folder, the run raises RunIncomplete before any other work.
     """
-    progress = progress or Progress()
     job = Job.of(options)
-    evidence.configure(spark)
-    sources = Sources(spark, job.rules, f"{NAME} {job.name}")
     job.store.check_writable()
+    with lock.hold(job.store):
+        return run_job(spark, job, progress)
+
+
+def run_job(spark: SparkSession, job: Job, progress: Progress | None = None) -> dict[str, Any]:
+    """Like `run`, for a caller that holds the lock of the output folder."""
+    options = job.options
+    progress = progress or Progress()
+    evidence.configure(spark)
+    sources = Sources(spark, job.rules, f"{NAME} {job.name}", lambda database: Staging(job.store, job.name, database))
     metrics_file = None if options.metrics is None else metrics.target(options.metrics, options.rules)
+    table = None if options.output_table is None else FindingsTable(spark, options.output_table)
     previous, past = _previous_result(job), _past_runs(job)
+    if table is not None:
+        table.make_up(job.store, job.store.result())
     try:
         snapshots = _open(sources, "taking snapshots", progress)
         prepared = [_prepare(rule, job, snapshots, previous, sources) for rule in job.rules.rules]
@@ -65,6 +79,9 @@ def run(spark: SparkSession, options: RunOptions, progress: Progress | None = No
     if not_shown:
         progress.say(f"  {not_shown}")
     job.store.remove_old_runs(job.name)
+    if table is not None:
+        with progress.step(f"stage add: findings to {options.output_table}"):
+            table.add(job.store, result)
     return result
 
 

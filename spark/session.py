@@ -130,8 +130,11 @@ def java_options(environment: Mapping[str, str], settings: Mapping[str, str]) ->
     return {} if any(map(_CHOSEN.search, given)) else {"spark.driver.defaultJavaOptions": COLLECTOR}
 
 
-def start(master: str | None = None, settings: Mapping[str, str] | None = None) -> SparkSession:
-    """The Spark session of this process (from spark-submit or Spark Connect), else a new local session.
+def start(
+    master: str | None = None, settings: Mapping[str, str] | None = None, remote: str | None = None
+) -> SparkSession:
+    """The Spark session of this process (from spark-submit or Spark Connect), else a new local session. With `remote`,
+    a session of the Spark Connect server at this URL.
 
     Raises UsageProblem.
     """
@@ -140,7 +143,9 @@ def start(master: str | None = None, settings: Mapping[str, str] | None = None) 
 
     submitted = "PYSPARK_GATEWAY_PORT" in os.environ or "SPARK_REMOTE" in os.environ
     builder = SparkSession.builder.appName("outbox-reconcile")
-    if not submitted:
+    if remote is not None:
+        builder = builder.remote(remote)
+    elif not submitted:
         home = find_java()
         if home is not None:
             os.environ["JAVA_HOME"] = str(home)
@@ -154,7 +159,7 @@ def start(master: str | None = None, settings: Mapping[str, str] | None = None) 
         spark = builder.getOrCreate()
     except (PySparkException, OSError, RuntimeError) as error:
         raise UsageProblem(
-            f"Spark did not start: {' '.join(str(error).split())[:400]}. Check --master and Java."
+            f"Spark did not start: {' '.join(str(error).split())[:400]}. Check --master or --remote, and Java."
         ) from error
     for name, value in FIXED_SETTINGS.items():
         spark.conf.set(name, value)

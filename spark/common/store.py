@@ -8,6 +8,7 @@
     runs/<run>/report.html
     history/                findings over the runs, see output/history.py
     checkpoint/             the checkpoint of a continuous reconciliation
+    run.lock, locks/        the lock of the folder, see lock.py
 
 An interrupted run leaves a folder under runs/ that no result names. Later runs remove this folder.
 """
@@ -96,6 +97,29 @@ class Store:
         found = self._files.get_file_info(pafs.FileSelector(f"{self._root}/{name}", allow_not_found=True))
         return sorted(info.base_name for info in found if info.type == pafs.FileType.Directory)
 
+    @property
+    def local_folder(self) -> Path | None:
+        """The folder; None if the location is a URI."""
+        return Path(self._location) if self._is_local else None
+
+    def files(self, name: str) -> list[str]:
+        """The names of the files in folder `name`."""
+        found = self._files.get_file_info(pafs.FileSelector(f"{self._root}/{name}", allow_not_found=True))
+        return sorted(info.base_name for info in found if info.type == pafs.FileType.File)
+
+    def remove_file(self, name: str) -> None:
+        """Remove a file, if it exists."""
+        with contextlib.suppress(FileNotFoundError):
+            self._files.delete_file(f"{self._root}/{name}")
+
+    def write_new(self, name: str) -> None:
+        """Create an empty local file, unless the file exists."""
+        target = Path(f"{self._root}/{name}")
+        self._make_folder(target.parent)
+        with contextlib.suppress(FileExistsError):
+            target.touch(mode=self._mode & 0o600, exist_ok=False)
+            target.chmod(self._mode)
+
     def remove(self, name: str) -> None:
         """Remove a folder with everything in it."""
         self._files.delete_dir(f"{self._root}/{name}")
@@ -163,6 +187,13 @@ class Store:
             raise UsageProblem(
                 f"{self._location}/{name} cannot be read: {error}. Remove the file; only the rows in it are lost."
             ) from error
+
+    def output_stream(self, name: str) -> pa.NativeFile:
+        """A stream into a new file. A reader sees the file only after `close` in object stores, at once on a disk."""
+        target = f"{self._root}/{name}"
+        if not self._is_local:
+            self._files.create_dir(target.rsplit("/", 1)[0], recursive=True)
+        return self._files.open_output_stream(target)
 
     def write_table(self, name: str, table: pa.Table) -> None:
         """Write a table as a Parquet file, in the same way as `write`."""

@@ -146,7 +146,7 @@ def group_conditions(rule: Rule, number: int, window: Window) -> dict[FindingCla
     group = rule.groups[number]
     effects, effect_at = F.col(f"effects_{number}"), F.col(f"effect_at_{number}")
     has_time, is_sent = F.lit(group.table is not None), _is_sent(window.looks_at)
-    expected = is_sent & _is_owed(rule, number)
+    expected = is_sent & _is_owed(rule, number) & (F.col(f"timed_out_{number}") < _live())
     due = F.greatest("row_at", F.coalesce("due_at", "row_at"))
     limit = _micros(group.within_seconds)
     overdue = F.unix_micros(F.lit(window.watermark)) - F.unix_micros(due) > limit
@@ -180,7 +180,7 @@ def _unhandled(rule: Rule, number: int, window: Window) -> tuple[Column, Column]
         age = F.unix_micros(F.lit(window.watermark)) - F.unix_micros(waiting)
         return waiting.isNotNull(), F.coalesce(age > _micros(group.within_seconds), F.lit(False))
     effects, newest = F.col(f"effects_{number}"), F.col(f"newest_effect_{number}")
-    is_short = (effects > 0) & (effects < F.col(f"owing_{number}"))
+    is_short = (effects > 0) & (effects + F.col(f"timed_out_{number}") < F.col(f"owing_{number}"))
     return (
         F.coalesce(is_short & (F.col(f"newest_due_{number}") > newest), F.lit(False)),
         F.coalesce(is_short & (F.col(f"overdue_{number}") > newest), F.lit(False)),

@@ -41,6 +41,8 @@ DEAD: Final = 1000
 WAITING: Final = 2000
 """A message for which a group has no effect. Rows of this kind exist only for a rule in which each message of a
 business row must have effects of its own."""
+TIMED_OUT: Final = 3000
+"""A message that a group did not handle, because its time limit was over. The group owes no effect for it."""
 
 ATOMIC: Final = 0
 """A message that was stored and decided in the transaction of its business row, so its times are the start of this
@@ -189,9 +191,11 @@ def _kind(rule: Rule) -> Column:
     for number, group in enumerate(rule.groups):
         known[contract.effect_state(number)] = EFFECT + number
         known[contract.dead_state(group)] = DEAD + number
+        known[contract.timed_out_state(group)] = TIMED_OUT + number
     for name, value in known.items():
         kind = F.when(state == name, F.lit(value)).otherwise(kind)
-    kind = F.when(state.startswith("dead ") & (kind == UNDECIDED), F.lit(OTHER)).otherwise(kind)
+    is_of_group = state.startswith("dead ") | state.startswith("timed out ")
+    kind = F.when(is_of_group & (kind == UNDECIDED), F.lit(OTHER)).otherwise(kind)
     return F.when(state == "committed", F.lit(COMMITTED)).otherwise(kind)
 
 
@@ -332,6 +336,7 @@ def _of_group(rule: Rule, number: int) -> Iterator[Column]:
     yield F.count_if(is_effect).alias(f"effects_{number}")
     yield _earliest("at", is_effect).alias(f"effect_at_{number}")
     yield F.count_if(kind == DEAD + number).alias(f"dead_{number}")
+    yield F.count_if(kind == TIMED_OUT + number).alias(f"timed_out_{number}")
     if rule.groups[number].owed_when:
         is_owed = (kind == COMMITTED) & (F.col("owed").bitwiseAND(F.lit(1 << number)) != 0)
         yield F.count_if(is_owed).alias(f"owed_{number}")

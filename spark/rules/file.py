@@ -39,7 +39,7 @@ from .toml import TomlTable, dotted, line_of, lines_by_path
 
 DEFAULT_TRACE: Final = "python manage.py outbox_message show {message_id}"
 _PASSWORD: Final = re.compile(r"password\s*=|://[^/@:]*:[^/@]+@", re.IGNORECASE)
-_LOCATIONS: Final = ("env", "service", "dsn", "path")
+_LOCATIONS: Final = ("env", "service", "dsn", "path", "namespace")
 # docs/decisions/044-messages-are-found-by-their-key.md
 _BY_BODY: Final = (
     "a rule finds its messages by their key, not by a field of their body: dead letters, deliveries, the second look "
@@ -146,12 +146,14 @@ class _Reader:
         return replace(database, primary=known)
 
     def _database(self, name: str, value: Any) -> DatabaseRule:
-        keys = ("kind", *_LOCATIONS, "schema", "watermark", "primary", "longest_transaction")
+        keys = ("kind", *_LOCATIONS, "schema", "watermark", "primary", "longest_transaction", "read_on")
         table = TomlTable(self.problem, value, ("database", name), keys)
         kind = table.choice("kind", SourceKind, SourceKind.POSTGRES)
         given = [key for key in _LOCATIONS if key in table.values]
         if len(given) != 1:
-            table.problem(None, "needs exactly one of env, service, dsn, path", 'write env = "RECONCILE_APP"')
+            table.problem(
+                None, "needs exactly one of env, service, dsn, path, namespace", 'write env = "RECONCILE_APP"'
+            )
         return DatabaseRule(
             name=name,
             kind=kind,
@@ -159,7 +161,17 @@ class _Reader:
             schema=table.text("schema", "public") or "public",
             watermark=table.text("watermark"),
             longest_transaction_seconds=self._longest_transaction(table),
+            reads_on_driver=self._reads_on_driver(table, kind),
         )
+
+    @staticmethod
+    def _reads_on_driver(table: TomlTable, kind: SourceKind) -> bool:
+        reader = table.text("read_on", "executors")
+        if reader not in ("executors", "driver"):
+            table.problem("read_on", f"unknown value {reader!r}", "use one of: executors, driver")
+        elif "read_on" in table.values and kind is not SourceKind.POSTGRES:
+            table.problem("read_on", f"has no meaning for kind {kind.value!r}", "remove it")
+        return reader == "driver"
 
     @staticmethod
     def _longest_transaction(table: TomlTable) -> float:
@@ -170,11 +182,13 @@ class _Reader:
 
     def _location(self, table: TomlTable, kind: SourceKind, given: str) -> str:
         value = table.text(given) or ""
-        if (given == "path") != (kind in (SourceKind.PARQUET, SourceKind.CSV)) and given != "env":
+        fits = (given == "path") == kind.is_folder and (given == "namespace") == (kind is SourceKind.CATALOG)
+        if not fits and given != "env":
             table.problem(
                 given,
                 f"does not fit kind {kind.value!r}",
-                "write path for parquet and csv, and env, service or dsn for a database",
+                "write path for parquet, csv, delta and iceberg, namespace for a catalog, and env, service or dsn for "
+                "a database",
             )
         if given == "dsn" and _PASSWORD.search(value):
             table.problem(

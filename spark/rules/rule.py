@@ -62,6 +62,18 @@ class SourceKind(enum.StrEnum):
     """A folder with one Parquet file or folder per table."""
     CSV = "csv"
     """A folder with one CSV file (with a header) per table."""
+    DELTA = "delta"
+    """A folder with one table of Delta Lake per table, each read at one version."""
+    ICEBERG = "iceberg"
+    """A folder with one Iceberg table per table, each read at one snapshot."""
+    CATALOG = "catalog"
+    """A namespace of a Spark catalog (Unity Catalog, Hive, an Iceberg catalog). The run reads each table of Delta Lake
+    or Iceberg at one version."""
+
+    @property
+    def is_folder(self) -> bool:
+        """Whether `path` gives the place of the tables."""
+        return self in (SourceKind.PARQUET, SourceKind.CSV, SourceKind.DELTA, SourceKind.ICEBERG)
 
 
 DEFAULT_GRACE_SECONDS: Final = 60.0
@@ -73,8 +85,8 @@ DEFAULT_LOOK_BACK_EVERY_SECONDS: Final = 86_400.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DatabaseRule:
-    """One source. `location` is the connection string, JDBC URL or folder of the source, with environment variables
-    resolved.
+    """One source. `location` is the connection string, JDBC URL, folder or namespace of the source, with environment
+    variables resolved.
 
     For a replica, `primary` is the primary database, whose open transactions limit the watermark. Without `primary`, a
     run assumes that the primary's transactions last at most `longest_transaction_seconds`.
@@ -87,6 +99,8 @@ class DatabaseRule:
     watermark: str | None = None
     primary: DatabaseRule | None = None
     longest_transaction_seconds: float = DEFAULT_LONGEST_TRANSACTION_SECONDS
+    reads_on_driver: bool = False
+    """Whether the process of the run reads the rows, so that executors need no database driver and no connection."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

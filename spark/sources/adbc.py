@@ -56,7 +56,7 @@ _SETTINGS: Final = (
     "statement_timeout = 0",
     "idle_in_transaction_session_timeout = 0",
 )
-_READING: Final = (
+READING: Final = (
     "work_mem = '128MB'",
     # Decisions are stored in the order of their messages. Reading the decisions by index is faster than scanning all
     # decisions for every partition.
@@ -110,9 +110,7 @@ class PostgresReader(DataSourceReader):
         self._snapshot: str = options.get("snapshot", "")
         self._name: str = options.get("name", NAME)
         self._queries: list[str] = json.loads(options["queries"])
-        self._schema = pa.schema(
-            [pa.field(field.name, _ARROW_TYPES[field.dataType.simpleString()], True) for field in schema.fields]
-        )
+        self._schema = arrow_schema(schema)
 
     def partitions(self) -> Sequence[InputPartition]:
         """See DataSourceReader."""
@@ -134,13 +132,20 @@ class PostgresReader(DataSourceReader):
     def _batches(self, query: str) -> Iterator[pa.RecordBatch]:
         with connect(self._url) as connection, connection.cursor() as cursor:
             cursor.adbc_statement.set_options(**{"adbc.postgresql.batch_size_hint_bytes": str(_BATCH_BYTES)})
-            for statement in begin(SNAPSHOT, self._name, snapshot=self._snapshot, settings=_READING):
+            for statement in begin(SNAPSHOT, self._name, snapshot=self._snapshot, settings=READING):
                 cursor.execute(statement)
             cursor.execute(query)
             with cursor.fetch_record_batch() as reader:
                 for batch in reader:
                     yield conform(batch, self._schema)
             cursor.execute("COMMIT")
+
+
+def arrow_schema(schema: StructType) -> pa.Schema:
+    """The Arrow schema of the rows of a query."""
+    return pa.schema(
+        [pa.field(field.name, _ARROW_TYPES[field.dataType.simpleString()], True) for field in schema.fields]
+    )
 
 
 def connect(url: str) -> Any:

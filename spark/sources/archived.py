@@ -21,6 +21,7 @@ from . import adbc, sql
 from .base import Column, ColumnKind, TableSelection
 from .files import FrameSource
 from .postgres import PostgresSource
+from .staged import Staging
 
 MANIFEST: Final = "archive.json"
 FOLDER: Final = "message_v1"
@@ -175,8 +176,15 @@ class ArchivedSource(PostgresSource):
     that is in both log and archive is read only from the log.
     """
 
-    def __init__(self, spark: SparkSession, database: DatabaseRule, location: str, name: str = adbc.NAME) -> None:
-        super().__init__(spark, database, name)
+    def __init__(
+        self,
+        spark: SparkSession,
+        database: DatabaseRule,
+        location: str,
+        name: str = adbc.NAME,
+        staging: Staging | None = None,
+    ) -> None:
+        super().__init__(spark, database, name, staging)
         store = Store(location)
         self._manifest = load_manifest(store)
         folders = [store.spark_path(each.folder) for each in self._manifest.passes] if self._manifest else []

@@ -58,6 +58,8 @@ class TableSelection:
     equals: tuple[tuple[str, str], ...] = ()
     span: str | None = None
     in_broker: bool = False
+    # A run without this table reports less. `check` raises TableMissing if the role may not read the table.
+    is_optional: bool = False
 
     @property
     def schema(self) -> StructType:

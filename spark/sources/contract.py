@@ -1,8 +1,8 @@
 """The columns that a run reads from the broker's published views and from the business tables.
 
 The views belong to the broker (`outbox/broker/schema`), and the name of a view ends with its version.
-docs/reconciliation.md describes the views. A test compares the views in this module with the views of an installed
-broker.
+docs/reconciliation/sources.md describes the views. A test compares the views in this module with the views of an
+installed broker.
 """
 
 from __future__ import annotations
@@ -46,6 +46,15 @@ VIEWS: Final[dict[str, dict[str, str]]] = {
         "tag": "text",
         "dead_at": "timestamp with time zone",
         "replayed_at": "timestamp with time zone",
+    },
+    "timed_out_v1": {
+        "consumer_group": "text",
+        "log_id": "bigint",
+        "topic": "text",
+        "key": "text",
+        "tag": "text",
+        "stored_at": "timestamp with time zone",
+        "timed_out_at": "timestamp with time zone",
     },
     "topic_v1": {"topic": "text", "retention_seconds": "bigint", "pruned_at": "timestamp with time zone"},
     # A run reads the next three views if a group has no owed_when.
@@ -209,6 +218,23 @@ def dead_letters(rule: Rule, *, detailed: bool = False) -> TableSelection:
     )
 
 
+def timed_out(rule: Rule, *, detailed: bool = False) -> TableSelection:
+    """The messages of the topic that a group did not handle, because their time limit was over. The selection has the
+    same columns as the messages."""
+    return TableSelection(
+        table="timed_out_v1",
+        columns=_broker_columns(
+            rule, {"at": "timed_out_at", "state": "'timed out ' || consumer_group"}, detailed=detailed
+        ),
+        key="key",
+        time="stored_at",
+        equals=_topic(rule),
+        span="log_id",
+        in_broker=True,
+        is_optional=True,
+    )
+
+
 def deliveries(rule: Rule) -> TableSelection:
     """The state of each message in each group, for the text of a finding."""
     return TableSelection(
@@ -229,6 +255,11 @@ def deliveries(rule: Rule) -> TableSelection:
 def dead_state(group: GroupRule) -> str:
     """The text that `dead_letters` writes into the column `state` for a dead letter of this group."""
     return f"dead {group.name}"
+
+
+def timed_out_state(group: GroupRule) -> str:
+    """The text that `timed_out` writes into the column `state` for a message that timed out in this group."""
+    return f"timed out {group.name}"
 
 
 def effect_state(number: int) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from pyspark.sql import SparkSession
 
 from ..rules.rule import DatabaseRule, Rules, SourceKind
@@ -10,7 +12,9 @@ from .adbc import NAME
 from .archived import ArchivedSource
 from .base import DataSource, SourceBoundary, TableSelection
 from .files import FileSource, JdbcSource
+from .lake import LakeSource
 from .postgres import PostgresSource
+from .staged import Staging
 
 
 class Sources:
@@ -21,16 +25,20 @@ class Sources:
     the broker's later snapshot. An effect is newer than its message, so effects are read last.
     """
 
-    def __init__(self, spark: SparkSession, rules: Rules, name: str = NAME) -> None:
-        """`name` is the application_name of the sessions in the databases."""
+    def __init__(
+        self, spark: SparkSession, rules: Rules, name: str = NAME, staging: Callable[[str], Staging] | None = None
+    ) -> None:
+        """`name` is the application_name of the sessions in the databases. `staging` makes the staging of a database
+        that the run's own process reads."""
         self._rules = rules
-        self.broker: DataSource = _source(spark, rules.databases[rules.broker], name)
+        broker = rules.databases[rules.broker]
+        self.broker: DataSource = _source(spark, broker, name, staging)
         if rules.archive is not None and isinstance(self.broker, PostgresSource):
-            self.broker = ArchivedSource(spark, rules.databases[rules.broker], rules.archive, name)
+            self.broker = ArchivedSource(spark, broker, rules.archive, name, _staging_of(broker, staging))
         self._by_name: dict[str, DataSource] = {rules.broker: self.broker}
         for alias, database in rules.databases.items():
-            same = _is_same(database, rules.databases[rules.broker])
-            self._by_name.setdefault(alias, self.broker if same else _source(spark, database, name))
+            same = _is_same(database, broker)
+            self._by_name.setdefault(alias, self.broker if same else _source(spark, database, name, staging))
 
     def __getitem__(self, name: str) -> DataSource:
         return self._by_name[name]
@@ -64,12 +72,20 @@ class Sources:
         return timed
 
 
-def _source(spark: SparkSession, database: DatabaseRule, name: str) -> DataSource:
+def _source(
+    spark: SparkSession, database: DatabaseRule, name: str, staging: Callable[[str], Staging] | None
+) -> DataSource:
     if database.kind is SourceKind.POSTGRES:
-        return PostgresSource(spark, database, name)
+        return PostgresSource(spark, database, name, _staging_of(database, staging))
     if database.kind is SourceKind.JDBC:
         return JdbcSource(spark, database)
+    if database.kind in (SourceKind.DELTA, SourceKind.ICEBERG, SourceKind.CATALOG):
+        return LakeSource(spark, database)
     return FileSource(spark, database)
+
+
+def _staging_of(database: DatabaseRule, staging: Callable[[str], Staging] | None) -> Staging | None:
+    return staging(database.name) if staging is not None and database.reads_on_driver else None
 
 
 def _is_same(one: DatabaseRule, other: DatabaseRule) -> bool:

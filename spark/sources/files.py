@@ -187,8 +187,7 @@ class FileSource(FrameSource):
                 if self._is_there(f"{folder}/{log}"):
                     raise UsageProblem(
                         f"{folder} is a table of {name} (it has {log}), and kind = 'parquet' would also read files "
-                        f"with rows that were removed or replaced. Export the rows: read the table with {name}, and "
-                        f"write them as Parquet into a folder of their own."
+                        f"with rows that were removed or replaced. {_REMEDIES[name]}"
                     )
 
     def _is_there(self, path: str) -> bool:
@@ -203,6 +202,11 @@ class FileSource(FrameSource):
 
 # Table formats that use Parquet. Each format is recognised by a file or folder that it has in the folder of a table.
 _LOGS: Final = {"Delta Lake": "_delta_log", "Apache Iceberg": "metadata/*.metadata.json", "Apache Hudi": ".hoodie"}
+_REMEDIES: Final = {
+    "Delta Lake": "Write kind = 'delta' in the rules file.",
+    "Apache Iceberg": "Write kind = 'iceberg' in the rules file.",
+    "Apache Hudi": "Read the table with Apache Hudi, and write its rows as Parquet into a folder of their own.",
+}
 
 # pandas and Arrow write Parquet files with times in nanoseconds. Spark has no type for nanoseconds. With this setting,
 # Spark reads times in nanoseconds as whole numbers. In this case, only the footers of the Parquet files show which

@@ -14,11 +14,12 @@ from typing import Any, Final
 
 from pyspark.sql import DataFrame, SparkSession
 
-from ..common.errors import ReconcileError, RunIncomplete, UsageProblem
+from ..common.errors import ReconcileError, RunIncomplete, TableMissing, UsageProblem
 from ..common.options import parse_moment
 from ..rules.rule import DatabaseRule, FieldType
 from . import adbc, partitions, sql, watermark
 from .base import Column, SourceBoundary, TableSelection
+from .staged import Staging
 
 ROWS_PER_PARTITION: Final = 500_000
 KEYS_PER_PARTITION: Final = 5_000
@@ -50,8 +51,12 @@ _COMPARABLE: Final = {
 class PostgresSource:
     """One PostgreSQL database. `open` takes the snapshot; all reads until `close` see this snapshot only."""
 
-    def __init__(self, spark: SparkSession, database: DatabaseRule, name: str = adbc.NAME) -> None:
+    def __init__(
+        self, spark: SparkSession, database: DatabaseRule, name: str = adbc.NAME, staging: Staging | None = None
+    ) -> None:
+        """With `staging`, this process reads all rows. Without it, executors read over connections of their own."""
         self._spark, self._database, self._name = spark, database, name
+        self._staging = staging
         self._coordinator: Any = None
         self._snapshot = ""
         self._types: dict[str, dict[str, str]] = {}
@@ -64,8 +69,9 @@ class PostgresSource:
             activity = watermark.of_row(self._latest(connection, watermark.OLDEST))
             identifier = self._system_identifier()
             complete = self._completeness(connection, activity, identifier)
-            # The joins of the checksums need this memory.
-            for statement in adbc.begin(adbc.SNAPSHOT, self._name, settings=("work_mem = '64MB'",)):
+            # The joins of the checksums need this memory. With `staging`, the same transaction reads all rows.
+            settings = ("work_mem = '64MB'",) if self._staging is None else adbc.READING
+            for statement in adbc.begin(adbc.SNAPSHOT, self._name, settings=settings):
                 self._execute(connection, statement)
             exported = self._rows(connection, "SELECT pg_export_snapshot(), pg_current_snapshot()::text")[0]
         except ReconcileError:
@@ -140,9 +146,16 @@ class PostgresSource:
             with contextlib.suppress(adbc_driver_manager.Error):
                 self._coordinator.close()
             self._coordinator, self._snapshot = None, ""
+        if self._staging is not None:
+            self._staging.clear()
 
     def check(self, selection: TableSelection) -> None:
         """See DataSource."""
+        if selection.is_optional:
+            table = sql.text(self.table_of(selection))
+            [(may_read,)] = self.query(f"SELECT coalesce(has_table_privilege(to_regclass({table}), 'SELECT'), false)")
+            if not may_read:
+                raise TableMissing(f"database {self._database.name!r} has no readable table {selection.table!r}.")
         types = self.column_types(selection)
         for column in selection.columns:
             self._check_comparable(selection.table, column, types)
@@ -273,6 +286,9 @@ class PostgresSource:
         return sql.select(selection, table or self.table_of(selection), terms)
 
     def _frame(self, selection: TableSelection, queries: list[str]) -> DataFrame:
+        if self._staging is not None:
+            with self._translating(f"table {selection.table!r}"):
+                return self._staging.read(self._spark, self._coordinator, queries, selection.schema)
         self._spark.dataSource.register(adbc.PostgresDataSource)
         return (
             self._spark.read.format(adbc.FORMAT)

@@ -253,7 +253,10 @@ def _evidence(rule: Rule) -> Column:
 
 
 def _as_findings(found: DataFrame, rule: Rule) -> DataFrame:
-    """The columns of the findings file (docs/reconciliation.md), except the columns that depend on earlier results."""
+    """The columns of the findings file, except the columns that depend on earlier results.
+
+    docs/reconciliation/report.md describes them.
+    """
     group = F.col("group")
     severity = F.lit(rule.severity.value)
     effects, effect_at = F.lit(None).cast("bigint"), F.lit(None).cast("timestamp")

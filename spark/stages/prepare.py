@@ -25,6 +25,8 @@ from .job import Job
 HALF_AGE: Final = timedelta(seconds=60)
 _WITHOUT: Final = {
     "dead_letter_v1": "dead_letter_v1 was not exported, so a dead letter is reported as UNDELIVERED, not as DEAD",
+    "timed_out_v1": "timed_out_v1 was not exported, or the role may not read it, so a message whose time limit was "
+    "over is reported as UNDELIVERED",
     "delivery_v1": "delivery_v1 was not exported, so a finding does not show the state of its message in each group",
 }
 
@@ -101,7 +103,8 @@ def _missing_views(rule: Rule, sources: Sources) -> list[str]:
         source = sources[group.database] if group.table else sources.broker
         source.check(contract.effects(rule, number))
     missing = []
-    for selection in (contract.dead_letters(rule), contract.deliveries(rule)) if rule.groups else ():
+    optional = (contract.dead_letters(rule), contract.timed_out(rule), contract.deliveries(rule))
+    for selection in optional if rule.groups else ():
         try:
             sources.broker.check(selection)
         except TableMissing:

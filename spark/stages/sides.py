@@ -70,6 +70,8 @@ def _tables(
             _add(by_message if group.message_id else tables, sources[group.database], selection)
     if rule.groups and "dead_letter_v1" not in prepared.missing_views:
         broker.append(contract.dead_letters(rule, detailed=detailed))
+    if rule.groups and "timed_out_v1" not in prepared.missing_views:
+        broker.append(contract.timed_out(rule, detailed=detailed))
     return _Tables(tables, by_message, broker)
 
 
@@ -130,6 +132,8 @@ def _waiting(rule: Rule, owing: DataFrame, broker: DataFrame, by_message: list[D
             kind = F.col("kind") == contract.EFFECT_KIND + number
             done = reduce(DataFrame.unionByName, by_message).where(kind).select(F.col("key").alias("message_id"))
             left = owed.join(done, "message_id", "left_anti")
+        timed_out = broker.where(F.col("state") == contract.timed_out_state(group)).select("log_id")
+        left = left.join(timed_out, "log_id", "left_anti")
         found.append(evidence.waiting_side(left, rule, number))
     return found
 
@@ -232,11 +236,11 @@ def _key_sides(
     is_message = broker["state"].isin(*contract.MESSAGE_STATES)
     messages = broker.where(is_message)
     if rule.message_when:
-        # The view of dead letters has neither headers nor body. So a dead letter belongs to the rule if its message
-        # satisfies `message_when`.
-        letters = broker.where(broker["state"].startswith("dead "))
-        ours = letters.join(messages.select("log_id"), "log_id", "left_semi").select(*broker.columns)
-        broker = broker.where(~broker["state"].startswith("dead ")).unionByName(ours)
+        # The views of dead letters and of messages that timed out have neither headers nor body. So such a row belongs
+        # to the rule if its message satisfies `message_when`.
+        is_of_group = broker["state"].startswith("dead ") | broker["state"].startswith("timed out ")
+        ours = broker.where(is_of_group).join(messages.select("log_id"), "log_id", "left_semi").select(*broker.columns)
+        broker = broker.where(~is_of_group).unionByName(ours)
     return KeySides(
         narrow=[evidence.broker_side(broker, rule, is_exact=True), *narrow, *waiting],
         rows=own.where(own["kind"] == contract.ROW_KIND),

@@ -10,10 +10,22 @@ import psycopg
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from spark.sources import contract
 from tests.spark.world import World
 
 TABLES = ("orders_order", "logistics_shipment", "points_entry", "cart_clearance")
-VIEWS = ("message_v1", "dead_letter_v1", "delivery_v1", "topic_v1", "group_v1", "offset_v1", "queue_entry_v1")
+VIEWS = (
+    "message_v1",
+    "dead_letter_v1",
+    "timed_out_v1",
+    "delivery_v1",
+    "topic_v1",
+    "group_v1",
+    "offset_v1",
+    "queue_entry_v1",
+)
+TIME = pa.timestamp("us", tz="UTC")
+TYPES = {"bigint": pa.int64(), "bytea": pa.binary(), "timestamp with time zone": TIME}
 # Transactions open at this time have not committed yet, so the export may lack them.
 COMPLETE = (
     "SELECT least(now(), min(xact_start)) FROM pg_stat_activity WHERE datname = current_database() "
@@ -48,7 +60,10 @@ def export_parquet(connection: psycopg.Connection, view: str, target: Path) -> N
         {name: str(value) if name in texts and value else value for name, value in zip(names, row, strict=True)}
         for row in cursor
     ]
-    pq.write_table(pa.Table.from_pylist(rows), target)
+    # Without a row, the columns of a view have the types that the rules expect.
+    kinds = contract.VIEWS.get(view, {})
+    empty = pa.schema([(name, TYPES.get(kinds.get(name, ""), pa.string())) for name in names])
+    pq.write_table(pa.Table.from_pylist(rows, None if rows else empty), target)
 
 
 def export(world: World, kind: str, folder: Path) -> datetime:

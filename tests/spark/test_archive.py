@@ -113,6 +113,7 @@ def test_a_gap_is_reported_and_what_lies_before_it_is_not_judged(
     assert reconcile.run(full=True)["rules"][0]["since"] is not None
 
 
+@pytest.mark.slow
 def test_two_passes_at_once(reconcile: Reconciler, world: World, tmp_path: Path) -> None:
     path = reconcile.rules(text=archived_rules(tmp_path))
     with world.broker.transaction():
@@ -153,6 +154,7 @@ class Stopper(Progress):
             raise KeyboardInterrupt
 
 
+@pytest.mark.slow
 def test_a_pass_that_ends_in_the_middle_is_taken_again(reconcile: Reconciler, world: World, tmp_path: Path) -> None:
     world.add_many(20)
     path = reconcile.rules(text=archived_rules(tmp_path))

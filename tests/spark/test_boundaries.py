@@ -163,6 +163,7 @@ def test_exports_of_bytea_and_effects_without_a_watermark(reconcile: Reconciler,
     assert "up to the newest time in 'shipment'" in note
 
 
+@pytest.mark.slow
 def test_values_in_unusual_forms_and_outputs_that_fail(
     reconcile: Reconciler, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -43,6 +43,7 @@ def chain(reconcile: Reconciler, world: World, extra: str = "") -> None:
     change_what_was_judged(world)
 
 
+@pytest.mark.slow
 def test_a_look_back_sees_what_a_full_run_sees(reconcile: Reconciler, world: World) -> None:
     chain(reconcile, world)
     without = reconcile.run()

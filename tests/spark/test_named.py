@@ -27,6 +27,7 @@ within = "10m"
 """
 
 
+@pytest.mark.slow
 def test_a_stuck_half_and_a_dead_letter_are_named_beside_committed_messages_of_their_keys(
     reconcile: Reconciler, world: World
 ) -> None:
@@ -85,6 +86,7 @@ def test_dead_letters_of_messages_that_are_another_rules_are_not_this_rules(
     assert reconcile.findings(reconcile.run()) == []
 
 
+@pytest.mark.slow
 def test_of_several_messages_the_unhandled_one_is_named(reconcile: Reconciler, world: World) -> None:
     """at_least_one, where effects name their messages, and by the broker's own offsets."""
     older, newer = uuid.uuid4(), uuid.uuid4()

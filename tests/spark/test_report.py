@@ -17,8 +17,7 @@ from spark.common.errors import UsageProblem
 from spark.common.safe_text import escaped, visible
 from spark.comparison import causes
 from spark.comparison.causes import FindingCounts
-from spark.comparison.classify import CLASSES, FAULTS, FindingClass
-from spark.comparison.remedies import REMEDIES
+from spark.comparison.classify import CLASSES, FAULTS
 from spark.output import history, metrics, plot, report, summary
 from spark.stages import scan
 
@@ -205,12 +204,6 @@ def test_the_metrics_of_two_rules_files_stand_beside_each_other(tmp_path: Path) 
     assert metrics.target(one, orders) == one
     with pytest.raises(UsageProblem, match=r"the metrics of another rules file, .*orders\.toml"):
         metrics.target(one, refunds)
-
-
-def test_the_documentation_says_what_findings_say() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "reconciliation.md").read_text()
-    for name in (*FAULTS, FindingClass.EXPIRED):
-        assert f"| {name.value} | {REMEDIES[name].check} | {REMEDIES[name].settle} |" in text
 
 
 def bars(drawn: str, css: str) -> int:

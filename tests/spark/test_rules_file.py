@@ -10,6 +10,7 @@ from spark import cli
 from spark.common.errors import RulesInvalid, UsageProblem
 from spark.rules import file as rules_file
 from spark.rules.rule import FieldType, FindingSeverity, Messages, SourceKind
+from tests.documents import DOCS, blocks
 from tests.spark.world import RULES, group_rules
 
 ENVIRONMENT = {"RECONCILE_APP": "dbname=app", "RECONCILE_BROKER": "dbname=broker"}
@@ -51,18 +52,20 @@ def test_the_rules_of_the_sample_are_valid() -> None:
     path = Path(__file__).resolve().parent.parent.parent / "sample_project" / "reconcile.toml"
     rules = rules_file.load(path, {"RECONCILE_ORDERS": "dbname=orders", "RECONCILE_BROKER": "dbname=broker"})
     assert [(rule.topic, [group.name for group in rule.groups]) for rule in rules.rules] == [
-        ("order.paid", ["logistics", "points", "income.enrich", "cart"]),
+        ("order.paid", ["logistics", "points", "payments", "income.enrich", "cart"]),
         ("shipment.created", ["orders"]),
         ("order.enriched", ["income.windows"]),
     ]
 
 
 def test_the_rules_of_the_documentation_are_valid() -> None:
-    """Both files there: the short one to begin with, and the one that shows every key."""
-    text = (Path(__file__).resolve().parent.parent.parent / "docs" / "reconciliation.md").read_text()
-    blocks = [block.partition("\n```")[0] for block in text.split("```toml\n")[1:]]
-    loaded = [rules_file.parse(block, environment=ENVIRONMENT) for block in blocks]
-    assert [[rule.name for rule in each.rules] for each in loaded] == [["paid orders"], ["paid orders"]]
+    """The short file to begin with, the one that shows every key, and a group that is added to the first."""
+    [first] = blocks(DOCS / "reconciliation" / "first-run.md", "toml")
+    every, group = blocks(DOCS / "reconciliation" / "rules.md", "toml")
+    files = (first, every, f"{first.replace('logistics', 'mail')}\n{group}")
+    loaded = [rules_file.parse(text, environment=ENVIRONMENT) for text in files]
+    assert [[rule.name for rule in each.rules] for each in loaded] == [["paid orders"]] * 3
+    assert [group.name for group in loaded[2].rules[0].groups] == ["mail", "logistics"]
 
 
 def test_a_changed_rule_has_another_digest() -> None:
@@ -96,7 +99,9 @@ MISTAKES: list[tuple[str, str, str, str]] = [
     ('env = "RECONCILE_APP"', 'dsn = "dbname=a password=b"', "contains a password; keep the password in the", ""),
     ('env = "RECONCILE_APP"', 'dsn = "postgresql://me:secret@host/a"', "contains a password", ""),
     ('env = "RECONCILE_APP"', 'path = "/data"', "does not fit kind 'postgres'", ""),
-    ('env = "RECONCILE_APP"', "", "needs exactly one of env, service, dsn, path", "[database.app]"),
+    ('env = "RECONCILE_APP"', 'env = "RECONCILE_APP"\nread_on = "both"', "unknown value 'both'; use one of: exec", ""),
+    ('env = "RECONCILE_APP"', 'namespace = "lake.shop"', "does not fit kind 'postgres'", ""),
+    ('env = "RECONCILE_APP"', "", "needs exactly one of env, service, dsn, path, namespace", "[database.app]"),
     (
         'key = "order_id"',
         'key = "order_id"\nmessage_id = "m"',

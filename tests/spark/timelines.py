@@ -13,13 +13,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from spark.sources import contract
+from tests.spark.exports import TIME, TYPES
 from tests.spark.oracle import GRACE, GROUPS, UNTIL, BusinessRow, History, Sent
 
 HOUR = timedelta(hours=1)
 BEGIN = UNTIL - 6 * HOUR
 TOPIC, OTHER_TOPIC = "order.paid", "order.shipped"
-_TIME = pa.timestamp("us", tz="UTC")
-_TYPES = {"bigint": pa.int64(), "bytea": pa.binary(), "timestamp with time zone": _TIME}
 _STATES = ("committed", "committed", "committed", "committed", "committed", "parked", "undecided", "rolled_back")
 
 
@@ -151,14 +150,12 @@ def export(timelines: Mapping[str, Timeline], strays: Mapping[str, datetime], no
         for row in history.rows
     ]
     effects = [{"k": key, "t": at} for key, history in known.items() for at in history.effects[0]]
-    views = {"message_v1": messages, "dead_letter_v1": dead, "delivery_v1": []}
+    views = {"message_v1": messages, "dead_letter_v1": dead, "timed_out_v1": [], "delivery_v1": []}
     for view, listed in views.items():
-        columns = [(name, _TYPES.get(kind, pa.string())) for name, kind in contract.VIEWS[view].items()]
+        columns = [(name, TYPES.get(kind, pa.string())) for name, kind in contract.VIEWS[view].items()]
         pq.write_table(pa.Table.from_pylist(listed, pa.schema(columns)), folder / f"{view}.parquet")
     texts = [(name, pa.string()) for name in ("id", "customer", "total", "weight")]
-    pq.write_table(pa.Table.from_pylist(rows, pa.schema([*texts, ("paid_at", _TIME)])), folder / "orders_order.parquet")
-    pq.write_table(
-        pa.Table.from_pylist(effects, pa.schema([("k", pa.string()), ("t", _TIME)])), folder / "work.parquet"
-    )
-    shape = pa.schema([("message_id", pa.string()), ("handled_at", _TIME)])
+    pq.write_table(pa.Table.from_pylist(rows, pa.schema([*texts, ("paid_at", TIME)])), folder / "orders_order.parquet")
+    pq.write_table(pa.Table.from_pylist(effects, pa.schema([("k", pa.string()), ("t", TIME)])), folder / "work.parquet")
+    shape = pa.schema([("message_id", pa.string()), ("handled_at", TIME)])
     pq.write_table(pa.Table.from_pylist(inbox, shape), folder / "inbox.parquet")
