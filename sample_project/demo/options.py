@@ -24,7 +24,7 @@ class Options:
 def parse(arguments: Sequence[str] | None = None) -> Options:
     """Read the command line; $KEEP, $SAMPLE_PATH and $ENGINE are the defaults of --keep, --path and --engine."""
     parser = argparse.ArgumentParser(prog="python -m sample_project.demo", description=__doc__)
-    parser.add_argument("--orders", type=_at_least(20), default=300, help="orders to pay (default: 300)")
+    parser.add_argument("--orders", type=_at_least(20), default=200, help="orders to pay (default: 200)")
     parser.add_argument("--shoppers", type=_at_least(1), default=6, help="customers at a time (default: 6)")
     parser.add_argument(
         "--path",

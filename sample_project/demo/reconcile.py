@@ -19,6 +19,14 @@ _REPORTED: Final = (0, 1)
 # Half a minute on an idle machine; several times that on a busy one.
 _TIMEOUT_SECONDS: Final = 300.0
 _INSTALL_TIMEOUT_SECONDS: Final = 1200.0
+# For some hundred rows, Spark and Java spend their time on compiling plans. The tests of reconciliation use these
+# settings, too. For millions of rows they are wrong, so outbox-reconcile does not set them.
+_SETTINGS: Final = {
+    "spark.sql.shuffle.partitions": "2",
+    "spark.sql.adaptive.enabled": "false",
+    "spark.sql.codegen.wholeStage": "false",
+    "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +72,7 @@ def run(services: Services, directory: Path, *, orders_url: str, broker_url: str
         "reconcile",
         "spark",
         *("run", f"--rules={_RULES}", f"--output={folder}", "--full"),
+        *(f"--conf={name}={value}" for name, value in _SETTINGS.items()),
         environment={"RECONCILE_ORDERS": orders_url, "RECONCILE_BROKER": broker_url},
         timeout_seconds=_TIMEOUT_SECONDS,
         accept=_REPORTED,

@@ -8,6 +8,7 @@ import shutil
 import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,8 @@ import psycopg
 
 from outbox.broker import embedded
 from sample_project import server
-from sample_project.demo import figures, reconcile, rocketmq, verdicts
+from sample_project.demo import charges, figures, reconcile, rocketmq, verdicts
+from sample_project.demo.charges import PaymentKill
 from sample_project.demo.display import Display
 from sample_project.demo.figures import Figures
 from sample_project.demo.options import Options
@@ -27,8 +29,11 @@ from sample_project.demo.verdicts import Verdict, exactly
 from sample_project.rocketmq_server import PrivateRocketMQ
 
 SETTLE_SECONDS: Final = 90.0
-# Short for a demonstration; the defaults are 6 s, 60 s and 30 s.
-_CHECK_BACK: Final = {
+# The time for the kill in a payment after the last customer has left.
+_KILL_SECONDS: Final = 30.0
+# Short for a demonstration; the defaults are 10 s, 6 s, 60 s and 30 s.
+_TIMES: Final = {
+    "SAMPLE_LEASE_SECONDS": "5",
     "SAMPLE_IMMUNITY_SECONDS": "2",
     "SAMPLE_CHECK_RETRY_SECONDS": "2",
     "SAMPLE_CHECK_INTERVAL_SECONDS": "2",
@@ -46,6 +51,7 @@ class Stage:
     port: int
     orders_url: str
     broker_url: str
+    provider_url: str
     rocketmq: PrivateRocketMQ | None = None
 
     @property
@@ -67,6 +73,14 @@ class Stage:
         return self.directory / f"killed.{point}"
 
 
+@dataclass(kw_only=True)
+class _Kills:
+    """What the demo itself has killed so far."""
+
+    leader: bool = False
+    payment: PaymentKill | None = None
+
+
 def run(options: Options, display: Display, directory: Path) -> None:
     """Run the demo once. Raises DemoFailed on any failure or wrong figure; always stops the processes it started."""
     with (
@@ -80,15 +94,18 @@ def run(options: Options, display: Display, directory: Path) -> None:
             psycopg.connect(stage.orders_url, autocommit=True) as orders,
             psycopg.connect(stage.broker_url, autocommit=True) as broker,
         ):
-            crowd, leader_killed = _sell(stage, celery, orders, broker)
+            crowd, kills = _sell(stage, celery, orders, broker)
             late = _settle(stage, crowd, orders, broker)
             found = stage.figures(orders, broker)
             paid = figures.paid_orders(orders)
+            in_statements = _statement(stage, orders) if stage.rocketmq is None and late is None else None
         display.states(found)
         results = [
             *verdicts.of_orders(found),
             *verdicts.of_customers(crowd.answers, paid, options.orders),
-            *_of_crashes(stage, leader_killed=leader_killed),
+            *([] if stage.rocketmq else verdicts.of_charges(charges.read(stage.provider_url), paid, kills.payment)),
+            *([] if in_statements is None else [exactly("charges in the statement", in_statements, len(paid))]),
+            *_of_crashes(stage, kills),
             *(verdicts.of_check_back(found) if stage.two_phase else []),
         ]
         failure = late
@@ -114,7 +131,6 @@ def _database(display: Display) -> Iterator[None]:
         server.start()
         server.drop_databases()
         server.create_databases()
-        server.create_queues()
         yield
     finally:
         with _uninterrupted():
@@ -129,11 +145,14 @@ def _stage(
     shutil.rmtree(logs, ignore_errors=True)
     logs.mkdir(parents=True)
     url = server.url()
+    port, provider_url = options.port or _free_port(), f"http://127.0.0.1:{_free_port()}"
     environment = {
         "DJANGO_SETTINGS_MODULE": "sample_project.settings",
         "SAMPLE_PATH": options.path,
         "SAMPLE_RECONCILE_OUTPUT": str(reconcile.output(directory)),
-        **_CHECK_BACK,
+        "SAMPLE_PAYMENT_PROVIDER": provider_url,
+        "SAMPLE_BIND": f"127.0.0.1:{port}",
+        **_TIMES,
         **({"SAMPLE_BROKER": broker_server.url} if broker_server is not None else {}),
     }
     orders_url = embedded.database_url(url, server.ORDERS)
@@ -142,9 +161,10 @@ def _stage(
         display=display,
         services=Services(logs, environment),
         directory=directory,
-        port=options.port or _free_port(),
+        port=port,
         orders_url=orders_url,
         broker_url=embedded.database_url(url, server.BROKER) if options.path == "two-phase" else orders_url,
+        provider_url=provider_url,
         rocketmq=broker_server,
     )
     try:
@@ -170,7 +190,7 @@ def _uninterrupted() -> Iterator[None]:
 
 
 def _migrate(stage: Stage) -> None:
-    stage.display.step("creating the tables and the user of the operations page")
+    stage.display.step("creating the tables, the queues of Celery, and the user of the operations page")
     stage.services.run("migrate", "sample_project.demo.tables", "default", *(["broker"] if stage.two_phase else []))
     if stage.rocketmq is not None:
         address = f"{stage.rocketmq.admin.host}:{stage.rocketmq.admin.port}"
@@ -179,14 +199,17 @@ def _migrate(stage: Stage) -> None:
 
 def _open_shop(stage: Stage) -> int:
     """Start the site and the worker; returns the worker's process id."""
-    stage.display.step("starting the site (gunicorn) and the worker (celery with beat and --outbox)")
+    provider = ", the payment provider" if stage.rocketmq is None else ""
+    stage.display.step(f"starting the site (gunicorn), the worker (celery with beat and --outbox){provider}")
+    if stage.rocketmq is None:
+        stage.services.start("provider", "sample_project.provider", stage.provider_url.rpartition(":")[2])
     for point in ("producer.before_local_commit", "producer.after_local_commit"):
         stage.marker(point).unlink(missing_ok=True)
     stage.services.start(
         "site",
         "gunicorn",
         "--config=python:sample_project.gunicorn_conf",
-        environment={"SAMPLE_BIND": f"127.0.0.1:{stage.port}", "OUTBOX_FAULTS": _faults(stage)},
+        environment={"OUTBOX_FAULTS": _faults(stage)},
     )
     schedule = stage.directory / "celerybeat-schedule"
     for old in stage.directory.glob("celerybeat-schedule*"):
@@ -199,6 +222,11 @@ def _open_shop(stage: Stage) -> int:
         *("--without-gossip", "--without-mingle"),
     )
     stage.services.wait_until(lambda: _answers(stage.port), what="the site's answer", log="site", within_seconds=30)
+    if stage.rocketmq is None:
+        port = int(stage.provider_url.rpartition(":")[2])
+        stage.services.wait_until(
+            lambda: _answers(port), what="the provider's answer", log="provider", within_seconds=30
+        )
     return celery
 
 
@@ -212,14 +240,15 @@ def _faults(stage: Stage) -> str:
     )
 
 
-def _sell(stage: Stage, celery: int, orders: psycopg.Connection, broker: psycopg.Connection) -> tuple[Crowd, bool]:
+def _sell(stage: Stage, celery: int, orders: psycopg.Connection, broker: psycopg.Connection) -> tuple[Crowd, _Kills]:
     """Run the customers; meanwhile the fault points kill web processes, and the demo kills the sequencing process."""
     options, display = stage.options, stage.display
     display.step(f"{options.orders} customers come to {stage.site}; the first one alone, until the worker has started")
     display.note(f"the operations page: {stage.site}operations/ (operator, with the password operator)")
     crowd = Crowd(stage.port, orders=options.orders, shoppers=options.shoppers)
     told: set[str] = set()
-    killed = first_told = False
+    kills = _Kills()
+    first_told = False
     pause = threading.Event()
     display.open()
     crowd.start()
@@ -233,14 +262,15 @@ def _sell(stage: Stage, celery: int, orders: psycopg.Connection, broker: psycopg
                 _tell_first_order(stage, orders)
                 crowd.start_others()
             _tell_kills(stage, told)
-            if not killed and crowd.answers.total >= options.orders // 2:
-                killed = _kill_leader(stage, celery)
+            _kill_leader_when_due(stage, celery, crowd, kills)
             pause.wait(0.25)
+        # The last customers may have left before the provider was slow.
+        _wait_for_the_kill(stage, celery, crowd, kills)
     finally:
         crowd.send_home()
         display.close()
     _tell_kills(stage, told)
-    return crowd, killed or _kill_leader(stage, celery)
+    return crowd, kills
 
 
 def _tell_first_order(stage: Stage, orders: psycopg.Connection) -> None:
@@ -263,19 +293,36 @@ def _tell_kills(stage: Stage, told: set[str]) -> None:
             stage.display.note(f"a web process was killed (SIGKILL) {when}")
 
 
-def _kill_leader(stage: Stage, celery: int) -> bool:
+def _wait_for_the_kill(stage: Stage, celery: int, crowd: Crowd, kills: _Kills) -> None:
+    deadline = time.monotonic() + _KILL_SECONDS
+    pause = threading.Event()
+    while not kills.leader and time.monotonic() < deadline:
+        stage.services.check_alive()
+        _kill_leader_when_due(stage, celery, crowd, kills)
+        pause.wait(0.1)
+
+
+def _kill_leader_when_due(stage: Stage, celery: int, crowd: Crowd, kills: _Kills) -> None:
+    """Kill RocketMQ halfway, or the consumer process, which also leads the broker, while it waits for the provider."""
+    if kills.leader:
+        return
     if stage.rocketmq is not None:
-        stage.rocketmq.kill()
-        stage.display.note("RocketMQ was killed (SIGKILL); the demo starts it again, and the shop waits for it")
-        stage.rocketmq.start()
-        return True
-    # The worker has one consumer process, which also leads the broker.
+        if crowd.answers.total >= stage.options.orders // 2:
+            stage.rocketmq.kill()
+            stage.display.note("RocketMQ was killed (SIGKILL); the demo starts it again, and the shop waits for it")
+            stage.rocketmq.start()
+            kills.leader = True
+        return
     pid = child_of(celery, "outbox.contrib.django.worker.child", "consumer")
-    if pid is None:
-        return False
+    charge = charges.unanswered(charges.read(stage.provider_url))
+    if pid is None or charge is None:
+        return
     os.kill(pid, signal.SIGKILL)
-    stage.display.note("the process that sequences and consumes was killed (SIGKILL); the broker's process takes over")
-    return True
+    kills.leader, kills.payment = True, PaymentKill(number=charge.number, order=charge.order)
+    stage.display.note(
+        f"the process that sequences and consumes was killed (SIGKILL) in the payment of order {charge.order}; "
+        "the provider has charged it, and the shop does not know that yet"
+    )
 
 
 def _settle(stage: Stage, crowd: Crowd, orders: psycopg.Connection, broker: psycopg.Connection) -> DemoFailed | None:
@@ -300,12 +347,22 @@ def _settle(stage: Stage, crowd: Crowd, orders: psycopg.Connection, broker: psyc
     return None
 
 
-def _of_crashes(stage: Stage, *, leader_killed: bool) -> list[Verdict]:
+def _statement(stage: Stage, orders: psycopg.Connection) -> int:
+    """Run the nightly schedule once, out of its time; returns the number of charges in its statement."""
+    stage.display.step("an operator runs the nightly schedule now: one statement of all charges")
+    stage.services.run("statement", "sample_project.manage", "outbox_schedule", "run", "statement")
+    stage.services.wait_until(
+        lambda: bool(charges.statements(orders)), what="the statement", log="worker", within_seconds=30
+    )
+    return sum(charges.statements(orders))
+
+
+def _of_crashes(stage: Stage, kills: _Kills) -> list[Verdict]:
     """Verify that the crashes happened: a demo without them would prove little."""
     return [
         exactly("killed after local commit", int(stage.marker("producer.after_local_commit").exists()), 1),
         exactly("killed before local commit", int(stage.marker("producer.before_local_commit").exists()), 1),
-        exactly("leading processes killed", int(leader_killed), 1),
+        exactly("leading processes killed", int(kills.leader), 1),
     ]
 
 

@@ -36,28 +36,28 @@ class Shopper:
 
     def fill_cart(self, number: int) -> None:
         """View the shop and put two articles into the cart."""
-        self._request("GET", "/")
+        self.request("GET", "/")
         for article in (GOODS[number % len(GOODS)], GOODS[(number // 3) % len(GOODS)]):
-            self._request("POST", "/cart/add/", {"product": article})
+            self.request("POST", "/cart/add/", {"product": article})
 
     def order(self) -> int:
         """Check out; returns the number of the order."""
-        found = _ORDER.fullmatch(self._request("POST", "/orders/new/", {})[1])
+        found = _ORDER.fullmatch(self.request("POST", "/orders/new/", {})[1])
         if found is None:
             raise UnexpectedAnswer("checking out did not lead to an order")
         return int(found[1])
 
     def pay(self, order_id: int, card: str) -> bool:
         """Pay, and read from the order's page whether it is paid."""
-        self._request("POST", f"/orders/{order_id}/pay/", {"card": card})
-        return 'data-paid="true"' in self._request("GET", f"/orders/{order_id}/")[0]
+        self.request("POST", f"/orders/{order_id}/pay/", {"card": card})
+        return 'data-paid="true"' in self.request("GET", f"/orders/{order_id}/")[0]
 
     def close(self) -> None:
         """Close the connection."""
         self._connection.close()
 
-    def _request(self, method: str, path: str, form: dict[str, str] | None = None) -> tuple[str, str]:
-        """The text of the answer and its redirect target."""
+    def request(self, method: str, path: str, form: dict[str, str] | None = None) -> tuple[str, str]:
+        """Send one request; returns the text of the answer and its redirect target."""
         headers = {"Cookie": "; ".join(f"{name}={morsel.coded_value}" for name, morsel in self._cookies.items())}
         body = None
         if form is not None:

@@ -1,4 +1,4 @@
-"""Create the sample's tables and the user of its operations page: `python -m sample_project.demo.tables ALIAS...`.
+"""Create the sample's tables, Celery's queues and the user: `python -m sample_project.demo.tables ALIAS...`.
 
 One process for all of it: each one more would load Django again before the first order.
 """
@@ -11,11 +11,16 @@ from collections.abc import Iterable
 import django
 from django.core.management import call_command
 
+from sample_project import server
+
 OPERATOR = "operator"
 
 
 def create(aliases: Iterable[str]) -> None:
-    """Migrate the databases, then create the user. With your own PostgreSQL an earlier run may have left one."""
+    """Migrate the databases, then create the queues, and the user of the operations page.
+
+    With your own PostgreSQL an earlier run may have left a user.
+    """
     django.setup()
     for alias in aliases:
         call_command("migrate", database=alias, interactive=False)
@@ -23,6 +28,7 @@ def create(aliases: Iterable[str]) -> None:
 
     if not User.objects.filter(username=OPERATOR).exists():
         User.objects.create_superuser(OPERATOR, f"{OPERATOR}@localhost", OPERATOR)
+    server.create_queues()
 
 
 if __name__ == "__main__":

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from sample_project.demo.charges import PaymentKill
 from sample_project.demo.figures import Figures
 from sample_project.demo.shopper import Answers
+from sample_project.provider import Charge
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +57,17 @@ def of_customers(answers: Answers, paid: Collection[int], customers: int) -> lis
         exactly("answered 'declined' and paid", len(answers.declined.intersection(paid)), 0),
         some("payments declined", len(answers.declined)),
         Verdict(name="payments without an answer", number=len(answers.unanswered)),
+    ]
+
+
+def of_charges(charges: Sequence[Charge], paid: Collection[int], kill: PaymentKill | None) -> list[Verdict]:
+    """The provider has one charge for each paid order, also for the order whose payment was interrupted."""
+    of_order = Counter(charge.order for charge in charges)
+    asked_again = [charge for charge in charges if kill and charge.number == kill.number and charge.requests > 1]
+    return [
+        exactly("paid orders with one charge", sum(of_order[order] == 1 for order in paid), len(paid)),
+        exactly("charges at the provider", len(charges), len(paid)),
+        exactly("killed in a payment, asked again", len(asked_again), 1),
     ]
 
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+
 from outbox import Delivery
 from outbox.contrib.django import publish, subscriber
+from sample_project import request_id
 from sample_project.logistics.models import Shipment
+
+logger = logging.getLogger(__name__)
 
 
 @subscriber("order.paid", group="logistics")
@@ -15,4 +20,6 @@ def ship(delivery: Delivery) -> None:
         "shipment.created",
         {"shipment_id": shipment.pk, "order_id": shipment.order_id},
         key=str(shipment.order_id),
+        headers=request_id.headers(),
     )
+    logger.info("order %d has shipment %d", shipment.order_id, shipment.pk)

@@ -1,4 +1,4 @@
-"""A stand-in for a payment provider: the card's number decides the result."""
+"""Asks whether a card can pay: its number decides. The amount is charged later, by the app payments."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ EMPTY_CARD: Final = "4000 0000 0000 9995"
 
 
 class Declined(Exception):
-    """The provider refused the payment; nothing was charged."""
+    """The card cannot pay; nothing was charged."""
 
 
-def charge(card: str, amount: Decimal) -> None:
-    """Charge `amount` euro. Raises Declined."""
+def authorise(card: str, amount: Decimal) -> None:
+    """Reserve `amount` euro on the card. Raises Declined."""
     if card != GOOD_CARD:
         raise Declined(f"the card ending in {card[-4:]} was declined for {amount} euro")

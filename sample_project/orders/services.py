@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import Decimal
@@ -11,8 +12,11 @@ from django.db import transaction
 from django.utils import timezone
 
 from outbox.contrib.django import transactional_message
+from sample_project import request_id
 from sample_project.orders import gateway
 from sample_project.orders.models import Order, OrderLine, Status
+
+logger = logging.getLogger(__name__)
 
 
 class AlreadyPaid(Exception):
@@ -64,6 +68,7 @@ def paid_body(order: Order) -> dict[str, Any]:
     "order.paid",
     key=lambda order_id: str(order_id),
     body=lambda order_id, result: paid_body(result),
+    headers=request_id.headers,
 )
 def mark_paid(order_id: int) -> Order:
     """Turn a new order into a paid one; `order.paid` is delivered if and only if this is committed."""
@@ -77,12 +82,13 @@ def mark_paid(order_id: int) -> Order:
 
 
 def pay(order_id: int, card: str) -> Order:
-    """Pay an order: the row, the message and the charge together or not at all.
+    """Pay an order: the row, the message and the authorisation together or not at all.
 
-    The charge comes last, so that an order that cannot be stored is never charged. Raises gateway.Declined or
+    The card is asked last, so that nothing is reserved for an order that cannot be stored. Raises gateway.Declined or
     AlreadyPaid. Then the order stays as it was, and the message that was already stored is rolled back.
     """
     with transaction.atomic():
         order = mark_paid(order_id)
-        gateway.charge(card, order.total)
+        gateway.authorise(card, order.total)
+    logger.info("order %d is paid", order_id)
     return order

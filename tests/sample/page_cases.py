@@ -6,19 +6,22 @@ from decimal import Decimal
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from uuid import uuid5
 
 from django.conf import settings
 from django.contrib.auth.models import User
+from django.core import mail
 from django.test import Client, TransactionTestCase, override_settings
 from django.urls import reverse
 
-from outbox.contrib.django import get_broker, publish
-from outbox.contrib.django.subscribers.registry import autodiscover
-from outbox.memory import InMemoryBroker
+from outbox.contrib.django import publish
+from outbox.contrib.django.testing import OutboxTestMixin
+from sample_project import provider, request_id
 from sample_project.cart.models import Clearance, Item
 from sample_project.catalogue.models import Product
 from sample_project.logistics.models import Shipment
 from sample_project.orders.models import Order, Status
+from sample_project.payments.models import Charge, Statement
 from sample_project.points.models import Entry
 
 
@@ -27,18 +30,13 @@ def _offer(slug: str, name: str, price: str) -> None:
     Product.objects.update_or_create(slug=slug, defaults={"name": name, "description": "", "price": Decimal(price)})
 
 
-class Shopping(TransactionTestCase):
+class Shopping(OutboxTestMixin, TransactionTestCase):
     """A shop with two articles and a broker in memory."""
 
     def setUp(self) -> None:
-        changed = override_settings(OUTBOX={**settings.OUTBOX, "IN_MEMORY": True})
-        changed.enable()
-        self.addCleanup(changed.disable)
-        broker = get_broker()
-        assert isinstance(broker, InMemoryBroker)
-        self.broker = broker
-        for found in autodiscover():
-            self.broker.subscribe(found.subscription, found.handler)
+        super().setUp()
+        self.provider = self.enterContext(provider.running(slow_every=1000))
+        self.enterContext(override_settings(PAYMENT_PROVIDER=self.provider.url))
         _offer("ink", "Iron gall ink", "16.80")
         _offer("pen", "Pen <b>", "48.00")
 
@@ -111,7 +109,7 @@ class Paying(Shopping):
         page = self.pay(order)
         assert 'data-paid="true"' in page
         assert page.count("step done") == 1
-        self.broker.drain()
+        self.outbox.drain()
         page = self.page("progress", order.pk)
         assert page.count("step done") == 4
         assert "64 credited, 64 in all" in page
@@ -121,22 +119,58 @@ class Paying(Shopping):
         assert Clearance.objects.get().customer == order.customer
         assert not Item.objects.exists()
 
+    def test_a_paid_order_is_charged_once_although_its_first_answer_was_lost(self) -> None:
+        self.add("ink")
+        order = self.check_out()
+        self.pay(order)
+        message = self.outbox.messages("order.paid")[0]
+        self.provider.charge(str(uuid5(message.message_id, "payments")), order.pk, "16.80")
+        self.outbox.drain()
+        [made] = self.provider.charges()
+        assert (made["order"], made["amount"]) == (order.pk, "16.80")
+        assert Charge.objects.values_list("order_id", "number").get() == (order.pk, made["number"])
+
+    def test_each_charge_is_in_one_nightly_statement(self) -> None:
+        for count in (2, 1):
+            for _ in range(count):
+                self.add("ink")
+                self.pay(self.check_out())
+            self.outbox.drain()
+            self.outbox.run_schedule("statement")
+            self.outbox.drain()
+        assert list(Statement.objects.order_by("id").values_list("charges", "amount")) == [
+            (2, Decimal("33.60")),
+            (1, Decimal("16.80")),
+        ]
+
+    def test_a_provider_that_does_not_answer_leaves_the_other_apps_alone(self) -> None:
+        self.add("ink")
+        order = self.check_out()
+        self.pay(order)
+        with override_settings(PAYMENT_PROVIDER="http://127.0.0.1:1"):
+            self.outbox.drain(raise_errors=False)
+            assert not Charge.objects.exists()
+        self.outbox.broker.advance(3600)
+        self.outbox.drain()
+        assert Charge.objects.get().order_id == order.pk
+        assert Shipment.objects.get().order_id == order.pk
+
     def test_without_javascript_the_page_reloads_only_while_something_is_missing(self) -> None:
         self.add("ink")
         order = self.check_out()
         assert 'http-equiv="refresh"' not in self.page("order", order.pk)
         assert '<noscript><meta http-equiv="refresh" content="2"></noscript>' in self.pay(order)
-        self.broker.drain()
+        self.outbox.drain()
         assert 'http-equiv="refresh"' not in self.page("order", order.pk)
 
     def test_a_declined_card_leaves_no_trace_but_a_rolled_back_half_message(self) -> None:
         self.add("ink")
         order = self.check_out()
         assert "The card was declined" in self.pay(order, "empty")
-        self.broker.drain()
+        self.outbox.drain()
         order.refresh_from_db()
         assert (order.status, order.paid_at) == (Status.NEW, None)
-        assert self.broker.visible("order.paid") == []
+        assert self.outbox.messages("order.paid") == []
         assert not (Shipment.objects.exists() or Entry.objects.exists() or Clearance.objects.exists())
         assert 'data-paid="true"' in self.pay(order)
 
@@ -145,7 +179,7 @@ class Paying(Shopping):
         order = self.check_out()
         self.pay(order)
         assert "This order is paid already" in self.pay(order)
-        assert len(self.broker.visible("order.paid")) == 1
+        assert len(self.outbox.messages("order.paid")) == 1
 
     def test_the_message_has_the_paid_amount(self) -> None:
         self.add("ink", "ink")
@@ -153,7 +187,7 @@ class Paying(Shopping):
         self.pay(order)
         order.refresh_from_db()
         assert order.paid_at is not None
-        message = self.broker.visible("order.paid")[0]
+        message = self.outbox.messages("order.paid")[0]
         assert message.key == str(order.pk)
         self.assertJSONEqual(
             message.body.decode(),
@@ -170,7 +204,7 @@ class Paying(Shopping):
         order = self.check_out()
         self.add("ink", "pen")
         self.pay(order)
-        self.broker.drain()
+        self.outbox.drain()
         assert list(Item.objects.values_list("product_slug", "quantity", "order_id")) == [
             ("ink", 1, None),
             ("pen", 1, None),
@@ -185,6 +219,58 @@ class Paying(Shopping):
         assert stranger.post(reverse("storefront:pay", args=[order.pk]), {"card": "good"}).status_code == 404
         assert "You have not ordered anything yet" in stranger.get(reverse("storefront:orders")).content.decode()
         assert f"Order {order.pk}" in self.page("orders")
+
+
+class Options(Shopping):
+    """The effects of the options that the shop uses besides its plain handlers."""
+
+    def buy(self, *slugs: str) -> Order:
+        self.add(*slugs)
+        order = self.check_out()
+        self.pay(order)
+        return order
+
+    def mails_to(self, address: str) -> list[mail.EmailMessage]:
+        return [one for one in mail.outbox if one.to == [address]]
+
+    def test_a_customer_gets_one_offer_a_day_and_other_customers_get_theirs(self) -> None:
+        customers = [self.buy("ink").customer, self.buy("pen").customer]
+        self.client = Client()
+        customers.append(self.buy("ink").customer)
+        self.outbox.drain()
+        assert len(set(customers)) == 2
+        assert [len(self.mails_to(f"{customer}@example.org")) for customer in customers] == [1, 1, 1]
+
+    def test_an_offer_that_the_mail_service_did_not_take_within_an_hour_is_not_mailed(self) -> None:
+        unreachable = {"EMAIL_BACKEND": "django.core.mail.backends.smtp.EmailBackend", "EMAIL_PORT": 1}
+        for waited_seconds, mails in ((600, 1), (3601, 0)):
+            with self.subTest(waited_seconds=waited_seconds):
+                self.client = Client()
+                order = self.buy("ink")
+                with override_settings(**unreachable):
+                    self.outbox.drain(raise_errors=False)
+                assert Shipment.objects.filter(order_id=order.pk).exists()
+                self.outbox.broker.advance(waited_seconds)
+                self.outbox.drain()
+                assert len(self.mails_to(f"{order.customer}@example.org")) == mails
+
+    def test_accounting_gets_a_mail_about_a_charge_that_the_provider_refuses(self) -> None:
+        order = self.buy(*["pen"] * 21)
+        self.outbox.drain(raise_errors=False)
+        [told] = self.mails_to("accounting@example.org")
+        assert told.subject == f"Order {order.pk} is paid, but not charged"
+        assert "the limit of a charge is 1000 euro" in told.body
+        assert [letter.group for letter in self.outbox.broker.dead_letters] == ["payments"]
+        assert self.provider.charges() == []
+
+    def test_messages_have_the_id_of_the_request_that_has_caused_them(self) -> None:
+        self.add("ink")
+        address = reverse("storefront:pay", args=[self.check_out().pk])
+        answer = self.client.post(address, {"card": "good"})
+        self.outbox.drain()
+        for topic in ("order.paid", "shipment.created", "offer.made"):
+            [message] = self.outbox.messages(topic)
+            assert message.headers[request_id.HEADER] == answer.headers[request_id.HEADER], topic
 
 
 class Operations(TransactionTestCase):

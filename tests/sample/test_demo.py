@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import re
 import signal
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 
+from sample_project.demo.shopper import Shopper
 from tests.sample.conftest import ORDERS, DemoRun
+from tests.support import eventually
 
 
 def _figure(output: str, name: str) -> int:
@@ -30,11 +33,19 @@ def test_web_processes_and_the_leader_were_really_killed(open_demo: DemoRun) -> 
     output = open_demo.output
     assert "killed (SIGKILL) after its local commit" in output
     assert "killed (SIGKILL) before its local commit" in output
-    assert "the process that sequences and consumes was killed (SIGKILL)" in output
+    assert "the process that sequences and consumes was killed (SIGKILL) in the payment of order" in output
     site = (open_demo.directory / "logs" / "site.log").read_text()
     assert site.count("was sent SIGKILL") >= 2
     worker = (open_demo.directory / "logs" / "worker.log").read_text()
     assert "child consumer-1 ended (signal SIGKILL)" in worker
+
+
+def test_the_provider_charged_every_paid_order_once_although_a_process_died_in_a_payment(open_demo: DemoRun) -> None:
+    output = open_demo.output
+    paid = _figure(output, "orders paid")
+    assert [_figure(output, name) for name in ("paid orders with one charge", "charges at the provider")] == [paid] * 2
+    assert _figure(output, "killed in a payment, asked again") == 1
+    assert _figure(output, "charges in the statement") == paid
 
 
 def test_check_back_ran_through_beat_and_settled_what_the_killed_left(open_demo: DemoRun) -> None:
@@ -43,6 +54,40 @@ def test_check_back_ran_through_beat_and_settled_what_the_killed_left(open_demo:
     assert _figure(output, "rolled back by check-back") >= 1
     worker = (open_demo.directory / "logs" / "worker.log").read_text()
     assert "Sending due task outbox.check_back" in worker
+
+
+def _log(run: DemoRun, name: str) -> str:
+    return (run.directory / "logs" / f"{name}.log").read_text(errors="replace")
+
+
+def test_the_logs_of_all_processes_name_the_request_of_the_payment(open_demo: DemoRun) -> None:
+    paid = re.search(r" (\w{12}) sample_project\.orders\.services: order (\d+) is paid", _log(open_demo, "site"))
+    assert paid, _log(open_demo, "site")
+    request, order = paid.groups()
+    effects = re.findall(rf" {request} sample_project\.(\w+)\.subscribers: order {order} ", _log(open_demo, "worker"))
+    assert sorted(effects) == ["logistics", "payments"]
+
+
+def test_at_most_one_offer_is_mailed_in_a_second(open_demo: DemoRun) -> None:
+    mailed = re.findall(r"Subject: Your next letter .*\nFrom: .*\nTo: .*\nDate: (.*)", _log(open_demo, "worker"))
+    times = [parsedate_to_datetime(date) for date in mailed]
+    assert len(times) >= 2
+    # The limit counts the starts of the calls, and the Date of a mail has no fractions of a second.
+    assert len(times) <= (times[-1] - times[0]).total_seconds() + 3
+
+
+def test_operators_and_accounting_get_a_mail_about_a_charge_that_the_provider_refuses(open_demo: DemoRun) -> None:
+    open_shop = re.search(r"the shop is open at http://127\.0\.0\.1:(\d+)/", open_demo.output)
+    assert open_shop, open_demo.output
+    customer = Shopper(int(open_shop[1]))
+    customer.request("GET", "/")
+    for _ in range(21):
+        customer.request("POST", "/cart/add/", {"product": "fountain-pen"})
+    order = customer.order()
+    assert customer.pay(order, "good")
+    customer.close()
+    for subject in (f"Order {order} is paid, but not charged", "outbox: dead_letters (warning)"):
+        eventually(lambda: f"Subject: {subject}\n" in _log(open_demo, "worker"), within_seconds=90, what=subject)  # noqa: B023
 
 
 def test_an_interrupted_demo_leaves_nothing_running(tmp_path: Path) -> None:

@@ -5,14 +5,18 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from typing import Any
 
 import psycopg
 import pytest
 from psycopg import sql
 
 from outbox.broker import embedded
-from sample_project.demo import figures
+from sample_project.demo import charges, figures, verdicts
+from sample_project.demo.charges import PaymentKill
+from sample_project.provider import Charge
 from tests.sample.conftest import ROOT
 
 PREFIX = f"figures_{os.getpid()}"
@@ -58,6 +62,10 @@ def orders(databases: tuple[str, str]) -> Iterator[Connection]:
         )
         connection.execute(
             "INSERT INTO cart_clearance (order_id, customer, created_at) VALUES (1, 'a', now()), (2, 'b', now())"
+        )
+        connection.execute(
+            "INSERT INTO payments_charge (order_id, number, amount, created_at) VALUES"
+            " (1, 'ch_1', 10, now()), (2, 'ch_2', 20, now())"
         )
         connection.execute(
             "INSERT INTO income_shownminute (minute, income, orders, revision)"
@@ -134,6 +142,50 @@ def test_items_of_a_paid_order_left_in_the_cart_are_not_settled(orders: Connecti
     )
     found = figures.read(orders, broker)
     assert (found.left_in_carts, found.settled) == (1, False)
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [
+        "UPDATE payments_charge SET amount = 9.99 WHERE order_id = 1",
+        "DELETE FROM payments_charge WHERE order_id = 1",
+        "INSERT INTO payments_charge (order_id, number, amount, created_at) VALUES (3, 'ch_3', 30, now())",
+    ],
+)
+def test_a_charge_that_is_off_is_counted(orders: Connection, broker: Connection, plant: str) -> None:
+    assert figures.read(orders, broker).charges_off == 0
+    orders.execute(plant)
+    found = figures.read(orders, broker)
+    assert (found.charges_off, found.settled) == (1, False)
+
+
+def _charge(order: int, **changes: Any) -> Charge:
+    return Charge(**{"number": f"ch_{order}", "order": order, "amount": "1", "requests": 1, **changes})
+
+
+@pytest.mark.parametrize(
+    ("made", "wrong"),
+    [
+        ([_charge(1, requests=2), _charge(2)], []),
+        ([_charge(1, requests=2)], ["paid orders with one charge", "charges at the provider"]),
+        (
+            [_charge(1, requests=2), _charge(2), _charge(2, number="again")],
+            ["paid orders with one charge", "charges at the provider"],
+        ),
+        ([_charge(1, requests=2), _charge(2), _charge(3)], ["charges at the provider"]),
+        ([_charge(1), _charge(2, requests=2)], ["killed in a payment, asked again"]),
+    ],
+)
+def test_the_providers_charges_are_judged(made: list[Charge], wrong: list[str]) -> None:
+    found = verdicts.of_charges(made, {1, 2}, PaymentKill(number="ch_1", order=1))
+    assert [one.name for one in found if not one.good] == wrong
+
+
+def test_a_charge_without_an_answer_is_found() -> None:
+    answered, soon = _charge(1), _charge(2, slow_until=time.time() + 0.1)
+    assert charges.unanswered([answered, soon]) is None
+    late = _charge(3, slow_until=time.time() + 60)
+    assert charges.unanswered([answered, soon, late]) is late
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ import pytest
 from psycopg import sql
 
 from outbox.broker import embedded
+from sample_project import provider
 from sample_project.demo import figures
 from tests.sample.conftest import ROOT
 from tests.support import eventually
@@ -51,13 +52,19 @@ PROGRAMS: Final = {
 
 @pytest.fixture
 def environment(server_url: str) -> Iterator[dict[str, str]]:
-    """The environment of the processes of a fresh shop."""
+    """The environment of the processes of a fresh shop, whose payment provider is a thread of this process."""
+    with provider.running(slow_seconds=0.2) as asked:
+        yield from _environment(server_url, asked.url)
+
+
+def _environment(server_url: str, provider_url: str) -> Iterator[dict[str, str]]:
     found = {
         **os.environ,
         "DJANGO_SETTINGS_MODULE": "sample_project.settings",
         "OUTBOX_POSTGRES_URL": server_url,
         "SAMPLE_SERVER_URL": server_url,
         "SAMPLE_DATABASE_PREFIX": PREFIX,
+        "SAMPLE_PAYMENT_PROVIDER": provider_url,
         "SAMPLE_IMMUNITY_SECONDS": "0",
         "SAMPLE_CHECK_INTERVAL_SECONDS": "0.5",
         "SAMPLE_CHECK_RETRY_SECONDS": "1",

@@ -1,0 +1,1 @@
+"""Offers to customers who have paid, by mail: consumer group offers."""

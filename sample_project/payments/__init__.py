@@ -1,0 +1,1 @@
+"""Charges paid orders at the payment provider: consumer group payments."""
