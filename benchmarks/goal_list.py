@@ -6,7 +6,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from benchmarks.bulk import CLAIM, DRAIN, FIFO_ROW, RAW_ROW
-from benchmarks.peers.ways import ATOMIC, ATOMIC_INBOX, RAW, RELIABLE, RELIABLE_INBOX, TWO_PHASE, TWO_PHASE_INBOX
+from benchmarks.peers.ways import (
+    ATOMIC,
+    ATOMIC_INBOX,
+    FLOOR,
+    FLOOR_TWO_PHASE,
+    RAW,
+    RELIABLE,
+    RELIABLE_INBOX,
+    TWO_PHASE,
+    TWO_PHASE_INBOX,
+)
 
 # Columns of the part "web". CPU and WAL are per message of the job of four threads, unless the column names 300/s.
 RATE = "messages/s"
@@ -59,13 +69,15 @@ class Bound:
 class Goal:
     """One row of the table of goals; `part` of `python -m benchmarks.goals` measures it.
 
-    `ceiling` has the same ratios of raw claim-delete: what the cores can. Its limits are not judged.
+    `least` has the same ratios of a program that does less work: for the web job, the least work of an outbox in Django
+    (benchmarks/peers/floor); for draining, raw claim-delete. Its limits are not judged. If even that program misses the
+    limit, no outbox can reach it on this machine.
     """
 
     what: str
     part: str
     bounds: tuple[Bound, ...]
-    ceiling: tuple[Bound, ...] = ()
+    least: tuple[Bound, ...] = ()
 
 
 def _least(limit: float, row: str, over: str, column: str = RATE) -> Bound:
@@ -77,12 +89,14 @@ def _most(limit: float, row: str, over: str, column: str) -> Bound:
 
 
 _ATOMIC, _TWO_PHASE, _PEER = ATOMIC_INBOX.name, TWO_PHASE_INBOX.name, RELIABLE_INBOX.name
+_FLOOR, _FLOOR_TWO = FLOOR.name, FLOOR_TWO_PHASE.name
 GOALS = (
     Goal(
         "web job, default settings (inbox, one model write in the handler), messages/s against the peer with its "
         "inbox: atomic; two-phase",
         "web",
         (_least(1.5, _ATOMIC, _PEER), _least(1.2, _TWO_PHASE, _PEER)),
+        (_least(1.5, _FLOOR, _PEER), _least(1.2, _FLOOR_TWO, _PEER)),
     ),
     Goal(
         "web job without inbox, messages/s against the peer: atomic; two-phase",
@@ -93,16 +107,19 @@ GOALS = (
         "time of a publishing block against the plain block, one thread: atomic; two-phase",
         "web",
         (Bound(False, 1.6, (_ATOMIC, BLOCK_RATIO)), Bound(False, 2.5, (_TWO_PHASE, BLOCK_RATIO))),
+        (Bound(False, 1.6, (_FLOOR, BLOCK_RATIO)), Bound(False, 2.5, (_FLOOR_TWO, BLOCK_RATIO))),
     ),
     Goal(
         "CPU of the web process and its sessions per message, against the peer's with its inbox: atomic; two-phase",
         "web",
         (_most(0.85, _ATOMIC, _PEER, WEB_CPU), _most(1.2, _TWO_PHASE, _PEER, WEB_CPU)),
+        (_most(0.85, _FLOOR, _PEER, WEB_CPU), _most(1.2, _FLOOR_TWO, _PEER, WEB_CPU)),
     ),
     Goal(
         "commit → handler at 300/s from four threads, p50 against raw NOTIFY's: atomic; two-phase",
         "web",
         (_most(2.5, _ATOMIC, RAW.name, P50), _most(3.5, _TWO_PHASE, RAW.name, P50)),
+        (_most(2.5, _FLOOR, RAW.name, P50), _most(3.5, _FLOOR_TWO, RAW.name, P50)),
     ),
     Goal(
         "CPU behind the web process per message, atomic, against the peer's: without inbox; with inbox",

@@ -30,7 +30,8 @@ TRANSACTIONS = int(os.environ.get("OUTBOX_BENCH_TRANSACTIONS", "3000"))
 LATENCY_SECONDS = float(os.environ.get("OUTBOX_BENCH_LATENCY_SECONDS", "5"))
 LATENCY_THREADS = 4
 PAIRS, STRETCH = int(os.environ.get("OUTBOX_BENCH_PAIRS", "10")), 50
-WAYS = (*ways.OURS, ways.RELIABLE, ways.RELIABLE_INBOX, ways.RAW)
+_FLOORS = (ways.FLOOR, ways.FLOOR_TWO_PHASE)
+WAYS = (*ways.OURS, *_FLOORS, ways.RELIABLE, ways.RELIABLE_INBOX, ways.RAW)
 # The sizes, as the files name them.
 SIZES: dict[str, dict[str, float]] = {
     "web": {
@@ -62,7 +63,7 @@ def web(url: str, run: int, before: Path) -> Values:
     for way in _rotated(chosen, run):
         with running(url, way, f"web_{run}_{chosen.index(way)}") as it:
             found[way.name] = _job(it)
-            if way.inbox and way in ways.OURS:
+            if way.inbox and way in (*ways.OURS, *_FLOORS):
                 found[way.name] |= _blocks(it)
         _progress(way.name, goals.RATE, found[way.name])
     return {way.name: found[way.name] for way in chosen}

@@ -9,9 +9,12 @@ import tempfile
 import time
 from collections.abc import Callable
 
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from prometheus_client import CollectorRegistry
 
 from benchmarks.harness import Spread, table
+from outbox.contrib.opentelemetry.recorder import OpenTelemetryRecorder
 from outbox.contrib.prometheus.recorder import PrometheusRecorder
 from outbox.utils import measures
 
@@ -21,18 +24,20 @@ REPEATS = 5
 
 def main() -> None:
     """Alone, and with files for several processes: prometheus_client chooses when it is imported."""
-    rows = [["off", *measure(None)], ["on", *measure(PrometheusRecorder(CollectorRegistry()))]]
+    rows = [["off", *measure()], ["Prometheus", *measure(PrometheusRecorder(CollectorRegistry()))]]
     with tempfile.TemporaryDirectory() as folder:
         environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": folder}
         child = [sys.executable, "-m", "benchmarks.metrics", "--child"]
         text = subprocess.run(child, env=environment, check=True, capture_output=True, text=True).stdout
-    rows.append(["on, several processes", *text.strip().split("|")])
+    rows.append(["Prometheus, several processes", *text.strip().split("|")])
+    rows.append(["OpenTelemetry without a provider", *measure(OpenTelemetryRecorder())])
+    rows.append(["OpenTelemetry", *measure(OpenTelemetryRecorder(MeterProvider([InMemoryMetricReader()])))])
     table("microseconds per call (median, low to high)", ["metrics", "publish", "handler, 1", "handler, 500"], rows)
 
 
-def measure(recorder: PrometheusRecorder | None) -> list[str]:
+def measure(*recorders: measures.Recorder) -> list[str]:
     """The columns of a row."""
-    measures.install(recorder)
+    measures.install(*recorders)
     one, many = [0.001], [0.001] * 500
 
     def publish() -> None:
@@ -41,7 +46,7 @@ def measure(recorder: PrometheusRecorder | None) -> list[str]:
 
     def handle(waits: list[float]) -> None:
         if measures.recorder is not None:
-            measures.recorder.handled("points", "orders", waits, 0.001, failed=0)
+            measures.recorder.handled("points", "orders", waits, 0.001, count=len(waits), failures=[])
 
     return [timed(publish), timed(lambda: handle(one)), timed(lambda: handle(many))]
 

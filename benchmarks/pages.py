@@ -27,6 +27,8 @@ PAGES = {
     "letters of a group": "dead-letters/list/?group=group-1",
     "groups": "groups/",
     "group with queues": "groups/one/?name=group-1&topic=topic-7",
+    "workers": "workers/",
+    "retried messages": "waiting/?retrying=yes",
     "topics": "topics/",
 }
 

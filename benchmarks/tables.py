@@ -77,7 +77,7 @@ def goal_cells(goal: Goal, machines: Sequence[Results | None]) -> list[str]:
     return [
         goal.what,
         "; ".join(str(bound) for bound in goal.bounds),
-        *(_shown(of_machine) + _ceiling(goal, it) for of_machine, it in zip(values, machines, strict=True)),
+        *(_shown(of_machine) + _least(goal, it) for of_machine, it in zip(values, machines, strict=True)),
         _once(met),
         f"`goals --part {goal.part}`",
     ]
@@ -87,10 +87,11 @@ def _shown(values: Sequence[list[float] | None]) -> str:
     return _once([_spread(one) if one else NOT_MEASURED for one in values])
 
 
-def _ceiling(goal: Goal, it: Results | None) -> str:
-    """What raw claim-delete reaches, if the goal has a ceiling and it was measured."""
-    found = [values for bound in goal.ceiling if it and (values := bound.values(it.rows))]
-    return f"; raw claim-delete: {_shown(found)}" if found else ""
+def _least(goal: Goal, it: Results | None) -> str:
+    """What the program with less work reaches, if the goal has one and it was measured."""
+    found = [values for bound in goal.least if it and (values := bound.values(it.rows))]
+    name = "the least work" if goal.part == "web" else "raw claim-delete"
+    return f"; {name}: {_shown(found)}" if found else ""
 
 
 def _once(texts: Sequence[str]) -> str:

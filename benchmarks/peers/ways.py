@@ -43,6 +43,9 @@ RELIABLE = Way("django-reliable-outbox", "reliable", "django-reliable-outbox", _
 RELIABLE_INBOX = replace(RELIABLE, name=f"{RELIABLE.name}, inbox", inbox=True)
 ATOMIC_INBOX, TWO_PHASE_INBOX = (replace(way, name=f"{way.name}, inbox", inbox=True) for way in (ATOMIC, TWO_PHASE))
 OURS = (ATOMIC, ATOMIC_INBOX, TWO_PHASE, TWO_PHASE_INBOX)
+# The least work of each path: what limits the goals.
+FLOOR = Way("the least work, atomic", "floor", "", ("-m", "benchmarks.peers.floor.worker"), inbox=True)
+FLOOR_TWO_PHASE = replace(FLOOR, name="the least work, two-phase", two_phase=True)
 # Only its web process is run: what a web process has without outbox.
 PLAIN_DJANGO = Way("Django without outbox", "plain_django", "", ())
 PEERS = (
@@ -53,7 +56,7 @@ PEERS = (
     Way("Celery + Redis, on_commit", "celery_redis", "celery", _CELERY, program="redis-server"),
 )
 RAW = Way("raw psycopg, NOTIFY", "raw", "", ("-m", "benchmarks.peers.raw.worker"))
-EVERY = (*OURS, *PEERS, RAW)
+EVERY = (*OURS, *PEERS, FLOOR, FLOOR_TWO_PHASE, RAW)
 
 
 def before(way: Way, checkout: Path) -> Way:
