@@ -8,15 +8,17 @@ DEMO   := $(VENV)/.installed-demo
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 # Page tests need a browser; where there is none, make says so and leaves only them out.
 BROWSER := $(firstword $(shell command -v chromium chromium-browser google-chrome 2>/dev/null))
-# The tests of the RocketMQ engine and of Kafka run real servers, whose programs Maven brings.
+# RocketMQ and Kafka run as real servers, whose programs Maven brings; so do the jars of Delta Lake, Iceberg and S3.
 MAVEN   := $(and $(shell command -v java),$(firstword $(shell command -v mvn)))
 QUICK   := not soak and not slow$(if $(BROWSER),, and not browser)
-SLOW    := slow and not soak$(if $(BROWSER),, and not browser)$(if $(MAVEN),, and not rocketmq and not kafka)
-# Tests wait as well as compute, so more of them than cores run side by side; 0 runs them one after the other.
-WORKERS ?= 3
+SLOW    := slow and not soak$(if $(BROWSER),, and not browser)$(if $(MAVEN),, and not rocketmq and not kafka and not lake)
+# Tests wait as well as compute, so more of them than cores run side by side; 0 runs them one after the other. The long
+# tests wait for leases and time limits most of the time.
+WORKERS ?= 4
+SLOW_WORKERS ?= 6
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test slow matrix lint format bench bench-quick goals tables faults clean
+.PHONY: help install demo test slow matrix lint format docs bench bench-quick goals tables faults clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -42,12 +44,12 @@ demo: $(DEMO) ## An order service on real parts: orders flow, crashes are surviv
 
 test: $(STAMP) ## Every guarantee, on real servers and processes
 	$(if $(BROWSER),,@echo 'No Chromium on the PATH: the page tests are left out.')
-	$(BIN)/python -m pytest -m '$(QUICK)' -n $(WORKERS)
+	$(BIN)/python -m pytest -m '$(QUICK)' -n $(WORKERS) --durations 40 --durations-min 4
 
 slow: $(STAMP) ## What takes long: more combinations, longer histories, RocketMQ and Kafka
 	$(if $(BROWSER),,@echo 'No Chromium on the PATH: the page tests are left out.')
-	$(if $(MAVEN),,@echo 'No Java and Maven on the PATH: the tests of the RocketMQ engine and of Kafka are left out.')
-	$(BIN)/python -m pytest -m '$(SLOW)' -n $(WORKERS)
+	$(if $(MAVEN),,@echo 'No Java and Maven on the PATH: the tests of the RocketMQ engine, Kafka, Delta Lake, Iceberg and S3 are left out.')
+	$(BIN)/python -m pytest -m '$(SLOW)' -n $(SLOW_WORKERS) --durations 40 --durations-min 10
 
 matrix: ## The core suites on the oldest and on the newest Python, Django, psycopg and Celery
 	WORKERS='$(WORKERS)' .ci/matrix oldest newest
@@ -74,6 +76,10 @@ bench-quick: $(STAMP) ## The web job beside its peers in five minutes, with a pi
 
 faults: $(STAMP) ## The longest runs: every fault many times
 	$(BIN)/python -m pytest -m soak --timeout 1800
+
+docs: $(STAMP) ## The site of the documents, into var/site/index.html; a warning fails
+	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going -b html docs var/site
+	@echo 'Open var/site/index.html: the site works without a server, its search too.'
 
 format: $(STAMP) ## Put the code into its format
 	$(BIN)/ruff check --fix-only .

@@ -14,8 +14,7 @@ PAGES = [
     PAGE,
     *(path for folder in ("internals", "decisions") for path in sorted((ROOT / "docs" / folder).glob("*.md"))),
 ]
-FOLDERS = ("", "docs", "docs/internals", "docs/decisions", "docs/performance")
-LINKING = [path for folder in FOLDERS for path in (ROOT / folder).glob("*.md")]
+LINKING = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
 # The tests that the pages name are looked for in test_states.py.
 NAMED = re.compile(r"`((?:outbox|spark|sample_project)/[^`\s]*\.py)(?:::([A-Za-z_.]+))?`")
 

@@ -16,6 +16,7 @@ from outbox.contrib.django.settings.conf import (
     ENVIRONMENT,
     DeclaredForward,
     DeclaredReceive,
+    DeclaredSchedule,
     OutboxSettings,
     TaskOptions,
     TopicOptions,
@@ -26,9 +27,9 @@ from outbox.contrib.django.subscribers.registry import _OPTIONS, subscriber
 from outbox.subscription import Subscription
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = sorted((ROOT / "docs").glob("*.md"))
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
 CODE = [path for folder in ("outbox", "spark") for path in sorted((ROOT / folder).rglob("*.py"))]
-KINDS = [OutboxSettings, TopicOptions, DeclaredForward, DeclaredReceive, TaskOptions]
+KINDS = [OutboxSettings, TopicOptions, DeclaredForward, DeclaredReceive, DeclaredSchedule, TaskOptions]
 WITH_WORDS = [OutboxSettings, TopicOptions]
 
 # They take the whole environment, or a part of it under another name; the variables that they then look up.
@@ -86,7 +87,7 @@ def test_every_table_is_on_one_page() -> None:
     assert sorted(found) == sorted(TABLES)
 
 
-def test_every_setting_is_in_a_table_of_the_guide() -> None:
+def test_every_setting_is_in_a_table_of_the_documents() -> None:
     text = "".join(table() for name, table in TABLES.items() if name.startswith("settings "))
     assert [one.name for one in definitions(OutboxSettings).values() if f"| `{one.name}` |" not in text] == []
 

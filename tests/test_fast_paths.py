@@ -41,6 +41,7 @@ def run_tests(server_url: str, paths: list[str]) -> None:
     assert done.returncode == 0, done.stdout[-10_000:] + done.stderr[-2_000:]
 
 
+@pytest.mark.slow
 def test_the_protocol_and_ordinary_mistakes_without_the_fast_paths(server_url: str) -> None:
     run_tests(server_url, QUICK)
 

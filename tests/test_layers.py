@@ -22,11 +22,11 @@ DOTTED = re.compile(r"(?:outbox|spark|sample_project)(?:\.\w+)+(?::\w+)?")
 # Folder -> what its files may import beside the standard library. Longest folder wins.
 ALLOWED: dict[str, set[str]] = {
     "outbox": {"outbox"},
-    "outbox/broker": {"outbox", "psycopg"},
+    "outbox/broker": {"outbox", "psycopg", "cronsim"},
     "outbox/broker/celery": {"outbox", "celery", "click", "kombu"},
     "outbox/rocketmq": {"outbox", "rocketmq", "grpc"},
     "outbox/contrib/django": {"outbox", "django", "psycopg", "asgiref", "django_tasks"},
-    "outbox/contrib/sinks": {"outbox", "httpx", "kombu", "amqp", "confluent_kafka", "cloudevents"},
+    "outbox/contrib/sinks": {"outbox", "httpx", "cryptography", "kombu", "amqp", "confluent_kafka", "cloudevents"},
     "outbox/contrib/sources": {"outbox", "kombu", "confluent_kafka"},
     "outbox/contrib/prometheus": {"outbox", "prometheus_client"},
     "outbox/contrib/opentelemetry": {"outbox", "opentelemetry"},
@@ -56,7 +56,7 @@ LEVELS = {
         ("database",),
         ("fastpath",),
         ("schema", "log"),
-        ("transaction", "groups"),
+        ("transaction", "groups", "schedules"),
         ("sequencer", "maintenance", "consumer", "operations"),
     ),
     "outbox.contrib.django": (
@@ -69,6 +69,7 @@ LEVELS = {
         ("worker",),
         ("actions",),
         ("repair",),
+        ("crashes",),
     ),
     "spark": (("common",), ("rules",), ("sources",), ("comparison",), ("stages",), ("output",)),
 }

@@ -6,13 +6,14 @@ import importlib.metadata
 import re
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from tests.wheel import ROOT, Environments, metadata, run
+from tests.wheel import REPOSITORY, ROOT, Environments, build, build_in, metadata, run
 
 PAGE = ROOT / "docs" / "quickstart.md"
 
@@ -34,12 +35,30 @@ def test_wheel_carries_all_it_needs(wheel: Path) -> None:
     assert top == {"outbox", "outbox_spark"}
 
 
+def test_the_source_distribution_builds_the_same_wheel(wheel: Path, tmp_path: Path) -> None:
+    """PyPI's sdist is what distributions build from: it lacks no SQL file, template or py.typed."""
+    sdist = build(tmp_path / "source", tmp_path, kind="--sdist")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path / "unpacked", filter="data")
+    [source] = (tmp_path / "unpacked").iterdir()
+    again = build_in(source, "--wheel", tmp_path / "again")
+    assert sorted(zipfile.ZipFile(again).namelist()) == sorted(zipfile.ZipFile(wheel).namelist())
+    assert source.name == f"outbox_transactional-{metadata(wheel)['Version']}"
+
+
+def test_the_version_is_written_in_one_place(wheel: Path) -> None:
+    version = metadata(wheel)["Version"]
+    tracked = subprocess.run(
+        ["git", "grep", "-lF", f'"{version}"'], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert [name for name in tracked.stdout.split() if not name.startswith(("docs/", "tests/"))] == ["pyproject.toml"]
+
+
 def test_wheel_names_its_authors_and_its_license(wheel: Path) -> None:
     said = metadata(wheel)
     assert said["License-Expression"] == "Apache-2.0"
     assert said.get_all("License-File") == ["LICENSE"]
     assert said["Author"] == "The outbox authors"
-    assert str(said.get_payload()).strip() == (ROOT / "README.md").read_text(encoding="utf-8").strip()
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/licenses/LICENSE"))
         assert archive.read(name) == (ROOT / "LICENSE").read_bytes()
@@ -47,11 +66,25 @@ def test_wheel_names_its_authors_and_its_license(wheel: Path) -> None:
     assert "Version 2.0, January 2004" in text and "The outbox authors" in text
 
 
+def test_the_links_that_pypi_shows_lead_to_files_of_the_release(wheel: Path) -> None:
+    said = metadata(wheel)
+    shown, readme = str(said.get_payload()).strip(), (ROOT / "README.md").read_text(encoding="utf-8").strip()
+    assert said["Description-Content-Type"] == "text/markdown"
+    links = re.findall(r"\]\(([^)\s]+)\)", shown)
+    addresses = [url.partition(", ")[2] for url in said.get_all("Project-URL", [])]
+    assert len(links) > 20 and len(addresses) == 4
+    assert [link for link in links if "://" not in link] == []
+    of_the_tag = re.compile(rf"{re.escape(REPOSITORY)}/(?:blob|raw)/v{re.escape(said['Version'])}/")
+    files = [of_the_tag.sub("", link).partition("#")[0] for link in [*links, *addresses] if of_the_tag.match(link)]
+    assert len(files) > 20 and [file for file in files if not (ROOT / file).exists()] == []
+    assert of_the_tag.sub("", shown) == readme
+
+
 def test_versions_that_the_wheel_claims_are_those_it_accepts_and_cover_these(wheel: Path) -> None:
     said = metadata(wheel)
     classifiers = [value.split(" :: ") for value in said.get_all("Classifier", [])]
     pythons = {parts[2] for parts in classifiers if parts[:2] == ["Programming Language", "Python"] and "." in parts[2]}
-    djangos = {parts[2] for parts in classifiers if parts[:2] == ["Framework", "Django"]}
+    djangos = {parts[2] for parts in classifiers if parts[:2] == ["Framework", "Django"] and len(parts) > 2}
     (accepted,) = (
         requirement.specifier
         for requirement in map(Requirement, said.get_all("Requires-Dist", []))

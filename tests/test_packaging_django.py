@@ -1,4 +1,4 @@
-"""docs/django.md is true: it is typed unchanged in an empty folder, and its cells name tests that exist."""
+"""docs/django.md and docs/tutorial.md run unchanged in an empty folder; cells of tables name tests that exist."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from outbox.broker import embedded
 from tests.test_conformance import missing, named
 from tests.wheel import ROOT, Environments, run
 
-PAGE = (ROOT / "docs" / "django.md").read_text(encoding="utf-8")
+PAGE = "\n".join(
+    (ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("django.md", "django-compatibility.md")
+)
 # A fenced block with the line of text before it.
 BLOCKS = re.compile(r"([^\n]*)\n\n```(\w+)\n(.*?)```", re.DOTALL)
 FILE = re.compile(r"(Append to )?`([\w/]+\.py)`[^`]*:$")
@@ -30,10 +32,11 @@ def project() -> Iterator[Path]:
 
 @pytest.mark.timeout(300)
 @pytest.mark.slow
-def test_the_page_unchanged(environments: Environments, project: Path) -> None:
+@pytest.mark.parametrize(("page", "result"), [("django.md", "SUCCESSFUL 3"), ("tutorial.md", "no issues")])
+def test_a_page_unchanged(page: str, result: str, environments: Environments, project: Path) -> None:
     output = ""
     installed: list[str] = []
-    for before, language, text in BLOCKS.findall(PAGE):
+    for before, language, text in BLOCKS.findall((ROOT / "docs" / page).read_text(encoding="utf-8")):
         if language == "python":
             write(project, before, text)
         elif language == "sh":
@@ -42,7 +45,7 @@ def test_the_page_unchanged(environments: Environments, project: Path) -> None:
             output = typed(environments.with_installed(*installed), project, "\n".join(commands))
         else:
             assert output.endswith(text), output
-    assert "SUCCESSFUL 3" in output
+    assert result in output
 
 
 def write(project: Path, before: str, text: str) -> None:

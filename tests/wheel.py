@@ -25,16 +25,26 @@ def run(*command: str, cwd: Path, **environment: str) -> subprocess.CompletedPro
     return subprocess.run(command, cwd=cwd, env={**clean, **environment}, capture_output=True, text=True, check=False)
 
 
-def build(source: Path, target: Path) -> Path:
-    """Build the wheel from a copy in `source`, so that nothing is left in the checkout."""
+# An address of a repository, as a release has one.
+REPOSITORY = "https://code.example.org/outbox"
+
+
+def build(source: Path, target: Path, *, kind: str = "--wheel") -> Path:
+    """Build the wheel or the source distribution from a copy in `source`: nothing is left in the checkout."""
     files = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in filter(None, files.split("\0")):
         if (ROOT / name).is_file():
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             (source / name).write_bytes((ROOT / name).read_bytes())
-    built = run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(target), cwd=source)
+    return build_in(source, kind, target)
+
+
+def build_in(source: Path, kind: str, target: Path) -> Path:
+    """Build the wheel (`--wheel`) or the source distribution (`--sdist`) of a folder."""
+    command = (sys.executable, "-m", "build", kind, "--no-isolation", "--outdir", str(target))
+    built = run(*command, cwd=source, OUTBOX_REPOSITORY=REPOSITORY)
     assert built.returncode == 0, built.stdout + built.stderr
-    (path,) = target.glob("*.whl")
+    (path,) = target.glob("*.whl" if kind == "--wheel" else "*.tar.gz")
     return path
 
 

@@ -1,0 +1,67 @@
+"""The documents are short pages, their guarantees name tests, and their examples and commands are those of the code."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from django.core.management import load_command_class
+
+from tests.django import configured
+from tests.documents import AROUND, FOR_DATA_TEAMS, FOR_OPERATORS
+from tests.test_conformance import missing, named
+
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+PAGES = sorted(path for path in DOCS.rglob("*.md") if path.parent.name != "decisions")
+# Ten minutes of reading. Tables and code are looked up.
+WORDS = 2000
+
+
+def words(text: str) -> int:
+    prose = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    return len(re.sub(r"^\|.*", "", prose, flags=re.MULTILINE).split())
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.relative_to(DOCS).as_posix())
+def test_a_page_is_read_in_ten_minutes(page: Path) -> None:
+    assert words(page.read_text(encoding="utf-8")) <= WORDS, "split the page by task"
+
+
+def test_every_guarantee_names_tests_that_exist() -> None:
+    page = (DOCS / "guarantees.md").read_text(encoding="utf-8")
+    promised = page.split("\n## Promised\n", 1)[1].split("\n## ", 1)[0]
+    rows = [line for line in promised.splitlines() if line.startswith("| ")][1:]
+    assert len(rows) > 10 and [row for row in rows if not named(row)] == []
+    assert missing(page) == []
+
+
+# `tests/test_operator_documents.py` parses the commands of these pages.
+COVERED = {*FOR_OPERATORS, *FOR_DATA_TEAMS, *AROUND}
+COMMANDS = {path.stem for path in (DOCS.parent / "outbox/contrib/django/management/commands").glob("outbox_*.py")}
+GUIDES = [path for path in sorted((DOCS / "migration").glob("*.md")) if path.stem != "index"]
+
+
+def examples(page: Path, language: str = "python") -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.relative_to(DOCS).as_posix())
+def test_every_example_compiles_and_every_command_has_its_arguments(page: Path) -> None:
+    assert configured.OUTBOX
+    for text in examples(page):
+        compile(text, page.name, "exec")
+    if page in COVERED:
+        return
+    for line in "\n".join(examples(page, "sh")).replace("\\\n", " ").splitlines():
+        if found := re.search(r"manage\.py (outbox_\w+)([^|]*)", line):
+            assert found[1] in COMMANDS, line
+            parser = load_command_class("outbox.contrib.django", found[1]).create_parser("manage.py", found[1])
+            parser.parse_args(shlex.split(found[2], comments=True))
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=lambda path: path.stem)
+def test_a_guide_shows_the_code_before_and_after(page: Path) -> None:
+    before = [text for text in examples(page) if text.startswith("# before: ")]
+    assert before and len(before) < len(examples(page))

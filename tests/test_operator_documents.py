@@ -1,0 +1,105 @@
+"""The commands of the pages for operators and data teams are accepted, and code names pages and headings that exist."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import configparser
+import re
+import uuid
+from pathlib import Path
+from typing import Any
+
+import pytest
+from django.core.management import CommandError, find_commands, get_commands, load_command_class
+
+from outbox.broker.operations.conditions import CATALOGUE
+from spark import cli
+from tests.documents import (
+    AROUND,
+    DOCS,
+    FOR_DATA_TEAMS,
+    FOR_OPERATORS,
+    ROOT,
+    Command,
+    blocks,
+    commands,
+    commands_in_sentences,
+    text_of,
+)
+from tests.test_architecture import slug
+
+PAGES = [*FOR_OPERATORS, *FOR_DATA_TEAMS, *AROUND]
+CODE = [path for folder in ("outbox", "spark", "sample_project") for path in sorted((ROOT / folder).rglob("*.py"))]
+# What a reader fills in.
+PLACEHOLDERS = {"ID": str(uuid.uuid4()), "GROUP": "billing", "TOPIC": "orders", "NAME": "partner", "TIME": "2026-01-01"}
+ALL = sorted(
+    {(str(one), one) for page in PAGES for one in commands(page)}
+    | {(str(one), one) for page in FOR_OPERATORS for one in commands_in_sentences(page)}
+)
+
+
+def parsed(given: Command) -> None:
+    """Raises SystemExit or CommandError for a command line that the command does not accept."""
+    name, *words = (PLACEHOLDERS.get(word, word) for word in given.words)
+    if name == "outbox-reconcile":
+        cli.parser().parse_args(words)
+        return
+    command: Any = load_command_class(get_commands()[name], name)
+    parser: argparse.ArgumentParser = command.create_parser("manage.py", name)
+    parser.parse_args(words)
+
+
+@pytest.mark.parametrize("given", [one for _, one in ALL], ids=[name for name, _ in ALL])
+def test_a_command_is_accepted(given: Command) -> None:
+    parsed(given)
+
+
+def test_every_command_of_outbox_is_on_a_page() -> None:
+    folder = ROOT / "outbox" / "contrib" / "django" / "management"
+    named = {one.words[0] for _, one in ALL}
+    # docs/schedules.md has it.
+    assert set(find_commands(str(folder))) - named == {"outbox_schedule"}
+
+
+def test_a_wrong_command_is_found() -> None:
+    for words in (("outbox_group", "halt", "billing"), ("outbox-reconcile", "run", "--rulez", "x")):
+        with pytest.raises((SystemExit, CommandError)):
+            parsed(Command(DOCS, words))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(DOCS).as_posix())
+def test_files_and_code_can_be_read(page: Path) -> None:
+    for code in blocks(page, "python"):
+        # An example leaves the other settings out, or is one of them.
+        complete = re.sub(r"\.\.\.,?\s*", "", code)
+        ast.parse(complete if not complete.startswith('"') else f"{{{complete}}}")
+    for code in blocks(page, "ini"):
+        configparser.ConfigParser().read_string(code)
+
+
+def test_every_condition_has_a_first_step() -> None:
+    rows = [line for line in text_of(DOCS / "operations" / "incidents.md").splitlines() if line.startswith("| ")]
+    named = [name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1])]
+    assert set(CATALOGUE) - set(named) == set()
+
+
+# -- what the code names ---------------------------------------------------------------------------
+
+
+def named_in_code() -> set[tuple[str, str, str]]:
+    """(file, page, heading or '') of the pages that texts and comments name; of another language, `N` is a number."""
+    found = set()
+    for path in CODE:
+        text = re.sub(r'"\n\s+f?"', "", path.read_text(encoding="utf-8"))
+        for page, heading in re.findall(r"\b(docs/[\w/.-]+?\.md)(?:#([\w-]+))?", text):
+            found.add((path.relative_to(ROOT).as_posix(), page, heading))
+    return found
+
+
+@pytest.mark.parametrize(("file", "page", "heading"), sorted(named_in_code()))
+def test_what_the_code_names_is_a_page_with_this_heading(file: str, page: str, heading: str) -> None:
+    assert (ROOT / page).is_file(), f"{file} names {page}"
+    if heading:
+        headings = re.findall(r"^#+ (.+)$", text_of(ROOT / page), re.MULTILINE)
+        assert heading in {slug(one) for one in headings}, f"{file} names {page}#{heading}"
