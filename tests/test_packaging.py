@@ -10,6 +10,7 @@ import tarfile
 import zipfile
 from pathlib import Path
 
+import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
@@ -35,6 +36,7 @@ def test_wheel_carries_all_it_needs(wheel: Path) -> None:
     assert top == {"outbox", "outbox_spark"}
 
 
+@pytest.mark.slow
 def test_the_source_distribution_builds_the_same_wheel(wheel: Path, tmp_path: Path) -> None:
     """PyPI's sdist is what distributions build from: it lacks no SQL file, template or py.typed."""
     sdist = build(tmp_path / "source", tmp_path, kind="--sdist")

@@ -168,6 +168,7 @@ with broker_connection() as (connection, schema):
 """
 
 
+@pytest.mark.slow
 def test_check_and_status_name_absent_check_back(shop: Project) -> None:
     look = "python manage.py check --database broker; python manage.py outbox_status || echo ended with $?"
     lose_an_end(shop)

@@ -57,6 +57,7 @@ def test_ends_arrive_from_every_pool(shop: Project, pool: str) -> None:
 
 
 @on_sqlalchemy
+@pytest.mark.slow
 def test_eventlet_is_refused_at_start(shop: Project) -> None:
     done = subprocess.run(["pip", "show", "eventlet"], env=shop.environment(), capture_output=True, check=False)
     if done.returncode:

@@ -106,6 +106,7 @@ def example(name: str) -> str:
 
 
 @pytest.mark.timeout(SECONDS)
+@pytest.mark.slow
 def test_the_example_of_the_page(server_url: str, tmp_path: Path) -> None:
     file = tmp_path / "test_shop.py"
     file.write_text(f"{HEAD}{example('handler')}\n\n{example('test')}")

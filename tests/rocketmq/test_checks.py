@@ -89,6 +89,7 @@ def test_a_process_that_starts_before_its_proxy_is_asked_once_the_proxy_is_there
         server.kill()
 
 
+@pytest.mark.slow
 def test_a_worker_without_a_proxy_lives_and_is_not_ready(application: None, tmp_path: Path) -> None:
     """Its process for check-back goes round by itself: there is no broker's process that beats for it."""
     sign = tmp_path / "check.heartbeat"

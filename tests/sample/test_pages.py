@@ -7,9 +7,12 @@ import re
 import subprocess
 import sys
 
+import pytest
+
 from tests.sample.conftest import ROOT
 
 
+@pytest.mark.slow
 def test_pages_by_the_test_client(sample_environment: dict[str, str]) -> None:
     environment = {**os.environ, **sample_environment, "SAMPLE_PATH": "two-phase"}
     command = [

@@ -26,6 +26,7 @@ def now() -> datetime:
     return datetime.now(UTC)
 
 
+@pytest.mark.slow
 def test_a_role_that_may_not_see_other_sessions_is_told_so(
     reconcile: Reconciler, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -55,6 +55,7 @@ def folders(
     return lambda: reconcile.run(rules=path)
 
 
+@pytest.mark.slow
 def test_csv_tells_an_empty_text_from_null(reconcile: Reconciler, world: World, tmp_path: Path) -> None:
     world.add(Order(number=1), Order(number=2))
     world.app.execute("UPDATE orders_order SET customer = ''; ALTER TABLE orders_order ALTER customer DROP NOT NULL")

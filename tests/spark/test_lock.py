@@ -126,6 +126,7 @@ def test_a_process_has_ended_only_if_this_machine_proves_it(
     assert lock.has_ended(named) is ended
 
 
+@pytest.mark.slow
 def test_a_run_does_nothing_while_another_process_holds_the_lock(reconcile: Reconciler, world: World) -> None:
     world.add(Order(number=1))
     with holder(str(reconcile.folder / reconcile.output)):

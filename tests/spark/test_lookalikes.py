@@ -157,6 +157,7 @@ def test_casts_do_not_make_up_what_a_value_does_not_say(spark_session: SparkSess
         assert {row["value"]: row["v0"] is not None for row in found} == values
 
 
+@pytest.mark.slow
 def test_a_time_of_day_in_an_export_ends_the_run(reconcile: Reconciler, world: World, tmp_path: Path) -> None:
     """It would be today's, so that the row were never old enough to be judged."""
     world.add(Order(number=1))
