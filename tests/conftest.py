@@ -29,7 +29,7 @@ _numbers = itertools.count(1)
 
 # Tests that stay on one worker of `make test`: a demo, a wheel or a migrated sample costs more to make than the tests
 # of it take.
-ONE_WORKER = ("tests/sample/", "tests/rocketmq/", "tests/test_packaging", "tests/crash_kit/")
+ONE_WORKER = ("tests/sample/", "tests/rocketmq/", "tests/test_packaging", "tests/test_site.py", "tests/crash_kit/")
 # Spark takes half a minute of CPU until it is warm, and with one for all its tests they end last: two share them.
 SPARK_WORKERS = 2
 

@@ -46,8 +46,8 @@ def test_the_protocol_and_ordinary_mistakes_without_the_fast_paths(server_url: s
     run_tests(server_url, QUICK)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(1800)
+@pytest.mark.soak
 def test_whole_suites_without_the_fast_paths(server_url: str) -> None:
     run_tests(server_url, FULL)
 

@@ -19,11 +19,8 @@ from tests.crash_kit.running import failures, urls
 QUICK: Final = ("faulty.publish_after_commit", "correct.row")
 SLOW: Final = (
     "faulty.charge_after_row",
-    "faulty.race_of_get_or_create",
     "faulty.last_write_wins",
-    "faulty.mail_before_commit",
     "correct.claimed_charge",
-    "correct.chain",
 )
 SECONDS: Final = 1800
 ALIASES: Final = ("default", "broker", "other")

@@ -21,7 +21,7 @@ from outbox.broker.log.recall import recall
 from outbox.broker.operations.audit import GroupTotals, count_messages
 from outbox.broker.operations.summary import refresh
 from outbox.broker.operations.trace import EntryState, trace
-from outbox.contrib.django import publish
+from outbox.contrib.django import publish, run_check_back
 from outbox.contrib.django.database.aliases import alias_conninfo, broker_connection
 from outbox.contrib.django.engine.broker import flush
 from outbox.contrib.django.models import ClaimEntry, InboxEntry, StepEntry
@@ -121,7 +121,10 @@ def wait_until_done(other: Provider, expected: list[str]) -> None:
     for number in expected:
         # One key, so the other system has acted once, however often it was called.
         assert [len(other.acted[f"{step}/{number}"]) for step in ("charge", "mail")] == [1, 1]
-    eventually(lambda: payments() == Counter(expected), what=lambda: str(payments()))
+    # A killed process may have committed a payment without telling the broker.
+    rows("UPDATE outbox.pending_check SET due_at = clock_timestamp(), immune_until = clock_timestamp() RETURNING 1")
+    run_check_back()
+    eventually(lambda: payments() == Counter(expected), what=lambda: str(Counter(expected) - payments()))
     assert differences() == []
     assert InboxEntry.objects.filter(group="charging").count() == len(expected)
     assert not ClaimEntry.objects.exists()

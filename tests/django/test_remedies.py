@@ -75,8 +75,13 @@ def command_in(remedy: str, name: str) -> list[str]:
     return shlex.split(printed)
 
 
-@pytest.mark.parametrize("by", ["hand", "plan"])
-@pytest.mark.parametrize("is_parked", [False, True])
+@pytest.mark.parametrize(
+    ("by", "is_parked"),
+    [
+        ("plan", True),
+        *(pytest.param(*case, marks=pytest.mark.soak) for case in [("hand", True), ("hand", False), ("plan", False)]),
+    ],
+)
 def test_a_stuck_half_and_a_dead_letter_are_settled_as_printed(tmp_path: Path, by: str, is_parked: bool) -> None:
     """There are also committed messages of the same keys, older and newer ones."""
     subscribe()

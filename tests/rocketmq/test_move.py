@@ -41,7 +41,7 @@ def project(rocketmq: PrivateRocketMQ, application: None, outbox_settings: Calla
     broker_access.reset_broker()
 
 
-@pytest.mark.parametrize("to", ["rocketmq", pytest.param("postgres", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("to", [pytest.param(to, marks=pytest.mark.soak) for to in ("rocketmq", "postgres")])
 def test_moved_while_it_works(project: Project, to: str) -> None:
     """At the switch the old broker has messages of every kind in flight, and its worker dies with some in hand."""
     admin = f"{project.server.admin.host}:{project.server.admin.port}"

@@ -11,8 +11,8 @@ from tests.crash_kit.running import failures
 SECONDS = 900
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(SECONDS)
+@pytest.mark.soak
 def test_the_samples_handlers(sample_environment: dict[str, str], tmp_path: Path) -> None:
     variables = {
         **sample_environment,

@@ -59,7 +59,7 @@ def plant_some(world: World) -> set[tuple[str, str, str]]:
     return {("1", "", "ORPHAN"), ("2", "", "MISMATCH"), ("3", "points", "UNDELIVERED"), ("500", "", "LOST")}
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_findings_are_the_same_before_and_after_retention(reconcile: Reconciler, world: World, tmp_path: Path) -> None:
     world.add_many(30)
     world.broker.execute("UPDATE commit_log SET tag = 'día', key = key || ' ''\"' WHERE key = '30'")

@@ -323,7 +323,7 @@ def test_each_of_several_messages_owes_an_effect(spark_session: SparkSession) ->
     }
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_hot_key_with_a_million_messages(spark_session: SparkSession) -> None:
     """Aggregated where it is read: no task holds the messages of the key."""
     rule = oracle.rule()

@@ -19,7 +19,7 @@ from tests.spark.test_processes import ROOT
 from tests.spark.world import Order, World, write_rules
 from tests.support import eventually
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(900)]
 pytest.importorskip("grpc_status", reason="Spark Connect needs pip install 'pyspark[connect]'")
 
 

@@ -50,7 +50,7 @@ def test_a_topic_that_retention_has_emptied_is_quiet_not_incomplete(reconcile: R
     assert (result["status"], reconcile.findings(result), result["rules"][0]["rows_read"]) == ("clean", [], 0)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_exports_without_some_views_and_one_that_is_damaged(reconcile: Reconciler) -> None:
     """Views that only add to a finding are not needed; a damaged file is named, with the remedy."""
     fact = Fact(sent=Sent(stored_at=AT), message_id=timelines._message_id(Random(1), AT), handled=(AT,))

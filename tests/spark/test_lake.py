@@ -16,7 +16,7 @@ from tests.spark.exports import export_parquet
 from tests.spark.test_processes import ROOT
 from tests.spark.world import Order, World
 
-pytestmark = [pytest.mark.slow, pytest.mark.lake, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.soak, pytest.mark.lake, pytest.mark.timeout(1800)]
 
 FORMS = ("delta", "iceberg", "catalog")
 

@@ -60,7 +60,7 @@ def conserved(world: World) -> dict[str, int]:
     return {"OK": len(orders & states["committed"]), "PENDING": len(states["undecided"])}
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_writer_load_with_no_planted_fault_has_zero_findings(reconcile: Reconciler, world: World) -> None:
     """Random commits, rollbacks, lost ends and kill -9 of writers: the quick form."""
     reconcile_while_writing(reconcile, world, 0)

@@ -61,7 +61,7 @@ def test_a_look_back_sees_what_a_full_run_sees(reconcile: Reconciler, world: Wor
         reconcile.run(look_back=LookBack())
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_look_back_is_due_by_the_rule(reconcile: Reconciler, world: World) -> None:
     """A run looks back once in its time, and no further than its span. The page names the span."""
     chain(reconcile, world)

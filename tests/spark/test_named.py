@@ -72,7 +72,7 @@ def test_a_duplicate_and_a_late_one_name_no_message_that_was_not_sent(reconcile:
     assert set(rows["2"]["flags"]) == {"DUPLICATE", "LATE"}
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_dead_letters_of_messages_that_are_another_rules_are_not_this_rules(
     reconcile: Reconciler, world: World
 ) -> None:

@@ -63,7 +63,7 @@ def test_each_finding_is_a_step_and_only_three_classes_do_something(reconcile: R
     assert all(step["why"] for step in steps if step["action"] == "report")
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_acknowledged_changed_and_doubtful_findings_are_only_reported(reconcile: Reconciler, world: World) -> None:
     known = (
         '[[acknowledge]]\nrule = "order-paid"\nkey = "3"\nclass = "LOST"\nuntil = 2999-12-31\n'

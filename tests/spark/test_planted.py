@@ -109,7 +109,7 @@ def rules(kind: str, folder: Path, watermark: datetime | None) -> str:
     ("kind", "mode"),
     [
         pytest.param("postgres", "incremental", marks=pytest.mark.slow),
-        pytest.param("parquet", "streaming", marks=pytest.mark.slow),
+        pytest.param("parquet", "streaming", marks=pytest.mark.soak),
         ("csv", "batch"),
     ],
 )

@@ -85,7 +85,7 @@ def until(watched: Watch, query: Any, condition: Callable[[], bool]) -> None:
         assert not watched.wait(query, 1), "the query ended by itself"
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_batches_at_intervals_find_what_is_planted_between_them(reconcile: Reconciler, world: World) -> None:
     """The same findings as one run over everything; a later batch judges the rows that a batch could not judge."""
     quick = world_rules.RULES.replace('"30s"', '"5s"').replace('"15m"', '"5s"')

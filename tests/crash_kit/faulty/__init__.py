@@ -1,1 +1,1 @@
-"""Cases with a fault. BREAKS is the line that the report names."""
+"""Cases with a fault. BREAKS is what the report names: a line, or the order of the messages."""

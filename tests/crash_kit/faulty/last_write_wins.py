@@ -10,7 +10,7 @@ from outbox.contrib.django import publish, subscriber
 from tests.crash_kit.shop.models import Order
 
 TOPIC = GROUP = "last_write_wins"
-BREAKS = ".update("
+BREAKS = "the messages in the order of seed"
 OPTIONS = {"shuffled": True}
 
 
