@@ -120,6 +120,8 @@ class Demand:
     keys: Sequence[str] = ()
 
 
+# All statements lock the rows of slots in the order of the primary key, so that no two of them can deadlock: if this
+# process was frozen until its slots expired, another process may be taking them now.
 _RENEW = Statement("""
 WITH told AS (
     INSERT INTO {schema}.slot_demand AS known
@@ -131,10 +133,16 @@ WITH told AS (
     SET wanted = excluded.wanted, in_use = excluded.in_use, waiting = excluded.waiting,
         waiting_for = excluded.waiting_for, waiting_since = excluded.waiting_since, keys = excluded.keys,
         expires_at = excluded.expires_at
-), renewed AS (
-    UPDATE {schema}.slot SET expires_at = clock_timestamp() + make_interval(secs => %(term)s)
+), mine AS (
+    SELECT key, number FROM {schema}.slot
     WHERE %(slots)s AND instance_id = %(instance)s AND group_id = %(group_id)s AND topic_id = %(topic_id)s
-    RETURNING key, number
+    ORDER BY key COLLATE "C", number FOR UPDATE
+), renewed AS (
+    UPDATE {schema}.slot AS held SET expires_at = clock_timestamp() + make_interval(secs => %(term)s)
+    FROM mine
+    WHERE held.group_id = %(group_id)s AND held.topic_id = %(topic_id)s AND held.key = mine.key
+      AND held.number = mine.number AND held.instance_id = %(instance)s
+    RETURNING held.key, held.number
 ), others AS (
     SELECT instance_id, wanted, keys FROM {schema}.slot_demand
     WHERE group_id = %(group_id)s AND topic_id = %(topic_id)s AND instance_id <> %(instance)s
@@ -243,8 +251,13 @@ def take(
 
 
 _RELEASE = Statement("""
-DELETE FROM {schema}.slot AS held
-USING unnest(%(keys)s::text[], %(numbers)s::integer[]) AS mine (key, number)
+WITH mine AS (
+    SELECT key, number FROM {schema}.slot
+    JOIN unnest(%(keys)s::text[], %(numbers)s::integer[]) AS given (key, number) USING (key, number)
+    WHERE group_id = %(group_id)s AND topic_id = %(topic_id)s AND instance_id = %(instance)s
+    ORDER BY key COLLATE "C", number FOR UPDATE OF slot
+)
+DELETE FROM {schema}.slot AS held USING mine
 WHERE held.group_id = %(group_id)s AND held.topic_id = %(topic_id)s AND held.key = mine.key
   AND held.number = mine.number AND held.instance_id = %(instance)s
 """)
@@ -276,11 +289,25 @@ def withdraw_demand(run: Executor, key: SubscriptionKey, instance: UUID) -> None
 
 
 _RELEASE_ALL = Statement("""
-WITH slots AS (DELETE FROM {schema}.slot WHERE instance_id = %(instance)s)
+WITH mine AS (
+    SELECT group_id, topic_id, key, number FROM {schema}.slot WHERE instance_id = %(instance)s
+    ORDER BY group_id, topic_id, key COLLATE "C", number FOR UPDATE
+), slots AS (
+    DELETE FROM {schema}.slot AS held USING mine
+    WHERE held.group_id = mine.group_id AND held.topic_id = mine.topic_id AND held.key = mine.key
+      AND held.number = mine.number AND held.instance_id = %(instance)s
+)
 DELETE FROM {schema}.slot_demand WHERE instance_id = %(instance)s
 """)
 _FORGET = Statement("""
-WITH slots AS (DELETE FROM {schema}.slot WHERE expires_at < clock_timestamp() - interval '1 minute')
+WITH dead AS (
+    SELECT group_id, topic_id, key, number FROM {schema}.slot
+    WHERE expires_at < clock_timestamp() - interval '1 minute' FOR UPDATE SKIP LOCKED
+), slots AS (
+    DELETE FROM {schema}.slot AS held USING dead
+    WHERE held.group_id = dead.group_id AND held.topic_id = dead.topic_id AND held.key = dead.key
+      AND held.number = dead.number AND held.expires_at < clock_timestamp() - interval '1 minute'
+)
 DELETE FROM {schema}.slot_demand WHERE expires_at < clock_timestamp() - interval '1 minute'
 """)
 
