@@ -41,6 +41,7 @@ WITH held AS MATERIALIZED (
     SELECT %(log_id)s, clock_timestamp() + make_interval(secs => %(seconds)s), %(retry_queue_id)s, %(attempt)s, true
     FROM held
     ON CONFLICT DO NOTHING
+    RETURNING log_id
 ), passed AS (
     DELETE FROM {schema}.finished_ahead ahead USING held
     WHERE ahead.group_id = %(group_id)s AND ahead.queue_id = %(queue_id)s
@@ -49,6 +50,13 @@ WITH held AS MATERIALIZED (
     INSERT INTO {schema}.finished_ahead (group_id, queue_id, queue_offset, is_dead)
     SELECT %(group_id)s, %(queue_id)s, %(offset)s, false FROM held
     ON CONFLICT DO NOTHING
+    RETURNING group_id
+), counted AS (
+    -- After a reset, the group may have an entry of a message that waits for this attempt already.
+    UPDATE {schema}.subscription known SET discarded = known.discarded + 1
+    FROM left_queue CROSS JOIN {schema}.commit_log log
+    WHERE log.log_id = %(log_id)s AND NOT EXISTS (SELECT FROM redelivered)
+      AND known.group_id = left_queue.group_id AND known.topic_id = log.topic_id
 )
 SELECT count(*) FROM held
 """)
@@ -102,29 +110,36 @@ def postpone(run: Executor, redelivery: Redelivery, *, seconds: float, is_claime
 
 
 _RECORD: Final = Statement("""
-WITH retried AS (
-    UPDATE {schema}.scheduled
-    SET due_at = clock_timestamp() + make_interval(secs => %(seconds)s), attempt = %(next_attempt)s, claimed = false
-    WHERE NOT %(dead)s
-      AND log_id = %(log_id)s AND queue_id = %(retry_queue_id)s AND attempt = %(attempt)s
-    RETURNING log_id
-), given_up AS (
+WITH taken AS (
     DELETE FROM {schema}.scheduled
-    WHERE %(dead)s
-      AND log_id = %(log_id)s AND queue_id = %(retry_queue_id)s AND attempt = %(attempt)s
+    WHERE log_id = %(log_id)s AND queue_id = %(retry_queue_id)s AND attempt = %(attempt)s
     RETURNING log_id
+), retried AS (
+    INSERT INTO {schema}.scheduled (log_id, due_at, queue_id, attempt)
+    SELECT log_id, clock_timestamp() + make_interval(secs => %(seconds)s), %(retry_queue_id)s, %(next_attempt)s
+    FROM taken WHERE NOT %(dead)s
+    ON CONFLICT DO NOTHING
+    RETURNING log_id
+), dead_before AS (
+    SELECT log_id FROM {schema}.dead_letter
+    WHERE %(dead)s AND group_id = %(group_id)s AND log_id = %(log_id)s AND replayed_at IS NULL
 ), dead AS (
     INSERT INTO {schema}.dead_letter AS known (group_id, log_id, attempts, error)
-    SELECT %(group_id)s, log_id, %(attempts)s, %(error)s FROM given_up
+    SELECT %(group_id)s, log_id, %(attempts)s, %(error)s FROM taken WHERE %(dead)s
     ON CONFLICT (group_id, log_id) DO UPDATE
     SET attempts = excluded.attempts, error = excluded.error, dead_at = now(), replayed_at = NULL, discarded_at = NULL
+), counted AS (
+    -- After a reset, the group may have an entry of a message that waits for this attempt already or is dead already.
+    UPDATE {schema}.subscription known SET discarded = known.discarded + 1
+    FROM taken JOIN {schema}.commit_log log USING (log_id)
+    WHERE CASE WHEN %(dead)s THEN EXISTS (SELECT FROM dead_before) ELSE NOT EXISTS (SELECT FROM retried) END
+      AND known.group_id = %(group_id)s AND known.topic_id = log.topic_id
 ), recorded AS (
     INSERT INTO {schema}.failure AS known (group_id, log_id, attempt, error)
-    SELECT %(group_id)s, log_id, %(attempts)s - 1, %(error)s
-    FROM (SELECT log_id FROM retried UNION ALL SELECT log_id FROM given_up) AS failed
+    SELECT %(group_id)s, log_id, %(attempts)s - 1, %(error)s FROM taken
     ON CONFLICT (group_id, log_id, attempt) DO UPDATE SET error = excluded.error, failed_at = clock_timestamp()
 )
-SELECT (SELECT count(*) FROM retried) + (SELECT count(*) FROM given_up)
+SELECT count(*) FROM taken
 """)
 
 

@@ -135,6 +135,10 @@ WITH failed AS MATERIALIZED (
     WHERE verdict = 'send_back'
     ORDER BY log_id, retry_queue_id, next_attempt
     ON CONFLICT DO NOTHING
+    RETURNING log_id, queue_id, attempt
+), dead_before AS (
+    SELECT group_id, log_id FROM {schema}.dead_letter JOIN failed USING (group_id, log_id)
+    WHERE verdict = 'dead' AND replayed_at IS NULL
 ), given_up AS (
     INSERT INTO {schema}.dead_letter AS known (group_id, log_id, attempts, error)
     SELECT group_id, log_id, attempts, error FROM failed
@@ -155,15 +159,27 @@ WITH failed AS MATERIALIZED (
     SELECT group_id, log_id, queue_id, queue_offset FROM failed JOIN sent_away USING (group_id, queue_id, queue_offset)
     WHERE verdict = 'timed_out'
     RETURNING group_id, log_id
-), timed_out_of AS (
-    SELECT group_id, topic_id, count(*) AS number FROM timed_out JOIN {schema}.commit_log USING (log_id)
+), repeated AS (
+    -- After a reset, a group may have an entry of a message that waits for the same attempt already or is dead already.
+    SELECT group_id, log_id FROM failed JOIN sent_away USING (group_id, queue_id, queue_offset)
+    WHERE verdict = 'send_back'
+      AND (log_id, retry_queue_id, next_attempt) NOT IN (SELECT log_id, queue_id, attempt FROM sent_back)
+       OR verdict = 'dead' AND (group_id, log_id) IN (SELECT group_id, log_id FROM dead_before)
+), ended AS (
+    SELECT group_id, topic_id, count(*) FILTER (WHERE is_late) AS timed_out,
+           count(*) FILTER (WHERE NOT is_late) AS discarded
+    FROM (SELECT *, true AS is_late FROM timed_out UNION ALL SELECT *, false FROM repeated) AS one
+    JOIN {schema}.commit_log USING (log_id)
     GROUP BY group_id, topic_id
 ), locked AS MATERIALIZED (
     -- In this order, so that two consumers of several topics do not deadlock.
-    SELECT group_id, topic_id, number FROM {schema}.subscription JOIN timed_out_of USING (group_id, topic_id)
+    SELECT group_id, topic_id, ended.timed_out, ended.discarded
+    FROM {schema}.subscription JOIN ended USING (group_id, topic_id)
     ORDER BY group_id, topic_id FOR UPDATE OF subscription
 ), counted AS (
-    UPDATE {schema}.subscription SET timed_out = subscription.timed_out + number FROM locked
+    UPDATE {schema}.subscription
+    SET timed_out = subscription.timed_out + locked.timed_out, discarded = subscription.discarded + locked.discarded
+    FROM locked
     WHERE subscription.group_id = locked.group_id AND subscription.topic_id = locked.topic_id
 ), passed AS (
     DELETE FROM {schema}.finished_ahead ahead

@@ -159,9 +159,10 @@ class GroupTotals:
     `lag`: queued and unfinished messages, without the `claimed` and `retrying` messages. `claimed`: messages that have
     left their queue while their handler runs.
 
-    `discarded`: dead letters that an operator discarded. `expired`: messages that retention removed before the group
-    had consumed them; `missed`: the expired messages that the group has not counted yet, because its consumers have not
-    run since the removal.
+    `discarded`: dead letters that an operator discarded, and repeated entries. A repeated entry is one that a reset has
+    let the group read again, and that has failed while the message waits for the same attempt already or is a dead
+    letter already. `expired`: messages that retention removed before the group had consumed them; `missed`: the expired
+    messages that the group has not counted yet, because its consumers have not run since the removal.
     """
 
     name: str

@@ -193,14 +193,26 @@ _REPLAY = Statement(
 , marked AS (
     UPDATE {schema}.dead_letter d SET replayed_at = now(), discarded_at = NULL
     FROM chosen WHERE d.group_id = chosen.group_id AND d.log_id = chosen.log_id
+), delivered AS (
+    INSERT INTO {schema}.scheduled (log_id, due_at, queue_id, attempt)
+    SELECT chosen.log_id, now(), q.queue_id, 0
+    FROM chosen
+    JOIN {schema}.topic t ON t.retry_of = chosen.group_id
+    JOIN {schema}.queue q ON q.topic_id = t.topic_id AND q.number = chosen.topic_id
+    ORDER BY chosen.log_id
+    ON CONFLICT DO NOTHING
+    RETURNING log_id
+), counted AS (
+    -- After a reset, the group may have an entry of a message that waits for its first attempt after a replay already.
+    UPDATE {schema}.subscription known SET discarded = discarded + one.letters
+    FROM (
+        SELECT topic_id, count(*) AS letters FROM chosen
+        WHERE NOT EXISTS (SELECT FROM delivered WHERE delivered.log_id = chosen.log_id)
+        GROUP BY topic_id
+    ) AS one
+    WHERE known.group_id = %(group_id)s AND known.topic_id = one.topic_id
 )
-INSERT INTO {schema}.scheduled (log_id, due_at, queue_id, attempt)
-SELECT chosen.log_id, now(), q.queue_id, 0
-FROM chosen
-JOIN {schema}.topic t ON t.retry_of = chosen.group_id
-JOIN {schema}.queue q ON q.topic_id = t.topic_id AND q.number = chosen.topic_id
-ORDER BY chosen.log_id
-ON CONFLICT DO NOTHING
+SELECT count(*) FROM delivered
 """
 )
 
@@ -216,7 +228,7 @@ def replay(run: Executor, group: str, selection: LetterSelection = ALL, *, limit
         values = selection.parameters() | {"group_id": group_id_of(run, group), "limit": limit}
         for (topic_id,) in run.rows(_TOPICS, values):
             registration.ensure_retry_queue(run, values["group_id"], topic_id)
-        return run.count(_REPLAY, values)
+        return int(run.one(_REPLAY, values)[0])
 
 
 _DISCARD = Statement(

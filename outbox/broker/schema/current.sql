@@ -373,7 +373,7 @@ CREATE TABLE subscription (
     subscribed_at timestamptz NOT NULL DEFAULT now(),
     -- How many retries were recalled: a term of the group's conservation, kept when retention removes their rows.
     recalled      bigint      NOT NULL DEFAULT 0,
-    -- The same for dead letters that were discarded.
+    -- The same for dead letters that were discarded, and for repeated entries of messages that wait already or are dead.
     discarded     bigint      NOT NULL DEFAULT 0,
     -- The same for messages whose time limit was over before an attempt.
     timed_out     bigint      NOT NULL DEFAULT 0,

@@ -62,7 +62,7 @@ def test_consume_timeout_in_an_ordered_mode_waits_for_the_stuck_call(orders: Con
         running["now"] -= 1
 
     orders.publish([message(n, key="k") for n in range(3)])
-    subscription = subscribe(mode=Mode.ORDERLY, timeout_seconds=0.2, suspend_seconds=0.05)
+    subscription = subscribe(mode=Mode.ORDERLY, timeout_seconds=2.0, suspend_seconds=0.05)
     with orders.running((subscription, handle)):
         eventually(lambda: orders.rows("SELECT 1 FROM outbox.failure"))
         release.set()
