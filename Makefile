@@ -12,10 +12,8 @@ BROWSER := $(firstword $(shell command -v chromium chromium-browser google-chrom
 MAVEN   := $(and $(shell command -v java),$(firstword $(shell command -v mvn)))
 QUICK   := not soak and not slow$(if $(BROWSER),, and not browser)
 SLOW    := slow and not soak$(if $(BROWSER),, and not browser)$(if $(MAVEN),, and not rocketmq and not kafka and not lake)
-# Tests wait as well as compute, so more of them than cores run side by side; 0 runs them one after the other. The long
-# tests wait for leases and time limits most of the time.
+# Tests wait as well as compute, so more of them than cores run side by side; 0 runs them one after the other.
 WORKERS ?= 4
-SLOW_WORKERS ?= 6
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test slow matrix lint format docs bench bench-quick goals tables faults clean
@@ -49,7 +47,7 @@ test: $(STAMP) ## Every guarantee, on real servers and processes
 slow: $(STAMP) ## What takes long: more combinations, longer histories, RocketMQ and Kafka
 	$(if $(BROWSER),,@echo 'No Chromium on the PATH: the page tests are left out.')
 	$(if $(MAVEN),,@echo 'No Java and Maven on the PATH: the tests of the RocketMQ engine, Kafka, Delta Lake, Iceberg and S3 are left out.')
-	$(BIN)/python -m pytest -m '$(SLOW)' -n $(SLOW_WORKERS) --durations 40 --durations-min 10
+	$(BIN)/python -m pytest -m '$(SLOW)' -n $(WORKERS) --durations 40 --durations-min 10
 
 matrix: ## The core suites on the oldest and on the newest Python, Django, psycopg and Celery
 	WORKERS='$(WORKERS)' .ci/matrix oldest newest

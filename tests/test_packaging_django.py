@@ -30,7 +30,7 @@ def project() -> Iterator[Path]:
         embedded.stop(Path(folder) / "var" / "postgres")
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.slow
 @pytest.mark.parametrize(("page", "result"), [("django.md", "SUCCESSFUL 3"), ("tutorial.md", "no issues")])
 def test_a_page_unchanged(page: str, result: str, environments: Environments, project: Path) -> None:
