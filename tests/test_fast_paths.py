@@ -42,6 +42,7 @@ def run_tests(server_url: str, paths: list[str]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_the_protocol_and_ordinary_mistakes_without_the_fast_paths(server_url: str) -> None:
     run_tests(server_url, QUICK)
 

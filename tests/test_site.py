@@ -22,7 +22,7 @@ from tests.wheel import ROOT
 # The functions whose parameters the reference shows.
 FUNCTIONS = (outbox.contrib.django.publish, message, subscriber, scheduled, transactional_message)
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")

@@ -79,10 +79,10 @@ def _shown(action: argparse.Action) -> str:
 
 
 def _help(action: argparse.Action) -> str:
-    text = (action.help or "").replace("%%", "%").replace("|", "\\|")
-    return (
-        text if action.default in (None, False, [], "", argparse.SUPPRESS) else f"{text} (default: `{action.default}`)"
-    )
+    written = action.help or ""
+    text = (written % vars(action)).replace("|", "\\|")
+    says_default = "%(default)" in written or action.default in (None, False, [], "", argparse.SUPPRESS)
+    return text if says_default else f"{text} (default: `{action.default}`)"
 
 
 def conditions() -> str:

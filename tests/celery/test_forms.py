@@ -154,6 +154,7 @@ def _run(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_every_form_joins_its_transaction_or_is_refused(forms: Project, request: pytest.FixtureRequest) -> None:
     calls = [*FORMS.values(), *(form for form, _ in REFUSED.values()), *RUN_HERE.values(), *ORDINARY.values()]
     found = iter(_run(forms, calls))

@@ -13,6 +13,7 @@ from tests.sample.conftest import ROOT
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_pages_by_the_test_client(sample_environment: dict[str, str]) -> None:
     environment = {**os.environ, **sample_environment, "SAMPLE_PATH": "two-phase"}
     command = [
@@ -25,7 +26,7 @@ def test_pages_by_the_test_client(sample_environment: dict[str, str]) -> None:
         "tests.sample.page_cases",
         "--no-input",
     ]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     ran = re.search(r"Ran (\d+) tests", done.stderr)
     assert ran and int(ran[1]) >= 15, done.stderr

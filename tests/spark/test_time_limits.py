@@ -9,6 +9,7 @@ from tests.spark.world import Order, World
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_a_message_that_timed_out_owes_no_effect_and_others_still_do(reconcile: Reconciler, world: World) -> None:
     """Orders 1 and 2 have no effect in `points`, and order 1 timed out there; order 3 timed out after its effect."""
     reconcile.rules(groups=("logistics", "points"))
