@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Final
-from uuid import UUID
 
 from django.db.backends.base.base import BaseDatabaseWrapper
 
+from outbox.contrib.django.database.columns import read_uuid, stored_uuid
 from outbox.contrib.django.ledger.handled import Handled
 from outbox.contrib.django.ledger.ledger import without_timeouts
 from outbox.contrib.django.settings.conf import for_column
@@ -44,22 +44,18 @@ def oldest(
     statement += f" ORDER BY {table.time} {connection.ops.limit_offset_sql(0, limit)}"
     with connection.cursor() as cursor:
         cursor.execute(statement, parameters)
-        return [
-            Handled(group, generation, value if isinstance(value, UUID) else UUID(value), at)
-            for group, generation, value, at in cursor.fetchall()
-        ]
+        return [Handled(group, generation, read_uuid(value), at) for group, generation, value, at in cursor.fetchall()]
 
 
 def delete(
     connection: BaseDatabaseWrapper, table: ClaimTable, rows: Sequence[Handled], *, older_than: datetime
 ) -> None:
     """Remove the rows of these messages that are older than `older_than`."""
-    native = connection.features.has_native_uuid_field
     before = connection.ops.adapt_datetimefield_value(for_column(older_than, connection.alias))
     keys = sorted({(row.group, row.generation, row.message_id) for row in rows})
     with without_timeouts(connection), connection.cursor() as cursor:
         cursor.executemany(
             f"DELETE FROM {table.name} WHERE consumer_group = %s AND generation = %s AND message_id = %s"
             f" AND {table.time} < %s",
-            [[group, generation, value if native else value.hex, before] for group, generation, value in keys],
+            [[group, generation, stored_uuid(connection, value), before] for group, generation, value in keys],
         )

@@ -15,6 +15,7 @@ from uuid import UUID
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.utils.dateparse import parse_datetime
 
+from outbox.contrib.django.database.columns import read_uuid, stored_uuid
 from outbox.contrib.django.ledger.ledger import without_timeouts
 from outbox.contrib.django.settings.conf import for_column
 
@@ -65,10 +66,7 @@ def oldest(
     statement += f" ORDER BY handled_at {connection.ops.limit_offset_sql(0, limit)}"
     with connection.cursor() as cursor:
         cursor.execute(statement, parameters)
-        return [
-            Handled(group, generation, value if isinstance(value, UUID) else UUID(value), at)
-            for group, generation, value, at in cursor.fetchall()
-        ]
+        return [Handled(group, generation, read_uuid(value), at) for group, generation, value, at in cursor.fetchall()]
 
 
 def place_behind(batch: Sequence[Handled], *, is_stuck: bool) -> HandledPosition:
@@ -116,7 +114,7 @@ def delete(connection: BaseDatabaseWrapper, rows: Sequence[Handled]) -> int:
             return int(cursor.rowcount)
         deleted = 0
         for (group, generation), same in groupby(sorted(rows, key=_inbox), key=_inbox):
-            ids = [_stored(connection, row.message_id) for row in same]
+            ids = [stored_uuid(connection, row.message_id) for row in same]
             for start in range(0, len(ids), _LARGEST_LIST):
                 part = ids[start : start + _LARGEST_LIST]
                 cursor.execute(f"{_DELETE}({', '.join(['%s'] * len(part))})", [group, generation, *part])
@@ -126,7 +124,3 @@ def delete(connection: BaseDatabaseWrapper, rows: Sequence[Handled]) -> int:
 
 def _inbox(row: Handled) -> tuple[str, int]:
     return row.group, row.generation
-
-
-def _stored(connection: BaseDatabaseWrapper, message_id: UUID) -> Any:
-    return message_id if connection.features.has_native_uuid_field else message_id.hex

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 from uuid import UUID
 
 from django.db.backends.base.base import BaseDatabaseWrapper
@@ -19,6 +19,7 @@ from django.db.utils import DatabaseError
 
 from outbox.broker.fastpath.direct import OID, TEXT, UUID_
 from outbox.contrib.django.database import deadline
+from outbox.contrib.django.database.columns import read_uuid, stored_uuid
 from outbox.contrib.django.database.transactions import watch_of
 from outbox.contrib.django.fastpath.direct_statements import rows_of
 
@@ -74,10 +75,10 @@ def insert_committed(connection: BaseDatabaseWrapper, transaction_id: UUID) -> L
         )
         return LedgerWrite(*row)
     with connection.cursor() as cursor:
-        cursor.execute(_INSERT_COMMITTED, [_stored(connection, transaction_id)])
+        cursor.execute(_INSERT_COMMITTED, [stored_uuid(connection, transaction_id)])
         cursor.execute(_SELECT_LEDGER_ID)
         row = cursor.fetchone()
-        return LedgerWrite(xid="", ledger_id=None if row is None else _read(row[0]))
+        return LedgerWrite(xid="", ledger_id=None if row is None else read_uuid(row[0]))
 
 
 _CURRENT_XID: Final = "SELECT pg_current_xact_id()::text"
@@ -157,9 +158,9 @@ def insert_tombstone(connection: BaseDatabaseWrapper, transaction_id: UUID, *, l
     Raises IntegrityError if the ledger already has a row of the transaction, or OperationalError if the statement would
     have to wait for a lock.
     """
-    value = _stored(connection, transaction_id)
+    value = stored_uuid(connection, transaction_id)
     with connection.cursor() as cursor:
-        cursor.execute(_INSERT_TOMBSTONE, [value, _stored(connection, ledger_id), value])
+        cursor.execute(_INSERT_TOMBSTONE, [value, stored_uuid(connection, ledger_id), value])
         return bool(cursor.rowcount == 1)
 
 
@@ -241,8 +242,8 @@ def states(connection: BaseDatabaseWrapper, transaction_ids: Sequence[UUID]) -> 
     found: dict[UUID, str] = {}
     with connection.cursor() as cursor:
         for part in _parts(transaction_ids):
-            cursor.execute(_SELECT_STATES + _places(len(part)), [_stored(connection, value) for value in part])
-            found.update((_read(value), state) for value, state in cursor.fetchall())
+            cursor.execute(_SELECT_STATES + _places(len(part)), [stored_uuid(connection, value) for value in part])
+            found.update((read_uuid(value), state) for value, state in cursor.fetchall())
     return found
 
 
@@ -256,7 +257,7 @@ def identity(connection: BaseDatabaseWrapper) -> Identity | None:
         row = cursor.fetchone()
     if row is None:
         return None
-    return Identity(ledger_id=_read(row[0]), pruned_before=None if row[1] is None else _read(row[1]))
+    return Identity(ledger_id=read_uuid(row[0]), pruned_before=None if row[1] is None else read_uuid(row[1]))
 
 
 _SELECT_REACHED: Final = "SELECT 'outbox_ledger'::regclass::oid, ledger_id FROM outbox_ledger_identity"
@@ -294,8 +295,8 @@ def ids_between(connection: BaseDatabaseWrapper, after: UUID, below: UUID, *, li
     """The next transaction ids of the ledger between `after` and `below` (both exclusive), in order."""
     with connection.cursor() as cursor:
         statement = f"{_SELECT_BETWEEN} {connection.ops.limit_offset_sql(0, limit)}"
-        cursor.execute(statement, [_stored(connection, after), _stored(connection, below)])
-        return [_read(row[0]) for row in cursor.fetchall()]
+        cursor.execute(statement, [stored_uuid(connection, after), stored_uuid(connection, below)])
+        return [read_uuid(row[0]) for row in cursor.fetchall()]
 
 
 _SELECT_COMMITTED: Final = """
@@ -307,8 +308,8 @@ def committed_after(connection: BaseDatabaseWrapper, after: UUID, *, limit: int)
     """The next committed transactions after the id `after`, in the order of their ids."""
     with connection.cursor() as cursor:
         statement = f"{_SELECT_COMMITTED} {connection.ops.limit_offset_sql(0, limit)}"
-        cursor.execute(statement, [_stored(connection, after)])
-        return [_read(row[0]) for row in cursor.fetchall()]
+        cursor.execute(statement, [stored_uuid(connection, after)])
+        return [read_uuid(row[0]) for row in cursor.fetchall()]
 
 
 _ADVANCE_PRUNED: Final = """
@@ -318,7 +319,7 @@ UPDATE outbox_ledger_identity SET pruned_before = %s WHERE pruned_before IS NULL
 
 def advance_pruned_before(connection: BaseDatabaseWrapper, below: UUID) -> None:
     """Record that rows of transactions below this id may be missing. The recorded id never decreases."""
-    value = _stored(connection, below)
+    value = stored_uuid(connection, below)
     with connection.cursor() as cursor:
         cursor.execute(_ADVANCE_PRUNED, [value, value])
 
@@ -344,17 +345,9 @@ def delete(connection: BaseDatabaseWrapper, transaction_ids: Sequence[UUID]) -> 
             cursor.execute(_DELETE_POSTGRESQL, [list(transaction_ids), *bounds])
             return int(cursor.rowcount)
         for part in _parts(transaction_ids):
-            cursor.execute(_DELETE + _places(len(part)), [_stored(connection, value) for value in part])
+            cursor.execute(_DELETE + _places(len(part)), [stored_uuid(connection, value) for value in part])
             deleted += cursor.rowcount
     return deleted
-
-
-def _stored(connection: BaseDatabaseWrapper, value: UUID) -> Any:
-    return value if connection.features.has_native_uuid_field else value.hex
-
-
-def _read(value: Any) -> UUID:
-    return value if isinstance(value, UUID) else UUID(value)
 
 
 def _parts(values: Sequence[UUID]) -> Iterator[Sequence[UUID]]:

@@ -8,6 +8,7 @@ from uuid import UUID
 
 from django.db.backends.base.base import BaseDatabaseWrapper
 
+from outbox.contrib.django.database.columns import stored_uuid
 from outbox.contrib.django.ledger.ledger import without_timeouts
 from outbox.errors import UsageError
 from outbox.utils.faults import point
@@ -83,7 +84,7 @@ def copy(connection: BaseDatabaseWrapper, old: str, new: str) -> int:
     """
     copied, generation = 0, _next_generation(connection, old, -1)
     while generation is not None:
-        after: Any = _stored(connection, UUID(int=0))
+        after: Any = stored_uuid(connection, UUID(int=0))
         while after is not None:
             upto = _id_after(connection, old, generation, after)
             copied += _copy(connection, old, new, generation, after, upto)
@@ -129,7 +130,3 @@ def has_copies(connection: BaseDatabaseWrapper, old: str, new: str) -> bool:
     with connection.cursor() as cursor:
         cursor.execute(f"{_HAS_COPIES} {connection.ops.limit_offset_sql(0, 1)}", [old, new])
         return cursor.fetchone() is not None
-
-
-def _stored(connection: BaseDatabaseWrapper, value: UUID) -> Any:
-    return value if connection.features.has_native_uuid_field else value.hex

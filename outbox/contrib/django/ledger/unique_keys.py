@@ -14,6 +14,7 @@ from uuid import UUID
 
 from django.db.backends.base.base import BaseDatabaseWrapper
 
+from outbox.contrib.django.database.columns import SQLITE_NOW
 from outbox.errors import NotSupported, SendFailed
 from outbox.message import UniqueMessage
 
@@ -150,12 +151,11 @@ def _columns(keys: Collection[_Key]) -> list[list[Any]]:
 # SQLite has one writer at a time, so no row changes between two statements of a transaction that writes.
 
 
-_NOW_SQLITE: Final = "strftime('%%Y-%%m-%%d %%H:%%M:%%f', 'now')"
 _TAKE_SQLITE: Final = f"""
 INSERT INTO outbox_unique (topic, unique_key, message_id, until)
 VALUES (%s, %s, %s, strftime('%%Y-%%m-%%d %%H:%%M:%%f', 'now', %s))
 ON CONFLICT (topic, unique_key) DO UPDATE SET message_id = excluded.message_id, until = excluded.until
-WHERE outbox_unique.until <= {_NOW_SQLITE}
+WHERE outbox_unique.until <= {SQLITE_NOW}
 """
 _HOLDER_SQLITE: Final = "SELECT message_id FROM outbox_unique WHERE topic = %s AND unique_key = %s"
 
@@ -187,7 +187,7 @@ DELETE FROM outbox_unique USING due WHERE outbox_unique.ctid = due.place
 """
 _DELETE_SQLITE: Final = f"""
 DELETE FROM outbox_unique
-WHERE rowid IN (SELECT rowid FROM outbox_unique WHERE until <= {_NOW_SQLITE} ORDER BY until LIMIT %s)
+WHERE rowid IN (SELECT rowid FROM outbox_unique WHERE until <= {SQLITE_NOW} ORDER BY until LIMIT %s)
 """
 
 

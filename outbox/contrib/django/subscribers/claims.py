@@ -23,6 +23,7 @@ from uuid import UUID
 from django.db import connections, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
 
+from outbox.contrib.django.database.columns import SQLITE_NOW, stored_uuid
 from outbox.contrib.django.database.transactions import begun_by_hand
 from outbox.ports import ClaimedElsewhere, Disposition
 
@@ -31,7 +32,7 @@ logger = logging.getLogger(__name__)
 VENDORS: Final = ("postgresql", "sqlite")
 
 # For each vendor: the present time, a time some seconds later, and the seconds until `expires_at`.
-_NOW: Final = {"postgresql": "clock_timestamp()", "sqlite": "strftime('%%Y-%%m-%%d %%H:%%M:%%f', 'now')"}
+_NOW: Final = {"postgresql": "clock_timestamp()", "sqlite": SQLITE_NOW}
 _LATER: Final = {
     "postgresql": "clock_timestamp() + make_interval(secs => %s)",
     "sqlite": "strftime('%%Y-%%m-%%d %%H:%%M:%%f', 'now', '+' || %s || ' seconds')",
@@ -96,8 +97,7 @@ class Claim:
 
     def key(self, connection: BaseDatabaseWrapper) -> list[Any]:
         """The values of the primary key, as the database stores them."""
-        stored = self.message_id if connection.features.has_native_uuid_field else self.message_id.hex
-        return [self.group, self.generation, stored]
+        return [self.group, self.generation, stored_uuid(connection, self.message_id)]
 
 
 def holder() -> str:

@@ -28,6 +28,7 @@ from django.db.utils import IntegrityError, OperationalError
 from psycopg import Error as DriverError
 
 from outbox.broker.database.statement import Statement
+from outbox.contrib.django.database.columns import read_uuid, stored_uuid
 from outbox.contrib.django.database.database_errors import repeated
 from outbox.contrib.django.database.transactions import begun_by_hand, lost, sync_pipeline, watch_of
 from outbox.contrib.django.fastpath.short_transaction import ShortTransaction
@@ -303,7 +304,7 @@ class InboxEntries:
         return {"group": group.encode(), "generation": b"%d" % generation}
 
     def _enter_one(self, message_id: UUID) -> bool:
-        parameters = [*self._key, self._stored(message_id)]
+        parameters = [*self._key, stored_uuid(self._connection, message_id)]
         with self._connection.cursor() as cursor:
             if self._connection.vendor == "sqlite":
                 cursor.execute(_INSERT_SQLITE, parameters)
@@ -317,7 +318,7 @@ class InboxEntries:
 
     def leave(self, message_ids: Iterable[UUID]) -> None:
         """Remove the inbox rows of messages whose effects the handler has undone."""
-        rows = [[*self._key, self._stored(value)] for value in sorted(message_ids)]
+        rows = [[*self._key, stored_uuid(self._connection, value)] for value in sorted(message_ids)]
         if rows:
             with self._connection.cursor() as cursor:
                 cursor.executemany(_DELETE, rows)
@@ -370,17 +371,14 @@ class InboxEntries:
     def _present(self, deliveries: Sequence[Delivery]) -> set[UUID]:
         if not deliveries:
             return set()
-        stored = [self._stored(delivery.message_id) for delivery in deliveries]
+        stored = [stored_uuid(self._connection, delivery.message_id) for delivery in deliveries]
         if self._connection.vendor == "postgresql":
             statement, parameters = f"{_SELECT} = ANY (%s)", [*self._key, stored]
         else:
             statement, parameters = f"{_SELECT} IN ({', '.join(['%s'] * len(stored))})", [*self._key, *stored]
         with self._connection.cursor() as cursor:
             cursor.execute(statement, parameters)
-            return {value if isinstance(value, UUID) else UUID(value) for (value,) in cursor.fetchall()}
-
-    def _stored(self, message_id: UUID) -> Any:
-        return message_id if self._connection.features.has_native_uuid_field else message_id.hex
+            return {read_uuid(value) for (value,) in cursor.fetchall()}
 
 
 def _array(values: Sequence[UUID]) -> bytes:
@@ -392,14 +390,13 @@ def handled(
 ) -> set[UUID]:
     """Return those of `message_ids` for which the group's inbox has a row in any of the generations."""
     found: set[UUID] = set()
-    native = connection.features.has_native_uuid_field
     for start in range(0, len(message_ids), _LARGEST_LIST):
-        part = [value if native else value.hex for value in message_ids[start : start + _LARGEST_LIST]]
+        part = [stored_uuid(connection, value) for value in message_ids[start : start + _LARGEST_LIST]]
         places = ", ".join(["%s"] * len(part))
         for generation in generations:
             with connection.cursor() as cursor:
                 cursor.execute(f"{_SELECT} IN ({places})", [group, generation, *part])
-                found.update(value if isinstance(value, UUID) else UUID(value) for (value,) in cursor.fetchall())
+                found.update(read_uuid(value) for (value,) in cursor.fetchall())
     return found
 
 
