@@ -19,7 +19,7 @@ import psycopg
 from outbox.broker.database import timeouts
 from outbox.broker.database.connection import BrokerDatabase
 from outbox.broker.database.executor import Executor
-from outbox.broker.database.notify import Channel
+from outbox.broker.database.notify import Channel, notify
 from outbox.broker.database.statement import Statement
 from outbox.broker.log.commit_log import append_decided
 from outbox.broker.log.failing import FailureNote, ProcessPart
@@ -69,9 +69,6 @@ _FAIL: Final = Statement("""
 UPDATE {schema}.schedule SET error = %(error)s
 WHERE producer_group = %(group)s AND name = %(name)s AND error IS DISTINCT FROM %(error)s
 """)
-# The server sends the notification when the transaction commits.
-_WAKE: Final = Statement("SELECT pg_notify(%(channel)s, '')")
-
 
 # With these errors, the database refuses the message of one schedule. The other schedules continue.
 _REFUSED: Final = (psycopg.DataError, psycopg.IntegrityError, psycopg.InternalError, psycopg.ProgrammingError)
@@ -131,6 +128,8 @@ def _publish_due(run: Executor, catalog: TopicCatalog, group: str, name: str, no
         last = {"last_at": due.moments[-1], "message_id": messages[-1].message_id} if messages else _NOTHING
         run.execute(_MOVE, {"group": group, "name": name, "next_at": due.next_at, **last})
     point("schedule.after_commit")
+    if messages:
+        notify(run, Channel.DECIDED)
     if due.dropped:
         logger.warning(
             "schedule %r of producer group %r: at least %d due moments since %s have no message (missed=%r)",
@@ -150,8 +149,6 @@ def _append(run: Executor, catalog: TopicCatalog, group: str, messages: list[Mes
     # Each message is a transaction of its own in the log, so a message that is stored already hinders no other one.
     for message in messages:
         append_decided(run, catalog, [message], producer_group=group, transactional=None)
-    if messages:
-        run.execute(_WAKE, {"channel": Channel.DECIDED.name_in(run.schema)})
 
 
 def _due(row: ScheduleRow, now: datetime) -> _Due:
@@ -180,7 +177,7 @@ def _due(row: ScheduleRow, now: datetime) -> _Due:
 def publish_now(
     run: Executor, catalog: TopicCatalog, producer_group: str, name: str, *, now: datetime | None = None
 ) -> UUID | None:
-    """Publish one extra message of a schedule, with an id of its own, and return its id.
+    """Publish one extra message of a schedule, with an id of its own, on an autocommit connection. Return its id.
 
     The due moments of the schedule do not change. A paused schedule stays paused. Returns None if there is no such
     schedule. Raises the errors of `append_decided`.
@@ -194,6 +191,7 @@ def publish_now(
         _append(run, catalog, producer_group, [message])
         given = {"group": producer_group, "name": name, "next_at": row.next_at}
         run.execute(_MOVE, {**given, "last_at": None, "message_id": message.message_id})
+    notify(run, Channel.DECIDED)
     return message.message_id
 
 
