@@ -358,10 +358,7 @@ def settle_left(run: Executor, work: HandlerCall, result: Result, outage: Outage
     it is done.
     """
     faults.point("claim.before_settle")
-    try:
-        _settle_left(run, work, result, work.redelivery, outage)
-    except psycopg.IntegrityError as error:
-        logger.warning("the result of a claimed message is not recorded, and the message comes again: %s", error)
+    _settle_left(run, work, result, work.redelivery, outage)
     faults.point("claim.after_settle")
 
 
