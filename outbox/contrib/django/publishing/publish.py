@@ -84,10 +84,10 @@ def publish(
     postpones the delivery. `delay` is a number of seconds or a timedelta. The delay begins when the broker stores the
     message. If USE_TZ is on, `deliver_at` is an aware datetime. `timeout` (seconds or a timedelta) is the time limit of
     the message: if no handler has begun within this time after the message was due, the message is not delivered.
-    `immunity_seconds` is how long the broker waits before
-    its first check of this transaction (default OUTBOX['IMMUNITY_SECONDS']). Choose a larger number for a transaction
-    that runs for a long time. If transactions are open on several aliases, pass one of these aliases as `using`: the
-    message then belongs to the transaction on this alias.
+    `immunity_seconds` is how long the broker waits before its first check of this transaction (default
+    OUTBOX['IMMUNITY_SECONDS']). Choose a larger number for a transaction that runs for a long time. If transactions are
+    open on several aliases, pass one of these aliases as `using`: the message then belongs to the transaction on this
+    alias.
 
     With `unique` and `within`, the message holds the key `unique` of its topic for the time `within`, which begins with
     this call. `unique` is a text, an int or a UUID; `within` is a number of seconds or a timedelta. If another message
