@@ -171,8 +171,8 @@ class Coordinator:
     """Sends heartbeats, renews leases, and acquires this process's share of the queues.
 
     The parameter `ownership` connects the coordinator to the dispatching thread. `report` returns the running handler
-    calls, which the heartbeat stores for operators. The coordinator's own thread runs all
-    methods except `start` and `stop`. Before `start`, another thread may call `run_once`.
+    calls, which the heartbeat stores for operators. The coordinator's own thread runs all methods except `start` and
+    `stop`. Before `start`, another thread may call `run_once`.
     """
 
     def __init__(

@@ -436,20 +436,20 @@ class Dispatcher:
     def enter_life(self, life: UUID) -> None:
         """From now on, accept only queues acquired in `life` (groups.lives), and give up the queues of other lives."""
         is_new = life != self._life
-        if is_new:
-            # A restore may have removed a retry queue, and another queue may have its id now.
-            for group in self._groups.values():
-                group.retry_queues.clear()
         self._life = life
         self.fetch_ahead.forget()
         for queue in [queue for queue in self._owned.values() if queue.lease.life != life]:
             self._lose(queue)
-        if is_new:
-            self._calls.forget_redeliveries()
-            for work, _ in self._left:
-                work.redelivery = None
+        if not is_new:
+            return
+        # A restore may have removed a retry queue, and another queue may have its id now.
+        for group in self._groups.values():
+            group.retry_queues.clear()
+        self._calls.forget_redeliveries()
+        for work, _ in self._left:
+            work.redelivery = None
         for runner in self._runners.values():
-            if runner.limiter is not None and is_new:
+            if runner.limiter is not None:
                 runner.limiter.forget()
 
     def bound(self, run: Executor) -> None:
