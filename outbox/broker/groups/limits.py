@@ -121,7 +121,9 @@ class Demand:
 
 
 # All statements lock the rows of slots in the order of the primary key, so that no two of them can deadlock: if this
-# process was frozen until its slots expired, another process may be taking them now.
+# process was frozen until its slots expired, another process may be taking them now. Then they join the locked rows by
+# all four columns of the primary key. With constants for the first two columns, PostgreSQL compares each locked row
+# with each slot of the subscription, because it expects one row.
 _RENEW = Statement("""
 WITH told AS (
     INSERT INTO {schema}.slot_demand AS known
@@ -134,13 +136,13 @@ WITH told AS (
         waiting_for = excluded.waiting_for, waiting_since = excluded.waiting_since, keys = excluded.keys,
         expires_at = excluded.expires_at
 ), mine AS (
-    SELECT key, number FROM {schema}.slot
+    SELECT group_id, topic_id, key, number FROM {schema}.slot
     WHERE %(slots)s AND instance_id = %(instance)s AND group_id = %(group_id)s AND topic_id = %(topic_id)s
     ORDER BY key COLLATE "C", number FOR UPDATE
 ), renewed AS (
     UPDATE {schema}.slot AS held SET expires_at = clock_timestamp() + make_interval(secs => %(term)s)
     FROM mine
-    WHERE held.group_id = %(group_id)s AND held.topic_id = %(topic_id)s AND held.key = mine.key
+    WHERE held.group_id = mine.group_id AND held.topic_id = mine.topic_id AND held.key = mine.key
       AND held.number = mine.number AND held.instance_id = %(instance)s
     RETURNING held.key, held.number
 ), others AS (
@@ -250,15 +252,21 @@ def take(
     return taken
 
 
+# The statement finds each slot by the primary key, and reads no other slots of the subscription. It locks the slots in
+# the order of the arrays, which `release` sorts as the primary key does: Python and COLLATE "C" sort texts alike.
 _RELEASE = Statement("""
 WITH mine AS (
-    SELECT key, number FROM {schema}.slot
-    JOIN unnest(%(keys)s::text[], %(numbers)s::integer[]) AS given (key, number) USING (key, number)
-    WHERE group_id = %(group_id)s AND topic_id = %(topic_id)s AND instance_id = %(instance)s
-    ORDER BY key COLLATE "C", number FOR UPDATE OF slot
+    SELECT locked.*
+    FROM unnest(%(keys)s::text[], %(numbers)s::integer[]) AS given (key, number)
+    CROSS JOIN LATERAL (
+        SELECT group_id, topic_id, key, number FROM {schema}.slot AS other
+        WHERE group_id = %(group_id)s AND topic_id = %(topic_id)s AND other.key = given.key
+          AND other.number = given.number AND instance_id = %(instance)s
+        FOR UPDATE
+    ) AS locked
 )
 DELETE FROM {schema}.slot AS held USING mine
-WHERE held.group_id = %(group_id)s AND held.topic_id = %(topic_id)s AND held.key = mine.key
+WHERE held.group_id = mine.group_id AND held.topic_id = mine.topic_id AND held.key = mine.key
   AND held.number = mine.number AND held.instance_id = %(instance)s
 """)
 

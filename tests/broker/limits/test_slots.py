@@ -5,16 +5,19 @@ from __future__ import annotations
 import random
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from datetime import timedelta
+from typing import Any
 from uuid import UUID, uuid4
 
+import psycopg
 import pytest
 
 from outbox.broker.database.connection import BrokerDatabase
-from outbox.broker.database.executor import Executor
+from outbox.broker.database.executor import Executor, cursor_on
+from outbox.broker.database.statement import Statement
 from outbox.broker.groups import limits
 from outbox.broker.groups.limits import Demand, fair_share
 from tests.broker.bench import ConsumptionBench
@@ -70,6 +73,48 @@ def test_no_interleaving_exceeds_the_limit(run: Executor, seed: int) -> None:
     assert {(instance, (key, number)) for key, number, instance in holders} <= {
         (instance, slot) for instance, slots in known.items() for slot in slots
     }
+
+
+class _Explaining(Executor):
+    """Sums up the rows of all plan nodes of the statements that it executes."""
+
+    __slots__ = ("rows_read",)
+
+    def __init__(self, run: Executor) -> None:
+        super().__init__(run.connection, run.schema)
+        self.rows_read = 0
+
+    def execute(
+        self, statement: Statement, parameters: Mapping[str, Any] | None = None, *, prepare: bool | None = None
+    ) -> psycopg.Cursor[tuple[Any, ...]]:
+        explained = cursor_on(self.connection)
+        with self.connection.transaction(force_rollback=True):
+            explained.execute(b"EXPLAIN (ANALYZE, FORMAT JSON) " + statement.on(self.schema), parameters)
+            ((plan,),) = explained.fetchall()
+        self.rows_read += _rows(plan[0]["Plan"])
+        return super().execute(statement, parameters, prepare=prepare)
+
+
+def _rows(node: dict[str, Any]) -> int:
+    own = (node["Actual Rows"] + node.get("Rows Removed by Join Filter", 0)) * node["Actual Loops"]
+    return int(own) + sum(map(_rows, node.get("Plans", ())))
+
+
+def test_a_statement_compares_no_slot_with_all_other_slots(run: Executor) -> None:
+    instance, keys = uuid4(), [f"k{number}" for number in range(1_000)]
+    works: list[Callable[[Executor], object]] = [
+        lambda run: limits.take(run, PLACE, instance, dict.fromkeys(keys, 1), limit=9, term_seconds=60),
+        lambda run: limits.renew(run, PLACE, instance, IDLE, term_seconds=60),
+        lambda run: limits.release(run, PLACE, instance, [(key, 1) for key in keys[:500]]),
+        lambda run: limits.release_all(run, instance),
+    ]
+    rows_read = []
+    for work in works:
+        explaining = _Explaining(run)
+        work(explaining)
+        rows_read.append(explaining.rows_read)
+    assert max(rows_read) < 20 * len(keys), rows_read
+    assert held(run) == {}
 
 
 def test_free_numbers_between_held_ones_are_taken(run: Executor) -> None:
