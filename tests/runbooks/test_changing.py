@@ -49,7 +49,8 @@ def test_another_mode_needs_the_end_of_the_old_workers(new_machine: Callable[...
     machine.bash("systemctl stop shop-worker@new shop-worker")
     machine.bash("systemctl start shop-worker")
     machine.wait_for_orders()
-    assert machine.ask("BROKER_URL", "SELECT DISTINCT mode FROM outbox.subscription") == [("key_ordered",)]
+    modes = "SELECT DISTINCT mode FROM outbox.subscription"
+    eventually(lambda: machine.ask("BROKER_URL", modes) == [("key_ordered",)], within_seconds=60)
     assert_all_is_handled(machine)
 
 

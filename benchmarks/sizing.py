@@ -8,6 +8,7 @@ that an empty table has. OUTBOX_BENCH_MESSAGES: messages.
 from __future__ import annotations
 
 import itertools
+import json
 import os
 
 import psycopg
@@ -33,7 +34,7 @@ WHERE relname = %s AND relkind = 'r' AND relnamespace::regnamespace::text IN ('o
 
 
 def main() -> None:
-    print(f"\nspace: {MESSAGES:,} messages of {len(BODY)} bytes on the two-phase path, one per transaction, inbox on")
+    print(f"\nsizing: {MESSAGES:,} messages of {len(BODY)} bytes on the two-phase path, one per transaction, inbox on")
     # No checkpoint and no autovacuum, so that hardly any record of the WAL has a full page image.
     with server(checkpoint_timeout="1d", autovacuum="off", synchronous_commit="off") as url:
         urls = {name: embedded.create_database(url, name) for name in ("application", "broker")}
@@ -50,15 +51,17 @@ def measure(urls: dict[str, str], watching: psycopg.Connection) -> None:
     from outbox.contrib.django.engine.broker import reset_broker
     from outbox.contrib.django.worker.drain import drain, settle
 
-    @subscriber(TOPIC, group="space")
+    @subscriber(TOPIC, group="sizing")
     def handle(delivery: object) -> None:
         Effect.objects.create(number=1)
+
+    body = json.loads(BODY)
 
     def place(count: int) -> None:
         for _ in range(count):
             with transaction.atomic():
                 Order.objects.create(customer="c", total=1, status="new")
-                publish(TOPIC, BODY)
+                publish(TOPIC, body)
 
     place(1)
     drain()
