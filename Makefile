@@ -16,10 +16,10 @@ SLOW    := slow and not soak$(if $(BROWSER),, and not browser)$(if $(MAVEN),, an
 WORKERS ?= 4
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test slow matrix lint format docs bench bench-quick goals tables faults clean
+.PHONY: help install demo test slow matrix matrix-postgres lint format docs bench bench-quick goals tables faults clean
 
 help: ## Show this list
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
 
 install: $(STAMP) ## Create the virtual environment and install the project into it
 
@@ -51,6 +51,9 @@ slow: $(STAMP) ## What takes long: more combinations, longer histories, RocketMQ
 
 matrix: ## The core suites on the oldest and on the newest Python, Django, psycopg and Celery
 	WORKERS='$(WORKERS)' .ci/matrix oldest newest
+
+matrix-postgres: $(STAMP) ## The core suites on PostgreSQL 15, 16, 17 and 18
+	WORKERS='$(WORKERS)' .ci/matrix postgres-15 postgres-16 postgres-17 postgres-18
 
 lint: $(STAMP) ## Style and types
 	$(BIN)/ruff check .

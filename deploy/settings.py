@@ -1,0 +1,27 @@
+"""The part of a project's settings that the files of this folder need: addresses come from the environment."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from outbox.contrib.django.databases import database_from_url
+
+DATABASES = {
+    "default": database_from_url(os.environ["APPLICATION_URL"], CONN_MAX_AGE=60, CONN_HEALTH_CHECKS=True),
+    "broker": database_from_url(os.environ["BROKER_URL"], CONN_HEALTH_CHECKS=True),
+}
+DATABASE_ROUTERS = ["outbox.contrib.django.routers.BrokerRouter"]
+
+OUTBOX: dict[str, Any] = {
+    "BROKER": "broker",
+    "PRODUCER_GROUP": "shop",
+    "TOPICS": {"orders": {"queue_count": 4}},
+    # The address of /live, /ready and /metrics, and the folder of the heartbeats that answer them.
+    "HEALTH_ADDRESS": os.environ.get("HEALTH_ADDRESS"),
+    "HEALTH_DIRECTORY": os.environ.get("HEALTH_DIRECTORY"),
+    "METRICS": True,
+}
+# Prometheus asks from another machine, so it needs the token.
+if "METRICS_TOKEN" in os.environ:
+    OUTBOX["METRICS_TOKEN"] = os.environ["METRICS_TOKEN"]

@@ -1,0 +1,115 @@
+"""The steps of docs/changing-messages.md and docs/engine-moves.md, with workers and publishers that keep running."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+
+from tests.runbooks.machine import Machine
+from tests.runbooks.test_runbooks import compare, messages, new_machine, start
+from tests.support import eventually
+
+__all__ = ["new_machine"]
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+def assert_all_is_handled(machine: Machine) -> None:
+    """Each order has one effect, the broker has one message of each, and both databases agree."""
+    orders = machine.assert_each_order_has_one_effect()
+    assert orders == sorted(machine.placed())
+    assert messages(machine) == Counter(orders)
+    assert compare(machine) == {}
+
+
+def test_a_running_topic_gets_more_and_fewer_queues(new_machine: Callable[..., Machine]) -> None:
+    machine = new_machine()
+    start(machine)
+    for count in ("8", "2"):
+        machine.bash(f"manage.py outbox_topic alter orders --queue-count {count}")
+        machine.wait_for_orders(40)
+        used = "SELECT count(*) FROM outbox.queue WHERE generation = (SELECT max(generation) FROM outbox.queue q WHERE q.topic_id = queue.topic_id) AND topic_id = (SELECT topic_id FROM outbox.topic WHERE name = 'orders')"  # noqa: E501
+        assert machine.ask("BROKER_URL", used) == [(int(count),)]
+    # `migrate` declares what the settings say.
+    machine.variables["SHOP_QUEUES"] = "2"
+    machine.bash("manage.py migrate --database=broker")
+    assert machine.ask("BROKER_URL", "SELECT queue_count FROM outbox.topic WHERE name = 'orders'") == [(2,)]
+    assert_all_is_handled(machine)
+
+
+def test_another_mode_needs_the_end_of_the_old_workers(new_machine: Callable[..., Machine]) -> None:
+    machine = new_machine()
+    start(machine)
+    machine.variables["SHOP_MODE"] = "key_ordered"
+    machine.bash("systemctl start shop-worker@new")
+    log = machine.folder / "shop-worker@new.log"
+    eventually(lambda: "all instances of a group need the same mode" in log.read_text(), within_seconds=60)
+    machine.bash("systemctl stop shop-worker@new shop-worker")
+    machine.bash("systemctl start shop-worker")
+    machine.wait_for_orders()
+    modes = "SELECT DISTINCT mode FROM outbox.subscription"
+    eventually(lambda: machine.ask("BROKER_URL", modes) == [("key_ordered",)], within_seconds=60)
+    assert_all_is_handled(machine)
+
+
+def test_a_group_is_renamed_while_messages_are_published(new_machine: Callable[..., Machine]) -> None:
+    machine = new_machine()
+    start(machine)
+    machine.bash("systemctl stop shop-worker")
+    machine.wait_for_orders()
+    machine.bash("manage.py outbox_group rename mails letters --no-input")
+    machine.variables["SHOP_GROUP"] = "letters"
+    machine.bash("systemctl start shop-worker")
+    machine.wait_for_orders()
+    assert_all_is_handled(machine)
+    assert machine.ask("BROKER_URL", "SELECT name FROM outbox.consumer_group") == [("letters",)]
+
+
+def test_a_topic_gets_another_name_while_messages_are_published(new_machine: Callable[..., Machine]) -> None:
+    machine = new_machine()
+    start(machine)
+    # New handlers beside the old ones, then new publishers beside the old ones, then the old ones end.
+    machine.variables["SHOP_TOPICS"] = "orders orders.v2"
+    machine.bash("systemctl start shop-worker@new")
+    machine.wait_for_orders()
+    machine.bash("systemctl stop shop-worker")
+    machine.variables["SHOP_PUBLISH"] = "orders.v2"
+    machine.bash("systemctl start shop-web@new")
+    machine.wait_for_orders(40)
+    machine.bash("systemctl stop shop-web")
+    machine.wait_for_orders()
+    machine.bash("systemctl stop shop-web@new")
+    assert_all_is_handled(machine)
+    topics = "SELECT t.name FROM outbox.commit_log JOIN outbox.topic t USING (topic_id) GROUP BY 1 ORDER BY 1"
+    assert machine.ask("BROKER_URL", topics) == [("orders",), ("orders.v2",)]
+    machine.bash("systemctl stop shop-worker@new")
+    machine.variables["SHOP_TOPICS"] = "orders.v2"
+    machine.bash("systemctl start shop-worker")
+    eventually(lambda: machine.bash("manage.py outbox_topic delete orders --no-input", codes=(0, 1)).count("Done"))
+    machine.variables["SHOP_TOPICS"] = "orders.v2"
+
+
+def test_a_project_moves_to_another_broker_without_a_pause(new_machine: Callable[..., Machine]) -> None:
+    machine = new_machine()
+    start(machine)
+    old = machine.environment()["BROKER_URL"]
+    machine.bash('psql "$ADMIN_URL" -q -c "CREATE DATABASE broker2"')
+    machine.write_environment(
+        ADMIN_URL=machine.url("postgres"), APPLICATION_URL=machine.url("shop"), BROKER_URL=machine.url("broker2")
+    )
+    machine.bash("manage.py outbox_install")
+    machine.bash("systemctl start shop-worker@new shop-web@new")
+    machine.wait_for_orders(40)
+    machine.bash("systemctl stop shop-web")
+    machine.bash("systemctl stop shop-worker")
+    machine.bash(f"BROKER_URL='{old}' manage.py outbox_worker --until-drained")
+    machine.wait_for_orders()
+    machine.bash("systemctl stop shop-web@new")
+    orders = machine.assert_each_order_has_one_effect()
+    assert orders == sorted(machine.placed())
+    kept = messages(machine)
+    machine.write_environment(ADMIN_URL=machine.url("postgres"), APPLICATION_URL=machine.url("shop"), BROKER_URL=old)
+    before = messages(machine)
+    assert kept and before and kept + before == Counter(orders)

@@ -1,0 +1,201 @@
+"""The files of deploy/ are valid where a tool can say so offline, and their command lines are the real ones."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from outbox.contrib.django.settings.conf import OutboxSettings
+from tests.django import configured
+from tests.documents import ROOT, Command
+from tests.runbooks import systemctl
+from tests.runbooks.machine import Machine
+from tests.runbooks.test_runbooks import new_machine
+from tests.support import eventually
+from tests.test_operator_documents import parsed
+
+__all__ = ["new_machine"]
+
+DEPLOY = ROOT / "deploy"
+UNITS = sorted((DEPLOY / "systemd").glob("*.service"))
+MANIFESTS = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
+DRAIN_SECONDS = OutboxSettings.__dataclass_fields__["drain_seconds"].default
+# These answer to a question of the shop's own project, not of outbox.
+OF_THE_PROJECT = {"makemigrations", "test"}
+
+
+def documents(file: Path) -> list[dict[str, Any]]:
+    return [one for one in yaml.safe_load_all(file.read_text()) if one]
+
+
+def pod(manifest: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = manifest["spec"]["template"]["spec"]
+    return found
+
+
+def containers() -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """(manifest, container) of the manifests with pods."""
+    for file in MANIFESTS:
+        for manifest in documents(file):
+            if "template" in manifest.get("spec", {}):
+                inside = pod(manifest)
+                yield from ((manifest, one) for one in [*inside.get("initContainers", []), *inside["containers"]])
+
+
+def lines(words: list[str] | str) -> list[list[str]]:
+    """The command lines of a list of words, or of a shell's line."""
+    if isinstance(words, str):
+        return [shlex.split(one) for one in words.split("&&")]
+    return lines(words[2]) if words[:1] == ["sh"] else [words]
+
+
+def command_lines() -> dict[str, list[list[str]]]:
+    """The command lines of each file."""
+    found: dict[str, list[list[str]]] = {unit.name: systemctl.commands(unit.stem) for unit in UNITS}
+    [compose] = documents(DEPLOY / "compose.yaml")
+    services = compose["services"].values()
+    given = [one["command"] for one in services if "command" in one]
+    tests = [one["healthcheck"]["test"][1:] for one in services if "healthcheck" in one]
+    found["compose.yaml"] = [line for words in [*given, *tests] for line in lines(words)]
+    dockerfile = (DEPLOY / "Dockerfile").read_text()
+    found["Dockerfile"] = [yaml.safe_load(one) for one in re.findall(r"^CMD (.+)$", dockerfile, re.MULTILINE)]
+    for manifest, container in containers():
+        found.setdefault(manifest["metadata"]["name"], []).append(container["command"])
+    [workflow] = documents(DEPLOY / "github" / "ci.yml")
+    steps = workflow["jobs"]["tests"]["steps"]
+    found["ci.yml"] = [line for step in steps if "run" in step for line in lines(step["run"])]
+    return found
+
+
+def managed(name: str) -> list[list[str]]:
+    """What follows `manage.py` in the command lines of a file."""
+    return [line[line.index("manage.py") + 1 :] for line in command_lines()[name] if "manage.py" in line]
+
+
+@pytest.mark.parametrize("name", sorted(command_lines()))
+def test_every_command_line_is_accepted(name: str) -> None:
+    assert configured.OUTBOX and command_lines()[name]
+    for words in managed(name):
+        if words[0] not in OF_THE_PROJECT:
+            parsed(Command(DEPLOY, tuple(words)))
+
+
+def test_every_file_waits_longer_than_a_worker_drains() -> None:
+    [compose] = documents(DEPLOY / "compose.yaml")
+    [worker] = [one for one, container in containers() if "outbox_worker" in container["command"]]
+    waits = [
+        float(systemctl.unit("shop-worker")["TimeoutStopSec"]),
+        float(compose["services"]["worker"]["stop_grace_period"].removesuffix("s")),
+        float(pod(worker)["terminationGracePeriodSeconds"]),
+    ]
+    assert [wait > DRAIN_SECONDS for wait in waits] == [True] * 3
+
+
+def test_the_autoscaler_asks_the_figure_of_the_dashboard() -> None:
+    scaler, adapter = documents(DEPLOY / "kubernetes" / "autoscaling.yaml")
+    [rule] = yaml.safe_load(adapter["data"]["rules.yaml"])["externalRules"]
+    metric = scaler["spec"]["metrics"][0]["external"]["metric"]
+    assert metric["name"] == rule["name"]["as"] == rule["seriesQuery"] == "outbox_lag_messages"
+    assert set(metric["selector"]["matchLabels"]) == {"broker", "group"}
+    dashboard = json.loads((ROOT / "outbox" / "contrib" / "prometheus" / "dashboard.json").read_text())
+    shown = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", [])]
+    assert re.sub(r"\{.*\}", "{}", rule["metricsQuery"]) in [re.sub(r"\{.*\}", "{}", one) for one in shown]
+    assert scaler["spec"]["scaleTargetRef"]["name"] in {manifest["metadata"]["name"] for manifest, _ in containers()}
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")
+def test_systemd_accepts_the_units(tmp_path: Path) -> None:
+    for unit in UNITS:
+        # It looks for the programs and the user.
+        text = re.sub(r"/srv/shop/\.venv/bin/\w+", sys.executable, unit.read_text())
+        text = text.replace("User=shop", "User=daemon").replace("=/srv/shop", f"={tmp_path}")
+        (tmp_path / unit.name).write_text(text)
+    command = ["systemd-analyze", "verify", "--man=no", *(str(tmp_path / unit.name) for unit in UNITS)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    said = [line for line in done.stderr.splitlines() if any(unit.name in line for unit in UNITS)]
+    assert (done.returncode, said) == (0, [])
+
+
+@pytest.mark.parametrize("file", MANIFESTS, ids=lambda file: file.name)
+def test_kubernetes_accepts_the_manifests(file: Path) -> None:
+    validator = pytest.importorskip("kubernetes_validate")
+    newest = validator.latest_version()
+    for manifest in documents(file):
+        validator.validate(manifest, newest, strict=True)
+    with pytest.raises(validator.ValidationError):
+        validator.validate(
+            {**documents(file)[0], "spec": {"replicas": "two", "parallelism": "two", "maxReplicas": "x"}}, newest
+        )
+
+
+@pytest.mark.parametrize(
+    ("file", "schema"), [("compose.yaml", "compose-spec"), ("github/ci.yml", "github-workflows")], ids=["compose", "ci"]
+)
+def test_the_specifications_accept_the_files(file: str, schema: str, tmp_path: Path) -> None:
+    pytest.importorskip("check_jsonschema")
+
+    def check(path: Path) -> int:
+        command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", f"vendor.{schema}", str(path)]
+        return subprocess.run(command, capture_output=True, check=False).returncode
+
+    assert check(DEPLOY / file) == 0
+    wrong = tmp_path / "wrong.yaml"
+    wrong.write_text((DEPLOY / file).read_text().replace("image: postgres", "imagine: postgres"))
+    assert check(wrong) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_commands_of_the_files_run(new_machine: Callable[..., Machine]) -> None:
+    """Each distinct `manage.py` line of all files, on empty databases, and a worker that is probed and stopped."""
+    machine = new_machine(tables=False)
+    every = [tuple(words) for name in command_lines() for words in managed(name)]
+    once = list(dict.fromkeys(every))
+    workers = [words for words in once if words[0] == "outbox_worker"]
+    probes = [words for words in once if words[0] == "outbox_status"]
+    before = [
+        words for words in once if words not in workers and words not in probes and words[0] not in OF_THE_PROJECT
+    ]
+    assert workers == [("outbox_worker",)]
+    machine.bash("manage.py migrate --run-syncdb shop")
+    # The order of the workflow: the tables, then what looks at them.
+    for words in sorted(before, key=lambda words: (words[0] != "migrate", len(words) < 2, words[0])):
+        # The doctor warns that no worker runs, as the workflow expects.
+        machine.bash(shlex.join(["manage.py", *words]), codes=(0, 1) if words[0] == "outbox_doctor" else (0,))
+    machine.bash("systemctl start shop-worker")
+    port = int(machine.variables["TEST_HEALTH_PORT"])
+    [probed] = [container for manifest, container in containers() if "outbox_worker" in container["command"]]
+    paths = {probed[f"{kind}Probe"]["httpGet"]["path"] for kind in ("startup", "liveness", "readiness")}
+    assert paths == {"/live", "/ready"}
+    for path in sorted(paths):
+        eventually(lambda path=path: answer(port, path) == 200, within_seconds=60, what=machine.logs)  # type: ignore[misc]
+    machine.variables["HEALTH_DIRECTORY"] = str(machine.folder / "run" / "shop-worker")
+    for words in probes:
+        machine.bash(shlex.join(["manage.py", *words]))
+    pid = int((machine.folder / "shop-worker.pid").read_text())
+    os.kill(pid, signal.SIGTERM)
+    eventually(lambda: not systemctl._is_alive(pid), within_seconds=DRAIN_SECONDS + 5)
+
+
+def answer(port: int, path: str) -> int:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+    try:
+        connection.request("GET", path)
+        return connection.getresponse().status
+    except OSError:
+        return 0
+    finally:
+        connection.close()
