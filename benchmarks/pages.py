@@ -1,4 +1,4 @@
-"""How long the operations page takes to answer at a broker's size: `python -m benchmarks.pages DATABASE_URL`.
+"""How long the operations page takes to answer, and how large it is: `python -m benchmarks.pages DATABASE_URL`.
 
 A process of its own, because Django is configured once; benchmarks/status.py makes the broker and prints the result.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from datetime import timedelta
 
 import django
 from django.conf import settings
@@ -30,11 +31,18 @@ PAGES = {
     "workers": "workers/",
     "retried messages": "waiting/?retrying=yes",
     "topics": "topics/",
+    "topic": "topics/one/?name=topic-7",
+    "timeline of 7 days": "timeline/?span=7d",
+    "history of 7 days": "history/?span=7d",
+    "history of a group": "history/?span=6h&group=group-1",
+    "schedules": "schedules/",
+    "incidents": "incidents/",
+    "audit": "audit/",
 }
 
 
 def main(url: str) -> None:
-    """Print a JSON object: page -> milliseconds, with their spread."""
+    """Print a JSON object: page -> milliseconds with their spread, and kilobytes."""
     client = _client(url)
     listed = client.get("/outbox/messages/?topic=topic-7").content.decode()
     match = re.search(r"/outbox/messages/([0-9a-f-]{36})/", listed)
@@ -43,12 +51,13 @@ def main(url: str) -> None:
     found = {}
     for name, page in PAGES.items():
         address = f"/outbox/{page.format(message=message)}"
-        assert client.get(address).status_code == 200, address
+        answer = client.get(address)
+        assert answer.status_code == 200, address
 
         def ask(address: str = address) -> None:
             client.get(address)
 
-        found[name] = timed(ask, _REPEATS)
+        found[name] = f"{timed(ask, _REPEATS)}; {len(answer.content) / 1000:.0f} kB"
     print(json.dumps(found))
 
 
@@ -81,9 +90,30 @@ def _client(url: str) -> Client:
     call_command("migrate", verbosity=0)
     from django.contrib.auth.models import User
 
+    _fill_timeline()
     client = Client()
     client.force_login(User.objects.create_superuser("operator"))
     return client
+
+
+def _fill_timeline() -> None:
+    """As many past conditions as are kept."""
+    from django.utils import timezone
+
+    from outbox.contrib.django.models import PastCondition
+    from outbox.contrib.django.operations.raised import KEPT_ROWS
+
+    now = timezone.now()
+    PastCondition.objects.bulk_create(
+        PastCondition(
+            name="lag",
+            subject=f"group group-{number % 200}, topic topic-7",
+            severity=1 + number % 2,
+            raised_at=now - timedelta(minutes=number),
+            seen_at=now - timedelta(minutes=number - 1),
+        )
+        for number in range(1, KEPT_ROWS + 1)
+    )
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ from outbox.limits import Limits
 from outbox.subscription import Mode, Subscription
 from tests.django.broker_world import NOWHERE, World, new_world
 from tests.django.conftest import BROKER_TEMPLATE, point_alias
-from tests.django.console.support import ALL, bury, client_of, make_user
+from tests.django.console.support import ALL, bury, client_of, make_user, working
 from tests.django.shop.models import Order
 from tests.django.state import rolled_back
 from tests.django.support import sequence
@@ -217,6 +217,24 @@ def _limits(world: World) -> Given:
     return {"group": "mail", "topic": "orders", "running": "5"}
 
 
+ASKED = rows("SELECT asked FROM outbox.consumer_process")
+
+
+def alive(world: World) -> Given:
+    world.subscribe("mail")
+    return {"process": str(working(world, "mail", UUID(int=1)))}
+
+
+@case("drain_process", ASKED)
+def _drain_process(world: World) -> Given:
+    return alive(world)
+
+
+@case("stop_worker", ASKED)
+def _stop_worker(world: World) -> Given:
+    return alive(world)
+
+
 @case("rename_group", GROUPS)
 def _rename(world: World) -> Given:
     world.subscribe("mail")
@@ -340,10 +358,12 @@ def test_an_action_does_and_records_the_same_by_command_and_by_page(
 NOT_BY_OPERATORS = {"outbox_transaction check", "outbox_audit compare"}
 READS = {"outbox_group list", "outbox_group offsets", "outbox_topic list", "outbox_message list", "outbox_message show"}
 READS |= {"outbox_dead_letter list", "outbox_dead_letter show", "outbox_transaction list"}
-READS |= {"outbox_transaction describe", "outbox_endpoint list"}
+READS |= {"outbox_transaction describe", "outbox_endpoint list", "outbox_process list"}
 
 
-@pytest.mark.parametrize("command", ["audit", "dead_letter", "endpoint", "group", "message", "topic", "transaction"])
+@pytest.mark.parametrize(
+    "command", ["audit", "dead_letter", "endpoint", "group", "message", "process", "topic", "transaction"]
+)
 def test_every_subcommand_that_changes_something_is_a_declared_action(command: str) -> None:
     name = f"outbox_{command}"
     parser = load_command_class("outbox.contrib.django", name).create_parser("manage.py", name)

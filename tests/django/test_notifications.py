@@ -28,8 +28,7 @@ from outbox.contrib.django import publish, signals, subscriber
 from outbox.contrib.django.models import Notification, RaisedCondition
 from outbox.contrib.django.operations import additions, notifications, raised
 from outbox.contrib.django.operations import signals as sending
-from outbox.contrib.django.settings.conf import get_settings, parse_settings
-from outbox.contrib.django.worker.periodic import passes
+from outbox.contrib.django.settings.conf import parse_settings
 from outbox.contrib.django.worker.workers import consumer_runtime
 from outbox.contrib.sinks.signatures import verify
 from outbox.errors import ConfigurationError, PermanentError
@@ -414,15 +413,6 @@ def test_a_test_notification_says_what_each_channel_did(
     assert ended.value.code == 2 and len(mail.outbox) == 1
     assert results["notification by mail"][0] == "ok"
     assert results["notification by webhook"][0] == "critical" and "404" in results["notification by webhook"][1]
-
-
-def test_the_pass_runs_only_where_it_is_wanted(outbox_settings: Callable[..., None]) -> None:
-    assert "conditions" not in {one.name for one in passes()}
-    with received(signals.condition_raised):
-        assert "conditions" in {one.name for one in passes()}
-    outbox_settings(NOTIFY=MAILBOX)
-    assert "conditions" in {one.name for one in passes()}
-    assert get_settings().notify is not None
 
 
 @pytest.mark.parametrize(

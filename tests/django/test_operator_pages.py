@@ -23,7 +23,7 @@ from tests.documents import DOCS, FOR_OPERATORS, Command, blocks, commands
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("databases", "no_subscribers")]
 
 # These end, and do not destroy what another test needs.
-RUN = ("audit", "dead_letter", "doctor", "group", "message", "status", "topic", "transaction")
+RUN = ("audit", "dead_letter", "doctor", "group", "message", "process", "status", "topic", "transaction")
 WITH_EXIT_CODE = ("outbox_audit", "outbox_doctor", "outbox_status")
 EVERY = {one.words: one for page in FOR_OPERATORS for one in commands(page)}.values()
 EXECUTED = sorted((str(one), one) for one in EVERY if one.words[0].removeprefix("outbox_") in RUN)
@@ -53,6 +53,8 @@ def subject(world: World, given: Command) -> str:
         return str(made["id"])
     if name == "outbox_message" and word == "recall":
         return delayed(world)
+    if name == "outbox_process":
+        return str(CASES["drain_process"][0](world)["process"])
     if (name, word) == ("outbox_group", "skip"):
         return str(CASES["skip"][0](world)["id"])
     if word == "settle":

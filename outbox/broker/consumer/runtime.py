@@ -25,6 +25,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Final, Protocol
 
 import psycopg
@@ -34,6 +35,7 @@ from outbox.broker.consumer.coordinator import Coordinator
 from outbox.broker.consumer.dispatcher import Dispatcher
 from outbox.broker.consumer.owned_queue import ConsumingGroup, Ownership
 from outbox.broker.consumer.running_calls import RunningCalls
+from outbox.broker.consumer.stop_event import stop_on_request
 from outbox.broker.consumer.work import HandlerCall
 from outbox.broker.consumer.worker_pool import STUCK_LIMIT, Caller
 from outbox.broker.database import timeouts
@@ -42,6 +44,7 @@ from outbox.broker.database.executor import Executor
 from outbox.broker.database.notify import RECONNECT, Announcements, Channel, listen
 from outbox.broker.fastpath.round_trip import AfterTick
 from outbox.broker.groups import lives, registration
+from outbox.broker.groups.members import ProcessRequest
 from outbox.broker.groups.rebalance import Strategy, by_name
 from outbox.broker.log.failing import FailureNote, ProcessPart
 from outbox.broker.schema import install
@@ -163,7 +166,7 @@ class ConsumerSession:
     The constructor registers the process, and raises psycopg.Error, BrokerUnavailable, or the errors of `register`.
 
     `noted_in` is the file in which an earlier session of this process noted its calls. The parent process gives
-    each consumer process only one file for notes.
+    each consumer process only one file for notes. `on_request` is called when an operator asks this process to end.
     """
 
     def __init__(
@@ -182,6 +185,7 @@ class ConsumerSession:
         sharing_calls: int = 1,
         claim: ClaimingInvoker | None = None,
         claims_seconds: float = math.inf,
+        on_request: Callable[[ProcessRequest], None] = lambda _: None,
     ) -> None:
         self._database = database
         self._note = note
@@ -216,6 +220,7 @@ class ConsumerSession:
             lease_seconds=lease_seconds,
             strategy=strategy,
             report=lambda: self.dispatcher.report(),
+            on_request=on_request,
         )
         self.running_calls = noted_in or _running_calls(instance, groups)
         if noted_in is not None:
@@ -482,7 +487,8 @@ class ConsumerRuntime:
     def run(self, stop: threading.Event) -> None:
         """Consume until `stop` is set.
 
-        After `stop` is set, finish running calls, release the leases, and leave the groups.
+        After `stop` is set, finish running calls, release the leases, and leave the groups. The request of an operator
+        to end this process also sets `stop`.
 
         While the broker's database is down, this method waits. Raises UnknownTopic, InvalidSubscription, InvalidFilter
         or SchemaError when the subscriptions cannot be registered. Raises HandlersHung when too many handlers hang.
@@ -494,7 +500,7 @@ class ConsumerRuntime:
         noted_in: RunningCalls | None = None
         while not stop.is_set():
             try:
-                session = self._session(self._session_task, noted_in)
+                session = self._session(self._session_task, noted_in, on_request=partial(stop_on_request, stop))
             except (BrokerUnavailable, SchemaError, UnknownTopic) as error:
                 # A restore first empties the tables. So if this process has already registered once, it waits for the
                 # end of the restore.
@@ -549,7 +555,11 @@ class ConsumerRuntime:
         return ConsumeCounts(**{name: counts[name] for name in ConsumeCounts.__dataclass_fields__})
 
     def _session(
-        self, session_task: SessionTask | None = None, noted_in: RunningCalls | None = None
+        self,
+        session_task: SessionTask | None = None,
+        noted_in: RunningCalls | None = None,
+        *,
+        on_request: Callable[[ProcessRequest], None] = lambda _: None,
     ) -> ConsumerSession:
         with naming("the registration of consumers", self._database.schema):
             return ConsumerSession(
@@ -566,6 +576,7 @@ class ConsumerRuntime:
                 sharing_calls=self._sharing_calls,
                 claim=self._claim,
                 claims_seconds=self._claims_seconds,
+                on_request=on_request,
             )
 
     def _register(self, run: Executor, instance: uuid.UUID) -> list[ConsumingGroup]:

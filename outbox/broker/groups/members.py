@@ -3,7 +3,7 @@
 Members and queues are the input of a rebalance. If a service is down that the handlers of a subscription need, the
 subscription pauses, and the member records an outage.
 
-See decision 220.
+See decisions 220 and 232.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import os
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from enum import StrEnum
 from functools import cache
 from importlib import metadata
 from typing import Final
@@ -90,19 +91,29 @@ class CallsReport:
 
 # One statement writes both tables, so the report about the process costs no round trip.
 _HEARTBEAT = Statement("""
-WITH process AS (
-    INSERT INTO {schema}.consumer_process (instance_id, version, seen_at, calls, longest)
-    VALUES (%(instance)s, %(version)s, clock_timestamp(), %(calls)s, %(longest)s::text::jsonb)
-    ON CONFLICT (instance_id) DO UPDATE
-    SET seen_at = excluded.seen_at, calls = excluded.calls, longest = excluded.longest
+WITH joined AS (
+    INSERT INTO {schema}.consumer AS known (instance_id, group_id, topics, host, pid, expires_at)
+    SELECT %(instance)s, mine.group_id, mine.topics::text[], %(host)s, %(pid)s,
+           clock_timestamp() + make_interval(secs => %(term)s)
+    FROM unnest(%(group_ids)s::integer[], %(topics)s::text[]) AS mine (group_id, topics)
+    ORDER BY mine.group_id
+    ON CONFLICT (instance_id, group_id) DO UPDATE SET expires_at = excluded.expires_at
 )
-INSERT INTO {schema}.consumer AS known (instance_id, group_id, topics, host, pid, expires_at)
-SELECT %(instance)s, mine.group_id, mine.topics::text[], %(host)s, %(pid)s,
-       clock_timestamp() + make_interval(secs => %(term)s)
-FROM unnest(%(group_ids)s::integer[], %(topics)s::text[]) AS mine (group_id, topics)
-ORDER BY mine.group_id
-ON CONFLICT (instance_id, group_id) DO UPDATE SET expires_at = excluded.expires_at
+INSERT INTO {schema}.consumer_process AS known (instance_id, version, seen_at, calls, longest, draining)
+VALUES (%(instance)s, %(version)s, clock_timestamp(), %(calls)s, %(longest)s::text::jsonb, %(draining)s)
+ON CONFLICT (instance_id) DO UPDATE
+SET seen_at = excluded.seen_at, calls = excluded.calls, longest = excluded.longest, draining = excluded.draining
+RETURNING known.asked
 """)
+
+
+class ProcessRequest(StrEnum):
+    """What an operator asks a consumer process to do. Both end its running calls before the process ends."""
+
+    DRAIN = "drain"
+    """End this process. Its supervisor does not start it again."""
+    STOP = "stop"
+    """End the worker with all of its processes, as SIGTERM does."""
 
 
 def heartbeat(
@@ -112,10 +123,12 @@ def heartbeat(
     *,
     term_seconds: float,
     report: CallsReport = CallsReport(),
-) -> None:
+    draining: bool = False,
+) -> ProcessRequest | None:
     """Let the memberships of this instance expire `term_seconds` from now, and store its running calls for operators.
 
-    `topics` maps each group id to the topics to which this instance subscribes.
+    `topics` maps each group id to the topics to which this instance subscribes. `draining`: the process takes no more
+    messages. Return what an operator has asked the process to do.
     """
     parameters = {
         "instance": instance,
@@ -127,8 +140,10 @@ def heartbeat(
         "version": _version(),
         "calls": report.calls,
         "longest": json.dumps([asdict(call) for call in report.longest]),
+        "draining": draining,
     }
-    run.execute(_HEARTBEAT, parameters)
+    asked = run.one(_HEARTBEAT, parameters)[0]
+    return ProcessRequest(asked) if asked is not None else None
 
 
 @cache

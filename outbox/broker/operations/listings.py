@@ -99,13 +99,19 @@ WITH held AS MATERIALIZED (
 SELECT instance_id, host, pid, groups, joined_at, expires_at, expires_at > clock_timestamp() AS is_alive,
        coalesce(held.queues, 0) AS queues, coalesce(known.version, '') AS version, known.seen_at,
        coalesce(known.calls, 0) AS calls, coalesce(known.longest, '[]') AS longest,
+       known.asked, known.asked_at, coalesce(known.draining, false) AS draining,
        EXISTS (SELECT FROM {schema}.leader_lease leader
                WHERE role = 'sequencer' AND leader.owner = instance_id
                  AND leader.expires_at > clock_timestamp()) AS leads
 FROM listed LEFT JOIN held ON held.owner = instance_id LEFT JOIN {schema}.consumer_process known USING (instance_id)
+WHERE (%(instance)s::uuid IS NULL OR instance_id = %(instance)s)
+  AND (%(state)s::text IS NULL OR %(state)s = CASE
+       WHEN expires_at <= clock_timestamp() THEN 'vanished' WHEN known.draining THEN 'draining' ELSE 'alive' END)
 ORDER BY expires_at > clock_timestamp() DESC, host, pid, instance_id LIMIT %(limit)s OFFSET %(after)s
 """)
 
+
+PROCESS_STATES: Final = ("alive", "draining", "vanished")
 
 _GROUP: Final = Statement("SELECT name, paused, broadcast FROM {schema}.consumer_group WHERE name = %(group)s")
 
@@ -161,6 +167,9 @@ class ConsumerProcess:
     `is_alive` is False if the membership of the process has ended without a renewal. `seen_at`: the time at which the
     process last renewed its membership. At this time, `calls` handler calls were running, and `longest` has the longest
     of them, the longest first. For a process of an older version, `version` is '' and `seen_at` is None.
+
+    `asked`: an operator has asked the process to drain or to stop, at `asked_at`. `draining`: the process had begun to
+    end at `seen_at`, because of such a request or of a signal.
     """
 
     instance_id: UUID
@@ -176,6 +185,16 @@ class ConsumerProcess:
     calls: int
     longest: Sequence[Mapping[str, Any]]
     leads: bool
+    asked: str | None = None
+    asked_at: datetime | None = None
+    draining: bool = False
+
+    @property
+    def state(self) -> str:
+        """One of PROCESS_STATES."""
+        if not self.is_alive:
+            return "vanished"
+        return "draining" if self.draining else "alive"
 
     @property
     def running(self) -> list[CallReport]:
@@ -243,13 +262,22 @@ def list_retry_errors(run: Executor, group: str | None = None) -> list[ErrorGrou
 
 
 def list_processes(
-    run: Executor, group: str | None = None, *, after: int = 0, limit: int = 100
+    run: Executor, group: str | None = None, *, state: str | None = None, after: int = 0, limit: int = 100
 ) -> list[ConsumerProcess]:
     """Return the consumer processes of a group or of all groups, processes that are alive first.
 
-    To read the next page, pass the number of processes on the pages before as `after`.
+    `state` is one of PROCESS_STATES. To read the next page, pass the number of processes on the pages before as
+    `after`.
     """
-    return run.objects(ConsumerProcess, _PROCESSES, {"group": group, "after": after, "limit": limit})
+    values = {"group": group, "state": state, "instance": None, "after": after, "limit": limit}
+    return run.objects(ConsumerProcess, _PROCESSES, values)
+
+
+def find_process(run: Executor, instance_id: UUID) -> ConsumerProcess | None:
+    """Return one consumer process; None if it has left its groups or vanished more than an hour ago."""
+    values = {"group": None, "state": None, "instance": instance_id, "after": 0, "limit": 1}
+    found = run.objects(ConsumerProcess, _PROCESSES, values)
+    return found[0] if found else None
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -400,7 +400,12 @@ CREATE UNLOGGED TABLE consumer_process (
     seen_at     timestamptz NOT NULL,
     -- Handler calls that ran at `seen_at`, and the longest of them.
     calls       integer     NOT NULL,
-    longest     jsonb       NOT NULL
+    longest     jsonb       NOT NULL,
+    -- What an operator has asked the process to do: 'drain' or 'stop'. The heartbeat reads it (docs/decisions/232).
+    asked       text        CHECK (asked IN ('drain', 'stop')),
+    asked_at    timestamptz,
+    -- Whether the process takes no more messages and ends its running calls.
+    draining    boolean     NOT NULL DEFAULT false
 );
 
 -- Which instance may consume a queue for a group. `epoch` is the fencing token, raised with every change of owner.
@@ -615,6 +620,17 @@ CREATE TABLE summary (
     facts        jsonb            NOT NULL,
     -- Per group the counters from which rates are computed: small, because some minutes of them are read at once.
     totals       jsonb            NOT NULL
+);
+
+-- Older summaries, for the diagrams: one row per minute, per five minutes and per half an hour. The counters are those
+-- at the end of this time; lag and age are the largest of it (docs/decisions/231).
+CREATE TABLE summary_past (
+    resolution integer     NOT NULL,
+    at         timestamptz NOT NULL,
+    totals     jsonb       NOT NULL,
+    -- Apart from `totals`, so that the figures of all groups together are read without those of each group.
+    groups     jsonb       NOT NULL,
+    PRIMARY KEY (resolution, at)
 );
 
 -- Audits of conservation: they count every message, so they run rarely and their result is kept.

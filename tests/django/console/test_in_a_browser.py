@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import os
 import re
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
 from uuid import UUID
 
 import pytest
+from django.utils import timezone
 
 from outbox.broker.operations import summary
+from outbox.broker.operations.conditions import Severity
 from outbox.contrib.django import publish
 from outbox.contrib.django.console import rendering
-from outbox.contrib.django.models import Finding, OperatorAction
+from outbox.contrib.django.models import Finding, ForwardEndpoint, OperatorAction, PastCondition
 from tests.django.broker_world import World
 from tests.django.console.support import Site, blocked, bury, dead_keys, retried, working
 from tests.django.console.test_settling import decision, lost_end
@@ -27,6 +30,7 @@ HOSTILE: Final = "\"'><script>window.hacked = 1</script><img src=x onerror='wind
 PAGES: Final = (
     *("", "messages/", "undecided/", "dead-letters/", "dead-letters/list/?group=mail", "waiting/", "groups/"),
     *("waiting/?retrying=yes", "groups/?state=behind", "groups/one/?name=mail&topic=orders", "groups/one/?name=books"),
+    *("timeline/", "timeline/?span=7d&state=over", "?span=7d", "endpoints/", "schedules/"),
     *("workers/", "topics/", "topics/one/?name=orders", "findings/", "incidents/", "audit/"),
 )
 
@@ -49,6 +53,17 @@ def busy(world: World) -> list[str]:
         "INSERT INTO outbox.incident (kind, subject, detail) VALUES ('refused', %s, %s)",
         HOSTILE, HOSTILE,
     )  # fmt: skip
+    past = timezone.now() - timedelta(minutes=9)
+    for severity in (Severity.WARNING, Severity.CRITICAL):
+        PastCondition.objects.create(
+            name="lag", subject=f"group {HOSTILE}", severity=severity, raised_at=past, seen_at=past
+        )
+    ForwardEndpoint.objects.create(group="partner", disabled_at=past, disabled_reason=HOSTILE, last_error=HOSTILE)
+    world.sql(
+        "INSERT INTO outbox.summary_past SELECT 1800, at, jsonb_build_object('at', extract(epoch FROM at), 'stored', n,"
+        " 'queued', n, 'all', jsonb_build_array(n, 0, 0, n, n)), '{}' FROM generate_series(1, 20) AS n,"
+        " LATERAL (SELECT now() - make_interval(mins => 30 * (21 - n)) AS at) AS made"
+    )
     for _ in range(3):
         summary.refresh(world.run)
     undecided = world_half(world)
@@ -167,7 +182,17 @@ def test_pages_are_inert_and_fit_and_axe_finds_nothing(
                 browser.screenshot(Path(folder) / f"{request.node.callspec.id}-{name}.png")
 
 
-LISTS: Final = ("messages/", "undecided/", "dead-letters/", "waiting/", "groups/", "workers/", "topics/", "audit/")
+LISTS: Final = (
+    "timeline/",
+    "messages/",
+    "undecided/",
+    "dead-letters/",
+    "waiting/",
+    "groups/",
+    "workers/",
+    "topics/",
+    "audit/",
+)
 
 
 @pytest.mark.parametrize(("width", "is_folded"), [(320, True), (1280, False)])
@@ -198,6 +223,25 @@ def test_a_message_is_skipped_with_the_keyboard_alone(world: World, site: Site) 
         press(browser, "Enter", 13, "\r")
         browser.wait_for("document.querySelector('main').innerText.includes('the order is void')")
     assert OperatorAction.objects.get().outcome == "done"
+
+
+def test_a_process_is_drained_with_the_keyboard_alone(world: World, site: Site) -> None:
+    world.subscribe("mail")
+    working(world, "mail", UUID(int=1))
+    with Browser() as browser:
+        site.open(browser, "/outbox/workers/")
+        tab_to(browser, "document.activeElement.textContent === 'Drain …'")
+        press(browser, "Enter", 13, "\r")
+        browser.wait_for("document.querySelector('#why') !== null")
+        assert "does not start it again" in browser.text("main")
+        tab_to(browser, "document.activeElement.id === 'why'")
+        browser.command("Input.insertText", text="it uses too much memory")
+        tab_to(browser, "document.activeElement.textContent === 'Do it'")
+        press(browser, "Enter", 13, "\r")
+        browser.wait_for("document.querySelector('main').innerText.includes('it uses too much memory')")
+        site.open(browser, "/outbox/workers/")
+        assert "asked to drain" in browser.text("main")
+    assert world.sql("SELECT asked FROM outbox.consumer_process") == [("drain",)]
 
 
 def press(browser: Browser, key: str, code: int, text: str = "") -> None:

@@ -159,10 +159,14 @@ def _items(fact: Fact) -> Iterator[EvidenceItem]:
             continue
         is_span = name.endswith("seconds") and isinstance(value, (int, float))
         shown = duration(float(value)) if is_span and value is not None else str(value)
-        yield EvidenceItem(name.removesuffix("_seconds").replace("_", " "), shown, _url(name, str(value)))
+        yield EvidenceItem(name.removesuffix("_seconds").replace("_", " "), shown, _url(name, str(value), fact))
 
 
-def _url(name: str, value: str) -> str:
+def _url(name: str, value: str, fact: Fact) -> str:
+    if name == "group" and fact.get("topic"):
+        # The page of the group then has the queues of this topic, and the form to change its limits.
+        place = "#limits" if "waiting_for" in fact else ""
+        return f"{reverse('outbox:group')}?{urlencode({'name': value, 'topic': fact['topic']})}{place}"
     if name in ("group", "topic"):
         return f"{reverse(f'outbox:{name}')}?{urlencode({'name': value})}"
     if name == "producer_group":

@@ -23,6 +23,7 @@ REFRESH_SECONDS: float = 5
 # The URL name and the title of each page. To add a page, add a row to this list and a path to urls.py.
 PAGES: Final = (
     ("overview", "Overview"),
+    ("timeline", "Timeline"),
     ("groups", "Groups"),
     ("workers", "Workers"),
     ("search", "Messages"),

@@ -1,14 +1,20 @@
-"""The tabs above the lists of messages: one list per state, with the number of its messages."""
+"""The tabs above the lists: one list per state, with the number of its messages or rows."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 from urllib.parse import urlencode
 
+from django.http import HttpRequest
 from django.urls import reverse
 
 from outbox.broker.database.executor import Executor
 from outbox.broker.operations import summary
+from outbox.contrib.django.console.asking import text
+
+Row = TypeVar("Row")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,3 +48,22 @@ def state_tabs(run: Executor, group: str | None = None) -> list[StateTab]:
         tab("retrying", "Retrying", "waiting", sum(one.retrying for one in rests), retrying="yes", group=group),
         tab("dead", "Dead", "dead_letters", sum(one.dead for one in rests), group=group),
     ]
+
+
+def by_state(
+    request: HttpRequest, rows: Iterable[Row], states: Mapping[str, tuple[str, Callable[[Row], bool]]]
+) -> tuple[list[Row], str, list[StateTab]]:
+    """Filter rows that are completely in memory by the parameter `state`.
+
+    `states` has the label and the condition of each state; the first state is used if the parameter names none of them.
+    Return the rows, the name of the chosen state, and the tabs. Other parameters of the address stay as they are.
+    """
+    found = list(rows)
+    wanted = text(request.GET, "state") or ""
+    chosen = wanted if wanted in states else next(iter(states))
+    given = {name: value for name, value in request.GET.items() if name not in ("state", "after") and value}
+    tabs = [
+        StateTab(name, label, "?" + urlencode(given | ({"state": name} if name else {})), sum(map(holds, found)))
+        for name, (label, holds) in states.items()
+    ]
+    return list(filter(states[chosen][1], found)), chosen, tabs

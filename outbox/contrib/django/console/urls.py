@@ -13,6 +13,7 @@ from outbox.contrib.django.console.views import (
     overview,
     records,
     schedules,
+    timeline,
     waiting,
     workers,
 )
@@ -21,6 +22,7 @@ from outbox.contrib.django.console.views.acting import view_of
 urlpatterns = [
     path("", overview.overview, name="overview"),
     path("history/", overview.history, name="history"),
+    path("timeline/", timeline.timeline, name="timeline"),
     path("messages/", messages.search, name="search"),
     path("messages/<uuid:message_id>/", messages.message, name="message"),
     path("undecided/", waiting.undecided, name="undecided"),

@@ -2,9 +2,10 @@
 
 The rows of `RaisedCondition` are the conditions that are reported. One transaction stores a change and the
 notifications about it. Of several processes that see the same change, the one whose statement changes the row reports
-the change. The signals follow after COMMIT.
+the change. The signals follow after COMMIT. A condition that is over becomes a row of `PastCondition`, which the
+operations page shows as a timeline.
 
-See decision 208.
+See decisions 208 and 230.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from datetime import datetime, timedelta
 from typing import Final
 
 from django.db import router, transaction
+from django.db.models import F, Max
+from django.db.models.functions import Greatest
 from django.utils import timezone
 
 from outbox.broker.database.executor import Executor
@@ -22,7 +25,7 @@ from outbox.broker.database.timeouts import lock_limited
 from outbox.broker.operations.conditions import EVIDENCE, Condition, Fact, Severity
 from outbox.broker.operations.listings import ErrorGroup, OpenTransaction, list_errors, list_open
 from outbox.broker.operations.rules import survey, unusable
-from outbox.contrib.django.models import RaisedCondition
+from outbox.contrib.django.models import PastCondition, RaisedCondition
 from outbox.contrib.django.operations import notifications, signals
 from outbox.contrib.django.operations.watching import asking, with_application
 from outbox.contrib.django.settings.conf import get_settings
@@ -34,6 +37,9 @@ Kind = RaisedCondition.Kind
 CLEAR_SECONDS: Final = 60.0
 # New dead letters of a group with the same type of error are reported again after this time at the earliest.
 REPEAT_SECONDS: Final = 600.0
+# Past conditions are kept for this time, but only the newest KEPT_ROWS of them.
+KEPT_SECONDS: Final = 7 * 24 * 3600.0
+KEPT_ROWS: Final = 10_000
 # The largest number of parked transactions that a pass reads.
 _MOST_PARKED: Final = 1000
 _LONGEST_SUBJECT: Final = 400
@@ -149,10 +155,12 @@ def _stored(seen: _Seen, now: datetime) -> list[Change]:
     alias = router.db_for_write(RaisedCondition)
     rows = RaisedCondition.objects.using(alias)
     with transaction.atomic(using=alias):
-        known = {(row.kind, row.name, row.subject): row for row in rows.all()}
+        known = {(row.kind, row.name, row.subject): row for row in rows.exclude(kind=Kind.PASS)}
         changes = list(_raised(seen, known, now, alias))
         rows.filter(pk__in=[row.pk for key, row in known.items() if key in seen.held]).update(seen_at=now)
-        changes += _cleared(seen, known, now, alias)
+        cleared = _cleared(seen, known, now, alias)
+        changes += cleared
+        _remember([change.row for change in cleared if change.row.kind == Kind.CONDITION], now, alias)
         notifications.store(_reports(changes), now)
     return changes
 
@@ -166,6 +174,7 @@ def _raised(seen: _Seen, known: dict[_Key, RaisedCondition], now: datetime, alia
             kind, name, subject = key
             values = {
                 "severity": held.severity,
+                "worst": held.severity,
                 "count": count,
                 "newest_at": newest,
                 "raised_at": now,
@@ -187,7 +196,7 @@ def _raised(seen: _Seen, known: dict[_Key, RaisedCondition], now: datetime, alia
                 same.update(count=count)
         elif held.severity != row.severity:
             grows = held.severity > row.severity
-            if same.update(severity=held.severity) and grows:
+            if same.update(severity=held.severity, worst=Greatest(F("worst"), int(held.severity))) and grows:
                 row.severity = held.severity
                 yield Change(row, held)
 
@@ -204,6 +213,40 @@ def _cleared(seen: _Seen, known: dict[_Key, RaisedCondition], now: datetime, ali
     rows = RaisedCondition.objects.using(alias)
     # Another process may have seen the condition meanwhile.
     return [Change(row, None) for row in gone if rows.filter(pk=row.pk, seen_at__lte=before).delete()[0]]
+
+
+def _remember(over: Sequence[RaisedCondition], now: datetime, alias: str) -> None:
+    """Store the conditions that are over, and the end of a time in which the pass ran; delete the oldest rows."""
+    past = PastCondition.objects.using(alias)
+    ended = [*over, *_gap(now, alias)]
+    past.bulk_create(
+        PastCondition(
+            name=row.name,
+            subject=row.subject,
+            # A row that an older version has stored has no `worst`.
+            severity=max(row.worst, row.severity),
+            raised_at=row.raised_at,
+            seen_at=row.seen_at,
+        )
+        for row in ended
+    )
+    if ended:
+        past.filter(seen_at__lt=now - timedelta(seconds=KEPT_SECONDS)).delete()
+        past.filter(pk__lte=(past.aggregate(newest=Max("pk"))["newest"] or 0) - KEPT_ROWS).delete()
+
+
+def _gap(now: datetime, alias: str) -> list[RaisedCondition]:
+    """Note that the pass runs now. If no pass has run for CLEAR_SECONDS, return the row of the time before."""
+    rows = RaisedCondition.objects.using(alias)
+    values = {"severity": Severity.OK, "raised_at": now, "seen_at": now}
+    row, is_new = rows.get_or_create(kind=Kind.PASS, name="", subject="", defaults=values)
+    if is_new or row.seen_at >= now:
+        return []
+    begins_again = now - row.seen_at > timedelta(seconds=CLEAR_SECONDS)
+    values = {"raised_at": now, "seen_at": now} if begins_again else {"seen_at": now}
+    # Another process may have noted its pass meanwhile.
+    is_mine = rows.filter(pk=row.pk, seen_at=row.seen_at).update(**values)
+    return [row] if is_mine and begins_again else []
 
 
 def _signal(change: Change) -> None:

@@ -55,8 +55,7 @@ def passes() -> list[PeriodicPass]:
     audit_seconds = min(3600.0, settings.audit_interval_seconds)
     audit = PeriodicPass(name="audit", interval_seconds=audit_seconds, run=partial(_watched, "audit", audit_when_due))
     always = [_in_turn("compare", _LOOK_INTERVAL_SECONDS, _compared), prune, audit]
-    if _reports_conditions():
-        # The pass takes no turn, because the broker may be what fails: the stored rows let one process report a change.
+    if settings.has_database:
         conditions = partial(_watched, "conditions", _conditions)
         always.append(PeriodicPass(name="conditions", interval_seconds=CONDITIONS_INTERVAL_SECONDS, run=conditions))
     always += [_in_turn(name, seconds, work) for name, (seconds, work) in additions.passes.items()]
@@ -80,13 +79,14 @@ def passes() -> list[PeriodicPass]:
 def _reports_conditions() -> bool:
     """Whether notifications are configured, or a receiver is connected to one of the signals of the pass."""
     found = (signals.condition_raised, signals.condition_cleared, signals.transaction_parked)
-    settings = get_settings()
-    return settings.has_database and (
-        settings.notify is not None or any(signal.has_listeners(None) for signal in found)
-    )
+    return get_settings().notify is not None or any(signal.has_listeners(None) for signal in found)
 
 
 def _conditions() -> Mapping[str, Any]:
+    # A report takes no turn, because the broker may be what fails: the stored rows let one process report a change. For
+    # the timeline alone, one process of the service is enough.
+    if not _reports_conditions() and not is_my_turn("conditions", CONDITIONS_INTERVAL_SECONDS):
+        return _LEFT
     # A Celery app may list the passes before Django has loaded the models that this module imports.
     from outbox.contrib.django.operations import raised
 

@@ -20,6 +20,8 @@ from outbox.contrib.django.console.access import seeing
 from outbox.contrib.django.console.asking import number, reading, required, text
 from outbox.contrib.django.console.cards import Tile, cards, tone_of
 from outbox.contrib.django.console.rendering import PER_PAGE, Page, Row, paged, render
+from outbox.contrib.django.console.spans import chosen_span, span_tabs
+from outbox.contrib.django.console.states import by_state
 from outbox.contrib.django.operations.watching import look
 from outbox.errors import UnknownTopic
 
@@ -40,12 +42,10 @@ _STATES: Final[Mapping[str, tuple[str, Callable[[GroupOverview], bool]]]] = {
 @seeing
 def groups(request: HttpRequest) -> HttpResponse:
     """The page of all groups, or of the groups in one state. The figures come from the stored summary."""
-    wanted, state = text(request.GET, "q") or "", text(request.GET, "state") or ""
-    state = state if state in _STATES else ""
+    wanted = text(request.GET, "q") or ""
     with reading() as run:
         found = summary.overview(run, summary.read(run))
-    named = [one for one in found.groups if wanted in one.name]
-    rows = list(filter(_STATES[state][1], named))
+    rows, state, tabs = by_state(request, [one for one in found.groups if wanted in one.name], _STATES)
     if state == "behind":
         # Otherwise the order is by name, so that a refresh moves no row under the pointer.
         rows.sort(key=lambda one: (-(one.oldest_seconds or 0.0), one.name))
@@ -55,16 +55,9 @@ def groups(request: HttpRequest) -> HttpResponse:
         "broker": found,
         "given": request.GET,
         "state": state,
-        "tabs": [
-            (name, label, _query(state=name, q=wanted), sum(map(holds, named)))
-            for name, (label, holds) in _STATES.items()
-        ],
+        "tabs": tabs,
     }
     return render(request, "groups", context)
-
-
-def _query(**values: str) -> str:
-    return "?" + urlencode({name: value for name, value in values.items() if value})
 
 
 @seeing
@@ -103,6 +96,8 @@ def group(request: HttpRequest) -> HttpResponse:
         "queues": queues,
         "topic": topic,
         "limits": limits,
+        "span": chosen_span(request),
+        "spans": span_tabs(request, chosen_span(request)),
     }
     return render(request, "group", context)
 

@@ -13,16 +13,19 @@ from django.urls import reverse
 
 from outbox.broker.operations import summary
 from outbox.broker.operations.conditions import Condition, ConditionReport, Severity, duration
-from outbox.broker.operations.summary import Overview, SummaryPoint
+from outbox.broker.operations.summary import Overview, SummaryHistory, SummaryPoint
 from outbox.contrib.django.console.access import seeing
 from outbox.contrib.django.console.asking import reading, text
 from outbox.contrib.django.console.cards import Tile, cards, tone_of
 from outbox.contrib.django.console.rendering import render
+from outbox.contrib.django.console.spans import chosen_span, span_tabs
 from outbox.contrib.django.operations.watching import look
 
 _OK: Final = "Everything is in order"
 # If two summaries are further apart than this multiple of the usual interval, the diagrams show a gap between them.
 _GAP: Final = 3.0
+# Kept points are a multiple of their resolution apart, and a leader may store one of them a few seconds late.
+_GAP_KEPT: Final = 1.5
 
 
 @seeing
@@ -36,6 +39,8 @@ def overview(request: HttpRequest) -> HttpResponse:
         "cards": cards(found.verdict.conditions),
         "tiles": list(_tiles(found.overview, found.verdict.conditions)) if found.overview else [],
         "broker": found.overview,
+        "span": chosen_span(request),
+        "spans": span_tabs(request, chosen_span(request)),
         "is_rejecting": any(one.name == "rejecting" for one in found.verdict.conditions),
     }
     return render(request, "overview", context)
@@ -43,15 +48,20 @@ def overview(request: HttpRequest) -> HttpResponse:
 
 @seeing
 def history(request: HttpRequest) -> HttpResponse:
-    """The data of the diagrams as JSON, for the last 15 minutes.
+    """The data of the diagrams as JSON, for the chosen span of time.
 
-    The data contain the messages per second and the age of the oldest waiting message.
+    The data contain the messages per second and the age of the oldest waiting message. `since` and `until` are the ends
+    of the span, so that a diagram also shows that nothing was measured at its ends.
     """
+    span = chosen_span(request)
     with reading() as run:
-        moments = summary.history(run, text(request.GET, "group"))
-    pairs = list(_with_gaps(list(pairwise(moments))))
+        found = summary.history(run, text(request.GET, "group"), seconds=span.seconds)
+    pairs = list(_with_gaps(found))
     return JsonResponse(
         {
+            "span": span.label,
+            "since": found.now - span.seconds,
+            "until": found.now,
             "at": [after.at for _, after in pairs],
             "published": [_rate(before, after, "stored") for before, after in pairs],
             "queued": [_rate(before, after, "queued") for before, after in pairs],
@@ -64,16 +74,16 @@ def history(request: HttpRequest) -> HttpResponse:
     )
 
 
-def _with_gaps(
-    pairs: Sequence[tuple[SummaryPoint, SummaryPoint]],
-) -> Iterator[tuple[SummaryPoint | None, SummaryPoint]]:
-    """The pairs of successive summaries; a pair with None where nothing was measured for long.
+def _with_gaps(found: SummaryHistory) -> Iterator[tuple[SummaryPoint | None, SummaryPoint]]:
+    """The pairs of successive points; a pair with None where nothing was measured for long.
 
     Without the None, the diagram would draw a line over the gap, as if the figures in between were known.
     """
-    usual = median(after.at - before.at for before, after in pairs) if pairs else 0.0
+    pairs = list(pairwise(found.points))
+    usual = found.resolution_seconds or (median(after.at - before.at for before, after in pairs) if pairs else 0.0)
+    longest = usual * (_GAP_KEPT if found.resolution_seconds else _GAP)
     for before, after in pairs:
-        if after.at - before.at > _GAP * usual:
+        if after.at - before.at > longest:
             yield None, replace(after, at=before.at + usual)
         yield before, after
 

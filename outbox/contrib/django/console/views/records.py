@@ -6,6 +6,7 @@ from django.db.models import Count
 from django.http import HttpRequest, HttpResponse
 
 from outbox.broker.log import incidents as noted
+from outbox.contrib.django.actions.catalogue import ACTIONS
 from outbox.contrib.django.console.access import seeing
 from outbox.contrib.django.console.asking import application, as_uuid, number, reading, text
 from outbox.contrib.django.console.remedies import REMEDIES
@@ -55,12 +56,18 @@ def findings(request: HttpRequest) -> HttpResponse:
 @seeing
 def audit(request: HttpRequest) -> HttpResponse:
     """The page of operator actions, newest first."""
-    who, before = text(request.GET, "who"), number(request.GET, "after")
-    found = OperatorAction.objects.order_by("-id")
-    found = found.filter(id__lt=before) if before is not None else found
+    given = {name: text(request.GET, name) for name in ("who", "action", "outcome")}
+    before = number(request.GET, "after")
+    found = OperatorAction.objects.order_by("-id").filter(**{name: value for name, value in given.items() if value})
     with application():
-        rows = list((found.filter(who=who) if who else found)[: PER_PAGE + 1])
-    context = {"title": "Audit", "page": paged(request, rows, lambda one: {"after": one.pk}), "who": who}
+        rows = list((found.filter(id__lt=before) if before is not None else found)[: PER_PAGE + 1])
+    context = {
+        "title": "Audit",
+        "page": paged(request, rows, lambda one: {"after": one.pk}),
+        **given,
+        "actions": sorted(ACTIONS),
+        "outcomes": OperatorAction.Outcome.values,
+    }
     return render(request, "audit", context)
 
 

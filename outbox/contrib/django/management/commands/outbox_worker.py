@@ -11,11 +11,13 @@ from typing import Any, Final
 
 from django.core.management.base import CommandError, CommandParser
 
+from outbox.broker.consumer.stop_event import StopEvent
 from outbox.broker.process_log import write_log
 from outbox.broker.supervisor import HUNG_EXIT_CODE, end_within, stop_on_signals
 from outbox.contrib.django.actions.broker import FORGET
 from outbox.contrib.django.management.acting import ActionCommand
 from outbox.contrib.django.operations import signals
+from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.django.worker.drain import drain_after_others, run_until_drained
 from outbox.contrib.django.worker.forwarding import forward_once, run_forward
 from outbox.contrib.django.worker.receiving import receive_once, run_receive
@@ -89,7 +91,8 @@ class Command(ActionCommand):
             return
         role = options["role"]
         write_log(role if role in (_FORWARD, _RECEIVE) else "worker")
-        stop = threading.Event()
+        # The role `all` starts processes that read the requests of operators themselves.
+        stop = StopEvent(lambda: end_within(get_settings().drain_seconds, HUNG_EXIT_CODE))
         before = stop_on_signals(stop)
         try:
             if options["until_drained"]:

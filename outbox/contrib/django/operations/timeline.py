@@ -1,0 +1,102 @@
+"""The history of conditions: since when each condition holds, when it held before, and when no pass has watched.
+
+See decision 230.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+
+from django.db.models import Q
+
+from outbox.broker.operations.conditions import Severity
+from outbox.contrib.django.models import PastCondition, RaisedCondition
+from outbox.contrib.django.operations.raised import CLEAR_SECONDS
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A time in which a condition held with at most this severity. `holds`: it holds at the end of the timeline."""
+
+    severity: Severity
+    began_at: datetime
+    ended_at: datetime
+    holds: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ConditionHistory:
+    """The spans of one condition for one subject, the oldest first."""
+
+    name: str
+    subject: str
+    spans: Sequence[Span]
+
+    @property
+    def holds(self) -> bool:
+        """Whether the condition holds at the end of the timeline."""
+        return self.spans[-1].holds
+
+    @property
+    def severity(self) -> Severity:
+        """The highest severity of all spans."""
+        return max(one.severity for one in self.spans)
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """The conditions that held between `since` and `until`. A condition that holds comes first, then the latest.
+
+    `unwatched` has the times in which no pass ran, so it is unknown which conditions held. `watched_at` is the time of
+    the last pass; None if no pass has ever run.
+    """
+
+    since: datetime
+    until: datetime
+    histories: Sequence[ConditionHistory]
+    unwatched: Sequence[tuple[datetime, datetime]]
+    watched_at: datetime | None
+
+
+def read_timeline(since: datetime, until: datetime, *, containing: str = "") -> Timeline:
+    """Read the timeline. With `containing`, only conditions whose name or subject contains this text.
+
+    Raises Django's DatabaseError.
+    """
+    wanted = Q(name__icontains=containing) | Q(subject__icontains=containing)
+    present = list(RaisedCondition.objects.filter(kind=RaisedCondition.Kind.CONDITION).filter(wanted))
+    past = list(PastCondition.objects.filter(seen_at__gte=since).exclude(name="").filter(wanted).order_by("raised_at"))
+    passes = list(PastCondition.objects.filter(seen_at__gte=since, name="").order_by("raised_at"))
+    running = RaisedCondition.objects.filter(kind=RaisedCondition.Kind.PASS).first()
+    watched = [(one.raised_at, one.seen_at) for one in passes]
+    if running is not None:
+        watched.append((running.raised_at, running.seen_at))
+    is_watched = running is not None and until - running.seen_at <= timedelta(seconds=CLEAR_SECONDS)
+    found: dict[tuple[str, str], list[Span]] = {}
+    for row in past:
+        span = Span(Severity(row.severity), row.raised_at, row.seen_at)
+        found.setdefault((row.name, row.subject), []).append(span)
+    for held in present:
+        severity, ended_at = Severity(max(held.worst, held.severity)), until if is_watched else held.seen_at
+        if ended_at >= since:
+            span = Span(severity, held.raised_at, ended_at, holds=is_watched)
+            found.setdefault((held.name, held.subject), []).append(span)
+    histories = [ConditionHistory(name, subject, spans) for (name, subject), spans in found.items()]
+    histories.sort(key=lambda one: (not one.holds, -one.spans[-1].ended_at.timestamp(), one.name, one.subject))
+    seen_at = running.seen_at if running is not None else None
+    return Timeline(since, until, histories, list(_between(watched, since, until)), seen_at)
+
+
+def _between(
+    watched: Iterable[tuple[datetime, datetime]], since: datetime, until: datetime
+) -> Iterator[tuple[datetime, datetime]]:
+    """The times between the watched ones. The time since a recent pass is not one of them."""
+    at = since
+    for began, ended in watched:
+        if began > at:
+            yield at, min(began, until)
+        at = max(at, ended)
+    if until - at > timedelta(seconds=CLEAR_SECONDS):
+        yield at, until
