@@ -101,6 +101,10 @@ class TransactionalMessagesRejected(BrokerError):
     """The operator has switched off new transactional messages on the broker."""
 
 
+class TopicOverLimit(BrokerError):
+    """A limit of the topic is exceeded, so it takes no messages now. Nothing was published."""
+
+
 class ProducerFenced(BrokerError):
     """A newer instance of this producer has taken its transactional id. This instance may not send any more."""
 

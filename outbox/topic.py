@@ -45,7 +45,10 @@ class Topic:
     the key in the local transaction, so that the order in the queue is the order of local commits. Without `key_lock`,
     the order in the queue is the order of commits only for transactions that do not overlap in time. If a message of a
     FIFO topic is parked, `on_park` = 'hold' makes the next messages of its key wait, and 'release' delivers these
-    messages. Consumed messages are removed after `retention_seconds`. Raises ConfigurationError.
+    messages. Consumed messages are removed after `retention_seconds`. `backlog_limit` is the greatest number of
+    messages that a group may be behind, and `space_limit_bytes` the greatest size of all messages that the broker
+    stores. While a limit is exceeded, publishing raises TopicOverLimit if `on_limit` is 'refuse', and logs a warning if
+    it is 'warn'. Raises ConfigurationError.
     """
 
     name: str
@@ -54,6 +57,9 @@ class Topic:
     key_lock: bool = True
     on_park: str = "hold"
     retention_seconds: int = DEFAULT_RETENTION_SECONDS
+    backlog_limit: int | None = None
+    space_limit_bytes: int | None = None
+    on_limit: str = "refuse"
 
     def __post_init__(self) -> None:
         names.check_topic(self.name)
@@ -66,6 +72,14 @@ class Topic:
         if self.retention_seconds < 1:
             raise ConfigurationError(
                 f"topic {self.name!r}: retention_seconds must be at least 1, got {self.retention_seconds}."
+            )
+        for name in ("backlog_limit", "space_limit_bytes"):
+            limit = getattr(self, name)
+            if limit is not None and limit < 1:
+                raise ConfigurationError(f"topic {self.name!r}: {name} must be at least 1, got {limit}.")
+        if self.on_limit not in ("refuse", "warn"):
+            raise ConfigurationError(
+                f"topic {self.name!r}: on_limit must be 'refuse' or 'warn', got {self.on_limit!r}."
             )
         if self.on_park not in ("hold", "release"):
             raise ConfigurationError(f"topic {self.name!r}: on_park must be 'hold' or 'release', got {self.on_park!r}.")

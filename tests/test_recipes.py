@@ -31,11 +31,8 @@ BESIDE = {"Receiver"}
 # Filled by the database, and those that only half messages have.
 FILLED = {"log_id", "xid", "stored_at"}
 OF_HALVES = {"immunity_seconds", "ledger_id", "checker"}
-APPENDING = re.compile(
-    r"INSERT INTO (?:\{+schema\}+\.)?commit_log(?: AS \w+)? \(([^)]*)\)"
-    r"(.*?ON CONFLICT (?:\(message_id\)|ON CONSTRAINT commit_log_message_id_key) DO NOTHING|.*?\{conflict\})?",
-    re.DOTALL,
-)
+APPENDING = re.compile(r"INSERT INTO commit_log(?: AS \w+)? \(([^)]*)\)")
+CONFLICT = "ON CONFLICT ON CONSTRAINT commit_log_message_id_key DO NOTHING"
 
 
 def recipes() -> dict[str, str]:
@@ -45,11 +42,11 @@ def recipes() -> dict[str, str]:
 
 
 def columns(text: str) -> list[set[str]]:
-    """The columns of every INSERT into the log; each leaves out messages that are stored already, or `conflict` says
-    whether it does."""
-    found = APPENDING.findall(text)
-    assert all(conflict for _, conflict in found)
-    return [{name.strip() for name in names.split(",")} for names, _ in found]
+    """The columns of every INSERT into the log; each leaves out messages that are stored already, or all are new."""
+    before, *parts = re.split(r"(?=INSERT INTO commit_log\b)", text)
+    for place, part in enumerate(parts):
+        assert CONFLICT in part or "IF all_new THEN" in (parts[place - 1] if place else before)
+    return [{name.strip() for name in APPENDING.match(part)[1].split(",")} for part in parts]  # type: ignore[index]
 
 
 def classes(folder: Path) -> Iterator[tuple[Path, ast.ClassDef]]:
@@ -112,23 +109,24 @@ def test_a_recipe_names_at_most_three_places_and_a_test(title: str) -> None:
 
 
 def test_every_statement_that_appends_fills_every_column_of_the_log(broker_url: str) -> None:
-    """One definition in Python, and one in each function that appends; they cannot differ in a column."""
+    """Each function that appends has an INSERT of its own; they cannot differ in a column."""
     with psycopg.connect(broker_url) as connection:
         rows = connection.execute("SELECT attname FROM pg_attribute WHERE attrelid = 'outbox.commit_log'::regclass"
                                   " AND attnum > 0 AND NOT attisdropped").fetchall()  # fmt: skip
     wanted = {name for (name,) in rows} - FILLED
-    files = [path for kind in ("*.py", "functions/*.sql") for path in (ROOT / "outbox").rglob(kind)]
+    files = [path for kind in ("*.py", "*.sql") for path in (ROOT / "outbox").rglob(kind)]
     found = {path.name: each for path in files if (each := columns(path.read_text(encoding="utf-8")))}
     assert found == {
-        "commit_log.py": [wanted],
+        "append_batch_v27.sql": [wanted, wanted],
+        "append_half_v27.sql": [wanted],
         "append_one_v14.sql": [wanted - OF_HALVES],
         "publish_bytes.sql": [wanted - OF_HALVES],
     }
 
 
 def test_the_check_itself_finds_a_column_that_is_forgotten() -> None:
-    statement = "INSERT INTO {{schema}}.commit_log (key, tag) SELECT 1, 2 "
-    assert columns(statement + "ON CONFLICT (message_id) DO NOTHING") == [{"key", "tag"}]
+    statement = "INSERT INTO commit_log (key, tag) SELECT 1, 2 "
+    assert columns(statement + CONFLICT) == [{"key", "tag"}]
     with pytest.raises(AssertionError):
         columns(statement)
 

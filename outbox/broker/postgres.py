@@ -127,7 +127,7 @@ class PostgresBroker:
             return []
         statuses = self._attempt(
             timeout_seconds,
-            lambda run: decisions.record_ends(run, ends),
+            lambda run: decisions.record_ends(run, ends) if len(ends) > 1 else [decisions.record_end(run, ends[0])],
             what=lambda: f"{len(ends)} end messages",
         )
         self.notify_decided()

@@ -42,6 +42,13 @@ REFUSALS: Final = Refusals(
                 "Declare two topics, one for FIFO messages and one for delayed messages.",
             ),
         ),
+        (
+            lambda topic: topic.backlog_limit is not None or topic.space_limit_bytes is not None,
+            Refusal(
+                "limits of a topic's backlog or space",
+                "Remove backlog_limit and space_limit_bytes, and watch the consumer lag of RocketMQ.",
+            ),
+        ),
     ),
     subscriptions=(
         (

@@ -105,6 +105,11 @@ def handling(deliveries: Sequence[Delivery]) -> Iterator[None]:
         _handled.reset(token)
 
 
+def is_handling() -> bool:
+    """Whether the caller runs inside a handler."""
+    return bool(_handled.get())
+
+
 def _of_deliveries(deliveries: Sequence[Delivery]) -> dict[str, str]:
     first = deliveries[0]
     return {

@@ -40,6 +40,12 @@ def test_a_topic_of_types_that_exclude_each_other_is_refused(types: set[str], wa
         check_topics([topic])
 
 
+def test_a_topic_with_a_limit_is_refused() -> None:
+    (refused,) = REFUSALS.of_topic(Topic(name="orders", backlog_limit=5))
+    assert "the engine RocketMQ has no limits of a topic's backlog or space" in refused
+    assert list(EVERYTHING.of_topic(Topic(name="orders", backlog_limit=5))) == []
+
+
 @pytest.mark.parametrize(
     ("options", "topic"),
     [

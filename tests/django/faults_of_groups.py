@@ -50,6 +50,22 @@ def lag(world: World) -> None:
 
 
 @fault
+def topic_near_limit(world: World) -> None:
+    """A group is behind by nine tenths of what the topic allows."""
+    world.sql("UPDATE outbox.topic SET backlog_limit = 10 WHERE name = 'orders'")
+    world.subscribe()
+    world.publish(9)
+
+
+@fault
+def topic_over_limit(world: World) -> None:
+    """A group is further behind than the topic allows, so the topic takes no messages."""
+    world.sql("UPDATE outbox.topic SET backlog_limit = 2 WHERE name = 'orders'")
+    world.subscribe()
+    world.publish(3)
+
+
+@fault
 def blocked_queue(world: World) -> None:
     """An ordered handler fails on the same message again and again."""
 

@@ -11,6 +11,9 @@ import psycopg
 import pytest
 from psycopg import sql
 
+from outbox.broker.database.executor import Executor
+from outbox.broker.schema import grants
+from outbox.broker.schema.grants import Logins, Role
 from spark.common.errors import RunIncomplete, UsageProblem
 from spark.common.store import Store
 from spark.rules.rule import DatabaseRule, SourceKind
@@ -30,18 +33,20 @@ def now() -> datetime:
 def test_a_role_that_may_not_see_other_sessions_is_told_so(
     reconcile: Reconciler, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their open transactions would not hold the watermark back. With the grant they do."""
+    """Their open transactions would not hold the watermark back. With the grant of the role watch they do."""
     reconcile.rules(groups=())
     world.add(Order(number=1))
     role = f"reader_{os.getpid()}"
     name = sql.Identifier(role)
+    made = [sql.Identifier(grants.role_name("outbox", one)) for one in Role]
     world.app.execute(sql.SQL("CREATE ROLE {} LOGIN").format(name))
     try:
         world.app.execute(sql.SQL("GRANT SELECT ON ALL TABLES IN SCHEMA public TO {}").format(name))
-        world.broker.execute(sql.SQL("GRANT USAGE ON SCHEMA outbox TO {}").format(name))
-        for view in contract.VIEWS:
-            grant = sql.SQL("GRANT SELECT ON outbox.{} TO {}").format(sql.Identifier(view), name)
-            world.broker.execute(grant)
+        statements = grants.plan(Executor(world.broker, "outbox"), Logins({Role.WATCH: [role]}))
+        late = [one for one in statements if "pg_read_all_stats" in one]
+        for statement in statements:
+            if statement not in late:
+                world.broker.execute(statement.encode())
         for variable, url in world.environment.items():
             monkeypatch.setenv(variable, psycopg.conninfo.make_conninfo(url, user=role))
         with psycopg.connect(world.app_url) as slow:
@@ -49,13 +54,16 @@ def test_a_role_that_may_not_see_other_sessions_is_told_so(
             began = now()
             with pytest.raises(RunIncomplete, match=r"sessions are hidden .* GRANT pg_read_all_stats"):
                 reconcile.run()
-            world.app.execute(sql.SQL("GRANT pg_read_all_stats TO {}").format(name))
+            for statement in late:
+                world.broker.execute(statement.encode())
             result = reconcile.run()
             assert datetime.fromisoformat(result["rules"][0]["watermark"]) <= began
     finally:
-        for connection in (world.app, world.broker):
-            connection.execute(sql.SQL("DROP OWNED BY {}").format(name))
-        world.app.execute(sql.SQL("DROP ROLE {}").format(name))
+        world.broker.execute("REASSIGN OWNED BY outbox_own TO CURRENT_USER")
+        for one in (name, *made):
+            for connection in (world.app, world.broker):
+                connection.execute(sql.SQL("DROP OWNED BY {}").format(one))
+            world.app.execute(sql.SQL("DROP ROLE {}").format(one))
 
 
 def test_what_holds_the_watermark_back() -> None:

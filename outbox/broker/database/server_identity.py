@@ -41,7 +41,6 @@ _SEEN: Final = """
 SELECT NOT pg_try_advisory_xact_lock(%s::bigint),
        extract(epoch FROM pg_postmaster_start_time())::numeric, current_database()::text
 """
-_HERE: Final = "SELECT extract(epoch FROM pg_postmaster_start_time())::numeric, current_database()::text"
 
 
 @contextmanager
@@ -78,11 +77,3 @@ def find_mark(connection: Connection, key: int) -> ServerIdentity | None:
         row = cursor.execute(_SEEN, [key]).fetchone()
     assert row is not None
     return ServerIdentity(*row[1:]) if row[0] else None
-
-
-def here(connection: Connection) -> ServerIdentity:
-    """Return the server and database of this connection. Raises psycopg.Error."""
-    with cursor_on(connection) as cursor:
-        row = cursor.execute(_HERE).fetchone()
-    assert row is not None
-    return ServerIdentity(*row)

@@ -11,14 +11,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final, LiteralString, TypeVar
+from typing import Any, Final, TypeVar
 from uuid import UUID
 
 from psycopg.errors import UniqueViolation
 from psycopg.pq import TransactionStatus
 
 from outbox.broker.database.executor import Executor
-from outbox.broker.database.server_identity import ServerIdentity, here
+from outbox.broker.database.server_identity import ServerIdentity
 from outbox.broker.database.statement import Statement
 from outbox.broker.fastpath import arrays
 from outbox.broker.fastpath.direct import (
@@ -41,63 +41,17 @@ from outbox.transaction import Decision, HalfTransaction
 
 _Value = TypeVar("_Value")
 
-
-_UNLESS_STORED: Final = "ON CONFLICT (message_id) DO NOTHING"
-
-
-def _insert(rows: LiteralString, conflict: LiteralString = _UNLESS_STORED) -> LiteralString:
-    """Return the INSERT of rows into the log. By default, it leaves out messages whose ids are already stored.
-
-    All statements of this module use this INSERT. The SQL functions append_one_v14 and publish_bytes each contain their
-    own INSERT, because a shared function would take 8 to 38 % more CPU per message (docs/decisions/196). A test checks
-    that all these INSERTs have the same columns.
-    """
-    return f"""
-    INSERT INTO {{schema}}.commit_log (born_at, deliver_at, transaction_id, message_id, topic_id, shard,
-        half, immunity_seconds, ledger_id, checker, producer_group, key, tag, content_type, headers, body)
-    {rows}
-    {conflict}"""
-
-
-def _insert_all(
-    half: LiteralString, transactional: LiteralString, conflict: LiteralString = _UNLESS_STORED
-) -> LiteralString:
-    """Return the INSERT of all messages of a call.
-
-    `half`: the SQL values of the column `half` and of the three columns after this column.
-
-    If all rows have the same value in a column, the value is sent once: the array stays empty, and coalesce() takes the
-    single value.
-    """
-    return _insert(
-        f"""SELECT born_at, coalesce(deliver_at, clock_timestamp() + make_interval(secs => delay)),
-        %(transaction_id)s, message_id, coalesce(topic_id, %(one_topic)s), shard, {half},
-        %(producer_group)s, key, coalesce(tag, %(one_tag)s), coalesce(content_type, %(one_type)s), headers, body
-    FROM unnest(%(message_ids)s::uuid[], %(born)s::timestamptz[], %(deliver)s::timestamptz[], %(topics)s::integer[],
-        %(shards)s::integer[], %(keys)s::text[], %(tags)s::text[], %(types)s::text[], %(headers)s::jsonb[],
-        %(bodies)s::bytea[], %(delays)s::float8[])
-        AS given (message_id, born_at, deliver_at, topic_id, shard, key, tag, content_type, headers, body, delay)
-    WHERE (SELECT NOT (reject_transactional AND {transactional}) FROM {{schema}}.broker)""",
-        conflict,
-    )
-
-
-def _decided(conflict: LiteralString) -> Statement:
-    return Statement(f"""
-WITH stored AS (
-    {_insert_all("false, NULL, NULL, NULL", "%(transactional)s", conflict)} RETURNING log_id
+# All messages of a call, as half messages or with the decision COMMIT. The functions in outbox/broker/schema/functions/
+# have the INSERTs: a publisher may execute the functions, and needs no right on the tables (docs/decisions/235).
+_BATCH: Final = Statement("""
+SELECT * FROM {schema}.append_batch_v27(
+    %(transaction_id)s, %(message_ids)s::uuid[], %(born)s::timestamptz[], %(deliver)s::timestamptz[],
+    %(topics)s::integer[], %(shards)s::integer[], %(keys)s::text[], %(tags)s::text[], %(types)s::text[],
+    %(headers)s::jsonb[], %(bodies)s::bytea[], %(delays)s::float8[], %(one_topic)s, %(one_tag)s::text,
+    %(one_type)s::text, %(producer_group)s::text, %(transactional)s, %(half)s, %(immunity)s::integer,
+    %(ledger_id)s::uuid, %(checker)s::text, %(all_new)s
 )
-INSERT INTO {{schema}}.op_log (transaction_id, incarnation, decision, decided_by, log_ids)
-SELECT %(transaction_id)s, (SELECT incarnation FROM {{schema}}.broker), 'C', 'P', array_agg(log_id ORDER BY log_id)
-FROM stored HAVING count(*) > 0
-RETURNING log_ids, extract(epoch FROM pg_postmaster_start_time())::numeric, current_database()::text
 """)
-
-
-# With ON CONFLICT, PostgreSQL takes a quarter more CPU to store a message. So outside of a transaction, a batch is
-# first stored without it. If a message is already stored, this fails, and the batch is then stored with it.
-_DECIDED: Final = _decided(_UNLESS_STORED)
-_DECIDED_NEW: Final = _decided("")
 
 # The types of the first eleven parameters of the statements for one message (see _one).
 _ONE: Final = (UUID_, INTEGER, INTEGER, TEXT, TEXT, TEXT, BYTEA, TEXT, TIMESTAMPTZ, TIMESTAMPTZ, FLOAT8)
@@ -112,31 +66,16 @@ _DECIDED_ONE: Final = TypedStatement(
 )
 
 
-def _half(conflict: LiteralString) -> Statement:
-    return Statement(f"""
-WITH stored AS (
-    {_insert_all("true, %(immunity)s, %(ledger_id)s, %(checker)s", "true", conflict)} RETURNING log_id
-)
-SELECT array_agg(log_id ORDER BY log_id) FROM stored HAVING count(*) > 0
-""")
-
-
-_HALF: Final = _half(_UNLESS_STORED)
-_HALF_NEW: Final = _half("")
-
 _HALF_ONE: Final = TypedStatement(
-    _insert("""SELECT $9, coalesce($10, clock_timestamp() + make_interval(secs => $11)), $1, $1, $2, $3,
-        true, $14, $15, $13, $12, $4, $5, $6, $8::text::jsonb, $7
-    FROM {schema}.broker WHERE NOT reject_transactional""")
-    + " RETURNING log_id",
+    """
+    SELECT {schema}.append_half_v27($1, $2, $3, $4, $5, $6, $7, $8::text::jsonb, $9, $10, $11, $12, $13, $14, $15)
+    """,
     (*_ONE, TEXT, TEXT, INTEGER, UUID_),
     (BIGINT,),
 )
 
 _FIND: Final = Statement("""
-SELECT log.message_id, log.log_id, log.transaction_id, log.half, op.decision::text AS decision
-FROM {schema}.commit_log log LEFT JOIN {schema}.op_log op USING (transaction_id)
-WHERE log.message_id = ANY(%(message_ids)s::uuid[])
+SELECT message_id, log_id, transaction_id, half, decision FROM {schema}.stored_v27(%(message_ids)s::uuid[])
 """)
 
 
@@ -215,17 +154,24 @@ def _append_one(
 def _append_all(
     run: Executor, rows: Sequence[Prepared], producer_group: str, transactional: bool
 ) -> tuple[list[int], ServerIdentity]:
-    parameters = _many(rows) | {"producer_group": producer_group, "transactional": transactional}
-    row = _store_all(run, _DECIDED_NEW, _DECIDED, parameters)
-    return (row[0], ServerIdentity(*row[1:])) if row is not None else ([], here(run.connection))
+    log_ids, started_at, database = _store_all(
+        run, rows, {"producer_group": producer_group, "transactional": transactional}
+    )
+    return log_ids or [], ServerIdentity(started_at, database)
 
 
-def _store_all(run: Executor, if_new: Statement, statement: Statement, parameters: dict[str, Any]) -> Any:
+_NOT_HALF: Final = {"half": False, "immunity": None, "ledger_id": None, "checker": None}
+
+
+def _store_all(run: Executor, rows: Sequence[Prepared], values: dict[str, Any]) -> Any:
+    parameters = _NOT_HALF | _many(rows) | values
     connection = run.connection
+    # With ON CONFLICT, PostgreSQL takes a quarter more CPU to store a message. So outside of a transaction, a batch is
+    # first stored without it. If a message is already stored, this fails, and the batch is then stored with it.
     if connection.autocommit and connection.info.transaction_status == TransactionStatus.IDLE:
         with contextlib.suppress(UniqueViolation):
-            return run.row(if_new, parameters, prepare=True)
-    return run.row(statement, parameters, prepare=True)
+            return run.one(_BATCH, parameters | {"all_new": True}, prepare=True)
+    return run.one(_BATCH, parameters | {"all_new": False}, prepare=True)
 
 
 def append_half(
@@ -244,16 +190,17 @@ def append_half(
     if len(rows) == 1:
         values = (half.producer_group, half.checker, immunity_seconds, half.ledger_id)
         one = first_row(run, _HALF_ONE, (*_one(rows[0]), *values))
-        log_ids = [one[0]] if one is not None else []
+        log_ids = [] if one is None or one[0] is None else [one[0]]
     else:
-        parameters = _many(rows) | {
+        given = {
+            "half": True,
+            "transactional": True,
             "immunity": immunity_seconds,
             "ledger_id": half.ledger_id,
             "producer_group": half.producer_group,
             "checker": half.checker,
         }
-        row = _store_all(run, _HALF_NEW, _HALF, parameters)
-        log_ids = row[0] if row is not None else []
+        log_ids = _store_all(run, rows, given)[0] or []
     if len(log_ids) < len(rows):
         _check_not_rejecting(run, half.messages)
     return _receipts(run, half.messages, log_ids, half=True)

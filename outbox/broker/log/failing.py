@@ -25,6 +25,7 @@ from enum import StrEnum
 from typing import Final
 
 import psycopg
+from psycopg.errors import InsufficientPrivilege
 
 from outbox.broker.database.connection import BrokerDatabase
 from outbox.broker.database.executor import Executor
@@ -125,6 +126,7 @@ class FailureNote:
         self._database = database
         self._what = f"{part} of {of}" if of else str(part)
         self._in_a_row = in_a_row
+        self._held_seconds = part.held_seconds
         self._lock = threading.Lock()
         self._start_anew()
 
@@ -183,11 +185,21 @@ class FailureNote:
         said = (str(error).strip().splitlines() or [type(error).__name__])[0]
         detail = f"since {self._since}: {said}".replace("\x00", "")
         with self._telling() as run:
-            refreshed = {"id": self._incident_id, "detail": detail}
-            if self._incident_id is None or not run.execute(_REFRESH, refreshed, prepare=False).rowcount:
+            if self._incident_id is None or not self._refresh(run, detail):
                 logger.warning("incident %s: %s: %s", IncidentKind.PROCESS_FAILING, subject, detail)
                 stored = {"kind": str(IncidentKind.PROCESS_FAILING), "subject": subject, "detail": detail}
                 [self._incident_id] = run.one(_INSERT, stored, prepare=False)
+
+    def _refresh(self, run: Executor, detail: str) -> bool:
+        """Refresh the stored note. Returns False if there is no such note any more."""
+        values = {"id": self._incident_id, "detail": detail}
+        try:
+            return bool(run.execute(_REFRESH, values, prepare=False).rowcount)
+        except InsufficientPrivilege:
+            # A publisher may add notes, but not change them. It adds the next one when this one ends.
+            self._incident_id = None
+            self._stored_at += self._held_seconds - _REFRESH_SECONDS
+            raise
 
     @contextlib.contextmanager
     def _telling(self) -> Iterator[Executor]:

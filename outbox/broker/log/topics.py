@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import logging
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,23 +15,34 @@ from psycopg import pq
 from outbox.broker.database.connection import Connection
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
-from outbox.errors import UnknownTopic
+from outbox.errors import TopicOverLimit, UnknownTopic
 from outbox.message import Message
 from outbox.topic import MessageType, Selector, Topic, select_shard
+from outbox.utils import log_context
+
+logger = logging.getLogger(__name__)
 
 _REFRESH_SECONDS: Final = 30.0
+# While a limit of a topic is exceeded, its publishers read the topics again after this many seconds.
+_RECHECK_SECONDS: Final = 1.0
 
 _DECLARE = Statement("""
-INSERT INTO {schema}.topic AS known (name, message_types, queue_count, key_lock, on_park, retention_seconds)
-VALUES (%(name)s, %(types)s, %(queue_count)s, %(key_lock)s, %(on_park)s, %(retention_seconds)s)
+INSERT INTO {schema}.topic AS known (name, message_types, queue_count, key_lock, on_park, retention_seconds,
+    backlog_limit, space_limit_bytes, on_limit)
+VALUES (%(name)s, %(types)s, %(queue_count)s, %(key_lock)s, %(on_park)s, %(retention_seconds)s,
+    %(backlog_limit)s, %(space_limit_bytes)s, %(on_limit)s)
 ON CONFLICT (name) DO UPDATE SET
     message_types = excluded.message_types, key_lock = excluded.key_lock, on_park = excluded.on_park,
     retention_seconds = excluded.retention_seconds, queue_count = excluded.queue_count,
+    backlog_limit = excluded.backlog_limit, space_limit_bytes = excluded.space_limit_bytes,
+    on_limit = excluded.on_limit,
     generation = known.generation + (known.queue_count <> excluded.queue_count)::integer, deleted_at = NULL
 WHERE known.deleted_at IS NOT NULL
-   OR (known.message_types, known.key_lock, known.on_park, known.retention_seconds, known.queue_count)
+   OR (known.message_types, known.key_lock, known.on_park, known.retention_seconds, known.queue_count,
+       known.backlog_limit, known.space_limit_bytes, known.on_limit)
    IS DISTINCT FROM
-      (excluded.message_types, excluded.key_lock, excluded.on_park, excluded.retention_seconds, excluded.queue_count)
+      (excluded.message_types, excluded.key_lock, excluded.on_park, excluded.retention_seconds, excluded.queue_count,
+       excluded.backlog_limit, excluded.space_limit_bytes, excluded.on_limit)
 RETURNING topic_id, generation, queue_count
 """)
 
@@ -46,7 +58,9 @@ WHERE topic_id = %(topic_id)s AND generation < %(generation)s AND closed_at IS N
 """)
 
 _ALL = Statement("""
-SELECT topic_id, name, message_types, queue_count, key_lock, on_park, retention_seconds
+SELECT topic_id, name, message_types, queue_count, key_lock, on_park, retention_seconds, backlog_limit,
+       space_limit_bytes, on_limit, over_limit ->> 'reason' AS over_limit,
+       CASE WHEN backlog_limit IS NOT NULL THEN {schema}.uncounted_v27() END AS uncounted
 FROM {schema}.topic WHERE retry_of IS NULL AND deleted_at IS NULL
 """)
 
@@ -60,6 +74,11 @@ class _TopicRow:
     key_lock: bool
     on_park: str
     retention_seconds: int
+    backlog_limit: int | None
+    space_limit_bytes: int | None
+    on_limit: str
+    over_limit: str | None
+    uncounted: int | None
 
     def known(self) -> KnownTopic:
         return KnownTopic(
@@ -71,8 +90,20 @@ class _TopicRow:
                 key_lock=self.key_lock,
                 on_park=self.on_park,
                 retention_seconds=self.retention_seconds,
+                backlog_limit=self.backlog_limit,
+                space_limit_bytes=self.space_limit_bytes,
+                on_limit=self.on_limit,
             ),
+            self._reason(),
         )
+
+    def _reason(self) -> str | None:
+        if self.over_limit is None and (self.uncounted or 0) > (self.backlog_limit or 0):
+            return (
+                f"no process leads, and {self.uncounted} messages were stored since the backlog was last counted "
+                f"(the limit is {self.backlog_limit}). Start a worker"
+            )
+        return self.over_limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +112,8 @@ class KnownTopic:
 
     topic_id: int
     topic: Topic
+    # Which limit of the topic is exceeded, and the remedy; None if none is.
+    over_limit: str | None = None
 
 
 class Prepared(NamedTuple):
@@ -114,6 +147,9 @@ def _columns(topic: Topic) -> dict[str, object]:
         "key_lock": topic.key_lock,
         "on_park": topic.on_park,
         "retention_seconds": topic.retention_seconds,
+        "backlog_limit": topic.backlog_limit,
+        "space_limit_bytes": topic.space_limit_bytes,
+        "on_limit": topic.on_limit,
     }
 
 
@@ -141,6 +177,7 @@ class TopicCatalog:
         self._lock = threading.Lock()
         self._known: dict[str, KnownTopic] = {}
         self._stale_at = 0.0
+        self._warned: dict[str, float] = {}
 
     def get(self, connection: Connection, name: str) -> KnownTopic:
         """Return the topic `name`.
@@ -168,7 +205,7 @@ class TopicCatalog:
     ) -> list[Prepared]:
         """Check messages against their topics (see Topic.check_accepts) and add topic ids and shards.
 
-        Raises UnknownTopic, MessageTypeMismatch or InvalidMessage.
+        Raises UnknownTopic, MessageTypeMismatch, InvalidMessage or TopicOverLimit.
         """
         if len(messages) == 1:
             return self._prepare(connection, messages, transactional)
@@ -188,7 +225,33 @@ class TopicCatalog:
         known, selector = self.get(connection, name), self._selectors.get(name)
         topic_id, topic = known.topic_id, known.topic
         topic.check_accepts_all(messages, transactional=transactional)
+        # `transactional` is None if the local transaction has committed: the message must not be lost.
+        if known.over_limit is not None and transactional is not None:
+            self._check_limit(connection, messages[0])
         return [Prepared(message, topic_id, select_shard(message, selector, topic.queue_count)) for message in messages]
+
+    def _check_limit(self, connection: Connection, message: Message) -> None:
+        """Raise TopicOverLimit, or log a warning, if a limit of the message's topic is still exceeded.
+
+        A handler is not refused: it works off a backlog, and if it had to wait for another group, two groups could
+        wait for each other (docs/decisions/238).
+        """
+        if log_context.is_handling():
+            return
+        name, now = message.topic, time.monotonic()
+        if now > self._stale_at - _REFRESH_SECONDS + _RECHECK_SECONDS:
+            self._refresh(connection)
+        known = self.get(connection, name)
+        if known.over_limit is None:
+            return
+        if known.topic.on_limit == "refuse":
+            raise TopicOverLimit(
+                f"topic {name!r} takes no messages now: {known.over_limit}. Message {message.message_id} was not "
+                f"published. To accept more messages, raise the limit with `manage.py outbox_topic alter {name}`."
+            )
+        if now - self._warned.get(name, -_REFRESH_SECONDS) >= _REFRESH_SECONDS:
+            self._warned[name] = now
+            logger.warning("topic %r is over its limit, and still takes messages: %s", name, known.over_limit)
 
     def _refresh(self, connection: Connection) -> dict[str, KnownTopic]:
         topics = _read(Executor(connection, self._schema))

@@ -309,6 +309,16 @@ CATALOGUE: Final[Mapping[str, ConditionKind]] = {
         "Probably a service that the group's handler needs is down. Check the errors, or pause the group until the "
         "service is back.",
     ),
+    "topic_near_limit": ConditionKind(
+        "A topic uses more than 80 % of its limit of backlog or space. Over the limit, publishing to the topic is "
+        "refused, or logs warnings (`on_limit`).",
+        "Start or speed up the workers of the group that is behind, or raise the limit with `outbox_topic alter`.",
+    ),
+    "topic_over_limit": ConditionKind(
+        "A limit of a topic is exceeded. With `on_limit` = refuse, publishing to the topic raises TopicOverLimit.",
+        "Start or speed up the workers of the group that is behind. If the group is gone for good, delete it. To "
+        "accept messages now, raise the limit with `outbox_topic alter`.",
+    ),
     "retention_behind": ConditionKind(
         "The broker still stores consumed messages that are past their retention time.",
         "Check the log of the broker process and the conditions `transaction_open` and `lock_held`. The deletes "

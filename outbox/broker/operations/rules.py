@@ -19,7 +19,7 @@ from outbox.broker.database.timeouts import lock_limited
 from outbox.broker.fastpath.arrays import xids
 from outbox.broker.log import failing as failing_parts
 from outbox.broker.log.failing import FailingPart, ProcessPart
-from outbox.broker.operations import audit, presence
+from outbox.broker.operations import audit, presence, topic_limits
 from outbox.broker.operations import summary as summaries
 from outbox.broker.operations.comparisons import ComparisonKind, DatabaseComparison, every
 from outbox.broker.operations.conditions import (
@@ -34,7 +34,7 @@ from outbox.broker.operations.conditions import (
     worst_first,
 )
 from outbox.broker.operations.limits import list_limits
-from outbox.broker.operations.summary import GroupProgress, Summary
+from outbox.broker.operations.summary import GroupProgress, Summary, lags_of
 from outbox.broker.schedules import schedule
 from outbox.broker.schema.install import check_schema
 from outbox.broker.transaction import turns
@@ -779,6 +779,27 @@ def _ages(run: Executor, limits: Thresholds) -> Iterator[Condition]:
     )
 
 
+def _of_topics(run: Executor, limits: Thresholds, summary: Summary) -> Iterator[Condition]:
+    """Return the conditions of topics that are near a limit or over it."""
+    near: list[Judged] = []
+    over: list[Judged] = []
+    for use in topic_limits.uses(run, lags_of(summary)):
+        fact: Fact = {
+            "topic": use.topic,
+            "measure": use.measure,
+            "group": use.group,
+            "value": use.value,
+            "limit": use.limit,
+            "on_limit": use.on_limit,
+        }
+        if use.is_over:
+            over.append((Severity.CRITICAL if use.on_limit == "refuse" else Severity.WARNING, fact))
+        elif use.share >= topic_limits.NEAR:
+            near.append((Severity.WARNING, fact))
+    yield from condition("topic_near_limit", near)
+    yield from condition("topic_over_limit", over)
+
+
 Rules = Callable[[Executor, Thresholds, Summary], Iterator[Condition]]
 
 _RULES: Final[Sequence[Rules]] = (
@@ -789,6 +810,7 @@ _RULES: Final[Sequence[Rules]] = (
     _of_suspects,
     _of_schedules,
     _of_limits,
+    _of_topics,
     _of_server,
 )
 

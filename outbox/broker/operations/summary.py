@@ -25,7 +25,9 @@ from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
 from outbox.broker.database.timeouts import lock_limited
 from outbox.broker.log.failing import FailureNote, ProcessPart
+from outbox.broker.operations import topic_limits
 from outbox.broker.operations.progress import EVERY, GROUPS, QueueProgress, list_blocked
+from outbox.broker.operations.topic_limits import GroupLag
 from outbox.errors import BrokerUnavailable
 from outbox.utils.periodic import BackgroundLoop
 
@@ -705,7 +707,9 @@ def overview(run: Executor, summary: Summary) -> Overview:
 
 
 def run_once(database: BrokerDatabase) -> float:
-    """Refresh the summary once on a separate connection, and return how long counting took, in seconds.
+    """Refresh the summary once on a separate connection, and mark the topics whose limits are exceeded.
+
+    Return how long counting took, in seconds.
 
     Raises psycopg.Error or BrokerUnavailable.
     """
@@ -714,7 +718,15 @@ def run_once(database: BrokerDatabase) -> float:
             timeouts.lift_for_session(connection)
         else:
             timeouts.lift_where_direct(connection)
-        return refresh(Executor(connection, database.schema)).took_seconds
+        run = Executor(connection, database.schema)
+        summary = refresh(run)
+        topic_limits.mark(run, lags_of(summary))
+        return summary.took_seconds
+
+
+def lags_of(summary: Summary) -> list[GroupLag]:
+    """Return the lag of each group on each of its topics, without retries."""
+    return [GroupLag(one.topic, one.group, one.lag) for one in summary.groups if not one.is_retry]
 
 
 def summaries(database: BrokerDatabase, *, every_seconds: float) -> BackgroundLoop:

@@ -71,7 +71,15 @@ CREATE TABLE topic (
     created_at        timestamptz NOT NULL DEFAULT now(),
     -- A deleted topic takes no messages; retention removes those it has. The row stays, because a process that does not
     -- know of the deletion may still send. Declaring the topic again takes it back (docs/decisions/072).
-    deleted_at        timestamptz
+    deleted_at        timestamptz,
+    -- The greatest number of messages that a group may be behind; null: no limit (docs/decisions/238).
+    backlog_limit     bigint,
+    -- The greatest size of all stored messages, as the leader estimates it; null: no limit.
+    space_limit_bytes bigint,
+    -- What publish does while a limit is exceeded.
+    on_limit          text        NOT NULL DEFAULT 'refuse' CHECK (on_limit IN ('refuse', 'warn')),
+    -- Which limit is exceeded, and by which group; the leader writes it. Publishers read it with the topic.
+    over_limit        jsonb
 );
 -- All FIFO topics, which every tick reads, without the other topics.
 CREATE INDEX topic_fifo ON topic (topic_id) WHERE 'FIFO' = ANY (message_types);
@@ -266,6 +274,14 @@ CREATE TABLE half_scan (
     snapshot   pg_snapshot NOT NULL,
     moved      integer     NOT NULL,
     scanned_at timestamptz NOT NULL DEFAULT now()
+);
+
+-- The producer groups of each database role that has the role publish. Other roles with INSERT on op_log need no row. A
+-- name instead of an oid: a dump can be restored where the role does not exist yet (docs/decisions/236).
+CREATE TABLE publisher (
+    role           name NOT NULL,
+    producer_group text NOT NULL,
+    PRIMARY KEY (producer_group, role)
 );
 
 -- Half transactions that the scan found undecided. Parked ones keep their row: an operator or a late end decides.

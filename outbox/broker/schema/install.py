@@ -23,7 +23,7 @@ from outbox.broker.database.connection import Connection
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement, check_schema_name
 from outbox.broker.database.timeouts import lifted
-from outbox.broker.schema import table_locks
+from outbox.broker.schema import grants, table_locks
 from outbox.errors import ConfigurationError, SchemaError
 
 logger = logging.getLogger(__name__)
@@ -40,10 +40,6 @@ _CHANGES: Final = {
 }
 SCHEMA_VERSION: Final = max(_CHANGES)
 _LOCKS: Final = re.compile(r"^-- Locks: (.+)$", re.MULTILINE)
-# Functions that write with the rights of their owner, and functions that such functions call. By default, PostgreSQL
-# lets every role execute a new function. So the installation revokes the right to execute these functions, and each
-# role needs a GRANT.
-_GRANTED_ONLY: Final = ("key_lock_number", "key_shard", "publish", "publish_bytes", "publish_complaint")
 
 # PostgreSQL 15 introduced UNIQUE NULLS NOT DISTINCT.
 MINIMUM_POSTGRESQL: Final = 15
@@ -77,7 +73,13 @@ _GET_SEARCH_PATH = Statement("SELECT current_setting('search_path')")
 _SET_SEARCH_PATH = Statement("SELECT set_config('search_path', %(path)s, true)")
 # A function may call another function that is created after it.
 _UNCHECKED_BODIES = Statement("SET LOCAL check_function_bodies TO off")
-_FUNCTIONS = Statement("SELECT proname::text FROM pg_proc WHERE pronamespace = to_regnamespace(%(schema)s)")
+_FUNCTIONS = Statement("SELECT proname::text, prosecdef FROM pg_proc WHERE pronamespace = to_regnamespace(%(schema)s)")
+# The roles that may write decisions, besides the owner: they could publish before publishing was a function.
+_WRITERS = Statement("""
+SELECT DISTINCT pg_get_userbyid(grantee)::text
+FROM pg_class CROSS JOIN LATERAL aclexplode(relacl) AS right_of
+WHERE oid = to_regclass(%(table)s) AND privilege_type = 'INSERT' AND grantee NOT IN (0, relowner)
+""")
 _RECORD_FIRST = Statement("INSERT INTO {schema}.schema_version (version, change) VALUES (1, %(version)s)")
 _RECORD = Statement("UPDATE {schema}.schema_version SET change = %(version)s")
 
@@ -217,6 +219,7 @@ def create(run: Executor) -> int:
     _execute(run, _FOLDER.joinpath("current.sql"))
     _create_functions(run)
     run.execute(_RECORD_FIRST, {"version": SCHEMA_VERSION})
+    grants.renew(run)
     logger.info("broker tables in schema %r are created at version %d", run.schema, SCHEMA_VERSION)
     return SCHEMA_VERSION
 
@@ -231,6 +234,7 @@ def apply(run: Executor, version: int) -> int:
     if version == SCHEMA_VERSION:
         _create_functions(run)
     run.execute(_RECORD, {"version": version})
+    grants.renew(run)
     logger.info("broker tables in schema %r are now at version %d", run.schema, version)
     return version
 
@@ -320,14 +324,20 @@ def _plan_next(run: Executor) -> Planned[int]:
 
 
 def _create_functions(run: Executor) -> None:
-    before = {name for (name,) in run.rows(_FUNCTIONS, {"schema": run.schema})}
+    before = dict(run.rows(_FUNCTIONS, {"schema": run.schema}))
     run.execute(_UNCHECKED_BODIES)
     _execute(run, *sorted(_FOLDER.joinpath("functions").iterdir(), key=lambda file: file.name))
-    for name in _GRANTED_ONLY:
-        # A function that already exists keeps its present rights, because an operator may have granted more.
-        if name not in before:
+    writers = [name for (name,) in run.rows(_WRITERS, {"table": f"{run.schema}.op_log"})]
+    for name in grants.GRANTED_ONLY:
+        # A function that was closed before keeps its present rights, because an operator may have granted more.
+        is_public = name not in before or (name in grants.PUBLISHING and not before[name])
+        if is_public:
             function = sql.Identifier(run.schema, name)
             run.connection.execute(sql.SQL("REVOKE ALL ON FUNCTION {} FROM PUBLIC").format(function))
+            if name in grants.PUBLISHING:
+                for writer in writers:
+                    granted = sql.SQL("GRANT EXECUTE ON FUNCTION {} TO {}").format(function, sql.Identifier(writer))
+                    run.connection.execute(granted)
 
 
 def _execute(run: Executor, *files: Traversable) -> None:

@@ -40,9 +40,9 @@ def refused(what: str, error: psycopg.Error, schema: str) -> OutboxError:
         )
     if isinstance(error, pg.InsufficientPrivilege):
         return ConfigurationError(
-            f"{what}: not done, the role of the broker's alias lacks a right: {said}. Grant it USAGE on schema "
-            f"{schema!r} and SELECT on its tables; then `manage.py outbox_doctor` prints the other GRANTs. "
-            f"Or connect as the owner of the tables."
+            f"{what}: not done, the role of the broker's alias lacks a right in schema {schema!r}: {said}. `manage.py "
+            f"outbox_doctor --for publish` (or work, watch, own) names the missing rights and the statements that "
+            f"grant them. Or connect as the owner of the tables."
         )
     if isinstance(error, (pg.LockNotAvailable, pg.QueryCanceled)):
         return BrokerUnavailable(

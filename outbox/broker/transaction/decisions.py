@@ -105,6 +105,19 @@ def record_ends(run: Executor, ends: Sequence[EndTransaction]) -> list[EndStatus
     return statuses
 
 
+def record_end(run: Executor, end: EndTransaction) -> EndStatus:
+    """Do the same as `record_ends` for one end message. For a producer's end, EXECUTE on a function is enough."""
+    if end.decided_by is not DecidedBy.PRODUCER or end.decision is Decision.UNKNOWN:
+        return record_ends(run, [end])[0]
+    values = {
+        "transaction_id": end.transaction_id,
+        # psycopg would send the name of an Enum member.
+        "decision": end.decision.value,
+        "producer_group": end.producer_group,
+    }
+    return EndStatus(run.one(_END_ONE, values)[0])
+
+
 def end_request(schema: str, end: EndTransaction) -> Request:
     """Return a producer's end message as a request for a sender that does not wait for the answer."""
     text, _ = _END_ONE.numbered(schema)

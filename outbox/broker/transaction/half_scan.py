@@ -28,8 +28,8 @@ _LAST = Statement("SELECT scan_id, snapshot::text FROM {schema}.half_scan ORDER 
 _IMMUNE_UNTIL: Final = "stored_at + make_interval(secs => coalesce(immunity_seconds, %(immunity)s))"
 
 
-def insert_pending(source: LiteralString, where: LiteralString, *, due: LiteralString = _IMMUNE_UNTIL) -> LiteralString:
-    """Return the INSERT of one `pending_check` row per undecided transaction, due when immunity ends or at `due`.
+def insert_pending(source: LiteralString, where: LiteralString) -> LiteralString:
+    """Return the INSERT of one `pending_check` row per undecided transaction, due when its immunity ends.
 
     The half message stores the length of its immunity. If the half message stores no length, the setting of the process
     that finds the message applies. Immunity counts from the time at which the half message was stored.
@@ -40,7 +40,7 @@ def insert_pending(source: LiteralString, where: LiteralString, *, due: LiteralS
     return f"""
 INSERT INTO {{schema}}.pending_check AS pending
     (transaction_id, log_id, producer_group, stored_at, immune_until, due_at)
-SELECT transaction_id, log_id, coalesce(producer_group, ''), stored_at, {_IMMUNE_UNTIL}, {due}
+SELECT transaction_id, log_id, coalesce(producer_group, ''), stored_at, {_IMMUNE_UNTIL}, {_IMMUNE_UNTIL}
 FROM {source}
 WHERE {where}
   AND NOT EXISTS (SELECT FROM {{schema}}.op_log WHERE op_log.transaction_id = half_row.transaction_id)
@@ -115,12 +115,8 @@ WHERE log.ledger_id = %(ledger_id)s AND pending.transaction_id < %(below)s
 ORDER BY pending.transaction_id LIMIT %(limit)s
 """)
 
-_HINT = Statement(
-    insert_pending("{schema}.commit_log AS half_row", "message_id = ANY(%(ids)s::uuid[]) AND half", due="now()")
-    + """
-ON CONFLICT (transaction_id) DO UPDATE SET due_at = least(pending.due_at, now())
-"""
-)
+# A function with its owner's rights: a publisher may ask for a check, but may not read or write the tables.
+_HINT = Statement("SELECT {schema}.hint_checks_v27(%(ids)s::uuid[], %(immunity)s::integer)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +181,8 @@ def hint_checks(run: Executor, ids: Sequence[UUID], *, settings: CheckSettings) 
 
     Before the immunity of a transaction ends, such a check writes no tombstone.
     """
-    return run.count(_HINT, {"ids": uuids(ids), "immunity": settings.immunity_seconds})
+    [hinted] = run.one(_HINT, {"ids": uuids(ids), "immunity": settings.immunity_seconds})
+    return int(hinted)
 
 
 def list_waiting(run: Executor, group: str | None = None, *, parked: bool = False, limit: int) -> list[UUID]:

@@ -26,6 +26,7 @@ from outbox.errors import (
     OutboxError,
     SendFailed,
     ServiceUnavailable,
+    TopicOverLimit,
 )
 from outbox.message import Message
 from outbox.names import MAX_BODY_BYTES
@@ -94,7 +95,7 @@ class Receiver:
                 failures = 0
                 if on_round is not None:
                     on_round()
-            except (ServiceUnavailable, BrokerUnavailable, SendFailed) as error:
+            except (ServiceUnavailable, BrokerUnavailable, SendFailed, TopicOverLimit) as error:
                 # After the source is opened again, it delivers the unacknowledged messages again.
                 self._source.close()
                 failures += 1

@@ -3,7 +3,8 @@
 -- off.
 --
 -- A function, because connections of applications prepare nothing, and planning the statement takes longer than running
--- it. The session keeps the plans of a function.
+-- it. The session keeps the plans of a function. It runs with the rights of its owner, so that a publisher needs no
+-- right on the tables (docs/decisions/235).
 CREATE OR REPLACE FUNCTION append_one_v14(
     message_id     uuid,
     topic_id       integer,
@@ -22,11 +23,15 @@ CREATE OR REPLACE FUNCTION append_one_v14(
     OUT started_at numeric,
     OUT database   text
 )
-LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
+LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT AS $$
 #variable_conflict use_variable
 DECLARE
     here broker;
 BEGIN
+    IF producer_group <> '' AND NOT may_publish_for(producer_group) THEN
+        RAISE EXCEPTION 'this role may not publish for producer group %', quote_literal(producer_group)
+            USING ERRCODE = 'insufficient_privilege';
+    END IF;
     SELECT * INTO STRICT here FROM broker;
     started_at := extract(epoch FROM pg_postmaster_start_time())::numeric;
     database := current_database();

@@ -2,13 +2,17 @@
 -- other decision stood already, and stands) or 'refused' (no such half message, or another group's). The last two
 -- leave an incident and a warning, because the producer does not wait for the answer. If there is a ledger, the commit
 -- does not wait for the WAL flush: after a crash check-back asks the ledger, which gives the same answer.
+--
+-- It runs with the rights of its owner, and refuses an end message of a role that may not decide for the group
+-- (docs/decisions/235).
 CREATE OR REPLACE FUNCTION end_one_v15(ended uuid, reported "char", reporter text) RETURNS text
-LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
+LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT AS $$
 DECLARE
     half     record;
     standing "char";
     outcome  text := 'refused';
     problem  text;
+    entitled boolean := may_publish_for(reporter);
 BEGIN
     -- op_log has no CHECK, and no reader would find a message with another decision.
     IF reported NOT IN ('C', 'R') THEN
@@ -17,7 +21,8 @@ BEGIN
     END IF;
     SELECT log.half, log.xid, log.transaction_id, log.producer_group, log.ledger_id INTO half FROM commit_log AS log
     WHERE log.message_id = ended;
-    IF half.half AND half.transaction_id = ended AND half.producer_group IS NOT DISTINCT FROM reporter THEN
+    IF entitled AND half.half AND half.transaction_id = ended
+       AND half.producer_group IS NOT DISTINCT FROM reporter THEN
         -- The log ids are read here: what the caller remembers cannot add or omit a message.
         INSERT INTO op_log (transaction_id, incarnation, decision, decided_by, relaxed, log_ids)
         VALUES (ended, (SELECT incarnation FROM broker), reported, 'P',
@@ -37,6 +42,9 @@ BEGIN
         END IF;
         outcome := 'contradicted';
         problem := 'but the other decision stood already and still stands';
+    ELSIF NOT entitled THEN
+        problem := format('refused: role %I may not decide for this group',
+                          coalesce(nullif(current_setting('role'), 'none'), session_user));
     ELSIF half.half THEN
         problem := format('refused: the half message belongs to group %L', coalesce(half.producer_group, ''));
     ELSE

@@ -36,6 +36,14 @@ BEGIN
     IF complaint IS NOT NULL THEN
         RAISE EXCEPTION 'topic % %', topic, complaint USING ERRCODE = 'invalid_parameter_value';
     END IF;
+    IF target.over_limit IS NOT NULL AND target.on_limit = 'refuse' THEN
+        RAISE EXCEPTION 'topic % takes no messages now: %', topic, target.over_limit ->> 'reason'
+            USING ERRCODE = 'configuration_limit_exceeded', HINT = 'See docs/operations/backlog.md.';
+    END IF;
+    IF producer_group <> '' AND NOT may_publish_for(producer_group) THEN
+        RAISE EXCEPTION 'this role may not publish for producer group %', quote_literal(producer_group)
+            USING ERRCODE = 'insufficient_privilege';
+    END IF;
     SELECT reject_transactional INTO rejects FROM broker;
     IF rejects THEN
         RAISE EXCEPTION 'the broker refuses transactional messages (its operator switched them off)'

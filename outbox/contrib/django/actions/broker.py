@@ -76,8 +76,14 @@ def _topics() -> dict[str, Topic]:
 
 
 def _properties(values: Values) -> dict[str, Any]:
-    given = {name: values[name] for name in ("queue_count", "retention_seconds", "on_park")}
+    given = {
+        name: values[name]
+        for name in ("queue_count", "retention_seconds", "on_park", "backlog_limit", "space_limit_bytes", "on_limit")
+    }
     properties: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    for name in ("backlog_limit", "space_limit_bytes"):
+        if values[name] is not None:
+            properties[name] = values[name] or None
     if values["type"]:
         properties["types"] = frozenset(map(MessageType, values["type"]))
     if values["key_lock"]:
@@ -157,6 +163,21 @@ _PROPERTIES = (
         name="on_park",
         choices=("hold", "release"),
         help="FIFO topics: whether messages wait for a parked message of their key (hold) or not (release)",
+    ),
+    ActionField(
+        name="backlog_limit",
+        kind=FieldKind.NUMBER,
+        help="the greatest number of messages that a group may be behind; 0 removes the limit",
+    ),
+    ActionField(
+        name="space_limit_bytes",
+        kind=FieldKind.NUMBER,
+        help="the greatest size in bytes of all messages that the broker stores; 0 removes the limit",
+    ),
+    ActionField(
+        name="on_limit",
+        choices=("refuse", "warn"),
+        help="whether publishing is refused, or logs a warning, while a limit is exceeded",
     ),
     ActionField(
         name="key_lock",

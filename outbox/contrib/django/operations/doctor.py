@@ -14,18 +14,29 @@ from outbox.broker.maintenance.retention import DEFAULT_HARD_CAP_SECONDS
 from outbox.broker.operations.conditions import Condition, Severity, of_text
 from outbox.broker.operations.diagnosis import diagnose
 from outbox.broker.operations.rules import survey, unusable
+from outbox.broker.schema.grants import Role
 from outbox.contrib.django.database.aliases import broker_connection, broker_database
 from outbox.contrib.django.ledger import ledger
 from outbox.contrib.django.ledger.ledger_checker import ledger_aliases, open_connection
 from outbox.contrib.django.ledger.pruning import LEDGER_KEEP_SECONDS
 from outbox.contrib.django.operations import checks
 from outbox.contrib.django.operations.checks import check_databases
+from outbox.contrib.django.operations.granting import check_rights
 from outbox.contrib.django.operations.watching import with_application
 from outbox.contrib.django.settings.conf import OutboxSettings, get_settings
 from outbox.contrib.django.subscribers.registry import autodiscover, subscriptions
 from outbox.errors import ConfigurationError, OutboxError
 from outbox.subscription import Subscription
 from outbox.topic import Topic
+
+
+def examine_rights(role: Role) -> list[Condition]:
+    """Return whether the connected roles have the rights of `role` in each database, and nothing else."""
+    try:
+        with broker_connection() as (connection, schema):
+            return list(check_rights(Executor(connection, schema), role))
+    except (OutboxError, DatabaseError) as error:
+        return [of_text(f"rights to {role}", Severity.CRITICAL, str(error).strip(), "Correct this, then try again.")]
 
 
 def examine() -> list[Condition]:

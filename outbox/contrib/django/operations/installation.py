@@ -38,6 +38,7 @@ from outbox.contrib.django.engine.broker import reset_broker
 from outbox.contrib.django.engine.postgres import undelivered
 from outbox.contrib.django.ledger import ledger
 from outbox.contrib.django.ledger.pruning import first_id_at
+from outbox.contrib.django.operations.granting import renew
 from outbox.contrib.django.settings.conf import OutboxSettings, get_settings
 from outbox.contrib.django.subscribers.registry import subscribers
 from outbox.errors import OutboxError, SchemaError, UsageError
@@ -56,6 +57,7 @@ def after_migrate(
         # The application's tables are being removed, so do not create the broker's tables.
         return
     name_ledger(using, apps)
+    renew(using)
     settings = get_settings()
     if using == settings.broker and settings.has_database:
         try:

@@ -117,6 +117,24 @@ class TopicOptions:
         meaning="FIFO topics: if a message is [parked](transactions.md#parked-messages), later messages of the same "
         "key wait (`hold`) or are delivered (`release`)",
     )
+    backlog_limit: int | None = setting(
+        _TOPIC["backlog_limit"],
+        or_none(whole(1, "messages")),
+        word="backlog limit",
+        meaning="the greatest number of messages that a group may be behind ([limits](operations/backlog.md))",
+    )
+    space_limit_bytes: int | None = setting(
+        _TOPIC["space_limit_bytes"],
+        or_none(whole(1, "bytes")),
+        word="space limit",
+        meaning="the greatest size of all messages that the broker stores ([limits](operations/backlog.md))",
+    )
+    on_limit: str = setting(
+        _TOPIC["on_limit"],
+        one_of("refuse", "warn"),
+        word="limit",
+        meaning="while a limit is exceeded, `publish` raises an error (`refuse`) or logs a warning (`warn`)",
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

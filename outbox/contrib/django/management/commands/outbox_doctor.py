@@ -8,8 +8,9 @@ from typing import Any
 from django.core.management.base import CommandError, CommandParser
 
 from outbox.broker.operations.conditions import Severity
+from outbox.broker.schema.grants import Role
 from outbox.contrib.django.management.output import OutboxCommand
-from outbox.contrib.django.operations.doctor import examine
+from outbox.contrib.django.operations.doctor import examine, examine_rights
 from outbox.contrib.django.operations.notifications import send_test
 from outbox.errors import ConfigurationError
 
@@ -22,6 +23,13 @@ class Command(OutboxCommand):
     def add_arguments(self, parser: CommandParser) -> None:
         self.add_json(parser)
         parser.add_argument(
+            "--for",
+            dest="role",
+            choices=tuple(Role),
+            type=Role,
+            help="only check the rights of the connected roles: to publish, to work, to watch or to own the tables",
+        )
+        parser.add_argument(
             "--notify",
             action="store_true",
             help="only send a test notification by each channel of OUTBOX['NOTIFY'], and show the results",
@@ -29,7 +37,10 @@ class Command(OutboxCommand):
 
     def handle(self, *args: Any, **options: Any) -> None:
         try:
-            results = list(send_test()) if options["notify"] else examine()
+            if options["notify"]:
+                results = list(send_test())
+            else:
+                results = examine_rights(options["role"]) if options["role"] else examine()
         except ConfigurationError as error:
             raise CommandError(str(error)) from error
         found = sorted(results, key=lambda one: -one.severity)

@@ -1,4 +1,4 @@
-"""`manage.py outbox_install [--drop]`: checks or installs the broker.
+"""`manage.py outbox_install [--grants | --drop]`: checks or installs the broker, and its roles.
 
 On PostgreSQL the broker consists of tables, on RocketMQ of topics and groups.
 """
@@ -6,15 +6,19 @@ On PostgreSQL the broker consists of tables, on RocketMQ of topics and groups.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, cast
 
+import psycopg
 from django.core.management.base import CommandError, CommandParser
+from django.db.utils import DatabaseError
 
+from outbox.broker.schema.grants import Role
 from outbox.contrib.django.actions.broker import DROP
 from outbox.contrib.django.engine.broker import engine_of, get_engine
 from outbox.contrib.django.engine.rocketmq import RocketMQEngine
 from outbox.contrib.django.management.acting import ActionCommand
+from outbox.contrib.django.operations.granting import grant, planned_grants
 from outbox.contrib.django.operations.installation import install_broker, planned_installation
 from outbox.contrib.django.settings.conf import EngineName, OutboxSettings, get_settings
 from outbox.contrib.django.subscribers.registry import autodiscover
@@ -46,6 +50,20 @@ class Command(ActionCommand):
             help="first create topics and groups on the RocketMQ broker with this administration port (listenPort, "
             "10911)",
         )
+        parser.add_argument(
+            "--grants",
+            action="store_true",
+            help="make the database roles publish, work, watch and own, and give them their rights; with --dry-run, "
+            "print the SQL",
+        )
+        for role in Role:
+            parser.add_argument(
+                f"--{role}",
+                metavar="ROLE",
+                action="append",
+                default=[],
+                help=f"with --grants: a role of the server that becomes a member of the role {role}; repeatable",
+            )
         self.add_action(parser, DROP)
 
     def handle(self, *args: Any, **options: Any) -> None:
@@ -62,6 +80,12 @@ class Command(ActionCommand):
             self._check_rocketmq(settings, create=options["create"])
             return
         engine_of(settings).refusals.require("install", "outbox_install")
+        members = {role: options[role.value] for role in Role}
+        if options["grants"]:
+            self._grant(settings, members, options)
+            return
+        if any(members.values()):
+            raise CommandError("--publish, --work, --watch and --own need --grants.")
         if options["create"]:
             raise CommandError(
                 "OUTBOX['BROKER'] is not a RocketMQ address, so there is no topic for --create to create: leave "
@@ -71,6 +95,28 @@ class Command(ActionCommand):
             self.act(DROP, options)
         else:
             self._install(settings, options)
+
+    def _grant(
+        self, settings: OutboxSettings, members: Mapping[Role, Sequence[str]], options: Mapping[str, Any]
+    ) -> None:
+        if options["dry_run"]:
+            done = planned_grants(settings, members)
+        else:
+            try:
+                done = grant(settings, members, patience_seconds=options["patience"])
+            except (psycopg.Error, DatabaseError) as error:
+                raise CommandError(
+                    f"the rights were not granted: {str(error).strip()}. Run this command as a role with CREATEROLE "
+                    "that owns the tables, or give the SQL of `outbox_install --grants --dry-run` to such a role."
+                ) from error
+        if options["json"]:
+            databases = {one.alias: one.statements for one in done}
+            self.print_json({"databases": databases, "dry_run": options["dry_run"]})
+            return
+        for one in done:
+            self.say(f"-- database {one.alias!r}")
+            for statement in one.statements:
+                self.say(f"{statement};")
 
     def _install(self, settings: OutboxSettings, options: Mapping[str, Any]) -> None:
         if options["dry_run"]:

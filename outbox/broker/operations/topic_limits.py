@@ -1,0 +1,159 @@
+"""The limits of topics: how far a group may be behind, and how much the stored messages may take.
+
+The leader counts the lag of all groups every few seconds. `mark` then compares it with the limits, and stores in the
+row of a topic which limit is exceeded. Publishers read this row with the topic, so publishing has no further statement.
+A limit counts as exceeded until the value is below 90 % of it, so that a topic does not alternate between the two
+states.
+
+```
+ within ──(80 %)──► near ──(over the limit)──► over ──(below 90 %)──► within or near
+                    condition topic_near_limit  condition topic_over_limit
+```
+
+See decision 238.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from outbox.broker.database.executor import Executor
+from outbox.broker.database.statement import Statement
+
+# Shares of the limit: from the first one on, the condition `topic_near_limit` holds. Below the second one, an exceeded
+# limit is over.
+NEAR: Final = 0.8
+ENDS_BELOW: Final = 0.9
+
+# The bytes of a message in all tables and indexes, besides its body, headers and key.
+_FIXED_BYTES: Final = 480
+
+# PostgreSQL's files do not shrink when rows are removed, so their size says nothing about the messages that are stored
+# now. The size is estimated from the number of rows (also of removed rows whose space is not free yet) and the mean
+# size of the newest thousand messages. The estimate is never more than the size of the tables.
+_LIMITED: Final = Statement(f"""
+WITH log AS (
+    SELECT greatest(reltuples::bigint, n_live_tup + n_dead_tup, 0) AS rows
+    FROM pg_class JOIN pg_stat_all_tables ON relid = pg_class.oid
+    WHERE pg_class.oid = '{{schema}}.commit_log'::regclass
+), newest AS (
+    SELECT avg(pg_column_size(body) + octet_length(key) + coalesce(pg_column_size(headers), 0)) AS bytes
+    FROM (SELECT body, key, headers FROM {{schema}}.commit_log ORDER BY log_id DESC LIMIT 1000) AS message
+), files AS (
+    SELECT sum(pg_total_relation_size(oid)) AS bytes FROM pg_class
+    WHERE relnamespace = to_regnamespace('{{schema}}') AND relkind IN ('r', 'p')
+)
+SELECT name AS topic, backlog_limit, space_limit_bytes, on_limit, over_limit AS mark,
+       {{schema}}.uncounted_v27() AS uncounted,
+       CASE WHEN space_limit_bytes IS NOT NULL THEN
+           (SELECT least(rows * (newest.bytes + {_FIXED_BYTES}), files.bytes)::bigint
+            FROM log, newest, files) END AS bytes
+FROM {{schema}}.topic
+WHERE retry_of IS NULL AND deleted_at IS NULL
+  AND (backlog_limit IS NOT NULL OR space_limit_bytes IS NOT NULL OR over_limit IS NOT NULL)
+ORDER BY name
+""")
+
+_MARK: Final = Statement("UPDATE {schema}.topic SET over_limit = %(mark)s::text::jsonb WHERE name = %(topic)s")
+
+
+@dataclass(frozen=True, slots=True)
+class GroupLag:
+    """How many messages of a topic a group has not handled yet."""
+
+    topic: str
+    group: str
+    lag: int
+
+
+@dataclass(frozen=True, slots=True)
+class _LimitedTopic:
+    topic: str
+    backlog_limit: int | None
+    space_limit_bytes: int | None
+    on_limit: str
+    mark: dict[str, Any] | None
+    uncounted: int | None
+    bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class LimitUse:
+    """How much of a topic's limit is used.
+
+    `measure`: 'backlog' (messages that `group` is behind), 'uncounted' (messages since the last count, if no process
+    leads) or 'space' (bytes). `is_over`: the limit counts as exceeded.
+    """
+
+    topic: str
+    measure: str
+    group: str
+    value: int
+    limit: int
+    on_limit: str
+    is_over: bool
+
+    @property
+    def share(self) -> float:
+        """The used share of the limit; above 1 if the limit is exceeded."""
+        return self.value / self.limit
+
+    @property
+    def reason(self) -> str:
+        """Which limit is exceeded, and what to do."""
+        if self.measure == "space":
+            return (
+                f"the messages that the broker stores take more than the topic's space_limit_bytes of {self.limit}. "
+                "Start the groups that are behind, and settle dead letters (docs/operations/backlog.md)"
+            )
+        return (
+            f"group {self.group!r} is more than the topic's backlog_limit of {self.limit} messages behind. Start or "
+            "speed up the workers of this group. If the group is gone for good, delete it (docs/operations/backlog.md)"
+        )
+
+
+def uses(run: Executor, lags: Sequence[GroupLag]) -> list[LimitUse]:
+    """Return the most used limit of each topic that has limits."""
+    return [max(found, key=lambda use: (use.is_over, use.share)) for _, found in _by_topic(run, lags) if found]
+
+
+def mark(run: Executor, lags: Sequence[GroupLag]) -> int:
+    """Store in the rows of the topics which limits are exceeded, and return the number of changed rows.
+
+    `lags`: the lag of each group on each of its topics.
+    """
+    changed = 0
+    for topic, found in _by_topic(run, lags):
+        worst = max((use for use in found if use.is_over), key=lambda use: use.share, default=None)
+        wanted = None if worst is None else {"measure": worst.measure, "group": worst.group, "limit": worst.limit}
+        known = topic.mark and {name: topic.mark.get(name) for name in ("measure", "group", "limit")}
+        if wanted != known:
+            text = None if worst is None or wanted is None else json.dumps({**wanted, "reason": worst.reason})
+            run.execute(_MARK, {"topic": topic.topic, "mark": text})
+            changed += 1
+    return changed
+
+
+def _by_topic(run: Executor, lags: Sequence[GroupLag]) -> Iterator[tuple[_LimitedTopic, list[LimitUse]]]:
+    for topic in run.objects(_LimitedTopic, _LIMITED):
+        yield topic, list(_of_topic(topic, lags))
+
+
+def _of_topic(topic: _LimitedTopic, lags: Sequence[GroupLag]) -> Iterator[LimitUse]:
+    if topic.backlog_limit is not None:
+        behind = max((one for one in lags if one.topic == topic.topic), key=lambda one: one.lag, default=None)
+        if behind is not None:
+            yield _use(topic, "backlog", behind.group, behind.lag, topic.backlog_limit)
+        if topic.uncounted:
+            yield _use(topic, "uncounted", "", topic.uncounted, topic.backlog_limit)
+    if topic.space_limit_bytes is not None and topic.bytes is not None:
+        yield _use(topic, "space", "", topic.bytes, topic.space_limit_bytes)
+
+
+def _use(topic: _LimitedTopic, measure: str, group: str, value: int, limit: int) -> LimitUse:
+    was_over = topic.mark is not None and topic.mark.get("measure") == measure
+    is_over = value > limit or (was_over and value >= ENDS_BELOW * limit)
+    return LimitUse(topic.topic, measure, group, value, limit, topic.on_limit, is_over)

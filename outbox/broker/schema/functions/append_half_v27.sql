@@ -1,0 +1,39 @@
+-- Store one half message, and return its position in the log; null if its id is stored already, or if the operator has
+-- switched transactional messages off. It runs with the rights of its owner (docs/decisions/235).
+CREATE OR REPLACE FUNCTION append_half_v27(
+    message_id       uuid,
+    topic_id         integer,
+    shard            integer,
+    key              text,
+    tag              text,
+    content_type     text,
+    body             bytea,
+    headers          jsonb,
+    born_at          timestamptz,
+    deliver_at       timestamptz,
+    delay_seconds    double precision,
+    producer_group   text,
+    checker          text,
+    immunity_seconds integer,
+    ledger_id        uuid
+) RETURNS bigint
+LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT AS $$
+#variable_conflict use_variable
+DECLARE
+    log_id bigint;
+BEGIN
+    IF NOT may_publish_for(producer_group) THEN
+        RAISE EXCEPTION 'this role may not publish for producer group %', quote_literal(producer_group)
+            USING ERRCODE = 'insufficient_privilege';
+    END IF;
+    INSERT INTO commit_log AS stored (born_at, deliver_at, transaction_id, message_id, topic_id, shard, half,
+                                      immunity_seconds, ledger_id, checker, producer_group, key, tag, content_type,
+                                      headers, body)
+    SELECT born_at, coalesce(deliver_at, clock_timestamp() + make_interval(secs => delay_seconds)), message_id,
+           message_id, topic_id, shard, true, immunity_seconds, ledger_id, checker, producer_group, key, tag,
+           content_type, headers, body
+    FROM broker WHERE NOT reject_transactional
+    ON CONFLICT ON CONSTRAINT commit_log_message_id_key DO NOTHING
+    RETURNING stored.log_id INTO log_id;
+    RETURN log_id;
+END $$;

@@ -1,0 +1,334 @@
+"""The four database roles of the broker's schema, and their rights: publish, work, watch, own.
+
+Each role is a role of the server without a login, such as `outbox_publish` for the schema `outbox`; logins are members.
+`plan` returns the SQL that makes the roles and gives them their rights. `renew` executes it again after a change of the
+tables, so that a new table has its rights in the transaction that creates it. `missing_rights` compares the rights of
+the connected role with the rights that it needs.
+
+See decision 235.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from psycopg import sql
+
+from outbox.broker.database.executor import Executor
+from outbox.broker.database.statement import Statement
+
+
+class Role(enum.StrEnum):
+    """A set of rights for one kind of process."""
+
+    PUBLISH = "publish"
+    """Web processes: they publish and report ends for their producer groups. They read no body and no table of work."""
+    WORK = "work"
+    """Workers, and commands that change messages or groups."""
+    WATCH = "watch"
+    """Readers: status, metrics, the operations page without its actions, reconciliation."""
+    OWN = "own"
+    """Installations and upgrades: the role owns the tables."""
+
+
+def role_name(schema: str, role: Role) -> str:
+    """Return the name of the role on the server."""
+    return f"{schema}_{role}"
+
+
+# The functions through which a publisher writes. They run with the rights of their owner.
+PUBLISHING: Final = (
+    "append_batch_v27",
+    "append_half_v27",
+    "append_one_v14",
+    "end_one_v15",
+    "hint_checks_v27",
+    "publish",
+    "publish_bytes",
+    "stored_v27",
+    "uncounted_v27",
+)
+# Functions that only functions with the rights of their owner call.
+_INNER: Final = ("key_lock_number", "key_shard", "may_publish_for", "publish_complaint")
+# By default, PostgreSQL lets every role execute a new function. So the installation revokes this right. It leaves
+# uncounted_v27, which only returns a number, to roles that had been made for reading before it existed.
+GRANTED_ONLY: Final = (*(name for name in PUBLISHING if name != "uncounted_v27"), *_INNER)
+# A function with the rights of its owner that the status calls.
+_READING: Final = ("uncounted_v27",)
+# Workers do not publish from SQL.
+_NOT_OF_WORKERS: Final = ("publish", "publish_bytes", *_INNER)
+
+# The rights of a publisher on tables, by column where a table has more than the publisher may read. None has a body.
+_OF_PUBLISHERS: Final[Mapping[str, Mapping[str, Sequence[str]]]] = {
+    "broker": {"SELECT": ()},
+    "schema_version": {"SELECT": ()},
+    "topic": {"SELECT": ()},
+    "publisher": {"SELECT": ()},
+    # The last statement of a block reads its own decision again.
+    "op_log": {"SELECT": ("transaction_id", "decision")},
+    # The note of a process that cannot publish.
+    "incident": {"INSERT": ("kind", "subject", "detail"), "SELECT": ("incident_id",)},
+}
+# Only the owner changes these: what a worker could change here, it would be allowed afterwards.
+_READ_ONLY: Final = ("publisher", "schema_version")
+_WRITES: Final = ("SELECT", "INSERT", "UPDATE", "DELETE")
+
+_OBJECTS: Final = Statement("""
+SELECT CASE WHEN relkind = 'S' THEN 'SEQUENCE' WHEN relkind IN ('v', 'm') THEN 'VIEW' ELSE 'TABLE' END AS kind,
+       relname::text AS name, quote_ident(relname) AS identity, pg_get_userbyid(relowner)::text AS owner
+FROM pg_class
+WHERE relnamespace = to_regnamespace(%(schema)s) AND relkind IN ('r', 'p', 'v', 'm', 'S')
+  -- The sequence of an identity column has the owner of its table.
+  AND (relkind <> 'S' OR NOT EXISTS (SELECT FROM pg_depend WHERE objid = pg_class.oid AND deptype = 'i'))
+UNION ALL
+SELECT 'FUNCTION', proname::text, quote_ident(proname) || '(' || pg_get_function_identity_arguments(oid) || ')',
+       pg_get_userbyid(proowner)::text
+FROM pg_proc WHERE pronamespace = to_regnamespace(%(schema)s)
+ORDER BY 1, 3
+""")
+_STATE: Final = Statement("""
+SELECT current_user::text, (SELECT rolsuper FROM pg_roles WHERE rolname = current_user),
+       ARRAY(SELECT rolname::text FROM pg_roles WHERE rolname = ANY (%(roles)s)),
+       (SELECT pg_get_userbyid(nspowner)::text FROM pg_namespace WHERE nspname = %(schema)s),
+       ARRAY(SELECT rolname::text FROM pg_roles
+             WHERE rolname = ANY (%(roles)s) AND has_schema_privilege(rolname, to_regnamespace(%(schema)s), 'USAGE')),
+       pg_has_role(current_user, coalesce(to_regrole(quote_ident(%(own)s)), 0::oid), 'USAGE'),
+       (SELECT rolsuper OR rolcreaterole FROM pg_roles WHERE rolname = current_user)
+""")
+_SEES_SESSIONS: Final = Statement("SELECT pg_has_role(to_regrole(quote_ident(%(role)s)), 'pg_read_all_stats', 'USAGE')")
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    """What the server and the schema have now. `used`: the roles that may use the schema."""
+
+    user: str
+    is_superuser: bool
+    existing: list[str]
+    schema_owner: str | None
+    used: list[str]
+    owns: bool
+    may_create_roles: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Object:
+    kind: str
+    name: str
+    identity: str
+    owner: str
+
+
+@dataclass(frozen=True, slots=True)
+class Logins:
+    """The logins (or other roles) that become members of the four roles.
+
+    The members of `publish` may publish for `producer_group`.
+    """
+
+    members: Mapping[Role, Sequence[str]]
+    producer_group: str | None = None
+
+
+def _state(run: Executor) -> _State:
+    names = [role_name(run.schema, role) for role in Role]
+    own = role_name(run.schema, Role.OWN)
+    return _State(*run.one(_STATE, {"roles": names, "schema": run.schema, "own": own}))
+
+
+def plan(run: Executor, logins: Logins) -> list[str]:
+    """Return the SQL statements that make the roles, give them their rights, and make the logins members."""
+    state = _state(run)
+    names = {role: role_name(run.schema, role) for role in Role}
+    found = [_text("CREATE ROLE {} NOLOGIN", name) for name in names.values() if name not in state.existing]
+    if not state.owns and not state.is_superuser:
+        found.append(_text("GRANT {} TO {}", names[Role.OWN], state.user))
+    found += _rights(run, state)
+    for role in (Role.WORK, Role.WATCH):
+        if names[role] not in state.existing or not run.one(_SEES_SESSIONS, {"role": names[role]})[0]:
+            found.append(_text("GRANT pg_read_all_stats TO {}", names[role]))
+    for role, members in logins.members.items():
+        found += [_text("GRANT {} TO {}", names[role], member) for member in members]
+    if logins.producer_group is not None:
+        insert = "INSERT INTO {}.publisher (role, producer_group) VALUES ({}, {}) ON CONFLICT DO NOTHING"
+        found += [
+            _text(insert, run.schema, sql.Literal(member), sql.Literal(logins.producer_group))
+            for member in logins.members.get(Role.PUBLISH, ())
+        ]
+    return found
+
+
+def tables_to_own(run: Executor) -> list[str]:
+    """Return the tables that `plan` would give to the role own, which locks them."""
+    own = role_name(run.schema, Role.OWN)
+    return [one.name for one in _objects(run) if one.kind == "TABLE" and one.owner != own]
+
+
+def renew(run: Executor) -> None:
+    """Give the rights again, if the four roles use this schema. Call it in the transaction that has changed the schema.
+
+    Without it, an upgrade would create a table that the worker may not use.
+    """
+    state = _state(run)
+    if set(state.used) >= {role_name(run.schema, role) for role in Role if role is not Role.OWN}:
+        for statement in _rights(run, state):
+            run.connection.execute(statement.encode())
+
+
+def _objects(run: Executor) -> list[_Object]:
+    return run.objects(_Object, _OBJECTS, {"schema": run.schema})
+
+
+def _rights(run: Executor, state: _State) -> Iterator[str]:
+    """Yield the statements that give the roles their rights on what is installed."""
+    schema, objects = run.schema, _objects(run)
+    publish, work, watch, own = (role_name(schema, role) for role in Role)
+    if state.schema_owner != own:
+        yield _text("ALTER SCHEMA {} OWNER TO {}", schema, own)
+    for one in objects:
+        if one.owner != own:
+            yield _text(f"ALTER {one.kind} {{}}.{{}} OWNER TO {{}}", schema, sql.SQL(one.identity), own)
+    yield _text("GRANT USAGE ON SCHEMA {} TO {}, {}, {}", schema, publish, work, watch)
+    yield _text("GRANT SELECT, INSERT, UPDATE, DELETE ON ALL TABLES IN SCHEMA {} TO {}", schema, work)
+    for table in _READ_ONLY:
+        yield _text("REVOKE INSERT, UPDATE, DELETE ON {}.{} FROM {}", schema, table, work)
+    yield _text("GRANT USAGE, SELECT ON ALL SEQUENCES IN SCHEMA {} TO {}", schema, work)
+    yield _text("GRANT SELECT ON ALL TABLES IN SCHEMA {} TO {}", schema, watch)
+    yield _text("GRANT SELECT ON ALL SEQUENCES IN SCHEMA {} TO {}", schema, watch)
+    for table, rights in _OF_PUBLISHERS.items():
+        for right, columns in rights.items():
+            of = sql.SQL(" ({})").format(sql.SQL(", ").join(map(sql.Identifier, columns))) if columns else sql.SQL("")
+            yield _text(f"GRANT {right}{{}} ON {{}}.{{}} TO {{}}", of, schema, table, publish)
+    for one in objects:
+        if one.kind == "FUNCTION":
+            function = sql.SQL(one.identity)
+            if one.name in GRANTED_ONLY:
+                yield _text("REVOKE EXECUTE ON FUNCTION {}.{} FROM PUBLIC", schema, function)
+            roles = [work, *([publish] if one.name in PUBLISHING else []), *([watch] if one.name in _READING else [])]
+            to = sql.SQL(", ").join(map(sql.Identifier, roles))
+            yield _text("GRANT EXECUTE ON FUNCTION {}.{} TO {}", schema, function, to)
+
+
+def _text(template: str, *values: str | sql.Composable) -> str:
+    named = [sql.Identifier(value) if isinstance(value, str) else value for value in values]
+    return sql.SQL(template).format(*named).as_string(None)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The rights of the connected role.
+
+
+@dataclass(frozen=True, slots=True)
+class MissingRight:
+    """A right that the connected role needs and does not have, and the statement that grants it."""
+
+    subject: str
+    right: str
+    remedy: str
+
+
+# The rights in the arrays that the role does not have. `columns`: '' for the whole object.
+_MISSING: Final = Statement("""
+SELECT kind, name, "right", columns
+FROM unnest(%(kinds)s::text[], %(names)s::text[], %(rights)s::text[], %(columns)s::text[])
+     WITH ORDINALITY AS needed (kind, name, "right", columns, place)
+WHERE NOT coalesce(CASE
+    WHEN kind = 'SCHEMA' THEN has_schema_privilege(name, "right")
+    WHEN kind = 'SEQUENCE' THEN has_sequence_privilege(name, "right")
+    WHEN kind = 'FUNCTION' THEN has_function_privilege(name, "right")
+    WHEN kind = 'OWNED' THEN pg_has_role((SELECT relowner FROM pg_class WHERE oid = to_regclass(name)), "right")
+    WHEN columns = '' THEN has_table_privilege(name, "right")
+    ELSE (SELECT bool_and(has_column_privilege(name, one, "right")) FROM unnest(string_to_array(columns, ' ')) AS one)
+END, false)
+ORDER BY place
+""")
+_INSTALLED: Final = Statement("""
+SELECT CASE WHEN relkind = 'S' THEN 'SEQUENCE' WHEN relkind IN ('v', 'm') THEN 'VIEW' ELSE 'TABLE' END AS kind,
+       relname::text AS name, %(schema)s || '.' || quote_ident(relname) AS identity, '' AS owner
+FROM pg_class WHERE relnamespace = to_regnamespace(%(schema)s) AND relkind IN ('r', 'p', 'v', 'm', 'S')
+UNION ALL
+SELECT 'FUNCTION', proname::text, oid::regprocedure::text, ''
+FROM pg_proc WHERE pronamespace = to_regnamespace(%(schema)s)
+ORDER BY 1, 3
+""")
+_USER: Final = Statement("SELECT current_user::text, has_schema_privilege(%(schema)s, 'USAGE')")
+_MAY_PUBLISH: Final = Statement("""
+SELECT has_table_privilege('{schema}.op_log', 'INSERT')
+       OR EXISTS (SELECT FROM {schema}.publisher
+                  WHERE producer_group = %(group)s AND pg_has_role(to_regrole(quote_ident(role)), 'USAGE'))
+""")
+# Rights that let a publisher read bodies, or decide transactions.
+_TOO_MANY: Final = Statement("""
+SELECT name || ' ' || "right"
+FROM (VALUES ('commit_log', 'body', 'SELECT'), ('commit_log', 'body', 'INSERT'), ('message_v1', 'body', 'SELECT'),
+             ('op_log', 'decision', 'INSERT'), ('op_log', 'decision', 'UPDATE'), ('pending_check', 'due_at', 'UPDATE'))
+     AS held (name, "column", "right")
+WHERE has_column_privilege('{schema}.' || name, "column", "right")
+""")
+
+# Kind, name, right and columns.
+_Needed = tuple[str, str, str, str]
+
+
+def needed_rights(installed: Sequence[_Object], schema: str, role: Role) -> Iterator[_Needed]:
+    """Yield the rights that the role needs on the installed objects."""
+    yield "SCHEMA", schema, "USAGE", ""
+    for one in installed:
+        if role is Role.OWN:
+            if one.kind == "TABLE":
+                yield "OWNED", one.identity, "USAGE", ""
+        elif one.kind == "FUNCTION":
+            if (
+                (role is Role.PUBLISH and one.name in PUBLISHING)
+                or (role is Role.WORK and one.name not in _NOT_OF_WORKERS)
+                or (role is Role.WATCH and one.name in _READING)
+            ):
+                yield "FUNCTION", one.identity, "EXECUTE", ""
+        elif role is Role.PUBLISH:
+            for right, columns in _OF_PUBLISHERS.get(one.name, {}).items():
+                yield one.kind, one.identity, right, " ".join(columns)
+        elif role is Role.WORK and one.kind == "TABLE" and one.name not in _READ_ONLY:
+            for right in _WRITES:
+                yield one.kind, one.identity, right, ""
+        else:
+            yield one.kind, one.identity, "SELECT", ""
+
+
+def missing_rights(run: Executor, role: Role, *, producer_group: str | None = None) -> list[MissingRight]:
+    """Return the rights that the connected role needs for `role` and does not have.
+
+    A publisher also needs its producer group.
+    """
+    user, may_use = run.one(_USER, {"schema": run.schema})
+    me = sql.Identifier(user).as_string(None)
+    if not may_use:
+        return [MissingRight(f"schema {run.schema}", "USAGE", f"GRANT USAGE ON SCHEMA {run.schema} TO {me}")]
+    installed = run.objects(_Object, _INSTALLED, {"schema": run.schema})
+    needed = list(needed_rights(installed, run.schema, role))
+    columns: Sequence[Sequence[str]] = list(zip(*needed, strict=True))
+    parameters: dict[str, Any] = dict(zip(("kinds", "names", "rights", "columns"), map(list, columns), strict=True))
+    found = [_missing(me, *row) for row in run.rows(_MISSING, parameters)]
+    # The look-up of the group needs the rights above.
+    if role is Role.PUBLISH and producer_group is not None and not found:
+        [may] = run.one(_MAY_PUBLISH, {"group": producer_group})
+        if not may:
+            values = f"({sql.Literal(user).as_string(None)}, {sql.Literal(producer_group).as_string(None)})"
+            insert = f"INSERT INTO {run.schema}.publisher (role, producer_group) VALUES {values}"
+            found.append(MissingRight(f"producer group {producer_group!r}", "publish", insert))
+    return found
+
+
+def _missing(me: str, kind: str, name: str, right: str, columns: str) -> MissingRight:
+    if kind == "OWNED":
+        return MissingRight(name, "ownership", f"ALTER TABLE {name} OWNER TO {me}")
+    of = f" ({', '.join(columns.split())})" if columns else ""
+    word = "" if kind in ("TABLE", "VIEW") else f"{kind} "
+    return MissingRight(f"{kind.lower()} {name}", f"{right}{of}", f"GRANT {right}{of} ON {word}{name} TO {me}")
+
+
+def excess_rights(run: Executor) -> list[str]:
+    """Return the rights of the connected role that a publisher must not have: to read bodies, and to decide."""
+    return [text for (text,) in run.rows(_TOO_MANY)]

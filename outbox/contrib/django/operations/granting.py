@@ -1,0 +1,251 @@
+"""The four roles in the databases of a project: `outbox_install --grants`, and the rights that `outbox_doctor` checks.
+
+The broker's schema has its part in outbox/broker/schema/grants.py. The application's databases have the tables of
+`outbox.contrib.django`, whose owner is the role that runs `migrate`. The application's own tables are not touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from django.apps import apps
+from django.db import connections, router
+from django.db.backends.base.base import BaseDatabaseWrapper
+from django.db.models import Model
+from psycopg import sql
+
+from outbox.broker.database.executor import Executor
+from outbox.broker.operations.conditions import Condition, Severity, of_text
+from outbox.broker.schema import grants
+from outbox.broker.schema.grants import Logins, MissingRight, Role, role_name
+from outbox.broker.schema.install import DEFAULT_PATIENCE_SECONDS, Planned, change_tables, check_schema
+from outbox.contrib.django.database.aliases import broker_database
+from outbox.contrib.django.ledger.ledger_checker import ledger_aliases
+from outbox.contrib.django.settings.conf import OutboxSettings, get_settings
+
+# The rights of a publisher in the application's databases, by table and columns. A task has bodies, so the publisher
+# reads only the columns of a task that it updates by.
+_OF_PUBLISHERS: Final[Mapping[str, Mapping[str, Sequence[str]]]] = {
+    "outbox_ledger": {"SELECT": (), "INSERT": ()},
+    "outbox_ledger_identity": {"SELECT": ()},
+    "outbox_key_lock": {"SELECT": (), "INSERT": (), "UPDATE": ()},
+    "outbox_unique": {"SELECT": (), "INSERT": (), "UPDATE": ()},
+    "outbox_saga": {"SELECT": (), "INSERT": (), "UPDATE": ()},
+    "outbox_task": {
+        "INSERT": (),
+        "SELECT": ("id", "status", "is_due", "message_id", "announced_at"),
+        "UPDATE": ("is_due", "message_id", "announced_at"),
+    },
+}
+_OF_OTHERS: Final[Mapping[Role, Sequence[str]]] = {
+    Role.WORK: ("SELECT", "INSERT", "UPDATE", "DELETE"),
+    Role.WATCH: ("SELECT",),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class DatabaseGrants:
+    """The statements for one database: an alias of DATABASES, and the SQL."""
+
+    alias: str
+    statements: Sequence[str] = field(default_factory=list)
+
+
+def planned_grants(settings: OutboxSettings, members: Mapping[Role, Sequence[str]]) -> list[DatabaseGrants]:
+    """Return the statements that `grant` would execute, in the broker's database and in each application database."""
+    with broker_database(settings).connect(name="outbox-install", direct=True) as connection:
+        check_schema(connection, settings.schema)
+        run = Executor(connection, settings.schema)
+        found = [DatabaseGrants(settings.broker, grants.plan(run, _logins(settings, members)))]
+    for alias in _application_aliases():
+        application = connections[alias]
+        statements = [*_roles(application, settings.schema), *_rights(application, settings.schema)]
+        statements += [
+            _text("GRANT {} TO {}", role_name(settings.schema, role), member)
+            for role, given in members.items()
+            if role is not Role.OWN
+            for member in given
+        ]
+        found.append(DatabaseGrants(alias, statements))
+    return found
+
+
+def grant(
+    settings: OutboxSettings,
+    members: Mapping[Role, Sequence[str]],
+    *,
+    patience_seconds: float = DEFAULT_PATIENCE_SECONDS,
+) -> list[DatabaseGrants]:
+    """Make the roles, give them their rights, and make the logins members. Returns the executed statements.
+
+    Each database is changed in one transaction. A second call changes nothing. Raises psycopg.Error or
+    django.db.Error if the connected role may not do this.
+    """
+    planned = planned_grants(settings, members)
+    with broker_database(settings).connect(name="outbox-install", direct=True) as connection:
+        run = Executor(connection, settings.schema)
+        [of_broker, *of_applications] = planned
+
+        def change() -> None:
+            for statement in of_broker.statements:
+                connection.execute(statement.encode())
+
+        change_tables(
+            run,
+            lambda: Planned(grants.tables_to_own(run), change),
+            what="given to their new owner",
+            patience_seconds=patience_seconds,
+        )
+    for one in of_applications:
+        _execute(connections[one.alias], one.statements)
+    return planned
+
+
+def renew(alias: str) -> None:
+    """After a migration of an application database, give the roles their rights again, if they have rights there."""
+    connection, schema = connections[alias], get_settings().schema
+    if connection.vendor == "postgresql" and alias in _application_aliases() and _is_used(connection, schema):
+        _execute(connection, list(_rights(connection, schema)))
+
+
+def _logins(settings: OutboxSettings, members: Mapping[Role, Sequence[str]]) -> Logins:
+    group = settings.required_producer_group() if members.get(Role.PUBLISH) else None
+    return Logins(members, producer_group=group)
+
+
+def _application_aliases() -> list[str]:
+    return [alias for alias in ledger_aliases() if connections[alias].vendor == "postgresql"]
+
+
+def _execute(connection: BaseDatabaseWrapper, statements: Sequence[str]) -> None:
+    with connection.cursor() as cursor:
+        cursor.execute(";\n".join(statements))
+
+
+def _models(alias: str) -> list[type[Model]]:
+    own = [app for app in apps.get_app_configs() if app.label in ("outbox", "outbox_tasks")]
+    models = [model for app in own for model in app.get_models()]
+    return [model for model in models if router.allow_migrate_model(alias, model)]
+
+
+_TABLES: Final = """
+SELECT relname FROM pg_class WHERE oid = ANY (SELECT to_regclass(name) FROM unnest(%s::text[]) AS name)
+"""
+
+
+def _tables(connection: BaseDatabaseWrapper) -> list[str]:
+    """Return the tables of this package that exist, in the order of their names."""
+    names = [model._meta.db_table for model in _models(connection.alias)]
+    with connection.cursor() as cursor:
+        cursor.execute(_TABLES, [names])
+        return sorted(name for (name,) in cursor.fetchall())
+
+
+def _roles(connection: BaseDatabaseWrapper, schema: str) -> Iterator[str]:
+    """Yield the statements that make the missing roles. The application's database may be on another server."""
+    with connection.cursor() as cursor:
+        for role in (Role.PUBLISH, Role.WORK, Role.WATCH):
+            name = role_name(schema, role)
+            cursor.execute("SELECT EXISTS (SELECT FROM pg_roles WHERE rolname = %s)", [name])
+            if not cursor.fetchone()[0]:
+                yield _text("CREATE ROLE {} NOLOGIN", name)
+
+
+def _is_used(connection: BaseDatabaseWrapper, schema: str) -> bool:
+    with connection.cursor() as cursor:
+        cursor.execute(
+            "SELECT coalesce(has_table_privilege(to_regrole(quote_ident(%s)), to_regclass('outbox_ledger'), 'INSERT'),"
+            " false)",
+            [role_name(schema, Role.WORK)],
+        )
+        return bool(cursor.fetchone()[0])
+
+
+def _rights(connection: BaseDatabaseWrapper, schema: str) -> Iterator[str]:
+    tables = _tables(connection)
+    for role, table, right, columns in _needed(tables):
+        of = sql.SQL(" ({})").format(sql.SQL(", ").join(map(sql.Identifier, columns))) if columns else sql.SQL("")
+        yield _text(f"GRANT {right}{{}} ON {{}} TO {{}}", of, table, role_name(schema, role))
+
+
+def _needed(tables: Sequence[str]) -> Iterator[tuple[Role, str, str, Sequence[str]]]:
+    for table in tables:
+        for right, columns in _OF_PUBLISHERS.get(table, {}).items():
+            yield Role.PUBLISH, table, right, columns
+        for role, rights in _OF_OTHERS.items():
+            yield role, table, ", ".join(rights), ()
+
+
+def _text(template: str, *values: str | sql.Composable) -> str:
+    named = [sql.Identifier(value) if isinstance(value, str) else value for value in values]
+    return sql.SQL(template).format(*named).as_string(None)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The part of the doctor.
+
+_LACKS: Final = """
+SELECT table_name, "right", columns, quote_ident(current_user)
+FROM unnest(%s::text[], %s::text[], %s::text[]) WITH ORDINALITY AS needed (table_name, "right", columns, place)
+WHERE NOT CASE WHEN columns = '' THEN has_table_privilege(table_name, "right")
+               ELSE (SELECT bool_and(has_column_privilege(table_name, one, "right"))
+                     FROM unnest(string_to_array(columns, ' ')) AS one) END
+ORDER BY place
+"""
+_OWNED: Final = """
+SELECT relname, quote_ident(current_user) FROM pg_class
+WHERE oid = ANY (SELECT to_regclass(name) FROM unnest(%s::text[]) AS name) AND NOT pg_has_role(relowner, 'USAGE')
+ORDER BY relname
+"""
+
+
+def check_rights(run: Executor, role: Role) -> Iterator[Condition]:
+    """Yield one result per database: whether the connected role has the rights of `role`, and what grants the others.
+
+    For `publish`, also whether it has rights that a publisher must not have.
+    """
+    settings = get_settings()
+    group = settings.producer_group if role is Role.PUBLISH else None
+    yield _judged(f"rights to {role}", grants.missing_rights(run, role, producer_group=group))
+    if role is Role.PUBLISH and (held := grants.excess_rights(run)):
+        yield of_text(
+            "rights beyond publish",
+            Severity.WARNING,
+            f"the role can read bodies or decide transactions: {', '.join(held)}",
+            "Connect the web process as a role that is a member of no other role than publish, or revoke these rights.",
+        )
+    for alias in _application_aliases():
+        yield _judged(f"rights to {role} on {alias!r}", list(_missing(connections[alias], role)))
+
+
+def _missing(connection: BaseDatabaseWrapper, role: Role) -> Iterator[MissingRight]:
+    tables = _tables(connection)
+    with connection.cursor() as cursor:
+        if role is Role.OWN:
+            cursor.execute(_OWNED, [tables])
+            for table, user in cursor.fetchall():
+                yield MissingRight(f"table {table}", "ownership", f"ALTER TABLE {table} OWNER TO {user}")
+            return
+        needed = [
+            (table, right, " ".join(columns))
+            for of, table, rights, columns in _needed(tables)
+            if of is role
+            for right in rights.split(", ")
+        ]
+        cursor.execute(_LACKS, [list(column) for column in zip(*needed, strict=True)] if needed else [[], [], []])
+        for table, right, columns, user in cursor.fetchall():
+            of = f" ({', '.join(columns.split())})" if columns else ""
+            yield MissingRight(f"table {table}", f"{right}{of}", f"GRANT {right}{of} ON {table} TO {user}")
+
+
+def _judged(name: str, missing: Sequence[MissingRight]) -> Condition:
+    if not missing:
+        return of_text(name, Severity.OK, "complete")
+    return of_text(
+        name,
+        Severity.CRITICAL,
+        "missing: " + "; ".join(f"{one.right} on {one.subject}" for one in missing),
+        "Execute as the owner of the tables: " + "; ".join(one.remedy for one in missing) + ";",
+    )

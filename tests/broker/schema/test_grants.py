@@ -1,0 +1,272 @@
+"""The four roles of the broker's schema: each login does what its role may, and nothing else."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import psycopg
+import pytest
+from psycopg import sql
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
+
+from outbox.broker.database.connection import BrokerConnection, BrokerDatabase
+from outbox.broker.database.executor import Executor
+from outbox.broker.log.topics import declare_topics
+from outbox.broker.operations import summary
+from outbox.broker.operations.rules import survey
+from outbox.broker.postgres import PostgresBroker
+from outbox.broker.schema import grants
+from outbox.broker.schema.grants import Logins, Role
+from outbox.broker.schema.install import SCHEMA_VERSION, install
+from outbox.errors import ConfigurationError, OutboxError, SendFailed
+from outbox.topic import Topic
+from outbox.transaction import Decision, EndStatus
+from tests.broker.support import TOPICS, end, half, message, new_sequencer, process, queued_ids
+from tests.support import eventually
+
+
+@dataclass
+class Granted:
+    """A broker with its roles, and one login for each of them."""
+
+    database: BrokerDatabase
+    logins: dict[Role, str]
+
+    def as_role(self, role: Role) -> BrokerDatabase:
+        return BrokerDatabase(make_conninfo(self.database.conninfo, user=self.logins[role]))
+
+
+@pytest.fixture
+def granted(database: BrokerDatabase, connection: BrokerConnection) -> Iterator[Granted]:
+    suffix = conninfo_to_dict(database.conninfo)["dbname"]
+    logins = {role: f"{role}_{suffix}" for role in Role}
+    for login in logins.values():
+        connection.execute(sql.SQL("CREATE ROLE {} LOGIN").format(sql.Identifier(login)))
+    run = Executor(connection, "outbox")
+    members = Logins({role: [login] for role, login in logins.items()}, producer_group="shop")
+    statements = grants.plan(run, members)
+    for statement in statements:
+        connection.execute(statement.encode())
+    yield Granted(database, logins)
+    connection.execute("REASSIGN OWNED BY outbox_own TO CURRENT_USER")
+    for name in (*logins.values(), *(grants.role_name("outbox", role) for role in Role)):
+        connection.execute(sql.SQL("DROP OWNED BY {}").format(sql.Identifier(name)))
+        connection.execute(sql.SQL("DROP ROLE {}").format(sql.Identifier(name)))
+
+
+@pytest.fixture
+def publisher(granted: Granted) -> Iterator[PostgresBroker]:
+    broker = PostgresBroker(granted.as_role(Role.PUBLISH))
+    yield broker
+    broker.close()
+
+
+@contextlib.contextmanager
+def session(database: BrokerDatabase) -> Iterator[psycopg.Connection[Any]]:
+    with contextlib.closing(database.open(name="session")) as connection:
+        yield connection
+
+
+def test_a_publisher_publishes_ends_and_sends_again(
+    granted: Granted, publisher: PostgresBroker, connection: BrokerConnection
+) -> None:
+    one, several = message(), [message(), message()]
+    assert publisher.send([one]) == publisher.send([one])
+    assert len(publisher.send(several)) == 2
+    single, batch, lost = half(), half(message(), message()), half()
+    for transaction in (single, batch, lost):
+        publisher.send_half(transaction)
+        assert publisher.send_half(transaction)[0].transaction_id == transaction.transaction_id
+    assert publisher.end([end(single.transaction_id)]) == [EndStatus.APPLIED]
+    assert publisher.end([end(single.transaction_id, Decision.ROLLBACK)]) == [EndStatus.CONTRADICTED]
+    publisher.end_one_way(end(batch.transaction_id))
+    publisher.hint_checks([lost.transaction_id])
+    publisher.hint_one_way(lost.transaction_id)
+    assert publisher.flush(within_seconds=10)
+    sequencer = new_sequencer(granted.database)
+    sequencer.run_once(connection)
+    wanted = [one, *several, *single.messages, *batch.messages]
+    assert sorted(queued_ids(connection)) == sorted(each.message_id for each in wanted)
+    hinted = connection.execute("SELECT transaction_id, due_at <= now() FROM outbox.pending_check").fetchall()
+    assert hinted == [(lost.transaction_id, True)]
+
+
+FORBIDDEN = (
+    "SELECT body FROM outbox.commit_log",
+    "SELECT message_id FROM outbox.commit_log",
+    "SELECT * FROM outbox.message_v1",
+    "SELECT * FROM outbox.dead_letter_v1",
+    "SELECT * FROM outbox.op_log",
+    "INSERT INTO outbox.op_log (transaction_id, decision, decided_by, log_ids)"
+    " VALUES (gen_random_uuid(), 'C', 'P', '{1}')",
+    "UPDATE outbox.op_log SET decision = 'R'",
+    "INSERT INTO outbox.commit_log (born_at, transaction_id, message_id, topic_id, half, key, tag, content_type, body)"
+    " VALUES (now(), gen_random_uuid(), gen_random_uuid(), 1, true, '', '', '', '')",
+    "UPDATE outbox.pending_check SET due_at = now()",
+    "INSERT INTO outbox.publisher VALUES (current_user, 'billing')",
+    "UPDATE outbox.topic SET over_limit = NULL",
+    "UPDATE outbox.incident SET detail = ''",
+    "SELECT detail FROM outbox.incident",
+    "DELETE FROM outbox.scheduled",
+    "SELECT outbox.may_publish_for('shop')",
+    "TRUNCATE outbox.commit_log",
+    "DROP TABLE outbox.op_log",
+)
+
+
+def test_a_publisher_reads_no_body_and_decides_nothing_by_itself(granted: Granted, publisher: PostgresBroker) -> None:
+    publisher.send([message()])
+    allowed = []
+    with session(granted.as_role(Role.PUBLISH)) as opened:
+        for statement in FORBIDDEN:
+            try:
+                opened.execute(statement.encode())
+            except psycopg.errors.InsufficientPrivilege:
+                continue
+            allowed.append(statement)
+    assert allowed == []
+
+
+def test_a_publisher_decides_only_for_its_own_producer_group(
+    granted: Granted, broker: PostgresBroker, publisher: PostgresBroker, connection: BrokerConnection
+) -> None:
+    other = half(group="billing")
+    broker.send_half(other)
+    assert publisher.end([end(other.transaction_id, group="billing")]) == [EndStatus.REFUSED]
+    publisher.end_one_way(end(other.transaction_id, group="billing"))
+    assert publisher.flush(within_seconds=10)
+    for forged in (half(group="billing"), half(message(), message(), group="billing")):
+        with pytest.raises((ConfigurationError, SendFailed), match="may not publish for producer group 'billing'"):
+            publisher.send_half(forged)
+    assert connection.execute("SELECT count(*) FROM outbox.op_log").fetchall() == [(0,)]
+    assert connection.execute("SELECT message_id FROM outbox.commit_log").fetchall() == [(other.transaction_id,)]
+    details = connection.execute("SELECT kind, detail FROM outbox.incident").fetchall()
+    refusal = (
+        f"PRODUCER of group 'billing' reported COMMIT, refused: role {granted.logins[Role.PUBLISH]} may not decide"
+    )
+    assert details == [("refused", f"{refusal} for this group")] * 2
+
+
+def test_the_role_of_the_session_counts_not_the_one_that_logged_in(
+    granted: Granted, broker: PostgresBroker, connection: BrokerConnection
+) -> None:
+    """OPTIONS['assume_role'] and SET ROLE; and a role that is a member of the one in the table."""
+    login = sql.Identifier(granted.logins[Role.PUBLISH])
+    member = sql.Identifier(f"member_{granted.logins[Role.PUBLISH]}")
+    connection.execute(sql.SQL("CREATE ROLE {} LOGIN IN ROLE {}").format(member, login))
+    try:
+        ended = half()
+        broker.send_half(ended)
+        connection.execute(sql.SQL("SET ROLE {}").format(login))
+        with pytest.raises(psycopg.errors.InsufficientPrivilege, match="may not publish for producer group 'billing'"):
+            connection.execute(
+                "SELECT outbox.append_half_v27(gen_random_uuid(), 1, 0, '', '', '', '', NULL, now(), NULL, NULL,"
+                " 'billing', NULL, 60, NULL)"
+            )
+        connection.execute(sql.SQL("SET ROLE {}").format(member))
+        outcome = connection.execute("SELECT outbox.end_one_v15(%s, 'C', 'shop')", [ended.transaction_id]).fetchall()
+        assert outcome == [("applied",)]
+    finally:
+        connection.execute("RESET ROLE")
+        connection.execute(sql.SQL("DROP ROLE {}").format(member))
+
+
+def test_a_worker_leads_and_sequences_and_a_watcher_only_reads(
+    granted: Granted, publisher: PostgresBroker, connection: BrokerConnection
+) -> None:
+    sent = publisher.send([message(), message()])
+    worker, watcher = granted.as_role(Role.WORK), granted.as_role(Role.WATCH)
+    with process(worker):
+        eventually(lambda: len(queued_ids(connection)) == len(sent))
+        eventually(lambda: connection.execute("SELECT 1 FROM outbox.summary").fetchone() is not None)
+    assert summary.run_once(worker) >= 0
+    with session(watcher) as opened:
+        run = Executor(opened, "outbox")
+        assert survey(run).summary is not None
+        assert opened.execute("SELECT count(*) FROM outbox.message_v1").fetchall() == [(2,)]
+        for statement in ("DELETE FROM outbox.commit_log", "SELECT outbox.hint_checks_v27('{}', 1)"):
+            with pytest.raises(psycopg.errors.InsufficientPrivilege):
+                opened.execute(statement.encode())
+    for role in (Role.WATCH, Role.PUBLISH):
+        with session(granted.as_role(role)) as opened, pytest.raises(psycopg.errors.InsufficientPrivilege):
+            new_sequencer(granted.as_role(role)).run_once(opened)
+    with contextlib.closing(PostgresBroker(watcher)) as broker, pytest.raises(OutboxError, match="permission denied"):
+        broker.send([message()])
+
+
+def test_an_upgrade_by_an_owner_gives_the_rights_on_what_is_new(granted: Granted, connection: BrokerConnection) -> None:
+    """A new table that the worker may not use stopped consumption."""
+    connection.execute("DROP TABLE outbox.publisher")
+    connection.execute("UPDATE outbox.schema_version SET change = %s", [SCHEMA_VERSION - 1])
+    connection.execute("REVOKE EXECUTE ON FUNCTION outbox.append_half_v27 FROM outbox_publish")
+    with session(granted.as_role(Role.OWN)) as opened:
+        assert install(opened, "outbox") == SCHEMA_VERSION
+        declare_topics(Executor(opened, "outbox"), [Topic(name="more")])
+    owners = connection.execute(
+        "SELECT DISTINCT pg_get_userbyid(relowner)::text FROM pg_class WHERE relnamespace = 'outbox'::regnamespace"
+    ).fetchall()
+    assert owners == [("outbox_own",)]
+    for role in Role:
+        with session(granted.as_role(role)) as opened:
+            assert grants.missing_rights(Executor(opened, "outbox"), role) == []
+    connection.execute("INSERT INTO outbox.publisher VALUES (%s, 'shop')", [granted.logins[Role.PUBLISH]])
+    with session(granted.as_role(Role.PUBLISH)) as opened:
+        assert grants.missing_rights(Executor(opened, "outbox"), Role.PUBLISH, producer_group="shop") == []
+        assert grants.excess_rights(Executor(opened, "outbox")) == []
+
+
+@pytest.mark.parametrize("role", Role)
+def test_each_missing_right_is_named_with_the_statement_that_grants_it(
+    role: Role, database: BrokerDatabase, connection: BrokerConnection, request: pytest.FixtureRequest
+) -> None:
+    name = f"bare_{role}_{conninfo_to_dict(database.conninfo)['dbname']}"
+    login = sql.Identifier(name)
+    connection.execute(sql.SQL("CREATE ROLE {} LOGIN").format(login))
+    try:
+        with session(BrokerDatabase(make_conninfo(database.conninfo, user=name))) as opened:
+            run = Executor(opened, "outbox")
+            [first] = grants.missing_rights(run, role)
+            assert (first.subject, first.right) == ("schema outbox", "USAGE")
+            connection.execute(first.remedy.encode())
+            named = grants.missing_rights(run, role)
+            assert len(named) > 10
+            while missing := grants.missing_rights(run, role, producer_group="shop"):
+                for one in missing:
+                    connection.execute(one.remedy.encode())
+                named += missing
+            assert bool([one for one in named if one.subject == "producer group 'shop'"]) == (role is Role.PUBLISH)
+            assert bool(grants.excess_rights(run)) == (role in (Role.WORK, Role.WATCH, Role.OWN))
+    finally:
+        connection.execute(sql.SQL("REASSIGN OWNED BY {} TO CURRENT_USER").format(login))
+        connection.execute(sql.SQL("DROP OWNED BY {}").format(login))
+        connection.execute(sql.SQL("DROP ROLE {}").format(login))
+
+
+def test_roles_that_wrote_decisions_before_keep_publishing(new_database: Callable[..., str]) -> None:
+    """A login with rights on the tables from before the functions ran with their owner's rights."""
+    from tests.broker.schema.test_install import install_first_version
+
+    url = new_database()
+    name = f"old_{conninfo_to_dict(url)['dbname']}"
+    login = sql.Identifier(name)
+    with psycopg.connect(url, autocommit=True) as connection:
+        install_first_version(connection)
+        connection.execute(sql.SQL("CREATE ROLE {} LOGIN").format(login))
+        try:
+            connection.execute(sql.SQL("GRANT USAGE ON SCHEMA outbox TO {}").format(login))
+            tables = "GRANT SELECT, INSERT, UPDATE, DELETE ON ALL TABLES IN SCHEMA outbox TO {}"
+            connection.execute(sql.SQL(tables).format(login))
+            install(connection, "outbox")
+            declare_topics(Executor(connection, "outbox"), TOPICS)
+            broker = PostgresBroker(BrokerDatabase(make_conninfo(url, user=name)))
+            transaction = half(message(), message())
+            broker.send([message()])
+            broker.send_half(transaction)
+            assert broker.end([end(transaction.transaction_id)]) == [EndStatus.APPLIED]
+            broker.close()
+        finally:
+            connection.execute(sql.SQL("DROP OWNED BY {}").format(login))
+            connection.execute(sql.SQL("DROP ROLE {}").format(login))

@@ -1,0 +1,368 @@
+"""What each of the four roles may do: docs/operations/roles.md has the table that these tests make."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import shlex
+from collections.abc import Callable, Iterator, Sequence
+from io import StringIO
+from pathlib import Path
+from typing import Any, Final
+from uuid import uuid4
+
+import psycopg
+import pytest
+from django.contrib.auth.models import User
+from django.core.management import CommandError, call_command
+from django.db import connections, transaction
+from django.db.utils import ProgrammingError
+from django.test import Client
+
+from outbox import Delivery
+from outbox.broker.schema import grants
+from outbox.broker.schema.grants import Role
+from outbox.contrib.django import publish, publish_many, subscriber, transactional_message
+from outbox.contrib.django.database.aliases import alias_conninfo
+from outbox.contrib.django.engine import broker as broker_access
+from outbox.contrib.django.engine.broker import flush, get_broker
+from outbox.contrib.django.ledger.pruning import run_prune
+from outbox.contrib.django.operations.granting import grant, renew
+from outbox.contrib.django.publishing.checkback import run_check_back
+from outbox.contrib.django.settings.conf import get_settings
+from outbox.contrib.django.worker.workers import consumer_runtime
+from outbox.errors import OutboxError
+from outbox.transaction import Decision, EndStatus, EndTransaction
+from tests.django.console.support import ALL, client_of, make_user
+from tests.django.shop.models import Effect, Order
+from tests.django.support import sequence
+
+PAGE: Final = Path(__file__).resolve().parents[2] / "docs" / "operations" / "roles.md"
+APPLICATION: Final = ("default", "other")
+# The tables of the application itself, which `outbox_install --grants` does not touch.
+OF_THE_SHOP: Final = """
+SELECT quote_ident(relname) FROM pg_class
+WHERE relnamespace = 'public'::regnamespace AND relkind IN ('r', 'p') AND relname NOT LIKE 'outbox%'
+"""
+
+
+class NotAllowed(Exception):
+    """The operation was refused for want of a right."""
+
+
+# -- the operations ----------------------------------------------------------------------------------
+
+
+def _in_transaction() -> None:
+    with transaction.atomic():
+        Order.objects.create(number=uuid4().hex)
+        publish("orders", {}, key="k")
+    assert flush(within_seconds=10)
+
+
+def _several() -> None:
+    with transaction.atomic():
+        publish_many("orders", [{}, {}])
+    assert flush(within_seconds=10)
+
+
+def _unique() -> None:
+    with transaction.atomic():
+        publish("orders", {}, unique=uuid4().hex, within=60)
+
+
+def _decorated() -> None:
+    @transactional_message("orders", body=dict)
+    def order() -> None:
+        Order.objects.create(number=uuid4().hex)
+
+    order()
+    assert flush(within_seconds=10)
+
+
+def _broker(statement: str) -> list[tuple[Any, ...]]:
+    with psycopg.connect(alias_conninfo(get_settings().broker), autocommit=True) as connection:
+        cursor = connection.execute(statement.encode())
+        return cursor.fetchall() if cursor.description else []
+
+
+def _end_of_another_group() -> None:
+    end = EndTransaction(transaction_id=uuid4(), decision=Decision.COMMIT, producer_group="billing")
+    assert get_broker().end([end]) == [EndStatus.REFUSED]
+    [(detail,)] = _as_owner("SELECT detail FROM outbox.incident ORDER BY incident_id DESC LIMIT 1")
+    if "may not decide" in detail:
+        raise NotAllowed(detail)
+
+
+def _command(*arguments: str) -> Callable[[], None]:
+    def call() -> None:
+        with contextlib.suppress(SystemExit):
+            call_command(*arguments, stdout=StringIO(), stderr=StringIO(), no_color=True)
+
+    return call
+
+
+def _consume() -> None:
+    sequence()
+    consumer_runtime().run_once()
+
+
+def _opened(address: str) -> None:
+    answer = _CLIENT[0].get(address)
+    text = answer.content.decode()
+    if answer.status_code != 200 or "permission denied" in text or "outbox_up 0" in text:
+        raise NotAllowed(text)
+
+
+def _views() -> None:
+    for view in ("message_v1", "delivery_v1", "dead_letter_v1", "topic_v1", "timed_out_v1", "group_v1", "offset_v1"):
+        _broker(f"SELECT * FROM outbox.{view}")
+    _broker("SELECT * FROM outbox.queue_entry_v1, outbox.check_v1, outbox.failure_v1")
+
+
+OPERATIONS: Final[dict[str, Callable[[], Any]]] = {
+    "`publish` in a transaction, and its end message": _in_transaction,
+    "`publish` outside of a transaction": lambda: publish("orders", {}),
+    "`publish_many`": _several,
+    "`publish` with `unique`": _unique,
+    "`@transactional_message`": _decorated,
+    "`SELECT outbox.publish(…)`": lambda: _broker("SELECT outbox.publish('orders', '{}')"),
+    "an end message for another producer group": _end_of_another_group,
+    "read a body": lambda: _broker("SELECT body FROM outbox.commit_log"),
+    "`INSERT INTO outbox.op_log` (decide by hand)": lambda: _broker(
+        "INSERT INTO outbox.op_log (transaction_id, decision, decided_by, log_ids)"
+        " VALUES (gen_random_uuid(), 'C', 'P', '{}')"
+    ),
+    "`recall`": lambda: get_broker().recall([uuid4()]),
+    "consume, sequence, lead": _consume,
+    "check-back": lambda: run_check_back(),
+    "pruning": lambda: run_prune(),
+    "metrics": lambda: _opened("/outbox/metrics/"),
+    "the operations page": lambda: _opened("/outbox/"),
+    "reconciliation: the broker's views": _views,
+    "`outbox_status`": _command("outbox_status"),
+    "`outbox_doctor`": _command("outbox_doctor"),
+    "`outbox_audit`": _command("outbox_audit"),
+    "`outbox_message list`": _command("outbox_message", "list"),
+    "`outbox_transaction list`": _command("outbox_transaction", "list"),
+    "`outbox_transaction reject`": _command("outbox_transaction", "reject", "--no-input"),
+    "`outbox_dead_letter list`": _command("outbox_dead_letter", "list"),
+    "`outbox_group list`": _command("outbox_group", "list"),
+    "`outbox_group pause`": _command("outbox_group", "pause", "effects"),
+    "`outbox_topic list`": _command("outbox_topic", "list"),
+    "`outbox_topic create`": _command("outbox_topic", "create", "more"),
+    "`outbox_schedule list`": _command("outbox_schedule", "list"),
+    "`outbox_endpoint list`": _command("outbox_endpoint", "list"),
+    "`outbox_install`": _command("outbox_install"),
+    "change a table of the broker": lambda: _broker("ALTER TABLE outbox.held SET (fillfactor = 100)"),
+}
+
+# -- logins ------------------------------------------------------------------------------------------
+
+
+def _as_owner(statement: str, alias: str = "") -> list[tuple[Any, ...]]:
+    with psycopg.connect(_OWNERS[alias or get_settings().broker], autocommit=True) as connection:
+        cursor = connection.execute(statement.encode())
+        return cursor.fetchall() if cursor.description else []
+
+
+_OWNERS: dict[str, str] = {}
+_CLIENT: list[Client] = []
+
+
+def _connect_as(user: str) -> None:
+    """Let all aliases of PostgreSQL connect as this login."""
+    flush(within_seconds=5)
+    broker_access.reset_broker()
+    for alias in ("default", "other", "broker"):
+        connections[alias].close()
+        for settings in (connections[alias].settings_dict, connections.settings[alias]):
+            settings["USER"] = user
+
+
+@pytest.fixture
+def logins(path: str, databases: None, no_subscribers: None) -> Iterator[dict[Role, str]]:
+    aliases = [*APPLICATION, "broker"]
+    owner = connections["default"].settings_dict["USER"]
+    _OWNERS.update({alias: alias_conninfo(alias) for alias in aliases})
+    names = {role: f"outbox_test_{role}" for role in Role}
+    for name in names.values():
+        _as_owner(f"CREATE ROLE {name} LOGIN")
+    everyone = ", ".join(names.values())
+    for (table,) in _as_owner(OF_THE_SHOP, "default"):
+        _as_owner(f"GRANT SELECT, INSERT, UPDATE, DELETE ON {table} TO {everyone}", "default")
+    _as_owner(f"GRANT USAGE ON ALL SEQUENCES IN SCHEMA public TO {everyone}", "default")
+    grant(get_settings(), {role: [name] for role, name in names.items()})
+
+    @subscriber("orders", group="effects")
+    def effect(delivery: Delivery) -> None:
+        Effect.objects.create(number=delivery.key)
+
+    _consume()
+    _CLIENT[:] = [client_of(make_user(*ALL))]
+    yield names
+    _connect_as(owner)
+    User.objects.all().delete()
+    _as_owner("UPDATE outbox.broker SET reject_transactional = false")
+    _forget([*names.values()])
+
+
+def _forget(names: Sequence[str]) -> None:
+    """Drop these logins and the four roles, and leave the tables to the owner of the databases."""
+    found = _as_owner("SELECT rolname::text FROM pg_roles")
+    made = [name for (name,) in found if name in names or name in {grants.role_name("outbox", role) for role in Role}]
+    for alias in (*APPLICATION, "broker"):
+        for name in made:
+            _as_owner(f"REASSIGN OWNED BY {name} TO CURRENT_USER", alias)
+            _as_owner(f"DROP OWNED BY {name}", alias)
+    for name in made:
+        _as_owner(f"DROP ROLE {name}")
+
+
+def _is_refusal(error: BaseException) -> bool:
+    found: BaseException | None = error
+    while found is not None:
+        if isinstance(found, (psycopg.errors.InsufficientPrivilege, NotAllowed)):
+            return True
+        if re.search(r"permission denied|must be owner|lacks a right|may not publish", str(found)):
+            return True
+        found = found.__cause__ or found.__context__
+    return False
+
+
+def _is_allowed(operation: Callable[[], Any]) -> bool:
+    try:
+        operation()
+    except (OutboxError, CommandError, ProgrammingError, psycopg.Error, NotAllowed) as error:
+        if not _is_refusal(error):
+            raise
+        return False
+    return True
+
+
+def _table() -> list[list[str]]:
+    [rows] = re.findall(r"^\| operation \|.*\n\|[-|]+\n((?:\|.*\n)+)", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in rows.splitlines()]
+
+
+def test_the_table_of_the_page(logins: dict[Role, str]) -> None:
+    """Each operation as each login; the same on both paths."""
+    made: list[Sequence[str]] = []
+    for name, operation in OPERATIONS.items():
+        cells = [name]
+        for role in Role:
+            _connect_as(logins[role])
+            cells.append("yes" if _is_allowed(operation) else "no")
+        made.append(cells)
+        _as_owner("UPDATE outbox.broker SET reject_transactional = false")
+    assert "\n".join(f"| {' | '.join(row)} |" for row in made) == "\n".join(
+        f"| {' | '.join(row)} |" for row in _table()
+    )
+
+
+def test_the_doctor_finds_the_rights_of_each_role_complete(logins: dict[Role, str]) -> None:
+    for role in Role:
+        _connect_as(logins[role])
+        out = StringIO()
+        call_command("outbox_doctor", "--for", str(role), "--json", stdout=out)
+        found = json.loads(out.getvalue())
+        subjects = {one["name"] for one in found}
+        assert {f"rights to {role}", f"rights to {role} on 'default'", f"rights to {role} on 'other'"} == subjects
+    _connect_as(logins[Role.WATCH])
+    out = StringIO()
+    with pytest.raises(SystemExit, match="2"):
+        call_command("outbox_doctor", "--for", "work", "--json", stdout=out)
+    lacking = {one["name"]: one["next_step"] for one in json.loads(out.getvalue())}
+    assert "GRANT INSERT ON outbox.commit_log TO outbox_test_watch;" in lacking["rights to work"]
+    assert "GRANT DELETE ON outbox_inbox TO outbox_test_watch;" in lacking["rights to work on 'default'"]
+
+
+def test_a_migration_gives_the_rights_on_a_new_table(logins: dict[Role, str]) -> None:
+    _as_owner("REVOKE ALL ON outbox_inbox, outbox_claim FROM outbox_work", "default")
+    renew("default")
+    renew("lite")
+    held = _as_owner("SELECT has_table_privilege('outbox_work', 'outbox_inbox', 'DELETE')", "default")
+    assert held == [(True,)]
+
+
+def test_a_second_call_changes_nothing_and_a_dry_run_prints_what_a_call_does(logins: dict[Role, str]) -> None:
+    out = StringIO()
+    call_command("outbox_install", "--grants", "--dry-run", "--work", "outbox_test_work", stdout=out, no_color=True)
+    text = out.getvalue()
+    assert "CREATE ROLE" not in text and "OWNER TO" not in text
+    assert "GRANT outbox_work TO outbox_test_work;" in text
+    before = _as_owner(
+        "SELECT relname, relacl::text FROM pg_class WHERE relnamespace = 'outbox'::regnamespace ORDER BY 1"
+    )
+    call_command("outbox_install", "--grants", "--work", "outbox_test_work", stdout=out, no_color=True)
+    after = _as_owner(
+        "SELECT relname, relacl::text FROM pg_class WHERE relnamespace = 'outbox'::regnamespace ORDER BY 1"
+    )
+    assert before == after
+    with pytest.raises(CommandError, match="need --grants"):
+        call_command("outbox_install", "--work", "outbox_test_work")
+
+
+# -- the pages -----------------------------------------------------------------------------------------
+
+OF_THE_PAGE: Final = {
+    Role.PUBLISH: "shop_web",
+    Role.WORK: "shop_worker",
+    Role.WATCH: "shop_metrics",
+    Role.OWN: "shop_deploy",
+}
+
+
+def _blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+
+
+def _run(line: str) -> str:
+    out = StringIO()
+    with contextlib.suppress(SystemExit):
+        call_command(*shlex.split(line, comments=True)[1:], stdout=out, stderr=out, no_color=True)
+    return out.getvalue()
+
+
+@pytest.fixture
+def logins_of_the_page(databases: None, outbox_settings: Callable[..., None]) -> Iterator[None]:
+    """A broker in a database of its own, and in the application's; the logins have no right yet."""
+    _OWNERS.update({alias: alias_conninfo(alias) for alias in (*APPLICATION, "broker")})
+    owner = connections["default"].settings_dict["USER"]
+    for name in OF_THE_PAGE.values():
+        _as_owner(f"CREATE ROLE {name} LOGIN")
+    yield
+    _connect_as(owner)
+    _forget([*OF_THE_PAGE.values()])
+
+
+def test_the_commands_of_the_page_make_roles_that_work(logins_of_the_page: None) -> None:
+    commands = [line for block in _blocks(PAGE, "sh") for line in block.splitlines() if line.startswith("manage.py")]
+    [dry, real, *doctors] = commands
+    printed = _run(dry)
+    assert _as_owner("SELECT count(*) FROM pg_roles WHERE rolname LIKE 'outbox\\_%'") == [(0,)]
+    shown, rights_of_the_shop = _blocks(PAGE, "sql")
+    assert [line for line in shown.splitlines() if line not in printed.splitlines()] == []
+    assert _run(real) == printed
+    for statement in rights_of_the_shop.split(";\n"):
+        if statement.strip():
+            _as_owner(statement, "default")
+    for role, command in zip((Role.PUBLISH, Role.WORK), doctors, strict=True):
+        _connect_as(OF_THE_PAGE[role])
+        text = _run(command)
+        assert "missing" not in text and "rights beyond publish" not in text, text
+    _connect_as(OF_THE_PAGE[Role.PUBLISH])
+    _in_transaction()
+    with pytest.raises(ProgrammingError), connections["default"].cursor() as cursor:
+        cursor.execute("SELECT * FROM outbox_inbox")
+
+
+def test_the_commands_of_the_page_about_limits_run(databases: None) -> None:
+    [block] = _blocks(PAGE.with_name("backlog.md"), "sh")
+    said = [_run(line) for line in block.splitlines()]
+    assert len(said) == 3 and all(said)
+    [(limit,)] = _broker("SELECT backlog_limit FROM outbox.topic WHERE name = 'orders'")
+    assert limit == 3000000
+    _run("manage.py outbox_topic alter orders --backlog-limit 0")
+    assert _broker("SELECT backlog_limit FROM outbox.topic WHERE name = 'orders'") == [(None,)]
