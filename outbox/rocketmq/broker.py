@@ -357,7 +357,7 @@ class RocketMQBroker:
             if self._producer is None:
                 client.refuse_after_fork()
                 bound = [name for name, topic in self._topics.items() if MessageType.TRANSACTION in topic.types]
-                producer = CheckingProducer(self._configuration, bound)
+                producer = CheckingProducer(self._configuration, bound, tls=client.is_encrypted(self.url))
                 try:
                     producer.startup()
                 except Exception as error:

@@ -15,15 +15,11 @@ import sys
 import time
 import types
 from typing import Any, Final
-from urllib.parse import urlsplit
 
 from outbox.errors import BrokerUnavailable, ConfigurationError
-from outbox.rocketmq.admin import brokers_of
+from outbox.rocketmq.address import parse
 
 logger = logging.getLogger(__name__)
-
-SCHEME: Final = "rocketmq"
-DEFAULT_PORT: Final = 8081
 
 
 def _import_client() -> None:
@@ -84,6 +80,7 @@ __all__ = [
     "WireMessage",
     "configuration",
     "described",
+    "is_encrypted",
     "keep_known",
     "refuse_after_fork",
     "unrouted",
@@ -112,23 +109,24 @@ _started_in: int | None = None
 
 
 def configuration(url: str, *, timeout_seconds: float = 3.0) -> Any:
-    """Return the library's configuration for `rocketmq://[ACCESS_KEY:SECRET@]HOST:PORT`. Raises ConfigurationError.
+    """Return the library's configuration for the address of a cluster (outbox.rocketmq.address).
 
-    The URL may also contain the addresses of administration ports, which outbox.rocketmq.admin.brokers_of reads.
+    Pass `tls_enable=is_encrypted(url)` to the library's clients. Raises ConfigurationError.
     """
-    parts = urlsplit(url)
-    try:
-        port = parts.port or DEFAULT_PORT
-    except ValueError:
-        port = 0
-    if parts.scheme != SCHEME or not parts.hostname or not port or parts.path.strip("/"):
-        raise ConfigurationError(
-            "the address of RocketMQ's proxy must be rocketmq://HOST:PORT (the default port is 8081)."
-        )
-    brokers_of(url)
-    credentials = Credentials(parts.username or "", parts.password or "")
+    address = parse(url)
+    credentials = Credentials(address.access_key, address.secret)
     # The library accepts only whole seconds for this timeout, and uses the timeout for every request.
-    return ClientConfiguration(f"{parts.hostname}:{port}", credentials, request_timeout=math.ceil(timeout_seconds))
+    return ClientConfiguration(
+        ";".join(map(str, address.proxies)),
+        credentials,
+        namespace=address.namespace,
+        request_timeout=math.ceil(timeout_seconds),
+    )
+
+
+def is_encrypted(url: str) -> bool:
+    """Whether the connections to the proxies use TLS. Raises ConfigurationError."""
+    return parse(url).tls_to_proxy
 
 
 def refuse_after_fork() -> None:

@@ -67,8 +67,8 @@ class CheckingProducer(client.Producer):  # type: ignore[misc]
     The producer receives the checks about messages of `topics`, because the server sends checks per topic.
     """
 
-    def __init__(self, configuration: Any, topics: Iterable[str]) -> None:
-        super().__init__(configuration, [wire_name(topic) for topic in topics], checker=self)
+    def __init__(self, configuration: Any, topics: Iterable[str], *, tls: bool = False) -> None:
+        super().__init__(configuration, [wire_name(topic) for topic in topics], checker=self, tls_enable=tls)
         self._lock = threading.Lock()
         self._pushed: defaultdict[str, list[PushedCheck]] = defaultdict(list)
         self._claimed: defaultdict[UUID, list[PushedCheck]] = defaultdict(list)
@@ -198,6 +198,7 @@ class CheckingProducer(client.Producer):  # type: ignore[misc]
         """
         request = client.QueryRouteRequest()
         request.topic.name = wire_name(topic)
+        request.topic.resource_namespace = self.client_configuration.namespace
         request.endpoints.CopyFrom(self.client_configuration.rpc_endpoints.endpoints)
         try:
             answer = self.rpc_client.query_topic_route_async(

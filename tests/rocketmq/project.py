@@ -14,6 +14,7 @@ from outbox.topic import MessageType, Topic
 from sample_project.rocketmq_server import PrivateRocketMQ
 from tests.django import processes
 from tests.django.shop.models import Effect, Order
+from tests.rocketmq.cluster import RocketMQCluster
 from tests.rocketmq.conftest import unique
 from tests.rocketmq.topics import declared
 from tests.support import eventually
@@ -23,7 +24,7 @@ from tests.support import eventually
 class Project:
     """One project of this test's own: `topics` are orders, steps and what is delivered later; `more` variables."""
 
-    server: PrivateRocketMQ
+    server: PrivateRocketMQ | RocketMQCluster
     topics: tuple[str, str, str]
     group: str
     on_postgres: bool = False
@@ -75,14 +76,15 @@ class Project:
             return {prefix: one.wait(120) for prefix, one in started.items()}
 
 
-def make_project(server: PrivateRocketMQ) -> Project:
+def make_project(server: PrivateRocketMQ | RocketMQCluster) -> Project:
     """Create its topics and its group on the server."""
     project = Project(server, (unique("orders."), unique("steps."), unique("later.")), unique("effects"))
     for name, options in declared(project.topics).items():
         kinds = frozenset(map(MessageType, options.get("types", ["NORMAL", "TRANSACTION"])))
         topic = Topic(name=name, queue_count=2, types=kinds)
-        server.admin.create_topic(topic)
-        server.admin.create_group(Subscription(group=project.group, topic=name), topic)
+        for admin in server.admins:
+            admin.create_topic(topic)
+            admin.create_group(Subscription(group=project.group, topic=name), topic)
     return project
 
 

@@ -87,6 +87,16 @@ def entries(messages: list[Message]) -> list[dict[str, Any]]:
     ]
 
 
+def test_a_message_that_cannot_be_encoded_is_rejected_alone(kafka: Kafka, topic: str) -> None:
+    """A lone surrogate in the key, which JSON allows and UTF-8 does not."""
+    given = [PLAIN(delivery(key), topic) for key in ("a", "\ud800", "b")]
+    with closing(KafkaSink(servers=kafka.servers)) as sink:
+        first, second, third = sink.send(given)
+    assert (first, third) == (None, None)
+    assert isinstance(second, Rejected) and str(given[1].message_id) in str(second)
+    assert {one["key"] for one in entries(written(kafka, topic))} == {"a", "b"}
+
+
 def test_a_message_names_its_topic_and_its_key_is_in_one_partition(kafka: Kafka, topic: str) -> None:
     given = [delivery("k ü", tag="paid"), delivery("k ü"), delivery("")]
     with closing(KafkaSink(servers=kafka.servers)) as sink:

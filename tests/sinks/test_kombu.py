@@ -15,9 +15,10 @@ from kombu.entity import Exchange, Queue
 from kombu.message import Message
 
 from outbox.contrib.sinks.formats import format_named
+from outbox.contrib.sinks.forwarder import Forwarder
 from outbox.contrib.sinks.kombu import KombuSink
-from outbox.contrib.sinks.sink import NotAcknowledged
-from outbox.errors import ConfigurationError, ServiceUnavailable
+from outbox.contrib.sinks.sink import NotAcknowledged, Rejected
+from outbox.errors import ConfigurationError, PartialFailure, ServiceUnavailable
 from outbox.message import Message as Sent
 from tests.broker.bench import ConsumptionBench, keyed
 from tests.servers import RabbitMQ, free_ports, private_redis
@@ -96,6 +97,23 @@ def test_a_missing_exchange_is_no_messages_fault_and_mended_without_a_restart(ra
             exchange.declare()
             Queue(queue, exchange, channel=connection.default_channel).declare()
         assert made.send([PLAIN(delivery(), "orders")]) == [None]
+
+
+def test_a_message_that_cannot_be_sent_is_rejected_and_the_others_arrive(rabbitmq: str, queue: str) -> None:
+    """A routing key that AMQP does not allow, and a body and a type of content that the library cannot encode."""
+    whole = [delivery(key) for key in ("a", "b")]
+    broken = [delivery("k" * 300), delivery("t", content_type="t" * 300), delivery("h", headers={"h" * 300: "1"})]
+    with sink(rabbitmq, routing_key=queue) as made:
+        forwarder = Forwarder(made, queue, PLAIN)
+        with pytest.raises(PartialFailure) as failure:
+            forwarder([whole[0], *broken[1:], whole[1]])
+        assert {one: type(error) for one, error in failure.value.errors.items()} == {
+            one.message_id: Rejected for one in broken[1:]
+        }
+    with sink(rabbitmq, exchange="amq.topic", routing_key="{key}") as made:
+        [error] = made.send([PLAIN(broken[0], queue)])
+        assert isinstance(error, Rejected) and str(broken[0].message_id) in str(error) and "255" in str(error)
+    assert {one["key"] for one in entries(drained(rabbitmq, queue))} == {"a", "b"}
 
 
 def test_a_missing_server_uses_up_no_attempt() -> None:
