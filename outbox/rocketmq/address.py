@@ -1,6 +1,6 @@
 """The address of a RocketMQ cluster, as OUTBOX['BROKER'] has it: proxies, credentials and options.
 
-    rocketmq://[ACCESS_KEY:SECRET@]PROXY:8081[,PROXY:8081][?brokers=HOST:10911,HOST:10911&namespace=NAME&tls=on]
+    rocketmq://[ACCESS_KEY:SECRET@]PROXY:8081[,PROXY:8081][?brokers=HOST:10911,HOST:10911|HOST:10911&namespace=NAME]
 
 Special characters in the credentials are percent-encoded, as in every URL.
 """
@@ -19,8 +19,8 @@ from outbox.errors import ConfigurationError
 SCHEME: Final = "rocketmq"
 DEFAULT_PORT: Final = 8081
 FORM: Final = (
-    "rocketmq://[ACCESS_KEY:SECRET@]PROXY:8081[,PROXY:8081]?brokers=HOST:10911,HOST:10911[&namespace=NAME]"
-    "[&tls=proxy|all]"
+    "rocketmq://[ACCESS_KEY:SECRET@]PROXY:8081[,PROXY:8081]?brokers=HOST:10911[|REPLICA:10911],HOST:10911"
+    "[&namespace=NAME][&tls=proxy] (or &tls=all)"
 )
 _TLS: Final = ("proxy", "all")
 _NAMESPACE: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -39,14 +39,14 @@ class HostPort:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClusterAddress:
-    """The parts of an address. `brokers` are the administration ports (listenPort) of the brokers.
+    """The parts of an address. `brokers` has the administration ports (listenPort) of each broker and its replicas.
 
     `tls_to_proxy` and `tls_to_brokers`: whether the connections are encrypted, and the server's certificate is
     verified. `secret` is not in `repr`, so that no log contains it.
     """
 
     proxies: tuple[HostPort, ...]
-    brokers: tuple[HostPort, ...] = ()
+    brokers: tuple[tuple[HostPort, ...], ...] = ()
     access_key: str = ""
     secret: str = field(default="", repr=False)
     namespace: str = ""
@@ -80,7 +80,11 @@ def parse(url: str) -> ClusterAddress:
         raise _wrong(f"?namespace={namespace!r} must have 1 to 64 letters, digits, '-' or '_'")
     return ClusterAddress(
         proxies=proxies,
-        brokers=tuple(_host_port(text) for value in given.get("brokers", ()) for text in value.split(",")),
+        brokers=tuple(
+            tuple(_host_port(text) for text in replicas.split("|"))
+            for value in given.get("brokers", ())
+            for replicas in value.split(",")
+        ),
         access_key=unquote(access_key),
         secret=unquote(secret),
         namespace=namespace,

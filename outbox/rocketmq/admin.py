@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from outbox.errors import BrokerError, BrokerUnavailable, UsageError
-from outbox.rocketmq.address import parse
+from outbox.rocketmq.address import HostPort, parse
 from outbox.rocketmq.declarations import message_type, wire_name
 from outbox.subscription import Mode, Subscription
 from outbox.topic import MessageType, Topic
@@ -32,6 +32,7 @@ _QUERY_OFFSET: Final = 14
 _UPDATE_OFFSET: Final = 15
 _UPDATE_GROUP: Final = 200
 _CLUSTERS: Final = 106
+_BROKER_CONFIG: Final = 26
 _SUCCESS: Final = 0
 _NOT_SUPPORTED: Final = 3
 _NOT_FOUND: Final = 22
@@ -71,15 +72,18 @@ def brokers_of(url: str, *, timeout_seconds: float = 10.0) -> list[Admin]:
 
     If the address names no brokers, the list is empty. Raises ConfigurationError.
     """
-    return [_admin(broker.host, broker.port, url, timeout_seconds) for broker in parse(url).brokers]
+    return [
+        _admin(first.host, first.port, url, timeout_seconds, tuple(replicas)) for first, *replicas in parse(url).brokers
+    ]
 
 
-def _admin(host: str, port: int, url: str, timeout_seconds: float = 10.0) -> Admin:
+def _admin(host: str, port: int, url: str, timeout_seconds: float = 10.0, replicas: tuple[HostPort, ...] = ()) -> Admin:
     address = parse(url)
     return Admin(
         host,
         port,
         timeout_seconds,
+        replicas=replicas,
         namespace=address.namespace,
         access_key=address.access_key,
         secret=address.secret,
@@ -92,12 +96,14 @@ class Admin:
     """The administration port of one broker (listenPort, 10911 by default). Every call may raise BrokerError.
 
     With `access_key` and `secret`, every request is signed, which a broker with access control (ACL) requires. With
-    `tls`, the connection is encrypted, and the broker's certificate is verified.
+    `tls`, the connection is encrypted, and the broker's certificate is verified. With `replicas`, each request goes to
+    the replica that is the master now.
     """
 
     host: str
     port: int
     timeout_seconds: float = 10.0
+    replicas: tuple[HostPort, ...] = ()
     namespace: str = ""
     access_key: str = ""
     secret: str = field(default="", repr=False)
@@ -110,7 +116,7 @@ class Admin:
     def create_topic(self, topic: Topic) -> None:
         """Create the topic, or update it."""
         self._ask(
-            (self.host, self.port),
+            self._place(),
             _UPDATE_TOPIC,
             {
                 "topic": self.name(topic.name),
@@ -139,11 +145,11 @@ class Admin:
             "consumeMessageOrderly": subscription.mode is not Mode.CONCURRENT,
             "retryMaxTimes": _NO_LIMIT,
         }
-        self._ask((self.host, self.port), _UPDATE_GROUP, {}, json.dumps(body).encode())
+        self._ask(self._place(), _UPDATE_GROUP, {}, json.dumps(body).encode())
         for number in range(topic.queue_count):
             queue = {"consumerGroup": group, "topic": self.name(subscription.topic), "queueId": number}
             if self._offset(queue) == 0:
-                self._ask((self.host, self.port), _UPDATE_OFFSET, {**queue, "commitOffset": 0})
+                self._ask(self._place(), _UPDATE_OFFSET, {**queue, "commitOffset": 0})
 
     def stored_offset(self, group: str, topic: str, queue: int = 0) -> int:
         """Return the offset that a group has stored for a queue, or 0 if the group has stored none.
@@ -155,11 +161,11 @@ class Admin:
     def store_offset(self, group: str, topic: str, offset: int, queue: int = 0) -> None:
         """Store the offset of a group. If the group does not exist, create it."""
         fields = {"consumerGroup": group, "topic": topic, "queueId": queue, "commitOffset": offset}
-        self._ask((self.host, self.port), _UPDATE_GROUP, {}, json.dumps({"groupName": group}).encode())
-        self._ask((self.host, self.port), _UPDATE_OFFSET, fields)
+        self._ask(self._place(), _UPDATE_GROUP, {}, json.dumps({"groupName": group}).encode())
+        self._ask(self._place(), _UPDATE_OFFSET, fields)
 
     def _offset(self, queue: Mapping[str, Any]) -> int:
-        code, answer, _ = self._exchange((self.host, self.port), _QUERY_OFFSET, queue, b"")
+        code, answer, _ = self._exchange(self._place(), _QUERY_OFFSET, queue, b"")
         return 0 if code == _NOT_FOUND else int(answer.get("extFields", {}).get("offset", 0))
 
     def is_registered(self, name_server: tuple[str, int], cluster: str) -> bool:
@@ -170,7 +176,22 @@ class Admin:
 
     def ask(self, code: int, fields: Mapping[str, Any]) -> tuple[int, Mapping[str, Any], bytes]:
         """Return the broker's answer to a request: its code (0 is success), its header and its body."""
-        return self._exchange((self.host, self.port), code, fields, b"")
+        return self._exchange(self._place(), code, fields, b"")
+
+    def _place(self) -> tuple[str, int]:
+        """Return the address of the master. Raises BrokerUnavailable."""
+        if not self.replicas:
+            return self.host, self.port
+        every = (HostPort(self.host, self.port), *self.replicas)
+        for one in every:
+            try:
+                _, _, body = self._exchange((one.host, one.port), _BROKER_CONFIG, {}, b"")
+            except BrokerUnavailable:
+                continue
+            # The number 0 is the master's. A replica that is promoted gets it.
+            if b"brokerId=0" in body.splitlines():
+                return one.host, one.port
+        raise BrokerUnavailable(f"none of {', '.join(map(str, every))} is the master of its replicas now.")
 
     def _ask(self, address: tuple[str, int], code: int, fields: Mapping[str, Any], body: bytes = b"") -> bytes:
         status, answer, rest = self._exchange(address, code, fields, body)

@@ -106,6 +106,7 @@ class Copy:
     stored_at: datetime
     message: Message
     transaction_id: UUID | None
+    ledger_id: UUID | None
 
 
 def topic_figures(brokers: Sequence[Admin], topics: Iterable[str]) -> list[TopicFigures]:
@@ -302,6 +303,7 @@ def _copy(broker: Admin, stored: Stored, place: str, group: str) -> Copy:
         stored_at=_moment(stored.stored_timestamp),
         message=_message(broker, stored, group),
         transaction_id=None if about is None else about.transaction_id,
+        ledger_id=None if about is None else about.ledger_id,
     )
 
 

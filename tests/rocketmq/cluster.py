@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from outbox.errors import BrokerError
-from outbox.rocketmq.admin import Admin
+from outbox.rocketmq.admin import Admin, brokers_of
 from sample_project.rocketmq_server import java_command
 from tests.servers import free_ports
 from tests.support import eventually
@@ -42,14 +42,15 @@ class RocketMQCluster:
 
     @property
     def url(self) -> str:
-        """The value of OUTBOX['BROKER'], with the present masters."""
+        """The value of OUTBOX['BROKER']."""
         proxies = ",".join(f"127.0.0.1:{port}" for port in self._proxies.values())
-        return f"rocketmq://{proxies}?brokers={','.join(f'127.0.0.1:{one.port}' for one in self.admins)}"
+        replicas = ("|".join(f"127.0.0.1:{self._listen[f'{group}{number}']}" for number in (1, 2)) for group in GROUPS)
+        return f"rocketmq://{proxies}?brokers={','.join(replicas)}"
 
     @property
     def admins(self) -> list[Admin]:
-        """The administration ports of the present masters."""
-        return [Admin("127.0.0.1", self._listen[name]) for name in self.masters()]
+        """The administration ports of both groups of replicas."""
+        return brokers_of(self.url)
 
     def masters(self) -> list[str]:
         """The names of the brokers that are masters now; one for each group that has one."""

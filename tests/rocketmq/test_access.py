@@ -32,6 +32,8 @@ AUTH = {
     "innerClientAuthenticationCredentials": json.dumps({"accessKey": USER, "secretKey": SECRET}),
 }
 LOCAL = "org.apache.rocketmq.auth.authentication.provider.LocalAuthenticationMetadataProvider"
+# The proxy asks its broker about users.
+OF_BROKER = "org.apache.rocketmq.proxy.auth.ProxyAuthenticationMetadataProvider"
 ROOTS = "GRPC_DEFAULT_SSL_ROOTS_FILE_PATH"
 
 
@@ -63,7 +65,7 @@ def guarded(programs: Path, certificate: tuple[Path, Path]) -> Iterator[PrivateR
             broker={**QUICK, **AUTH, "authenticationMetadataProvider": LOCAL, "initAuthenticationUser": user},
             proxy={
                 **AUTH,
-                "authenticationMetadataProvider": LOCAL,
+                "authenticationMetadataProvider": OF_BROKER,
                 "tlsTestModeEnable": False,
                 "tlsKeyPath": key,
                 "tlsCertPath": chain,
@@ -149,10 +151,10 @@ def test_one_of_two_proxies_is_enough(rocketmq: PrivateRocketMQ) -> None:
 
 
 def test_the_parts_of_an_address() -> None:
-    found = parse(f"rocketmq://{ENCODED}@10.0.0.1:1,10.0.0.2?brokers=b:3,c:4&namespace=blue&tls=proxy")
+    found = parse(f"rocketmq://{ENCODED}@10.0.0.1:1,10.0.0.2?brokers=b:3,c:4|d:5&namespace=blue&tls=proxy")
     assert found == ClusterAddress(
         proxies=(HostPort("10.0.0.1", 1), HostPort("10.0.0.2", 8081)),
-        brokers=(HostPort("b", 3), HostPort("c", 4)),
+        brokers=((HostPort("b", 3),), (HostPort("c", 4), HostPort("d", 5))),
         access_key=USER,
         secret=SECRET,
         namespace="blue",

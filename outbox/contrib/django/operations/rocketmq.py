@@ -7,6 +7,7 @@ and the outcomes of transactions come from the application's database.
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
@@ -40,8 +41,12 @@ from outbox.rocketmq import inspection
 from outbox.rocketmq.admin import Admin, brokers_of
 from outbox.rocketmq.inspection import Copy, GroupFigures, Letter, OpenHalf, TopicFigures
 
+logger = logging.getLogger(__name__)
+
 # An operator waits for the answer, and a page has a deadline of 5 s.
 _ANSWER_SECONDS: Final = 2.0
+_PUBLISH_SECONDS: Final = 10.0
+_OUTCOMES: Final = {"C": "committed", "R": "rolled back"}
 JUDGED: Final = ("unreachable", "lag", "dead_letters", "unanswered", "parked")
 
 
@@ -366,32 +371,31 @@ def settle_letters(group: str, selection: LetterSelection, *, limit: int, replay
     return len(newest)
 
 
-_PUBLISH_SECONDS: Final = 10.0
-
-
 # -- transactions and messages --------------------------------------------------------------------------
 
 
 def open_transactions(producer_group: str | None = None) -> list[OpenTransaction]:
     """The undecided transactions of a producer group (default: of this service), oldest first. Raises BrokerError."""
     halves = inspection.open_halves(brokers(), producer_group or get_settings().required_producer_group())
-    outcomes = _outcomes([one.transaction_id for one in halves])
+    outcomes = _outcomes({one.transaction_id: one.ledger_id for one in halves})
     return [OpenTransaction(half=one, ledger=outcomes[one.transaction_id]) for one in halves]
 
 
-def _outcomes(transaction_ids: Sequence[UUID]) -> dict[UUID, str]:
-    """What the ledgers of this service say about transactions."""
-    words = {"C": "committed", "R": "rolled back"}
-    found = dict.fromkeys(transaction_ids, "no row: still running, or rolled back")
-    for alias in ledger_aliases():
+def _outcomes(transactions: Mapping[UUID, UUID | None]) -> dict[UUID, str]:
+    """What the ledgers of this service say about transactions (transaction id to ledger id)."""
+    found: dict[UUID, str] = {}
+    for alias in ledger_aliases(usable=True) if transactions else ():
         try:
             with closing(open_connection(alias)) as connection:
-                rows = ledger.states(connection, list(transaction_ids)) if transaction_ids else {}
+                identity = ledger.identity(connection)
+                mine = [one for one, ledger_id in transactions.items() if identity and ledger_id == identity.ledger_id]
+                rows = ledger.states(connection, mine)
         except DatabaseError as error:
-            found = {one: f"unknown: {alias!r} does not answer ({str(error).strip()})" for one in found}
+            # The alias may belong to another broker, without a ledger. A ledger that is away is named as missing.
+            logger.info("the ledger of alias %r cannot be read: %s", alias, str(error).strip())
             continue
-        found |= {one: words.get(state, state) for one, state in rows.items()}
-    return found
+        found |= {one: _OUTCOMES.get(rows.get(one, ""), "no row: it still runs, or was rolled back") for one in mine}
+    return {one: found.get(one, "unknown: no readable database has its ledger") for one in transactions}
 
 
 def find_path(message_id: UUID) -> MessagePath | None:
@@ -399,17 +403,23 @@ def find_path(message_id: UUID) -> MessagePath | None:
     admins, subscriptions = brokers(), pairs()
     topics = sorted({*get_settings().topics, *(topic for _, topic in subscriptions)})
     copies = inspection.find(admins, str(message_id), topics, subscriptions)
-    handled = []
-    for alias in ledger_aliases():
-        rows = InboxEntry.objects.using(alias).filter(message_id=message_id)
-        handled += list(rows.values_list("group", "handled_at"))
-    transactions = list(dict.fromkeys(one.transaction_id for one in copies if one.transaction_id is not None))
+    handled = [row for alias in ledger_aliases(usable=True) for row in _handled(alias, message_id)]
+    transactions = {one.transaction_id: one.ledger_id for one in copies if one.transaction_id is not None}
     only = LetterSelection(message_ids=[message_id])
     groups = sorted({one.place.removeprefix("dead letter of group ") for one in copies if one.place.startswith("dead")})
     letters = [shown for group in groups for _, shown in _letters(admins, group, only, settled=True)]
     if not copies and not handled:
         return None
     return MessagePath(copies=copies, ledger=_outcomes(transactions), handled=handled, letters=letters)
+
+
+def _handled(alias: str, message_id: UUID) -> list[tuple[str, datetime]]:
+    rows = InboxEntry.objects.using(alias).filter(message_id=message_id)
+    try:
+        return list(rows.values_list("group", "handled_at"))
+    except DatabaseError as error:
+        logger.info("the inbox of alias %r cannot be read: %s", alias, str(error).strip())
+        return []
 
 
 def messages_with_key(key: str, topic: str | None = None) -> list[Copy]:
