@@ -7,24 +7,35 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
+from outbox.rocketmq.admin import Admin
 from outbox.subscription import Subscription
 from outbox.topic import MessageType, Topic
-from sample_project.rocketmq_server import PrivateRocketMQ
 from tests.django import processes
 from tests.django.shop.models import Effect, Order
-from tests.rocketmq.cluster import RocketMQCluster
 from tests.rocketmq.conftest import unique
 from tests.rocketmq.topics import declared
 from tests.support import eventually
+
+
+class Server(Protocol):
+    """A server or a cluster."""
+
+    @property
+    def url(self) -> str:
+        """The value of OUTBOX['BROKER'] for it."""
+
+    @property
+    def admins(self) -> list[Admin]:
+        """The administration ports of its brokers."""
 
 
 @dataclass(frozen=True)
 class Project:
     """One project of this test's own: `topics` are orders, steps and what is delivered later; `more` variables."""
 
-    server: PrivateRocketMQ | RocketMQCluster
+    server: Server
     topics: tuple[str, str, str]
     group: str
     on_postgres: bool = False
@@ -76,7 +87,7 @@ class Project:
             return {prefix: one.wait(120) for prefix, one in started.items()}
 
 
-def make_project(server: PrivateRocketMQ | RocketMQCluster) -> Project:
+def make_project(server: Server) -> Project:
     """Create its topics and its group on the server."""
     project = Project(server, (unique("orders."), unique("steps."), unique("later.")), unique("effects"))
     for name, options in declared(project.topics).items():

@@ -490,7 +490,7 @@ class OutboxSettings:
         text("alias or address"),
         word="broker",
         meaning="alias of the broker's database (PostgreSQL 15 or newer), "
-        "or [address of RocketMQ](rocketmq.md#set-it-up), `rocketmq://PROXY:8081?brokers=BROKER:10911`",
+        "or [address of RocketMQ](rocketmq.md#the-address), `rocketmq://PROXY:8081?brokers=BROKER:10911`",
         section="broker",
     )
     schema: str = setting(
