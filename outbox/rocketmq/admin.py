@@ -23,7 +23,7 @@ from typing import Any, Final
 
 from outbox.errors import BrokerError, BrokerUnavailable, UsageError
 from outbox.rocketmq.address import HostPort, parse
-from outbox.rocketmq.declarations import message_type, wire_name
+from outbox.rocketmq.declarations import in_namespace, message_type, wire_name
 from outbox.subscription import Mode, Subscription
 from outbox.topic import MessageType, Topic
 
@@ -111,7 +111,7 @@ class Admin:
 
     def name(self, name: str) -> str:
         """Return the name of a topic or group on this server: in RocketMQ's form, and in the namespace."""
-        return f"{self.namespace}%{wire_name(name)}" if self.namespace else wire_name(name)
+        return in_namespace(self.namespace, wire_name(name))
 
     def create_topic(self, topic: Topic) -> None:
         """Create the topic, or update it."""
@@ -307,27 +307,15 @@ class Stored:
     properties: Mapping[str, str]
     born_timestamp: int
     stored_timestamp: int
-    namespace: str = ""
     delivery_timestamp: None = None
     message_group: None = None
 
     @property
-    def is_in_namespace(self) -> bool:
-        """Whether the message was sent in the namespace of this project."""
-        if not self.namespace:
-            return "%" not in self._topic
-        return self._topic.startswith(f"{self.namespace}%")
-
-    @property
     def topic(self) -> str:
-        """The topic to which the message was sent, without the namespace.
+        """The topic to which the message was sent.
 
         A message that RocketMQ holds back or gives up is stored in another topic.
         """
-        return self._topic.removeprefix(f"{self.namespace}%") if self.namespace else self._topic
-
-    @property
-    def _topic(self) -> str:
         return self.properties.get("REAL_TOPIC") or self.properties.get("RETRY_TOPIC") or self.stored_topic
 
     @property
@@ -379,22 +367,22 @@ def read_stored(broker: Admin, group: str, topic: str, offset: int, queue: int =
         if status != _FOUND and status not in _ELSEWHERE:
             raise BrokerError(f"RocketMQ refused to read topic {topic!r}: {answer.get('remark') or status}.")
         if status == _FOUND:
-            yield from messages_in(body, broker.namespace)
+            yield from messages_in(body)
         before, offset = offset, int(answer["extFields"]["nextBeginOffset"])
         if offset <= before:
             return
 
 
-def messages_in(data: bytes, namespace: str = "") -> Iterator[Stored]:
+def messages_in(data: bytes) -> Iterator[Stored]:
     """Return the messages in the body of an answer."""
     position = 0
     while position < len(data):
         (size,) = struct.unpack_from(">I", data, position)
-        yield _message(data[position : position + size], namespace)
+        yield _message(data[position : position + size])
         position += size
 
 
-def _message(data: bytes, namespace: str) -> Stored:
+def _message(data: bytes) -> Stored:
     _, magic, _, queue, _, offset, place, flags, born_at = _HEAD.unpack_from(data)
     position = _HEAD.size + (20 if flags & _BORN_V6 else 8)
     (stored_at,) = struct.unpack_from(">Q", data, position)
@@ -413,7 +401,6 @@ def _message(data: bytes, namespace: str) -> Stored:
         properties={name: value for name, _, value in pairs},
         born_timestamp=born_at,
         stored_timestamp=stored_at,
-        namespace=namespace,
     )
 
 

@@ -80,7 +80,6 @@ __all__ = [
     "WireMessage",
     "configuration",
     "described",
-    "is_encrypted",
     "keep_known",
     "refuse_after_fork",
     "unrouted",
@@ -111,7 +110,7 @@ _started_in: int | None = None
 def configuration(url: str, *, timeout_seconds: float = 3.0) -> Any:
     """Return the library's configuration for the address of a cluster (outbox.rocketmq.address).
 
-    Pass `tls_enable=is_encrypted(url)` to the library's clients. Raises ConfigurationError.
+    The namespace and the encryption are not a part of it. Raises ConfigurationError.
     """
     address = parse(url)
     credentials = Credentials(address.access_key, address.secret)
@@ -119,14 +118,8 @@ def configuration(url: str, *, timeout_seconds: float = 3.0) -> Any:
     return ClientConfiguration(
         ";".join(map(str, address.proxies)),
         credentials,
-        namespace=address.namespace,
         request_timeout=math.ceil(timeout_seconds),
     )
-
-
-def is_encrypted(url: str) -> bool:
-    """Whether the connections to the proxies use TLS. Raises ConfigurationError."""
-    return parse(url).tls_to_proxy
 
 
 def refuse_after_fork() -> None:

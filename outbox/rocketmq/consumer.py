@@ -35,7 +35,8 @@ from outbox.filters.filter import parse_filter
 from outbox.message import Delivery, Message
 from outbox.ports import AnyHandler, ConsumeCounts, Disposition, Invoker, call_handler
 from outbox.rocketmq import client
-from outbox.rocketmq.declarations import REFUSALS, wire_name
+from outbox.rocketmq.address import parse
+from outbox.rocketmq.declarations import REFUSALS, in_namespace, wire_name
 from outbox.rocketmq.wire import from_wire
 from outbox.subscription import OnError, Subscription
 from outbox.time_limit import ends_at
@@ -124,9 +125,18 @@ class RocketMQConsumers:
             for refused in REFUSALS.of_subscription(subscription, declared.get(subscription.topic)):
                 raise ConfigurationError(refused)
         self._on_tick = on_tick
-        configuration, tls = client.configuration(url), client.is_encrypted(url)
+        configuration, address = client.configuration(url), parse(url)
         self._pollers = [
-            _Poller(configuration, subscription, handler, observed(invoker), codecs or Codecs(), tls=tls, note=note)
+            _Poller(
+                configuration,
+                subscription,
+                handler,
+                observed(invoker),
+                codecs or Codecs(),
+                tls=address.tls_to_proxy,
+                namespace=address.namespace,
+                note=note,
+            )
             for subscription, handler in subscriptions
         ]
 
@@ -171,6 +181,7 @@ class _Poller:
         codecs: Codecs,
         *,
         tls: bool,
+        namespace: str,
         note: given_up.Listener | None,
     ) -> None:
         self._configuration = configuration
@@ -179,6 +190,7 @@ class _Poller:
         self._invoker = invoker
         self._codecs = codecs
         self._tls = tls
+        self._namespace = namespace
         self._note = note
         self._filter = parse_filter(subscription.filter)
         self._threads: list[threading.Thread] = []
@@ -193,7 +205,7 @@ class _Poller:
     def start(self, stop: threading.Event) -> None:
         """Start the threads. Raises BrokerUnavailable."""
         self._stopping = stop
-        topic, group = wire_name(self._subscription.topic), wire_name(self._subscription.group)
+        topic, group = self._named(self._subscription.topic), self._named(self._subscription.group)
         everything = {topic: client.FilterExpression()}
         self._consumer = client.KnownConsumer(
             self._configuration, group, everything, await_duration=_WAIT_SECONDS, tls_enable=self._tls
@@ -210,6 +222,9 @@ class _Poller:
         renewing = threading.Thread(target=self._renew, name=f"outbox-{self._subscription.group}-renew", daemon=True)
         for thread in (*self._threads, renewing):
             thread.start()
+
+    def _named(self, name: str) -> str:
+        return in_namespace(self._namespace, wire_name(name))
 
     def keep_known(self) -> None:
         """Announce the client again (see client.keep_known)."""
@@ -387,9 +402,7 @@ class _Poller:
             self._note(letter)
         request = client.ForwardMessageToDeadLetterQueueRequest()
         request.group.name = self._consumer.consumer_group
-        request.group.resource_namespace = self._configuration.namespace
         request.topic.name = wire.topic
-        request.topic.resource_namespace = self._configuration.namespace
         request.receipt_handle = wire.receipt_handle
         request.message_id = wire.message_id
         request.delivery_attempt = wire.delivery_attempt or 1

@@ -149,7 +149,8 @@ def transactions(broker: Admin, offset: int) -> Iterator[tuple[int, CheckPropert
     """
     for message in read_stored(broker, READER, TOPIC, offset):
         try:
-            yield message.offset, asked(message) if message.is_in_namespace else None
+            about = asked(message)
+            yield message.offset, about if about is None or about.namespace == broker.namespace else None
         except (ValueError, KeyError, TypeError):
             logger.exception(
                 "the message with offset %d in topic %s cannot be read, so the worker skips it", message.offset, TOPIC

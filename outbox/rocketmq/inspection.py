@@ -236,14 +236,12 @@ def open_halves(brokers: Sequence[Admin], producer_group: str) -> list[OpenHalf]
 
 
 def _half(broker: Admin, stored: Stored, producer_group: str, *, is_given_up: bool = False) -> Iterator[OpenHalf]:
-    if not stored.is_in_namespace:
-        return
     try:
         about = asked(stored)
     except (ValueError, KeyError, TypeError):
         # Another program sent this half message.
         return
-    if about is not None and about.producer_group == producer_group:
+    if about is not None and (about.producer_group, about.namespace) == (producer_group, broker.namespace):
         yield OpenHalf(
             transaction_id=about.transaction_id,
             producer_group=about.producer_group,
@@ -282,18 +280,20 @@ def find(brokers: Sequence[Admin], key: str, topics: Iterable[str], groups: Iter
             places.append((f"dead letter of group {group}", dead_letter_topic(broker, group), group))
         for place, topic, group in places:
             for stored in _query(broker, topic, key):
-                if place in ("half message", "given up by check-back") and not stored.is_in_namespace:
-                    continue
                 copy = _copy(broker, stored, place, group)
-                found[copy.broker, stored.place, copy.topic] = copy
+                if copy is not None:
+                    found[copy.broker, stored.place, copy.topic] = copy
     return sorted(found.values(), key=lambda one: (one.stored_at, one.offset))
 
 
-def _copy(broker: Admin, stored: Stored, place: str, group: str) -> Copy:
+def _copy(broker: Admin, stored: Stored, place: str, group: str) -> Copy | None:
+    """Describe a stored message. Return None for a message of another namespace."""
     try:
         about = asked(stored)
     except (ValueError, KeyError, TypeError):
         about = None
+    if about is not None and about.namespace != broker.namespace:
+        return None
     return Copy(
         place=place,
         topic=stored.stored_topic,
@@ -313,7 +313,7 @@ def _query(broker: Admin, topic: str, key: str) -> Iterator[Stored]:
     if status in _NOT_FOUND:
         return
     _require(status, answer, f"the messages with key {key!r} of topic {topic!r}")
-    for stored in messages_in(body, broker.namespace):
+    for stored in messages_in(body):
         # The index stores a hash of the key, so it may return other messages too.
         if key in stored.properties.get("KEYS", "").split(" "):
             yield stored
@@ -326,7 +326,9 @@ def newest(brokers: Sequence[Admin], topic: str, limit: int) -> list[Copy]:
         name = broker.name(topic)
         for queue, (first, end) in _ranges(broker, name).items():
             for stored in read_stored(broker, READER, name, max(first, end - limit), queue):
-                found.append(_copy(broker, stored, "published", ""))
+                copy = _copy(broker, stored, "published", "")
+                if copy is not None:
+                    found.append(copy)
     return sorted(found, key=lambda one: one.stored_at, reverse=True)[:limit]
 
 

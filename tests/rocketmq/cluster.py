@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -22,6 +22,8 @@ from tests.support import eventually
 CLUSTER: Final = "tests"
 GROUPS: Final = ("a", "b")
 _BROKER_CONFIG: Final = 26
+_IN_SYNC: Final = 1006
+_TOPIC_STATISTICS: Final = 202
 
 
 class RocketMQCluster:
@@ -71,19 +73,44 @@ class RocketMQCluster:
         self.wait_until_whole()
 
     def wait_until_whole(self) -> None:
-        """Wait until both groups have a master, and every running broker has registered."""
+        """Wait until both groups have a master, and a replica that may be promoted."""
+        self.wait_for_masters()
         eventually(
-            lambda: {name[0] for name in self.masters()} == set(GROUPS) and len(self._registered()) == len(GROUPS),
+            lambda: [len(self._in_sync(group)) for group in GROUPS] == [2, 2],
             within_seconds=180,
-            what=lambda: f"masters {self.masters()}, registered {self._registered()}",
+            what=lambda: f"in sync: {[self._in_sync(group) for group in GROUPS]}",
         )
 
-    def _registered(self) -> set[str]:
+    def wait_for_topics(self, topics: Sequence[str]) -> None:
+        """Wait until the replicas have the topics: they copy topics, groups and offsets every few seconds only."""
+        eventually(
+            lambda: all(self._has(name, topic) for name in self._listen for topic in topics),
+            within_seconds=60,
+            what="the replicas have the topics",
+        )
+
+    def _has(self, name: str, topic: str) -> bool:
+        broker = Admin("127.0.0.1", self._listen[name])
+        status, _, _ = broker.ask(_TOPIC_STATISTICS, {"topic": broker.name(topic)})
+        return status == 0
+
+    def wait_for_masters(self) -> None:
+        """Wait until both groups have a master: after the death of one, until its replica is promoted."""
+        eventually(
+            lambda: {name[0] for name in self.masters()} == set(GROUPS),
+            within_seconds=180,
+            what=lambda: f"masters {self.masters()}",
+        )
+
+    def _in_sync(self, group: str) -> list[object]:
+        """The replicas of a group that have every acknowledged message, as the controller knows them."""
+        asked = json.dumps([group]).encode()
         try:
-            answer = Admin("127.0.0.1", 0)._ask(("127.0.0.1", self._names), 106, {})
+            answer = Admin("127.0.0.1", 0)._ask(("127.0.0.1", self._controller), _IN_SYNC, {}, asked)
         except BrokerError:
-            return set()
-        return {group for group in GROUPS if f'"brokerName":"{group}"'.encode() in answer}
+            return []
+        replicas: list[object] = json.loads(answer)["replicasInfoTable"][group]["inSyncReplicas"]
+        return replicas
 
     def kill(self, name: str) -> None:
         """Kill one process, as a crash does."""

@@ -42,6 +42,7 @@ def cluster(request: pytest.FixtureRequest, programs: Path) -> Iterator[RocketMQ
 def project(cluster: RocketMQCluster, application: None, outbox_settings: Callable[..., None]) -> Iterator[Project]:
     """A project; this process is no producer, so that it answers no checks."""
     project = make_project(cluster)
+    cluster.wait_for_topics(project.topics)
     outbox_settings(**project.outbox)
     yield project
     broker_access.reset_broker()
@@ -69,7 +70,7 @@ def test_effects_are_the_committed_rows_whatever_is_killed(project: Project, clu
                 before = Order.objects.count()
                 cluster.kill(victim)
                 killed[victim] += 1
-                cluster.wait_until_whole()
+                cluster.wait_for_masters()
                 eventually(partial(_more_than, before + ROUNDS), within_seconds=300, what="orders go on")
                 cluster.start(victim)
         finally:
