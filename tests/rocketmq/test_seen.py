@@ -174,6 +174,12 @@ def test_lag_trace_and_metrics(shop: Shop) -> None:
         assert line in text
     # A condition that nobody judges here has no sample.
     assert "no_sequencer" not in text
+    assert said("outbox_topic", "list") == [{"topic": shop.topic, "queues": 2, "stored": 2, "written": 2}]
+    assert "RocketMQ" in {one["name"] for one in said("outbox_doctor")}
+    for arguments in (["outbox_status"], ["outbox_group", "list"], ["outbox_message", "show", ids["k2"]]):
+        out = StringIO()
+        call_command(*arguments, stdout=out, no_color=True)
+        assert shop.topic in out.getvalue()
     shop.broken = False
     with shop.consuming():
         eventually(lambda: sorted(shop.handled) == ["k1", "k2"], within_seconds=60)
@@ -215,6 +221,8 @@ def test_pages(shop: Shop) -> None:
     assert "dead letter of group" in client.get(f"/outbox/messages/{message_id}/").content.decode()
     refused = client.get("/outbox/schedules/")
     assert refused.status_code == 404 and "Use Celery beat." in refused.content.decode()
+    pausing = client.post("/outbox/act/pause/", {"group": shop.group})
+    assert pausing.status_code == 404 and "outbox_group pause" in pausing.content.decode()
     assert client.get("/outbox/status/").json()["broker"]["dead_letters"] == {shop.group: 1}
 
 

@@ -18,10 +18,11 @@ from django.views.decorators.cache import never_cache
 from django.views.decorators.csrf import csrf_protect
 from django.views.decorators.http import require_POST, require_safe
 
+from outbox.contrib.django.actions.catalogue import ACTIONS
 from outbox.contrib.django.console.asking import SECONDS, application
 from outbox.contrib.django.console.rendering import SEE, problem
 from outbox.contrib.django.database import deadline
-from outbox.contrib.django.engine.operator_table import refused_page
+from outbox.contrib.django.engine.operator_table import refused_command, refused_page
 from outbox.errors import ConfigurationError, OutboxError, UnknownGroup, UnknownTopic, UsageError
 
 View = Callable[..., HttpResponse]
@@ -99,9 +100,10 @@ def _answer(view: View, permissions: list[str], request: HttpRequest, *args: Any
 
 
 def _refused_by_engine(request: HttpRequest) -> str:
-    match = request.resolver_match
+    name = (request.resolver_match and request.resolver_match.url_name) or ""
+    action = ACTIONS.get(name.removeprefix("act_")) if name.startswith("act_") else None
     try:
-        return "" if match is None or match.url_name is None else refused_page(match.url_name)
+        return refused_page(name) if action is None else refused_command(action.command)
     except ConfigurationError:
         # The view reports wrong settings itself.
         return ""

@@ -162,7 +162,7 @@ def look() -> tuple[ConditionReport, ServerFigures | None]:
     settings = get_settings()
     try:
         figures = _figures(settings, brokers())
-    except BrokerError as error:
+    except (BrokerError, UsageError) as error:
         return _unreachable(error), None
     return worst_first(_conditions(settings, figures)), figures
 
