@@ -18,12 +18,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
 from outbox.errors import BrokerUnavailable, ConfigurationError, OutboxError
-from outbox.rocketmq.admin import Admin
+from outbox.rocketmq.admin import Admin, brokers_of
 
 VERSION: Final = "5.3.3"
 CLUSTER: Final = "DefaultCluster"
@@ -99,26 +99,57 @@ def _pom(artefacts: Mapping[str, str]) -> str:
     )
 
 
-class PrivateRocketMQ:
-    """One server in `folder`, with the jars in `jars`; `broker` adds to or replaces lines of its broker.conf."""
+def java_command(home: Path, jars: Path, *arguments: str) -> list[str]:
+    """The command of a Java process with one of RocketMQ's programs; `arguments` begin with options of Java."""
+    return ["java", *_HEAP, *_OPENS, f"-Duser.home={home}", "-cp", f"{jars}/*", *arguments]
 
-    def __init__(self, folder: Path, jars: Path, *, broker: Mapping[str, object] | None = None) -> None:
+
+class PrivateRocketMQ:
+    """One server in `folder`, with the jars in `jars`; `broker` adds to or replaces lines of its broker.conf.
+
+    `proxy` adds to its rmq-proxy.json, `java` are options of the Java process with broker and proxy. `credentials`
+    (KEY:SECRET, percent-encoded) and `options` (without brokers) are the parts of its address.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        jars: Path,
+        *,
+        broker: Mapping[str, object] | None = None,
+        proxy: Mapping[str, object] | None = None,
+        java: Sequence[str] = (),
+        credentials: str = "",
+        options: str = "",
+    ) -> None:
         self.folder = folder.resolve()
         self._jars = jars.resolve()
+        self._proxy_settings = dict(proxy or {})
+        self._java = tuple(java)
+        self._credentials = f"{credentials}@" if credentials else ""
+        self._options = f"&{options}" if options else ""
         self._settings = {**_BROKER, **(broker or {})}
         self._processes: list[subprocess.Popen[bytes]] = []
-        names, proxy, remoting, self._listen = _free_ports()
-        self._names, self._proxy, self._remoting = names, proxy, remoting
+        self._names, self._proxy, self._remoting, self._listen = _free_ports()
 
     @property
     def url(self) -> str:
         """The value of OUTBOX['BROKER'] for it."""
-        return f"rocketmq://127.0.0.1:{self._proxy}?brokers=127.0.0.1:{self._listen}"
+        return self.url_with(self._credentials, self._options)
+
+    def url_with(self, credentials: str = "", options: str = "") -> str:
+        """The address with other credentials (`KEY:SECRET@`) and options (`&name=value`)."""
+        return f"rocketmq://{credentials}127.0.0.1:{self._proxy}?brokers=127.0.0.1:{self._listen}{options}"
 
     @property
     def admin(self) -> Admin:
         """Its administration port."""
-        return Admin("127.0.0.1", self._listen)
+        return brokers_of(self.url)[0]
+
+    @property
+    def admins(self) -> list[Admin]:
+        """The administration ports of all brokers: one."""
+        return [self.admin]
 
     def start(self) -> None:
         """Start it and wait until it accepts clients. Raises BrokerUnavailable with the end of its log."""
@@ -127,6 +158,7 @@ class PrivateRocketMQ:
         self._run("namesrv", "org.apache.rocketmq.namesrv.NamesrvStartup", "-c", str(self.folder / "namesrv.conf"))
         self._run(
             "proxy",
+            *self._java,
             "org.apache.rocketmq.proxy.ProxyStartup",
             *("-pm", "local", "-n", f"127.0.0.1:{self._names}"),
             *("-bc", str(self.folder / "broker.conf"), "-pc", str(self.folder / "proxy.json")),
@@ -179,12 +211,13 @@ class PrivateRocketMQ:
             "grpcServerPort": self._proxy,
             "remotingListenPort": self._remoting,
             "enableTopicMessageTypeCheck": True,
+            **self._proxy_settings,
         }
         (self.folder / "proxy.json").write_text(json.dumps(proxy), encoding="utf-8")
 
-    def _run(self, name: str, main: str, *arguments: str) -> None:
+    def _run(self, name: str, *arguments: str) -> None:
         home = str(self.folder)
-        command = ["java", *_HEAP, *_OPENS, f"-Duser.home={home}", "-cp", f"{self._jars}/*", main, *arguments]
+        command = java_command(self.folder, self._jars, *arguments)
         environment = {**os.environ, "ROCKETMQ_HOME": home, "RMQ_PROXY_HOME": home}
         with (self.folder / f"{name}.out").open("ab") as output:
             started = subprocess.Popen(
@@ -196,7 +229,8 @@ class PrivateRocketMQ:
         try:
             with socket.create_connection(("127.0.0.1", self._proxy), 1):
                 pass
-            return self.admin.is_registered(("127.0.0.1", self._names), CLUSTER)
+            # The name server needs neither credentials nor encryption.
+            return Admin("127.0.0.1", self._listen).is_registered(("127.0.0.1", self._names), CLUSTER)
         except (OSError, BrokerUnavailable):
             return False
 

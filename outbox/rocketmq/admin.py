@@ -9,16 +9,21 @@ broker per call.
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import hmac
 import json
+import os
 import socket
+import ssl
 import struct
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
-from urllib.parse import parse_qs, urlsplit
 
-from outbox.errors import BrokerError, BrokerUnavailable, ConfigurationError, UsageError
-from outbox.rocketmq.declarations import message_type, wire_name
+from outbox.errors import BrokerError, BrokerUnavailable, UsageError
+from outbox.rocketmq.address import HostPort, parse
+from outbox.rocketmq.declarations import in_namespace, message_type, wire_name
 from outbox.subscription import Mode, Subscription
 from outbox.topic import MessageType, Topic
 
@@ -27,6 +32,7 @@ _QUERY_OFFSET: Final = 14
 _UPDATE_OFFSET: Final = 15
 _UPDATE_GROUP: Final = 200
 _CLUSTERS: Final = 106
+_BROKER_CONFIG: Final = 26
 _SUCCESS: Final = 0
 _NOT_SUPPORTED: Final = 3
 _NOT_FOUND: Final = 22
@@ -50,46 +56,70 @@ _HEAD: Final = struct.Struct(">IIIIIQQIQ")
 _BORN_V6, _STORED_V6 = 1 << 4, 1 << 5
 
 
-def parse_address(text: str) -> Admin:
-    """Parse a text HOST:PORT, and return the `Admin` of this port. Raises UsageError if the text has another form."""
+def parse_address(text: str, url: str = "") -> Admin:
+    """Parse a text HOST:PORT, and return the `Admin` of this port. Raises UsageError if the text has another form.
+
+    `url`: the cluster's address, whose credentials, namespace and encryption the `Admin` then uses.
+    """
     host, _, port = text.rpartition(":")
     if not host or not port.isdigit():
         raise UsageError(f"{text!r} must be the HOST:PORT of a broker's administration port (listenPort, 10911).")
-    return Admin(host, int(port))
+    return _admin(host, int(port), url) if url else Admin(host, int(port))
 
 
-def brokers_of(url: str) -> list[Admin]:
-    """Return the administration ports in an address `rocketmq://HOST:8081?brokers=HOST:10911,HOST:10911`.
+def brokers_of(url: str, *, timeout_seconds: float = 10.0) -> list[Admin]:
+    """Return the administration ports in the address of a cluster (outbox.rocketmq.address).
 
     If the address names no brokers, the list is empty. Raises ConfigurationError.
     """
-    given = parse_qs(urlsplit(url).query, keep_blank_values=True)
-    if unknown := sorted(set(given) - {"brokers"}):
-        raise ConfigurationError(
-            f"the address of RocketMQ has an unknown option {', '.join(map(repr, unknown))}: the form is "
-            "rocketmq://HOST:8081?brokers=HOST:10911,HOST:10911."
-        )
-    try:
-        return [parse_address(text) for value in given.get("brokers", ()) for text in value.split(",")]
-    except UsageError as error:
-        raise ConfigurationError(f"the address of RocketMQ, ?brokers=: {error}") from error
+    return [
+        _admin(first.host, first.port, url, timeout_seconds, tuple(replicas)) for first, *replicas in parse(url).brokers
+    ]
+
+
+def _admin(host: str, port: int, url: str, timeout_seconds: float = 10.0, replicas: tuple[HostPort, ...] = ()) -> Admin:
+    address = parse(url)
+    return Admin(
+        host,
+        port,
+        timeout_seconds,
+        replicas=replicas,
+        namespace=address.namespace,
+        access_key=address.access_key,
+        secret=address.secret,
+        tls=address.tls_to_brokers,
+    )
 
 
 @dataclass(frozen=True)
 class Admin:
-    """The administration port of one broker (listenPort, 10911 by default). Every call may raise BrokerError."""
+    """The administration port of one broker (listenPort, 10911 by default). Every call may raise BrokerError.
+
+    With `access_key` and `secret`, every request is signed, which a broker with access control (ACL) requires. With
+    `tls`, the connection is encrypted, and the broker's certificate is verified. With `replicas`, each request goes to
+    the replica that is the master now.
+    """
 
     host: str
     port: int
     timeout_seconds: float = 10.0
+    replicas: tuple[HostPort, ...] = ()
+    namespace: str = ""
+    access_key: str = ""
+    secret: str = field(default="", repr=False)
+    tls: bool = False
+
+    def name(self, name: str) -> str:
+        """Return the name of a topic or group on this server: in RocketMQ's form, and in the namespace."""
+        return in_namespace(self.namespace, wire_name(name))
 
     def create_topic(self, topic: Topic) -> None:
         """Create the topic, or update it."""
         self._ask(
-            (self.host, self.port),
+            self._place(),
             _UPDATE_TOPIC,
             {
-                "topic": wire_name(topic.name),
+                "topic": self.name(topic.name),
                 "defaultTopic": "TBW102",
                 "readQueueNums": topic.queue_count,
                 "writeQueueNums": topic.queue_count,
@@ -107,7 +137,7 @@ class Admin:
         mode is an orderly group in RocketMQ. The limit of attempts on the server is very high, so that a message
         reaches the limit of the subscription first.
         """
-        group = wire_name(subscription.group)
+        group = self.name(subscription.group)
         body = {
             "groupName": group,
             "consumeEnable": True,
@@ -115,11 +145,11 @@ class Admin:
             "consumeMessageOrderly": subscription.mode is not Mode.CONCURRENT,
             "retryMaxTimes": _NO_LIMIT,
         }
-        self._ask((self.host, self.port), _UPDATE_GROUP, {}, json.dumps(body).encode())
+        self._ask(self._place(), _UPDATE_GROUP, {}, json.dumps(body).encode())
         for number in range(topic.queue_count):
-            queue = {"consumerGroup": group, "topic": wire_name(subscription.topic), "queueId": number}
+            queue = {"consumerGroup": group, "topic": self.name(subscription.topic), "queueId": number}
             if self._offset(queue) == 0:
-                self._ask((self.host, self.port), _UPDATE_OFFSET, {**queue, "commitOffset": 0})
+                self._ask(self._place(), _UPDATE_OFFSET, {**queue, "commitOffset": 0})
 
     def stored_offset(self, group: str, topic: str, queue: int = 0) -> int:
         """Return the offset that a group has stored for a queue, or 0 if the group has stored none.
@@ -131,11 +161,11 @@ class Admin:
     def store_offset(self, group: str, topic: str, offset: int, queue: int = 0) -> None:
         """Store the offset of a group. If the group does not exist, create it."""
         fields = {"consumerGroup": group, "topic": topic, "queueId": queue, "commitOffset": offset}
-        self._ask((self.host, self.port), _UPDATE_GROUP, {}, json.dumps({"groupName": group}).encode())
-        self._ask((self.host, self.port), _UPDATE_OFFSET, fields)
+        self._ask(self._place(), _UPDATE_GROUP, {}, json.dumps({"groupName": group}).encode())
+        self._ask(self._place(), _UPDATE_OFFSET, fields)
 
     def _offset(self, queue: Mapping[str, Any]) -> int:
-        code, answer, _ = self._exchange((self.host, self.port), _QUERY_OFFSET, queue, b"")
+        code, answer, _ = self._exchange(self._place(), _QUERY_OFFSET, queue, b"")
         return 0 if code == _NOT_FOUND else int(answer.get("extFields", {}).get("offset", 0))
 
     def is_registered(self, name_server: tuple[str, int], cluster: str) -> bool:
@@ -146,7 +176,22 @@ class Admin:
 
     def ask(self, code: int, fields: Mapping[str, Any]) -> tuple[int, Mapping[str, Any], bytes]:
         """Return the broker's answer to a request: its code (0 is success), its header and its body."""
-        return self._exchange((self.host, self.port), code, fields, b"")
+        return self._exchange(self._place(), code, fields, b"")
+
+    def _place(self) -> tuple[str, int]:
+        """Return the address of the master. Raises BrokerUnavailable."""
+        if not self.replicas:
+            return self.host, self.port
+        every = (HostPort(self.host, self.port), *self.replicas)
+        for one in every:
+            try:
+                _, _, body = self._exchange((one.host, one.port), _BROKER_CONFIG, {}, b"")
+            except BrokerUnavailable:
+                continue
+            # The number 0 is the master's. A replica that is promoted gets it.
+            if b"brokerId=0" in body.splitlines():
+                return one.host, one.port
+        raise BrokerUnavailable(f"none of {', '.join(map(str, every))} is the master of its replicas now.")
 
     def _ask(self, address: tuple[str, int], code: int, fields: Mapping[str, Any], body: bytes = b"") -> bytes:
         status, answer, rest = self._exchange(address, code, fields, body)
@@ -164,14 +209,14 @@ class Admin:
             "version": 0,
             "opaque": 1,
             "flag": 0,
-            "extFields": {name: _text(value) for name, value in fields.items()},
+            "extFields": self._signed({name: _text(value) for name, value in fields.items()}, body),
             "serializeTypeCurrentRPC": "JSON",
         }
         encoded = json.dumps(header).encode()
         frame = struct.pack(">II", 4 + len(encoded) + len(body), len(encoded)) + encoded + body
         where = f"{address[0]}:{address[1]}"
         try:
-            with socket.create_connection(address, self.timeout_seconds) as connection:
+            with self._connect(address) as connection:
                 connection.sendall(frame)
                 status, answer, rest = _answer(connection)
         except OSError as error:
@@ -182,6 +227,30 @@ class Admin:
             # A name server uses the same protocol, but refuses requests that only a broker can answer.
             raise _no_broker(where)
         return status, answer, rest
+
+    def _connect(self, address: tuple[str, int]) -> socket.socket:
+        connection = socket.create_connection(address, self.timeout_seconds)
+        if not self.tls:
+            return connection
+        try:
+            return _certificates().wrap_socket(connection, server_hostname=address[0])
+        except BaseException:
+            connection.close()
+            raise
+
+    def _signed(self, fields: dict[str, str], body: bytes) -> dict[str, str]:
+        """Add the access key and the signature: an HMAC over all values, in the order of their names, and the body."""
+        if not self.access_key:
+            return fields
+        fields = {**fields, "AccessKey": self.access_key}
+        signed = "".join(fields[name] for name in sorted(fields)).encode() + body
+        digest = hmac.new(self.secret.encode(), signed, hashlib.sha1).digest()
+        return {**fields, "Signature": base64.b64encode(digest).decode()}
+
+
+def _certificates() -> ssl.SSLContext:
+    # RocketMQ's gRPC library reads its certificates from the file in this variable. So one file serves both protocols.
+    return ssl.create_default_context(cafile=os.environ.get("GRPC_DEFAULT_SSL_ROOTS_FILE_PATH"))
 
 
 def _answer(connection: socket.socket) -> tuple[int, Mapping[str, Any], bytes]:
@@ -222,14 +291,18 @@ def _exactly(connection: socket.socket, size: int) -> bytes:
 # -- stored messages -----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Stored:
     """One message of a queue.
 
     The attributes have the same names as in the client library, so that `outbox.rocketmq.wire` can convert the message.
+    `stored_topic` and `queue` say where the broker stores the message, `place` is its position in the broker's log.
     """
 
+    stored_topic: str
+    queue: int
     offset: int
+    place: int
     body: bytes
     properties: Mapping[str, str]
     born_timestamp: int
@@ -239,8 +312,11 @@ class Stored:
 
     @property
     def topic(self) -> str:
-        """The topic to which the message was sent. A message that RocketMQ holds back is stored in a system topic."""
-        return self.properties.get("REAL_TOPIC", "")
+        """The topic to which the message was sent.
+
+        A message that RocketMQ holds back or gives up is stored in another topic.
+        """
+        return self.properties.get("REAL_TOPIC") or self.properties.get("RETRY_TOPIC") or self.stored_topic
 
     @property
     def tag(self) -> str:
@@ -291,13 +367,14 @@ def read_stored(broker: Admin, group: str, topic: str, offset: int, queue: int =
         if status != _FOUND and status not in _ELSEWHERE:
             raise BrokerError(f"RocketMQ refused to read topic {topic!r}: {answer.get('remark') or status}.")
         if status == _FOUND:
-            yield from _messages(body)
+            yield from messages_in(body)
         before, offset = offset, int(answer["extFields"]["nextBeginOffset"])
         if offset <= before:
             return
 
 
-def _messages(data: bytes) -> Iterator[Stored]:
+def messages_in(data: bytes) -> Iterator[Stored]:
+    """Return the messages in the body of an answer."""
     position = 0
     while position < len(data):
         (size,) = struct.unpack_from(">I", data, position)
@@ -306,16 +383,25 @@ def _messages(data: bytes) -> Iterator[Stored]:
 
 
 def _message(data: bytes) -> Stored:
-    _, magic, _, _, _, offset, _, flags, born_at = _HEAD.unpack_from(data)
+    _, magic, _, queue, _, offset, place, flags, born_at = _HEAD.unpack_from(data)
     position = _HEAD.size + (20 if flags & _BORN_V6 else 8)
     (stored_at,) = struct.unpack_from(">Q", data, position)
     # Skip three fields: the host that stored the message, the number of retries, and the offset of the half message.
     position += 8 + (20 if flags & _STORED_V6 else 8) + 4 + 8
     body, position = _part(data, position, ">I")
-    _, position = _part(data, position, ">B" if magic == _MAGIC_OF_SHORT_TOPIC else ">H")
+    topic, position = _part(data, position, ">B" if magic == _MAGIC_OF_SHORT_TOPIC else ">H")
     properties, _ = _part(data, position, ">H")
     pairs = (pair.partition("\x01") for pair in properties.decode(errors="replace").split("\x02") if pair)
-    return Stored(offset, body, {name: value for name, _, value in pairs}, born_at, stored_at)
+    return Stored(
+        stored_topic=topic.decode(errors="replace"),
+        queue=queue,
+        offset=offset,
+        place=place,
+        body=body,
+        properties={name: value for name, _, value in pairs},
+        born_timestamp=born_at,
+        stored_timestamp=stored_at,
+    )
 
 
 def _part(data: bytes, position: int, form: str) -> tuple[bytes, int]:

@@ -29,8 +29,9 @@ from outbox.message import Message, SendReceipt
 from outbox.ports import Broker, Checker
 from outbox.recall import Recall
 from outbox.rocketmq import client
+from outbox.rocketmq.address import parse
 from outbox.rocketmq.admin import brokers_of
-from outbox.rocketmq.declarations import REFUSALS, check_topics, topic_problems, wire_name
+from outbox.rocketmq.declarations import REFUSALS, check_topics, in_namespace, topic_problems, wire_name
 from outbox.rocketmq.exhausted import ExhaustedChecks
 from outbox.rocketmq.flushing import FlushingThread
 from outbox.rocketmq.producer import AnsweringThread, CheckingProducer
@@ -80,6 +81,7 @@ class RocketMQBroker:
     ) -> None:
         self.url = url
         self._configuration = client.configuration(url, timeout_seconds=timeout_seconds)
+        self._namespace = parse(url).namespace
         self._topics = check_topics(topics)
         self._check = check or CheckSettings()
         self._answering = answering
@@ -115,7 +117,7 @@ class RocketMQBroker:
     def _send(self, message: Message, timeout_seconds: float, transactional: bool | None) -> SendReceipt:
         topic = self.topic(message.topic)
         topic.check_accepts(message, transactional=transactional)
-        wire = to_wire(message, fifo=topic.is_fifo)
+        wire = to_wire(message, fifo=topic.is_fifo, namespace=self._namespace)
         producer = self._started()
         receipt = self._within(timeout_seconds, lambda: self._plainly(producer, topic, wire), message)
         return _receipt(message, message.message_id, receipt)
@@ -139,7 +141,7 @@ class RocketMQBroker:
             self.topic(message.topic).check_accepts(message, transactional=True)
             if message.is_delayed:
                 REFUSALS.refuse("send_half", f"message {message.message_id} for topic {message.topic!r}")
-        wires = [to_wire(message, fifo=False, half=half) for message in half.messages]
+        wires = [to_wire(message, fifo=False, half=half, namespace=self._namespace) for message in half.messages]
         producer = self._started()
         receipts: list[SendReceipt] = []
         for message, wire in zip(half.messages, wires, strict=True):
@@ -336,7 +338,7 @@ class RocketMQBroker:
         with self._lock:
             producer = self._producer
         missing = set() if producer is None else set(client.unrouted(producer))
-        return sorted(name for name in self._topics if wire_name(name) in missing)
+        return sorted(name for name in self._topics if in_namespace(self._namespace, wire_name(name)) in missing)
 
     def close(self) -> None:
         """Send the queued end messages and stop the producer. The next call starts another producer."""
@@ -357,7 +359,8 @@ class RocketMQBroker:
             if self._producer is None:
                 client.refuse_after_fork()
                 bound = [name for name, topic in self._topics.items() if MessageType.TRANSACTION in topic.types]
-                producer = CheckingProducer(self._configuration, bound)
+                tls = parse(self.url).tls_to_proxy
+                producer = CheckingProducer(self._configuration, bound, tls=tls, namespace=self._namespace)
                 try:
                     producer.startup()
                 except Exception as error:

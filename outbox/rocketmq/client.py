@@ -15,15 +15,11 @@ import sys
 import time
 import types
 from typing import Any, Final
-from urllib.parse import urlsplit
 
 from outbox.errors import BrokerUnavailable, ConfigurationError
-from outbox.rocketmq.admin import brokers_of
+from outbox.rocketmq.address import parse
 
 logger = logging.getLogger(__name__)
-
-SCHEME: Final = "rocketmq"
-DEFAULT_PORT: Final = 8081
 
 
 def _import_client() -> None:
@@ -112,23 +108,18 @@ _started_in: int | None = None
 
 
 def configuration(url: str, *, timeout_seconds: float = 3.0) -> Any:
-    """Return the library's configuration for `rocketmq://[ACCESS_KEY:SECRET@]HOST:PORT`. Raises ConfigurationError.
+    """Return the library's configuration for the address of a cluster (outbox.rocketmq.address).
 
-    The URL may also contain the addresses of administration ports, which outbox.rocketmq.admin.brokers_of reads.
+    The namespace and the encryption are not a part of it. Raises ConfigurationError.
     """
-    parts = urlsplit(url)
-    try:
-        port = parts.port or DEFAULT_PORT
-    except ValueError:
-        port = 0
-    if parts.scheme != SCHEME or not parts.hostname or not port or parts.path.strip("/"):
-        raise ConfigurationError(
-            "the address of RocketMQ's proxy must be rocketmq://HOST:PORT (the default port is 8081)."
-        )
-    brokers_of(url)
-    credentials = Credentials(parts.username or "", parts.password or "")
+    address = parse(url)
+    credentials = Credentials(address.access_key, address.secret)
     # The library accepts only whole seconds for this timeout, and uses the timeout for every request.
-    return ClientConfiguration(f"{parts.hostname}:{port}", credentials, request_timeout=math.ceil(timeout_seconds))
+    return ClientConfiguration(
+        ";".join(map(str, address.proxies)),
+        credentials,
+        request_timeout=math.ceil(timeout_seconds),
+    )
 
 
 def refuse_after_fork() -> None:

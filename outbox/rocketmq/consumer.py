@@ -35,7 +35,8 @@ from outbox.filters.filter import parse_filter
 from outbox.message import Delivery, Message
 from outbox.ports import AnyHandler, ConsumeCounts, Disposition, Invoker, call_handler
 from outbox.rocketmq import client
-from outbox.rocketmq.declarations import REFUSALS, wire_name
+from outbox.rocketmq.address import parse
+from outbox.rocketmq.declarations import REFUSALS, in_namespace, wire_name
 from outbox.rocketmq.wire import from_wire
 from outbox.subscription import OnError, Subscription
 from outbox.time_limit import ends_at
@@ -104,7 +105,8 @@ class RocketMQConsumers:
 
     Raises ConfigurationError for a subscription that RocketMQ cannot serve.
 
-    `invoker` must include an inbox, because the server may deliver a message twice (docs/rocketmq.md).
+    `invoker` must include an inbox, because the server may deliver a message twice (docs/rocketmq.md). `note` stores
+    the error of a dead letter, which RocketMQ does not store.
     """
 
     def __init__(
@@ -116,15 +118,25 @@ class RocketMQConsumers:
         invoker: Invoker = call_handler,
         codecs: Codecs | None = None,
         on_tick: Callable[[], None] | None = None,
+        note: given_up.Listener | None = None,
     ) -> None:
         declared = {topic.name: topic for topic in topics}
         for subscription, _ in subscriptions:
             for refused in REFUSALS.of_subscription(subscription, declared.get(subscription.topic)):
                 raise ConfigurationError(refused)
         self._on_tick = on_tick
-        configuration = client.configuration(url)
+        configuration, address = client.configuration(url), parse(url)
         self._pollers = [
-            _Poller(configuration, subscription, handler, observed(invoker), codecs or Codecs())
+            _Poller(
+                configuration,
+                subscription,
+                handler,
+                observed(invoker),
+                codecs or Codecs(),
+                tls=address.tls_to_proxy,
+                namespace=address.namespace,
+                note=note,
+            )
             for subscription, handler in subscriptions
         ]
 
@@ -161,13 +173,25 @@ class _Poller:
     """One subscription: its RocketMQ client, its threads for handlers, and the thread that keeps messages invisible."""
 
     def __init__(
-        self, configuration: Any, subscription: Subscription, handler: AnyHandler, invoker: Invoker, codecs: Codecs
+        self,
+        configuration: Any,
+        subscription: Subscription,
+        handler: AnyHandler,
+        invoker: Invoker,
+        codecs: Codecs,
+        *,
+        tls: bool,
+        namespace: str,
+        note: given_up.Listener | None,
     ) -> None:
         self._configuration = configuration
         self._subscription = subscription
         self._handler = handler
         self._invoker = invoker
         self._codecs = codecs
+        self._tls = tls
+        self._namespace = namespace
+        self._note = note
         self._filter = parse_filter(subscription.filter)
         self._threads: list[threading.Thread] = []
         self._held: dict[int, Extended] = {}
@@ -181,9 +205,11 @@ class _Poller:
     def start(self, stop: threading.Event) -> None:
         """Start the threads. Raises BrokerUnavailable."""
         self._stopping = stop
-        topic, group = wire_name(self._subscription.topic), wire_name(self._subscription.group)
+        topic, group = self._named(self._subscription.topic), self._named(self._subscription.group)
         everything = {topic: client.FilterExpression()}
-        self._consumer = client.KnownConsumer(self._configuration, group, everything, await_duration=_WAIT_SECONDS)
+        self._consumer = client.KnownConsumer(
+            self._configuration, group, everything, await_duration=_WAIT_SECONDS, tls_enable=self._tls
+        )
         try:
             self._consumer.startup()
             self._consumer.wait_until_known()
@@ -196,6 +222,9 @@ class _Poller:
         renewing = threading.Thread(target=self._renew, name=f"outbox-{self._subscription.group}-renew", daemon=True)
         for thread in (*self._threads, renewing):
             thread.start()
+
+    def _named(self, name: str) -> str:
+        return in_namespace(self._namespace, wire_name(name))
 
     def keep_known(self) -> None:
         """Announce the client again (see client.keep_known)."""
@@ -366,6 +395,11 @@ class _Poller:
         self._quietly(wire, partial(self._consumer.change_invisible_duration, wire, delay))
 
     def _give_up(self, wire: Any, attempt: int, error: str) -> None:
+        letter = self._letter(wire, attempt, error)
+        if letter is not None and self._note is not None:
+            # Note the error first: if this process dies after the server has stored the dead letter, no other process
+            # knows the error.
+            self._note(letter)
         request = client.ForwardMessageToDeadLetterQueueRequest()
         request.group.name = self._consumer.consumer_group
         request.topic.name = wire.topic
@@ -380,25 +414,23 @@ class _Poller:
             timeout=self._consumer.client_configuration.request_timeout,
         ).result()
         client.MessagingResultChecker.check(answer.status)
-        if given_up.listener is not None:
-            self._tell(wire, attempt, error, given_up.listener)
+        if letter is not None and given_up.listener is not None:
+            given_up.listener(letter)
 
-    def _tell(self, wire: Any, attempt: int, error: str, listener: given_up.Listener) -> None:
-        """Tell the listener about a dead letter. A message that another client published has no id of outbox."""
+    def _letter(self, wire: Any, attempt: int, error: str) -> given_up.GivenUp | None:
+        """Return what is known about a dead letter, or None if another client published an unreadable message."""
         try:
             message = from_wire(wire)
         except Exception as unreadable:
-            logger.info("no signal for RocketMQ's message %s, which is not readable: %s", wire.message_id, unreadable)
-            return
-        listener(
-            given_up.GivenUp(
-                group=self._subscription.group,
-                topic=message.topic,
-                key=message.key,
-                message_id=message.message_id,
-                attempts=attempt,
-                error=error,
-            )
+            logger.info("RocketMQ's message %s is not readable and has no id: %s", wire.message_id, unreadable)
+            return None
+        return given_up.GivenUp(
+            group=self._subscription.group,
+            topic=message.topic,
+            key=message.key,
+            message_id=message.message_id,
+            attempts=attempt,
+            error=error,
         )
 
     def _quietly(self, wire: Any, request: Callable[[], object]) -> None:

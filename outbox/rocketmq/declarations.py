@@ -139,6 +139,14 @@ def wire_name(name: str) -> str:
     return name.replace(".", "-")
 
 
+def in_namespace(namespace: str, name: str) -> str:
+    """Return the name of a topic or group in a namespace.
+
+    The proxy ignores the namespace of a request, so the namespace is a part of the name. See decision 262.
+    """
+    return f"{namespace}--{name}" if namespace else name
+
+
 def collisions(names: Iterable[str]) -> Iterator[str]:
     """Yield a text for each pair of names that become the same name in RocketMQ."""
     known: dict[str, str] = {}

@@ -31,9 +31,13 @@ TOPIC: Final = "TRANS_CHECK_MAX_TIME_TOPIC"
 READER: Final = "TOOLS_CONSUMER"
 
 
-def offsets_of(producer_group: str) -> str:
-    """Return the name of the consumer group whose stored offset is this service's position in the system topic."""
-    return f"outbox-exhausted-{wire_name(producer_group)}"
+def offsets_of(producer_group: str, namespace: str = "") -> str:
+    """Return the name of the consumer group whose stored offset is this service's position in the system topic.
+
+    Two namespaces may have the same producer group, and all namespaces share the system topic.
+    """
+    name = f"outbox-exhausted-{wire_name(producer_group)}"
+    return f"{name}-in-{namespace}" if namespace else name
 
 
 @dataclass(slots=True)
@@ -119,12 +123,12 @@ class ExhaustedChecks:
                 one.done.discard(settled)
                 settled += 1
             if settled != one.offset:
-                one.broker.store_offset(offsets_of(self._group), TOPIC, settled)
+                one.broker.store_offset(offsets_of(self._group, one.broker.namespace), TOPIC, settled)
                 one.offset = settled
 
     def _unsettled(self, one: _Progress, producer_group: str) -> Iterator[tuple[int, CheckProperties]]:
         if one.offset is None:
-            one.offset = one.broker.stored_offset(offsets_of(self._group), TOPIC)
+            one.offset = one.broker.stored_offset(offsets_of(self._group, one.broker.namespace), TOPIC)
         begins = True
         for offset, about in transactions(one.broker, one.offset):
             if begins:
@@ -138,13 +142,15 @@ class ExhaustedChecks:
 def transactions(broker: Admin, offset: int) -> Iterator[tuple[int, CheckProperties | None]]:
     """Yield each message from `offset` on: its offset, and its check data.
 
-    The check data are None if another program sent the message, or if the message cannot be read.
+    The check data are None if another program or a program in another namespace sent the message, or if the message
+    cannot be read.
 
     Raises BrokerError.
     """
     for message in read_stored(broker, READER, TOPIC, offset):
         try:
-            yield message.offset, asked(message)
+            about = asked(message)
+            yield message.offset, about if about is None or about.namespace == broker.namespace else None
         except (ValueError, KeyError, TypeError):
             logger.exception(
                 "the message with offset %d in topic %s cannot be read, so the worker skips it", message.offset, TOPIC
@@ -154,6 +160,6 @@ def transactions(broker: Admin, offset: int) -> Iterator[tuple[int, CheckPropert
 
 def waiting(broker: Admin, producer_group: str) -> int:
     """Return the number of the group's unsettled messages that this broker gave up. Raises BrokerError."""
-    begin = broker.stored_offset(offsets_of(producer_group), TOPIC)
+    begin = broker.stored_offset(offsets_of(producer_group, broker.namespace), TOPIC)
     found = (about for _, about in transactions(broker, begin))
     return sum(about is not None and about.producer_group == producer_group for about in found)

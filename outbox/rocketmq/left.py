@@ -28,8 +28,8 @@ _TOPIC_STATISTICS: Final = 202
 _CONSUMER_STATISTICS: Final = 208
 _TOPIC_NOT_FOUND: Final = 17
 
-_HALVES: Final = "RMQ_SYS_TRANS_HALF_TOPIC"
-_CHECKER: Final = "CID_RMQ_SYS_TRANS"
+HALVES: Final = "RMQ_SYS_TRANS_HALF_TOPIC"
+CHECKER: Final = "CID_RMQ_SYS_TRANS"
 _REVIVE: Final = "rmq_sys_REVIVE_LOG_"
 _TIMERS: Final = "rmq_sys_wheel_timer"
 # RocketMQ writes a map whose keys are objects (queues). Such a map is not JSON.
@@ -62,7 +62,7 @@ class Timers:
             self._read[broker] = message.offset + 1
             due = int(message.properties.get("TIMER_OUT_MS", 0))
             if due >= reached:
-                waiting.append((due, message.topic))
+                waiting.append((due, message.properties.get("REAL_TOPIC", "")))
         self._waiting[broker] = waiting
         return Counter(topic for _, topic in waiting)
 
@@ -100,7 +100,7 @@ def left(
         ] += given_up
         delayed = timers.waiting(broker)
         for topic in topics:
-            found[f"messages on topic {topic!r} wait for their delivery time"] += delayed[wire_name(topic)]
+            found[f"messages on topic {topic!r} wait for their delivery time"] += delayed[broker.name(topic)]
         held = sum(count for name, count in delayed.items() if name.startswith(_REVIVE))
         found["messages (of all services) are at a consumer, were at a consumer a moment ago, or wait for a retry"] += (
             held
@@ -121,9 +121,9 @@ def _said(counts: Counter[str]) -> list[str]:
 
 def _halves(broker: Admin) -> tuple[int, int]:
     """Return two numbers: half messages ever written, and half messages that are undecided on the server."""
-    queue = {"topic": _HALVES, "queueId": 0}
+    queue = {"topic": HALVES, "queueId": 0}
     end = _number(broker, _MAX_OFFSET, queue)
-    return end, end - _number(broker, _CONSUMER_OFFSET, {"consumerGroup": _CHECKER, **queue})
+    return end, end - _number(broker, _CONSUMER_OFFSET, {"consumerGroup": CHECKER, **queue})
 
 
 def _number(broker: Admin, code: int, fields: dict[str, Any]) -> int:
@@ -134,15 +134,15 @@ def _number(broker: Admin, code: int, fields: dict[str, Any]) -> int:
 
 def _group(broker: Admin, group: str, topics: Iterable[str]) -> tuple[int, int]:
     """Return two numbers: messages ever written for the group (with redeliveries), and unacknowledged messages."""
-    status, answer, body = broker.ask(_CONSUMER_STATISTICS, {"consumerGroup": wire_name(group)})
+    status, answer, body = broker.ask(_CONSUMER_STATISTICS, {"consumerGroup": broker.name(group)})
     if status:
         raise BrokerError(f"RocketMQ has no consumer group {group!r}: {answer.get('remark') or status}.")
     end, lag, seen = 0, 0, set()
-    for queue, offsets in _by_queue(body):
+    for queue, offsets in by_queue(body):
         seen.add(queue["topic"])
         end += offsets["brokerOffset"]
         lag += max(0, offsets["brokerOffset"] - max(0, offsets["consumerOffset"]))
-    if missing := sorted(topic for topic in topics if wire_name(topic) not in seen):
+    if missing := sorted(topic for topic in topics if broker.name(topic) not in seen):
         raise BrokerError(
             f"RocketMQ has no offsets of group {group!r} on topic {missing[0]!r}. If the group does not exist there, "
             f"create it with `manage.py outbox_install --create`."
@@ -151,18 +151,19 @@ def _group(broker: Admin, group: str, topics: Iterable[str]) -> tuple[int, int]:
 
 
 def _dead(broker: Admin, group: str) -> int:
-    status, answer, body = broker.ask(_TOPIC_STATISTICS, {"topic": _dlq(group)})
+    status, answer, body = broker.ask(_TOPIC_STATISTICS, {"topic": dead_letter_topic(broker, group)})
     if status == _TOPIC_NOT_FOUND:
         return 0
     if status:
         raise BrokerError(f"RocketMQ did not return the number of dead letters: {answer.get('remark') or status}.")
-    return sum(offsets["maxOffset"] - offsets["minOffset"] for _, offsets in _by_queue(body))
+    return sum(offsets["maxOffset"] - offsets["minOffset"] for _, offsets in by_queue(body))
 
 
-def _dlq(group: str) -> str:
-    return f"%DLQ%{wire_name(group)}"
+def dead_letter_topic(broker: Admin, group: str) -> str:
+    """Return the name of the topic with a group's dead letters."""
+    return f"%DLQ%{broker.name(group)}"
 
 
-def _by_queue(body: bytes) -> Iterator[tuple[dict[str, Any], dict[str, int]]]:
+def by_queue(body: bytes) -> Iterator[tuple[dict[str, Any], dict[str, int]]]:
     for queue, offsets in _QUEUES.findall(body):
         yield json.loads(queue), json.loads(offsets)

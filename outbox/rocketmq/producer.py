@@ -23,7 +23,7 @@ from outbox.checkback import CheckBack
 from outbox.errors import BrokerUnavailable
 from outbox.ports import Broker, Checker
 from outbox.rocketmq import client
-from outbox.rocketmq.declarations import wire_name
+from outbox.rocketmq.declarations import in_namespace, wire_name
 from outbox.rocketmq.wire import CheckProperties, asked
 from outbox.transaction import Decision
 
@@ -67,13 +67,17 @@ class CheckingProducer(client.Producer):  # type: ignore[misc]
     The producer receives the checks about messages of `topics`, because the server sends checks per topic.
     """
 
-    def __init__(self, configuration: Any, topics: Iterable[str]) -> None:
-        super().__init__(configuration, [wire_name(topic) for topic in topics], checker=self)
+    def __init__(self, configuration: Any, topics: Iterable[str], *, tls: bool = False, namespace: str = "") -> None:
+        self._namespace = namespace
+        super().__init__(configuration, [self._named(topic) for topic in topics], checker=self, tls_enable=tls)
         self._lock = threading.Lock()
         self._pushed: defaultdict[str, list[PushedCheck]] = defaultdict(list)
         self._claimed: defaultdict[UUID, list[PushedCheck]] = defaultdict(list)
         self._open: OrderedDict[UUID, list[OpenHalf]] = OrderedDict()
         self.arrived = threading.Condition()
+
+    def _named(self, topic: str) -> str:
+        return in_namespace(self._namespace, wire_name(topic))
 
     # -- half messages and their ends -----------------------------------------------------------
 
@@ -197,7 +201,7 @@ class CheckingProducer(client.Producer):  # type: ignore[misc]
         Raises BrokerUnavailable.
         """
         request = client.QueryRouteRequest()
-        request.topic.name = wire_name(topic)
+        request.topic.name = self._named(topic)
         request.endpoints.CopyFrom(self.client_configuration.rpc_endpoints.endpoints)
         try:
             answer = self.rpc_client.query_topic_route_async(

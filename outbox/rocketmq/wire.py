@@ -19,7 +19,7 @@ from uuid import UUID
 from outbox import names
 from outbox.errors import InvalidMessage
 from outbox.message import Message
-from outbox.rocketmq.declarations import wire_name
+from outbox.rocketmq.declarations import in_namespace, wire_name
 from outbox.transaction import HalfTransaction
 
 PROPERTY: Final = "outbox"
@@ -29,7 +29,7 @@ MAX_PROPERTY_BYTES: Final = 15 * 1024
 _FOREIGN: Final = uuid.UUID("5b0d3a52-2f4e-5c0e-9a55-6a1b9d1f0c11")
 
 
-def to_wire(message: Message, *, fifo: bool, half: HalfTransaction | None = None) -> Any:
+def to_wire(message: Message, *, fifo: bool, half: HalfTransaction | None = None, namespace: str = "") -> Any:
     """Convert a message for sending. Raises InvalidMessage if RocketMQ does not allow the message."""
     # Only sending needs the client library. So the modules `left` and `exhausted` can convert messages without the
     # library.
@@ -39,10 +39,11 @@ def to_wire(message: Message, *, fifo: bool, half: HalfTransaction | None = None
         raise InvalidMessage(
             f"message {message.message_id} for topic {message.topic!r}: RocketMQ allows no empty body."
         )
-    noted = _noted(message, half)
+    topic = in_namespace(namespace, wire_name(message.topic))
+    noted = _noted(message, topic, half, namespace)
     _check_size(message, noted)
     wire = WireMessage()
-    wire.topic = wire_name(message.topic)
+    wire.topic = topic
     wire.body = message.body
     if message.tag:
         wire.tag = message.tag
@@ -61,14 +62,16 @@ def to_wire(message: Message, *, fifo: bool, half: HalfTransaction | None = None
     return wire
 
 
-def _noted(message: Message, half: HalfTransaction | None) -> str:
+def _noted(message: Message, topic: str, half: HalfTransaction | None, namespace: str) -> str:
     noted: dict[str, Any] = {
         "id": str(message.message_id),
         "content_type": message.content_type,
         "born_at": message.born_at.isoformat(),
     }
-    if wire_name(message.topic) != message.topic:
+    if topic != message.topic:
         noted["topic"] = message.topic
+    if namespace:
+        noted["namespace"] = namespace
     if message.key:
         noted["key"] = message.key
     if message.headers:
@@ -102,6 +105,7 @@ class CheckProperties:
 
     transaction_id: UUID
     producer_group: str
+    namespace: str
     ledger_id: UUID | None
     checker: str
     immunity_seconds: int | None
@@ -119,6 +123,7 @@ def asked(wire: Any) -> CheckProperties | None:
     return CheckProperties(
         transaction_id=UUID(noted["transaction"]),
         producer_group=noted["group"],
+        namespace=noted.get("namespace", ""),
         ledger_id=UUID(noted["ledger"]) if "ledger" in noted else None,
         checker=noted.get("checker", ""),
         immunity_seconds=noted.get("immunity"),

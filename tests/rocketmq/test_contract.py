@@ -84,7 +84,7 @@ LACKING: Mapping[str, str] = {
             "test_failed_message_is_tried_again",
             "test_batch_handler_gets_lists_and_may_fail_in_part",
         ],
-        "reset, replay, counts, reconciliation | yes | -",
+        "reset, audit, reconciliation | yes | -",
     ),
     # It also holds that nothing is asked about whose end is late by a second; the case below is the rest of it.
     "test_message_visibility": "RocketMQ asks about an undecided message `transactionCheckMax` times",

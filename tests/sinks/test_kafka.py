@@ -6,6 +6,7 @@ import itertools
 import json
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -85,6 +86,17 @@ def entries(messages: list[Message]) -> list[dict[str, Any]]:
         }
         for message in messages
     ]
+
+
+def test_a_message_that_cannot_be_encoded_is_rejected_alone(kafka: Kafka, topic: str) -> None:
+    """A lone surrogate in the key, as a format of one's own may make it: UTF-8 does not allow it."""
+    given = [PLAIN(delivery(key), topic) for key in ("a", "x", "b")]
+    given[1] = replace(given[1], key="\ud800")
+    with closing(KafkaSink(servers=kafka.servers)) as sink:
+        first, second, third = sink.send(given)
+    assert (first, third) == (None, None)
+    assert isinstance(second, Rejected) and str(given[1].message_id) in str(second)
+    assert {one["key"] for one in entries(written(kafka, topic))} == {"a", "b"}
 
 
 def test_a_message_names_its_topic_and_its_key_is_in_one_partition(kafka: Kafka, topic: str) -> None:

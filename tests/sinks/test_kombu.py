@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import struct
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,10 @@ from kombu.entity import Exchange, Queue
 from kombu.message import Message
 
 from outbox.contrib.sinks.formats import format_named
+from outbox.contrib.sinks.forwarder import Forwarder
 from outbox.contrib.sinks.kombu import KombuSink
-from outbox.contrib.sinks.sink import NotAcknowledged
-from outbox.errors import ConfigurationError, ServiceUnavailable
+from outbox.contrib.sinks.sink import NotAcknowledged, Rejected
+from outbox.errors import ConfigurationError, PartialFailure, ServiceUnavailable
 from outbox.message import Message as Sent
 from tests.broker.bench import ConsumptionBench, keyed
 from tests.servers import RabbitMQ, free_ports, private_redis
@@ -96,6 +98,23 @@ def test_a_missing_exchange_is_no_messages_fault_and_mended_without_a_restart(ra
             exchange.declare()
             Queue(queue, exchange, channel=connection.default_channel).declare()
         assert made.send([PLAIN(delivery(), "orders")]) == [None]
+
+
+def test_a_message_that_cannot_be_sent_is_rejected_and_the_others_arrive(rabbitmq: str, queue: str) -> None:
+    """py-amqp raises struct.error for a content type of 300 bytes. AMQP allows no routing key of 400 bytes."""
+    whole, broken = [delivery("a"), delivery("b")], delivery("t", content_type="t" * 300)
+    with sink(rabbitmq) as made:
+        with pytest.raises(struct.error):
+            made.send([PLAIN(broken, queue)])
+        with pytest.raises(PartialFailure) as failure:
+            Forwarder(made, queue, PLAIN)([whole[0], broken, whole[1]])
+    [(message_id, error)] = failure.value.errors.items()
+    assert (message_id, type(error)) == (broken.message_id, Rejected)
+    assert {one["key"] for one in entries(drained(rabbitmq, queue))} == {"a", "b"}
+    longest = delivery("\N{LATIN SMALL LETTER U WITH DIAERESIS}" * 200)
+    with sink(rabbitmq, exchange="amq.topic", routing_key="{key}") as made:
+        [refused] = made.send([PLAIN(longest, queue)])
+    assert isinstance(refused, Rejected) and str(longest.message_id) in str(refused) and "255" in str(refused)
 
 
 def test_a_missing_server_uses_up_no_attempt() -> None:

@@ -394,3 +394,34 @@ class Notification(models.Model):
 
     def __str__(self) -> str:
         return f"{self.channel} {self.id}"
+
+
+class DeadLetterNote(models.Model):
+    """The facts about a dead letter that RocketMQ does not store: its error, and whether an operator settled it.
+
+    RocketMQ stores the dead letter itself. The consumer that gives up a message writes the error. The actions `replay`
+    and `discard` set `settled_until`: the time, in milliseconds since 1970 by RocketMQ's clock, at which the newest
+    settled dead letter of this message was stored. A later dead letter of the message is not settled. The pruning pass
+    deletes rows by age.
+    """
+
+    group = models.CharField(max_length=127, db_column="consumer_group")
+    message_id = models.UUIDField()
+    attempts = models.IntegerField(default=0)
+    error = models.TextField(default="")
+    noted_at = models.DateTimeField()
+    settled_until = models.BigIntegerField(default=0)
+    settled_at = models.DateTimeField(null=True)
+    is_discarded = models.BooleanField(default=False)
+
+    class Meta:
+        app_label = "outbox"
+        db_table = "outbox_dead_letter_note"
+        verbose_name = "note about a dead letter of RocketMQ"
+        verbose_name_plural = "notes about dead letters of RocketMQ"
+        constraints: ClassVar = [
+            models.UniqueConstraint(fields=["group", "message_id"], name="outbox_one_dead_letter_note")
+        ]
+
+    def __str__(self) -> str:
+        return f"{self.group} {self.message_id}"

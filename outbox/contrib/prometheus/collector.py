@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -21,6 +21,18 @@ from outbox.contrib.prometheus.recorder import OTHERS
 # other pairs share one series per group.
 MOST_PAIRS: Final = 1000
 _KEPT_SECONDS: Final = 5.0
+# The texts of the families that two engines have.
+_TEXTS: Final[Mapping[str, str]] = {
+    "outbox_lag_messages": "Messages that are queued and not finished.",
+    "outbox_lag_seconds": "Age of the oldest unfinished message; no sample if it is unknown.",
+    "outbox_dead_letters": "Unsettled dead letters.",
+    "outbox_retrying_messages": "Messages that wait for another attempt.",
+    "outbox_undecided_transactions": "Undecided transactions.",
+    "outbox_undecided_age_seconds": "Age of the oldest undecided transaction.",
+    "outbox_parked_transactions": "Parked transactions: undecided past the limits of check-back.",
+    "outbox_queued_messages": "Messages put into the topic's queues.",
+}
+_COUNTERS: Final = frozenset(("outbox_queued_messages",))
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +48,10 @@ class ScrapeState:
     # How late each schedule is, by producer group and name (seconds).
     schedules: Mapping[tuple[str, str], float] = field(default_factory=dict)
     limits: Sequence[SubscriptionLimits] = ()
+    # The conditions of which this engine knows whether they hold.
+    judged: Collection[str] = tuple(CATALOGUE)
+    # The families of an engine whose figures are not in a summary: name, labels, rows (values of the labels, value).
+    families: Sequence[tuple[str, Sequence[str], Sequence[tuple[Sequence[str], float]]]] = ()
 
 
 class BrokerCollector:
@@ -66,6 +82,10 @@ class BrokerCollector:
             yield from _groups(state)
             yield from _producers(state.summary)
             yield from _topics(state.summary)
+        for name, labels, rows in state.families:
+            yield _shared(name, labels, rows[:MOST_PAIRS])
+        if state.families:
+            return
         yield from _limits(state.limits[:MOST_PAIRS])
         if state.audit is not None:
             yield from _audit(state.audit)
@@ -104,11 +124,17 @@ def _total(name: str, text: str, labels: Sequence[str], rows: Sequence[tuple[Seq
     return family
 
 
+def _shared(name: str, labels: Sequence[str], rows: Sequence[tuple[Sequence[str], float]]) -> Metric:
+    """Return a family that two engines have."""
+    family = _total if name in _COUNTERS else _family
+    return family(name, _TEXTS[name], labels, rows)
+
+
 def _conditions(state: ScrapeState) -> Iterator[Metric]:
     held = {condition.name: int(condition.severity) for condition in state.verdict.conditions}
     # A condition whose state is unknown has no sample. A sample 0 would resolve the alert while the broker is
     # unreachable.
-    known = CATALOGUE if state.verdict.is_complete else held
+    known = state.judged if state.verdict.is_complete else held
     rows = [([name], held.get(name, 0)) for name in known]
     text = "0: the condition does not hold, 1: warning, 2: critical; no sample while the broker does not answer."
     yield _family("outbox_condition", text, ["name"], rows)
@@ -136,16 +162,13 @@ def _pairs(summary: Summary) -> Iterator[Metric]:
         pair = (one.group, one.topic) if len(pairs) < MOST_PAIRS else (one.group, OTHERS)
         pairs.setdefault(pair, []).append(one)
     labels = ["group", "topic"]
-    yield _family(
+    yield _shared(
         "outbox_lag_messages",
-        "Messages that are queued and not finished.",
         labels,
         [(p, sum(o.lag for o in of)) for p, of in pairs.items()],
     )
     ages = [(pair, age) for pair, of in pairs.items() if (age := _lag_seconds(summary, of)) is not None]
-    yield _family(
-        "outbox_lag_seconds", "Age of the oldest unfinished message; no sample if it is unknown.", labels, ages
-    )
+    yield _shared("outbox_lag_seconds", labels, ages)
     for name, text in (
         ("handled", "Messages handled."),
         ("filtered", "Messages that do not match the group's filter."),
@@ -170,16 +193,15 @@ def _lag_seconds(summary: Summary, of: Sequence[GroupProgress]) -> float | None:
 def _groups(state: ScrapeState) -> Iterator[Metric]:
     assert state.summary is not None
     rests = state.summary.rests
-    yield _family("outbox_dead_letters", "Unsettled dead letters.", ["group"], [([r.group], r.dead) for r in rests])
+    yield _shared("outbox_dead_letters", ["group"], [([r.group], r.dead) for r in rests])
     yield _family(
         "outbox_claimed_messages",
         "Messages that have left their queue while their handler runs.",
         ["group"],
         [([r.group], r.claimed) for r in rests],
     )
-    yield _family(
+    yield _shared(
         "outbox_retrying_messages",
-        "Messages that wait for another attempt.",
         ["group"],
         [([r.group], r.retrying) for r in rests],
     )
@@ -220,17 +242,18 @@ def _limits(found: Sequence[SubscriptionLimits]) -> Iterator[Metric]:
 def _producers(summary: Summary) -> Iterator[Metric]:
     label = ["producer_group"]
     rows = summary.producers
-    yield _family(
-        "outbox_undecided_transactions", "Undecided transactions.", label, [([r.group], r.undecided) for r in rows]
+    yield _shared(
+        "outbox_undecided_transactions",
+        label,
+        [([r.group], r.undecided) for r in rows],
     )
-    yield _family(
+    yield _shared(
         "outbox_parked_transactions",
-        "Parked transactions: undecided past the limits of check-back.",
         label,
         [([r.group], r.parked) for r in rows],
     )
     ages = [([r.group], age) for r in rows if (age := summary.seconds_since(r.oldest_at)) is not None]
-    yield _family("outbox_undecided_age_seconds", "Age of the oldest undecided transaction.", label, ages)
+    yield _shared("outbox_undecided_age_seconds", label, ages)
 
 
 def _topics(summary: Summary) -> Iterator[Metric]:
@@ -240,9 +263,8 @@ def _topics(summary: Summary) -> Iterator[Metric]:
         topic = one.topic if len(queued) < MOST_PAIRS else OTHERS
         queued[topic] = queued.get(topic, 0) + one.queued
         held[topic] = held.get(topic, 0) + one.held
-    yield _total(
+    yield _shared(
         "outbox_queued_messages",
-        "Messages put into the topic's queues.",
         ["topic"],
         [([t], n) for t, n in queued.items()],
     )

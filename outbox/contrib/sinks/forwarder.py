@@ -2,11 +2,12 @@
 
 If the process dies after the acknowledgement and before the offset is stored, the message is sent again with its id.
 
-See decision 125.
+See decision 125. Decision 261 is about messages that a library cannot encode.
 """
 
 from __future__ import annotations
 
+import struct
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, Protocol
@@ -25,6 +26,8 @@ Format = Callable[[Delivery, str], Outgoing]
 
 # A rejected message is sent again at this interval, because the application at the endpoint may have been corrected.
 SUSPEND_SECONDS: Final = 5.0
+# ValueError includes UnicodeError.
+_ABOUT_DATA: Final = (ValueError, TypeError, LookupError, ArithmeticError, struct.error)
 
 
 class RawCodecs(Codecs):
@@ -92,7 +95,7 @@ class Forwarder:
             except (ValueError, TypeError) as error:
                 errors[place] = Rejected(f"message {delivery.message_id} cannot be written in this format: {error}")
         try:
-            results = self._results([outgoing for _, outgoing in ready]) if ready else []
+            results = self._isolated([outgoing for _, outgoing in ready]) if ready else []
         except ServiceUnavailable as error:
             if first:
                 raise
@@ -101,6 +104,21 @@ class Forwarder:
             errors[place] = result
         point("forward.after_acknowledgement")
         return errors
+
+    def _isolated(self, messages: Sequence[Outgoing]) -> Sequence[Exception | None]:
+        """Send messages. If the sink raises an error about data, find the message that causes it.
+
+        Client libraries raise such errors, below their own classes, for a message that they cannot encode. The message
+        would fail again, so it counts as rejected. The other messages of the call are sent again, with the same ids,
+        because the sink may have sent some of them.
+        """
+        try:
+            return self._results(messages)
+        except _ABOUT_DATA as error:
+            if len(messages) > 1:
+                return [result for message in messages for result in self._isolated([message])]
+            kind = type(error).__name__
+            return [Rejected(f"message {messages[0].message_id} cannot be sent by this sink: {kind}: {error}")]
 
     def _results(self, messages: Sequence[Outgoing]) -> Sequence[Exception | None]:
         if self._endpoint is None:

@@ -63,14 +63,19 @@ class KafkaSink:
     def send(self, messages: Sequence[Outgoing]) -> Sequence[Exception | None]:
         """Send messages. If Kafka acknowledges no message in time, raises ServiceUnavailable."""
         producer = self._current()
-        outcomes: dict[int, KafkaError | None] = {}
+        # An exception is about a message that the library could not encode, so it was not sent.
+        outcomes: dict[int, KafkaError | Exception | None] = {}
         for place, message in enumerate(messages):
-            self._produce(producer, place, message, outcomes)
+            try:
+                self._produce(producer, place, message, outcomes)
+            except (ValueError, TypeError, OverflowError) as error:
+                outcomes[place] = error
         while len(outcomes) < len(messages):
             producer.poll(_POLL_SECONDS)
-        if any(error is not None and error.fatal() for error in outcomes.values()):
+        errors = [error for error in outcomes.values() if isinstance(error, KafkaError)]
+        if any(error.fatal() for error in errors):
             self._drop(producer)
-        if all(error is not None and error.code() == KafkaError._MSG_TIMED_OUT for error in outcomes.values()):
+        if len(errors) == len(messages) and all(error.code() == KafkaError._MSG_TIMED_OUT for error in errors):
             raise ServiceUnavailable(f"kafka {self._servers} acknowledged no message")
         return [self._result(messages[place], outcomes[place]) for place in range(len(messages))]
 
@@ -83,7 +88,7 @@ class KafkaSink:
             producer.flush(5)
 
     def _produce(
-        self, producer: Producer, place: int, message: Outgoing, outcomes: dict[int, KafkaError | None]
+        self, producer: Producer, place: int, message: Outgoing, outcomes: dict[int, KafkaError | Exception | None]
     ) -> None:
         headers = {"message-id": str(message.message_id), "content-type": message.content_type, **message.headers}
         while True:
@@ -102,9 +107,12 @@ class KafkaSink:
                 outcomes[place] = error.args[0]
                 return
 
-    def _result(self, message: Outgoing, error: KafkaError | None) -> Exception | None:
+    def _result(self, message: Outgoing, error: KafkaError | Exception | None) -> Exception | None:
         if error is None:
             return None
+        if not isinstance(error, KafkaError):
+            kind = type(error).__name__
+            return Rejected(f"message {message.message_id} cannot be written for kafka: {kind}: {error}")
         said = (
             f"kafka {self._servers} did not accept a message for topic {message.topic!r}: {error.name()}: {error.str()}"
         )
@@ -132,5 +140,5 @@ class KafkaSink:
             raise ConfigurationError(f"kafka {self._servers}: config is refused: {error.args[0].str()}.") from error
 
 
-def _note(outcomes: dict[int, KafkaError | None], place: int, error: KafkaError | None, _: object) -> None:
+def _note(outcomes: dict[int, KafkaError | Exception | None], place: int, error: KafkaError | None, _: object) -> None:
     outcomes[place] = error

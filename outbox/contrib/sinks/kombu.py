@@ -12,17 +12,19 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from amqp.exceptions import MessageNacked
+from amqp.exceptions import MessageNacked, PreconditionFailed
 from kombu.connection import Connection
 from kombu.entity import Exchange, Queue
 from kombu.exceptions import KombuError
 from kombu.messaging import Producer
 
-from outbox.contrib.sinks.sink import NotAcknowledged, Outgoing, one_by_one
+from outbox.contrib.sinks.sink import NotAcknowledged, Outgoing, Rejected, one_by_one
 from outbox.errors import ConfigurationError, ServiceUnavailable
 from outbox.utils.safe_text import mask_passwords
 
 _PERSISTENT: Final = 2
+# The limit of AMQP 0-9-1, in bytes.
+_LONGEST_ROUTING_KEY: Final = 255
 _CONFIRMING: Final = frozenset(("amqp", "pyamqp", "amqps"))
 
 
@@ -100,6 +102,12 @@ class KombuSink:
 
     def _publish(self, channel: _Channel, message: Outgoing) -> Exception | None:
         routing_key = self._routing_key.format(topic=message.topic, key=message.key)
+        if self._confirms and len(routing_key.encode(errors="replace")) > _LONGEST_ROUTING_KEY:
+            return Rejected(
+                f"message {message.message_id} cannot be sent to {self._name}: its routing key has more than "
+                f"{_LONGEST_ROUTING_KEY} bytes, which AMQP does not allow. Use a shorter key, or leave {{key}} out of "
+                "routing_key."
+            )
         try:
             producer = channel.open()
             if self._declare:
@@ -123,7 +131,13 @@ class KombuSink:
         except channel.errors as error:
             # The broker may already have this message. A channel with an unfinished operation cannot be used again.
             channel.close()
+            if isinstance(error, PreconditionFailed) and "message size" in str(error):
+                return Rejected(f"{self._name} refused message {message.message_id}: {error}")
             raise ServiceUnavailable(f"{self._name} is unavailable: {type(error).__name__}: {error}") from error
+        except Exception:
+            # The library could not encode the message, and may have written a part of it to the connection.
+            channel.close()
+            raise
         if channel.returned:
             channel.returned.clear()
             # The error text has no message id, because outbox detects an outage by equal error texts of different

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 from uuid import UUID
 
@@ -16,6 +17,7 @@ from outbox.broker.operations.dead_letters import LetterSelection
 from outbox.contrib.django.actions.declaration import LEFT, ActionField, ActionPlan, DeclaredAction, FieldKind, Values
 from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.engine.broker import get_broker
+from outbox.contrib.django.engine.operator_table import is_on_rocketmq
 from outbox.errors import UsageError
 from outbox.recall import Recall
 
@@ -24,6 +26,8 @@ LIMIT: Final = 10_000
 _NOTED: Final = 100
 
 _NOW = Statement("SELECT clock_timestamp()")
+
+_CLOCK_DIFFERENCE: Final = timedelta(seconds=5)
 
 _Settle = Callable[..., int]
 
@@ -34,6 +38,10 @@ def replay_dead_letters(group: str, selection: LetterSelection, *, limit: int, d
     Raises UnknownGroup. If one of the ids is not a dead letter of the group, the function raises UsageError and replays
     no message.
     """
+    if is_on_rocketmq():
+        from outbox.contrib.django.operations.rocketmq import settle_letters
+
+        return settle_letters(group, selection, limit=limit, replay=True, dry_run=dry_run)
     count = _settle(dead_letters.replay, "replayed", group, selection, limit=limit, dry_run=dry_run)
     if not dry_run:
         get_broker().notify_decided()
@@ -45,6 +53,10 @@ def discard_dead_letters(group: str, selection: LetterSelection, *, limit: int, 
 
     Raises the same errors as `replay_dead_letters`.
     """
+    if is_on_rocketmq():
+        from outbox.contrib.django.operations.rocketmq import settle_letters
+
+        return settle_letters(group, selection, limit=limit, replay=False, dry_run=dry_run)
     return _settle(dead_letters.discard, "discarded", group, selection, limit=limit, dry_run=dry_run)
 
 
@@ -70,7 +82,12 @@ def _replay(values: Values) -> ActionPlan:
         values,
         replay_dead_letters,
         "Deliver {count} dead letters again to group {group}{which}, each with a new series of attempts.",
-        "First correct the cause of the handler's failure, or the messages fail again.",
+        "First correct the cause of the handler's failure, or the messages fail again."
+        + (
+            " On RocketMQ, every group of the topic gets the messages again; the inboxes skip what they have handled."
+            if is_on_rocketmq()
+            else ""
+        ),
         dangerous=False,
     )
 
@@ -91,9 +108,7 @@ def _settling(values: Values, settle: _Settle, effect: str, caution: str, *, dan
     which = _described(selection)
     if values["until"] is None:
         # The action does not include dead letters that arrive after this plan.
-        with broker_connection() as (connection, schema):
-            [now] = Executor(connection, schema).one(_NOW)
-        selection = replace(selection, until=now)
+        selection = replace(selection, until=_now())
     count = settle(group, selection, limit=limit, dry_run=True)
     more = (
         f" One action settles at most {limit:,} dead letters: repeat the action for the other dead letters."
@@ -115,6 +130,17 @@ def _settling(values: Values, settle: _Settle, effect: str, caution: str, *, dan
         nothing=count == 0,
         do=do,
     )
+
+
+def _now() -> datetime:
+    """The present time by the clock of the broker."""
+    if is_on_rocketmq():
+        # RocketMQ does not report its time, and its clock may be ahead of the clock of this host.
+        return datetime.now(UTC) + _CLOCK_DIFFERENCE
+    with broker_connection() as (connection, schema):
+        [now] = Executor(connection, schema).one(_NOW)
+    assert isinstance(now, datetime)
+    return now
 
 
 def _selection(values: Values) -> LetterSelection:

@@ -18,10 +18,12 @@ from django.views.decorators.cache import never_cache
 from django.views.decorators.csrf import csrf_protect
 from django.views.decorators.http import require_POST, require_safe
 
+from outbox.contrib.django.actions.catalogue import ACTIONS
 from outbox.contrib.django.console.asking import SECONDS, application
 from outbox.contrib.django.console.rendering import SEE, problem
 from outbox.contrib.django.database import deadline
-from outbox.errors import OutboxError, UnknownGroup, UnknownTopic, UsageError
+from outbox.contrib.django.engine.operator_table import refused_command, refused_page
+from outbox.errors import ConfigurationError, OutboxError, UnknownGroup, UnknownTopic, UsageError
 
 View = Callable[..., HttpResponse]
 
@@ -86,6 +88,8 @@ def _answer(view: View, permissions: list[str], request: HttpRequest, *args: Any
     try:
         with application():
             refusal = _refusal(request, permissions)
+        if refusal is None and (text := _refused_by_engine(request)):
+            return problem(request, "This page does not work on RocketMQ", text, status=404)
         return refusal or view(request, *args, **kwargs)
     except (UnknownGroup, UnknownTopic) as error:
         return problem(request, "The broker does not have this group or topic", str(error), status=404)
@@ -93,6 +97,16 @@ def _answer(view: View, permissions: list[str], request: HttpRequest, *args: Any
         return problem(request, "This is not possible", str(error), status=400)
     except (OutboxError, psycopg.Error, DatabaseError) as error:
         return _unanswered(request, error)
+
+
+def _refused_by_engine(request: HttpRequest) -> str:
+    name = (request.resolver_match and request.resolver_match.url_name) or ""
+    action = ACTIONS.get(name.removeprefix("act_")) if name.startswith("act_") else None
+    try:
+        return refused_page(name) if action is None else refused_command(action.command)
+    except ConfigurationError:
+        # The view reports wrong settings itself.
+        return ""
 
 
 def _unanswered(request: HttpRequest, error: Exception) -> HttpResponse:

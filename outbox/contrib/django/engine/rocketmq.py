@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from django.core.checks import CheckMessage, Error, Warning
 
+from outbox.contrib.django.engine import dead_letter_notes
 from outbox.contrib.django.engine.engine import Engine
 from outbox.contrib.django.ledger.ledger_checker import LedgerChecker
 from outbox.contrib.django.settings.conf import PathChoice
@@ -135,6 +136,7 @@ class RocketMQEngine(Engine):
             invoker=InboxInvoker(lease_seconds=settings.lease_seconds, masked_fields=settings.masked_fields),
             codecs=self.codecs,
             on_tick=lambda: heartbeat.beat(ready=self.is_asked()),
+            note=dead_letter_notes.note,
         )
 
     def run_pass(self, name: str) -> Mapping[str, Any]:
@@ -157,7 +159,7 @@ class RocketMQEngine(Engine):
         Returns the number of topics and the number of groups. Raises UsageError for a subscriber of a topic that is not
         declared. Raises BrokerError.
         """
-        admin = parse_address(address)
+        admin = parse_address(address, self.settings.broker)
         topics = {name: declared.topic for name, declared in self.settings.topics.items()}
         for topic in topics.values():
             admin.create_topic(topic)
@@ -187,7 +189,7 @@ class RocketMQEngine(Engine):
         wanted = [(item.subscription.group, item.subscription.topic) for item in subscribers()]
         topics = sorted({*settings.topics, *(topic for _, topic in wanted)})
         named = brokers_of(settings.broker)
-        admins = [parse_address(text) for text in brokers] or named
+        admins = [parse_address(text, settings.broker) for text in brokers] or named
         if not admins:
             raise UsageError(
                 "RocketMQ's clients cannot count the remaining messages: name the administration port of each "

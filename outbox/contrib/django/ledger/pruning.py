@@ -285,6 +285,8 @@ def prune_inboxes(*, older_than: datetime, max_seconds: float | None = None) -> 
     """
     settings = get_settings()
     if not settings.has_database:
+        if not settings.in_memory:
+            _prune_dead_letter_notes(older_than)
         return _counts(inbox=_of_each(lambda alias, ends: _prune_inbox(alias, None, older_than, ends), max_seconds))
     with _broker(settings) as run:
 
@@ -294,6 +296,13 @@ def prune_inboxes(*, older_than: datetime, max_seconds: float | None = None) -> 
             return part
 
         return _counts(inbox=_of_each(prune, max_seconds))
+
+
+def _prune_dead_letter_notes(older_than: datetime) -> None:
+    """Remove the notes about dead letters that RocketMQ does not have any more."""
+    from outbox.contrib.django.models import DeadLetterNote
+
+    DeadLetterNote.objects.using(router.db_for_write(DeadLetterNote)).filter(noted_at__lt=older_than).delete()
 
 
 def _prune_inbox(alias: str, run: Executor | None, older_than: datetime, ends: float) -> _Part:

@@ -69,11 +69,6 @@ class ActionCommand(OutboxCommand):
         self.add_no_input(parser, "show the plan, change nothing")
         self.add_json(parser)
 
-    @property
-    def command_name(self) -> str:
-        """The name that an operator writes in a shell to run this command."""
-        return type(self).__module__.rpartition(".")[2]
-
     def handle(self, *args: Any, **options: Any) -> None:
         declared = {action.subcommand: action for action in of_command(self.command_name)}
         if options["action"] in declared:

@@ -15,11 +15,14 @@ from django.core.management.base import BaseCommand, CommandError, CommandParser
 
 from outbox.broker.operations.conditions import Condition, Severity, as_facts
 from outbox.contrib.django.engine.broker import reset_broker
-from outbox.errors import OutboxError
+from outbox.contrib.django.engine.operator_table import refused_command
+from outbox.errors import ConfigurationError, OutboxError
 from outbox.utils.safe_text import for_people, inert
 
 # The exit code that a shell shows for a program that SIGPIPE has ended: 128 + 13.
 _CLOSED_PIPE: Final = 141
+# Options that choose a declared action, in commands without subcommands.
+_ACTING: Final = ("drop", "forget")
 
 
 class OutboxCommand(BaseCommand):
@@ -46,8 +49,15 @@ class OutboxCommand(BaseCommand):
         )
         parser.add_argument("--after", type=parse, metavar=place, help=what)
 
+    @property
+    def command_name(self) -> str:
+        """The name that an operator writes in a shell to run this command."""
+        return type(self).__module__.rpartition(".")[2]
+
     def execute(self, *args: Any, **options: Any) -> str | None:
         try:
+            if refusal := self._refusal(options):
+                raise CommandError(refusal)
             found = super().execute(*args, **options)
             self.stdout.flush()
             return found
@@ -64,6 +74,15 @@ class OutboxCommand(BaseCommand):
             # Resetting the broker ends its background threads, and reports the decisions that these threads could not
             # send.
             reset_broker()
+
+    def _refusal(self, options: Mapping[str, Any]) -> str:
+        """Why the command does not work on the engine of the settings; '' if it works."""
+        subcommand = options.get("action") or next((f"--{name}" for name in _ACTING if options.get(name)), "")
+        try:
+            return refused_command(f"{self.command_name} {subcommand}".rstrip())
+        except ConfigurationError:
+            # The command reports wrong settings itself, or works without them.
+            return ""
 
     def add_no_input(self, parser: CommandParser, dry_run: str) -> None:
         """Add the options of an action that asks for a confirmation: --dry-run and --no-input."""

@@ -16,6 +16,7 @@ from outbox.broker.operations.diagnosis import diagnose
 from outbox.broker.operations.rules import survey, unusable
 from outbox.broker.schema.grants import Role
 from outbox.contrib.django.database.aliases import broker_connection, broker_database
+from outbox.contrib.django.engine.operator_table import is_on_rocketmq
 from outbox.contrib.django.ledger import ledger
 from outbox.contrib.django.ledger.ledger_checker import ledger_aliases, open_connection
 from outbox.contrib.django.ledger.pruning import LEDGER_KEEP_SECONDS
@@ -48,6 +49,8 @@ def examine() -> list[Condition]:
     try:
         settings = get_settings()
         found += _ledgers()
+        if is_on_rocketmq():
+            return [*found, *_rocketmq()]
         with broker_connection() as (connection, schema):
             run = Executor(connection, schema)
             found += diagnose(run, broker_database(settings))
@@ -60,6 +63,23 @@ def examine() -> list[Condition]:
     except OutboxError as error:
         found += unusable(error).conditions
     return found
+
+
+def _rocketmq() -> Iterator[Condition]:
+    """Return the conditions of a RocketMQ cluster, and the problems of its topics."""
+    from outbox.contrib.django.engine.broker import engine_of
+    from outbox.contrib.django.operations import rocketmq
+
+    verdict, _ = rocketmq.look()
+    yield from verdict.conditions
+    if not verdict.conditions:
+        yield of_text("RocketMQ", Severity.OK, "every broker answers, and nothing needs attention")
+    engine = engine_of(get_settings())
+    try:
+        for problem in engine.server_problems():
+            yield of_text("RocketMQ's topics", Severity.CRITICAL, problem, "Run `manage.py outbox_install --create`.")
+    finally:
+        engine.broker.close()
 
 
 def _system_checks() -> Iterator[Condition]:

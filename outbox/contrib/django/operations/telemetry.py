@@ -17,6 +17,7 @@ from outbox.broker.operations.limits import list_limits
 from outbox.broker.operations.rules import survey, unusable
 from outbox.broker.operations.summary import overview
 from outbox.broker.schedules.schedule import clock, list_schedules
+from outbox.contrib.django.engine.operator_table import is_on_rocketmq
 from outbox.contrib.django.ledger.ledger_checker import ledger_aliases
 from outbox.contrib.django.operations import instrumentation
 from outbox.contrib.django.operations.watching import asking, with_application
@@ -77,6 +78,12 @@ def state() -> ScrapeState:
     """Return the present state of the broker's tables, for the metrics."""
     from outbox.contrib.prometheus.collector import ScrapeState
 
+    if is_on_rocketmq():
+        from outbox.contrib.django.operations import rocketmq
+
+        verdict, figures = rocketmq.look()
+        families = [] if figures is None else list(rocketmq.metric_families(figures))
+        return ScrapeState(verdict, judged=rocketmq.JUDGED, families=families)
     try:
         with asking() as run:
             found = survey(run, get_settings().thresholds)

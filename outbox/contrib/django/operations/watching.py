@@ -10,7 +10,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from django.db.utils import DatabaseError
 
@@ -23,9 +23,13 @@ from outbox.broker.operations.summary import Overview, overview
 from outbox.broker.schema.refusals import naming
 from outbox.contrib.django.database import deadline
 from outbox.contrib.django.database.aliases import broker_connection, broker_database, require_database
+from outbox.contrib.django.engine.operator_table import is_on_rocketmq
 from outbox.contrib.django.operations import additions
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.errors import BrokerUnavailable, OutboxError, SchemaError
+
+if TYPE_CHECKING:
+    from outbox.contrib.django.operations.rocketmq import ServerFigures
 
 logger = logging.getLogger(__name__)
 
@@ -50,14 +54,19 @@ def _all(run: Executor) -> Iterator[Condition]:
 
 @dataclass(frozen=True, slots=True)
 class BrokerView:
-    """The conditions that hold, and an overview of the broker. `overview` is None if the broker does not answer."""
+    """The conditions that hold, and an overview of the broker. `overview` is None if the broker does not answer.
+
+    On RocketMQ, `server` has the figures, and `overview` is None.
+    """
 
     verdict: ConditionReport
     overview: Overview | None
+    server: ServerFigures | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Return the conditions and the overview as plain values for JSON."""
-        return {**self.verdict.as_json(), "broker": self.overview.as_json() if self.overview else None}
+        broker = self.server or self.overview
+        return {**self.verdict.as_json(), "broker": broker.as_json() if broker else None}
 
 
 def look() -> BrokerView:
@@ -65,6 +74,11 @@ def look() -> BrokerView:
 
     If the broker is unreachable, a condition says so. Raises ConfigurationError.
     """
+    if is_on_rocketmq():
+        from outbox.contrib.django.operations import rocketmq
+
+        verdict, server = rocketmq.look()
+        return BrokerView(verdict, None, server)
     limits = get_settings().thresholds
     try:
         with asking() as run:
@@ -82,6 +96,10 @@ def probe() -> ConditionReport:
 
     If the broker is unreachable, a condition says so. Raises ConfigurationError.
     """
+    if is_on_rocketmq():
+        from outbox.contrib.django.operations import rocketmq
+
+        return rocketmq.probe()
     settings = get_settings()
     require_database(settings)
     try:

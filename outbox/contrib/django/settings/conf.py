@@ -508,7 +508,7 @@ class OutboxSettings:
         text("alias or address"),
         word="broker",
         meaning="alias of the broker's database (PostgreSQL 15 or newer), "
-        "or [address of RocketMQ](rocketmq.md#set-it-up), `rocketmq://PROXY:8081?brokers=BROKER:10911`",
+        "or [address of RocketMQ](rocketmq.md#the-address), `rocketmq://PROXY:8081?brokers=BROKER:10911`",
         section="broker",
     )
     schema: str = setting(
@@ -930,6 +930,11 @@ ENVIRONMENT: Final = (
         "`off`: outbox uses plain psycopg and Django in place of the fast paths; default `on`",
     ),
     Variable("PROMETHEUS_MULTIPROC_DIR", _USER, "prometheus-client's folder, which several web processes share"),
+    Variable(
+        "GRPC_DEFAULT_SSL_ROOTS_FILE_PATH",
+        _USER,
+        "RocketMQ with `tls=`: the file with the certificates of your own authority; by default those of the system",
+    ),
     Variable("OUTBOX_HEARTBEAT", _OUTBOX, "file into which a process writes its heartbeat"),
     Variable("OUTBOX_PARENT_PID", _OUTBOX, "process id of the supervisor: a process ends when its supervisor has died"),
     Variable("OUTBOX_RUNNING_CALLS_FD", _OUTBOX, "descriptor of the file in which a process notes its running calls"),

@@ -19,6 +19,7 @@ from outbox.contrib.django.console.asking import application, as_uuid, moment, n
 from outbox.contrib.django.console.masking import shown
 from outbox.contrib.django.console.rendering import BODIES, PER_PAGE, may, paged, problem, render
 from outbox.contrib.django.console.states import state_tabs
+from outbox.contrib.django.engine.operator_table import is_on_rocketmq
 from outbox.contrib.django.models import OperatorAction
 from outbox.contrib.django.operations.claimed_messages import claimed_messages
 from outbox.contrib.django.settings.conf import get_settings
@@ -73,6 +74,8 @@ def search(request: HttpRequest) -> HttpResponse:
 @seeing
 def message(request: HttpRequest, message_id: UUID) -> HttpResponse:
     """The page of one message, or of the first message of a transaction."""
+    if is_on_rocketmq():
+        return _message_on_server(request, message_id)
     with reading() as run:
         found = trace(run, message_id)
         content = None
@@ -93,6 +96,20 @@ def message(request: HttpRequest, message_id: UUID) -> HttpResponse:
         "may_run": opened.may_run if opened else "",
         "content": content and shown(content, get_settings().masked_fields),
     })  # fmt: skip
+
+
+def _message_on_server(request: HttpRequest, message_id: UUID) -> HttpResponse:
+    from outbox.contrib.django.operations.rocketmq import find_path
+
+    found = find_path(message_id)
+    if found is None:
+        return problem(
+            request,
+            "No such message",
+            f"RocketMQ has no message {message_id} on the topics of this project, and no group has handled it.",
+            status=404,
+        )
+    return render(request, "rocketmq_message", {"title": f"Message {message_id}", "found": found})
 
 
 def _context(found: Trace, one: TracedMessage) -> dict[str, object]:

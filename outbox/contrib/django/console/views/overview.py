@@ -12,26 +12,30 @@ from django.http import HttpRequest, HttpResponse, JsonResponse
 from django.urls import reverse
 
 from outbox.broker.operations import summary
-from outbox.broker.operations.conditions import Condition, ConditionReport, Severity, duration
+from outbox.broker.operations.conditions import Condition, ConditionReport, Severity, as_facts, duration
 from outbox.broker.operations.summary import Overview, SummaryHistory, SummaryPoint
 from outbox.contrib.django.console.access import seeing
 from outbox.contrib.django.console.asking import reading, text
 from outbox.contrib.django.console.cards import Tile, cards, tone_of
 from outbox.contrib.django.console.rendering import render
 from outbox.contrib.django.console.spans import chosen_span, span_tabs
-from outbox.contrib.django.operations.watching import look
+from outbox.contrib.django.engine.operator_table import is_on_rocketmq
+from outbox.contrib.django.operations.watching import BrokerView, look
 
 _OK: Final = "Everything is in order"
 # If two summaries are further apart than this multiple of the usual interval, the diagrams show a gap between them.
 _GAP: Final = 3.0
 # Kept points are a multiple of their resolution apart, and a leader may store one of them a few seconds late.
 _GAP_KEPT: Final = 1.5
+_MOST_HALVES: Final = 50
 
 
 @seeing
 def overview(request: HttpRequest) -> HttpResponse:
     """The overview page: the verdict, its conditions, and the broker's figures."""
     found = look()
+    if found.server is not None or is_on_rocketmq():
+        return render(request, "rocketmq", _of_server(found))
     context = {
         "title": "Overview",
         "severity": found.verdict.severity.name.lower(),
@@ -44,6 +48,22 @@ def overview(request: HttpRequest) -> HttpResponse:
         "is_rejecting": any(one.name == "rejecting" for one in found.verdict.conditions),
     }
     return render(request, "overview", context)
+
+
+def _of_server(found: BrokerView) -> dict[str, object]:
+    """The context of the overview page on RocketMQ, whose figures differ from those of the bundled broker."""
+    server = found.server
+    return {
+        "title": "Overview",
+        "severity": found.verdict.severity.name.lower(),
+        "sentence": _sentence(found.verdict),
+        "conditions": [
+            (one, one.severity.name.lower(), list(map(as_facts, one.evidence))) for one in found.verdict.conditions
+        ],
+        "server": server,
+        "dead": [(group, count) for group, count in server.dead.items() if count] if server else [],
+        "halves": server.halves[:_MOST_HALVES] if server else [],
+    }
 
 
 @seeing

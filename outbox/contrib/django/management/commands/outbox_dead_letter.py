@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 from uuid import UUID
 
@@ -11,9 +12,17 @@ from django.core.management.base import CommandError, CommandParser
 
 from outbox.broker.database.executor import Executor
 from outbox.broker.groups.registration import group_id_of
-from outbox.broker.operations.dead_letters import LetterSelection, PagePosition, failed_attempts, list_dead_letters
+from outbox.broker.operations.dead_letters import (
+    DeadLetter,
+    FailedAttempt,
+    LetterSelection,
+    PagePosition,
+    failed_attempts,
+    list_dead_letters,
+)
 from outbox.contrib.django.actions.messages import SELECTION
 from outbox.contrib.django.database.aliases import broker_connection
+from outbox.contrib.django.engine.operator_table import is_on_rocketmq
 from outbox.contrib.django.management.acting import ActionCommand, add_field
 from outbox.contrib.django.management.output import first_line, moment
 
@@ -46,6 +55,9 @@ class Command(ActionCommand):
         self.add_json(one)
 
     def _list(self, options: dict[str, Any]) -> None:
+        if is_on_rocketmq():
+            self._list_of_server(options)
+            return
         with broker_connection() as (connection, schema):
             run = Executor(connection, schema)
             if options["group"]:
@@ -61,6 +73,21 @@ class Command(ActionCommand):
                     ]
                 )
                 return
+        self._print(letters, options)
+
+    def _list_of_server(self, options: dict[str, Any]) -> None:
+        from outbox.contrib.django.operations.rocketmq import list_letters
+
+        page = {name: options[name] for name in ("settled", "after", "limit")}
+        selection = LetterSelection(**{field.name: options[field.name] for field in SELECTION})
+        letters = list_letters(options["group"], selection, **page)
+        if options["json"]:
+            # RocketMQ's consumers note the error of the last attempt only.
+            self.print_json([{"letter": item, "failures": []} for item in letters])
+            return
+        self._print(letters, options)
+
+    def _print(self, letters: Sequence[DeadLetter], options: dict[str, Any]) -> None:
         self.print_rows(
             ["group", "message", "topic", "key", "attempts", "dead since", "error"],
             ((d.group, d.message_id, d.topic, d.key, d.attempts, d.dead_at, first_line(d.error)) for d in letters),
@@ -69,11 +96,7 @@ class Command(ActionCommand):
 
     def _show(self, options: dict[str, Any]) -> None:
         group, message_id = options["group"], options["id"]
-        with broker_connection() as (connection, schema):
-            run = Executor(connection, schema)
-            group_id_of(run, group)
-            letters = list_dead_letters(run, group, LetterSelection(message_ids=[message_id]), settled=True)
-            failures = failed_attempts(run, group, message_id)
+        letters, failures = self._found(group, message_id)
         if not letters:
             raise CommandError(
                 f"group {group!r} has no dead letter {message_id}: `outbox_message show {message_id}` shows where the "
@@ -88,6 +111,18 @@ class Command(ActionCommand):
             self.say(f"attempt {one.attempt}, {one.failed_at}:")
             for line in one.error.splitlines():
                 self.say(f"    {line}")
+
+    @staticmethod
+    def _found(group: str, message_id: UUID) -> tuple[Sequence[DeadLetter], Sequence[FailedAttempt]]:
+        only = LetterSelection(message_ids=[message_id])
+        if is_on_rocketmq():
+            from outbox.contrib.django.operations.rocketmq import list_letters
+
+            return list_letters(group, only, settled=True), []
+        with broker_connection() as (connection, schema):
+            run = Executor(connection, schema)
+            group_id_of(run, group)
+            return list_dead_letters(run, group, only, settled=True), failed_attempts(run, group, message_id)
 
 
 def _place(text: str) -> PagePosition:

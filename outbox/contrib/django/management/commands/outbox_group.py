@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from django.core.management.base import CommandParser
@@ -11,6 +12,7 @@ from outbox.broker.database.executor import Executor
 from outbox.broker.groups.registration import group_id_of
 from outbox.broker.operations.progress import QueueProgress, list_queues
 from outbox.contrib.django.database.aliases import broker_connection
+from outbox.contrib.django.engine.operator_table import is_on_rocketmq
 from outbox.contrib.django.management.acting import ActionCommand
 from outbox.contrib.django.management.output import first_line
 
@@ -32,6 +34,9 @@ class Command(ActionCommand):
         self.add_json(offsets)
 
     def _list(self, options: dict[str, Any]) -> None:
+        if is_on_rocketmq():
+            self._list_of_server(options)
+            return
         by_group: dict[str, list[QueueProgress]] = {}
         with broker_connection() as (connection, schema):
             for queue in list_queues(Executor(connection, schema)):
@@ -51,7 +56,30 @@ class Command(ActionCommand):
         else:
             self.print_rows(["group", "queues", "lag", "stopped", "blocked"], (tuple(row.values()) for row in rows))
 
+    def _list_of_server(self, options: dict[str, Any]) -> None:
+        from outbox.contrib.django.operations.rocketmq import brokers, pairs
+        from outbox.rocketmq.inspection import group_figures
+
+        rows = [dataclasses.asdict(one) for one in group_figures(brokers(), pairs())]
+        self._print(rows, options)
+
+    def _offsets_on_server(self, options: dict[str, Any]) -> None:
+        from outbox.contrib.django.operations.rocketmq import brokers, topics_of
+        from outbox.rocketmq.inspection import offsets
+
+        group = options["group"]
+        self._print(offsets(brokers(), group, topics_of(group)), options)
+
+    def _print(self, rows: Sequence[Mapping[str, object]], options: dict[str, Any]) -> None:
+        if options["json"]:
+            self.print_json(rows)
+        else:
+            self.print_rows(list(rows[0]) if rows else [], (tuple(row.values()) for row in rows))
+
     def _offsets(self, options: dict[str, Any]) -> None:
+        if is_on_rocketmq():
+            self._offsets_on_server(options)
+            return
         with broker_connection() as (connection, schema):
             group_id_of(Executor(connection, schema), options["group"])
             queues = list_queues(Executor(connection, schema), options["group"])

@@ -12,6 +12,7 @@ from outbox.broker.log.topics import TopicCatalog
 from outbox.broker.operations.search import browse, find_messages
 from outbox.broker.operations.trace import trace
 from outbox.contrib.django.database.aliases import broker_connection
+from outbox.contrib.django.engine.operator_table import is_on_rocketmq
 from outbox.contrib.django.management.acting import ActionCommand
 from outbox.contrib.django.management.output import moment
 from outbox.contrib.django.operations.claimed_messages import claimed_messages
@@ -48,6 +49,9 @@ class Command(ActionCommand):
         self.add_json(shown)
 
     def _list(self, options: dict[str, Any]) -> None:
+        if is_on_rocketmq():
+            self._list_of_server(options)
+            return
         if options["key"] is not None:
             self._list_key(options)
             return
@@ -85,16 +89,36 @@ class Command(ActionCommand):
         )
         self.say_more(len(found), options["limit"], found and found[-1].log_id)
 
-    def _show(self, options: dict[str, Any]) -> None:
-        with broker_connection() as (connection, schema):
-            found = trace(Executor(connection, schema), options["id"])
-        if found is None:
+    def _list_of_server(self, options: dict[str, Any]) -> None:
+        from outbox.contrib.django.operations import rocketmq
+        from outbox.rocketmq import inspection
+
+        if lacking := [f"--{name}" for name in ("uncommitted", "since", "after") if options[name]]:
             raise CommandError(
-                f"the broker has no message or transaction {options['id']}: it was never stored, or retention removed "
-                "it."
+                f"RocketMQ does not list messages by {', '.join(lacking)}: leave it out. `outbox_transaction list` "
+                "shows uncommitted messages."
             )
-        claimed = claimed_messages([UUID(one.message_id) for one in found.messages])
-        sections = {**found.as_json(), **{name: rows for name, rows in claimed.as_json().items() if rows}}
+        if options["key"] is not None:
+            found = rocketmq.messages_with_key(options["key"], options["topic"])[-options["limit"] :][::-1]
+        elif options["topic"] is None:
+            raise CommandError("name a topic, or pass --key.")
+        else:
+            found = inspection.newest(rocketmq.brokers(), options["topic"], options["limit"])
+        if options["json"]:
+            self.print_json(rocketmq.MessagePath(copies=found, ledger={}, handled=[], letters=[]).sections()["copies"])
+            return
+        self.print_rows(
+            ["message", "topic", "key", "tag", "stored", "place", "broker", "queue", "offset"],
+            (
+                (m.message_id, m.topic, m.key, m.tag, one.stored_at, one.place, one.broker, one.queue, one.offset)
+                for one in found
+                for m in [one.message]
+            ),
+        )
+        self.say_more(len(found), options["limit"])
+
+    def _show(self, options: dict[str, Any]) -> None:
+        sections = self._path_on_server(options["id"]) if is_on_rocketmq() else self._path(options["id"])
         if options["json"]:
             self.print_json(sections)
             return
@@ -103,3 +127,26 @@ class Command(ActionCommand):
             for row in rows:
                 text = ", ".join(f"{name} {cell}" for name, cell in row.items() if cell not in (None, ""))
                 self.say(f"{section}: {text}")
+
+    @staticmethod
+    def _path_on_server(message_id: UUID) -> dict[str, Any]:
+        from outbox.contrib.django.operations.rocketmq import find_path
+
+        found = find_path(message_id)
+        if found is None:
+            raise CommandError(
+                f"RocketMQ has no message {message_id} on the topics of this project, and no group has handled it: it "
+                "was never stored, its transaction was rolled back, or RocketMQ has deleted it (fileReservedTime)."
+            )
+        return dict(found.sections())
+
+    @staticmethod
+    def _path(message_id: UUID) -> dict[str, Any]:
+        with broker_connection() as (connection, schema):
+            found = trace(Executor(connection, schema), message_id)
+        if found is None:
+            raise CommandError(
+                f"the broker has no message or transaction {message_id}: it was never stored, or retention removed it."
+            )
+        claimed = claimed_messages([UUID(one.message_id) for one in found.messages])
+        return {**found.as_json(), **{name: rows for name, rows in claimed.as_json().items() if rows}}

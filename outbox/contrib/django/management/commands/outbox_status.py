@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from django.core.management.base import CommandError, CommandParser
 
@@ -14,6 +14,9 @@ from outbox.contrib.django.management.output import OutboxCommand
 from outbox.contrib.django.operations.watching import BrokerView, look, probe
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.django.worker.probes import live, ready
+
+if TYPE_CHECKING:
+    from outbox.contrib.django.operations.rocketmq import ServerFigures
 
 
 class Command(OutboxCommand):
@@ -79,7 +82,37 @@ class Command(OutboxCommand):
             self.say("nothing needs attention", self.style.SUCCESS)
         if found.overview is not None:
             self._print_overview(found.overview)
+        if found.server is not None:
+            self._print_server(found.server)
         return found
+
+    def _print_server(self, server: ServerFigures) -> None:
+        given_up = sum(one.is_given_up for one in server.halves)
+        self.say("")
+        self.say(
+            f"RocketMQ, producer group {server.producer_group or 'none'}: {len(server.halves) - given_up} undecided, "
+            f"{given_up} given up"
+        )
+        self.say("")
+        self.print_rows(
+            ["topic", "queues", "written", "stored"],
+            ((one.topic, one.queues or "missing", one.written, one.stored) for one in server.topics),
+        )
+        self.say("")
+        self.print_rows(
+            ["group", "topic", "lag", "retrying", "oldest waits since", "dead"],
+            (
+                (
+                    one.group,
+                    one.topic,
+                    one.lag if one.is_known else "missing",
+                    one.retrying if one.is_known else "",
+                    one.oldest_at,
+                    server.dead[one.group],
+                )
+                for one in server.groups
+            ),
+        )
 
     def _print_overview(self, broker: Overview) -> None:
         self.say("")

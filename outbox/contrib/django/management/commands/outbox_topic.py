@@ -10,6 +10,7 @@ from django.core.management.base import CommandParser
 from outbox.broker.database.executor import Executor
 from outbox.broker.log.topics import list_topics
 from outbox.contrib.django.database.aliases import broker_connection
+from outbox.contrib.django.engine.operator_table import is_on_rocketmq
 from outbox.contrib.django.management.acting import ActionCommand
 
 
@@ -22,6 +23,9 @@ class Command(ActionCommand):
         self.add_json(self.add_subcommands(parser).add_parser("list", help="list every topic of the broker"))
 
     def _list(self, options: dict[str, Any]) -> None:
+        if is_on_rocketmq():
+            self._list_of_server(options)
+            return
         with broker_connection() as (connection, schema):
             topics = list_topics(Executor(connection, schema))
         if options["json"]:
@@ -34,3 +38,14 @@ class Command(ActionCommand):
                 for t in topics
             ),
         )
+
+    def _list_of_server(self, options: dict[str, Any]) -> None:
+        from outbox.contrib.django.operations.rocketmq import brokers
+        from outbox.contrib.django.settings.conf import get_settings
+        from outbox.rocketmq.inspection import topic_figures
+
+        rows = [dataclasses.asdict(one) for one in topic_figures(brokers(), sorted(get_settings().topics))]
+        if options["json"]:
+            self.print_json(rows)
+        else:
+            self.print_rows(["topic", "queues", "stored", "written"], (tuple(row.values()) for row in rows))

@@ -11,6 +11,7 @@ from django.core.management.base import CommandError, CommandParser
 from outbox.broker.database.executor import Executor
 from outbox.broker.operations.listings import OpenTransaction, describe, list_open
 from outbox.contrib.django.database.aliases import broker_connection
+from outbox.contrib.django.engine.operator_table import is_on_rocketmq
 from outbox.contrib.django.management.acting import ActionCommand
 from outbox.contrib.django.management.output import first_line
 from outbox.contrib.django.publishing.checkback import run_check_back
@@ -46,6 +47,9 @@ class Command(ActionCommand):
             self.add_json(one)
 
     def _list(self, options: dict[str, Any]) -> None:
+        if is_on_rocketmq():
+            self._list_of_server(options)
+            return
         with broker_connection() as (connection, schema):
             narrowed = {name: options[name] for name in ("group", "transactional_id", "parked", "after", "limit")}
             found = list_open(Executor(connection, schema), **narrowed)
@@ -56,7 +60,27 @@ class Command(ActionCommand):
         self.print_rows(header, map(_row, found))
         self.say_more(len(found), options["limit"], found[-1].transaction_id if found else None)
 
+    def _list_of_server(self, options: dict[str, Any], only: UUID | None = None) -> None:
+        from outbox.contrib.django.operations.rocketmq import open_transactions
+
+        if options.get("transactional_id") or options.get("parked") or options.get("after"):
+            raise CommandError(
+                "RocketMQ has no transactional ids and no parked transactions, and the list has one page: leave these "
+                "options out."
+            )
+        found = [one.as_json() for one in open_transactions(options.get("group"))]
+        shown = [one for one in found if only is None or one["transaction_id"] == str(only)][: options.get("limit")]
+        if only is not None and not shown:
+            raise CommandError(f"{only} is not an open transaction: `outbox_message show ID` shows a message's path.")
+        if options["json"]:
+            self.print_json(shown)
+            return
+        self.print_rows(list(shown[0]) if shown else [], (tuple(one.values()) for one in shown))
+
     def _describe(self, options: dict[str, Any]) -> None:
+        if is_on_rocketmq():
+            self._list_of_server(options, options["id"])
+            return
         with broker_connection() as (connection, schema):
             found = describe(Executor(connection, schema), options["id"])
         if found is None:

@@ -1,0 +1,147 @@
+"""What an operator can use on RocketMQ: every command, page and metric, and what to use instead of those that lack.
+
+An empty text says that it works. The tables of docs/rocketmq-operations.md are made from this file. Tests compare the
+keys with the commands, pages and metrics of the code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from outbox.contrib.django.settings.conf import EngineName, get_settings
+
+_LEDGER_DECIDES: Final = (
+    "RocketMQ asks about undecided transactions, and the ledger answers. Start a worker; `outbox_transaction list` "
+    "shows what is undecided."
+)
+_MQADMIN: Final = "Use RocketMQ's own tool:"
+_ON_POSTGRES: Final = "Run it with settings whose BROKER is the alias of a broker in PostgreSQL."
+
+COMMANDS: Final[Mapping[str, str]] = {
+    "outbox_audit": "`outbox_status` shows the counts that RocketMQ has.",
+    "outbox_audit compare": "RocketMQ deletes messages by age, so a missing one proves nothing. Keep backups of it.",
+    "outbox_audit settle": "RocketMQ has no comparison whose rows could be settled.",
+    "outbox_dead_letter list": "",
+    "outbox_dead_letter show": "",
+    "outbox_dead_letter replay": "",
+    "outbox_dead_letter discard": "",
+    "outbox_doctor": "",
+    "outbox_endpoint list": _ON_POSTGRES,
+    "outbox_endpoint enable": _ON_POSTGRES,
+    "outbox_group list": "",
+    "outbox_group offsets": "",
+    "outbox_group delete": f"{_MQADMIN} `mqadmin deleteSubGroup`.",
+    "outbox_group limits": "Set `threads` and the number of consumer processes.",
+    "outbox_group pause": "Stop the group's workers; the messages wait. Or use `mqadmin updateSubGroup -s false`.",
+    "outbox_group rename": "Declare the new name as a second group, and delete the old group when its lag is 0.",
+    "outbox_group reset": f"{_MQADMIN} `mqadmin resetOffsetByTime`; the inbox skips what the group has handled.",
+    "outbox_group resume": "Start the group's workers. Or use `mqadmin updateSubGroup -s true`.",
+    "outbox_group skip": "Let on_error make the message a dead letter, then `outbox_dead_letter discard`.",
+    "outbox_install": "",
+    "outbox_install --drop": f"{_MQADMIN} `mqadmin deleteTopic` and `mqadmin deleteSubGroup`.",
+    "outbox_message list": "",
+    "outbox_message show": "",
+    "outbox_message recall": "Let the handler check whether the message still matters.",
+    "outbox_reconcile": "Reconciliation reads PostgreSQL only. Compare the tables of both services by SQL.",
+    "outbox_repair": "Publish the missing messages again from a task of your own.",
+    "outbox_schedule list": "Use Celery beat.",
+    "outbox_schedule pause": "Use Celery beat.",
+    "outbox_schedule resume": "Use Celery beat.",
+    "outbox_schedule run": "Use Celery beat.",
+    "outbox_status": "",
+    "outbox_topic list": "",
+    "outbox_topic alter": "Change OUTBOX['TOPICS'], then `outbox_install --create BROKER:10911`.",
+    "outbox_topic create": "Add the topic to OUTBOX['TOPICS'], then `outbox_install --create BROKER:10911`.",
+    "outbox_topic delete": f"{_MQADMIN} `mqadmin deleteTopic`.",
+    "outbox_transaction list": "",
+    "outbox_transaction describe": "",
+    "outbox_transaction abort": _LEDGER_DECIDES,
+    "outbox_transaction accept": "Use `mqadmin updateBrokerConfig -k rejectTransactionMessage -v false`.",
+    "outbox_transaction ask": _LEDGER_DECIDES,
+    "outbox_transaction check": _LEDGER_DECIDES,
+    "outbox_transaction decide": _LEDGER_DECIDES,
+    "outbox_transaction reject": "Use `mqadmin updateBrokerConfig -k rejectTransactionMessage -v true`.",
+    "outbox_worker": "",
+    "outbox_worker --forget": "RECEIVE is refused on RocketMQ, so there is no receiver to forget.",
+}
+
+_OVERVIEW: Final = "The overview page shows this for RocketMQ."
+PAGES: Final[Mapping[str, str]] = {
+    "overview": "",
+    "history": "Draw the metrics with Grafana.",
+    "search": "Use `outbox_message list TOPIC` or `outbox_message list --key KEY`.",
+    "message": "",
+    "undecided": _OVERVIEW,
+    "dead_letters": _OVERVIEW,
+    "letters": "",
+    "waiting": "RocketMQ does not list waiting messages; the overview page shows the number of retries per group.",
+    "groups": _OVERVIEW,
+    "group": "Use `outbox_group offsets GROUP`.",
+    "workers": "RocketMQ knows the clients of its proxies: `mqadmin consumerConnection`.",
+    "topics": _OVERVIEW,
+    "topic": _OVERVIEW,
+    "schedules": "Use Celery beat.",
+    "endpoints": _ON_POSTGRES,
+    "findings": "",
+    "incidents": "The log of each process has them.",
+    "audit": "",
+    "audit_entry": "",
+}
+
+_EXPORTER: Final = "Use RocketMQ's own exporter (the broker's option metricsExporterType=PROM)."
+METRICS: Final[Mapping[str, str]] = {
+    "outbox_condition": "",
+    "outbox_leader": "RocketMQ has no leader of outbox.",
+    "outbox_last_tick_age_seconds": "RocketMQ has no tick.",
+    "outbox_counted_age_seconds": "The figures are read at each scrape.",
+    "outbox_lag_messages": "",
+    "outbox_lag_seconds": "",
+    "outbox_handled_messages": "Use the metrics of the consumer processes.",
+    "outbox_filtered_messages": _EXPORTER,
+    "outbox_skipped_messages": "No message is skipped on RocketMQ.",
+    "outbox_sent_back_messages": _EXPORTER,
+    "outbox_dead_messages": "Use outbox_dead_letters.",
+    "outbox_expired_messages": _EXPORTER,
+    "outbox_dead_letters": "",
+    "outbox_claimed_messages": "effects='outside' is refused on RocketMQ.",
+    "outbox_retrying_messages": "",
+    "outbox_timed_out_messages": "The log of the consumer process names each of them.",
+    "outbox_consumers": _EXPORTER,
+    "outbox_limit": "limits= is refused on RocketMQ.",
+    "outbox_limit_in_use": "limits= is refused on RocketMQ.",
+    "outbox_limit_waiting_messages": "limits= is refused on RocketMQ.",
+    "outbox_undecided_transactions": "",
+    "outbox_parked_transactions": "",
+    "outbox_undecided_age_seconds": "",
+    "outbox_queued_messages": "",
+    "outbox_held_messages": "RocketMQ holds no decided message back.",
+    "outbox_audit_differences": _EXPORTER,
+    "outbox_audit_age_seconds": _EXPORTER,
+    "outbox_audit_messages": _EXPORTER,
+    "outbox_table_bytes": "Ledger and inbox are ordinary tables: use PostgreSQL's exporter.",
+    "outbox_schedule_late_seconds": "SCHEDULES is refused on RocketMQ.",
+}
+
+
+def is_on_rocketmq() -> bool:
+    """Whether OUTBOX['BROKER'] is the address of a RocketMQ cluster. Raises ConfigurationError."""
+    return get_settings().engine is EngineName.ROCKETMQ
+
+
+def refused_command(name: str) -> str:
+    """Why a command does not work on the engine of the settings, and what to use instead; '' if it works.
+
+    Raises ConfigurationError.
+    """
+    return _refused(COMMANDS, name, f"`{name}`")
+
+
+def refused_page(name: str) -> str:
+    """Why a page does not work on the engine of the settings, and what to use instead; '' if it works."""
+    return _refused(PAGES, name, f"the page {name!r}")
+
+
+def _refused(table: Mapping[str, str], name: str, what: str) -> str:
+    instead = table.get(name, "") if is_on_rocketmq() else ""
+    return f"{what} does not work on RocketMQ. {instead}" if instead else ""

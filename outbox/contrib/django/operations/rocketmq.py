@@ -1,0 +1,461 @@
+"""What an operator sees of RocketMQ: conditions, figures, dead letters, open transactions, the path of a message.
+
+The figures come from the administration ports of the brokers (`outbox.rocketmq.inspection`). The errors of dead letters
+and the outcomes of transactions come from the application's database.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, Final
+from uuid import UUID
+
+from django.db.utils import DatabaseError
+
+from outbox.broker.operations.conditions import (
+    Condition,
+    ConditionReport,
+    Fact,
+    Judged,
+    Severity,
+    Thresholds,
+    condition,
+    worst_first,
+)
+from outbox.broker.operations.dead_letters import DeadLetter, LetterSelection, PagePosition
+from outbox.contrib.django.engine import dead_letter_notes
+from outbox.contrib.django.engine.broker import engine_of
+from outbox.contrib.django.ledger import ledger
+from outbox.contrib.django.ledger.ledger_checker import ledger_aliases, open_connection
+from outbox.contrib.django.models import InboxEntry
+from outbox.contrib.django.settings.conf import OutboxSettings, get_settings
+from outbox.contrib.django.subscribers.registry import autodiscover, subscribers
+from outbox.errors import BrokerError, UnknownGroup, UsageError
+from outbox.rocketmq import inspection
+from outbox.rocketmq.admin import Admin, brokers_of
+from outbox.rocketmq.inspection import Copy, GroupFigures, Letter, OpenHalf, TopicFigures
+
+logger = logging.getLogger(__name__)
+
+# An operator waits for the answer, and a page has a deadline of 5 s.
+_ANSWER_SECONDS: Final = 2.0
+_PUBLISH_SECONDS: Final = 10.0
+_OUTCOMES: Final = {"C": "committed", "R": "rolled back"}
+JUDGED: Final = ("unreachable", "lag", "dead_letters", "unanswered", "parked")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerFigures:
+    """The figures of a RocketMQ cluster. `dead`: dead letters by group that no operator has settled."""
+
+    producer_group: str
+    topics: Sequence[TopicFigures]
+    groups: Sequence[GroupFigures]
+    dead: Mapping[str, int]
+    halves: Sequence[OpenHalf]
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "topics": [dataclasses.asdict(one) for one in self.topics],
+            "groups": [dataclasses.asdict(one) for one in self.groups],
+            "dead_letters": dict(self.dead),
+            "undecided": sum(not one.is_given_up for one in self.halves),
+            "given_up": sum(one.is_given_up for one in self.halves),
+        }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OpenTransaction:
+    """An undecided transaction. `ledger`: the outcome in the ledger, by which the next check will decide it."""
+
+    half: OpenHalf
+    ledger: str
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "transaction_id": str(self.half.transaction_id),
+            "producer_group": self.half.producer_group,
+            "message_id": str(self.half.message.message_id),
+            "topic": self.half.message.topic,
+            "key": self.half.message.key,
+            "sent_at": self.half.sent_at.isoformat(),
+            "checks": self.half.checks,
+            "state": "given up by RocketMQ" if self.half.is_given_up else "undecided",
+            "broker": self.half.broker,
+            "ledger": self.ledger,
+        }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MessagePath:
+    """All that is known about a message: its copies on RocketMQ, its ledger row, and the groups that handled it."""
+
+    copies: Sequence[Copy]
+    ledger: Mapping[UUID, str]
+    handled: Sequence[tuple[str, datetime]]
+    letters: Sequence[DeadLetter]
+
+    def sections(self) -> dict[str, list[dict[str, Any]]]:
+        """Plain values, by section."""
+        return {
+            "copies": [
+                {
+                    "place": one.place,
+                    "message_id": str(one.message.message_id),
+                    "topic": one.message.topic,
+                    "key": one.message.key,
+                    "broker": one.broker,
+                    "queue": one.queue,
+                    "offset": one.offset,
+                    "stored_at": one.stored_at.isoformat(),
+                }
+                for one in self.copies
+            ],
+            "ledger": [{"transaction_id": str(one), "outcome": outcome} for one, outcome in self.ledger.items()],
+            "handled": [{"group": group, "handled_at": at.isoformat()} for group, at in self.handled],
+            "dead_letters": [
+                {"group": one.group, "dead_at": one.dead_at.isoformat(), "attempts": one.attempts, "error": one.error}
+                for one in self.letters
+            ],
+        }
+
+
+def brokers() -> list[Admin]:
+    """The administration ports of the cluster. Raises UsageError if the settings name none."""
+    found = brokers_of(get_settings().broker, timeout_seconds=_ANSWER_SECONDS)
+    if not found:
+        raise UsageError(
+            "OUTBOX['BROKER'] names no administration port of a RocketMQ broker, and RocketMQ's proxy shows nothing "
+            "about stored messages. Append the listenPort of every broker: ?brokers=BROKER:10911,BROKER:10911."
+        )
+    return found
+
+
+def pairs() -> list[tuple[str, str]]:
+    """The subscriptions (group, topic) of this project."""
+    autodiscover()
+    return [(item.subscription.group, item.subscription.topic) for item in subscribers()]
+
+
+def topics_of(group: str) -> list[str]:
+    """The topics of one group of this project. Raises UnknownGroup."""
+    _groups(group)
+    return [topic for name, topic in pairs() if name == group]
+
+
+# -- status ---------------------------------------------------------------------------------------------
+
+
+def look() -> tuple[ConditionReport, ServerFigures | None]:
+    """The conditions that hold, and the figures; the figures are None if a broker does not answer.
+
+    Raises ConfigurationError.
+    """
+    settings = get_settings()
+    try:
+        figures = _figures(settings, brokers())
+    except (BrokerError, UsageError) as error:
+        return _unreachable(error), None
+    return worst_first(_conditions(settings, figures)), figures
+
+
+def probe() -> ConditionReport:
+    """Whether every broker and the proxy answer. Raises ConfigurationError."""
+    settings = get_settings()
+    try:
+        for broker in brokers():
+            inspection.reachable(broker)
+        for problem in engine_of(settings).server_problems():
+            raise BrokerError(problem)
+    except (BrokerError, UsageError) as error:
+        return _unreachable(error)
+    return worst_first([])
+
+
+def _unreachable(error: Exception) -> ConditionReport:
+    meaning = "A part of the RocketMQ cluster does not answer. Publishing or delivery may fail."
+    step = "Check that all brokers and proxies in OUTBOX['BROKER'] run, and that this host reaches their ports."
+    facts: list[Fact] = [{"error": str(error).strip()}]
+    return worst_first(
+        [Condition("unreachable", Severity.CRITICAL, facts, 1, meaning=meaning, next_step=step)], is_complete=False
+    )
+
+
+def _figures(settings: OutboxSettings, admins: Sequence[Admin]) -> ServerFigures:
+    subscriptions = pairs()
+    groups = sorted({group for group, _ in subscriptions})
+    topics = sorted({*settings.topics, *(topic for _, topic in subscriptions)})
+    producer_group = settings.producer_group or ""
+    return ServerFigures(
+        producer_group=producer_group,
+        topics=inspection.topic_figures(admins, topics),
+        groups=inspection.group_figures(admins, subscriptions),
+        dead={group: _unsettled(admins, group) for group in groups},
+        halves=inspection.open_halves(admins, producer_group) if producer_group else [],
+    )
+
+
+def _unsettled(admins: Sequence[Admin], group: str) -> int:
+    count = inspection.count_dead_letters(admins, group)
+    if not count:
+        return 0
+    notes = dead_letter_notes.notes_of(group)
+    if not any(one.settled_until for one in notes.values()):
+        return count
+    return sum(not _is_settled(one, notes) for one in inspection.dead_letters(admins, group))
+
+
+def _conditions(settings: OutboxSettings, figures: ServerFigures) -> Iterator[Condition]:
+    limits, now = settings.thresholds, datetime.now(UTC)
+    yield from condition("lag", list(_lag(limits, figures, now)))
+    yield from _with_texts(
+        condition(
+            "dead_letters",
+            [
+                (limits.dead_letters.judge(dead), {"group": group, "unsettled": dead})
+                for group, dead in figures.dead.items()
+                if dead
+            ],
+        ),
+        "These groups have dead letters that no operator has replayed or discarded.",
+        "`outbox_dead_letter list GROUP` shows the errors. Fix the handler, then replay the dead letters.",
+    )
+    immunity = settings.check.immunity_seconds
+    waiting = [(one, (now - one.sent_at).total_seconds() - immunity) for one in figures.halves if not one.is_given_up]
+    yield from _with_texts(
+        condition("unanswered", [(limits.unanswered_seconds.judge(age), _about(one)) for one, age in waiting]),
+        "Half messages are undecided on RocketMQ, and no process of their producer group answers its checks.",
+        "Start a worker of this service. `outbox_transaction list` shows the outcomes in the ledger.",
+    )
+    yield from _with_texts(
+        condition("parked", [(Severity.CRITICAL, _about(one)) for one in figures.halves if one.is_given_up]),
+        "RocketMQ has given up half messages. It deletes them after fileReservedTime (72 h).",
+        "Start a worker of this service. The pass `exhausted_checks` of its role check asks the ledger about them.",
+    )
+
+
+def _about(half: OpenHalf) -> Fact:
+    sent = half.sent_at.isoformat(timespec="seconds")
+    return {"transaction": str(half.transaction_id), "topic": half.message.topic, "sent_at": sent}
+
+
+def _lag(limits: Thresholds, figures: ServerFigures, now: datetime) -> Iterator[Judged]:
+    for one in figures.groups:
+        if not one.is_known:
+            missing = "does not exist on RocketMQ: run outbox_install --create"
+            yield Severity.CRITICAL, {"group": one.group, "topic": one.topic, "problem": missing}
+            continue
+        age = None if one.oldest_at is None else (now - one.oldest_at).total_seconds()
+        severity = max(filter(None, (limits.lag_seconds.judge(age), limits.lag_messages.judge(one.lag))), default=None)
+        yield severity, {"group": one.group, "topic": one.topic, "messages": one.lag, "oldest_seconds": age}
+
+
+def _with_texts(found: Sequence[Condition], meaning: str, next_step: str) -> Iterator[Condition]:
+    for one in found:
+        yield dataclasses.replace(one, meaning=meaning, next_step=next_step)
+
+
+# -- dead letters ---------------------------------------------------------------------------------------
+
+
+def list_letters(
+    group: str | None,
+    selection: LetterSelection,
+    *,
+    settled: bool = False,
+    after: PagePosition | None = None,
+    limit: int | None = None,
+) -> list[DeadLetter]:
+    """The dead letters of one group or of all groups of the project, newest first. Raises BrokerError.
+
+    Raises UnknownGroup for a group without a subscriber in this project.
+    """
+    admins = brokers()
+    found = [shown for one in _groups(group) for _, shown in _letters(admins, one, selection, settled=settled)]
+    found.sort(key=lambda one: one.place, reverse=True)
+    following = [one for one in found if after is None or one.place < after]
+    return following[:limit]
+
+
+def _groups(group: str | None) -> list[str]:
+    known = sorted({name for name, _ in pairs()})
+    if group is None:
+        return known
+    if group not in known:
+        raise UnknownGroup(
+            f"no subscriber of this project has the group {group!r}; it has {', '.join(known) or 'none'}."
+        )
+    return [group]
+
+
+def _letters(
+    admins: Sequence[Admin], group: str, selection: LetterSelection, *, settled: bool
+) -> Iterator[tuple[Letter, DeadLetter]]:
+    notes = dead_letter_notes.notes_of(group)
+    for letter in inspection.dead_letters(admins, group):
+        is_settled = _is_settled(letter, notes)
+        noted = notes.get(letter.message.message_id)
+        shown = DeadLetter(
+            group=group,
+            message_id=letter.message.message_id,
+            topic=letter.message.topic,
+            key=letter.message.key,
+            tag=letter.message.tag,
+            attempts=noted.attempts if noted else 0,
+            error=noted.error if noted else "",
+            dead_at=letter.dead_at,
+            replayed_at=noted.settled_at if noted and is_settled else None,
+            discarded_at=noted.settled_at if noted and is_settled and noted.is_discarded else None,
+            log_id=letter.stored_milliseconds,
+        )
+        if (settled or not is_settled) and _matches(selection, shown):
+            yield letter, shown
+
+
+def _is_settled(letter: Letter, notes: Mapping[UUID, Any]) -> bool:
+    noted = notes.get(letter.message.message_id)
+    return noted is not None and letter.stored_milliseconds <= noted.settled_until
+
+
+def _matches(selection: LetterSelection, letter: DeadLetter) -> bool:
+    error_type = letter.error.partition(":")[0].rpartition(".")[2]
+    return (
+        (selection.message_ids is None or letter.message_id in selection.message_ids)
+        and (selection.topic is None or letter.topic == selection.topic)
+        and (selection.key is None or letter.key == selection.key)
+        and (selection.error is None or selection.error.lower() in letter.error.lower())
+        and (selection.error_type is None or error_type == selection.error_type)
+        and (selection.since is None or letter.dead_at >= selection.since)
+        and (selection.until is None or letter.dead_at < selection.until)
+    )
+
+
+def settle_letters(group: str, selection: LetterSelection, *, limit: int, replay: bool, dry_run: bool) -> int:
+    """Replay or discard dead letters, the oldest first, and return their number.
+
+    A replayed message is published again under its id. If the process dies between the publication and the note, the
+    message may be replayed twice; the inbox then skips the second copy. Raises BrokerError or UnknownGroup. Raises
+    UsageError if one of the ids is not a dead letter of the group.
+    """
+    admins = brokers()
+    _groups(group)
+    found = list(_letters(admins, group, selection, settled=False))
+    found.sort(key=lambda one: one[1].place)
+    # A message may have several dead letters; all of them are about the same message.
+    newest = {letter.message.message_id: letter for letter, _ in found[:limit]}
+    ids = selection.message_ids
+    if ids is not None and len(newest) != len(set(ids)):
+        raise UsageError(
+            f"{len(newest)} of the {len(set(ids))} ids are dead letters of group {group!r} that match the other "
+            f"options (or --limit is too low), so nothing was changed. `outbox_dead_letter list {group}` lists the "
+            "dead letters."
+        )
+    if dry_run:
+        return len(newest)
+    engine = engine_of(get_settings())
+    try:
+        for message_id, letter in newest.items():
+            if replay:
+                engine.broker.send([letter.message], timeout_seconds=_PUBLISH_SECONDS, committed=True)
+            dead_letter_notes.settle(group, [(message_id, letter.stored_milliseconds)], is_discarded=not replay)
+    finally:
+        engine.broker.close()
+    return len(newest)
+
+
+# -- transactions and messages --------------------------------------------------------------------------
+
+
+def open_transactions(producer_group: str | None = None) -> list[OpenTransaction]:
+    """The undecided transactions of a producer group (default: of this service), oldest first. Raises BrokerError."""
+    halves = inspection.open_halves(brokers(), producer_group or get_settings().required_producer_group())
+    outcomes = _outcomes({one.transaction_id: one.ledger_id for one in halves})
+    return [OpenTransaction(half=one, ledger=outcomes[one.transaction_id]) for one in halves]
+
+
+def _outcomes(transactions: Mapping[UUID, UUID | None]) -> dict[UUID, str]:
+    """What the ledgers of this service say about transactions (transaction id to ledger id)."""
+    found: dict[UUID, str] = {}
+    for alias in ledger_aliases(usable=True) if transactions else ():
+        try:
+            with closing(open_connection(alias)) as connection:
+                identity = ledger.identity(connection)
+                mine = [one for one, ledger_id in transactions.items() if identity and ledger_id == identity.ledger_id]
+                rows = ledger.states(connection, mine)
+        except DatabaseError as error:
+            # The alias may belong to another broker, without a ledger. A ledger that is away is named as missing.
+            logger.info("the ledger of alias %r cannot be read: %s", alias, str(error).strip())
+            continue
+        found |= {one: _OUTCOMES.get(rows.get(one, ""), "no row: it still runs, or was rolled back") for one in mine}
+    return {one: found.get(one, "unknown: no readable database has its ledger") for one in transactions}
+
+
+def find_path(message_id: UUID) -> MessagePath | None:
+    """The path of a message; None if RocketMQ has no copy of it, and no group has handled it. Raises BrokerError."""
+    admins, subscriptions = brokers(), pairs()
+    topics = sorted({*get_settings().topics, *(topic for _, topic in subscriptions)})
+    copies = inspection.find(admins, str(message_id), topics, subscriptions)
+    handled = [row for alias in ledger_aliases(usable=True) for row in _handled(alias, message_id)]
+    transactions = {one.transaction_id: one.ledger_id for one in copies if one.transaction_id is not None}
+    only = LetterSelection(message_ids=[message_id])
+    groups = sorted({one.place.removeprefix("dead letter of group ") for one in copies if one.place.startswith("dead")})
+    letters = [shown for group in groups for _, shown in _letters(admins, group, only, settled=True)]
+    if not copies and not handled:
+        return None
+    return MessagePath(copies=copies, ledger=_outcomes(transactions), handled=handled, letters=letters)
+
+
+def _handled(alias: str, message_id: UUID) -> list[tuple[str, datetime]]:
+    rows = InboxEntry.objects.using(alias).filter(message_id=message_id)
+    try:
+        return list(rows.values_list("group", "handled_at"))
+    except DatabaseError as error:
+        logger.info("the inbox of alias %r cannot be read: %s", alias, str(error).strip())
+        return []
+
+
+def messages_with_key(key: str, topic: str | None = None) -> list[Copy]:
+    """The stored copies of the messages with a business key, oldest first. Raises BrokerError."""
+    subscriptions = [pair for pair in pairs() if topic in (None, pair[1])]
+    topics = [topic] if topic else sorted({*get_settings().topics, *(name for _, name in subscriptions)})
+    return inspection.find(brokers(), key, topics, subscriptions)
+
+
+# -- metrics --------------------------------------------------------------------------------------------
+
+_Family = tuple[str, Sequence[str], Sequence[tuple[Sequence[str], float]]]
+
+
+def metric_families(figures: ServerFigures) -> Iterator[_Family]:
+    """The figures as metrics: name, labels, rows. The names and labels are those of the bundled broker's metrics."""
+    now = datetime.now(UTC)
+    known = [one for one in figures.groups if one.is_known]
+    pair, group, producer = ["group", "topic"], ["group"], ["producer_group"]
+    yield "outbox_lag_messages", pair, [([one.group, one.topic], one.lag) for one in known]
+    ages = [([one.group, one.topic], _age(one.oldest_at, now)) for one in known]
+    yield "outbox_lag_seconds", pair, ages
+    yield "outbox_dead_letters", group, [([name], dead) for name, dead in figures.dead.items()]
+    retrying = Counter[str]()
+    for one in known:
+        retrying[one.group] += one.retrying
+    yield "outbox_retrying_messages", group, [([name], count) for name, count in retrying.items()]
+    of = [figures.producer_group]
+    undecided = [one for one in figures.halves if not one.is_given_up]
+    yield "outbox_undecided_transactions", producer, [(of, len({one.transaction_id for one in undecided}))]
+    oldest = min((one.sent_at for one in undecided), default=None)
+    yield "outbox_undecided_age_seconds", producer, [(of, _age(oldest, now))] if oldest else []
+    given_up = {one.transaction_id for one in figures.halves if one.is_given_up}
+    yield "outbox_parked_transactions", producer, [(of, len(given_up))]
+    yield "outbox_queued_messages", ["topic"], [([one.topic], one.written) for one in figures.topics]
+
+
+def _age(since: datetime | None, now: datetime) -> float:
+    return 0.0 if since is None else max(0.0, (now - since).total_seconds())

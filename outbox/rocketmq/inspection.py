@@ -1,0 +1,376 @@
+"""Reads what an operator asks about a RocketMQ cluster, through the administration ports of its brokers.
+
+Every function sends read requests only, and moves no offset of a group. A figure that RocketMQ does not have is None,
+never zero. RocketMQ keeps the half messages of all services in one queue per broker, so `open_halves` reads that queue
+and returns the half messages of this project.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from typing import Final
+from uuid import UUID
+
+from outbox.errors import BrokerError
+from outbox.message import Message
+from outbox.rocketmq import exhausted
+from outbox.rocketmq.admin import Admin, Stored, end_of_queue, messages_in, read_stored
+from outbox.rocketmq.exhausted import READER
+from outbox.rocketmq.left import CHECKER, HALVES, by_queue, dead_letter_topic
+from outbox.rocketmq.wire import asked, from_wire
+
+_QUERY: Final = 12
+_TOPIC_STATISTICS: Final = 202
+_CONSUMER_STATISTICS: Final = 208
+_OK: Final = 0
+_TOPIC_NOT_FOUND: Final = 17
+_NOT_FOUND: Final = frozenset((17, 22))
+# RocketMQ notes in this queue which half messages are decided. The body of a note lists offsets in the queue of halves.
+_DECISIONS: Final = "RMQ_SYS_TRANS_OP_HALF_TOPIC"
+_DECIDED_TAG: Final = "d"
+_MOST_FOUND: Final = 64
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TopicFigures:
+    """A declared topic on all brokers. `stored`: the messages that RocketMQ still has; 0 if the topic is missing."""
+
+    topic: str
+    queues: int
+    stored: int
+    written: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupFigures:
+    """A group of the project on one of its topics.
+
+    `lag`: messages that no consumer of the group has received, `retrying`: messages that came back after their wait for
+    another attempt, and that no consumer has received again. RocketMQ does not report the messages that a consumer
+    handles now, or that still wait for an attempt, per group. `oldest_at`: when the oldest message of `lag` was stored.
+    `is_known` is False if a broker does not have the group.
+    """
+
+    group: str
+    topic: str
+    lag: int = 0
+    retrying: int = 0
+    oldest_at: datetime | None = None
+    is_known: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OpenHalf:
+    """A half message that RocketMQ still asks about, or has given up (`is_given_up`).
+
+    `sent_at` is the time at which the producer sent it, by the producer's clock.
+    """
+
+    transaction_id: UUID
+    producer_group: str
+    ledger_id: UUID | None
+    message: Message
+    sent_at: datetime
+    checks: int
+    broker: str
+    is_given_up: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Letter:
+    """A dead letter in %DLQ%GROUP. `stored_milliseconds`, since 1970, is the time at which it became a dead letter."""
+
+    group: str
+    message: Message
+    stored_milliseconds: int
+    broker: str
+
+    @property
+    def dead_at(self) -> datetime:
+        """The time at which the message became a dead letter, by the broker's clock."""
+        return _moment(self.stored_milliseconds)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Copy:
+    """One stored copy of a message: where it is, and since when."""
+
+    place: str
+    topic: str
+    broker: str
+    queue: int
+    offset: int
+    stored_at: datetime
+    message: Message
+    transaction_id: UUID | None
+    ledger_id: UUID | None
+
+
+def topic_figures(brokers: Sequence[Admin], topics: Iterable[str]) -> list[TopicFigures]:
+    """Return the figures of topics, one for each. Raises BrokerError."""
+    return [_topic(brokers, topic) for topic in topics]
+
+
+def _topic(brokers: Sequence[Admin], topic: str) -> TopicFigures:
+    queues = stored = written = 0
+    for broker in brokers:
+        for first, end in _ranges(broker, broker.name(topic)).values():
+            queues, stored, written = queues + 1, stored + end - first, written + end
+    return TopicFigures(topic=topic, queues=queues, stored=stored, written=written)
+
+
+def _ranges(broker: Admin, topic: str) -> Mapping[int, tuple[int, int]]:
+    """Return the first offset and the end of each queue of a topic; nothing if the broker does not have the topic."""
+    status, answer, body = broker.ask(_TOPIC_STATISTICS, {"topic": topic})
+    if status == _TOPIC_NOT_FOUND:
+        return {}
+    _require(status, answer, f"the offsets of topic {topic!r}")
+    return {queue["queueId"]: (offsets["minOffset"], offsets["maxOffset"]) for queue, offsets in by_queue(body)}
+
+
+def group_figures(brokers: Sequence[Admin], subscriptions: Iterable[tuple[str, str]]) -> list[GroupFigures]:
+    """Return the figures of subscriptions (group, topic), one for each. Raises BrokerError."""
+    found = {pair: GroupFigures(group=pair[0], topic=pair[1]) for pair in subscriptions}
+    for broker in brokers:
+        for group in dict.fromkeys(group for group, _ in found):
+            # RocketMQ has no error code of its own for a missing group.
+            status, _, body = broker.ask(_CONSUMER_STATISTICS, {"consumerGroup": broker.name(group)})
+            at = (
+                {(queue["topic"], queue["queueId"]): offsets for queue, offsets in by_queue(body)} if not status else {}
+            )
+            for (_, topic), figures in [one for one in found.items() if one[0][0] == group]:
+                found[group, topic] = _with_broker(broker, figures, at)
+    return list(found.values())
+
+
+def _with_broker(broker: Admin, figures: GroupFigures, at: Mapping[tuple[str, int], Mapping[str, int]]) -> GroupFigures:
+    """Add the queues of one broker to the figures of a subscription."""
+    topic, retry = broker.name(figures.topic), _retry_topic(broker, figures.group, figures.topic)
+    oldest = figures.oldest_at
+    lag, retrying, known = figures.lag, figures.retrying, figures.is_known
+    for (name, queue), offsets in at.items():
+        position = max(0, offsets["consumerOffset"])
+        waiting = max(0, offsets["brokerOffset"] - position)
+        if name == retry:
+            retrying += waiting
+        elif name == topic:
+            lag, known = lag + waiting, True
+            first = next(iter(read_stored(broker, READER, topic, position, queue)), None) if waiting else None
+            if first is not None:
+                stored_at = _moment(first.stored_timestamp)
+                oldest = stored_at if oldest is None else min(oldest, stored_at)
+    return replace(figures, lag=lag, retrying=retrying, oldest_at=oldest, is_known=known)
+
+
+def _retry_topic(broker: Admin, group: str, topic: str) -> str:
+    return f"%RETRY%{broker.name(group)}_{broker.name(topic)}"
+
+
+# -- dead letters ---------------------------------------------------------------------------------------
+
+
+def count_dead_letters(brokers: Sequence[Admin], group: str) -> int:
+    """Return the number of dead letters of a group that RocketMQ still has. Raises BrokerError."""
+    ranges = (_ranges(broker, dead_letter_topic(broker, group)) for broker in brokers)
+    return sum(end - first for of_broker in ranges for first, end in of_broker.values())
+
+
+def dead_letters(brokers: Sequence[Admin], group: str) -> list[Letter]:
+    """Return all dead letters of a group that RocketMQ still has, newest first. Raises BrokerError."""
+    found: list[Letter] = []
+    for broker in brokers:
+        topic = dead_letter_topic(broker, group)
+        for queue, (first, _) in _ranges(broker, topic).items():
+            for stored in read_stored(broker, READER, topic, first, queue):
+                message = _message(broker, stored, group)
+                found.append(
+                    Letter(
+                        group=group,
+                        message=message,
+                        stored_milliseconds=stored.stored_timestamp,
+                        broker=_named(broker),
+                    )
+                )
+    return sorted(found, key=lambda one: (-one.stored_milliseconds, str(one.message.message_id)))
+
+
+def _message(broker: Admin, stored: Stored, group: str = "") -> Message:
+    message = from_wire(stored)
+    if message.topic.startswith("%RETRY%"):
+        # A message that failed before is stored under the name of the retry topic, which ends with the topic's name.
+        prefix = _retry_topic(broker, group, "")
+        message = replace(message, topic=message.topic.removeprefix(prefix))
+    return message
+
+
+# -- half messages --------------------------------------------------------------------------------------
+
+
+def open_halves(brokers: Sequence[Admin], producer_group: str) -> list[OpenHalf]:
+    """Return the undecided half messages of a producer group, the oldest first. Raises BrokerError.
+
+    RocketMQ notes a decision up to three seconds later (transactionOpBatchInterval). So the list may contain a half
+    message that was decided in the last seconds.
+    """
+    found: dict[UUID, OpenHalf] = {}
+    for broker in brokers:
+        offsets_decided, decided = set(_decided(broker)), set[UUID]()
+        begin = broker.stored_offset(CHECKER, HALVES)
+        for stored in read_stored(broker, READER, HALVES, begin):
+            for half in _half(broker, stored, producer_group):
+                # A half message that was checked has several copies, and a decision names only one of them.
+                if stored.offset in offsets_decided:
+                    decided.add(half.message.message_id)
+                else:
+                    found[half.message.message_id] = half
+        for message_id in decided:
+            found.pop(message_id, None)
+        begin = broker.stored_offset(exhausted.offsets_of(producer_group, broker.namespace), exhausted.TOPIC)
+        for stored in read_stored(broker, READER, exhausted.TOPIC, begin):
+            for half in _half(broker, stored, producer_group, is_given_up=True):
+                found[half.message.message_id] = half
+    return sorted(found.values(), key=lambda one: one.sent_at)
+
+
+def _half(broker: Admin, stored: Stored, producer_group: str, *, is_given_up: bool = False) -> Iterator[OpenHalf]:
+    try:
+        about = asked(stored)
+    except (ValueError, KeyError, TypeError):
+        # Another program sent this half message.
+        return
+    if about is not None and (about.producer_group, about.namespace) == (producer_group, broker.namespace):
+        yield OpenHalf(
+            transaction_id=about.transaction_id,
+            producer_group=about.producer_group,
+            ledger_id=about.ledger_id,
+            message=about.message,
+            # RocketMQ stores a half message again with every check, and keeps only this time.
+            sent_at=_moment(stored.born_timestamp),
+            checks=int(stored.properties.get("TRANSACTION_CHECK_TIMES", 0)),
+            broker=_named(broker),
+            is_given_up=is_given_up,
+        )
+
+
+def _decided(broker: Admin) -> Iterator[int]:
+    begin = broker.stored_offset(CHECKER, _DECISIONS)
+    for note in read_stored(broker, READER, _DECISIONS, begin):
+        if note.tag == _DECIDED_TAG:
+            yield from (int(text) for text in note.body.decode().split(",") if text.strip().isdigit())
+
+
+# -- one message ----------------------------------------------------------------------------------------
+
+
+def find(brokers: Sequence[Admin], key: str, topics: Iterable[str], groups: Iterable[tuple[str, str]]) -> list[Copy]:
+    """Return all stored copies of the messages with a key or an id, the oldest first. Raises BrokerError.
+
+    `groups` are the subscriptions (group, topic) whose retries and dead letters the function reads. RocketMQ's index
+    finds at most 64 messages per topic and broker.
+    """
+    found: dict[tuple[str, int, str], Copy] = {}
+    for broker in brokers:
+        places = [("half message", HALVES, ""), ("given up by check-back", exhausted.TOPIC, "")]
+        places += [("published", broker.name(topic), "") for topic in topics]
+        for group, topic in groups:
+            places.append((f"retry of group {group}", _retry_topic(broker, group, topic), group))
+            places.append((f"dead letter of group {group}", dead_letter_topic(broker, group), group))
+        for place, topic, group in places:
+            for stored in _query(broker, topic, key):
+                copy = _copy(broker, stored, place, group)
+                if copy is not None:
+                    found[copy.broker, stored.place, copy.topic] = copy
+    return sorted(found.values(), key=lambda one: (one.stored_at, one.offset))
+
+
+def _copy(broker: Admin, stored: Stored, place: str, group: str) -> Copy | None:
+    """Describe a stored message. Return None for a message of another namespace."""
+    try:
+        about = asked(stored)
+    except (ValueError, KeyError, TypeError):
+        about = None
+    if about is not None and about.namespace != broker.namespace:
+        return None
+    return Copy(
+        place=place,
+        topic=stored.stored_topic,
+        broker=_named(broker),
+        queue=stored.queue,
+        offset=stored.offset,
+        stored_at=_moment(stored.stored_timestamp),
+        message=_message(broker, stored, group),
+        transaction_id=None if about is None else about.transaction_id,
+        ledger_id=None if about is None else about.ledger_id,
+    )
+
+
+def _query(broker: Admin, topic: str, key: str) -> Iterator[Stored]:
+    fields = {"topic": topic, "key": key, "maxNum": _MOST_FOUND, "beginTimestamp": 0, "endTimestamp": 2**62}
+    status, answer, body = broker.ask(_QUERY, fields)
+    if status in _NOT_FOUND:
+        return
+    _require(status, answer, f"the messages with key {key!r} of topic {topic!r}")
+    for stored in messages_in(body):
+        # The index stores a hash of the key, so it may return other messages too.
+        if key in stored.properties.get("KEYS", "").split(" "):
+            yield stored
+
+
+def newest(brokers: Sequence[Admin], topic: str, limit: int) -> list[Copy]:
+    """Return the newest messages of a topic, the newest first. Raises BrokerError."""
+    found: list[Copy] = []
+    for broker in brokers:
+        name = broker.name(topic)
+        for queue, (first, end) in _ranges(broker, name).items():
+            for stored in read_stored(broker, READER, name, max(first, end - limit), queue):
+                copy = _copy(broker, stored, "published", "")
+                if copy is not None:
+                    found.append(copy)
+    return sorted(found, key=lambda one: one.stored_at, reverse=True)[:limit]
+
+
+def offsets(brokers: Sequence[Admin], group: str, topics: Iterable[str]) -> list[dict[str, object]]:
+    """Return one row for each queue of a group's topics: broker, topic, queue, offset, end, lag. Raises BrokerError."""
+    rows: list[dict[str, object]] = []
+    wanted = list(topics)
+    for broker in brokers:
+        status, answer, body = broker.ask(_CONSUMER_STATISTICS, {"consumerGroup": broker.name(group)})
+        _require(
+            status, answer, f"the offsets of group {group!r}. If the group is missing, run outbox_install --create"
+        )
+        for queue, at in by_queue(body):
+            for topic in wanted:
+                if queue["topic"] in (broker.name(topic), _retry_topic(broker, group, topic)):
+                    position = max(0, at["consumerOffset"])
+                    rows.append(
+                        {
+                            "broker": _named(broker),
+                            "topic": queue["topic"],
+                            "queue": queue["queueId"],
+                            "offset": position,
+                            "end": at["brokerOffset"],
+                            "lag": max(0, at["brokerOffset"] - position),
+                        }
+                    )
+    return sorted(rows, key=lambda row: json.dumps(row, sort_keys=True))
+
+
+def reachable(broker: Admin) -> None:
+    """Raise BrokerError if the broker does not answer like a broker with access for this client."""
+    end_of_queue(broker, HALVES)
+
+
+def _named(broker: Admin) -> str:
+    return f"{broker.host}:{broker.port}"
+
+
+def _moment(milliseconds: int) -> datetime:
+    return datetime.fromtimestamp(milliseconds / 1000, UTC)
+
+
+def _require(status: int, answer: Mapping[str, object], what: str) -> None:
+    if status != _OK:
+        raise BrokerError(f"RocketMQ did not return {what}: {answer.get('remark') or f'code {status}'}.")

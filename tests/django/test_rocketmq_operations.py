@@ -1,0 +1,72 @@
+"""Every command, page and metric works on RocketMQ, or says by name what to use instead; no server is needed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from django.core.management import CommandError, load_command_class
+
+from outbox.contrib.django.actions.catalogue import ACTIONS
+from outbox.contrib.django.console.urls import urlpatterns
+from outbox.contrib.django.engine.operator_table import COMMANDS, METRICS, PAGES, refused_command, refused_page
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+PAGE = ROOT / "docs" / "rocketmq-operations.md"
+FOLDER = ROOT / "outbox/contrib/django/management/commands"
+
+
+@pytest.fixture
+def on_rocketmq(outbox_settings: Callable[..., None], no_subscribers: None) -> None:
+    """Settings whose server does not exist."""
+    topics: dict[str, Any] = {"orders": {}}
+    outbox_settings(BROKER="rocketmq://127.0.0.1:1?brokers=127.0.0.1:1", PRODUCER_GROUP="shop", TOPICS=topics)
+
+
+def every_command() -> Iterator[str]:
+    """Each command, with its subcommands, and with the options that choose an action."""
+    for path in FOLDER.glob("outbox_*.py"):
+        command = load_command_class("outbox.contrib.django", path.stem)
+        parser = command.create_parser("manage.py", path.stem)
+        words = [one for one in parser._actions if one.dest == "action"]
+        if not words or not words[0].required:
+            yield path.stem
+        for one in words:
+            assert one.choices is not None
+            yield from (f"{path.stem} {word}" for word in one.choices)
+    yield from (action.command for action in ACTIONS.values() if " --" in action.command)
+
+
+def test_the_table_has_every_command_page_and_metric() -> None:
+    assert sorted(COMMANDS) == sorted(set(every_command()))
+    assert sorted(PAGES) == sorted(str(one.name) for one in urlpatterns if not str(one.name).startswith("act_"))
+    collector = (ROOT / "outbox/contrib/prometheus/collector.py").read_text(encoding="utf-8")
+    names = set(re.findall(r'"(outbox_\w+)"', collector))
+    counters = re.findall(r'^        \("(\w+)", "Messages', collector, re.MULTILINE)
+    names |= {f"outbox_{name}_messages" for name in counters}
+    assert sorted(METRICS) == sorted(names)
+
+
+@pytest.mark.parametrize("name", sorted(name for name, instead in COMMANDS.items() if instead))
+def test_a_command_that_lacks_says_what_to_use_instead(name: str, on_rocketmq: None) -> None:
+    command, _, word = name.partition(" ")
+    loaded = load_command_class("outbox.contrib.django", command)
+    options = {word.removeprefix("--"): True} if word.startswith("--") else {"action": word or None}
+    with pytest.raises(CommandError) as raised:
+        loaded.execute(**{"force_color": False, "no_color": True, "skip_checks": True, **options})
+    assert str(raised.value) == f"`{name}` does not work on RocketMQ. {COMMANDS[name]}"
+
+
+def test_nothing_is_refused_on_postgresql(outbox_settings: Callable[..., None]) -> None:
+    assert [name for name in COMMANDS if refused_command(name)] == []
+    assert [name for name in PAGES if refused_page(name)] == []
+
+
+def test_the_document_has_the_table() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    for table in (COMMANDS, PAGES, METRICS):
+        for name, instead in table.items():
+            assert f"| `{name}` | {instead or 'works'} |" in text
