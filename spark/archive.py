@@ -161,7 +161,9 @@ class Archive:
             data = f"{topic}\x00{key}".encode()
             return keys.get((topic, hmac.new(secret.encode(), data, hashlib.sha256).hexdigest()))
 
-        found = F.udf(replacement_of, "string")("topic", "message_id", "key")
+        # A lambda, because Spark would evaluate the annotations of the function.
+        find = F.udf(lambda topic, message_id, key: replacement_of(topic, message_id, key), "string")
+        found = find("topic", "message_id", "key")
         frame = read_passes(self._spark, [self._store.spark_path(each.folder)]).drop("pass").withColumn("by", found)
         has_key = (F.col("by") != "") & ~F.col("key").startswith("erased:")
         is_new = F.col("by").isNotNull() & ((F.col("content_type") != _ERASED) | has_key)

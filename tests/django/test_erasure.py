@@ -360,6 +360,11 @@ def encrypting(outbox_settings: Callable[..., None], tmp_path: Path) -> None:
     SubjectKey.objects.using("other").all().delete()
 
 
+def in_order(found: list[Any]) -> list[str]:
+    """Messages of several queues come in any order."""
+    return sorted(map(str, found))
+
+
 def delete_key(*arguments: str) -> None:
     call_command("outbox_subject_key", "delete", *arguments, "--reason", "request 22", "--no-input", stdout=StringIO())
 
@@ -385,7 +390,7 @@ def test_deleting_the_key_of_a_subject_erases_also_the_restored_backup(
             mine = publish("orders", {"name": MARK}, key="1", subject="anna")
             publish_many("orders", [{"name": "Bob"}, {"name": "Eve"}], key="2", subject=lambda body: body["name"])
         consume()
-        assert seen == [{"name": MARK}, {"name": "Bob"}, {"name": "Eve"}]
+        assert in_order(seen) == in_order([{"name": MARK}, {"name": "Bob"}, {"name": "Eve"}])
         assert tables_with(MARK, "broker", "default") == [], "the log has no clear body"
         assert pages_with(MARK, [mine.message_id]) == []
         copies = {alias: dump(alias_conninfo(alias), tmp_path / alias) for alias in ("broker", "other")}
@@ -404,9 +409,10 @@ def test_deleting_the_key_of_a_subject_erases_also_the_restored_backup(
         world.sql("DELETE FROM outbox.consumer_offset")
         world.sql("DELETE FROM outbox.finished_ahead")
         consume()
-        assert seen == ["erased", {"name": "Bob"}, {"name": "Eve"}]
+        assert in_order(seen) == in_order(["erased", {"name": "Bob"}, {"name": "Eve"}])
         assert troubles(world) == [(0, 0, 0)]
-        assert codecs().decode("application/vnd.outbox.encrypted", forwarded[0]) is ERASED, "a forwarded copy"
+        decoded = [codecs().decode("application/vnd.outbox.encrypted", copy) for copy in forwarded[:3]]
+        assert decoded.count(ERASED) == 1, "a copy that was forwarded before"
 
 
 @pytest.mark.usefixtures("encrypting")
@@ -493,7 +499,7 @@ PAGE: Final = Path(__file__).resolve().parents[2] / "docs" / "operations" / "era
 
 def test_every_command_of_the_page_runs(outbox_settings: Callable[..., None], tmp_path: Path) -> None:
     shell = "\n".join(re.findall(r"^```sh\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE))
-    lines = [shlex.split(line) for line in shell.splitlines()]
+    lines = [shlex.split(line) for line in shell.splitlines() if line]
     managed = [line[1:] for line in lines if line[0] == "manage.py"]
     assert [line[0] for line in managed] == ["outbox_erase", "outbox_erase", "migrate", "outbox_subject_key",
                                              "outbox_subject_key"]  # fmt: skip

@@ -81,7 +81,13 @@ class StoredKeys:
 
     def key_of(self, key_id: UUID) -> bytes | None:
         """Return the key with this id; None if it is deleted. Raises HandlerNotStarted if it cannot be read now."""
-        return self._by_id.get(key_id, lambda: self._find(key_id))
+        try:
+            return self._by_id.get(key_id, lambda: self._find(key_id))
+        except HandlerNotStarted:
+            # No invoker runs now that would keep this thread's connection for the next call, or close it.
+            if not connections[self._alias].in_atomic_block:
+                connections[self._alias].close()
+            raise
 
     def _find_or_create(self, subject: str) -> tuple[UUID, bytes]:
         from outbox.contrib.django.models import SubjectKey
