@@ -1,6 +1,8 @@
 -- Change 27: the erasures that were done in these tables (docs/decisions/240).
+--
+-- A database that unreleased code installed may have this already.
 
-CREATE TABLE erased (
+CREATE TABLE IF NOT EXISTS erased (
     kind        text        NOT NULL CHECK (kind IN ('message', 'key', 'subject')),
     topic       text        NOT NULL,
     value       text        NOT NULL,
@@ -10,5 +12,5 @@ CREATE TABLE erased (
     PRIMARY KEY (kind, topic, value)
 );
 
-CREATE VIEW erased_v1 AS
+CREATE OR REPLACE VIEW erased_v1 AS
 SELECT kind, topic, value, replacement, erased_at FROM erased;

@@ -950,6 +950,11 @@ ENVIRONMENT: Final = (
     Variable("OUTBOX_LOG_FILE", _OUTBOX, "log file of a worker's processes"),
     Variable("OUTBOX_LOG_LEVEL", _OUTBOX, "log level of a worker's processes, as a number"),
     Variable("RECONCILE_…", _USER, "reconciliation: the variables that `env = …` in the rules file names"),
+    Variable(
+        "OUTBOX_ERASURE_SECRET",
+        _USER,
+        "`outbox-reconcile archive --erase` needs `ERASURE_SECRET` of the settings in this variable",
+    ),
     Variable("JAVA_HOME", _USER, "reconciliation: the Java that Spark uses, version 17 or newer"),
     Variable("PATH", _USER, "reconciliation searches these folders for `java`"),
     Variable(
