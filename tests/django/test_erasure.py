@@ -483,6 +483,19 @@ def test_a_worker_does_not_consume_without_the_list(
     assert seen == []
 
 
+def test_a_topic_that_a_restored_database_does_not_have_is_left_out(
+    outbox_settings: Callable[..., None], tmp_path: Path
+) -> None:
+    listed = tmp_path / "erasures"
+    outbox_settings(ERASURE_LIST=str(listed), ERASURE_SECRET="of the tests")
+    line = {"topic": "gone", "replacement": None, "reason": "request 25", "at": "2026-01-01T00:00:00+00:00"}
+    entries = [{**line, "kind": "message", "value": str(UUID(int=1))}, {**line, "kind": "key", "value": "0" * 64}]
+    listed.write_text("".join(f"{json.dumps(one)}\n" for one in entries))
+    with new_world(outbox_settings) as world:
+        assert repeat_erasures() == {}
+        assert world.sql("SELECT count(*) FROM outbox.erased") == [(2,)]
+
+
 def test_without_its_list_nothing_is_erased(outbox_settings: Callable[..., None], tmp_path: Path) -> None:
     outbox_settings(ERASURE_LIST=str(tmp_path / "nowhere" / "list"), ERASURE_SECRET="of the tests")
     with new_world(outbox_settings):

@@ -104,10 +104,8 @@ def erase(request: ErasureRequest, *, reason: str, dry_run: bool, now: datetime 
     nothing was erased.
     """
     request.check()
-    if not (reason or dry_run):
-        raise UsageError(
-            "--reason is missing: the table `erased` and the list of erasures store why. Nothing was erased."
-        )
+    if not dry_run:
+        _require_reason(reason)
     now = now or datetime.now(UTC)
     secret, store = get_settings().erasure_secret, erasure_list.store_of_settings()
     with broker_connection() as (connection, schema):
