@@ -12,7 +12,8 @@ from decimal import Decimal
 from typing import Any, Final, Protocol
 from uuid import UUID
 
-from outbox.errors import ConfigurationError, UndecodableBody, UnserialisableBody
+from outbox.erasure import ERASED, ERASED_CONTENT_TYPE, Erased
+from outbox.errors import ConfigurationError, HandlerNotStarted, UndecodableBody, UnserialisableBody
 
 _raw_decode: Final = json.JSONDecoder().raw_decode
 
@@ -68,6 +69,18 @@ class BytesCodec:
         return data
 
 
+class ErasedCodec:
+    """Decodes the body of an erased message to ERASED."""
+
+    content_type = ERASED_CONTENT_TYPE
+
+    def encode(self, body: Any) -> bytes:
+        raise TypeError("an application cannot publish an erased message")
+
+    def decode(self, data: bytes) -> Erased:
+        return ERASED
+
+
 def _plain(value: object) -> str:
     if isinstance(value, (Decimal, UUID)):
         return str(value)
@@ -100,8 +113,12 @@ class Codecs:
     def __init__(self, default: Codec | None = None, *, by_topic: dict[str, Codec] | None = None) -> None:
         self._default: Codec = default or JsonCodec()
         self._by_topic = dict(by_topic or {})
-        known: Iterable[Codec] = (JsonCodec(), BytesCodec(), self._default, *self._by_topic.values())
+        known: Iterable[Codec] = (JsonCodec(), BytesCodec(), ErasedCodec(), self._default, *self._by_topic.values())
         self._by_content_type = {codec.content_type: codec for codec in known}
+
+    def add(self, codec: Codec) -> None:
+        """Add a codec that only decodes, for one more content type."""
+        self._by_content_type[codec.content_type] = codec
 
     def encode(self, topic: str, body: Any) -> tuple[bytes, str]:
         """Return the encoded body and its content type. Raises UnserialisableBody with the topic and the cause."""
@@ -120,7 +137,11 @@ class Codecs:
         return encoded, codec.content_type
 
     def decode(self, content_type: str, data: bytes) -> Any:
-        """Return the decoded body. Raises UndecodableBody with the content type."""
+        """Return the decoded body; ERASED if the message is erased, or the key of its subject is deleted.
+
+        Raises UndecodableBody with the content type. Raises HandlerNotStarted if the key of an encrypted body cannot be
+        read now.
+        """
         codec = self._by_content_type.get(content_type)
         if codec is None:
             raise UndecodableBody(
@@ -129,6 +150,8 @@ class Codecs:
             )
         try:
             return codec.decode(data)
+        except HandlerNotStarted:
+            raise
         except ValueError as error:
             raise UndecodableBody(f"the body is not valid {content_type}: {error}") from error
         except Exception as error:

@@ -10,6 +10,7 @@ from typing import Any, Final
 from uuid import UUID, uuid5
 
 from outbox import names
+from outbox.erasure import ERASED
 from outbox.errors import InvalidMessage, InvalidName, NotSupported
 from outbox.time_limit import TIMEOUT_HEADER, timeout_of
 from outbox.utils.ids import uuid7
@@ -178,7 +179,8 @@ class SendReceipt:
 class Delivery:
     """One message that a consumer passes to one handler.
 
-    `body` is decoded by the codec of the message's content type. `attempt` counts from 1. The message was read at
+    `body` is decoded by the codec of the message's content type. If the message is erased, `body` is
+    outbox.erasure.ERASED. `attempt` counts from 1. The message was read at
     `offset` of `queue` for the consumer group. `transaction_id` is the transaction id of the publish call (see
     SendReceipt), or None if the broker does not give it.
     """
@@ -215,6 +217,11 @@ class Delivery:
     def headers(self) -> Mapping[str, str]:
         """The message's headers."""
         return self.message.headers
+
+    @property
+    def erased(self) -> bool:
+        """Whether the body was erased, or was encrypted for a subject whose key is deleted."""
+        return self.body is ERASED
 
     @property
     def idempotency_key(self) -> str:

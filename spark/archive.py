@@ -10,9 +10,11 @@ a pass was killed, the next pass removes the files of the killed pass.
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import json
 import uuid
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final
 
@@ -42,10 +44,12 @@ if TYPE_CHECKING:
 
 _LOCK: Final = "SELECT pg_try_advisory_lock(hashtextextended('outbox-reconcile archive', 0))"
 _ABSENT: Final = "\x01"
+# The content type of an erased message, as in outbox/erasure.py.
+_ERASED: Final = "application/vnd.outbox.erased"
 
 
 class Archive:
-    """Runs one pass over the broker of a rules file, or verifies all earlier passes."""
+    """Runs one pass over the broker of a rules file, verifies all earlier passes, or erases messages in them."""
 
     def __init__(self, spark: SparkSession, rules: Rules, progress: Progress) -> None:
         database = rules.databases[rules.broker]
@@ -109,6 +113,91 @@ class Archive:
                 problems.append(f"{each.folder} still contains {each.count} messages, but some of them have changed")
         return problems
 
+    def erase(self, secret: str | None) -> int:
+        """Erase the messages in the archive that were erased in the broker, and return their number.
+
+        A pass with such messages is written anew, and is in force as soon as `archive.json` names it; its former files
+        are then removed. `secret` is OUTBOX['ERASURE_SECRET'], by which erased keys are found. Raises UsageProblem if
+        it is missing, or if there is no archive.
+        """
+        self._store.check_writable()
+        try:
+            with readable_errors("reading the erasures of the broker"):
+                self._source.open([])
+                if not self._source.query(_LOCK)[0][0]:
+                    raise RunIncomplete("a pass over this broker is running. Repeat the erasure after it has ended.")
+                table = sql.table_name("erased_v1", self._schema)
+                columns = "kind, topic, value, replacement, erased_at::text"
+                erased = self._source.query(f"SELECT {columns} FROM {table} WHERE kind <> 'subject'")
+            manifest = load_manifest(self._store)
+            if manifest is None:
+                raise UsageProblem(f"there is no archive at {self._store.path(MANIFEST)}, so nothing can be erased.")
+            if secret is None and any(row[0] == "key" for row in erased):
+                raise UsageProblem(
+                    "keys were erased in the broker, and the archive finds their messages by OUTBOX['ERASURE_SECRET']: "
+                    "set the environment variable OUTBOX_ERASURE_SECRET to the same text."
+                )
+            count = sum(self._erase_in(manifest, place, erased, secret or "") for place in range(len(manifest.passes)))
+            self._write_manifest(manifest)
+            self._remove_unnamed(manifest)
+            return count
+        finally:
+            self._source.close()
+
+    def _erase_in(self, manifest: Manifest, place: int, erased: list[tuple[Any, ...]], secret: str) -> int:
+        from pyspark.sql import functions as F
+
+        each = manifest.passes[place]
+        ids = {(topic, value): replacement or "" for kind, topic, value, replacement, _ in erased if kind == "message"}
+        keys = {(topic, value): replacement or "" for kind, topic, value, replacement, _ in erased if kind == "key"}
+        of_keys = {topic for topic, _ in keys}
+
+        def replacement_of(topic: str, message_id: str, key: str) -> str | None:
+            """The text that replaces the key, '' if the key stays, None if the message is not erased."""
+            if (topic, message_id) in ids:
+                return ids[topic, message_id]
+            if topic not in of_keys:
+                return None
+            data = f"{topic}\x00{key}".encode()
+            return keys.get((topic, hmac.new(secret.encode(), data, hashlib.sha256).hexdigest()))
+
+        # A lambda, because Spark would evaluate the annotations of the function.
+        find = F.udf(lambda topic, message_id, key: replacement_of(topic, message_id, key), "string")
+        found = find("topic", "message_id", "key")
+        frame = read_passes(self._spark, [self._store.spark_path(each.folder)]).drop("pass").withColumn("by", found)
+        has_key = (F.col("by") != "") & ~F.col("key").startswith("erased:")
+        is_new = F.col("by").isNotNull() & ((F.col("content_type") != _ERASED) | has_key)
+        count = frame.where(is_new).count()
+        if not count:
+            return 0
+        made = replace(each, name=f"{each.name.partition('.')[0]}.{uuid.uuid4().hex[:6]}")
+        changed = {
+            "key": F.when(has_key, F.col("by")).otherwise(F.col("key")),
+            "content_type": F.lit(_ERASED),
+            "headers": F.lit(None).cast("string"),
+            "body": F.lit("").cast("binary"),
+        }
+        is_erased = F.col("by").isNotNull()
+        columns = {name: F.when(is_erased, value).otherwise(F.col(name)) for name, value in changed.items()}
+        with (
+            self._progress.step(f"stage erase: {count} messages of {each.folder}"),
+            readable_errors("erasing messages"),
+        ):
+            frame.withColumns(columns).drop("by").write.partitionBy("day").parquet(self._store.spark_path(made.folder))
+            messages, checksum = self._sums(made.folder)
+        if messages != each.count:
+            raise RunIncomplete(
+                f"{made.folder} contains {messages} messages, but {each.folder} contains {each.count}. The archive is "
+                "unchanged. Repeat the erasure."
+            )
+        self._store.protect(made.folder)
+        manifest.passes[place] = replace(made, checksum=checksum)
+        return count
+
+    def _write_manifest(self, manifest: Manifest) -> None:
+        content = {"version": 1, **asdict(manifest)}
+        self._store.write(MANIFEST, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+
     def _pass(self, manifest: Manifest, until: str) -> tuple[Pass | None, list[Gap]]:
         since = manifest.until
         with self._progress.step("stage gaps: messages removed since"), readable_errors("counting removed messages"):
@@ -135,8 +224,7 @@ class Archive:
         manifest.gaps += gaps
         self._progress.say(f"stage publish: {MANIFEST}")
         self._store.protect(folder)
-        content = {"version": 1, **asdict(manifest)}
-        self._store.write(MANIFEST, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+        self._write_manifest(manifest)
         return made, gaps
 
     def _account(self, manifest: Manifest, until: str) -> list[Gap]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import sys
 import threading
@@ -70,6 +71,12 @@ def parser() -> argparse.ArgumentParser:
     )
     archive.add_argument(
         "--verify", action="store_true", help="write nothing, but read the archive again and compare its checksums"
+    )
+    archive.add_argument(
+        "--erase",
+        action="store_true",
+        help="only erase the messages that outbox_erase has erased in the broker. The environment variable "
+        "OUTBOX_ERASURE_SECRET is the secret of the settings",
     )
     _add_spark(archive)
     check = commands.add_parser("check", help="validate the rules file, without Spark or a database")
@@ -245,6 +252,9 @@ def _archive(given: argparse.Namespace) -> int:
     from . import archive
 
     work = archive.Archive(spark, rules, progress)
+    if given.erase:
+        print(f"{work.erase(os.environ.get('OUTBOX_ERASURE_SECRET'))} messages erased")
+        return CLEAN
     if given.verify:
         problems = work.verify()
         if not problems:

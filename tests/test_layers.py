@@ -28,6 +28,7 @@ ALLOWED: dict[str, set[str]] = {
     "outbox/contrib/django": {"outbox", "django", "psycopg", "asgiref", "django_tasks"},
     "outbox/contrib/sinks": {"outbox", "httpx", "cryptography", "kombu", "amqp", "confluent_kafka", "cloudevents"},
     "outbox/contrib/sources": {"outbox", "kombu", "confluent_kafka"},
+    "outbox/contrib/encryption": {"outbox", "cryptography"},
     "outbox/contrib/prometheus": {"outbox", "prometheus_client"},
     "outbox/contrib/opentelemetry": {"outbox", "opentelemetry"},
     # Loaded by every run of pytest: all other packages are imported when a test asks for the fixture.
@@ -49,6 +50,7 @@ UPWARD = {
     "outbox/broker/celery": ("outbox.contrib",),
     "outbox/contrib/sinks": ("outbox.broker", "outbox.contrib.django"),
     "outbox/contrib/sources": ("outbox.broker", "outbox.contrib.django", "outbox.contrib.sinks"),
+    "outbox/contrib/encryption": ("outbox.broker", "outbox.contrib.django", "outbox.contrib.sinks"),
 }
 # Folders, level by level from the base: a folder may import those of the levels below it.
 LEVELS = {

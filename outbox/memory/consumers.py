@@ -11,7 +11,7 @@ from datetime import datetime, timedelta
 from typing import Final
 from uuid import UUID
 
-from outbox import tracing
+from outbox import passing_over, tracing
 from outbox.codec import Codecs
 from outbox.errors import UndecodableBody
 from outbox.filters.filter import Filter, parse_filter
@@ -208,11 +208,18 @@ class ConsumerGroups:
 
     def _invoke(self, consumer: _Consumer, deliveries: list[Delivery]) -> Sequence[Disposition | Exception]:
         if tracing.tracer is None:
-            return self._invoker(consumer.subscription, consumer.handler, deliveries, generation=1)
+            return self._results(consumer, deliveries)
         with tracing.tracer.handling(deliveries) as conclude:
-            results = self._invoker(consumer.subscription, consumer.handler, deliveries, generation=1)
+            results = self._results(consumer, deliveries)
             conclude(results)
         return results
+
+    def _results(self, consumer: _Consumer, deliveries: list[Delivery]) -> Sequence[Disposition | Exception]:
+        results = self._invoker(consumer.subscription, consumer.handler, deliveries, generation=1)
+        if not passing_over.is_to_pass(deliveries, results):
+            return results
+        passing_over.report(deliveries, results[0])
+        return self._invoker(consumer.subscription, passing_over.do_nothing, deliveries, generation=1)
 
     def _failed(self, consumer: _Consumer, delivery: Delivery, error: Exception) -> None:
         subscription = consumer.subscription

@@ -21,7 +21,7 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Any, Final
 
-from outbox import tracing
+from outbox import passing_over, tracing
 from outbox.codec import Codecs
 from outbox.errors import (
     BrokerUnavailable,
@@ -320,7 +320,7 @@ class _Poller:
             return None
         try:
             body = self._codecs.decode(message.content_type, message.body)
-        except UndecodableBody as error:
+        except (UndecodableBody, HandlerNotStarted) as error:
             self._let_go(wire, error, wire.delivery_attempt or 1, str(message.message_id))
             return None
         return _Held(wire, self._delivery(message, body, wire))
@@ -368,6 +368,9 @@ class _Poller:
         """
         while True:
             results = self._invoker(self._subscription, self._handler, deliveries, generation=_GENERATION)
+            if passing_over.is_to_pass(deliveries, results):
+                passing_over.report(deliveries, results[0])
+                return self._invoker(self._subscription, passing_over.do_nothing, deliveries, generation=_GENERATION)
             away = results[0]
             if not isinstance(away, (HandlerNotStarted, ServiceUnavailable)) or any(one is not away for one in results):
                 return results

@@ -43,6 +43,9 @@ class FindingClass(enum.StrEnum):
     """The message or the effect exists, but it is later than the limit that the rule declares."""
     PENDING = "PENDING"
     """The subject is too young to be judged, or its limits have not passed yet, so the next run judges it again."""
+    ERASED = "ERASED"
+    """The content of the message was erased, or is encrypted for a subject: its existence is judged, its fields are
+    not."""
     OK = "OK"
     """Everything about the subject is as the rule declares."""
     RECOVERED = "RECOVERED"
@@ -124,12 +127,14 @@ def message_conditions(rule: Rule, window: Window) -> dict[FindingClass, Column]
     fresh = has_row & (F.col("row_at") >= F.lit(window.until)) & F.lit(not window.is_exact)
     alone = ~has_row & ~committed & undecided & window.to_come(F.col("undecided_at"))
     unsettled = ~has_row & committed & ~settled & window.to_come(F.col("message_at"))
-    differs = row_judged & committed & (F.col("unreadable") == 0) & _differs(rule)
+    is_erased = F.col("erased") > 0
+    differs = row_judged & committed & (F.col("unreadable") == 0) & ~is_erased & _differs(rule)
     # If a row is written repeatedly, its newest message may belong to a later state of the row than the state that the
     # run has read. An undecided message may belong to the state that the run has read.
     is_final = F.lit(True) if exactly_one else (F.col("newest_settled_at") < F.lit(window.until)) & ~undecided
     conditions = {
-        FindingClass.ORPHAN: message_judged & committed & settled,
+        # The row of an erased message may have been deleted with the person's data, or have the erased key.
+        FindingClass.ORPHAN: message_judged & committed & settled & ~is_erased,
         FindingClass.HALF_STUCK: half_judged & undecided & is_stuck,
         FindingClass.LOST: row_judged & ~committed & ~undecided,
         FindingClass.UNREADABLE: (judged & committed & (F.col("unreadable") > 0)) | (row_judged & _has_no_key()),
@@ -137,6 +142,7 @@ def message_conditions(rule: Rule, window: Window) -> dict[FindingClass, Column]
         FindingClass.MISMATCH: differs & is_final,
         FindingClass.LATE: row_judged & committed & _is_late(rule),
         FindingClass.PENDING: fresh | (row_judged & undecided) | (differs & ~is_final) | alone | unsettled,
+        FindingClass.ERASED: judged & committed & is_erased,
     }
     return {name: F.coalesce(condition, F.lit(False)) for name, condition in conditions.items()}
 
@@ -146,7 +152,9 @@ def group_conditions(rule: Rule, number: int, window: Window) -> dict[FindingCla
     group = rule.groups[number]
     effects, effect_at = F.col(f"effects_{number}"), F.col(f"effect_at_{number}")
     has_time, is_sent = F.lit(group.table is not None), _is_sent(window.looks_at)
-    expected = is_sent & _is_owed(rule, number) & (F.col(f"timed_out_{number}") < _live())
+    # A handler may do nothing for an erased message.
+    is_owed = _is_owed(rule, number) & (F.col("erased") == 0)
+    expected = is_sent & is_owed & (F.col(f"timed_out_{number}") < _live())
     due = F.greatest("row_at", F.coalesce("due_at", "row_at"))
     limit = _micros(group.within_seconds)
     overdue = F.unix_micros(F.lit(window.watermark)) - F.unix_micros(due) > limit

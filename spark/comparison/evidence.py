@@ -52,6 +52,11 @@ PROMPT: Final = 1
 LATER: Final = 2
 """A message that a check-back or an operator decided some time after the commit."""
 
+# In the column `bad`: the content of the message is erased, or encrypted for a subject.
+ERASED: Final = -1
+# The content types of outbox/erasure.py, which this package does not import.
+ERASED_TYPES: Final = ("application/vnd.outbox.erased", "application/vnd.outbox.encrypted")
+
 _PLACE: Final = DecimalType(38, 0)
 _BEFORE_RECALLED: Final = 2**62
 _VERSION_7: Final = "^[0-9a-f]{8}-[0-9a-f]{4}-7"
@@ -120,7 +125,7 @@ def _due() -> Column:
 
 def broker_side(messages: DataFrame, rule: Rule, *, is_exact: bool = False) -> DataFrame:
     """Convert messages, dead letters and deliveries to the narrow form. A message whose body cannot be read has 1 in
-    the column `bad`.
+    the column `bad`, and a message whose content is erased or encrypted has ERASED.
 
     On the second look, `is_exact` is true: the parser of this package reads each body that Spark's parser refuses, or
     that may contain more than one document.
@@ -138,8 +143,10 @@ def broker_side(messages: DataFrame, rule: Rule, *, is_exact: bool = False) -> D
     else:
         is_damaged = ~F.is_valid_utf8(text) | _is_suspicious(text, document, rule)
     unreadable = ~is_json | is_damaged if rule.fields else is_json & is_damaged
+    is_erased = F.coalesce(F.col("content_type").isin(*ERASED_TYPES), F.lit(False))
     texts = {f"b{n}": F.try_variant_get(document, json_path(field), "string") for n, field in enumerate(rule.fields)}
-    read = parsed.withColumns({"unreadable": F.coalesce(unreadable, F.lit(True)), **texts}).drop("text", "document")
+    columns = {"unreadable": F.coalesce(unreadable, F.lit(True)), "is_erased": is_erased, **texts}
+    read = parsed.withColumns(columns).drop("text", "document")
     raw = [F.col(name) for name in texts]
     values = [from_body(column, field) for column, field in zip(raw, rule.fields, strict=True)]
     is_committed = F.col("state").isin("committed", "recalled")
@@ -150,7 +157,10 @@ def broker_side(messages: DataFrame, rule: Rule, *, is_exact: bool = False) -> D
         F.greatest("at", F.coalesce("decided_at", "at")).alias("settled"),
         F.col("deliver_at").alias("due"),
         F.col("log_id").alias("ord"),
-        F.when(is_committed & (F.col("unreadable") | (_bad(raw, values) > 0)), 1).otherwise(0).alias("bad"),
+        F.when(is_committed & F.col("is_erased"), ERASED)
+        .when(is_committed & (F.col("unreadable") | (_bad(raw, values) > 0)), 1)
+        .otherwise(0)
+        .alias("bad"),
         *([F.coalesce("owed", F.lit(0)).alias("owed")] if rule.has_conditional_groups else []),
         *([way().alias("way")] if rule.counts_each_message else []),
         *_compared(values, rule),
@@ -227,6 +237,7 @@ def why_unreadable(rule: Rule) -> Column:
     reason = F.when(is_refused, refused).otherwise(reason)
     reason = F.when(~F.is_valid_utf8(text), "the body is not UTF-8").otherwise(reason)
     reason = F.when(~is_json, content_type if rule.fields else F.lit("")).otherwise(reason)
+    reason = F.when(F.col("content_type").isin(*ERASED_TYPES), "").otherwise(reason)
     return F.when(F.col("state").isin("committed", "recalled"), reason).otherwise("").alias("why")
 
 
@@ -313,7 +324,8 @@ def gather(sides: list[DataFrame], rule: Rule, watermark: datetime) -> DataFrame
         F.max_by("hash", age).alias("message_hash"),
         F.max(F.when(is_committed, F.col("settled"))).alias("newest_settled_at"),
         F.max(F.when(counts, F.greatest("at", F.coalesce("settled", "at")))).alias("touched_at"),
-        F.sum("bad").alias("unreadable"),
+        F.sum(F.greatest("bad", F.lit(0))).alias("unreadable"),
+        F.count_if(F.col("bad") == ERASED).alias("erased"),
     ]
     for number in range(len(rule.near_fields)):
         value = F.col(f"n{number}")

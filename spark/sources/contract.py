@@ -57,6 +57,8 @@ VIEWS: Final[dict[str, dict[str, str]]] = {
         "timed_out_at": "timestamp with time zone",
     },
     "topic_v1": {"topic": "text", "retention_seconds": "bigint", "pruned_at": "timestamp with time zone"},
+    # `archive --erase` reads the next view.
+    "erased_v1": {"kind": "text", "topic": "text", "value": "text", "replacement": "text"},
     # A run reads the next three views if a group has no owed_when.
     "group_v1": {"consumer_group": "text", "topic": "text", "filter": "text"},
     "offset_v1": {"consumer_group": "text", "topic": "text", "queue_id": "integer", "start_offset": "bigint"},

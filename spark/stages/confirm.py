@@ -75,7 +75,9 @@ def collect(spark: SparkSession, scanned: Sequence[ScannedRule], still_open: Dat
 
 def _keys(spark: SparkSession, scanned: ScannedRule, still_open: DataFrame | None) -> DataFrame:
     at = F.col("at").alias("sought_at")
-    suspects = spark.read.schema(SUSPECT_SCHEMA).parquet(scanned.suspects).where(F.col("class") != "PENDING")
+    suspects = (
+        spark.read.schema(SUSPECT_SCHEMA).parquet(scanned.suspects).where(~F.col("class").isin("PENDING", "ERASED"))
+    )
     wanted = suspects.select("key", F.lit(False).alias("carried"), at)
     if still_open is not None:
         rule, floor = scanned.prepared.rule, scanned.prepared.window.floor

@@ -271,18 +271,20 @@ def _judged(
                 if (found.rule, found.group) == (name, subject):
                     counts[subject][found.name] += found.findings
             counts[subject]["OK"] = seen["OK"] + dismissed.get((name, subject, "OK"), 0) + skipped
-            counts[subject]["PENDING"] = seen["PENDING"] + dismissed.get((name, subject, "PENDING"), 0)
+            for waits in ("PENDING", "ERASED"):
+                counts[subject][waits] = seen[waits] + dismissed.get((name, subject, waits), 0)
         judged.append(JudgedRule(each, counts))
     return judged
 
 
 def _dismissed(spark: SparkSession, rules: Sequence[ConfirmedRule], findings: DataFrame) -> dict[tuple[str, ...], int]:
-    """The number of suspects that the second look judged OK or PENDING, by rule, group and class of the second look."""
+    """The number of suspects that the second look judged OK, PENDING or ERASED, by rule, group and that class."""
     if not any(each.keys for each in rules):
         return {}
-    suspects = _suspects(spark, rules).where("class <> 'PENDING'").select(*SUBJECT)
+    suspects = _suspects(spark, rules).where("class NOT IN ('PENDING', 'ERASED')").select(*SUBJECT)
     none = suspects.join(findings.select(*SUBJECT), SUBJECT, "left_anti")
-    waiting = _confirmed(spark, rules).where("class = 'PENDING'").select(*SUBJECT, F.lit("PENDING").alias("is"))
+    waiting = _confirmed(spark, rules).where("class IN ('PENDING', 'ERASED')")
+    waiting = waiting.select(*SUBJECT, F.col("class").alias("is"))
     counted = none.join(waiting, SUBJECT, "left").groupBy("rule", "group", F.coalesce("is", F.lit("OK")))
     return {tuple(row)[:-1]: int(row["count"]) for row in counted.count().collect()}
 

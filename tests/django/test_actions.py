@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -30,9 +31,11 @@ from outbox.contrib.django.actions.catalogue import ACTIONS, of_command
 from outbox.contrib.django.actions.declaration import DeclaredAction, FieldKind
 from outbox.contrib.django.actions.transactions import switch_transactional
 from outbox.contrib.django.database.aliases import alias_conninfo
+from outbox.contrib.django.database.subject_keys import subject_keys
 from outbox.contrib.django.engine.broker import flush, reset_broker
-from outbox.contrib.django.models import ForwardEndpoint, OperatorAction
+from outbox.contrib.django.models import ForwardEndpoint, OperatorAction, SubjectKey
 from outbox.contrib.django.operations.endpoints import list_endpoints
+from outbox.contrib.django.operations.installation import create_key_table
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.limits import Limits
 from outbox.subscription import Mode, Subscription
@@ -48,6 +51,7 @@ pytestmark = pytest.mark.usefixtures("databases", "no_subscribers")
 Given = Mapping[str, str | list[str]]
 Case = tuple[Callable[[World], Given], Callable[[World], Any]]
 CASES: dict[str, Case] = {}
+KEKS = [base64.b64encode(bytes([number]) * 32).decode() for number in (1, 2)]
 
 
 def case(name: str, effect: Callable[[World], Any]) -> Callable[[Callable[[World], Given]], None]:
@@ -286,6 +290,33 @@ def _forget(world: World) -> Given:
     world.sql("INSERT INTO outbox.periodic_pass (producer_group, name, interval_seconds, began_at)"
               " VALUES ('shop', 'receive:partner', 60, now())")  # fmt: skip
     return {"forget": ["partner"]}
+
+
+@case("erase", rows("SELECT content_type, body FROM outbox.commit_log"))
+def _erase(world: World) -> Given:
+    message_id = publish("orders", {"name": "Anna"}, key="17").message_id
+    sequence()
+    return {"topic": "orders", "message": [str(message_id)]}
+
+
+def subject_key(world: World) -> None:
+    create_key_table("default")
+    SubjectKey.objects.all().delete()
+    world.change_settings(KEY_DATABASE="default", KEY_ENCRYPTION_KEYS=[KEKS[0]])
+    subject_keys().key_for("anna")
+
+
+@case("delete_subject_key", lambda world: list(SubjectKey.objects.values_list("subject", "wrapped")))
+def _delete_subject_key(world: World) -> Given:
+    subject_key(world)
+    return {"subject": "anna"}
+
+
+@case("rotate_subject_keys", lambda world: [bytes(one.wrapped or b"")[1:9] for one in SubjectKey.objects.all()])
+def _rotate_subject_keys(world: World) -> Given:
+    subject_key(world)
+    world.change_settings(KEY_ENCRYPTION_KEYS=[KEKS[1], KEKS[0]])
+    return {}
 
 
 # -- the two doors --------------------------------------------------------------------------------------

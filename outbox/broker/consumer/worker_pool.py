@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from queue import Empty, SimpleQueue
 from typing import Any, Final, TypeAlias
 
-from outbox import tracing
+from outbox import passing_over, tracing
 from outbox.broker.consumer.fetch import BODY, CONTENT_TYPE, LOG_ID, deliver
 from outbox.broker.consumer.gate import Gate
 from outbox.broker.consumer.owned_queue import Subscribed
@@ -20,9 +20,18 @@ from outbox.broker.consumer.running_calls import RunningCalls
 from outbox.broker.consumer.shared_calls import SharedCalls, Sharing, may_join
 from outbox.broker.consumer.work import NOT_STARTED, FetchedEntry, HandlerCall, Result, TimedOut
 from outbox.codec import Codecs
-from outbox.errors import OutboxError, UndecodableBody
+from outbox.erasure import ENCRYPTED_CONTENT_TYPE, ERASED_CONTENT_TYPE
+from outbox.errors import HandlerNotStarted, OutboxError, UndecodableBody
 from outbox.message import Delivery
-from outbox.ports import ClaimedElsewhere, ClaimingInvoker, Disposition, Invoker, RunAlone, SharingInvoker
+from outbox.ports import (
+    AnyHandler,
+    ClaimedElsewhere,
+    ClaimingInvoker,
+    Disposition,
+    Invoker,
+    RunAlone,
+    SharingInvoker,
+)
 from outbox.utils import faults, fence, log_context, measures
 
 logger = logging.getLogger(__name__)
@@ -384,7 +393,7 @@ class Caller:
         for work in shared.calls:
             work.started_at = None
         for work, result in zip(shared.calls, results, strict=True):
-            if result is not RunAlone.RUN_ALONE:
+            if result is not RunAlone.RUN_ALONE and not _may_be_passed(work, result):
                 work.results = [result]
             elif work.is_given_up:
                 # Another thread has replaced this thread. A call that joined in that moment goes back to its lane.
@@ -406,9 +415,11 @@ class Caller:
         with fence.attempt(fence_reason), self._observed(work, deliveries, places) as observed:
             outcomes: Sequence[Any]
             if (claim := self._claiming(work)) is not None:
-                outcomes = self._invoke_claiming(claim, work, deliveries)
+                outcomes = self._invoke_claiming(claim, work, deliveries, work.subscribed.handler)
             else:
                 outcomes = self._invoke(work.subscribed, deliveries, sharing, shared)
+            if shared is None and isinstance(outcomes[0], Exception) and passing_over.is_to_pass(deliveries, outcomes):
+                outcomes = self._pass_over(claim, work, deliveries, outcomes[0])
             observed += outcomes[: len(deliveries)]
         joined = len(shared.calls) - 1 if shared is not None else 0
         if len(outcomes) != len(places) + joined:
@@ -422,12 +433,22 @@ class Caller:
             results[place] = outcome
         return [*results, *outcomes[len(places) :]]
 
+    def _pass_over(
+        self, claim: ClaimingInvoker | None, work: HandlerCall, deliveries: Sequence[Delivery], error: object
+    ) -> Sequence[Any]:
+        """Call the invoker for erased messages at which the handler has failed, with a handler that does nothing."""
+        passing_over.report(deliveries, error)
+        if claim is not None:
+            return self._invoke_claiming(claim, work, deliveries, passing_over.do_nothing)
+        subscribed, handler = work.subscribed, passing_over.do_nothing
+        return self._invoker(subscribed.subscription, handler, deliveries, generation=subscribed.group.generation)
+
     def _claiming(self, work: HandlerCall) -> ClaimingInvoker | None:
         """Return the function that claims the message of this call; None if the call needs no claim."""
         return self._claim if work.subscribed.claims else None
 
     def _invoke_claiming(
-        self, claim: ClaimingInvoker, work: HandlerCall, deliveries: Sequence[Delivery]
+        self, claim: ClaimingInvoker, work: HandlerCall, deliveries: Sequence[Delivery], handler: AnyHandler
     ) -> Sequence[Disposition | Exception | ClaimedElsewhere]:
         subscribed = work.subscribed
         [delivery] = deliveries
@@ -440,7 +461,7 @@ class Caller:
             self._wake()
 
         generation = subscribed.group.generation
-        return [claim(subscribed.subscription, subscribed.handler, delivery, claimed, generation=generation)]
+        return [claim(subscribed.subscription, handler, delivery, claimed, generation=generation)]
 
     def _invoke(
         self,
@@ -520,7 +541,8 @@ class Caller:
     def _deliveries(self, work: HandlerCall, results: list[Result]) -> tuple[list[Delivery], list[int]]:
         """Return the deliveries and their places in the call.
 
-        If a body cannot be decoded, the decoding error becomes the result of the message. If the time limit of a
+        If a body cannot be decoded, or the key of its subject cannot be read now, the error becomes the result of the
+        message. If the time limit of a
         message is over, the result of the message is TimedOut.
         """
         group, topic = work.subscribed.group.name, work.subscribed.subscription.topic
@@ -543,13 +565,24 @@ class Caller:
             assert row is not None
             try:
                 body = decode(row[CONTENT_TYPE], row[BODY])
-            except UndecodableBody as error:
+            except (UndecodableBody, HandlerNotStarted) as error:
                 results[place] = error
                 continue
             attempt = item.retries + item.in_place + 1
             deliveries.append(deliver(row, topic, body, group, item.queue.name, item.offset, attempt))
             places.append(place)
         return deliveries, places
+
+
+def _may_be_passed(work: HandlerCall, result: Any) -> bool:
+    """Whether the message of a call that has failed in a shared transaction may be erased.
+
+    Such a call runs again alone, because only then can its message be passed over.
+    """
+    row = work.items[0].row
+    if row is None or not isinstance(result, Exception):
+        return False
+    return row[CONTENT_TYPE] in (ERASED_CONTENT_TYPE, ENCRYPTED_CONTENT_TYPE)
 
 
 _OVER: Final = "the time limit of the message was over before this attempt"

@@ -425,3 +425,45 @@ class DeadLetterNote(models.Model):
 
     def __str__(self) -> str:
         return f"{self.group} {self.message_id}"
+
+
+class SubjectKey(models.Model):
+    """The key that encrypts the bodies of one subject's messages, encrypted by a key-encrypting key.
+
+    The table is only on the alias OUTBOX['KEY_DATABASE']. The row of a deleted key stays, without subject and key.
+    """
+
+    key_id = models.UUIDField(primary_key=True)
+    subject = models.CharField(max_length=255, null=True, unique=True)
+    wrapped = models.BinaryField(null=True)
+    created_at = models.DateTimeField()
+    deleted_at = models.DateTimeField(null=True)
+
+    class Meta:
+        app_label = "outbox"
+        db_table = "outbox_subject_key"
+        managed = False
+
+    def __str__(self) -> str:
+        return str(self.key_id)
+
+
+class ErasureEntry(models.Model):
+    """An erasure of personal data that was done in this database, as in the broker's table `erased`.
+
+    A restore of a backup takes rows of this table away, so a worker finds the erasures that it must repeat.
+    """
+
+    pk = models.CompositePrimaryKey("kind", "topic", "value")
+    kind = models.CharField(max_length=15)
+    topic = models.CharField(max_length=127)
+    value = models.CharField(max_length=64)
+    erased_at = models.DateTimeField()
+
+    class Meta:
+        app_label = "outbox"
+        db_table = "outbox_erased"
+        verbose_name_plural = "erasure entries"
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.topic} {self.value}"

@@ -32,5 +32,6 @@ class BrokerRouter:
 
 
 def is_dedicated(alias: str) -> bool:
-    """Return whether the alias is the broker's alias and not the default alias."""
-    return alias == get_settings().broker and alias != DEFAULT_DB_ALIAS
+    """Return whether the alias is that of the broker or of the subjects' keys, and not the default alias."""
+    settings = get_settings()
+    return alias in (settings.broker, settings.key_database) and alias != DEFAULT_DB_ALIAS

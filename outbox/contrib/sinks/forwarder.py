@@ -15,6 +15,7 @@ from uuid import UUID
 
 from outbox.codec import Codecs
 from outbox.contrib.sinks.sink import EarlierNotAcknowledged, Outgoing, Rejected, Sink
+from outbox.erasure import ERASED, ERASED_CONTENT_TYPE
 from outbox.errors import PartialFailure, ServiceUnavailable
 from outbox.message import Delivery
 from outbox.retry import RetryPolicy
@@ -34,8 +35,8 @@ class RawCodecs(Codecs):
     """Codecs that leave bodies unchanged, so that a message that this process cannot decode is forwarded too."""
 
     def decode(self, content_type: str, data: bytes) -> Any:
-        """Return the bytes unchanged."""
-        return data
+        """Return the bytes unchanged, and ERASED for an erased message."""
+        return ERASED if content_type == ERASED_CONTENT_TYPE else data
 
 
 class Endpoint(Protocol):
@@ -65,12 +66,12 @@ class Forwarder:
         self._endpoint = endpoint
 
     def __call__(self, given: Delivery | Sequence[Delivery]) -> None:
-        """Send all deliveries.
+        """Send all deliveries except erased ones, which have nothing to send.
 
         If the endpoint is unavailable, raises ServiceUnavailable. If deliveries of a batch fail, raises PartialFailure.
         If a single delivery fails, raises its error.
         """
-        deliveries = [given] if isinstance(given, Delivery) else given
+        deliveries = [one for one in ([given] if isinstance(given, Delivery) else given) if not one.erased]
         lines = _lines(deliveries)
         failed: dict[UUID, Exception] = {}
         while lines:

@@ -69,7 +69,7 @@ def _run(
     store(entry)
     failure: OutboxError | None = None
     try:
-        _end(entry, OperatorAction.Outcome.DONE, plan.do())
+        _end(entry, OperatorAction.Outcome.DONE, plan.run(entry.why))
     except OutboxError as error:
         failure = error
         _end(entry, OperatorAction.Outcome.FAILED, {"error": for_people(str(error))})

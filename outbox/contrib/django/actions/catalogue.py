@@ -8,12 +8,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from outbox.contrib.django.actions import broker, endpoints, groups, messages, processes, schedules, transactions
+from outbox.contrib.django.actions import (
+    broker,
+    endpoints,
+    erasing,
+    groups,
+    messages,
+    processes,
+    schedules,
+    transactions,
+)
 from outbox.contrib.django.actions.declaration import DeclaredAction
 
 ACTIONS: Final[Mapping[str, DeclaredAction]] = {
     action.name: action
-    for room in (transactions, messages, groups, processes, schedules, endpoints, broker)
+    for room in (transactions, messages, groups, processes, schedules, endpoints, broker, erasing)
     for action in room.ACTIONS
 }
 

@@ -76,7 +76,8 @@ class ActionPlan:
 
     The page makes the plan again when the operator confirms the action.
 
-    `subject`: the object of the action, as the audit names it. `effect`: the effect in words. `caution`: a warning, for
+    `do_because` is like `do` for an action that also stores the operator's reason. `subject`: the object of the action,
+    as the audit names it. `effect`: the effect in words. `caution`: a warning, for
     example that the action cannot be undone. `dangerous`: a command asks for a confirmation. `before`: the state before
     the action. `do` runs the action and returns the state afterwards. `pinned`: values of the
     plan that the page sends again with the confirmation, so that the operator confirms the plan that the page showed.
@@ -92,6 +93,11 @@ class ActionPlan:
     pinned: Mapping[str, str] = field(default_factory=dict)
     nothing: bool = False
     refusal: str = ""
+    do_because: Callable[[str], Mapping[str, Any]] | None = None
+
+    def run(self, why: str) -> Mapping[str, Any]:
+        """Run the action and return the state afterwards. `why`: the operator's reason."""
+        return self.do() if self.do_because is None else self.do_because(why)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

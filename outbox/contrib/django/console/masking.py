@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from outbox.broker.operations.search import Content
+from outbox.erasure import ENCRYPTED_CONTENT_TYPE, ERASED_CONTENT_TYPE
 from outbox.utils.safe_text import inert, masked_names, masked_value
 
 SHOWN: Final = 64 * 1024
@@ -39,6 +40,10 @@ def shown(content: Content, masked: Mapping[str, frozenset[str]]) -> ShownConten
 
 
 def _body(content: Content, names: Collection[str]) -> tuple[str, str]:
+    if content.content_type == ERASED_CONTENT_TYPE:
+        return "", "The body was erased."
+    if content.content_type == ENCRYPTED_CONTENT_TYPE:
+        return "", "The body is encrypted for a subject, and this page does not decrypt it."
     try:
         text = content.body.decode()
     except UnicodeDecodeError:

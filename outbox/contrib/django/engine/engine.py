@@ -59,7 +59,13 @@ class Engine(ABC):
             for name, declared in settings.topics.items()
             if declared.codec is not None
         }
-        return Codecs(default, by_topic=by_topic)
+        codecs = Codecs(default, by_topic=by_topic)
+        if settings.key_database is not None:
+            from outbox.contrib.django.database.subject_keys import subject_keys
+            from outbox.contrib.encryption.envelope import EncryptedCodec
+
+            codecs.add(EncryptedCodec(subject_keys(), codecs))
+        return codecs
 
     @cached_property
     def catalog(self) -> TopicCatalog:

@@ -49,7 +49,15 @@ from outbox.contrib.django.engine.path import confirm, takes_atomic_path
 from outbox.contrib.django.ledger import ledger_entry, unique_keys
 from outbox.contrib.django.publishing.ends import Published, report_after_commit
 from outbox.contrib.django.settings.conf import OutboxSettings, aware
-from outbox.errors import ConfigurationError, InvalidMessage, TransactionUsageError, UsageError
+from outbox.erasure import ENCRYPTED_CONTENT_TYPE
+from outbox.errors import (
+    BrokerUnavailable,
+    ConfigurationError,
+    HandlerNotStarted,
+    InvalidMessage,
+    TransactionUsageError,
+    UsageError,
+)
 from outbox.message import Message, SendReceipt, UniqueMessage
 from outbox.time_limit import TIMEOUT_HEADER, timeout_text
 from outbox.topic import Topic
@@ -73,6 +81,7 @@ def publish(
     unique: object | None = None,
     within: float | timedelta | None = None,
     timeout: float | timedelta | None = None,
+    subject: object | None = None,
     immunity_seconds: int | None = None,
     using: str | None = None,
 ) -> SendReceipt:
@@ -84,6 +93,8 @@ def publish(
     postpones the delivery. `delay` is a number of seconds or a timedelta. The delay begins when the broker stores the
     message. If USE_TZ is on, `deliver_at` is an aware datetime. `timeout` (seconds or a timedelta) is the time limit of
     the message: if no handler has begun within this time after the message was due, the message is not delivered.
+    `subject` (a text, an int or a UUID) is the person or account that the body is about: the body is encrypted with the
+    subject's key, and deleting this key erases the body (docs/operations/erasure.md).
     `immunity_seconds` is how long the broker waits before its first check of this transaction (default
     OUTBOX['IMMUNITY_SECONDS']). Choose a larger number for a transaction that runs for a long time. If transactions are
     open on several aliases, pass one of these aliases as `using`: the message then belongs to the transaction on this
@@ -111,6 +122,7 @@ def publish(
             unique=unique,
             within=within,
             timeout=timeout,
+            subject=subject,
         )
         return publish_bound([built], immunity_seconds=immunity_seconds, using=using).receipts[0]
     except BaseException:
@@ -131,14 +143,15 @@ def publish_many(
     unique: Callable[[Any], object] | None = None,
     within: float | timedelta | None = None,
     timeout: float | timedelta | None = None,
+    subject: object | Callable[[Any], object] | None = None,
     immunity_seconds: int | None = None,
     using: str | None = None,
 ) -> list[SendReceipt]:
     """Publish one message per body, with one transaction id and one statement. The broker stores all messages or none.
 
-    `key` and `tag` may be functions of a body, and `unique` is a function of a body. Duplicates are left out, and their
-    receipts have `duplicate_of`. The other parameters are the same as for `publish`. If your messages differ in other
-    fields or in their topics, build each with `message`, and pass all to `publish_messages`.
+    `key`, `tag` and `subject` may be functions of a body, and `unique` is a function of a body. Duplicates are left
+    out, and their receipts have `duplicate_of`. The other parameters are the same as for `publish`. If your messages
+    differ in other fields or in their topics, build each with `message`, and pass all to `publish_messages`.
     """
     with failing_takes_the_block_along(using):
         if isinstance(bodies, (str, bytes, Mapping)):
@@ -163,6 +176,7 @@ def publish_many(
                 unique=None if unique is None else unique(body),
                 within=within,
                 timeout=timeout,
+                subject=subject(body) if callable(subject) else subject,
             )
             for body in bodies
         ]
@@ -499,12 +513,15 @@ def message(
     unique: object | None = None,
     within: float | timedelta | None = None,
     timeout: float | timedelta | None = None,
+    subject: object | None = None,
 ) -> Message:
     """Return an encoded message for `publish_messages`.
 
     The parameters are the same as for `publish`. Raises UsageError.
     """
     encoded, content_type = get_codecs().encode(topic, body)
+    if subject is not None:
+        encoded, content_type = _encrypted(subject, encoded, content_type)
     built = Message(
         topic=topic,
         body=encoded,
@@ -518,6 +535,18 @@ def message(
     if unique is None and within is None:
         return built
     return _with_unique(built, unique, within)
+
+
+def _encrypted(subject: object, body: bytes, content_type: str) -> tuple[bytes, str]:
+    # The library `cryptography` is imported only in a process that encrypts.
+    from outbox.contrib.django.database.subject_keys import check_subject, subject_keys
+    from outbox.contrib.encryption.envelope import encrypt
+
+    try:
+        key_id, key = subject_keys().key_for(check_subject(subject))
+    except HandlerNotStarted as error:
+        raise BrokerUnavailable(str(error)) from error
+    return encrypt(key_id, key, content_type, body), ENCRYPTED_CONTENT_TYPE
 
 
 def _with_unique(built: Message, unique: object | None, within: float | timedelta | None) -> UniqueMessage:

@@ -753,6 +753,38 @@ class OutboxSettings:
         "[operations page](operations/page.md) hide",
     )
 
+    erasure_list: str | None = setting(
+        None,
+        or_none(text("path")),
+        bundled_only=True,
+        word="erasure (GDPR)",
+        meaning="path of the [list of erasures](operations/erasure.md#the-list-of-erasures), outside of the databases, "
+        "or dotted path of a class that stores the list elsewhere",
+        section="erasing",
+    )
+    erasure_secret: str | None = setting(
+        None,
+        or_none(any_text),
+        bundled_only=True,
+        secret=True,
+        word="secret",
+        meaning="key of the hashes that stand for erased keys in the list of erasures. Keep it for as long as backups",
+    )
+    key_database: str | None = setting(
+        None,
+        or_none(text("alias")),
+        word="key database",
+        meaning="alias of the database with the [keys of subjects](operations/erasure.md#encrypt-bodies-per-subject)",
+    )
+    key_encryption_keys: Sequence[str] = setting(
+        (),
+        texts("key"),
+        secret=True,
+        shown="`[]`",
+        word="key-encrypting key (NIST), KEK",
+        meaning="keys that encrypt the keys of subjects: 32 bytes in base64 each. The first key encrypts, all decrypt",
+    )
+
     def required_producer_group(self) -> str:
         """Return the producer group. Raises ConfigurationError if PRODUCER_GROUP is not set."""
         if not self.producer_group:
@@ -941,6 +973,11 @@ ENVIRONMENT: Final = (
     Variable("OUTBOX_LOG_FILE", _OUTBOX, "log file of a worker's processes"),
     Variable("OUTBOX_LOG_LEVEL", _OUTBOX, "log level of a worker's processes, as a number"),
     Variable("RECONCILE_…", _USER, "reconciliation: the variables that `env = …` in the rules file names"),
+    Variable(
+        "OUTBOX_ERASURE_SECRET",
+        _USER,
+        "`outbox-reconcile archive --erase` needs `ERASURE_SECRET` of the settings in this variable",
+    ),
     Variable("JAVA_HOME", _USER, "reconciliation: the Java that Spark uses, version 17 or newer"),
     Variable("PATH", _USER, "reconciliation searches these folders for `java`"),
     Variable(

@@ -13,6 +13,7 @@ from outbox.contrib.django.database.in_tests import refuse_processes_in_tests
 from outbox.contrib.django.engine.broker import engine_of
 from outbox.contrib.django.operations.checks import warn_of_new_groups
 from outbox.contrib.django.operations.endpoints import ForwardEndpoints
+from outbox.contrib.django.operations.erasing import repeat_erasures
 from outbox.contrib.django.settings.conf import DEAD_LETTER, DeclaredForward, chosen, get_settings, imported
 from outbox.contrib.django.worker import probes
 from outbox.contrib.sinks.formats import format_named
@@ -57,6 +58,7 @@ def forwarding(*, groups: Sequence[str] = (), until_stopped: bool = False) -> It
     engine_of(settings).require()
     with contextlib.ExitStack() as stack:
         wanted: list[tuple[Subscription, AnyHandler]] = []
+        repeat_erasures()
         declared_here = chosen("OUTBOX['FORWARD']", settings.forward, groups, _PURPOSE)
         endpoints = ForwardEndpoints(list(declared_here))
         for group, declared in declared_here.items():

@@ -16,6 +16,7 @@ from outbox.broker.process import run_broker
 from outbox.contrib.django.database.aliases import broker_database
 from outbox.contrib.django.engine.broker import get_engine
 from outbox.contrib.django.operations.checks import warn_of_new_groups
+from outbox.contrib.django.operations.erasing import repeat_erasures
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.django.subscribers.inbox import pool_shortages, require_inboxes
 from outbox.contrib.django.subscribers.middleware import with_middleware
@@ -49,11 +50,14 @@ def consumer_runtime(
 ) -> Consumers:
     """Return the consumers of the project's subscribers. For each handler, `wrap` returns the function to call.
 
-    With `leads` the consumer process is also the leader, which sequences messages (outbox.broker.leading). Raises
-    ConfigurationError if the project has no subscribers, if a middleware is wrong, or if the engine refuses a
-    subscriber.
+    With `leads` the consumer process is also the leader, which sequences messages (outbox.broker.leading). If a restore
+    has undone erasures, they are repeated first, so that no handler gets erased data.
+
+    Raises ConfigurationError if the project has no subscribers, if a middleware is wrong, or if the engine refuses a
+    subscriber. Raises OutboxError if the list of erasures cannot be read.
     """
     wanted = required_subscriptions(groups=groups)
+    repeat_erasures()
     require_inboxes([subscription for subscription, _ in wanted])
     for shortage in pool_shortages(filter(None, (find_subscriber(subscription) for subscription, _ in wanted))):
         logger.warning("%s", shortage)

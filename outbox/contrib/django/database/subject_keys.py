@@ -1,0 +1,215 @@
+"""The keys of subjects, in the table outbox_subject_key on the alias OUTBOX['KEY_DATABASE'].
+
+The row of a deleted key stays, without key and subject. So a deleted key differs from a missing key: the message of a
+missing key waits, because a restored key database may lack newer keys. See decision 242.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Final, Generic, TypeVar
+from uuid import UUID
+
+from django.db import DatabaseError, connections, transaction
+from django.utils import timezone
+
+from outbox.contrib.django.database.transactions import in_test_case
+from outbox.contrib.django.settings.conf import OutboxSettings, get_settings
+from outbox.errors import ConfigurationError, HandlerNotStarted, InvalidMessage, UsageError
+
+# A process keeps keys in memory for this time. So other processes use a deleted key for at most this time.
+CACHE_SECONDS: Final = 60.0
+_CACHED: Final = 10_000
+# Of AES-256.
+_KEY_BYTES: Final = 32
+LONGEST_SUBJECT: Final = 255
+
+_Name = TypeVar("_Name")
+_Value = TypeVar("_Value")
+
+
+class _Cache(Generic[_Name, _Value]):
+    def __init__(self) -> None:
+        self._values: dict[_Name, tuple[float, _Value]] = {}
+        self._lock = threading.Lock()
+
+    def get(self, name: _Name, find: Callable[[], _Value]) -> _Value:
+        found = self._values.get(name)
+        if found is not None and time.monotonic() < found[0]:
+            return found[1]
+        value = find()
+        with self._lock:
+            if len(self._values) >= _CACHED:
+                self._values.clear()
+            self._values[name] = (time.monotonic() + CACHE_SECONDS, value)
+        return value
+
+    def clear(self) -> None:
+        with self._lock:
+            self._values.clear()
+
+
+class StoredKeys:
+    """The keys of subjects in the key database of these settings (an `envelope.SubjectKeys`)."""
+
+    def __init__(self, settings: OutboxSettings) -> None:
+        if settings.key_database is None:
+            raise ConfigurationError(
+                "OUTBOX['KEY_DATABASE'] is not set: name the alias of the database with the keys of subjects."
+            )
+        try:
+            # Only projects that encrypt need the library `cryptography`.
+            from outbox.contrib.encryption.envelope import KeyEncryption
+        except ImportError as error:
+            raise ConfigurationError(
+                f"OUTBOX['KEY_DATABASE'] needs the library cryptography ({error}): install "
+                "outbox-transactional[encryption]."
+            ) from error
+        self._alias = settings.key_database
+        self._encryption = KeyEncryption(settings.key_encryption_keys)
+        self._by_subject: _Cache[str, tuple[UUID, bytes]] = _Cache()
+        self._by_id: _Cache[UUID, bytes | None] = _Cache()
+
+    def key_for(self, subject: str) -> tuple[UUID, bytes]:
+        """Return the id and the key of a subject. Creates the key, and commits it, if the subject has none."""
+        return self._by_subject.get(subject, lambda: self._find_or_create(subject))
+
+    def key_of(self, key_id: UUID) -> bytes | None:
+        """Return the key with this id; None if it is deleted. Raises HandlerNotStarted if it cannot be read now."""
+        try:
+            return self._by_id.get(key_id, lambda: self._find(key_id))
+        except HandlerNotStarted:
+            # No invoker runs now that would keep this thread's connection for the next call, or close it.
+            if not connections[self._alias].in_atomic_block:
+                connections[self._alias].close()
+            raise
+
+    def _find_or_create(self, subject: str) -> tuple[UUID, bytes]:
+        from outbox.contrib.django.models import SubjectKey
+
+        connection = connections[self._alias]
+        if connection.in_atomic_block and not in_test_case(connection):
+            raise UsageError(
+                f"a message for a subject was published in a transaction on {self._alias!r}, the alias of "
+                "OUTBOX['KEY_DATABASE']. A rollback would remove the new key of the subject, and its messages could "
+                "never be read. Nothing was published. Publish outside of this transaction."
+            )
+        with self._answering("The message was not published."):
+            row, _ = SubjectKey.objects.using(self._alias).get_or_create(
+                subject=subject,
+                defaults={
+                    "key_id": uuid.uuid4(),
+                    "wrapped": self._encryption.wrap(os.urandom(_KEY_BYTES)),
+                    "created_at": timezone.now(),
+                },
+            )
+        return row.key_id, self._encryption.unwrap(bytes(row.wrapped or b""))
+
+    def _find(self, key_id: UUID) -> bytes | None:
+        from outbox.contrib.django.models import SubjectKey
+
+        with self._answering("The message waits."):
+            row = SubjectKey.objects.using(self._alias).filter(key_id=key_id).first()
+        if row is None:
+            raise HandlerNotStarted(
+                f"the key database {self._alias!r} does not have the key {key_id} of a message, and it was not deleted "
+                "there. The message waits. If the key database was restored, restore a newer backup. If the key is "
+                f"lost for ever, `outbox_subject_key delete --key-id {key_id}` makes its messages erased."
+            )
+        if row.deleted_at is not None:
+            return None
+        try:
+            return self._encryption.unwrap(bytes(row.wrapped or b""))
+        except ConfigurationError as error:
+            raise HandlerNotStarted(f"{error} The message waits.") from error
+
+    @contextmanager
+    def _answering(self, consequence: str) -> Iterator[None]:
+        try:
+            yield
+        except DatabaseError as error:
+            raise HandlerNotStarted(
+                f"the keys of subjects on {self._alias!r} (OUTBOX['KEY_DATABASE']) cannot be read: "
+                f"{str(error).strip()}. {consequence} If the table is missing, run `manage.py migrate "
+                f"--database={self._alias}`."
+            ) from error
+
+    def forget(self) -> None:
+        """Forget the keys that this process keeps in memory."""
+        self._by_subject.clear()
+        self._by_id.clear()
+
+    # -- actions of operators --------------------------------------------------------------------------
+
+    def id_of(self, subject: str) -> UUID | None:
+        """Return the id of a subject's key; None if the subject has no key."""
+        from outbox.contrib.django.models import SubjectKey
+
+        found: UUID | None = (
+            SubjectKey.objects.using(self._alias).filter(subject=subject).values_list("key_id", flat=True).first()
+        )
+        return found
+
+    def deleted(self) -> set[UUID]:
+        """Return the ids of all deleted keys."""
+        from outbox.contrib.django.models import SubjectKey
+
+        rows = SubjectKey.objects.using(self._alias).filter(deleted_at__isnull=False)
+        return set(rows.values_list("key_id", flat=True))
+
+    def delete(self, key_id: UUID) -> bool:
+        """Delete a key and the name of its subject, and keep its id. Return False if it was deleted before."""
+        from outbox.contrib.django.models import SubjectKey
+
+        rows = SubjectKey.objects.using(self._alias)
+        with transaction.atomic(using=self._alias):
+            rows.get_or_create(key_id=key_id, defaults={"created_at": timezone.now()})
+            changed = rows.filter(key_id=key_id, deleted_at__isnull=True).update(
+                subject=None, wrapped=None, deleted_at=timezone.now()
+            )
+        self.forget()
+        return bool(changed)
+
+    def rotate(self, *, dry_run: bool) -> int:
+        """Encrypt all keys with the first key-encrypting key, and return the number of changed rows."""
+        from outbox.contrib.django.models import SubjectKey
+
+        rows, changed = SubjectKey.objects.using(self._alias), 0
+        for row in rows.filter(deleted_at__isnull=True).iterator(chunk_size=1000):
+            wrapped = bytes(row.wrapped or b"")
+            if self._encryption.is_current(wrapped):
+                continue
+            changed += 1
+            key = self._encryption.unwrap(wrapped)
+            if not dry_run:
+                # Only if the key was not deleted meanwhile.
+                rows.filter(key_id=row.key_id, deleted_at__isnull=True).update(wrapped=self._encryption.wrap(key))
+        return changed
+
+
+_stored: tuple[OutboxSettings, StoredKeys] | None = None
+
+
+def subject_keys() -> StoredKeys:
+    """Return the keys of this process; the same object until the settings change. Raises ConfigurationError."""
+    global _stored
+    settings = get_settings()
+    if _stored is None or _stored[0] is not settings:
+        _stored = settings, StoredKeys(settings)
+    return _stored[1]
+
+
+def check_subject(subject: object) -> str:
+    """Return the subject as a text. Raises InvalidMessage."""
+    text = str(subject) if isinstance(subject, (int, UUID)) and not isinstance(subject, bool) else subject
+    if not isinstance(text, str) or not text or len(text) > LONGEST_SUBJECT or "\0" in text:
+        raise InvalidMessage(
+            f"subject={subject!r:.80} must be a text of 1 to {LONGEST_SUBJECT} characters, an int or a UUID. Nothing "
+            "was published."
+        )
+    return text

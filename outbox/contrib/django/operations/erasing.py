@@ -1,0 +1,487 @@
+"""Erase personal data of messages in the broker and in the application's databases (`outbox_erase`).
+
+An erasure first goes to the list of erasures (`erasure_list`), then to the broker's tables, then to the tables of each
+alias. If a process dies in between, the next worker that starts repeats the erasure from the list
+(`repeat_erasures`). See decision 240.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from typing import Any, Final
+from uuid import UUID
+
+from django.apps import apps
+from django.db import connections, models, router, transaction
+from django.db.models import Q
+
+from outbox.broker.database.executor import Executor
+from outbox.broker.database.statement import Statement
+from outbox.broker.log.topics import TopicCatalog
+from outbox.broker.operations import erasing
+from outbox.broker.operations.erasing import BATCH, Erasable, Erasure
+from outbox.contrib.django.database.aliases import broker_connection
+from outbox.contrib.django.database.subject_keys import subject_keys
+from outbox.contrib.django.ledger.ledger_checker import ledger_aliases
+from outbox.contrib.django.models import (
+    ErasureEntry,
+    Finding,
+    ForwardEndpoint,
+    Notification,
+    OperatorAction,
+    RaisedCondition,
+    SagaProgress,
+    StepEntry,
+    UniqueKey,
+)
+from outbox.contrib.django.operations import erasure_list
+from outbox.contrib.django.settings.conf import for_column, get_settings
+from outbox.erasure import ERASED_TEXT, fingerprint
+from outbox.errors import OutboxError, UsageError
+
+logger = logging.getLogger(__name__)
+
+# A shorter text would also be found inside of words and ids that have nothing to do with the person.
+SHORTEST_TEXT: Final = 4
+# The stored result of an erased step: `null`, so that the step is not run again.
+_NO_RESULT: Final = b"null"
+
+_LOCK: Final = Statement("SELECT pg_advisory_xact_lock(hashtextextended('outbox erasures', 0))")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ErasureRequest:
+    """What an operator wants to erase: the messages of a topic's key, or messages by their ids.
+
+    `with_key`: the key itself is personal, so it is replaced too. `texts`: personal texts, such as a name or an e-mail
+    address; each stored error, finding, note or audit text that contains one of them is changed too.
+    """
+
+    topic: str
+    key: str | None = None
+    message_ids: Sequence[UUID] = ()
+    with_key: bool = False
+    texts: Sequence[str] = ()
+
+    def check(self) -> None:
+        """Raise UsageError if the request contradicts itself."""
+        if (self.key is None) == (not self.message_ids):
+            raise UsageError("give either --key or --message: one erasure is about one key, or about messages by id.")
+        if self.key == "":
+            raise UsageError("--key is empty: messages without a key are erased by their ids (--message).")
+        if self.with_key and self.key is None:
+            raise UsageError("--with-key needs --key: it replaces this key in all messages that have it.")
+        if short := [one for one in self.needles if len(one) < SHORTEST_TEXT]:
+            raise UsageError(
+                f"{short[0]!r} has fewer than {SHORTEST_TEXT} characters, so it would also be found in texts that are "
+                "not about the person. Leave out --with-key or this --text."
+            )
+
+    @property
+    def needles(self) -> list[str]:
+        """The texts that are erased wherever they stand."""
+        return [*self.texts, *([self.key] if self.with_key and self.key else [])]
+
+
+@dataclass(slots=True)
+class Erased:
+    """The result of an erasure: the ids of the messages, and the number of changed rows by database and table."""
+
+    message_ids: list[UUID] = field(default_factory=list)
+    rows: Counter[str] = field(default_factory=Counter)
+
+
+def erase(request: ErasureRequest, *, reason: str, dry_run: bool, now: datetime | None = None) -> Erased:
+    """Erase, and return what was erased. With `dry_run`, the same statements are rolled back, and the list stays as is.
+
+    Raises UsageError for a wrong request, UnknownTopic, or OutboxError if the list of erasures cannot be written; then
+    nothing was erased.
+    """
+    request.check()
+    if not dry_run:
+        _require_reason(reason)
+    now = now or datetime.now(UTC)
+    secret, store = get_settings().erasure_secret, erasure_list.store_of_settings()
+    with broker_connection() as (connection, schema):
+        run = Executor(connection, schema)
+        TopicCatalog(schema).get(connection, request.topic)
+        if request.key is not None:
+            found = erasing.find_key(run, request.topic, request.key)
+        else:
+            found = erasing.find_ids(run, request.topic, request.message_ids)
+            missing = set(request.message_ids) - {one.message_id for one in found}
+            if missing and store is None:
+                raise UsageError(
+                    f"topic {request.topic!r} has no message {min(missing)}: check the id and the topic. Retention may "
+                    "have removed the message. Nothing was erased."
+                )
+        entries = list(_entries(request, found, secret, reason, now))
+        if store is not None and not dry_run:
+            erasure_list.append(store, entries)
+        replacement = entries[0].replacement if entries else None
+        result = Erased([one.message_id for one in found])
+        with connection.transaction(force_rollback=dry_run):
+            for part in _parts(found):
+                counts = erasing.erase(
+                    run, request.topic, part, replacement=replacement, patterns=_patterns(request.needles)
+                )
+                result.rows.update({f"broker.{table}": count for table, count in counts.items()})
+            if not dry_run:
+                erasing.store(run, entries)
+    scope = _Scope(
+        topic=request.topic,
+        message_ids=sorted({*(one.message_id for one in found), *request.message_ids}),
+        transaction_ids=sorted({one.transaction_id for one in found}),
+        key=request.key,
+        replacement=replacement,
+        texts=request.needles,
+    )
+    for alias in application_aliases():
+        result.rows.update(_erase_on(alias, scope, entries, dry_run=dry_run))
+    return result
+
+
+def _require_reason(reason: str) -> None:
+    if not reason:
+        raise UsageError("--reason is missing: the list of erasures stores the reason. Nothing was erased.")
+
+
+def _entries(
+    request: ErasureRequest, found: Sequence[Erasable], secret: str | None, reason: str, now: datetime
+) -> Iterator[Erasure]:
+    replacement = f"erased:{uuid.uuid4().hex}" if request.with_key else None
+    if request.key is not None and secret is not None:
+        value = fingerprint(secret, request.topic, request.key)
+        yield Erasure(
+            kind="key", topic=request.topic, value=value, replacement=replacement, reason=reason, at=now
+        )  # fmt: skip
+    for message_id in sorted({*(one.message_id for one in found), *request.message_ids}):
+        yield Erasure(
+            kind="message",
+            topic=request.topic,
+            value=str(message_id),
+            replacement=replacement,
+            reason=reason,
+            at=now,
+        )
+
+
+def _parts(found: Sequence[Erasable]) -> Iterator[Sequence[Erasable]]:
+    """Return the messages in batches; one empty batch if there are none, for the texts that name no message."""
+    for start in range(0, len(found) or 1, BATCH):
+        yield found[start : start + BATCH]
+
+
+def _patterns(texts: Iterable[str]) -> list[str]:
+    escaped = (text.replace("\\", r"\\").replace("%", r"\%").replace("_", r"\_") for text in texts)
+    return [f"%{text}%" for text in escaped]
+
+
+# -- the application's tables --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Scope:
+    topic: str
+    message_ids: Sequence[UUID]
+    transaction_ids: Sequence[UUID]
+    key: str | None
+    replacement: str | None
+    texts: Sequence[str]
+
+    def mentions(self, text: str) -> bool:
+        """Whether a text contains one of the texts."""
+        return any(one in text for one in self.texts)
+
+    def cleaned(self, value: Any) -> Any:
+        """Return a text, or the texts inside of a JSON value, without the texts."""
+        if isinstance(value, str):
+            for one in self.texts:
+                value = value.replace(one, ERASED_TEXT)
+            return value
+        if isinstance(value, Mapping):
+            return {self.cleaned(name): self.cleaned(one) for name, one in value.items()}
+        return [self.cleaned(one) for one in value] if isinstance(value, list) else value
+
+
+def application_aliases() -> list[str]:
+    """Return the aliases that have tables of outbox."""
+    return [
+        alias
+        for alias in ledger_aliases(usable=True)
+        if ErasureEntry._meta.db_table in connections[alias].introspection.table_names()
+    ]
+
+
+def _erase_on(alias: str, scope: _Scope, entries: Sequence[Erasure], *, dry_run: bool = False) -> dict[str, int]:
+    """Erase in the tables of one alias, in one transaction. Return the number of changed rows by table."""
+    counts: dict[str, int] = {}
+    with transaction.atomic(using=alias):
+        for model, erase_in in _TABLES.items():
+            if router.allow_migrate_model(alias, model):
+                counts[model._meta.db_table] = erase_in(model._base_manager.using(alias), scope)
+        task = apps.all_models["outbox_tasks"].get("taskentry")
+        if task is not None and router.allow_migrate_model(alias, task):
+            counts[task._meta.db_table] = _tasks(task._base_manager.using(alias), scope)
+        for one in entries:
+            ErasureEntry._base_manager.using(alias).update_or_create(
+                kind=one.kind, topic=one.topic, value=one.value, defaults={"erased_at": for_column(one.at, alias)}
+            )
+        if dry_run:
+            transaction.set_rollback(True, using=alias)
+    return {f"{alias}.{table}": count for table, count in counts.items() if count}
+
+
+_Rows = models.QuerySet[Any]
+
+
+def _steps(rows: _Rows, scope: _Scope) -> int:
+    """Replace the results, because without a row, another attempt would run the step again."""
+    mine = rows.filter(message_id__in=scope.message_ids, result__isnull=False)
+    return mine.exclude(result=_NO_RESULT).update(result=_NO_RESULT)
+
+
+def _unique_keys(rows: _Rows, scope: _Scope) -> int:
+    """Delete the rows: a unique key is chosen by the application, so it may be personal."""
+    return rows.filter(message_id__in=scope.message_ids).delete()[0]
+
+
+def _sagas(rows: _Rows, scope: _Scope) -> int:
+    return _saved(
+        rows.exclude(reason="").exclude(reason=ERASED_TEXT),
+        lambda row: row.message_id in scope.message_ids or scope.mentions(row.reason),
+        lambda row: {"reason": ERASED_TEXT},
+    )
+
+
+def _findings(rows: _Rows, scope: _Scope) -> int:
+    ids = {str(one) for one in (*scope.message_ids, *scope.transaction_ids)}
+    names = ("detail", "row", "body")
+
+    def is_about(row: Any) -> bool:
+        linked = row.message_id in ids or row.transaction_id in ids or (scope.key is not None and row.key == scope.key)
+        texts = " ".join(getattr(row, name) for name in (*names, "key"))
+        done = all(getattr(row, name) in ("", ERASED_TEXT) for name in names)
+        return (linked and not (done and (scope.replacement is None or row.key != scope.key))) or scope.mentions(texts)
+
+    def erased(row: Any) -> dict[str, str]:
+        key = scope.replacement if scope.replacement and row.key == scope.key else scope.cleaned(row.key)
+        return {"key": key} | {name: ERASED_TEXT for name in names if getattr(row, name)}
+
+    return _saved(rows, is_about, erased)
+
+
+def _endpoints(rows: _Rows, scope: _Scope) -> int:
+    """Erase the last errors of the endpoints to which the topic is forwarded: such an error does not name a message."""
+    groups = {name for name, one in get_settings().forward.items() if scope.topic in one.topics}
+    return _saved(
+        rows.exclude(last_error="").exclude(last_error=ERASED_TEXT),
+        lambda row: row.group in groups or scope.mentions(row.last_error),
+        lambda row: {"last_error": ERASED_TEXT},
+    )
+
+
+def _notifications(rows: _Rows, scope: _Scope) -> int:
+    """Erase the facts of all notifications that wait to be sent: they quote errors without naming their messages."""
+    return _saved(
+        rows,
+        lambda row: any(one not in ("", ERASED_TEXT) for one in (row.error, *row.content.get("facts", ()))),
+        lambda row: {
+            "content": {**row.content, "facts": [ERASED_TEXT for _ in row.content.get("facts", ())]},
+            "error": row.error and ERASED_TEXT,
+        },
+    )
+
+
+def _conditions(rows: _Rows, scope: _Scope) -> int:
+    return _saved(
+        rows, lambda row: scope.mentions(row.subject), lambda row: {"subject": scope.cleaned(row.subject)}
+    )  # fmt: skip
+
+
+def _audit(rows: _Rows, scope: _Scope) -> int:
+    names = ("why", "subject", "effect", "before", "after")
+
+    def is_about(row: Any) -> bool:
+        return any(scope.cleaned(getattr(row, name)) != getattr(row, name) for name in names)
+
+    return _saved(rows, is_about, lambda row: {name: scope.cleaned(getattr(row, name)) for name in names})
+
+
+def _tasks(rows: _Rows, scope: _Scope) -> int:
+    """Erase arguments, results and errors of tasks. A task that has not run gets the status FAILED."""
+    empty: dict[str, Any] = {"args": [], "kwargs": {}, "errors": [], "return_value": None}
+
+    def is_about(row: Any) -> bool:
+        values = {name: getattr(row, name) for name in empty}
+        linked = row.message_id in scope.message_ids or scope.mentions(json.dumps(values, ensure_ascii=False))
+        return linked and values != empty
+
+    def erased(row: Any) -> dict[str, Any]:
+        over = {"status": "FAILED", "finished_at": row.finished_at or datetime.now(UTC)}
+        return empty | (over if row.status in ("READY", "RUNNING") else {})
+
+    return _saved(rows.filter(Q(message_id__in=scope.message_ids)) if not scope.texts else rows, is_about, erased)
+
+
+def _saved(rows: _Rows, is_about: Callable[[Any], bool], values: Callable[[Any], Mapping[str, Any]]) -> int:
+    """Change the rows for which `is_about` is true, and return their number."""
+    count = 0
+    for row in rows.iterator(chunk_size=500):
+        if is_about(row):
+            count += rows.filter(pk=row.pk).update(**values(row))
+    return count
+
+
+# outbox_ledger, outbox_inbox, outbox_claim and outbox_key_lock have only ids, hashes and times.
+_TABLES: Final[Mapping[type[models.Model], Callable[[_Rows, _Scope], int]]] = {
+    StepEntry: _steps,
+    UniqueKey: _unique_keys,
+    SagaProgress: _sagas,
+    Finding: _findings,
+    ForwardEndpoint: _endpoints,
+    Notification: _notifications,
+    RaisedCondition: _conditions,
+    OperatorAction: _audit,
+}
+
+
+# -- keys of subjects ----------------------------------------------------------------------------------
+
+
+def delete_key(key_id: UUID, *, reason: str, now: datetime | None = None) -> dict[str, Any]:
+    """Delete the key of a subject, and add the deletion to the list of erasures. Raises UsageError or OutboxError."""
+    _require_reason(reason)
+    entry = Erasure(kind="subject", value=str(key_id), reason=reason, at=now or datetime.now(UTC))
+    if (store := erasure_list.store_of_settings()) is not None:
+        erasure_list.append(store, [entry])
+    return {"deleted": subject_keys().delete(key_id)}
+
+
+# -- after a restore -----------------------------------------------------------------------------------
+
+
+def repeat_erasures() -> dict[str, int]:
+    """Repeat each erasure of the list that a database does not have, for example because a backup was restored.
+
+    Workers call this function before they consume. Return the number of changed rows by database and table. Without
+    OUTBOX['ERASURE_LIST'], nothing is done. Raises OutboxError if the list cannot be read; the worker then must not
+    consume.
+    """
+    store = erasure_list.store_of_settings()
+    if store is None:
+        return {}
+    listed = erasure_list.read(store)
+    rows: Counter[str] = Counter()
+    if get_settings().key_database is not None:
+        stored = subject_keys()
+        undone = {UUID(one.value) for one in listed or () if one.kind == "subject"} - stored.deleted()
+        rows.update({"outbox_subject_key": sum(map(stored.delete, undone))} if undone else {})
+    if not get_settings().has_database:
+        return dict(rows)
+    with broker_connection() as (connection, schema), connection.transaction():
+        run = Executor(connection, schema)
+        # Several workers may start at the same time; the second one finds that all is done.
+        run.execute(_LOCK)
+        known = erasing.done(run)
+        if listed is None:
+            if known:
+                raise OutboxError(
+                    "the list of erasures (OUTBOX['ERASURE_LIST']) does not exist, but the broker's table `erased` has "
+                    f"{len(known)} erasures. Mount or restore the list. If it is lost, create an empty file: erasures "
+                    "that a restored backup has undone are then not repeated."
+                )
+            return {}
+        missing = [one for one in listed if known.get(one.place, _NEVER) < one.at]
+        places = {one.place for one in listed}
+        new: dict[tuple[str, str, str], Erasure] = {}
+        keys: dict[str, set[str]] = {}
+        for topic, part in _by_topic(missing).items():
+            for again in _again(run, topic, part):
+                for batch in _parts(again.messages):
+                    counts = erasing.erase(run, topic, batch, replacement=again.entry.replacement)
+                    rows.update({f"broker.{table}": count for table, count in counts.items()})
+                if again.key is not None and again.entry.replacement is not None:
+                    keys.setdefault(topic, set()).add(again.key)
+                found = (replace(again.entry, kind="message", value=str(one.message_id)) for one in again.messages)
+                new.update({one.place: one for one in found if one.place not in places})
+        if new:
+            # Only the restored backup had these messages. The application's tables are erased by the ids of messages.
+            erasure_list.append(store, list(new.values()))
+        erasing.store(run, [*missing, *new.values()])
+        for alias in application_aliases():
+            rows.update(_repeat_on(alias, [*listed, *new.values()], keys))
+    if rows:
+        logger.warning("erasures were repeated after a restore: %s", dict(rows))
+    return dict(rows)
+
+
+_NEVER: Final = datetime.min.replace(tzinfo=UTC)
+
+
+def _by_topic(erasures: Iterable[Erasure]) -> dict[str, list[Erasure]]:
+    found: dict[str, list[Erasure]] = {}
+    for one in erasures:
+        if one.kind != "subject":
+            found.setdefault(one.topic, []).append(one)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Again:
+    """Stored messages of an erasure that was undone. `key` is their key, if the erasure is about a key."""
+
+    entry: Erasure
+    messages: list[Erasable]
+    key: str | None = None
+
+
+def _again(run: Executor, topic: str, erasures: Sequence[Erasure]) -> Iterator[_Again]:
+    """Return the stored messages of these erasures."""
+    secret = get_settings().erasure_secret
+    assert secret is not None
+    of_keys = {(one.topic, one.value): one for one in erasures if one.kind == "key"}
+    for place, key in erasing.keys_with(run, secret, of_keys).items():
+        one = of_keys[place]
+        yield _Again(one, [each for each in erasing.find_key(run, topic, key) if each.stored_at <= one.at], key)
+    by_replacement: dict[str | None, list[Erasure]] = {}
+    for one in erasures:
+        if one.kind == "message":
+            by_replacement.setdefault(one.replacement, []).append(one)
+    for same in by_replacement.values():
+        yield _Again(same[0], erasing.find_ids(run, topic, [UUID(one.value) for one in same]))
+
+
+def _repeat_on(alias: str, listed: Sequence[Erasure], keys: Mapping[str, set[str]]) -> Counter[str]:
+    known = {
+        (one.kind, one.topic, one.value): _aware(one.erased_at) for one in ErasureEntry._base_manager.using(alias).all()
+    }
+    missing = [one for one in listed if known.get(one.place, _NEVER) < one.at]
+    rows: Counter[str] = Counter()
+    secret = get_settings().erasure_secret
+    assert secret is not None
+    for topic, erasures in _by_topic(missing).items():
+        wanted = {one.value: one for one in erasures if one.kind == "key"}
+        ids = [UUID(one.value) for one in erasures if one.kind == "message"]
+        texts = sorted(keys.get(topic, ()))
+        scope = _Scope(topic=topic, message_ids=ids, transaction_ids=(), key=None, replacement=None, texts=texts)
+        rows.update(_erase_on(alias, scope, erasures))
+        if not (wanted and router.allow_migrate_model(alias, Finding)):
+            continue
+        for key in set(Finding._base_manager.using(alias).values_list("key", flat=True)):
+            if (one := wanted.get(fingerprint(secret, topic, key))) is not None:
+                of_key = _Scope(
+                    topic=topic, message_ids=(), transaction_ids=(), key=key, replacement=one.replacement, texts=()
+                )  # fmt: skip
+                rows[f"{alias}.outbox_finding"] += _findings(Finding._base_manager.using(alias), of_key)
+    return rows
+
+
+def _aware(moment: datetime) -> datetime:
+    return moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)

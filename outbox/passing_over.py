@@ -1,0 +1,42 @@
+"""Pass over an erased message whose handler fails, so that the message is neither repeated nor a dead letter.
+
+A handler that does not look at `delivery.erased` fails at the missing body, and no later attempt can succeed. Its
+transaction is rolled back. The engine then calls the invoker again with a handler that does nothing, so the message
+counts as handled, and its inbox row is stored. See decision 241.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any, Final
+
+from outbox.errors import HandlerNotStarted, LeaseLost, ServiceUnavailable
+from outbox.message import Delivery
+
+logger = logging.getLogger(__name__)
+
+# After these errors the handler is called again as usual: they are not about the missing body.
+_OTHER: Final = (HandlerNotStarted, LeaseLost, ServiceUnavailable)
+
+
+def is_to_pass(deliveries: Sequence[Delivery], outcomes: Sequence[object]) -> bool:
+    """Whether the handler has failed at each of these deliveries, and all of them are erased."""
+    return all(isinstance(one, Exception) and not isinstance(one, _OTHER) for one in outcomes) and all(
+        delivery.erased for delivery in deliveries
+    )
+
+
+def report(deliveries: Sequence[Delivery], error: object) -> None:
+    """Log that these erased messages are passed over."""
+    logger.info(
+        "group %s: the handler failed at %d erased messages (%s), which are passed over. Return early if "
+        "delivery.erased is true.",
+        deliveries[0].group,
+        len(deliveries),
+        type(error).__name__,
+    )
+
+
+def do_nothing(given: Any) -> None:
+    """The handler of messages that are passed over."""

@@ -1,0 +1,538 @@
+"""An erasure leaves the data nowhere: each table of both databases, each file and each page is searched."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import shlex
+from collections.abc import Callable, Iterator
+from io import StringIO
+from pathlib import Path
+from typing import Any, Final
+from uuid import UUID, uuid4
+
+import psycopg
+import pytest
+from django.conf import settings
+from django.core.management import call_command
+from django.core.management.base import CommandError
+from django.db import models, transaction
+from django.utils import timezone
+
+from outbox.contrib.django import ClaimedDelivery, publish, publish_many, subscriber
+from outbox.contrib.django.database.aliases import alias_conninfo
+from outbox.contrib.django.database.subject_keys import subject_keys
+from outbox.contrib.django.engine.broker import get_codecs as codecs
+from outbox.contrib.django.models import (
+    ErasureEntry,
+    Finding,
+    ForwardEndpoint,
+    InboxEntry,
+    Notification,
+    OperatorAction,
+    RaisedCondition,
+    SagaProgress,
+    StepEntry,
+    SubjectKey,
+    UniqueKey,
+)
+from outbox.contrib.django.operations.erasing import repeat_erasures
+from outbox.contrib.django.operations.installation import create_key_table
+from outbox.contrib.django.tasks.models import TaskEntry
+from outbox.contrib.django.worker.workers import consumer_runtime
+from outbox.contrib.encryption import envelope
+from outbox.erasure import ERASED
+from outbox.errors import HandlerNotStarted, OutboxError, PermanentError, UndecodableBody
+from outbox.message import Delivery
+from spark.cli import parser
+from tests.django.broker_world import World, new_world
+from tests.django.console.support import ALL, bury, client_of, make_user
+from tests.django.shop.models import Order
+from tests.django.support import sequence
+from tests.restores import dump, reload_rows
+
+pytestmark = pytest.mark.usefixtures("databases", "no_subscribers")
+
+MARK: Final = "anna.marker@example.org"
+TOPIC: Final = "reminders"
+FORWARD: Final = {
+    "partner": {
+        "topics": {TOPIC: "there"},
+        "sink": "webhook",
+        "options": {"url": "https://example.org", "secrets": ["whsec_c2VjcmV0c2VjcmV0c2VjcmV0"]},
+    }
+}
+
+
+@pytest.fixture(autouse=True)
+def clean(databases: None) -> Iterator[None]:
+    yield
+    for model in (ErasureEntry, Finding, Notification, RaisedCondition, SagaProgress, StepEntry, TaskEntry):
+        model._base_manager.using("default").all().delete()
+    ErasureEntry._base_manager.using("other").all().delete()
+    ErasureEntry._base_manager.using("lite").all().delete()
+
+
+def tables_with(text: str, *aliases: str) -> list[str]:
+    """The tables with a row that contains the text, also in a column of bytes. Each table is copied out whole."""
+    found = []
+    for alias in aliases:
+        with psycopg.connect(alias_conninfo(alias), autocommit=True) as connection:
+            names = connection.execute(
+                "SELECT format('%I.%I', schemaname, tablename) FROM pg_tables"
+                " WHERE schemaname NOT IN ('pg_catalog', 'information_schema') ORDER BY 1"
+            ).fetchall()
+            for (name,) in names:
+                with connection.cursor().copy(f"COPY {name} TO STDOUT (FORMAT binary)".encode()) as copy:
+                    if text.encode() in b"".join(bytes(part) for part in copy):
+                        found.append(f"{alias}:{name}")
+    return found
+
+
+def pages_with(text: str, ids: list[UUID]) -> list[str]:
+    client = client_of(make_user(*ALL))
+    addresses = [f"/outbox/message/{one}/" for one in ids]
+    addresses += ["/outbox/", "/outbox/dead-letters/", "/outbox/audit/", "/outbox/findings/", "/outbox/errors/",
+                  "/outbox/search/", "/outbox/waiting/", "/outbox/incidents/"]  # fmt: skip
+    pages = {one: client.get(one) for one in addresses}
+    assert {page.status_code for page in pages.values()} <= {200, 404}, {k: v.status_code for k, v in pages.items()}
+    return [address for address, page in pages.items() if text in page.content.decode()]
+
+
+def fill(world: World) -> list[UUID]:
+    """Messages about a person in every state, and what processes and operators have stored about them."""
+    world.subscribe("mail", TOPIC)
+    headers = {"name": MARK, "traceparent": "00-1", "outbox-timeout": "3600"}
+    with transaction.atomic():
+        queued = publish(TOPIC, {"name": MARK}, key=MARK, headers=headers, unique=MARK, within=3600)
+        delayed = publish(TOPIC, {"name": MARK}, key=MARK, delay=3600)
+        publish(TOPIC, {"name": "someone else"}, key="other", headers={"name": "someone else"})
+    sequence()
+    ids = [queued.message_id, delayed.message_id]
+    bury(world, "mail", MARK, f"ValueError: {MARK}", topic=TOPIC)
+    [(log_id, topic_id, group_id)] = world.sql(
+        "SELECT log_id, topic_id, group_id FROM outbox.commit_log JOIN outbox.topic USING (topic_id),"
+        " outbox.consumer_group WHERE message_id = %s", queued.message_id,
+    )  # fmt: skip
+    transaction_id = queued.transaction_id
+    for statement, values in (
+        ("INSERT INTO outbox.suspect (group_id, log_id, call_size, hung, evidence) VALUES (%s, %s, 1, true, %s)",
+         (group_id, log_id, MARK)),
+        ("INSERT INTO outbox.check_history (transaction_id, answer, detail) VALUES (%s, 'UNKNOWN', %s)",
+         (transaction_id, MARK)),
+        ("INSERT INTO outbox.pending_check (transaction_id, log_id, producer_group, stored_at, immune_until, due_at,"
+         " last_answer) VALUES (%s, %s, 'shop', now(), now(), now(), %s)", (transaction_id, log_id, MARK)),
+        ("INSERT INTO outbox.incident (kind, subject, detail) VALUES ('alarm', %s, %s)", (str(transaction_id), MARK)),
+        ("INSERT INTO outbox.outage (instance_id, group_id, topic_id, error) VALUES (%s, %s, %s, %s)",
+         (uuid4(), group_id, topic_id, f"TimeoutError: {MARK}")),
+        ("UPDATE outbox.queue_lease SET stopped = %s", (f"KeyError: {MARK}",)),
+        ("INSERT INTO outbox.queue_lease (group_id, queue_id, epoch, expires_at, stopped) SELECT %s, queue_id, 1,"
+         " now(), %s FROM outbox.queue WHERE topic_id = %s ON CONFLICT (group_id, queue_id) DO UPDATE"
+         " SET stopped = excluded.stopped", (group_id, f"KeyError: {MARK}", topic_id)),
+        ("INSERT INTO outbox.held (log_id, topic_id, key) VALUES (%s, %s, %s)", (log_id, topic_id, MARK)),
+    ):  # fmt: skip
+        world.sql(statement, *values)
+    now, one = timezone.now(), {"group": "mail", "generation": 1, "message_id": queued.message_id}
+    StepEntry.objects.create(**one, name="charge", attempt=1, begun_at=now, result=json.dumps(MARK).encode())
+    SagaProgress.objects.create(
+        saga="trip", record="1", state="undone", step="book", reason=MARK, changed_at=now, message_id=queued.message_id
+    )
+    Finding.objects.create(
+        output="out", run="1", rule="r", finding_class="MISMATCH", severity="error", key=MARK, detail=MARK, row=MARK,
+        body=MARK, message_id=str(queued.message_id),
+    )  # fmt: skip
+    ForwardEndpoint.objects.create(group="partner", last_error=f"Rejected: {MARK}")
+    RaisedCondition.objects.create(
+        kind="condition", name="stopped", subject=MARK, severity=1, raised_at=now, seen_at=now
+    )  # fmt: skip
+    Notification.objects.create(
+        channel="mail", content={"event": "raised", "name": "n", "severity": "x", "meaning": "m", "next_step": "s",
+        "facts": [f"the newest: {MARK}"]}, created_at=now, due_at=now, error=MARK,
+    )  # fmt: skip
+    OperatorAction.objects.create(
+        who="op", why=f"{MARK} has called", action="recall", subject=f"key {MARK} of topic {TOPIC}", effect=MARK,
+        before={"selection": f"with key {MARK}"}, after={MARK: [MARK]}, outcome="done",
+    )  # fmt: skip
+    TaskEntry.objects.create(
+        backend="default", queue_name="default", priority=0, task_path="t", args=[MARK], kwargs={"a": MARK},
+        errors=[{"traceback": MARK}], return_value=MARK, enqueued_at=now, message_id=queued.message_id,
+    )  # fmt: skip
+    return ids
+
+
+def erase(*arguments: str) -> dict[str, Any]:
+    out = StringIO()
+    call_command("outbox_erase", *arguments, "--json", "--no-input", stdout=out)
+    found: dict[str, Any] = json.loads(out.getvalue())
+    return found
+
+
+EVERYWHERE: Final = {
+    *(f"broker:outbox.{name}" for name in (
+        "commit_log", "held", "failure", "dead_letter", "suspect", "check_history", "pending_check", "incident",
+        "outage", "queue_lease",
+    )),
+    *(f"default:public.outbox_{name}" for name in (
+        "step", "unique", "saga", "finding", "endpoint", "raised_condition", "notification", "operator_action", "task",
+    )),
+}  # fmt: skip
+
+
+def test_after_an_erasure_the_data_is_nowhere(outbox_settings: Callable[..., None], tmp_path: Path) -> None:
+    listed = tmp_path / "erasures"
+    outbox_settings(FORWARD=FORWARD, ERASURE_LIST=str(listed), ERASURE_SECRET="of the tests")
+    with new_world(outbox_settings) as world:
+        ids = fill(world)
+        assert set(tables_with(MARK, "broker", "default")) == EVERYWHERE
+        assert pages_with(MARK, ids), "the control: the pages show the data before"
+
+        planned = erase(TOPIC, "--key", MARK, "--with-key", "--dry-run")
+        assert set(tables_with(MARK, "broker", "default")) == EVERYWHERE, "a dry run changes nothing"
+        assert not listed.exists() and not ErasureEntry.objects.exists()
+
+        done = erase(TOPIC, "--key", MARK, "--with-key", "--reason", "request 17")
+        assert tables_with(MARK, "broker", "default") == []
+        assert pages_with(MARK, ids) == []
+        assert MARK not in listed.read_text()
+        assert done["after"]["rows"] == planned["before"]["rows"]
+        assert set(done["after"]["rows"]) >= {"broker.commit_log", "broker.recalled", "default.outbox_task"}
+
+        # What stays: ids, routing, times, the headers of outbox, the types of errors, and other people's messages.
+        rows = world.sql("SELECT message_id, content_type, headers, body, starts_with(key, 'erased:')"
+                         " FROM outbox.commit_log ORDER BY log_id")  # fmt: skip
+        kept = {"traceparent": "00-1", "outbox-timeout": "3600"}
+        erased = "application/vnd.outbox.erased"
+        assert rows[:2] == [(ids[0], erased, kept, b"", True), (ids[1], erased, None, b"", True)]
+        assert rows[2][2:] == ({"name": "someone else"}, b'{"name":"someone else"}', False)
+        assert world.sql("SELECT error FROM outbox.dead_letter") == [("ValueError: (erased)",)]
+        assert world.sql("SELECT count(*) FROM outbox.scheduled") == [(0,)], "the waiting message is recalled"
+        assert world.sql("SELECT kind, reason FROM outbox.erased ORDER BY kind") == [
+            ("key", "request 17"), ("message", "request 17"), ("message", "request 17"),
+        ]  # fmt: skip
+        assert bytes(StepEntry.objects.get().result or b"") == b"null" and not UniqueKey.objects.exists()
+        entry = OperatorAction.objects.get(action="erase")
+        assert (entry.outcome, entry.why, entry.before["messages"]) == ("done", "request 17", 2)
+
+        again = erase(TOPIC, "--key", MARK, "--with-key", "--reason", "request 17")
+        assert again["after"]["rows"] == {}, "a second time there is nothing to erase"
+
+
+def test_a_key_that_is_an_id_stays(outbox_settings: Callable[..., None]) -> None:
+    with new_world(outbox_settings) as world:
+        kept = publish(TOPIC, {"name": MARK}, key="17").message_id
+        sequence()
+        erase(TOPIC, "--message", str(kept), "--reason", "request 18")
+        assert tables_with(MARK, "broker") == []
+        assert world.sql("SELECT key FROM outbox.commit_log") == [("17",)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ((), "either --key or --message"),
+        (("--key", "17", "--message", str(UUID(int=1))), "either --key or --message"),
+        (("--key", "17", "--with-key"), "fewer than 4 characters"),
+        (("--message", str(UUID(int=1)), "--with-key"), "--with-key needs --key"),
+        (("--message", str(UUID(int=1))), "has no message"),
+    ],
+)
+def test_a_wrong_request_is_refused(
+    outbox_settings: Callable[..., None], arguments: tuple[str, ...], complaint: str
+) -> None:
+    with new_world(outbox_settings), pytest.raises(CommandError, match=complaint):
+        erase(TOPIC, *arguments, "--reason", "a test")
+
+
+def test_an_erasure_without_a_reason_is_refused(outbox_settings: Callable[..., None]) -> None:
+    with new_world(outbox_settings) as world:
+        publish(TOPIC, {"name": MARK}, key=MARK)
+        with pytest.raises(CommandError, match="--reason is missing"):
+            erase(TOPIC, "--key", MARK)
+        assert tables_with(MARK, "broker") == ["broker:outbox.commit_log"]
+        assert world.sql("SELECT count(*) FROM outbox.erased") == [(0,)]
+
+
+def test_erasures_are_repeated_after_a_restore(outbox_settings: Callable[..., None], tmp_path: Path) -> None:
+    """Both databases are restored to before the erasure; also a message that the broker no longer had then."""
+    outbox_settings(FORWARD=FORWARD, ERASURE_LIST=str(tmp_path / "erasures"), ERASURE_SECRET="of the tests")
+    with new_world(outbox_settings) as world:
+        fill(world)
+        copies = {alias: dump(alias_conninfo(alias), tmp_path / alias) for alias in ("broker", "default")}
+        # Retention has removed the queued message before the erasure, and only the backup has it.
+        world.sql("DELETE FROM outbox.commit_log WHERE deliver_at IS NULL")
+        erase(TOPIC, "--key", MARK, "--with-key", "--reason", "request 19")
+        for alias, copy in copies.items():
+            reload_rows(alias_conninfo(alias), copy)
+        before = set(tables_with(MARK, "broker", "default"))
+        assert {"broker:outbox.commit_log", "broker:outbox.failure", "default:public.outbox_finding"} <= before
+
+        assert repeat_erasures()["broker.commit_log"] == 2
+        assert tables_with(MARK, "broker", "default") == []
+        assert repeat_erasures() == {}
+
+
+# -- handlers of erased messages ---------------------------------------------------------------------------
+
+
+def consume() -> Any:
+    sequence()
+    return consumer_runtime().run_once()
+
+
+def troubles(world: World) -> list[tuple[int, ...]]:
+    """Failures, dead letters and waiting messages."""
+    return world.sql(
+        "SELECT (SELECT count(*) FROM outbox.failure), (SELECT count(*) FROM outbox.dead_letter),"
+        " (SELECT count(*) FROM outbox.scheduled)"
+    )
+
+
+def test_handlers_see_erased_messages_and_never_fail_at_them(outbox_settings: Callable[..., None]) -> None:
+    seen: list[tuple[bool, str]] = []
+    called: list[str] = []
+
+    @subscriber("orders", group="aware")
+    def aware(delivery: Delivery) -> None:
+        seen.append((delivery.erased, "" if delivery.erased else delivery.body["name"]))
+
+    @subscriber("orders", group="inside")
+    def inside(delivery: Delivery) -> None:
+        called.append("inside")
+        Order.objects.create(number=f"{delivery.message_id.hex[-10:]}")
+        delivery.body["name"].upper()
+
+    @subscriber("orders", group="outside", effects="outside")
+    def outside(delivery: ClaimedDelivery) -> None:
+        called.append("outside")
+        delivery.body["name"].upper()
+
+    @subscriber("orders", group="batch", batch=10, mode="orderly")
+    def batch(deliveries: list[Delivery]) -> None:
+        called.append("batch")
+        [delivery.body["name"].upper() for delivery in deliveries]
+
+    with new_world(outbox_settings) as world:
+        with transaction.atomic():
+            erased = [publish("orders", {"name": MARK}, key=str(number)).message_id for number in range(3)]
+            publish("orders", {"name": "Bob"}, key="3")
+        sequence()
+        erase("orders", *(part for one in erased for part in ("--message", str(one))), "--reason", "request 20")
+        consume()
+        assert sorted(seen) == [(False, "Bob"), (True, ""), (True, ""), (True, "")]
+        assert set(called) == {"inside", "outside", "batch"}
+        assert troubles(world) == [(0, 0, 0)], "no retry, no dead letter"
+        assert Order.objects.count() == 1, "what a failing handler wrote is rolled back"
+        handled = InboxEntry.objects.values_list("group").annotate(models.Count("message_id")).order_by("group")
+        assert list(handled) == [("aware", 4), ("batch", 4), ("inside", 4), ("outside", 4)]
+
+
+def test_a_replayed_dead_letter_of_an_erased_message_is_passed_over(outbox_settings: Callable[..., None]) -> None:
+    @subscriber("orders", group="mail")
+    def mail(delivery: Delivery) -> None:
+        raise PermanentError(delivery.body["name"])
+
+    with new_world(outbox_settings) as world:
+        message_id = publish("orders", {"name": MARK}, key="17").message_id
+        consume()
+        assert tables_with(MARK, "broker") == ["broker:outbox.commit_log", "broker:outbox.dead_letter",
+                                               "broker:outbox.failure"]  # fmt: skip
+        erase("orders", "--message", str(message_id), "--reason", "request 21")
+        assert tables_with(MARK, "broker") == []
+        call_command("outbox_dead_letter", "replay", "mail", str(message_id), stdout=StringIO())
+        consume()
+        assert world.sql("SELECT count(*) FROM outbox.dead_letter WHERE replayed_at IS NULL") == [(0,)]
+        assert InboxEntry.objects.filter(message_id=message_id).count() == 1
+
+
+# -- bodies that are encrypted per subject -----------------------------------------------------------------
+
+KEKS: Final = [base64.b64encode(bytes([number]) * 32).decode() for number in (1, 2)]
+
+
+@pytest.fixture
+def encrypting(outbox_settings: Callable[..., None], tmp_path: Path) -> None:
+    outbox_settings(
+        KEY_DATABASE="other", KEY_ENCRYPTION_KEYS=[KEKS[0]],
+        ERASURE_LIST=str(tmp_path / "erasures"), ERASURE_SECRET="of the tests",
+    )  # fmt: skip
+    create_key_table("other")
+    SubjectKey.objects.using("other").all().delete()
+
+
+def in_order(found: list[Any]) -> list[str]:
+    """Messages of several queues come in any order."""
+    return sorted(map(str, found))
+
+
+def delete_key(*arguments: str) -> None:
+    call_command("outbox_subject_key", "delete", *arguments, "--reason", "request 22", "--no-input", stdout=StringIO())
+
+
+@pytest.mark.usefixtures("encrypting")
+def test_deleting_the_key_of_a_subject_erases_also_the_restored_backup(
+    outbox_settings: Callable[..., None], tmp_path: Path
+) -> None:
+    seen: list[Any] = []
+    forwarded: list[bytes] = []
+
+    @subscriber("orders", group="mail")
+    def mail(delivery: Delivery) -> None:
+        seen.append("erased" if delivery.erased else delivery.body)
+
+    @subscriber("orders", group="strict")
+    def strict(delivery: Delivery) -> None:
+        forwarded.append(delivery.message.body)
+        delivery.body["name"].upper()
+
+    with new_world(outbox_settings) as world:
+        with transaction.atomic():
+            mine = publish("orders", {"name": MARK}, key="1", subject="anna")
+            publish_many("orders", [{"name": "Bob"}, {"name": "Eve"}], key="2", subject=lambda body: body["name"])
+        consume()
+        assert in_order(seen) == in_order([{"name": MARK}, {"name": "Bob"}, {"name": "Eve"}])
+        assert tables_with(MARK, "broker", "default") == [], "the log has no clear body"
+        assert pages_with(MARK, [mine.message_id]) == []
+        copies = {alias: dump(alias_conninfo(alias), tmp_path / alias) for alias in ("broker", "other")}
+
+        delete_key("anna")
+        assert SubjectKey.objects.using("other").filter(subject="anna").count() == 0
+        with pytest.raises(CommandError, match="the subject has no key"):
+            delete_key("anna")
+        for alias, copy in copies.items():
+            reload_rows(alias_conninfo(alias), copy)
+        assert SubjectKey.objects.using("other").filter(subject="anna").count() == 1, "the control: the key is back"
+        # What a worker does when it starts after the restore.
+        seen.clear()
+        assert repeat_erasures() == {"outbox_subject_key": 1}
+        world.sql("UPDATE outbox.consumer_group SET generation = generation + 1")
+        world.sql("DELETE FROM outbox.consumer_offset")
+        world.sql("DELETE FROM outbox.finished_ahead")
+        consume()
+        assert in_order(seen) == in_order(["erased", {"name": "Bob"}, {"name": "Eve"}])
+        assert troubles(world) == [(0, 0, 0)]
+        decoded = [codecs().decode("application/vnd.outbox.encrypted", copy) for copy in forwarded[:3]]
+        assert decoded.count(ERASED) == 1, "a copy that was forwarded before"
+
+
+@pytest.mark.usefixtures("encrypting")
+def test_a_message_whose_key_is_missing_waits(outbox_settings: Callable[..., None]) -> None:
+    """The key database was restored from a backup that is older than the key."""
+    seen: list[Any] = []
+
+    @subscriber("orders", group="mail")
+    def mail(delivery: Delivery) -> None:
+        seen.append("erased" if delivery.erased else delivery.body)
+
+    with new_world(outbox_settings) as world:
+        publish("orders", {"name": MARK}, key="1", subject="anna")
+        row = SubjectKey.objects.using("other").get()
+        SubjectKey.objects.using("other").all().delete()
+        subject_keys().forget()
+        consume()
+        assert (seen, troubles(world)) == ([], [(0, 0, 0)])
+        delete_key("--key-id", str(row.key_id))
+        consume()
+        assert (seen, troubles(world)) == (["erased"], [(0, 0, 0)])
+
+
+@pytest.mark.usefixtures("encrypting")
+def test_keys_are_rotated(outbox_settings: Callable[..., None]) -> None:
+    key_id, key = subject_keys().key_for("anna")
+    outbox_settings(KEY_ENCRYPTION_KEYS=[KEKS[1]])
+    with pytest.raises(HandlerNotStarted, match="is not in OUTBOX"):
+        subject_keys().key_of(key_id)
+    outbox_settings(KEY_ENCRYPTION_KEYS=[KEKS[1], KEKS[0]])
+    assert subject_keys().key_of(key_id) == key
+    call_command("outbox_subject_key", "rotate", "--reason", "yearly", stdout=StringIO())
+    outbox_settings(KEY_ENCRYPTION_KEYS=[KEKS[1]])
+    assert subject_keys().key_of(key_id) == key
+
+
+@pytest.mark.usefixtures("encrypting")
+def test_a_changed_body_is_refused() -> None:
+    key_id, key = subject_keys().key_for("anna")
+    data = envelope.encrypt(key_id, key, "application/json", b'{"a":1}')
+    assert codecs().decode("application/vnd.outbox.encrypted", data) == {"a": 1}
+    with pytest.raises(UndecodableBody, match="changed after its encryption"):
+        codecs().decode("application/vnd.outbox.encrypted", data[:-1] + bytes([data[-1] ^ 1]))
+
+
+# -- workers and the list ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("content", "complaint"), [("{", "line 1 .* is damaged"), (None, "does not exist")])
+def test_a_worker_does_not_consume_without_the_list(
+    outbox_settings: Callable[..., None], tmp_path: Path, content: str | None, complaint: str
+) -> None:
+    listed = tmp_path / "erasures"
+    outbox_settings(ERASURE_LIST=str(listed), ERASURE_SECRET="of the tests")
+    seen: list[Any] = []
+
+    @subscriber("orders", group="mail")
+    def mail(delivery: Delivery) -> None:
+        seen.append(delivery)
+
+    with new_world(outbox_settings):
+        message_id = publish("orders", {}, key="1").message_id
+        sequence()
+        erase("orders", "--message", str(message_id), "--reason", "request 23")
+        listed.unlink() if content is None else listed.write_text(content)
+        with pytest.raises(OutboxError, match=complaint):
+            consume()
+    assert seen == []
+
+
+def test_a_topic_that_a_restored_database_does_not_have_is_left_out(
+    outbox_settings: Callable[..., None], tmp_path: Path
+) -> None:
+    listed = tmp_path / "erasures"
+    outbox_settings(ERASURE_LIST=str(listed), ERASURE_SECRET="of the tests")
+    line = {"topic": "gone", "replacement": None, "reason": "request 25", "at": "2026-01-01T00:00:00+00:00"}
+    entries = [{**line, "kind": "message", "value": str(UUID(int=1))}, {**line, "kind": "key", "value": "0" * 64}]
+    listed.write_text("".join(f"{json.dumps(one)}\n" for one in entries))
+    with new_world(outbox_settings) as world:
+        assert repeat_erasures() == {}
+        assert world.sql("SELECT count(*) FROM outbox.erased") == [(2,)]
+
+
+def test_without_its_list_nothing_is_erased(outbox_settings: Callable[..., None], tmp_path: Path) -> None:
+    outbox_settings(ERASURE_LIST=str(tmp_path / "nowhere" / "list"), ERASURE_SECRET="of the tests")
+    with new_world(outbox_settings):
+        message_id = publish("orders", {"name": MARK}, key="1").message_id
+        with pytest.raises(CommandError, match="cannot be written"):
+            erase("orders", "--message", str(message_id), "--reason", "request 24")
+        assert tables_with(MARK, "broker") == ["broker:outbox.commit_log"]
+
+
+# -- the page ----------------------------------------------------------------------------------------------
+
+PAGE: Final = Path(__file__).resolve().parents[2] / "docs" / "operations" / "erasure.md"
+
+
+def test_every_command_of_the_page_runs(outbox_settings: Callable[..., None], tmp_path: Path) -> None:
+    shell = "\n".join(re.findall(r"^```sh\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE))
+    lines = [shlex.split(line) for line in shell.splitlines() if line]
+    managed = [line[1:] for line in lines if line[0] == "manage.py"]
+    assert [line[0] for line in managed] == ["outbox_erase"] * 2 + ["outbox_subject_key"] * 2
+    for line in lines:
+        if line[0] == "outbox-reconcile":
+            assert parser().parse_args(line[1:]).erase is True
+    topics = {**settings.OUTBOX["TOPICS"], "customer.moved": {}}
+    outbox_settings(
+        TOPICS=topics, KEY_DATABASE="other", KEY_ENCRYPTION_KEYS=[KEKS[0]],
+        ERASURE_LIST=str(tmp_path / "erasures"), ERASURE_SECRET="of the tests",
+    )  # fmt: skip
+    call_command("migrate", database="broker", verbosity=0)
+    with new_world(outbox_settings) as world:
+        call_command("migrate", database="other", verbosity=0)
+        SubjectKey.objects.using("other").all().delete()
+        publish("customer.moved", {"address": MARK}, key=4711)
+        publish("customer.moved", {"address": MARK}, key=4711, subject=4711)
+        outbox_settings(KEY_ENCRYPTION_KEYS=[KEKS[1], KEKS[0]])
+        for line in managed:
+            more = [] if "--dry-run" in line else ["--no-input"]
+            call_command(*line, *more, stdout=StringIO())
+        assert tables_with(MARK, "broker") == []
+        assert world.sql("SELECT DISTINCT content_type FROM outbox.commit_log") == [("application/vnd.outbox.erased",)]
+        assert SubjectKey.objects.using("other").get().deleted_at is not None
