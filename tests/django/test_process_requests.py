@@ -8,11 +8,13 @@ from io import StringIO
 from typing import Any
 from uuid import uuid4
 
+import psycopg
 import pytest
 from django.core.management import CommandError, call_command
 from django.db import transaction
 
 from outbox.contrib.django import publish
+from outbox.contrib.django.database.aliases import alias_conninfo
 from outbox.contrib.django.models import OperatorAction
 from tests.django.processes import process
 from tests.django.shop.models import Effect, Order
@@ -72,6 +74,26 @@ def test_a_drained_process_stays_away_until_its_worker_starts_again() -> None:
     assert (entry.action, entry.outcome, entry.why, entry.after) == (
         "drain_process", "done", "a test", {"asked": "drain"},
     )  # fmt: skip
+
+
+def test_a_call_that_does_not_end_is_cut_off_and_its_message_is_delivered_again() -> None:
+    with psycopg.connect(alias_conninfo("default")) as holder:
+        holder.execute("LOCK TABLE shop_effect IN EXCLUSIVE MODE")
+        with process(WORKER, outbox=QUICK | {"DRAIN_SECONDS": 1}) as worker:
+            place("one")
+            [found] = eventually(
+                lambda: [one for one in processes() if one["calls"]], within_seconds=30, what="a call that waits"
+            )
+            ask("drain", found["process"])
+            eventually(lambda: len(_children(worker.pid)) == 1, within_seconds=20, what="the end of the process")
+            worker.send_signal(signal.SIGTERM)
+            _, log = worker.communicate(timeout=30)
+            assert worker.returncode == 0 and "consumer-1 was drained by an operator" in log, log
+        holder.rollback()
+    assert not handled("one")
+    with process(WORKER, outbox=QUICK, quiet=True):
+        eventually(lambda: handled("one"), within_seconds=30, what="the effect")
+    assert Effect.objects.filter(number="one").count() == 1
 
 
 def test_a_worker_that_is_asked_to_stop_ends_with_all_of_its_processes() -> None:

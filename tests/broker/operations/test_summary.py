@@ -206,8 +206,8 @@ def store(bench: ConsumptionBench, minutes_ago: float, handled: int, lag: int) -
 def test_older_summaries_are_kept_by_minute_and_by_coarser_times(bench: ConsumptionBench) -> None:
     """The counter is that of the newest summary of a time, the lag the largest."""
     consumed(bench)
-    for minutes_ago, handled, lag in ((1.9, 10, 0), (1.5, 20, 700), (1.1, 30, 5), (0.9, 33, 6), (0.1, 40, 7)):
-        store(bench, minutes_ago, handled, lag)
+    for minutes_ago, total, waiting in ((1.9, 10, 0), (1.5, 20, 700), (1.1, 30, 5), (0.9, 33, 6), (0.1, 40, 7)):
+        store(bench, minutes_ago, total, waiting)
     summary.refresh(bench.run)
     summary.refresh(bench.run)
     [(_, handled, lag)] = kept(bench)[60]

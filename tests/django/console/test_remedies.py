@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import re
+from datetime import timedelta
+from uuid import UUID
 
 import pytest
 from django.test import Client
+from django.utils import timezone
 
+from outbox.broker.groups import members
 from outbox.broker.operations import summary
 from outbox.broker.operations.conditions import CATALOGUE
 from outbox.contrib.django import publish
 from outbox.contrib.django.actions.catalogue import ACTIONS
 from outbox.contrib.django.console import cards
-from outbox.contrib.django.models import OperatorAction
+from outbox.contrib.django.models import ForwardEndpoint, OperatorAction
 from tests.django.broker_world import World
 from tests.django.console.support import blocked, bury, client_of, dead_keys, make_user, retried, working
 from tests.django.support import sequence
@@ -207,6 +211,83 @@ def test_workers_are_listed_with_their_running_calls(world: World, operator: Cli
     assert "alive" in text and "vanished" in text and "The longest for 40 s" in text and "attempt 2" in text
     assert "No consumer process runs" in page(operator, "workers/?group=another")
     assert "The longest for" in page(operator, "groups/one/?name=mail")
+
+
+def test_a_process_is_drained_and_a_worker_stopped_by_its_row(world: World, operator: Client) -> None:
+    world.subscribe("mail")
+    world.publish(1)
+    [(message_id,)] = world.sql("SELECT message_id FROM outbox.commit_log")
+    instance = str(working(world, "mail", message_id))
+
+    def counts() -> list[int]:
+        return [page(operator, f"workers/?state={one}").count("<tr data-key") for one in ("", "alive", "draining")]
+
+    html = page(operator, "workers/")
+    assert forms(html, "drain-process") == forms(html, "stop-worker") == [{"process": instance}]
+    given = {"process": instance, "confirmed": "yes", "why": "a test"}
+    assert (
+        "does not start it again" in operator.post("/outbox/act/drain-process/", given | {"why": ""}).content.decode()
+    )
+    operator.post("/outbox/act/drain-process/", given)
+    html = page(operator, "workers/")
+    assert "asked to drain" in text_of(html) and forms(html, "drain-process") == []
+    assert counts() == [
+        1,
+        1,
+        0,
+    ]
+    members.heartbeat(world.run, UUID(instance), {}, term_seconds=600, draining=True)
+    assert counts() == [
+        1,
+        0,
+        1,
+    ]
+    # A process that drains can still be asked to stop its worker; after that, nothing is left to ask.
+    assert forms(page(operator, "workers/"), "stop-worker") == [{"process": instance}]
+    operator.post("/outbox/act/stop-worker/", given)
+    assert 'class="actions"><form' not in page(operator, "workers/")
+    assert list(OperatorAction.objects.order_by("pk").values_list("action", "outcome")) == [
+        ("drain_process", "done"), ("stop_worker", "done"),
+    ]  # fmt: skip
+
+
+def test_a_process_that_vanished_meanwhile_is_refused_with_the_reason(world: World, operator: Client) -> None:
+    world.subscribe("mail")
+    instance = working(world, "mail", UUID(int=1))
+    world.sql("UPDATE outbox.consumer SET expires_at = now() - interval '1 minute'")
+    answer = operator.post("/outbox/act/stop-worker/", {"process": str(instance), "confirmed": "yes", "why": "a test"})
+    assert answer.status_code == 400 and b"has vanished" in answer.content
+    assert world.sql("SELECT asked FROM outbox.consumer_process") == [(None,)]
+    assert not OperatorAction.objects.exists()
+
+
+def test_endpoints_and_the_audit_are_filtered(world: World, operator: Client) -> None:
+    now = timezone.now()
+    ForwardEndpoint.objects.create(group="gone", disabled_at=now, disabled_reason="answered 410")
+    ForwardEndpoint.objects.create(group="fine", last_delivered_at=now, last_error_at=now - timedelta(hours=1))
+    ForwardEndpoint.objects.create(group="fails", last_error_at=now, last_error="no answer")
+    try:
+        listed = {
+            state: re.findall(r'<tr data-key="(\w+)">', page(operator, f"endpoints/?state={state}"))
+            for state in ("", "enabled", "disabled", "failing")
+        }
+    finally:
+        ForwardEndpoint.objects.all().delete()
+    assert listed == {
+        "": ["fails", "fine", "gone"], "enabled": ["fails", "fine"], "disabled": ["gone"], "failing": ["fails"],
+    }  # fmt: skip
+    for action, outcome in (("pause", "done"), ("skip", "failed"), ("pause", "failed")):
+        OperatorAction.objects.create(who="ada", why="w", action=action, subject="s", effect="e", outcome=outcome)
+
+    def entries(query: str) -> int:
+        return page(operator, f"audit/?{query}").count('data-label="When"')
+
+    assert [entries(one) for one in ("", "action=pause", "outcome=failed", "action=pause&outcome=failed")] == [
+        3,
+        2,
+        2,
+        1,
+    ]
 
 
 def test_a_full_list_is_small(world: World, operator: Client) -> None:

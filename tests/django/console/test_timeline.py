@@ -94,7 +94,18 @@ def test_what_nobody_watched_is_not_shown_as_calm(holds: list[Condition]) -> Non
     look(12)
     later = read_timeline(at(0), at(20), containing="saga b")
     assert later.unwatched[-1] == (at(12), at(20)) and not later.histories[0].holds
-    assert later.watched_at == at(12)
+    assert later.watched_at == at(12) and not later.is_watched and found.is_watched
+
+
+def test_the_page_says_that_nobody_records_now(holds: list[Condition], operator: Client) -> None:
+    """The control is a pass that has just run."""
+    raised.run_once(timezone.now() - timedelta(minutes=10))
+    for span in ("15m", "7d"):
+        html = operator.get(f"/outbox/timeline/?span={span}").content.decode()
+        assert "It is unknown which conditions hold" in html and "No condition holds" not in html
+    raised.run_once()
+    html = operator.get("/outbox/timeline/").content.decode()
+    assert "It is unknown" not in html and "No condition holds" in html
 
 
 def test_the_history_stays_small(holds: list[Condition], monkeypatch: pytest.MonkeyPatch) -> None:

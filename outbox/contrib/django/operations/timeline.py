@@ -59,6 +59,11 @@ class Timeline:
     unwatched: Sequence[tuple[datetime, datetime]]
     watched_at: datetime | None
 
+    @property
+    def is_watched(self) -> bool:
+        """Whether a pass has run shortly before the end of the timeline. Else it is unknown what holds at its end."""
+        return _is_recent(self.watched_at, self.until)
+
 
 def read_timeline(since: datetime, until: datetime, *, containing: str = "") -> Timeline:
     """Read the timeline. With `containing`, only conditions whose name or subject contains this text.
@@ -73,7 +78,8 @@ def read_timeline(since: datetime, until: datetime, *, containing: str = "") -> 
     watched = [(one.raised_at, one.seen_at) for one in passes]
     if running is not None:
         watched.append((running.raised_at, running.seen_at))
-    is_watched = running is not None and until - running.seen_at <= timedelta(seconds=CLEAR_SECONDS)
+    seen_at = running.seen_at if running is not None else None
+    is_watched = _is_recent(seen_at, until)
     found: dict[tuple[str, str], list[Span]] = {}
     for row in past:
         span = Span(Severity(row.severity), row.raised_at, row.seen_at)
@@ -85,8 +91,11 @@ def read_timeline(since: datetime, until: datetime, *, containing: str = "") -> 
             found.setdefault((held.name, held.subject), []).append(span)
     histories = [ConditionHistory(name, subject, spans) for (name, subject), spans in found.items()]
     histories.sort(key=lambda one: (not one.holds, -one.spans[-1].ended_at.timestamp(), one.name, one.subject))
-    seen_at = running.seen_at if running is not None else None
     return Timeline(since, until, histories, list(_between(watched, since, until)), seen_at)
+
+
+def _is_recent(seen_at: datetime | None, until: datetime) -> bool:
+    return seen_at is not None and until - seen_at <= timedelta(seconds=CLEAR_SECONDS)
 
 
 def _between(

@@ -31,6 +31,7 @@ _STATES: Final[Mapping[str, tuple[str, Callable[[ConditionHistory], bool]]]] = {
     "holds": ("Holds now", lambda one: one.holds),
     "over": ("Over", lambda one: not one.holds),
 }
+_UNKNOWN: Final = "It is unknown which conditions hold, because no worker records them"
 _GROUP: Final = re.compile(r"(?:^|, )group ([^,]+)")
 
 
@@ -67,7 +68,7 @@ def timeline(request: HttpRequest) -> HttpResponse:
         "span": span,
         "spans": span_tabs(request, span),
         "tabs": tabs,
-        "said": _sentence(sum(one.holds for one in found.histories)),
+        "said": _sentence(sum(one.holds for one in found.histories)) if found.is_watched else _UNKNOWN,
     }
     return render(request, "timeline", context)
 
