@@ -23,6 +23,7 @@ from django.test import Client
 from outbox import Delivery
 from outbox.broker.schema import grants
 from outbox.broker.schema.grants import Role
+from outbox.broker.schema.install import SCHEMA_VERSION
 from outbox.contrib.django import publish, publish_many, subscriber, transactional_message
 from outbox.contrib.django.database.aliases import alias_conninfo
 from outbox.contrib.django.engine import broker as broker_access
@@ -44,6 +45,11 @@ APPLICATION: Final = ("default", "other")
 OF_THE_SHOP: Final = """
 SELECT quote_ident(relname) FROM pg_class
 WHERE relnamespace = 'public'::regnamespace AND relkind IN ('r', 'p') AND relname NOT LIKE 'outbox%'
+"""
+
+OF_OUTBOX: Final = """
+SELECT quote_ident(relname) FROM pg_class
+WHERE relnamespace = 'public'::regnamespace AND relkind IN ('r', 'p') AND relname LIKE 'outbox%'
 """
 
 
@@ -97,10 +103,27 @@ def _end_of_another_group() -> None:
 
 def _command(*arguments: str) -> Callable[[], None]:
     def call() -> None:
+        out = StringIO()
         with contextlib.suppress(SystemExit):
-            call_command(*arguments, stdout=StringIO(), stderr=StringIO(), no_color=True)
+            call_command(*arguments, stdout=out, stderr=out, no_color=True)
+        # A command that reports conditions names the error as one of them.
+        if "permission denied" in out.getvalue():
+            raise NotAllowed(out.getvalue())
 
     return call
+
+
+def _create_topic() -> None:
+    _command("outbox_topic", "create", f"t{uuid4().hex}")()
+
+
+def _upgrade() -> None:
+    """Apply the last change of the schema again."""
+    _as_owner("UPDATE outbox.schema_version SET change = change - 1")
+    try:
+        _command("outbox_install")()
+    finally:
+        _as_owner(f"UPDATE outbox.schema_version SET change = {SCHEMA_VERSION}")
 
 
 def _consume() -> None:
@@ -151,10 +174,10 @@ OPERATIONS: Final[dict[str, Callable[[], Any]]] = {
     "`outbox_group list`": _command("outbox_group", "list"),
     "`outbox_group pause`": _command("outbox_group", "pause", "effects"),
     "`outbox_topic list`": _command("outbox_topic", "list"),
-    "`outbox_topic create`": _command("outbox_topic", "create", "more"),
+    "`outbox_topic create`": _create_topic,
     "`outbox_schedule list`": _command("outbox_schedule", "list"),
     "`outbox_endpoint list`": _command("outbox_endpoint", "list"),
-    "`outbox_install`": _command("outbox_install"),
+    "`outbox_install` (an upgrade)": _upgrade,
     "change a table of the broker": lambda: _broker("ALTER TABLE outbox.held SET (fillfactor = 100)"),
 }
 
@@ -183,16 +206,31 @@ def _connect_as(user: str) -> None:
 
 @pytest.fixture
 def logins(path: str, databases: None, no_subscribers: None) -> Iterator[dict[Role, str]]:
-    aliases = [*APPLICATION, "broker"]
     owner = connections["default"].settings_dict["USER"]
-    _OWNERS.update({alias: alias_conninfo(alias) for alias in aliases})
+    _OWNERS.update({alias: alias_conninfo(alias) for alias in (*APPLICATION, "broker")})
     names = {role: f"outbox_test_{role}" for role in Role}
+    try:
+        _make(names)
+        yield names
+    finally:
+        _connect_as(owner)
+        User.objects.all().delete()
+        _as_owner("UPDATE outbox.broker SET reject_transactional = false")
+        _forget([*names.values()])
+
+
+def _make(names: dict[Role, str]) -> None:
+    """The logins with their rights, a subscribed group, and a user of the page."""
     for name in names.values():
         _as_owner(f"CREATE ROLE {name} LOGIN")
     everyone = ", ".join(names.values())
     for (table,) in _as_owner(OF_THE_SHOP, "default"):
         _as_owner(f"GRANT SELECT, INSERT, UPDATE, DELETE ON {table} TO {everyone}", "default")
     _as_owner(f"GRANT USAGE ON ALL SEQUENCES IN SCHEMA public TO {everyone}", "default")
+    # The login that runs `migrate` owns the application's tables.
+    for alias in APPLICATION:
+        for (table,) in _as_owner(OF_OUTBOX, alias):
+            _as_owner(f"ALTER TABLE {table} OWNER TO {names[Role.OWN]}", alias)
     grant(get_settings(), {role: [name] for role, name in names.items()})
 
     @subscriber("orders", group="effects")
@@ -201,11 +239,6 @@ def logins(path: str, databases: None, no_subscribers: None) -> Iterator[dict[Ro
 
     _consume()
     _CLIENT[:] = [client_of(make_user(*ALL))]
-    yield names
-    _connect_as(owner)
-    User.objects.all().delete()
-    _as_owner("UPDATE outbox.broker SET reject_transactional = false")
-    _forget([*names.values()])
 
 
 def _forget(names: Sequence[str]) -> None:
@@ -330,18 +363,20 @@ def logins_of_the_page(databases: None, outbox_settings: Callable[..., None]) ->
     """A broker in a database of its own, and in the application's; the logins have no right yet."""
     _OWNERS.update({alias: alias_conninfo(alias) for alias in (*APPLICATION, "broker")})
     owner = connections["default"].settings_dict["USER"]
-    for name in OF_THE_PAGE.values():
-        _as_owner(f"CREATE ROLE {name} LOGIN")
-    yield
-    _connect_as(owner)
-    _forget([*OF_THE_PAGE.values()])
+    try:
+        for name in OF_THE_PAGE.values():
+            _as_owner(f"CREATE ROLE {name} LOGIN")
+        yield
+    finally:
+        _connect_as(owner)
+        _forget([*OF_THE_PAGE.values()])
 
 
 def test_the_commands_of_the_page_make_roles_that_work(logins_of_the_page: None) -> None:
     commands = [line for block in _blocks(PAGE, "sh") for line in block.splitlines() if line.startswith("manage.py")]
     [dry, real, *doctors] = commands
     printed = _run(dry)
-    assert _as_owner("SELECT count(*) FROM pg_roles WHERE rolname LIKE 'outbox\\_%'") == [(0,)]
+    assert _as_owner("SELECT to_regrole('outbox_publish') IS NULL") == [(True,)]
     shown, rights_of_the_shop = _blocks(PAGE, "sql")
     assert [line for line in shown.splitlines() if line not in printed.splitlines()] == []
     assert _run(real) == printed

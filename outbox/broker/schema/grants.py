@@ -96,14 +96,18 @@ SELECT current_user::text, (SELECT rolsuper FROM pg_roles WHERE rolname = curren
        ARRAY(SELECT rolname::text FROM pg_roles
              WHERE rolname = ANY (%(roles)s) AND has_schema_privilege(rolname, to_regnamespace(%(schema)s), 'USAGE')),
        pg_has_role(current_user, coalesce(to_regrole(quote_ident(%(own)s)), 0::oid), 'USAGE'),
-       (SELECT rolsuper OR rolcreaterole FROM pg_roles WHERE rolname = current_user)
+       (SELECT rolsuper FROM pg_roles WHERE rolname = current_user)
+           OR pg_has_role(current_user, 'pg_read_all_stats', 'USAGE WITH ADMIN OPTION')
 """)
 _SEES_SESSIONS: Final = Statement("SELECT pg_has_role(to_regrole(quote_ident(%(role)s)), 'pg_read_all_stats', 'USAGE')")
 
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    """What the server and the schema have now. `used`: the roles that may use the schema."""
+    """What the server and the schema have now. `used`: the roles that may use the schema.
+
+    `owns`: the connected role has the rights of the role own. `may_show_sessions`: it may grant pg_read_all_stats.
+    """
 
     user: str
     is_superuser: bool
@@ -111,7 +115,7 @@ class _State:
     schema_owner: str | None
     used: list[str]
     owns: bool
-    may_create_roles: bool
+    may_show_sessions: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,13 +147,15 @@ def plan(run: Executor, logins: Logins) -> list[str]:
     """Return the SQL statements that make the roles, give them their rights, and make the logins members."""
     state = _state(run)
     names = {role: role_name(run.schema, role) for role in Role}
-    found = [_text("CREATE ROLE {} NOLOGIN", name) for name in names.values() if name not in state.existing]
+    found = [create_role(name) for name in names.values() if name not in state.existing]
     if not state.owns and not state.is_superuser:
         found.append(_text("GRANT {} TO {}", names[Role.OWN], state.user))
     found += _rights(run, state)
     for role in (Role.WORK, Role.WATCH):
         if names[role] not in state.existing or not run.one(_SEES_SESSIONS, {"role": names[role]})[0]:
-            found.append(_text("GRANT pg_read_all_stats TO {}", names[role]))
+            # A comment, so that the other rights are granted by a role that may not grant this one.
+            prefix = "" if state.may_show_sessions else "-- a superuser has to execute: "
+            found.append(prefix + _text("GRANT pg_read_all_stats TO {}", names[role]))
     for role, members in logins.members.items():
         found += [_text("GRANT {} TO {}", names[role], member) for member in members]
     if logins.producer_group is not None:
@@ -159,6 +165,14 @@ def plan(run: Executor, logins: Logins) -> list[str]:
             for member in logins.members.get(Role.PUBLISH, ())
         ]
     return found
+
+
+def create_role(name: str) -> str:
+    """Return the statement that makes a role of the server, if it does not exist yet.
+
+    The statements for two databases of one server are made before the first of them is executed.
+    """
+    return _text("DO $$ BEGIN CREATE ROLE {} NOLOGIN; EXCEPTION WHEN duplicate_object THEN NULL; END $$", name)
 
 
 def tables_to_own(run: Executor) -> list[str]:

@@ -270,3 +270,37 @@ def test_roles_that_wrote_decisions_before_keep_publishing(new_database: Callabl
         finally:
             connection.execute(sql.SQL("DROP OWNED BY {}").format(login))
             connection.execute(sql.SQL("DROP ROLE {}").format(login))
+
+
+def test_an_installer_without_superuser_makes_the_roles_and_upgrades(new_database: Callable[..., str]) -> None:
+    """As on a managed server: a role with CREATEROLE, and CREATE on its database."""
+    url = new_database()
+    name = conninfo_to_dict(url)["dbname"]
+    deploy, web = f"deploy_{name}", f"web_{name}"
+    with psycopg.connect(url, autocommit=True) as connection:
+        connection.execute(sql.SQL("CREATE ROLE {} LOGIN CREATEROLE").format(sql.Identifier(deploy)))
+        create = sql.SQL("GRANT CREATE ON DATABASE {} TO {}").format(sql.Identifier(str(name)), sql.Identifier(deploy))
+        connection.execute(create)
+        try:
+            with psycopg.connect(make_conninfo(url, user=deploy), autocommit=True) as as_deploy:
+                install(as_deploy, "outbox")
+                as_deploy.execute(sql.SQL("CREATE ROLE {} LOGIN").format(sql.Identifier(web)))
+                run = Executor(as_deploy, "outbox")
+                members = Logins({Role.PUBLISH: [web]}, producer_group="shop")
+                with as_deploy.transaction():
+                    for statement in grants.plan(run, members):
+                        if not statement.startswith("--"):
+                            as_deploy.execute(statement.encode())
+                later = grants.plan(run, members)
+                assert [one for one in later if one.startswith(("DO", "ALTER"))] == []
+                as_deploy.execute("UPDATE outbox.schema_version SET change = change - 1")
+                assert install(as_deploy, "outbox") == SCHEMA_VERSION
+            with session(BrokerDatabase(make_conninfo(url, user=web))) as opened:
+                assert grants.missing_rights(Executor(opened, "outbox"), Role.PUBLISH, producer_group="shop") == []
+        finally:
+            made = [grants.role_name("outbox", role) for role in Role]
+            for one in (*made, web, deploy):
+                with contextlib.suppress(psycopg.errors.UndefinedObject):
+                    connection.execute(sql.SQL("REASSIGN OWNED BY {} TO CURRENT_USER").format(sql.Identifier(one)))
+                    connection.execute(sql.SQL("DROP OWNED BY {} CASCADE").format(sql.Identifier(one)))
+                    connection.execute(sql.SQL("DROP ROLE {}").format(sql.Identifier(one)))

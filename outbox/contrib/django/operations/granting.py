@@ -90,7 +90,8 @@ def grant(
 
         def change() -> None:
             for statement in of_broker.statements:
-                connection.execute(statement.encode())
+                if not statement.startswith("--"):
+                    connection.execute(statement.encode())
 
         change_tables(
             run,
@@ -150,7 +151,7 @@ def _roles(connection: BaseDatabaseWrapper, schema: str) -> Iterator[str]:
             name = role_name(schema, role)
             cursor.execute("SELECT EXISTS (SELECT FROM pg_roles WHERE rolname = %s)", [name])
             if not cursor.fetchone()[0]:
-                yield _text("CREATE ROLE {} NOLOGIN", name)
+                yield grants.create_role(name)
 
 
 def _is_used(connection: BaseDatabaseWrapper, schema: str) -> bool:
