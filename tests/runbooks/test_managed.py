@@ -31,8 +31,8 @@ def machine() -> Iterator[Machine]:
 
 @pytest.mark.slow
 def test_a_role_without_superuser_rights_installs_and_runs_everything(machine: Machine) -> None:
-    [statements] = blocks(PAGE, "sql")
-    machine.bash(f'psql "$ADMIN_URL" --set=ON_ERROR_STOP=1 <<"END"\n{statements}END')
+    role, install, examine, drain = blocks(PAGE, "sh")
+    machine.bash(role)
     # The application's own tables are in the schema `public` of its database.
     machine.bash('psql "$ADMIN_URL" -q -c "ALTER DATABASE shop OWNER TO shop"')
     machine.write_environment(
@@ -44,7 +44,6 @@ def test_a_role_without_superuser_rights_installs_and_runs_everything(machine: M
     assert machine.ask(
         "BROKER_URL", "SELECT current_user::text, usesuper FROM pg_user WHERE usename = current_user"
     ) == [("shop", False)]
-    install, examine, drain = blocks(PAGE, "sh")
     machine.bash("manage.py migrate --run-syncdb")
     machine.bash(install)
     machine.bash("systemctl start shop-worker shop-web")
