@@ -129,6 +129,11 @@ CREATE TABLE commit_log (
     headers          jsonb,
     body             bytea       NOT NULL
 );
+-- By default, autovacuum waits until a fifth of a table is dead. With a hundred million messages a day and three days of
+-- retention, that is 60 million dead rows, whose space is not used again before. Vacuum reads the indexes completely, so
+-- a smaller share than this would cost more than it saves (docs/decisions/282). The same holds for op_log and
+-- consume_queue.
+ALTER TABLE commit_log SET (autovacuum_vacuum_scale_factor = 0.05);
 -- The half scan and the leader's look at undecided FIFO messages read new half rows by snapshot.
 CREATE INDEX commit_log_half_xid ON commit_log (xid, transaction_id) WHERE half;
 -- Reading a window of time (reconciliation, search). It costs 72 bytes of WAL per transaction once retention has freed
@@ -152,6 +157,7 @@ CREATE TABLE op_log (
     -- that reads such a row waits for the flush, which makes both durable.
     relaxed        boolean     DEFAULT (current_setting('synchronous_commit') NOT IN ('on', 'remote_apply'))
 );
+ALTER TABLE op_log SET (autovacuum_vacuum_scale_factor = 0.05);
 CREATE INDEX op_log_xid ON op_log (xid);
 CREATE INDEX op_log_rolled_back ON op_log (decided_at) WHERE decision = 'R';
 
@@ -167,6 +173,7 @@ CREATE TABLE consume_queue (
     queued_at    timestamptz DEFAULT now(),
     PRIMARY KEY (queue_id, queue_offset)
 );
+ALTER TABLE consume_queue SET (autovacuum_vacuum_scale_factor = 0.05);
 -- Where a message was queued (trace, recall, reconciliation). It costs 72 bytes of WAL per entry once retention has
 -- freed pages, as commit_log_stored_at does.
 CREATE INDEX consume_queue_log_id ON consume_queue USING brin (log_id) WITH (pages_per_range = 16);

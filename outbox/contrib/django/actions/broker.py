@@ -15,7 +15,7 @@ from outbox.contrib.django.actions.groups import describe_losses
 from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.engine.broker import get_broker
 from outbox.contrib.django.operations.comparing import found, settle
-from outbox.contrib.django.operations.installation import remove_broker
+from outbox.contrib.django.operations.installation import partition_inboxes, planned_partitions, remove_broker
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.django.worker.receiving import forget_receivers
 from outbox.errors import UnknownTopic, UsageError
@@ -119,6 +119,24 @@ def _drop(values: Values) -> ActionPlan:
         caution="This cannot be undone.",
         before={"lost": left},
         do=do,
+    )
+
+
+# PostgreSQL reads about this number of bytes of the former table in a second.
+_READ_BYTES_PER_SECOND: Final = 300e6
+
+
+def _partition(values: Values) -> ActionPlan:
+    found = {alias: one for alias, one in planned_partitions().items() if not one.is_partitioned}
+    seconds = sum(one.bytes for one in found.values()) / _READ_BYTES_PER_SECOND
+    return ActionPlan(
+        subject=f"inboxes on {', '.join(found) or 'no database'}",
+        effect=f"Put the inbox into partitions on: {', '.join(found) or 'no database'}.",
+        caution=f"Handlers wait while PostgreSQL reads the rows: about {seconds:.0f} s. Publishing does not wait. No "
+        "command takes the partitions away again.",
+        before={alias: f"about {one.rows:,} rows, {one.bytes / 1e6:,.0f} MB" for alias, one in found.items()},
+        nothing=not found,
+        do=lambda: {"changed": partition_inboxes(patience_seconds=values["patience"])},
     )
 
 
@@ -230,6 +248,15 @@ DROP: Final = DeclaredAction(
     plan=_drop,
     permission=None,
 )
+# The command declares its option --patience together with DROP.
+PARTITION: Final = DeclaredAction(
+    name="partition_inbox",
+    title="Put the inboxes of the application's databases into partitions",
+    command="outbox_install --partition-inbox",
+    fields=(DROP.fields[1],),
+    plan=_partition,
+    permission=None,
+)
 SETTLE: Final = DeclaredAction(
     name="settle",
     title="Mark the rows that comparisons report as missing as settled, so that no condition names them",
@@ -248,4 +275,4 @@ FORGET: Final = DeclaredAction(
     plan=_forget,
     permission=None,
 )
-ACTIONS: Final = (*TOPICS, DROP, SETTLE, FORGET)
+ACTIONS: Final = (*TOPICS, DROP, PARTITION, SETTLE, FORGET)

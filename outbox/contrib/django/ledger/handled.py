@@ -1,4 +1,4 @@
-"""The statements that prune the inbox (table outbox_inbox); the caller passes the connection.
+"""The statements that prune the inbox (table outbox_inbox, or one of its partitions); the caller passes the connection.
 
 See decision 175.
 """
@@ -44,7 +44,7 @@ class HandledPosition:
     is_behind: bool = False
 
 
-_SELECT: Final = "SELECT consumer_group, generation, message_id, {at} FROM outbox_inbox WHERE handled_at < %s"
+_SELECT: Final = "SELECT consumer_group, generation, message_id, {at} FROM {table} WHERE handled_at < %s"
 
 # Times are read and compared in UTC, because a session's local time repeats one hour of the year.
 _IN_UTC: Final = {"postgresql": "handled_at AT TIME ZONE 'UTC'"}
@@ -52,14 +52,21 @@ _FROM_UTC: Final = {"postgresql": "(%s::timestamp AT TIME ZONE 'UTC')"}
 
 
 def oldest(
-    connection: BaseDatabaseWrapper, place: HandledPosition | None, *, older_than: datetime, limit: int
+    connection: BaseDatabaseWrapper,
+    place: HandledPosition | None,
+    *,
+    older_than: datetime,
+    limit: int,
+    table: str = "outbox_inbox",
 ) -> list[Handled]:
     """The next inbox rows after a position that were handled before `older_than`, in the order of time.
+
+    `table` is the inbox, or the partition from which pruning deletes single rows.
 
     If the position is None, the function returns the first rows.
     """
     parameters: list[Any] = [connection.ops.adapt_datetimefield_value(for_column(older_than, connection.alias))]
-    statement = _SELECT.format(at=_IN_UTC.get(connection.vendor, "handled_at"))
+    statement = _SELECT.format(at=_IN_UTC.get(connection.vendor, "handled_at"), table=table)
     if place is not None:
         parameters.append(place.at)
         statement += f" AND handled_at {'>' if place.is_behind else '>='} {_FROM_UTC.get(connection.vendor, '%s')}"
@@ -89,18 +96,21 @@ def moment_of(place: HandledPosition) -> datetime:
 # The rows of a batch are adjacent. The statement contains the times of the batch's first and last row, so the planner
 # does not read the whole table.
 _DELETE_POSTGRESQL: Final = """
-DELETE FROM outbox_inbox AS known
+DELETE FROM {table} AS known
 USING unnest(%s::text[], %s::integer[], %s::uuid[]) AS gone (consumer_group, generation, message_id)
 WHERE known.consumer_group = gone.consumer_group AND known.generation = gone.generation
   AND known.message_id = gone.message_id
   AND known.handled_at BETWEEN (%s::timestamp AT TIME ZONE 'UTC') AND (%s::timestamp AT TIME ZONE 'UTC')
 """
 
-_DELETE: Final = "DELETE FROM outbox_inbox WHERE consumer_group = %s AND generation = %s AND message_id IN "
+_DELETE: Final = "DELETE FROM {table} WHERE consumer_group = %s AND generation = %s AND message_id IN "
 
 
-def delete(connection: BaseDatabaseWrapper, rows: Sequence[Handled]) -> int:
-    """Remove inbox rows, which must be in the order of time. Returns the number of removed rows."""
+def delete(connection: BaseDatabaseWrapper, rows: Sequence[Handled], *, table: str = "outbox_inbox") -> int:
+    """Remove rows of the inbox or of one of its partitions. Returns the number of removed rows.
+
+    The rows must be in the order of time.
+    """
     if not rows:
         return 0
     with without_timeouts(connection), connection.cursor() as cursor:
@@ -110,14 +120,16 @@ def delete(connection: BaseDatabaseWrapper, rows: Sequence[Handled]) -> int:
                 [row.generation for row in rows],
                 [row.message_id for row in rows],
             ]
-            cursor.execute(_DELETE_POSTGRESQL, [*columns, rows[0].at, rows[-1].at])
+            cursor.execute(_DELETE_POSTGRESQL.format(table=table), [*columns, rows[0].at, rows[-1].at])
             return int(cursor.rowcount)
         deleted = 0
         for (group, generation), same in groupby(sorted(rows, key=_inbox), key=_inbox):
             ids = [stored_uuid(connection, row.message_id) for row in same]
             for start in range(0, len(ids), _LARGEST_LIST):
                 part = ids[start : start + _LARGEST_LIST]
-                cursor.execute(f"{_DELETE}({', '.join(['%s'] * len(part))})", [group, generation, *part])
+                cursor.execute(
+                    f"{_DELETE.format(table=table)}({', '.join(['%s'] * len(part))})", [group, generation, *part]
+                )
                 deleted += cursor.rowcount
         return deleted
 

@@ -1,6 +1,6 @@
 """Removes ledger rows of decided transactions, inbox rows past their retention, and unique keys past their time.
 
-See decision 162.
+See decision 162 and decision 281.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from outbox.broker.transaction.checks import scan
 from outbox.broker.transaction.decisions import flush, standing_decisions
 from outbox.broker.transaction.half_scan import undecided_below
 from outbox.contrib.django.database.aliases import broker_database
-from outbox.contrib.django.ledger import claimed, handled, ledger, unique_keys
+from outbox.contrib.django.ledger import claimed, handled, ledger, partitions, unique_keys
 from outbox.contrib.django.ledger.ledger_checker import ledger_aliases, open_connection, settle
 from outbox.contrib.django.settings.conf import OutboxSettings, get_settings
 from outbox.errors import LedgerUnavailable
@@ -39,18 +39,22 @@ _BATCH: Final = 5000
 # The share of the time that sweeps may use to read a table again from its beginning.
 _SWEEP_SHARE: Final = 0.05
 _SHORT_SWEEP_SECONDS: Final = 1.0
+# The pass that makes partitions ahead runs every ten minutes, so a partition covers at least this time.
+_SHORTEST_PARTITION_SECONDS: Final = 600.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PruneCounts:
-    """The numbers of rows that one pruning pass removed.
+    """The numbers of rows that one pruning pass removed, and of partitions of the inbox that it dropped.
 
-    `more` is true if the pass ended before it had examined all tables.
+    `inbox` does not count the rows of dropped partitions. `more` is true if the pass ended before it had examined all
+    tables.
     """
 
     ledger: int = 0
     inbox: int = 0
     unique: int = 0
+    partitions: int = 0
     more: bool = False
 
 
@@ -64,6 +68,7 @@ class _Part:
     removed: int = 0
     more: bool = False
     pruned_to: datetime | None = None
+    partitions: int = 0
 
 
 @dataclass(slots=True)
@@ -119,7 +124,11 @@ def run_prune(*, now: datetime | None = None, max_seconds: float | None = None) 
     inboxes = prune_inboxes(older_than=now - kept, max_seconds=share)
     keys = prune_unique_keys(max_seconds=share)
     return PruneCounts(
-        ledger=ledgers.ledger, inbox=inboxes.inbox, unique=keys.unique, more=ledgers.more or inboxes.more or keys.more
+        ledger=ledgers.ledger,
+        inbox=inboxes.inbox,
+        unique=keys.unique,
+        partitions=inboxes.partitions,
+        more=ledgers.more or inboxes.more or keys.more,
     )
 
 
@@ -175,6 +184,7 @@ def _counts(*, ledger: Sequence[_Part] = (), inbox: Sequence[_Part] = (), unique
         ledger=sum(part.removed for part in ledger),
         inbox=sum(part.removed for part in inbox),
         unique=sum(part.removed for part in unique),
+        partitions=sum(part.partitions for part in inbox),
         more=any(part.more for part in (*ledger, *inbox, *unique)),
     )
 
@@ -310,17 +320,52 @@ def _prune_inbox(alias: str, run: Executor | None, older_than: datetime, ends: f
 
     if not router.allow_migrate_model(alias, InboxEntry):
         return _Part()
+    with closing(open_connection(alias)) as connection:
+        dropped = _prune_partitions(connection, run, older_than, ends)
+        removed, pruned_to, more = 0, min(older_than, dropped.pruned_to or older_than), dropped.more
+        for table in partitions.tables_with_single_rows(partitions.list_partitions(connection)):
+            part = _prune_rows(connection, run, table, older_than, ends)
+            removed, more = removed + part.removed, more or part.more
+            pruned_to = min(pruned_to, part.pruned_to or older_than)
+        if not more:
+            _prune_claims(connection, run, older_than, ends)
+        return _Part(removed, more, pruned_to, dropped.partitions)
+
+
+def _prune_partitions(
+    connection: BaseDatabaseWrapper, run: Executor | None, older_than: datetime, ends: float
+) -> _Part:
+    """Make the partitions of the next time, and drop old ones. Without partitions, do nothing."""
+
+    def stored(first: UUID, stop: UUID, limit: int) -> Sequence[UUID]:
+        return [] if run is None else presence.stored_between(run, first, stop, limit)
+
+    partitions.make_ahead(connection, now=datetime.now(UTC), width=partition_width())
+    dropped = partitions.drop_old(connection, stored, older_than=older_than, ends=ends)
+    first = dropped.waiting.first if dropped.waiting else None
+    return _Part(0, dropped.more, first and moment_of(first), dropped.partitions)
+
+
+def partition_width() -> timedelta:
+    """Return the time that one partition of the inbox covers."""
+    seconds = get_settings().inbox_retention_seconds / partitions.PER_RETENTION
+    return timedelta(seconds=max(_SHORTEST_PARTITION_SECONDS, seconds))
+
+
+def _prune_rows(
+    connection: BaseDatabaseWrapper, run: Executor | None, table: str, older_than: datetime, ends: float
+) -> _Part:
+    """Remove single rows from the inbox or from one of its partitions."""
     removed = 0
-    with closing(open_connection(alias)) as connection, _sweeping(alias, presence.INBOX) as sweep:
+    with _sweeping(connection.alias, table) as sweep:
         while True:
-            batch = handled.oldest(connection, sweep.place, older_than=older_than, limit=_BATCH)
+            batch = handled.oldest(connection, sweep.place, older_than=older_than, limit=_BATCH, table=table)
             if batch:
                 gone = batch if run is None else _undeliverable(run, batch)
-                removed += handled.delete(connection, gone)
+                removed += handled.delete(connection, gone, table=table)
                 sweep.place = handled.place_behind(batch, is_stuck=not gone)
             if len(batch) < _BATCH:
                 _is_through(sweep)
-                _prune_claims(connection, run, older_than, ends)
                 return _Part(removed, False, older_than)
             if time.monotonic() >= ends:
                 return _Part(removed, True, handled.moment_of(sweep.place))

@@ -34,7 +34,8 @@ SELECT relname::text, pg_total_relation_size(oid) FROM pg_class
 WHERE relnamespace = '{schema}'::regnamespace AND relkind IN ('r', 'p') ORDER BY 1
 """)
 _APPLICATION_SIZES: Final = """
-SELECT name, pg_total_relation_size(name::regclass)
+SELECT name, (SELECT sum(pg_total_relation_size(relid))::bigint
+              FROM (SELECT relid FROM pg_partition_tree(name::regclass) UNION SELECT name::regclass) AS part)
 FROM unnest(ARRAY['outbox_ledger', 'outbox_inbox', 'outbox_unique']) AS name
 WHERE to_regclass(name) IS NOT NULL
 """

@@ -1,4 +1,5 @@
-"""`manage.py outbox_install [--grants | --drop]`: checks or installs the broker, and its roles.
+"""`manage.py outbox_install [--grants | --drop | --partition-inbox]`: checks or installs the broker and its roles, or
+divides the inbox.
 
 On PostgreSQL the broker consists of tables, on RocketMQ of topics and groups.
 """
@@ -14,7 +15,7 @@ from django.core.management.base import CommandError, CommandParser
 from django.db.utils import DatabaseError
 
 from outbox.broker.schema.grants import Role
-from outbox.contrib.django.actions.broker import DROP
+from outbox.contrib.django.actions.broker import DROP, PARTITION
 from outbox.contrib.django.engine.broker import engine_of, get_engine
 from outbox.contrib.django.engine.rocketmq import RocketMQEngine
 from outbox.contrib.django.management.acting import ActionCommand
@@ -45,6 +46,11 @@ class Command(ActionCommand):
     def add_arguments(self, parser: CommandParser) -> None:
         parser.add_argument("--drop", action="store_true", help="remove the broker's tables with all messages")
         parser.add_argument(
+            "--partition-inbox",
+            action="store_true",
+            help="put the inboxes of the application's databases into partitions (PostgreSQL)",
+        )
+        parser.add_argument(
             "--create",
             metavar="HOST:PORT",
             help="first create topics and groups on the RocketMQ broker with this administration port (listenPort, "
@@ -68,6 +74,11 @@ class Command(ActionCommand):
 
     def handle(self, *args: Any, **options: Any) -> None:
         settings = get_settings()
+        if options["partition_inbox"]:
+            if options["drop"] or options["create"] or options["grants"]:
+                raise CommandError("--partition-inbox cannot be used with --drop, --create or --grants: run it alone.")
+            self.act(PARTITION, options)
+            return
         if options["force"] and not options["drop"]:
             raise CommandError("--force needs --drop: an installation deletes nothing.")
         if options["create"] and options["dry_run"]:
