@@ -31,7 +31,7 @@ from outbox.contrib.django.actions.declaration import DeclaredAction, FieldKind
 from outbox.contrib.django.actions.transactions import switch_transactional
 from outbox.contrib.django.database.aliases import alias_conninfo
 from outbox.contrib.django.engine.broker import flush, reset_broker
-from outbox.contrib.django.models import ForwardEndpoint, OperatorAction
+from outbox.contrib.django.models import ForwardEndpoint, OperatorAction, SavedReconciliation
 from outbox.contrib.django.operations.endpoints import list_endpoints
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.limits import Limits
@@ -39,6 +39,7 @@ from outbox.subscription import Mode, Subscription
 from tests.django.broker_world import NOWHERE, World, new_world
 from tests.django.conftest import BROKER_TEMPLATE, point_alias
 from tests.django.console.support import ALL, bury, client_of, make_user
+from tests.django.repairs import lost, save_finding
 from tests.django.shop.models import Order
 from tests.django.state import rolled_back
 from tests.django.support import sequence
@@ -170,6 +171,20 @@ def _enable_endpoint(world: World) -> Given:
     ForwardEndpoint.objects.all().delete()
     gone.save()
     return {"group": "billing"}
+
+
+@case("repair", rows("SELECT key FROM outbox.message_v1 WHERE state = 'committed'"))
+def _repair(world: World) -> Given:
+    world.change_settings(REPAIR_PUBLISHERS={"orders": "tests.django.repair_publisher.order"})
+    Order.objects.all().delete()
+    Order.objects.create(number="7", status="new")
+    return {"finding": str(save_finding(lost("7")).pk)}
+
+
+@case("forget_findings", lambda _: SavedReconciliation.objects.count())
+def _forget(world: World) -> Given:
+    save_finding(lost("7"))
+    return {"output": "orders"}
 
 
 @case("recall", rows("SELECT count(*) FROM outbox.scheduled"))
@@ -340,10 +355,12 @@ def test_an_action_does_and_records_the_same_by_command_and_by_page(
 NOT_BY_OPERATORS = {"outbox_transaction check", "outbox_audit compare"}
 READS = {"outbox_group list", "outbox_group offsets", "outbox_topic list", "outbox_message list", "outbox_message show"}
 READS |= {"outbox_dead_letter list", "outbox_dead_letter show", "outbox_transaction list"}
-READS |= {"outbox_transaction describe", "outbox_endpoint list"}
+READS |= {"outbox_transaction describe", "outbox_endpoint list", "outbox_finding list"}
 
 
-@pytest.mark.parametrize("command", ["audit", "dead_letter", "endpoint", "group", "message", "topic", "transaction"])
+@pytest.mark.parametrize(
+    "command", ["audit", "dead_letter", "endpoint", "finding", "group", "message", "topic", "transaction"]
+)
 def test_every_subcommand_that_changes_something_is_a_declared_action(command: str) -> None:
     name = f"outbox_{command}"
     parser = load_command_class("outbox.contrib.django", name).create_parser("manage.py", name)

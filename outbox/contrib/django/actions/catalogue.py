@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from outbox.contrib.django.actions import broker, endpoints, groups, messages, schedules, transactions
+from outbox.contrib.django.actions import broker, endpoints, findings, groups, messages, schedules, transactions
 from outbox.contrib.django.actions.declaration import DeclaredAction
 
 ACTIONS: Final[Mapping[str, DeclaredAction]] = {
     action.name: action
-    for room in (transactions, messages, groups, schedules, endpoints, broker)
+    for room in (transactions, messages, groups, schedules, endpoints, findings, broker)
     for action in room.ACTIONS
 }
 
