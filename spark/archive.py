@@ -2,10 +2,13 @@
 
     archive.json                           the passes with their counts and checksums, and the gaps
     message_v1/pass=<name>/day=<date>/…    Parquet, one row per message of the pass that was stored on this day
+    timed_out_v1/pass=<name>/…             the messages that timed out in a group while the pass lasted
+    state/pass=<name>/…                    at the end of the newest pass: messages that are not settled, dead letters
 
 A pass copies the messages that were settled (decided and due, or recalled) since the previous pass. A message is
 settled once, so no message is in two passes. A pass is part of the archive as soon as `archive.json` names the pass. If
-a pass was killed, the next pass removes the files of the killed pass.
+a pass was killed, the next pass removes the files of the killed pass. A large backlog is divided into several passes,
+so that a killed process loses only the pass that it was writing. `compact` merges the passes of each finished month.
 """
 
 from __future__ import annotations
@@ -13,9 +16,15 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import operator
 import uuid
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
+from functools import reduce
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, Final
 
 from .common.errors import RunIncomplete, UsageProblem, readable_errors
@@ -24,32 +33,39 @@ from .common.store import Store
 from .rules.rule import Rules, SourceKind
 from .sources import sql
 from .sources.archived import (
+    DEAD,
     FOLDER,
     KINDS,
     MANIFEST,
     SETTLED,
+    STATE,
+    TIMED_OUT,
     Gap,
     Manifest,
     Pass,
     archived_messages,
+    columns_of,
     load_manifest,
     read_passes,
+    read_timed_out,
     removed_by_topic,
 )
 from .sources.base import ColumnKind
 from .sources.postgres import PostgresSource
 
 if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
+    from pyspark.sql import DataFrame, SparkSession
 
 _LOCK: Final = "SELECT pg_try_advisory_lock(hashtextextended('outbox-reconcile archive', 0))"
 _ABSENT: Final = "\x01"
 # The content type of an erased message, as in outbox/erasure.py.
 _ERASED: Final = "application/vnd.outbox.erased"
+# A pass must read the log once, so a small number costs time; a killed process loses the pass that it was writing.
+MESSAGES_PER_PASS: Final = 5_000_000
 
 
 class Archive:
-    """Runs one pass over the broker of a rules file, verifies all earlier passes, or erases messages in them."""
+    """Runs passes over the broker of a rules file; verifies and merges earlier passes, and erases messages in them."""
 
     def __init__(self, spark: SparkSession, rules: Rules, progress: Progress) -> None:
         database = rules.databases[rules.broker]
@@ -60,15 +76,49 @@ class Archive:
                 f"only a broker of kind 'postgres' can be archived, but the rules read the broker by kind = "
                 f"{database.kind.value!r}. Use rules that read the broker's PostgreSQL database."
             )
+        self.messages_per_pass = MESSAGES_PER_PASS
         self._spark, self._progress, self._schema = spark, progress, database.schema
         self._store = Store(rules.archive, rules.output_mode)
         self._source = PostgresSource(spark, database)
 
-    def run(self) -> tuple[Pass | None, list[Gap]]:
-        """Archive the messages that were settled since the last pass. Return the new pass and the new gaps.
+    def run(self) -> tuple[list[Pass], list[Gap]]:
+        """Archive the messages that were settled since the last pass. Return the new passes and the new gaps.
 
-        The pass is None if no time has passed since the last pass. If the method raises ReconcileError, the archive is
-        unchanged.
+        There is no new pass if no time has passed since the last pass. If the method raises ReconcileError, the archive
+        has the passes that were finished before, and is otherwise unchanged.
+        """
+        with self._locked() as (manifest, until):
+            with (
+                self._progress.step("stage gaps: messages removed since"),
+                readable_errors("counting removed messages"),
+            ):
+                gaps = self._account(manifest, until)
+            since = manifest.until
+            if since is not None and datetime.fromisoformat(until) <= datetime.fromisoformat(since):
+                return [], gaps
+            manifest.gaps += gaps
+            with readable_errors("dividing the messages into passes"):
+                ends = [*self._ends(since, until), until]
+            return [self._pass(manifest, end, is_last=end == until) for end in ends], gaps
+
+    def compact(self) -> list[Pass]:
+        """Merge the passes of each month that has ended into one pass with one file per day. Return the merged passes.
+
+        A run that reads the old folders meanwhile can finish, because the next pass removes them.
+        """
+        with self._locked() as (manifest, until):
+            merged = []
+            for month, group in groupby(list(manifest.passes), key=lambda each: _utc(each.until)[:7]):
+                passes = list(group)
+                if month < _utc(until)[:7] and len(passes) > 1:
+                    merged.append(self._merge(manifest, passes))
+            return merged
+
+    @contextmanager
+    def _locked(self) -> Iterator[tuple[Manifest, str]]:
+        """Open the broker at a snapshot, exclude other passes, and remove what killed passes have left.
+
+        Yields the manifest and the watermark of the snapshot.
         """
         self._store.check_writable()
         try:
@@ -87,7 +137,7 @@ class Archive:
                 )
             self._remove_unnamed(manifest)
             assert reading.watermark is not None
-            return self._pass(manifest, reading.watermark.isoformat())
+            yield manifest, reading.watermark.isoformat()
         finally:
             self._source.close()
 
@@ -117,32 +167,29 @@ class Archive:
         """Erase the messages in the archive that were erased in the broker, and return their number.
 
         A pass with such messages is written anew, and is in force as soon as `archive.json` names it; its former files
-        are then removed. `secret` is OUTBOX['ERASURE_SECRET'], by which erased keys are found. Raises UsageProblem if
-        it is missing, or if there is no archive.
+        are then removed. A state that is older than an erasure is removed too, and the next pass writes a new state.
+        `secret` is OUTBOX['ERASURE_SECRET'], by which erased keys are found. Raises UsageProblem if it is missing, or
+        if there is no archive.
         """
-        self._store.check_writable()
-        try:
-            with readable_errors("reading the erasures of the broker"):
-                self._source.open([])
-                if not self._source.query(_LOCK)[0][0]:
-                    raise RunIncomplete("a pass over this broker is running. Repeat the erasure after it has ended.")
-                table = sql.table_name("erased_v1", self._schema)
-                columns = "kind, topic, value, replacement, erased_at::text"
-                erased = self._source.query(f"SELECT {columns} FROM {table} WHERE kind <> 'subject'")
-            manifest = load_manifest(self._store)
-            if manifest is None:
+        with self._locked() as (manifest, _):
+            if manifest.until is None:
                 raise UsageProblem(f"there is no archive at {self._store.path(MANIFEST)}, so nothing can be erased.")
+            with readable_errors("reading the erasures of the broker"):
+                erased = self._source.query(
+                    f"SELECT kind, topic, value, replacement, erased_at FROM {self._table('erased_v1')} "
+                    "WHERE kind <> 'subject'"
+                )
             if secret is None and any(row[0] == "key" for row in erased):
                 raise UsageProblem(
                     "keys were erased in the broker, and the archive finds their messages by OUTBOX['ERASURE_SECRET']: "
                     "set the environment variable OUTBOX_ERASURE_SECRET to the same text."
                 )
             count = sum(self._erase_in(manifest, place, erased, secret or "") for place in range(len(manifest.passes)))
+            if any(row[4] >= datetime.fromisoformat(manifest.until) for row in erased):
+                manifest.state = ""
             self._write_manifest(manifest)
             self._remove_unnamed(manifest)
             return count
-        finally:
-            self._source.close()
 
     def _erase_in(self, manifest: Manifest, place: int, erased: list[tuple[Any, ...]], secret: str) -> int:
         from pyspark.sql import functions as F
@@ -183,49 +230,95 @@ class Archive:
             self._progress.step(f"stage erase: {count} messages of {each.folder}"),
             readable_errors("erasing messages"),
         ):
-            frame.withColumns(columns).drop("by").write.partitionBy("day").parquet(self._store.spark_path(made.folder))
+            self._write_days(frame.withColumns(columns).drop("by"), made.folder)
+            self._copy_timed_out(replace(manifest, passes=[each]), made)
             messages, checksum = self._sums(made.folder)
         if messages != each.count:
             raise RunIncomplete(
                 f"{made.folder} contains {messages} messages, but {each.folder} contains {each.count}. The archive is "
                 "unchanged. Repeat the erasure."
             )
-        self._store.protect(made.folder)
+        self._protect(made)
         manifest.passes[place] = replace(made, checksum=checksum)
         return count
 
-    def _write_manifest(self, manifest: Manifest) -> None:
-        content = {"version": 1, **asdict(manifest)}
-        self._store.write(MANIFEST, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+    def _ends(self, since: str | None, until: str) -> list[str]:
+        """Times that divide the messages since the last pass into passes of about `messages_per_pass` messages, as
+        far as their times differ."""
+        rows = self._source.query(
+            f"SELECT max(at) FROM (SELECT at, (row_number() OVER (ORDER BY at) - 1) / {self.messages_per_pass} AS part "
+            f"FROM (SELECT {SETTLED} AS at FROM {self._table(FOLDER)}{sql.where(_terms(since, until))}) settled) parts "
+            f"GROUP BY part ORDER BY 1",
+            about="the broker's view message_v1",
+        )
+        ends = sorted({row[0].astimezone(UTC) for row in rows[:-1] if row[0] is not None})
+        return [end.isoformat() for end in ends if since is None or end > datetime.fromisoformat(since)]
 
-    def _pass(self, manifest: Manifest, until: str) -> tuple[Pass | None, list[Gap]]:
+    def _pass(self, manifest: Manifest, until: str, *, is_last: bool) -> Pass:
         since = manifest.until
-        with self._progress.step("stage gaps: messages removed since"), readable_errors("counting removed messages"):
-            gaps = self._account(manifest, until)
-        if since is not None and datetime.fromisoformat(until) <= datetime.fromisoformat(since):
-            return None, gaps
-        terms = [f"{SETTLED} < '{until}'", "state IN ('committed', 'recalled')"]
-        terms += [f"{SETTLED} >= '{since}'"] if since is not None else []
+        terms = _terms(since, until)
         name = f"{datetime.now(UTC):%Y%m%dT%H%M%S%fZ}-{uuid.uuid4().hex[:6]}"
         folder = f"{FOLDER}/pass={name}"
         with self._progress.step(f"stage write: {folder}, settled from {since or 'the beginning'} to {until}"):
             with readable_errors("archiving messages"):
                 expected, topics = self._expected(terms)
                 self._write(folder, terms)
-        with self._progress.step(f"stage verify: {expected[0]} messages"), readable_errors("verifying the archive"):
-            found = self._sums(folder)
-        if found != expected:
-            raise RunIncomplete(
-                f"{folder} contains {found[0]} messages with checksum {found[1]}, but the broker has {expected[0]} "
-                f"messages with checksum {expected[1]}. The archive is unchanged. Run outbox-reconcile archive again."
-            )
+                self._write_timed_out(name, since, until)
+                if is_last:
+                    self._write_state(name, until)
         made = Pass(name=name, since=since, until=until, count=expected[0], checksum=expected[1], topics=topics)
+        self._verify(made)
         manifest.passes.append(made)
-        manifest.gaps += gaps
+        # An earlier state may have messages that are settled now, and so are in this pass.
+        manifest.state = name if is_last else ""
+        self._publish(manifest, made)
+        return made
+
+    def _merge(self, manifest: Manifest, passes: list[Pass]) -> Pass:
+        topics: Counter[str] = Counter()
+        for each in passes:
+            topics.update(each.topics)
+        made = Pass(
+            name=f"{datetime.now(UTC):%Y%m%dT%H%M%S%fZ}-{uuid.uuid4().hex[:6]}",
+            since=passes[0].since,
+            until=passes[-1].until,
+            count=sum(each.count for each in passes),
+            checksum=reduce(operator.xor, (each.checksum for each in passes)),
+            topics=dict(topics),
+        )
+        with self._progress.step(f"stage write: {made.folder}, of {len(passes)} passes"):
+            with readable_errors("compacting the archive"):
+                frame = read_passes(self._spark, [self._store.spark_path(each.folder) for each in passes])
+                frame = frame.repartition("day").sortWithinPartitions("log_id")
+                self._write_days(frame.select(*KINDS, "day"), made.folder)
+                self._copy_timed_out(replace(manifest, passes=passes), made)
+        self._verify(made)
+        place = manifest.passes.index(passes[0])
+        manifest.passes[place : place + len(passes)] = [made]
+        self._publish(manifest, made)
+        return made
+
+    def _verify(self, made: Pass) -> None:
+        with self._progress.step(f"stage verify: {made.count} messages"), readable_errors("verifying the archive"):
+            found = self._sums(made.folder)
+        if found != (made.count, made.checksum):
+            raise RunIncomplete(
+                f"{made.folder} contains {found[0]} messages with checksum {found[1]}, but {made.count} messages with "
+                f"checksum {made.checksum} were read. The archive is unchanged. Run outbox-reconcile archive again."
+            )
+
+    def _publish(self, manifest: Manifest, made: Pass) -> None:
         self._progress.say(f"stage publish: {MANIFEST}")
-        self._store.protect(folder)
+        self._protect(made)
         self._write_manifest(manifest)
-        return made, gaps
+
+    def _protect(self, made: Pass) -> None:
+        for folder in (made.folder, f"{TIMED_OUT}/pass={made.name}", f"{STATE}/pass={made.name}"):
+            self._store.protect(folder)
+
+    def _write_manifest(self, manifest: Manifest) -> None:
+        content = {"version": 1, **asdict(manifest)}
+        self._store.write(MANIFEST, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
     def _account(self, manifest: Manifest, until: str) -> list[Gap]:
         """Return the gaps: messages that retention removed before a pass archived them.
@@ -244,9 +337,8 @@ class Archive:
         values = ", ".join(f"coalesce({_as_text(name)}, '{_ABSENT}')" for name in KINDS)
         line = f"md5(convert_to(concat_ws('|', {values}), 'UTF8'))"
         number = f"('x' || substr({line}, 1, 15))::bit(60)::bigint"
-        table = sql.table_name(FOLDER, self._schema)
         rows = self._source.query(
-            f"SELECT topic, count(*), bit_xor({number}) FROM {table}{sql.where(terms)} GROUP BY topic",
+            f"SELECT topic, count(*), bit_xor({number}) FROM {self._table(FOLDER)}{sql.where(terms)} GROUP BY topic",
             about="the broker's view message_v1",
         )
         count, checksum = 0, 0
@@ -258,7 +350,43 @@ class Archive:
         from pyspark.sql import functions as F
 
         frame = self._source.read([archived_messages(*terms)], None).withColumn("day", F.to_date("stored_at"))
+        self._write_days(frame, folder)
+
+    def _write_days(self, frame: DataFrame, folder: str) -> None:
         frame.write.partitionBy("day").parquet(self._store.spark_path(folder))
+
+    def _write_timed_out(self, name: str, since: str | None, until: str) -> None:
+        terms = [f"timed_out_at < '{until}'"] + ([f"timed_out_at >= '{since}'"] if since is not None else [])
+        try:
+            found = self._source.query(f"SELECT 1 FROM {self._table(TIMED_OUT)}{sql.where(terms)} LIMIT 1")
+        except UsageProblem as error:
+            self._progress.say(f"  messages that timed out are not archived ({error}): grant SELECT on timed_out_v1")
+            return
+        if found:
+            frame = self._source.read([replace(columns_of(TIMED_OUT), conditions=tuple(terms))], None)
+            frame.coalesce(1).write.parquet(self._store.spark_path(f"{TIMED_OUT}/pass={name}"))
+
+    def _copy_timed_out(self, old: Manifest, made: Pass) -> None:
+        """Write the messages of the old passes that timed out into the new pass."""
+        timed_out = read_timed_out(self._spark, self._store, old)
+        if timed_out is not None:
+            timed_out.coalesce(1).write.parquet(self._store.spark_path(f"{TIMED_OUT}/pass={made.name}"))
+
+    def _write_state(self, name: str, until: str) -> None:
+        """Write what no pass has at the end of this pass: messages that are not settled, and dead letters."""
+        open_ones = (
+            f"state IN ('undecided', 'parked') OR (state IN ('committed', 'recalled') AND {SETTLED} >= '{until}')"
+        )
+        wanted = {
+            FOLDER: archived_messages(f"({open_ones})"),
+            DEAD: replace(columns_of(DEAD), conditions=("replayed_at IS NULL",)),
+        }
+        for view, selection in wanted.items():
+            frame = self._source.read([selection], None)
+            frame.coalesce(1).write.parquet(self._store.spark_path(f"{STATE}/pass={name}/{view}"))
+
+    def _table(self, view: str) -> str:
+        return sql.table_name(view, self._schema)
 
     def _sums(self, folder: str) -> tuple[int, int]:
         """The number and the checksum of the messages in a pass's files.
@@ -274,11 +402,25 @@ class Archive:
         return int(row[0]), int(row[1])
 
     def _remove_unnamed(self, manifest: Manifest) -> None:
-        known = {each.folder for each in manifest.passes}
-        for name in self._store.folders(FOLDER):
-            if f"{FOLDER}/{name}" not in known:
-                self._progress.say(f"  removing {FOLDER}/{name}, a pass that was not finished")
-                self._store.remove(f"{FOLDER}/{name}")
+        known = {f"pass={each.name}" for each in manifest.passes}
+        for folder, named in ((FOLDER, known), (TIMED_OUT, known), (STATE, {f"pass={manifest.state}"})):
+            for name in self._store.folders(folder):
+                if name not in named:
+                    self._progress.say(f"  removing {folder}/{name}, which the archive does not name")
+                    self._store.remove(f"{folder}/{name}")
+
+
+def _terms(since: str | None, until: str) -> list[str]:
+    """Conditions for the messages that were settled from `since` on and before `until`.
+
+    A message is stored before it is settled. So the condition on `stored_at`, which has an index, excludes no message.
+    """
+    terms = [f"{SETTLED} < '{until}'", f"stored_at < '{until}'", "state IN ('committed', 'recalled')"]
+    return terms + ([f"{SETTLED} >= '{since}'"] if since is not None else [])
+
+
+def _utc(moment: str) -> str:
+    return datetime.fromisoformat(moment).astimezone(UTC).isoformat()
 
 
 def _as_text(name: str) -> str:

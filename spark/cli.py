@@ -21,6 +21,7 @@ from .common.progress import Progress
 from .common.safe_text import for_people
 from .common.store import Store
 from .rules import file as rules_file
+from .rules.rule import Rules
 
 DESCRIPTION = """Compare business tables, messages and effects with each other.
 
@@ -69,10 +70,13 @@ def parser() -> argparse.ArgumentParser:
     archive.add_argument(
         "--rules", type=Path, default=Path("reconcile.toml"), help="the rules file, in which [broker] names the archive"
     )
-    archive.add_argument(
+    instead = archive.add_mutually_exclusive_group()
+    instead.add_argument(
         "--verify", action="store_true", help="write nothing, but read the archive again and compare its checksums"
     )
-    archive.add_argument(
+    instead.add_argument("--compact", action="store_true", help="merge the passes of each month that has ended")
+    instead.add_argument("--list", action="store_true", help="print the passes and gaps; starts no Spark")
+    instead.add_argument(
         "--erase",
         action="store_true",
         help="only erase the messages that outbox_erase has erased in the broker. The environment variable "
@@ -90,6 +94,7 @@ def parser() -> argparse.ArgumentParser:
     planned = commands.add_parser("plan", help="print the steps of a repair, one JSON object per line")
     planned.add_argument("--rules", type=Path, default=Path("reconcile.toml"))
     planned.add_argument("--output", default="reconcile", help="the folder or URI of the result, as given to `run`")
+    planned.add_argument("--limit", type=int, help="print at most this number of steps")
     return root
 
 
@@ -133,7 +138,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if given.command == "plan":
             from .output import plan
 
-            for line in plan.lines(given.output, rules_file.load(given.rules)):
+            for line in plan.lines(given.output, rules_file.load(given.rules), given.limit):
                 print(line)
             return 0
         commands = {"archive": _archive, "watch": _watch, "run": _run}
@@ -247,6 +252,8 @@ def _archive(given: argparse.Namespace) -> int:
     """
     rules = rules_file.load(given.rules)
     progress = Progress(quiet=given.quiet)
+    if given.list:
+        return _list_archive(rules)
     progress.say("stage start: Spark")
     spark = session.start(given.master, dict(given.conf), given.remote)
     from . import archive
@@ -255,13 +262,20 @@ def _archive(given: argparse.Namespace) -> int:
     if given.erase:
         print(f"{work.erase(os.environ.get('OUTBOX_ERASURE_SECRET'))} messages erased")
         return CLEAN
+    if given.compact:
+        for merged in work.compact():
+            print(f"{merged.folder}: {merged.count} messages settled before {merged.until}")
+        return CLEAN
     if given.verify:
         problems = work.verify()
         if not problems:
             print("the archive has not changed: all counts and checksums are correct")
     else:
-        made, gaps = work.run()
-        print("nothing new" if made is None else f"{made.folder}: {made.count} messages settled before {made.until}")
+        passes, gaps = work.run()
+        for made in passes:
+            print(f"{made.folder}: {made.count} messages settled before {made.until}")
+        if not passes:
+            print("nothing new")
         problems = [f"{gap.messages} messages of topic {gap.topic} were removed before {gap.until}" for gap in gaps]
         problems = [
             f"{problem} and are not in the archive. Run outbox-reconcile archive more often." for problem in problems
@@ -269,6 +283,28 @@ def _archive(given: argparse.Namespace) -> int:
     for problem in problems:
         print(f"outbox-reconcile: {problem}", file=sys.stderr)
     return FINDINGS if problems else CLEAN
+
+
+def _list_archive(rules: Rules) -> int:
+    """Print the catalogue of the archive: its passes, the messages per topic, and the gaps. Return 1 for gaps."""
+    from .sources.archived import load_manifest
+
+    store = Store(_archive_of(rules))
+    manifest = load_manifest(store)
+    if manifest is None:
+        raise UsageProblem(f"there is no archive at {rules.archive}: create it with outbox-reconcile archive.")
+    for each in manifest.passes:
+        topics = ", ".join(f"{topic} {count}" for topic, count in sorted(each.topics.items()))
+        print(f"{each.folder}\tfrom {each.since or 'the beginning'}\tto {each.until}\t{each.count}\t{topics}")
+    for gap in manifest.gaps:
+        print(f"gap\tbefore {gap.until}\t{gap.messages} messages of {gap.topic} were removed before a pass")
+    return FINDINGS if manifest.gaps else CLEAN
+
+
+def _archive_of(rules: Rules) -> str:
+    if rules.archive is None:
+        raise UsageProblem('the rules name no archive: write archive = "/var/lib/outbox-archive" in [broker].')
+    return rules.archive
 
 
 def _setting(value: str) -> tuple[str, str]:

@@ -5,7 +5,7 @@ one shuffle; joins of the sides would need a shuffle each. The narrow form has o
 so that Spark uses its hash aggregation instead of sorting. The compared fields become one 64-bit hash; a field with a
 tolerance becomes a number. The functions take and return data frames or columns, and read no source.
 
-See decision 047 and decision 192.
+See decision 047, decision 192 and decision 272.
 """
 
 from __future__ import annotations
@@ -60,6 +60,7 @@ ERASED_TYPES: Final = ("application/vnd.outbox.erased", "application/vnd.outbox.
 _PLACE: Final = DecimalType(38, 0)
 _BEFORE_RECALLED: Final = 2**62
 _VERSION_7: Final = "^[0-9a-f]{8}-[0-9a-f]{4}-7"
+_MARK: Final = "the end of the body"
 _NO_TIME: Final = "CAST(NULL AS timestamp)"
 
 
@@ -133,7 +134,8 @@ def broker_side(messages: DataFrame, rule: Rule, *, is_exact: bool = False) -> D
     # The columns are computed in steps, so that each body is parsed once. Spark computes a column of a step once, and
     # the next step uses it many times.
     text, document = F.col("text"), F.col("document")
-    parsed = messages.withColumn("text", F.col("body").cast("string")).withColumn("document", F.try_parse_json("text"))
+    parsed = messages.withColumn("text", F.col("body").cast("string"))
+    parsed = parsed.withColumn("document", F.try_parse_json("text" if is_exact else _enclosed(text)))
     is_json = F.coalesce(F.col("content_type").startswith("application/json"), F.lit(False))
     if is_exact:
         refused = _refused(text, document, rule)
@@ -144,7 +146,8 @@ def broker_side(messages: DataFrame, rule: Rule, *, is_exact: bool = False) -> D
         is_damaged = ~F.is_valid_utf8(text) | _is_suspicious(text, document, rule)
     unreadable = ~is_json | is_damaged if rule.fields else is_json & is_damaged
     is_erased = F.coalesce(F.col("content_type").isin(*ERASED_TYPES), F.lit(False))
-    texts = {f"b{n}": F.try_variant_get(document, json_path(field), "string") for n, field in enumerate(rule.fields)}
+    paths = [json_path(field) if is_exact else f"$[0]{json_path(field)[1:]}" for field in rule.fields]
+    texts = {f"b{n}": F.try_variant_get(document, path, "string") for n, path in enumerate(paths)}
     columns = {"unreadable": F.coalesce(unreadable, F.lit(True)), "is_erased": is_erased, **texts}
     read = parsed.withColumns(columns).drop("text", "document")
     raw = [F.col(name) for name in texts]
@@ -167,16 +170,25 @@ def broker_side(messages: DataFrame, rule: Rule, *, is_exact: bool = False) -> D
     )
 
 
-def _is_suspicious(text: Column, document: Column, rule: Rule) -> Column:
-    """Whether a body may be anything other than one JSON document.
+def _enclosed(text: Column) -> Column:
+    """The text as the first element of an array, before a mark.
 
-    If the rule compares no field, only a body that Spark cannot parse is suspicious.
+    Spark's parser stops after the first value, so it does not see text after this value. In an array, such text is an
+    error, or an element in the place of the mark.
     """
+    return F.concat(F.lit("["), text, F.lit(f',"{_MARK}"]'))
+
+
+def _is_suspicious(text: Column, enclosed: Column, rule: Rule) -> Column:
+    """Whether a body may be anything other than one JSON document. `enclosed` is the parsed array of `_enclosed`.
+
+    If the rule compares a field, the document must be an object.
+    """
+    is_whole = F.coalesce(F.try_variant_get(enclosed, "$[1]", "string") == _MARK, F.lit(False))
     if not rule.fields:
-        return document.isNull()
-    # Spark's parser stops after the first value, so it does not see text after the object.
-    is_object = text.endswith("}") | F.rtrim(text, F.lit(" \t\r\n")).endswith("}")
-    return document.isNull() | ~is_object | text.contains("}{") | text.contains("}\n{")
+        return ~is_whole
+    is_object = text.startswith("{") | F.ltrim(text, F.lit(" \t\r\n")).startswith("{")
+    return ~is_whole | ~is_object
 
 
 def _refused(text: Column, document: Column, rule: Rule) -> Column:
@@ -185,7 +197,8 @@ def _refused(text: Column, document: Column, rule: Rule) -> Column:
     why = F.udf(lambda body: None if body is None else json_text.why_refused(body, is_object=is_object), "string")
     # Spark calls a Python function for every row, even inside of WHEN. So for a body that is not suspicious, the
     # function gets null instead of the body.
-    found = F.coalesce(why(F.when(F.is_valid_utf8(text) & _is_suspicious(text, document, rule), text)), F.lit(""))
+    is_suspicious = _is_suspicious(text, F.try_parse_json(_enclosed(text)), rule)
+    found = F.coalesce(why(F.when(F.is_valid_utf8(text) & is_suspicious, text)), F.lit(""))
     return F.when(document.isNull() & (found == ""), "the body is JSON, but Spark cannot parse it").otherwise(found)
 
 

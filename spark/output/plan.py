@@ -12,6 +12,7 @@ import enum
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from typing import Any, Final
 
 from ..common.store import Store, plain_json
@@ -44,8 +45,9 @@ _ACTIONS: Final = {
 }
 
 
-def lines(output: str, rules: Rules) -> Iterator[str]:
-    """The lines of the plan for the result in `output`: the head, then a step per open finding, in ASCII.
+def lines(output: str, rules: Rules, limit: int | None = None) -> Iterator[str]:
+    """The lines of the plan for the result in `output`: the head, then a step per open finding, in ASCII. At most
+    `limit` steps.
 
     Raises UsageProblem if `output` has no result.
     """
@@ -58,12 +60,19 @@ def lines(output: str, rules: Rules) -> Iterator[str]:
         "plan": VERSION,
         "run": result["run"],
         "judged_at": result["finished_at"],
+        "causes": [_open(cause) for cause in result["causes"] if cause["findings"] > cause["acknowledged"]],
         "rules": {name: _source(rule, rules) for name, rule in current.items()},
     }
     yield json.dumps(head)
-    for finding in store.rows(result["findings"]):
-        if finding["class"] not in _CLOSED:
-            yield json.dumps(_step(finding, current.get(finding["rule"]), rules), default=plain_json)
+    is_open = (finding for finding in store.rows(result["findings"]) if finding["class"] not in _CLOSED)
+    for finding in islice(is_open, limit):
+        yield json.dumps(_step(finding, current.get(finding["rule"]), rules), default=plain_json)
+
+
+def _open(cause: Mapping[str, Any]) -> dict[str, Any]:
+    """A cause with its findings that are not acknowledged."""
+    named = {name: cause[name] for name in ("subject", "class", "severity", "new", "oldest")}
+    return {**named, "findings": cause["findings"] - cause["acknowledged"]}
 
 
 def _source(rule: Rule, rules: Rules) -> dict[str, Any]:

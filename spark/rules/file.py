@@ -17,6 +17,7 @@ from typing import Any, Final
 from ..common.errors import RulesInvalid, UsageProblem
 from ..common.options import DEFAULT_OUTPUT_MODE
 from .rule import (
+    DEFAULT_CHECKED_LOOK_BACK_EVERY_SECONDS,
     DEFAULT_GRACE_SECONDS,
     DEFAULT_LONGEST_TRANSACTION_SECONDS,
     DEFAULT_LOOK_BACK_EVERY_SECONDS,
@@ -187,8 +188,8 @@ class _Reader:
             table.problem(
                 given,
                 f"does not fit kind {kind.value!r}",
-                "write path for parquet, csv, delta and iceberg, namespace for a catalog, and env, service or dsn for "
-                "a database",
+                "write path for parquet, csv, delta, iceberg and archive, namespace for a catalog, and env, service or "
+                "dsn for a database",
             )
         if given == "dsn" and _PASSWORD.search(value):
             table.problem(
@@ -233,7 +234,7 @@ class _Reader:
             stuck_after_seconds=table.seconds("stuck_after", DEFAULT_STUCK_AFTER_SECONDS) or 0.0,
             bucket_seconds=table.seconds("bucket", None),
             look_back_seconds=table.seconds("look_back", None),
-            look_back_every_seconds=table.seconds("look_back_every", DEFAULT_LOOK_BACK_EVERY_SECONDS) or 0.0,
+            look_back_every_seconds=table.seconds("look_back_every", self._look_back_every(table)) or 0.0,
             allow_empty=table.flag("allow_empty"),
             fields=tuple(self._field(item, at) for item, at in table.tables("field")),
             groups=tuple(groups),
@@ -251,6 +252,11 @@ class _Reader:
                 )
                 table.problem("message_when", text, "name the group's effect table")
         return rule
+
+    @staticmethod
+    def _look_back_every(table: TomlTable) -> float:
+        has_checksums = "bucket" in table.values
+        return DEFAULT_CHECKED_LOOK_BACK_EVERY_SECONDS if has_checksums else DEFAULT_LOOK_BACK_EVERY_SECONDS
 
     @staticmethod
     def _mask(table: TomlTable) -> tuple[str, ...]:

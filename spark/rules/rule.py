@@ -66,6 +66,9 @@ class SourceKind(enum.StrEnum):
     """A folder with one table of Delta Lake per table, each read at one version."""
     ICEBERG = "iceberg"
     """A folder with one Iceberg table per table, each read at one snapshot."""
+    ARCHIVE = "archive"
+    """The folder of `outbox-reconcile archive`, as the broker: the messages of all passes, without the broker's
+    database."""
     CATALOG = "catalog"
     """A namespace of a Spark catalog (Unity Catalog, Hive, an Iceberg catalog). The run reads each table of Delta Lake
     or Iceberg at one version."""
@@ -73,7 +76,9 @@ class SourceKind(enum.StrEnum):
     @property
     def is_folder(self) -> bool:
         """Whether `path` gives the place of the tables."""
-        return self in (SourceKind.PARQUET, SourceKind.CSV, SourceKind.DELTA, SourceKind.ICEBERG)
+        return self in (
+            SourceKind.PARQUET, SourceKind.CSV, SourceKind.DELTA, SourceKind.ICEBERG, SourceKind.ARCHIVE
+        )  # fmt: skip
 
 
 DEFAULT_GRACE_SECONDS: Final = 60.0
@@ -81,6 +86,8 @@ DEFAULT_STUCK_AFTER_SECONDS: Final = 15 * 60.0
 DEFAULT_WITHIN_SECONDS: Final = 15 * 60.0
 DEFAULT_LONGEST_TRANSACTION_SECONDS: Final = 3600.0
 DEFAULT_LOOK_BACK_EVERY_SECONDS: Final = 86_400.0
+# With `bucket`, a look back reads only the buckets whose checksums differ, so it may run every hour.
+DEFAULT_CHECKED_LOOK_BACK_EVERY_SECONDS: Final = 3_600.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,6 +1,8 @@
-"""A broker with an archive: if retention has removed messages from the log, this source reads them from the archive.
+"""A broker with an archive: if retention has removed messages from the log, a source reads them from the archive.
 
 `outbox-reconcile archive` (`archive.py`) writes the archive: passes with their counts and checksums, and gaps.
+
+See decision 270.
 """
 
 from __future__ import annotations
@@ -13,18 +15,23 @@ from functools import reduce
 from typing import Final
 
 from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql.types import StructType
 
-from ..common.errors import UsageProblem
+from ..common.errors import RunIncomplete, TableMissing, UsageProblem
 from ..common.store import Store
 from ..rules.rule import DatabaseRule, SourceKind
-from . import adbc, sql
-from .base import Column, ColumnKind, TableSelection
+from . import adbc, contract, sql
+from .base import Column, ColumnKind, SourceBoundary, TableSelection
 from .files import FrameSource
 from .postgres import PostgresSource
 from .staged import Staging
 
 MANIFEST: Final = "archive.json"
 FOLDER: Final = "message_v1"
+TIMED_OUT: Final = "timed_out_v1"
+DEAD: Final = "dead_letter_v1"
+# The state of the log at the end of the newest pass: what no pass has, because it is not settled yet.
+STATE: Final = "state"
 KINDS: Final = {
     "log_id": ColumnKind.BIGINT,
     **dict.fromkeys(("message_id", "transaction_id", "topic", "key", "tag", "content_type"), ColumnKind.TEXT),
@@ -92,6 +99,8 @@ class Manifest:
     """
 
     broker: str
+    state: str = ""
+    """The name of the pass whose folder in STATE has the messages that are not settled, and the dead letters."""
     passes: list[Pass] = field(default_factory=list)
     gaps: list[Gap] = field(default_factory=list)
     removed: dict[str, tuple[int, str]] = field(default_factory=dict)
@@ -132,6 +141,7 @@ def load_manifest(store: Store) -> Manifest | None:
         known = json.loads(text)
         return Manifest(
             broker=known["broker"],
+            state=known.get("state", ""),
             passes=[Pass(**each) for each in known["passes"]],
             gaps=[Gap(**each) for each in known["gaps"]],
             removed={topic: (int(count), str(edge)) for topic, (count, edge) in known["removed"].items()},
@@ -153,6 +163,20 @@ def removed_by_topic(
     about = "the broker's totals of removed messages (the archive needs SELECT on its tables pruned and topic)"
     rows = source.query(_REMOVED.format(before=before, **tables), about=about)
     return [(str(topic), int(removed), int(taken), horizon) for topic, removed, taken, horizon in rows]
+
+
+def columns_of(view: str) -> TableSelection:
+    """All columns of a view of the broker, under their own names."""
+    kinds = {"bigint": ColumnKind.BIGINT, "bytea": ColumnKind.BINARY, "timestamp with time zone": ColumnKind.TIMESTAMP}
+    columns = [Column(name, name, kinds.get(kind, ColumnKind.TEXT)) for name, kind in contract.VIEWS[view].items()]
+    return TableSelection(table=view, columns=tuple(columns), key="key", in_broker=True)
+
+
+def read_timed_out(spark: SparkSession, store: Store, manifest: Manifest) -> DataFrame | None:
+    """The messages that timed out in a group, of all passes; None if no message did."""
+    named = {f"pass={each.name}" for each in manifest.passes}
+    folders = [store.spark_path(f"{TIMED_OUT}/{name}") for name in store.folders(TIMED_OUT) if name in named]
+    return spark.read.schema(columns_of(TIMED_OUT).schema).parquet(*folders) if folders else None
 
 
 def read_passes(spark: SparkSession, folders: list[str]) -> DataFrame:
@@ -188,7 +212,9 @@ class ArchivedSource(PostgresSource):
         store = Store(location)
         self._manifest = load_manifest(store)
         folders = [store.spark_path(each.folder) for each in self._manifest.passes] if self._manifest else []
-        self._files = _ArchiveFiles(spark, replace(database, kind=SourceKind.PARQUET, location=location), folders)
+        timed_out = read_timed_out(spark, store, self._manifest) if self._manifest else None
+        files = replace(database, kind=SourceKind.PARQUET, location=location)
+        self._files = _ArchiveFiles(spark, files, folders, timed_out)
         self._edges: dict[str, datetime | None] = {}
 
     def close(self) -> None:
@@ -248,7 +274,7 @@ class ArchivedSource(PostgresSource):
 
     def _archived_before(self, selection: TableSelection) -> datetime | None:
         """The time before which messages are also read from the archive; None if the archive is not read."""
-        if selection.table != FOLDER or self._manifest is None or not self._manifest.passes:
+        if not self._files.has(selection.table):
             return None
         return self._edge(selection.equals)
 
@@ -265,12 +291,82 @@ class ArchivedSource(PostgresSource):
 
 
 class _ArchiveFiles(FrameSource):
-    """The messages of the archive's passes, in the columns of the view `message_v1`."""
+    """The messages of the archive's passes, and those that timed out, in the columns of the broker's views."""
 
-    def __init__(self, spark: SparkSession, database: DatabaseRule, folders: list[str]) -> None:
+    def __init__(
+        self, spark: SparkSession, database: DatabaseRule, folders: list[str], timed_out: DataFrame | None
+    ) -> None:
         super().__init__(spark, database)
-        self._folders = folders
+        self._folders, self._timed_out = folders, timed_out
+
+    def has(self, table: str) -> bool:
+        """Whether the archive has rows of a view."""
+        return bool(self._folders) if table == FOLDER else table == TIMED_OUT and self._timed_out is not None
 
     def table(self, selection: TableSelection) -> DataFrame:
         """See FrameSource."""
+        if selection.table == TIMED_OUT and self._timed_out is not None:
+            return self._timed_out
         return read_passes(self._spark, self._folders)
+
+
+class ArchiveSource(FrameSource):
+    """The archive alone as the broker: all its passes, and the state of the log at the end of the newest one.
+
+    A run judges the rows up to the end of the newest pass.
+    """
+
+    def __init__(self, spark: SparkSession, database: DatabaseRule) -> None:
+        super().__init__(spark, database)
+        self._store = Store(database.location)
+        self._manifest: Manifest | None = None
+
+    def open(self, timed: Sequence[TableSelection]) -> SourceBoundary:
+        """See DataSource. The watermark is the end of the newest pass."""
+        manifest = self._manifest = load_manifest(self._store)
+        if manifest is None or manifest.until is None:
+            raise UsageProblem(
+                f"there is no archive at {self._store.path(MANIFEST)}: create it with outbox-reconcile archive."
+            )
+        if not manifest.state:
+            raise RunIncomplete(
+                f"the archive {self._database.location} does not have the undecided, parked and dead messages of its "
+                f"newest pass, because the pass was killed, or an older release wrote it. Run outbox-reconcile archive "
+                f"again."
+            )
+        return SourceBoundary(
+            database=self._database.name,
+            taken_at=datetime.now(UTC),
+            watermark=datetime.fromisoformat(manifest.until),
+            identity=manifest.broker,
+            snapshot=f"pass {manifest.passes[-1].name}",
+        )
+
+    def table(self, selection: TableSelection) -> DataFrame:
+        """See FrameSource. Raises TableMissing for a view that the archive does not have."""
+        manifest = self._manifest
+        assert manifest is not None
+        if selection.table == FOLDER:
+            settled = read_passes(self._spark, [self._store.spark_path(each.folder) for each in manifest.passes])
+            columns = list(KINDS)
+            open_ones = self._state(FOLDER, archived_messages().schema, manifest)
+            return settled.select(*columns).unionByName(open_ones.select(*columns))
+        if selection.table == DEAD:
+            return self._state(DEAD, columns_of(DEAD).schema, manifest)
+        if selection.table == TIMED_OUT:
+            found = read_timed_out(self._spark, self._store, manifest)
+            return self._spark.createDataFrame([], columns_of(TIMED_OUT).schema) if found is None else found
+        needs = (
+            "name the effect table of each group, because the archive does not have the positions of groups"
+            if selection.table == "delivery_v1"
+            else "read it from its own database"
+        )
+        raise TableMissing(f"the archive {self._database.location} has no table {selection.table!r}: {needs}.")
+
+    def horizon(self, topic: str) -> datetime | None:
+        """See DataSource. Before this time, messages are neither in the archive nor were they in the log."""
+        return None if self._manifest is None else self._manifest.complete_from(topic)
+
+    def _state(self, view: str, schema: StructType, manifest: Manifest) -> DataFrame:
+        path = self._store.spark_path(f"{STATE}/pass={manifest.state}/{view}")
+        return self._spark.read.schema(schema).parquet(path)

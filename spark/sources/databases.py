@@ -9,7 +9,7 @@ from pyspark.sql import SparkSession
 from ..rules.rule import DatabaseRule, Rules, SourceKind
 from . import contract
 from .adbc import NAME
-from .archived import ArchivedSource
+from .archived import ArchivedSource, ArchiveSource
 from .base import DataSource, SourceBoundary, TableSelection
 from .files import FileSource, JdbcSource
 from .lake import LakeSource
@@ -81,6 +81,8 @@ def _source(
         return JdbcSource(spark, database)
     if database.kind in (SourceKind.DELTA, SourceKind.ICEBERG, SourceKind.CATALOG):
         return LakeSource(spark, database)
+    if database.kind is SourceKind.ARCHIVE:
+        return ArchiveSource(spark, database)
     return FileSource(spark, database)
 
 

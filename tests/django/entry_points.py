@@ -122,7 +122,7 @@ CHANGING: Final = (
 )
 # Of processes, of results of a run of Spark, of a plan's file, of other brokers; what mends the tables; what asks the
 # application's database alone.
-OTHER_COMMANDS: Final = {"outbox_endpoint", "outbox_reconcile", "outbox_repair", "outbox_install"}
+OTHER_COMMANDS: Final = {"outbox_endpoint", "outbox_finding", "outbox_reconcile", "outbox_repair", "outbox_install"}
 ENTRY_POINTS: Final = [*FUNCTIONS, *MORE, *READING, *CHANGING]
 
 

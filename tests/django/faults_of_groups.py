@@ -27,6 +27,7 @@ from outbox.contrib.django.worker.workers import consumer_runtime
 from outbox.errors import PermanentError
 from tests.django.broker_world import World, fault
 from tests.django.processes import process
+from tests.django.repairs import lost, save_finding
 from tests.django.shop import tasks
 from tests.django.shop.models import Effect
 from tests.django.support import sequence
@@ -181,6 +182,12 @@ def endpoint_disabled(world: World) -> None:
         world.change_settings(FORWARD={"billing": {"topics": ["orders"], "sink": "webhook", "options": options}})
         world.publish()
         forward_once()
+
+
+@fault
+def reconciliation_findings(world: World) -> None:
+    """A reconciliation has found a row without a message, and its result was saved."""
+    save_finding(lost("7"))
 
 
 @fault

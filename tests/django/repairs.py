@@ -11,7 +11,8 @@ from typing import Any
 
 from django.core.management import call_command
 
-from outbox.contrib.django.models import OperatorAction
+from outbox.contrib.django.models import Finding, OperatorAction, SavedReconciliation
+from outbox.contrib.django.operations.findings import replace
 
 AT = datetime(2025, 6, 1, 12, tzinfo=UTC)
 ORDERS: dict[str, Any] = {
@@ -44,6 +45,19 @@ def finding(action: str, kind: str, key: str, **more: Any) -> dict[str, Any]:
     unknown = dict.fromkeys(("message_id", "transaction_id", "row_at", "why", "detail"))
     own = {"step": f"{kind} {key}", "action": action, "class": kind, "rule": "orders", "key": key, "group": ""}
     return {**unknown, **own, "topic": "orders", **more}
+
+
+def save_finding(step: dict[str, Any]) -> Finding:
+    """Save a result whose only finding has this step of a plan, as `outbox_reconcile --save` does."""
+    Finding.objects.all().delete()
+    SavedReconciliation.objects.all().delete()
+    unknown = dict.fromkeys(("transaction_id", "row", "body", "at", "first_seen"))
+    found = {**unknown, **step, "run": "a run", "severity": "critical"}
+    cause = {"subject": f"{step['class']} of rule orders", "class": step["class"], "severity": "critical"}
+    causes = [{**cause, "findings": 1, "new": 1, "oldest": AT.isoformat()}]
+    head = {"run": "a run", "judged_at": AT.isoformat(), "causes": causes, "rules": {"orders": ORDERS}}
+    replace("orders", [json.dumps(found)], [json.dumps(head), json.dumps(step)], {})
+    return Finding.objects.get()
 
 
 @dataclass

@@ -34,7 +34,7 @@ from outbox.contrib.django.database.aliases import alias_conninfo
 from outbox.contrib.django.database.subject_keys import subject_keys
 from outbox.contrib.django.engine.broker import flush, reset_broker
 from outbox.contrib.django.ledger.partitions import list_partitions
-from outbox.contrib.django.models import ForwardEndpoint, OperatorAction, SubjectKey
+from outbox.contrib.django.models import ForwardEndpoint, OperatorAction, SavedReconciliation, SubjectKey
 from outbox.contrib.django.operations.endpoints import list_endpoints
 from outbox.contrib.django.operations.installation import create_key_table
 from outbox.contrib.django.settings.conf import get_settings
@@ -43,6 +43,7 @@ from outbox.subscription import Mode, Subscription
 from tests.django.broker_world import NOWHERE, World, new_world
 from tests.django.conftest import BROKER_TEMPLATE, point_alias
 from tests.django.console.support import ALL, bury, client_of, make_user, working
+from tests.django.repairs import lost, save_finding
 from tests.django.shop.models import Order
 from tests.django.state import rolled_back
 from tests.django.support import sequence, undivide_inboxes
@@ -175,6 +176,20 @@ def _enable_endpoint(world: World) -> Given:
     ForwardEndpoint.objects.all().delete()
     gone.save()
     return {"group": "billing"}
+
+
+@case("repair", rows("SELECT key FROM outbox.message_v1 WHERE state = 'committed'"))
+def _repair(world: World) -> Given:
+    world.change_settings(REPAIR_PUBLISHERS={"orders": "tests.django.repair_publisher.order"})
+    Order.objects.all().delete()
+    Order.objects.create(number="7", status="new")
+    return {"finding": str(save_finding(lost("7")).pk)}
+
+
+@case("forget_findings", lambda _: SavedReconciliation.objects.count())
+def _forget(world: World) -> Given:
+    save_finding(lost("7"))
+    return {"output": "orders"}
 
 
 @case("recall", rows("SELECT count(*) FROM outbox.scheduled"))
@@ -397,11 +412,11 @@ def test_an_action_does_and_records_the_same_by_command_and_by_page(
 NOT_BY_OPERATORS = {"outbox_transaction check", "outbox_audit compare"}
 READS = {"outbox_group list", "outbox_group offsets", "outbox_topic list", "outbox_message list", "outbox_message show"}
 READS |= {"outbox_dead_letter list", "outbox_dead_letter show", "outbox_transaction list"}
-READS |= {"outbox_transaction describe", "outbox_endpoint list", "outbox_process list"}
+READS |= {"outbox_transaction describe", "outbox_endpoint list", "outbox_process list", "outbox_finding list"}
 
 
 @pytest.mark.parametrize(
-    "command", ["audit", "dead_letter", "endpoint", "group", "message", "process", "topic", "transaction"]
+    "command", ["audit", "dead_letter", "endpoint", "finding", "group", "message", "process", "topic", "transaction"]
 )
 def test_every_subcommand_that_changes_something_is_a_declared_action(command: str) -> None:
     name = f"outbox_{command}"

@@ -46,7 +46,15 @@ def world(databases: None, outbox_settings: Callable[..., None], monkeypatch: py
 CRITICAL = {"unreachable", "schema_version", "no_sequencer", "process_failing", "check_back_late", "receiver_late"}
 CRITICAL |= {"schedule_late", "contradicted", "wrong_ledger", "no_worker", "blocked_queue", "stopped_queue"}
 CRITICAL |= {"crash_loop", "suspects", "retry_storm", "retention_behind", "expired", "lock_held", "sequence_age"}
-CRITICAL |= {"path_flipped", "not_conserved", "lost_messages", "lost_commits", "lost_effects", "topic_over_limit"}
+CRITICAL |= {
+    "reconciliation_findings",
+    "path_flipped",
+    "not_conserved",
+    "lost_messages",
+    "lost_commits",
+    "lost_effects",
+    "topic_over_limit",
+}
 
 
 def status(*arguments: str) -> tuple[int, str]:

@@ -6,7 +6,7 @@ import io
 import json
 import subprocess
 import sys
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -15,13 +15,15 @@ import pytest
 from outbox.broker.database.executor import Executor
 from outbox.broker.maintenance import retention
 from spark import archive
+from spark.cli import main
 from spark.common.errors import RunIncomplete, UsageProblem
 from spark.common.progress import Progress
 from spark.rules import file as rules_file
-from spark.sources.archived import Gap, Pass
+from spark.rules.rule import DatabaseRule, SourceKind
+from spark.sources.archived import ArchiveSource, Gap, Pass
 from tests.spark.conftest import Reconciler
 from tests.spark.test_processes import ROOT, SMALL, environment, kill_at
-from tests.spark.world import RULES, Order, World, group_rules
+from tests.spark.world import RULES, START, Order, World, group_rules
 
 pytestmark = pytest.mark.timeout(600)
 GROUPS = ("logistics", "points")
@@ -33,7 +35,8 @@ def archived_rules(folder: Path, *, groups: str = "", path: str = "archive") -> 
 
 
 def take(reconcile: Reconciler, path: Path) -> tuple[Pass | None, list[Gap]]:
-    return archive.Archive(reconcile.spark, rules_file.load(path), Progress(io.StringIO())).run()
+    passes, gaps = archive.Archive(reconcile.spark, rules_file.load(path), Progress(io.StringIO())).run()
+    return (passes[-1] if passes else None), gaps
 
 
 def held(folder: Path) -> list[int]:
@@ -145,13 +148,15 @@ def test_verify_finds_what_was_changed(reconcile: Reconciler, world: World, tmp_
 class Stopper(Progress):
     """Ends the pass as it enters a stage."""
 
-    def __init__(self, stage: str) -> None:
+    def __init__(self, stage: str, after: int = 0) -> None:
         super().__init__(io.StringIO())
-        self._stage = stage
+        self._stage, self._after = stage, after
 
     def say(self, text: str) -> None:
         if text.startswith(f"stage {self._stage}:"):
-            raise KeyboardInterrupt
+            self._after -= 1
+            if self._after < 0:
+                raise KeyboardInterrupt
 
 
 @pytest.mark.slow
@@ -199,3 +204,81 @@ def test_kill_9_in_the_middle_then_again(world: World, tmp_path: Path) -> None:
     manifest = json.loads((tmp_path / "archive" / "archive.json").read_text())
     assert sum(each["count"] for each in manifest["passes"]) == 20
     assert (tmp_path / "archive" / "archive.json").stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.slow
+def test_a_backlog_is_archived_in_passes_and_a_killed_one_goes_on_behind_the_last(
+    reconcile: Reconciler, world: World, tmp_path: Path
+) -> None:
+    world.add_many(50, every=timedelta(minutes=1))
+    path = reconcile.rules(text=archived_rules(tmp_path))
+
+    def work(progress: Progress) -> archive.Archive:
+        made = archive.Archive(reconcile.spark, rules_file.load(path), progress)
+        made.messages_per_pass = 20
+        return made
+
+    with pytest.raises(KeyboardInterrupt):
+        work(Stopper("write", after=1)).run()
+    assert held(tmp_path) == sent(world)[:19], "the first pass ended; the second one had not begun to write"
+    alone = DatabaseRule(name="broker", kind=SourceKind.ARCHIVE, location=str(tmp_path / "archive"))
+    with pytest.raises(RunIncomplete, match=r"newest pass, because the pass was killed.*Run outbox-reconcile archive"):
+        ArchiveSource(reconcile.spark, alone).open([])
+    passes, gaps = work(Progress(io.StringIO())).run()
+    assert ([each.count for each in passes], gaps) == ([20, 11], [])
+    assert held(tmp_path) == sent(world), "complete, and nothing twice"
+
+
+@pytest.mark.soak
+def test_a_year_is_judged_from_the_archive_alone(
+    reconcile: Reconciler, world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Passes over a year; then compacted. The broker is gone; the rows are read from their own database."""
+    year = timedelta(days=365)
+    world.add_many(366, every=timedelta(days=1))
+    planted = plant_some(world)
+    stuck = Order(number=600, at=START + year / 2)
+    world.pay(stuck)
+    world.send(stuck, decision=None)
+    world.kill_letter("logistics", world._one("SELECT log_id FROM commit_log WHERE key = '7'"), START)
+    late = world._one("SELECT log_id FROM commit_log WHERE key = '8'")
+    world.app.execute("DELETE FROM points_entry WHERE order_id = 8")
+    world.broker.execute(
+        "INSERT INTO timed_out (group_id, log_id, queue_id, queue_offset, timed_out_at) VALUES (%s, %s, %s, 7, %s)",
+        [world.groups["points"], late, world.queue_id, START + timedelta(days=8)],
+    )
+    planted |= {("600", "", "HALF_STUCK"), ("7", "logistics", "DEAD")}
+    path = reconcile.rules(text=archived_rules(tmp_path, groups=group_rules(GROUPS)))
+    work = archive.Archive(reconcile.spark, rules_file.load(path), Progress(io.StringIO()))
+    work.messages_per_pass = 16
+    passes, gaps = work.run()
+    assert (len(passes), sum(each.count for each in passes), gaps) == (23, 366, [])
+    assert let_go(world) > 300
+    take(reconcile, path)
+    assert set(reconcile.findings(reconcile.run(full=True))) == planted, "archive and log together"
+
+    alone = path.read_text().replace('env = "RECONCILE_BROKER"', f'kind = "archive"\npath = "{tmp_path / "archive"}"')
+    alone = alone.replace('schema = "outbox"\n', "").replace(f'archive = "{tmp_path / "archive"}"\n', "")
+    before = folders(tmp_path)
+    reconcile.output = "alone"
+    path.write_text(alone)
+    result = reconcile.run(full=True)
+    assert set(reconcile.findings(result)) == planted, "the archive alone"
+    assert result["rules"][0]["messages_read"] == 367
+
+    path.write_text(archived_rules(tmp_path, groups=group_rules(GROUPS)))
+    merged = work.compact()
+    assert merged and work.compact() == [], "each month is merged once"
+    take(reconcile, path)
+    assert len(folders(tmp_path)) < len(before), "the next pass removes the folders of the merged passes"
+    assert work.verify() == []
+    path.write_text(alone)
+    assert set(reconcile.findings(reconcile.run(full=True))) == planted, "and after it was compacted"
+    path.write_text(archived_rules(tmp_path, groups=group_rules(GROUPS)))
+    assert main(["archive", "--list", "--rules", str(path)]) == 0
+    assert sum(int(line.split("\t")[3]) for line in capsys.readouterr().out.splitlines()) == 366
+
+
+def folders(folder: Path) -> list[str]:
+    """The folders of the archive's passes."""
+    return sorted(each.name for each in (folder / "archive" / "message_v1").iterdir())

@@ -104,13 +104,13 @@ def rules(kind: str, folder: Path, watermark: datetime | None) -> str:
     return text if kind == "postgres" else text.replace('schema = "outbox"\n', "")
 
 
-# Each kind of source and each way to run once: the rest of the table takes minutes.
+# Each kind of source and each way to run once: the rest of the table takes minutes. test_matrix.py has the quick run.
 @pytest.mark.parametrize(
     ("kind", "mode"),
     [
         pytest.param("postgres", "incremental", marks=pytest.mark.slow),
         pytest.param("parquet", "streaming", marks=pytest.mark.soak),
-        ("csv", "batch"),
+        pytest.param("csv", "batch", marks=pytest.mark.soak),
     ],
 )
 def test_exactly_what_was_planted_is_found(

@@ -23,7 +23,8 @@ from tests.spark.world import Order, World, write_rules
 from tests.support import eventually
 
 ROOT = Path(spark.__file__).parent.parent
-STAGES = ("snapshot", "scan", "confirm", "write", "publish")
+STAGES = ("snapshot", "checksum", "scan", "confirm", "write", "publish")
+KILLS = 5
 SMALL = ["--master", "local[2]", *(part for pair in SETTINGS.items() for part in ("--conf", "=".join(pair)))]
 
 
@@ -71,18 +72,20 @@ def some_orders(world: World) -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(900)
-def test_kill_9_at_each_stage_then_resume(world: World, tmp_path: Path) -> None:
-    write_rules(tmp_path, groups=())
+@pytest.mark.timeout(2400)
+@pytest.mark.parametrize("stage", STAGES)
+def test_kill_9_five_times_in_a_stage_then_resume(world: World, tmp_path: Path, stage: str) -> None:
+    """The result in force stays, however often the next one is killed; then the next one has all findings once."""
+    write_rules(tmp_path, groups=(), extra='bucket = "1h"')
     some_orders(world)
     finished(start(world, tmp_path, "--json"))
     before = (tmp_path / "out" / "result.json").read_bytes()
     world.pay(Order(number=501))
-    for stage in STAGES:
+    for _ in range(KILLS):
         assert kill_at(start(world, tmp_path, "--full"), stage), stage
         assert (tmp_path / "out" / "result.json").read_bytes() == before
     result = finished(start(world, tmp_path, "--full", "--json"))
-    assert result["totals"]["LOST"] == 2
+    assert (result["totals"]["LOST"], result["new_faults"]) == (2, 1)
     assert json.loads((tmp_path / "out" / "result.json").read_text()) == result
 
 

@@ -30,6 +30,18 @@ def test_wide_suspects_fit_a_small_memory(world: World, tmp_path: Path, mask: st
     assert widest(tmp_path) < 100_000, "what a finding shows is bounded"
 
 
+@pytest.mark.soak
+def test_columns_of_100_megabytes_fit_three_gigabytes(world: World, tmp_path: Path) -> None:
+    """Rows whose compared column is 100 MiB wide differ from their messages: the second look reads them whole."""
+    world.add_many(20)
+    world.app.execute("UPDATE orders_order SET customer = repeat('x', %s) WHERE id <= 6", [100 * MEBIBYTE])
+    write_rules(tmp_path, groups=())
+    done = run(world, tmp_path, "3g")
+    assert done.returncode == 1, done.stderr
+    assert json.loads(done.stdout)["totals"]["MISMATCH"] == 6
+    assert widest(tmp_path) < 100_000, "what a finding shows is bounded"
+
+
 def plant(world: World, count: int, width: int) -> None:
     """Rows that differ from their messages by the end of a long text."""
     world.add_many(count)

@@ -264,7 +264,7 @@ class World:
         if decision == "C":
             self.broker.execute(
                 "INSERT INTO consume_queue (queue_offset, log_id, queue_id, attempt) "
-                "SELECT count(*), %s, %s, 0 FROM consume_queue WHERE queue_id = %s",
+                "SELECT coalesce(max(queue_offset) + 1, 0), %s, %s, 0 FROM consume_queue WHERE queue_id = %s",
                 [log_id, self.queue_id, self.queue_id],
             )
 

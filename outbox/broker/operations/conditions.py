@@ -286,6 +286,11 @@ CATALOGUE: Final[Mapping[str, ConditionKind]] = {
         "If the endpoint exists again, run `outbox_endpoint enable GROUP`. If it is gone for good, remove its entry "
         "from FORWARD, then run `outbox_group delete GROUP`.",
     ),
+    "reconciliation_findings": ConditionKind(
+        "The last saved reconciliation has open findings: rows, messages and effects that do not agree.",
+        "The page Findings, or `outbox_finding list`, shows each finding with its next step. Repair the findings, then "
+        "run the reconciliation again: the condition ends with the next saved result.",
+    ),
     "limit_binding": ConditionKind(
         "Messages of a subscription have waited for one of its limits for long.",
         "If the service behind the handler allows it, raise the limit with `outbox_group limits`.",

@@ -231,6 +231,8 @@ class Finding(models.Model):
     transaction_id = models.CharField(max_length=63, blank=True)
     row = models.TextField(blank=True)
     body = models.TextField(blank=True)
+    # The step of the repair plan for this finding: a line of `outbox-reconcile plan`.
+    step = models.JSONField(null=True)
 
     class Meta:
         app_label = "outbox"
@@ -239,6 +241,27 @@ class Finding(models.Model):
 
     def __str__(self) -> str:
         return f"{self.finding_class} {self.key}"
+
+
+class SavedReconciliation(models.Model):
+    """The last result of a reconciliation that `manage.py outbox_reconcile --save` has saved, one row per `output`.
+
+    `causes` has the open causes of findings, the most urgent first: subject, severity, findings, new and oldest. `plan`
+    has the first line of the repair plan, and `databases`: the alias of each database of the rules.
+    """
+
+    output = models.TextField(unique=True)
+    run = models.CharField(max_length=63)
+    judged_at = models.DateTimeField()
+    causes = models.JSONField()
+    plan = models.JSONField()
+
+    class Meta:
+        app_label = "outbox"
+        db_table = "outbox_reconciliation"
+
+    def __str__(self) -> str:
+        return f"{self.output} {self.run}"
 
 
 class OperatorAction(models.Model):

@@ -12,6 +12,7 @@ from outbox.contrib.django.actions import (
     broker,
     endpoints,
     erasing,
+    findings,
     groups,
     messages,
     processes,
@@ -22,7 +23,7 @@ from outbox.contrib.django.actions.declaration import DeclaredAction
 
 ACTIONS: Final[Mapping[str, DeclaredAction]] = {
     action.name: action
-    for room in (transactions, messages, groups, processes, schedules, endpoints, broker, erasing)
+    for room in (transactions, messages, groups, processes, schedules, endpoints, findings, broker, erasing)
     for action in room.ACTIONS
 }
 

@@ -29,6 +29,7 @@ _PLACES: Final[Mapping[str, tuple[str, str, str]]] = {
     "no_worker": ("groups", "state=unattended", "Groups without a worker"),
     "schedule_late": ("schedules", "", "Schedules"),
     "endpoint_disabled": ("endpoints", "", "Endpoints"),
+    "reconciliation_findings": ("findings", "", "Findings"),
     "retention_behind": ("topics", "", "Topics"),
     **dict.fromkeys(("contradicted", "refused", "wrong_ledger", "checker_disagrees", "expired", "path_flipped"),
                     ("incidents", "", "Incidents")),

@@ -1,4 +1,4 @@
-"""What apps add to the conditions and to the periodic passes, when Django loads them.
+"""What apps add to the conditions, the periodic passes and the plans of actions, when Django loads them.
 
 Web processes add too, so this module imports nothing of the code that evaluates conditions and runs passes.
 """
@@ -18,6 +18,8 @@ Work = Callable[[], Mapping[str, Any]]
 rules: dict[str, Rule] = {}
 # Name -> interval in seconds, and work.
 passes: dict[str, tuple[float, Work]] = {}
+# Name of a declared action -> the function that plans it.
+plans: dict[str, Callable[[Mapping[str, Any]], Any]] = {}
 
 
 def add_rule(name: str, rule: Rule) -> None:
@@ -34,3 +36,8 @@ def add_pass(name: str, interval_seconds: float, work: Work) -> None:
     If a pass with this name was added before, the new pass replaces it.
     """
     passes[name] = (interval_seconds, work)
+
+
+def add_plan(action: str, plan: Callable[[Mapping[str, Any]], Any]) -> None:
+    """Give a declared action the function that plans it, from a package that the declarations must not import."""
+    plans[action] = plan

@@ -1,36 +1,67 @@
-"""Stores the findings of the reconciliation in a table, which the admin shows."""
+"""Stores the result of the reconciliation in two tables, which the operations page and the conditions read.
+
+See decision 271.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from django.db import models, router, transaction
 
-from outbox.contrib.django.models import Finding
+from outbox.broker.operations.conditions import Condition, Judged, Severity, condition
+from outbox.contrib.django.models import Finding, SavedReconciliation
 from outbox.contrib.django.settings.conf import for_column
 
+if TYPE_CHECKING:
+    from outbox.broker.database.executor import Executor
+
+CONDITION: Final = "reconciliation_findings"
 MAX_SAVED: Final = 10_000
 _BATCH: Final = 1_000
+# A condition lists this many causes, and a result may have one cause per rule, class, group and column.
+_CAUSES: Final = 20
+_NAMES: Final = ("rule", "class", "group", "key", "message_id")
+# A finding of the severity `info` is on the page, and raises no condition.
+_SEVERITIES: Final = {"critical": Severity.CRITICAL, "warning": Severity.WARNING}
 
 
-def replace(output: str, lines: Iterable[str]) -> int:
-    """Replace the findings with this `output` by `lines`, one JSON text per finding; return the number of lines.
+def replace(output: str, lines: Iterable[str], plan: Sequence[str], databases: Mapping[str, str]) -> int:
+    """Replace what is saved of this `output`; return the number of findings.
 
-    The replacement is one transaction, so a reader sees either all previous findings or all new findings. Saving the
-    same result again changes nothing.
+    `lines` are the findings, one JSON text each. `plan` are the lines of the repair plan of the same result.
+    `databases` has the alias of each database of the rules.
+
+    The replacement is one transaction, so a reader sees either the whole previous result or the whole new result.
+    Saving the same result again changes nothing.
     """
     alias = router.db_for_write(Finding)
-    rows = [_row(output, json.loads(line), alias) for line in lines]
+    head = json.loads(plan[0])
+    steps = {_named(step): step for step in map(json.loads, plan[1:])}
+    rows = [_row(output, json.loads(line), steps, alias) for line in lines]
+    saved = {
+        "run": head["run"],
+        "judged_at": for_column(datetime.fromisoformat(head["judged_at"]), alias),
+        "causes": head["causes"][:_CAUSES],
+        "plan": {"rules": head["rules"], "databases": dict(databases)},
+    }
     with transaction.atomic(using=alias):
         Finding.objects.using(alias).filter(output=output).delete()
         Finding.objects.using(alias).bulk_create(rows, batch_size=_BATCH)
+        SavedReconciliation.objects.using(alias).update_or_create(output=output, defaults=saved)
     return len(rows)
 
 
-def _row(output: str, found: dict[str, Any], alias: str) -> Finding:
+def _named(found: Mapping[str, Any]) -> tuple[str, ...]:
+    """The values that a finding and its step of the plan have in common."""
+    return tuple(found[name] or "" for name in _NAMES)
+
+
+def _row(output: str, found: dict[str, Any], steps: Mapping[tuple[str, ...], Any], alias: str) -> Finding:
+    step = steps.get(_named(found))
     if found.get("acknowledged"):
         found = {**found, "detail": f"acknowledged {found['acknowledged']}; {found['detail']}"}
     names = ("run", "rule", "group", "severity", "key", "detail", "message_id", "transaction_id", "row", "body")
@@ -38,7 +69,7 @@ def _row(output: str, found: dict[str, Any], alias: str) -> Finding:
     times = {
         name: found[name] and for_column(datetime.fromisoformat(found[name]), alias) for name in ("at", "first_seen")
     }
-    return Finding(output=output, finding_class=found["class"], **texts, **times)
+    return Finding(output=output, finding_class=found["class"], step=_storable(step), **texts, **times)
 
 
 def _fitting(name: str, value: str | None) -> str:
@@ -49,3 +80,31 @@ def _fitting(name: str, value: str | None) -> str:
     field = Finding._meta.get_field(name)
     assert isinstance(field, models.Field)
     return (value or "").replace("\0", "\N{REPLACEMENT CHARACTER}")[: field.max_length]
+
+
+def _storable(step: Mapping[str, Any] | None) -> Any:
+    """A step without NUL characters. A step whose key has one cannot be applied from the table."""
+    if step is None or "\\u0000" in json.dumps(step):
+        return None
+    return step
+
+
+def rule(run: Executor) -> Sequence[Condition]:
+    """Return the condition for open findings of the saved results, if there are any. The query reads one row for each
+    output folder."""
+    return condition(CONDITION, _judged())
+
+
+def _judged() -> Iterator[Judged]:
+    for saved in SavedReconciliation.objects.order_by("output"):
+        for cause in saved.causes:
+            yield (
+                _SEVERITIES.get(cause["severity"]),
+                {
+                    "output": saved.output,
+                    "cause": cause["subject"],
+                    "findings": cause["findings"],
+                    "new": cause["new"],
+                    "oldest": cause["oldest"],
+                },
+            )

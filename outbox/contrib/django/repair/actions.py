@@ -122,7 +122,8 @@ def _publish(step: RepairStep, means: PublishSources, dry_run: bool) -> Result:
     source, publisher = means.sources[step.rule], means.publishers.get(step.rule)
     if publisher is None:
         raise Refusal(
-            f"the plan does not say how to publish a row: pass --publisher {json.dumps(step.rule)}=dotted.path"
+            f"the function that makes the message of a row is not known: set OUTBOX['REPAIR_PUBLISHERS'], or pass "
+            f"--publisher {json.dumps(step.rule)}=dotted.path to outbox_repair"
         )
     connection = connections[means.aliases[source.database]]
     with transaction.atomic(using=connection.alias):

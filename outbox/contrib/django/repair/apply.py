@@ -14,6 +14,7 @@ from outbox.contrib.django.actions.audit import recorded_command
 from outbox.contrib.django.actions.declaration import ActionPlan
 from outbox.contrib.django.repair.actions import PublishSources, Result, StepOutcome, take
 from outbox.contrib.django.repair.plan import RepairAction, RepairPlan, RepairStep
+from outbox.contrib.django.repair.saved import subject_of
 from outbox.errors import UsageError
 from outbox.utils.faults import point
 
@@ -96,7 +97,7 @@ def _done(plan: RepairPlan, step: RepairStep, means: PublishSources, verified: R
         return {"outcome": result.outcome.value, "detail": result.detail, **result.after}
 
     action = ActionPlan(
-        subject=f"{step.finding_class} {step.rule}, key {step.key}" + (f", group {step.group}" if step.group else ""),
+        subject=subject_of(step),
         effect=f"Repair: {verified.detail}.",
         before={"plan": plan.digest, "step": step.step, **verified.before},
         do=do,

@@ -97,11 +97,11 @@ def read(path: Path) -> RepairPlan:
                 f"{path} is a plan of version {head['plan']}, and this release reads version {VERSION}. Make the "
                 "plan again, with `outbox-reconcile plan` of this release."
             )
-        sources = {name: _source(source) for name, source in head["rules"].items()}
+        sources = {name: source_of(source) for name, source in head["rules"].items()}
         steps = []
         for number, line in enumerate(lines[1:], start=2):  # noqa: B007 - for the error below
             if line.strip():
-                steps.append(_step(json.loads(line), sources))
+                steps.append(step_of(json.loads(line), sources))
     except (KeyError, TypeError, ValueError) as error:
         raise UsageError(
             f"{path}:{number}: not a line of a plan ({type(error).__name__}: {error}). Make the plan with "
@@ -112,12 +112,14 @@ def read(path: Path) -> RepairPlan:
     )
 
 
-def _source(item: Mapping[str, Any]) -> RuleSource:
+def source_of(item: Mapping[str, Any]) -> RuleSource:
+    """One rule of the first line of a plan."""
     effects = tuple(Effects(**each) for each in item["effects"])
     return RuleSource(**{**item, "effects": effects})
 
 
-def _step(item: Mapping[str, Any], sources: Mapping[str, RuleSource]) -> RepairStep:
+def step_of(item: Mapping[str, Any], sources: Mapping[str, RuleSource]) -> RepairStep:
+    """One further line of a plan. Raises KeyError, TypeError or ValueError if it is not a step."""
     action = RepairAction(item["action"])
     step = RepairStep(
         step=item["step"],

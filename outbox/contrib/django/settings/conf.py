@@ -33,6 +33,7 @@ from outbox.contrib.django.settings.definition import (
     address,
     any_text,
     dotted_path,
+    dotted_paths,
     entries,
     field_names,
     flag,
@@ -704,6 +705,14 @@ class OutboxSettings:
         secret=True,
         word="notification",
         meaning="where outbox [reports conditions and dead letters](hooks.md#notifications)",
+    )
+    repair_publishers: Mapping[str, str] = setting(
+        {},
+        dotted_paths,
+        bundled_only=True,
+        word="publisher",
+        meaning="for each rule of a reconciliation, the dotted path of the function that makes the message of a row "
+        "again ([repair](reconciliation/findings.md#repair))",
     )
     audit_interval_seconds: float = setting(
         _DAY,

@@ -344,7 +344,14 @@ def _masked_fields(where: str, value: Any) -> Mapping[str, frozenset[str]]:
     return found
 
 
+def _dotted_paths(where: str, value: Any) -> Mapping[str, str]:
+    if not isinstance(value, Mapping):
+        raise wrong(where, value, "a dictionary {name: dotted path}, like {'paid orders': 'shop.repair.paid'}")
+    return {str(name): _text(f"{where}[{name!r}]", path) for name, path in value.items()}
+
+
 dotted_path: Final = or_none(text("dotted path"))
+dotted_paths: Final = Rule("`{name: dotted path}`", _dotted_paths)
 paths: Final = texts("a list of dotted paths")
 keywords: Final = Rule("a dictionary", _keywords)
 module: Final = Rule("name of a module", _module)

@@ -11,7 +11,7 @@ from outbox.contrib.django.console.access import seeing
 from outbox.contrib.django.console.asking import application, as_uuid, number, reading, text
 from outbox.contrib.django.console.remedies import REMEDIES
 from outbox.contrib.django.console.rendering import PER_PAGE, paged, problem, render
-from outbox.contrib.django.models import Finding, OperatorAction
+from outbox.contrib.django.models import Finding, OperatorAction, SavedReconciliation
 from outbox.contrib.django.operations.findings import MAX_SAVED
 
 
@@ -41,6 +41,7 @@ def findings(request: HttpRequest) -> HttpResponse:
         rows = list((found.filter(finding_class=kind) if kind else found)[: PER_PAGE + 1])
         counted = Finding.objects.values("output").annotate(findings=Count("pk")).filter(findings__gte=MAX_SAVED)
         cut = [one["output"] for one in counted]
+        saved = list(SavedReconciliation.objects.defer("plan").order_by("output"))
     shown = [(one, as_uuid(one.message_id or one.transaction_id), REMEDIES.get(one.finding_class)) for one in rows]
     context = {
         "title": "Findings of reconciliation",
@@ -48,6 +49,7 @@ def findings(request: HttpRequest) -> HttpResponse:
         "kind": kind,
         "classes": list(REMEDIES),
         "cut": cut,
+        "saved": saved,
         "most": MAX_SAVED,
     }
     return render(request, "findings", context)

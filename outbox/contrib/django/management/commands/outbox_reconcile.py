@@ -65,7 +65,9 @@ class Command(OutboxCommand):
             help="write a repair plan for the findings into this file, as input for outbox_repair; changes no data",
         )
         parser.add_argument(
-            "--save", action="store_true", help="also save the findings in a table, which the admin shows"
+            "--save",
+            action="store_true",
+            help="also save the findings and their repair plan in tables, for conditions and the operations page",
         )
         self.add_json(parser)
 
@@ -75,33 +77,39 @@ class Command(OutboxCommand):
         done = subprocess.run(command, env=variables, check=False)
         if done.returncode in (_CLEAN, _FINDINGS):
             if options["save"]:
-                self.save(options["output"])
+                self.save(options, variables)
             if options["plan"]:
                 self.plan(options["plan"], options["rules"], options["output"], variables)
         if done.returncode:
             raise SystemExit(done.returncode)
 
-    def save(self, output: str) -> None:
-        """Replace the findings of the folder `output` in the table outbox_finding.
+    def save(self, options: Mapping[str, Any], variables: Mapping[str, str]) -> None:
+        """Replace the saved result of the output folder: the findings, the plan of their repair, and their causes.
 
-        If this method raises CommandError, the result in `output` is still valid.
+        If this method raises CommandError, the result in the folder is still valid.
         """
-        command = [sys.executable, "-m", package(), "findings", "--output", output, "--limit", str(MAX_SAVED + 1)]
-        printed = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+        output, most = options["output"], ["--limit", str(MAX_SAVED + 1)]
         problem = f"The result is in {output}, but its findings were not saved in the table"
-        if printed.returncode:
-            raise CommandError(f"{problem}, because they cannot be read: see the error above.", returncode=_INCOMPLETE)
-        lines = printed.stdout.splitlines()
+        lines = self._printed(["findings", "--output", output, *most], variables, problem)
+        planned = self._printed(["plan", "--rules", options["rules"], "--output", output, *most], variables, problem)
         try:
-            saved = replace(output, lines[:MAX_SAVED])
+            saved = replace(output, lines[:MAX_SAVED], planned, aliases(options["database"]))
         except DatabaseError as error:
             raise CommandError(
-                f"{problem}: {first_line(str(error))}. If the table is missing, run manage.py migrate. Then run "
+                f"{problem}: {first_line(str(error))}. If a table is missing, run manage.py migrate. Then run "
                 "this command again.",
                 returncode=_INCOMPLETE,
             ) from error
         rest = f"; the table has only these findings, and {output} has all" if len(lines) > MAX_SAVED else ""
         self.stderr.write(f"saved {saved} findings in the table{rest}")
+
+    @staticmethod
+    def _printed(arguments: Sequence[str], variables: Mapping[str, str], problem: str) -> list[str]:
+        command = [sys.executable, "-m", package(), *arguments]
+        printed = subprocess.run(command, env=variables, stdout=subprocess.PIPE, text=True, check=False)
+        if printed.returncode:
+            raise CommandError(f"{problem}, because they cannot be read: see the error above.", returncode=_INCOMPLETE)
+        return printed.stdout.splitlines()
 
     def plan(self, file: Path, rules: str, output: str, variables: Mapping[str, str]) -> None:
         """Write a repair plan for the findings in the folder `output`.
@@ -174,6 +182,11 @@ def given(databases: Sequence[str]) -> dict[str, str]:
         except ConfigurationError as error:
             raise CommandError(f"--database {item}: {error}", returncode=_USAGE) from error
     return variables
+
+
+def aliases(databases: Sequence[str]) -> dict[str, str]:
+    """Return the alias of each database that the option --database names."""
+    return {name: alias for name, _, alias in (item.partition("=") for item in databases)}
 
 
 def _variable(name: str) -> str:

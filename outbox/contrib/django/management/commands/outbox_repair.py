@@ -16,7 +16,7 @@ from outbox.contrib.django.management.output import OutboxCommand, first_line
 from outbox.contrib.django.repair.actions import Publisher, PublishSources, StepOutcome
 from outbox.contrib.django.repair.apply import ApplyLimits, apply
 from outbox.contrib.django.repair.plan import RepairAction, RepairPlan, read
-from outbox.contrib.django.settings.conf import imported
+from outbox.contrib.django.settings.conf import get_settings, imported
 from outbox.errors import BrokerError, ConfigurationError, UsageError
 
 _OPEN, _USAGE, _INCOMPLETE = 1, 2, 3
@@ -49,7 +49,7 @@ class Command(OutboxCommand):
             default=[],
             metavar="RULE=DOTTED.PATH",
             help="the function that makes the message of a rule from a business row; it gets the row as a mapping "
-            "(repeatable)",
+            "(repeatable; default: OUTBOX['REPAIR_PUBLISHERS'])",
         )
         parser.add_argument(
             "--database",
@@ -94,7 +94,8 @@ class Command(OutboxCommand):
 
 
 def _means(plan: RepairPlan, options: dict[str, Any]) -> PublishSources:
-    publishers = {rule: _publisher(rule, path) for rule, path in map(_pair, options["publisher"])}
+    paths = {**get_settings().repair_publishers, **dict(map(_pair, options["publisher"]))}
+    publishers = {rule: _publisher(rule, path) for rule, path in paths.items()}
     given = dict(map(_pair, options["database"]))
     sources = [plan.sources[step.rule] for step in plan.steps if step.action is RepairAction.PUBLISH]
     needed = {source.database for source in sources}

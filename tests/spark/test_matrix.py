@@ -1,0 +1,130 @@
+"""The matrix kind x way to run x source: every cell finds exactly what was planted. The table is in the documents."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from pyspark.sql import SparkSession
+
+from outbox.broker.database.executor import Executor
+from outbox.broker.maintenance import retention
+from spark.archive import Archive
+from spark.common.progress import Progress
+from spark.rules import file as rules_file
+from tests.spark import kinds, lake, matrix
+from tests.spark.exports import export
+from tests.spark.kinds import KINDS, Found
+from tests.spark.matrix import MODES, Cell
+from tests.spark.test_processes import ROOT
+from tests.spark.world import World
+
+pytestmark = pytest.mark.timeout(1800)
+# The quick test runs one cell with all kinds.
+QUICK = ("postgres", "batch")
+CELLS = [
+    pytest.param(source, mode, marks=[] if (source, mode) == QUICK else [pytest.mark.soak])
+    for source in ("postgres", "parquet", "csv")
+    for mode in MODES
+]
+
+
+@pytest.fixture
+def seed() -> int:
+    """A random seed; a failure shows it, and OUTBOX_MATRIX_SEED repeats it."""
+    chosen = int(os.environ.get("OUTBOX_MATRIX_SEED") or random.Random().getrandbits(32))
+    print(f"seed {chosen}")
+    return chosen
+
+
+@pytest.fixture
+def urls(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The variables that the rules name."""
+    for name, value in world.environment.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.parametrize(("source", "mode"), CELLS)
+def test_every_kind_is_found_and_nothing_else(
+    spark_session: SparkSession, world: World, urls: None, tmp_path: Path, seed: int, source: str, mode: str
+) -> None:
+    is_export, is_archive = source != "postgres", mode == "archive"
+    kinds.clean(world)
+    planted: dict[str, list[Found]] = {}
+
+    def place(name: str, is_planted: bool) -> str:
+        if not is_export:
+            return f'env = "RECONCILE_{name}"'
+        if is_archive and name == "BROKER":
+            return f'kind = "archive"\npath = "{tmp_path / "archive"}"'
+        return f'kind = "{source}"\npath = "{tmp_path / ("planted" if is_planted else "clean")}"'
+
+    def plant() -> None:
+        planted.update(kinds.plant(world, seed))
+        if is_archive:
+            keep(spark_session, world, tmp_path)
+        if is_export:
+            export(world, source, tmp_path / "planted")
+
+    if is_export:
+        export(world, source, tmp_path / "clean")
+    archive = tmp_path / "archive" if is_archive and not is_export else None
+    cell = Cell(spark=spark_session, folder=tmp_path / "cell", place=place, is_export=is_export, archive=archive)
+    matrix.check(matrix.judged(cell, mode, plant), planted)
+    matrix.store(source, mode, seed)
+
+
+def keep(spark: SparkSession, world: World, folder: Path) -> None:
+    """Archive the log. Then retention removes what all groups are past."""
+    world.consume_all()
+    cell = Cell(
+        spark=spark,
+        folder=folder / "archiving",
+        place=lambda name, _: f'env = "RECONCILE_{name}"',
+        is_export=False,
+        archive=folder / "archive",
+    )
+    rules = rules_file.load(cell.path(planted=True, watermark=None))
+    Archive(spark, rules, Progress(io.StringIO())).run()
+    assert retention.run_once(Executor(world.broker, "outbox")).messages > len(KINDS)
+
+
+@pytest.mark.soak
+@pytest.mark.lake
+def test_every_kind_is_found_in_delta_and_iceberg(
+    spark_session: SparkSession, world: World, urls: None, tmp_path: Path, seed: int
+) -> None:
+    """All modes in one process, which has the PySpark that both formats support."""
+    kinds.clean(world)
+    export(world, "parquet", tmp_path / "clean")
+    planted = kinds.plant(world, seed)
+    export(world, "parquet", tmp_path / "planted")
+    keep(spark_session, world, tmp_path)
+    path = os.pathsep.join((lake.python_path(), str(ROOT)))
+    environment = {**os.environ, "PYTHONPATH": path, "SPARK_LOCAL_IP": "127.0.0.1"}
+    command = [sys.executable, "-m", "tests.spark.matrix_lake", str(tmp_path), lake.jars()]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    said = [line for line in done.stderr.splitlines() if not line.startswith(("\tat ", "\t\tat "))]
+    assert done.returncode == 0, "\n".join(said)[-3000:]
+    seen = json.loads((tmp_path / "seen.json").read_text())
+    for source in ("delta", "iceberg"):
+        for mode in MODES:
+            chain = [[(key, group, name) for key, group, name in found] for found in seen[source][mode]]
+            matrix.check(chain, planted)
+            matrix.store(source, mode, seed)
+
+
+def test_the_page_lists_every_kind_and_each_cell_has_all_of_them() -> None:
+    faults = [kind.name for kind in KINDS if not kind.is_harmless]
+    assert len(faults) >= 60 and len({kind.name for kind in KINDS}) == len(KINDS)
+    page = matrix.PAGE.read_text(encoding="utf-8")
+    assert [kind.name for kind in KINDS if f"\n| {matrix.shown(kind.name)} | " not in page] == []
+    cells = page.count("(seed ")
+    assert cells >= 3 * len(MODES), "PostgreSQL, Parquet and CSV"
+    assert page.count(f"{len(faults)} of {len(faults)} (seed ") == cells
