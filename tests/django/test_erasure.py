@@ -14,6 +14,7 @@ from uuid import UUID, uuid4
 
 import psycopg
 import pytest
+from django.apps import apps
 from django.conf import settings
 from django.core.management import call_command
 from django.core.management.base import CommandError
@@ -25,18 +26,22 @@ from outbox.contrib.django.database.aliases import alias_conninfo
 from outbox.contrib.django.database.subject_keys import subject_keys
 from outbox.contrib.django.engine.broker import get_codecs as codecs
 from outbox.contrib.django.models import (
+    DeadLetterNote,
     ErasureEntry,
     Finding,
     ForwardEndpoint,
     InboxEntry,
     Notification,
     OperatorAction,
+    PastCondition,
     RaisedCondition,
     SagaProgress,
+    SavedReconciliation,
     StepEntry,
     SubjectKey,
     UniqueKey,
 )
+from outbox.contrib.django.operations import erasing
 from outbox.contrib.django.operations.erasing import repeat_erasures
 from outbox.contrib.django.operations.installation import create_key_table
 from outbox.contrib.django.tasks.models import TaskEntry
@@ -68,7 +73,10 @@ FORWARD: Final = {
 @pytest.fixture(autouse=True)
 def clean(databases: None) -> Iterator[None]:
     yield
-    for model in (ErasureEntry, Finding, Notification, RaisedCondition, SagaProgress, StepEntry, TaskEntry):
+    for model in (
+        *(DeadLetterNote, ErasureEntry, Finding, Notification, PastCondition, RaisedCondition, SagaProgress),
+        *(SavedReconciliation, StepEntry, TaskEntry),
+    ):
         model._base_manager.using("default").all().delete()
     ErasureEntry._base_manager.using("other").all().delete()
     ErasureEntry._base_manager.using("lite").all().delete()
@@ -140,7 +148,7 @@ def fill(world: World) -> list[UUID]:
     )
     Finding.objects.create(
         output="out", run="1", rule="r", finding_class="MISMATCH", severity="error", key=MARK, detail=MARK, row=MARK,
-        body=MARK, message_id=str(queued.message_id),
+        body=MARK, message_id=str(queued.message_id), step={"key": MARK},
     )  # fmt: skip
     ForwardEndpoint.objects.create(group="partner", last_error=f"Rejected: {MARK}")
     RaisedCondition.objects.create(
@@ -150,6 +158,15 @@ def fill(world: World) -> list[UUID]:
         channel="mail", content={"event": "raised", "name": "n", "severity": "x", "meaning": "m", "next_step": "s",
         "facts": [f"the newest: {MARK}"]}, created_at=now, due_at=now, error=MARK,
     )  # fmt: skip
+    PastCondition.objects.create(name="stopped", subject=MARK, severity=1, raised_at=now, seen_at=now)
+    DeadLetterNote.objects.create(group="mail", message_id=queued.message_id, error=f"KeyError: {MARK}", noted_at=now)
+    SavedReconciliation.objects.create(
+        output="out",
+        run="1",
+        judged_at=now,
+        plan={"first": MARK},
+        causes=[{"subject": MARK, "severity": "error", "findings": 1, "new": 1, "oldest": ""}],
+    )
     OperatorAction.objects.create(
         who="op", why=f"{MARK} has called", action="recall", subject=f"key {MARK} of topic {TOPIC}", effect=MARK,
         before={"selection": f"with key {MARK}"}, after={MARK: [MARK]}, outcome="done",
@@ -175,6 +192,7 @@ EVERYWHERE: Final = {
     )),
     *(f"default:public.outbox_{name}" for name in (
         "step", "unique", "saga", "finding", "endpoint", "raised_condition", "notification", "operator_action", "task",
+        "past_condition", "dead_letter_note", "reconciliation",
     )),
 }  # fmt: skip
 
@@ -216,6 +234,15 @@ def test_after_an_erasure_the_data_is_nowhere(outbox_settings: Callable[..., Non
 
         again = erase(TOPIC, "--key", MARK, "--with-key", "--reason", "request 17")
         assert again["after"]["rows"] == {}, "a second time there is nothing to erase"
+
+
+def test_each_table_of_the_application_is_erased_or_has_no_content() -> None:
+    """A new table must be added to `_TABLES`, or here if it can never contain personal data."""
+    without_content = {"outbox_ledger", "outbox_ledger_identity", "outbox_inbox", "outbox_claim", "outbox_key_lock", "outbox_erased",
+                       "outbox_subject_key"}  # fmt: skip
+    erased = {model._meta.db_table for model in erasing._TABLES}
+    tables = {model._meta.db_table for model in apps.get_app_config("outbox").get_models()}
+    assert erased | without_content == tables
 
 
 def test_a_key_that_is_an_id_stays(outbox_settings: Callable[..., None]) -> None:

@@ -30,13 +30,16 @@ from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.database.subject_keys import subject_keys
 from outbox.contrib.django.ledger.ledger_checker import ledger_aliases
 from outbox.contrib.django.models import (
+    DeadLetterNote,
     ErasureEntry,
     Finding,
     ForwardEndpoint,
     Notification,
     OperatorAction,
+    PastCondition,
     RaisedCondition,
     SagaProgress,
+    SavedReconciliation,
     StepEntry,
     UniqueKey,
 )
@@ -266,13 +269,14 @@ def _findings(rows: _Rows, scope: _Scope) -> int:
 
     def is_about(row: Any) -> bool:
         linked = row.message_id in ids or row.transaction_id in ids or (scope.key is not None and row.key == scope.key)
-        texts = " ".join(getattr(row, name) for name in (*names, "key"))
-        done = all(getattr(row, name) in ("", ERASED_TEXT) for name in names)
+        texts = " ".join([*(getattr(row, name) for name in (*names, "key")), json.dumps(row.step, ensure_ascii=False)])
+        done = row.step is None and all(getattr(row, name) in ("", ERASED_TEXT) for name in names)
         return (linked and not (done and (scope.replacement is None or row.key != scope.key))) or scope.mentions(texts)
 
-    def erased(row: Any) -> dict[str, str]:
+    def erased(row: Any) -> dict[str, str | None]:
         key = scope.replacement if scope.replacement and row.key == scope.key else scope.cleaned(row.key)
-        return {"key": key} | {name: ERASED_TEXT for name in names if getattr(row, name)}
+        # The step of the repair plan quotes the message.
+        return {"key": key, "step": None} | {name: ERASED_TEXT for name in names if getattr(row, name)}
 
     return _saved(rows, is_about, erased)
 
@@ -303,6 +307,22 @@ def _conditions(rows: _Rows, scope: _Scope) -> int:
     return _saved(
         rows, lambda row: scope.mentions(row.subject), lambda row: {"subject": scope.cleaned(row.subject)}
     )  # fmt: skip
+
+
+def _dead_letter_notes(rows: _Rows, scope: _Scope) -> int:
+    return _saved(
+        rows.exclude(error="").exclude(error=ERASED_TEXT),
+        lambda row: row.message_id in scope.message_ids or scope.mentions(row.error),
+        lambda row: {"error": ERASED_TEXT},
+    )
+
+
+def _reconciliations(rows: _Rows, scope: _Scope) -> int:
+    return _saved(
+        rows,
+        lambda row: scope.cleaned([row.causes, row.plan]) != [row.causes, row.plan],
+        lambda row: {"causes": scope.cleaned(row.causes), "plan": scope.cleaned(row.plan)},
+    )
 
 
 def _audit(rows: _Rows, scope: _Scope) -> int:
@@ -348,6 +368,9 @@ _TABLES: Final[Mapping[type[models.Model], Callable[[_Rows, _Scope], int]]] = {
     ForwardEndpoint: _endpoints,
     Notification: _notifications,
     RaisedCondition: _conditions,
+    PastCondition: _conditions,
+    DeadLetterNote: _dead_letter_notes,
+    SavedReconciliation: _reconciliations,
     OperatorAction: _audit,
 }
 
