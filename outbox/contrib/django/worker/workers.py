@@ -16,7 +16,6 @@ from outbox.broker.process import run_broker
 from outbox.contrib.django.database.aliases import broker_database
 from outbox.contrib.django.engine.broker import get_engine
 from outbox.contrib.django.operations.checks import warn_of_new_groups
-from outbox.contrib.django.operations.erasing import repeat_erasures
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.django.subscribers.inbox import pool_shortages, require_inboxes
 from outbox.contrib.django.subscribers.middleware import with_middleware
@@ -56,6 +55,9 @@ def consumer_runtime(
     Raises ConfigurationError if the project has no subscribers, if a middleware is wrong, or if the engine refuses a
     subscriber. Raises OutboxError if the list of erasures cannot be read.
     """
+    # A child process imports this module before Django is set up, so models cannot be imported with it.
+    from outbox.contrib.django.operations.erasing import repeat_erasures
+
     wanted = required_subscriptions(groups=groups)
     repeat_erasures()
     require_inboxes([subscription for subscription, _ in wanted])
