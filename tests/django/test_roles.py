@@ -167,7 +167,7 @@ OPERATIONS: Final[dict[str, Callable[[], Any]]] = {
     "`outbox_status`": _command("outbox_status"),
     "`outbox_doctor`": _command("outbox_doctor"),
     "`outbox_audit`": _command("outbox_audit"),
-    "`outbox_message list`": _command("outbox_message", "list"),
+    "`outbox_message list`": _command("outbox_message", "list", "orders"),
     "`outbox_transaction list`": _command("outbox_transaction", "list"),
     "`outbox_transaction reject`": _command("outbox_transaction", "reject", "--no-input"),
     "`outbox_dead_letter list`": _command("outbox_dead_letter", "list"),
