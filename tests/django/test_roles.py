@@ -79,7 +79,7 @@ def _unique() -> None:
 
 
 def _decorated() -> None:
-    @transactional_message("orders", body=dict)
+    @transactional_message("orders", body={})
     def order() -> None:
         Order.objects.create(number=uuid4().hex)
 
@@ -167,7 +167,7 @@ OPERATIONS: Final[dict[str, Callable[[], Any]]] = {
     "`outbox_status`": _command("outbox_status"),
     "`outbox_doctor`": _command("outbox_doctor"),
     "`outbox_audit`": _command("outbox_audit"),
-    "`outbox_message list`": _command("outbox_message", "list"),
+    "`outbox_message list`": _command("outbox_message", "list", "orders"),
     "`outbox_transaction list`": _command("outbox_transaction", "list"),
     "`outbox_transaction reject`": _command("outbox_transaction", "reject", "--no-input"),
     "`outbox_dead_letter list`": _command("outbox_dead_letter", "list"),
@@ -301,13 +301,14 @@ def test_the_doctor_finds_the_rights_of_each_role_complete(logins: dict[Role, st
         call_command("outbox_doctor", "--for", str(role), "--json", stdout=out)
         found = json.loads(out.getvalue())
         subjects = {one["name"] for one in found}
-        assert {f"rights to {role}", f"rights to {role} on 'default'", f"rights to {role} on 'other'"} == subjects
+        assert {f"rights to {role}", f"rights to {role} on 'default'", f"rights to {role} on 'other'"} <= subjects
+        assert [one for one in found if one["severity"] != "ok"] == []
     _connect_as(logins[Role.WATCH])
     out = StringIO()
     with pytest.raises(SystemExit, match="2"):
         call_command("outbox_doctor", "--for", "work", "--json", stdout=out)
     lacking = {one["name"]: one["next_step"] for one in json.loads(out.getvalue())}
-    assert "GRANT INSERT ON outbox.commit_log TO outbox_test_watch;" in lacking["rights to work"]
+    assert 'GRANT INSERT ON outbox.commit_log TO "outbox_test_watch";' in lacking["rights to work"]
     assert "GRANT DELETE ON outbox_inbox TO outbox_test_watch;" in lacking["rights to work on 'default'"]
 
 
@@ -324,7 +325,7 @@ def test_a_second_call_changes_nothing_and_a_dry_run_prints_what_a_call_does(log
     call_command("outbox_install", "--grants", "--dry-run", "--work", "outbox_test_work", stdout=out, no_color=True)
     text = out.getvalue()
     assert "CREATE ROLE" not in text and "OWNER TO" not in text
-    assert "GRANT outbox_work TO outbox_test_work;" in text
+    assert 'GRANT "outbox_work" TO "outbox_test_work";' in text
     before = _as_owner(
         "SELECT relname, relacl::text FROM pg_class WHERE relnamespace = 'outbox'::regnamespace ORDER BY 1"
     )

@@ -126,7 +126,7 @@ def test_what_is_not_refused(bench: ConsumptionBench, database: BrokerDatabase) 
     """A handler that publishes to the topic that its own group is behind on, and a repair."""
     declare_topics(bench.run, [LIMITED])
     register(bench.run, Subscription(topic="orders", group="billing"))
-    bench.publish(keyed("orders", 11, 11))
+    bench.publish(keyed("orders", 11, 1))
     count(bench.run, bench.database)
     with contextlib.closing(PostgresBroker(bench.database)) as broker:
         with pytest.raises(TopicOverLimit):
