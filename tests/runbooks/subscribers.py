@@ -22,4 +22,7 @@ def mail(delivery: Delivery) -> None:
 
 
 for topic in TOPICS:
-    subscriber(topic, group=GROUP, mode=MODE, **({"retry": RETRY} if MODE is Mode.CONCURRENT else {}))(mail)
+    if MODE is Mode.CONCURRENT:
+        subscriber(topic, group=GROUP, mode=MODE, retry=RETRY)(mail)
+    else:
+        subscriber(topic, group=GROUP, mode=MODE)(mail)

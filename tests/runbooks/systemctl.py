@@ -6,9 +6,9 @@ may have an instance: `shop-worker@new` runs shop-worker.service beside `shop-wo
 
 from __future__ import annotations
 
-import configparser
 import contextlib
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -19,29 +19,22 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
-class _Lines(dict[str, str]):
-    """Keeps every line of a key that a unit file repeats."""
-
-    def __setitem__(self, key: str, value: object) -> None:
-        if isinstance(value, list) and key in self:
-            self[key].extend(value)  # type: ignore[attr-defined]
-        else:
-            super().__setitem__(key, value)  # type: ignore[assignment]
-
-
-def unit(name: str) -> configparser.SectionProxy:
-    """The section [Service] of a unit file."""
-    parser = configparser.ConfigParser(strict=False, interpolation=None, dict_type=_Lines)  # type: ignore[call-overload]
-    parser.optionxform = str  # type: ignore[assignment, method-assign]
-    parser.read(ROOT / "deploy" / "systemd" / f"{name.partition('@')[0]}.service")
-    service: configparser.SectionProxy = parser["Service"]
-    return service
+def unit(name: str) -> dict[str, list[str]]:
+    """The section [Service] of a unit file: the values of each key, which a unit may repeat."""
+    text = (ROOT / "deploy" / "systemd" / f"{name.partition('@')[0]}.service").read_text()
+    service = text.partition("[Service]\n")[2].partition("\n[")[0]
+    found: dict[str, list[str]] = {}
+    for key, value in re.findall(r"^(\w+)=(.*)$", service, re.MULTILINE):
+        found.setdefault(key, []).append(value)
+    return found
 
 
 def commands(name: str) -> list[list[str]]:
     """The command lines of a unit, with this Python in place of the one in /srv/shop."""
-    found = unit(name)["ExecStart"].splitlines()
-    return [[sys.executable if word.endswith("/bin/python") else word for word in shlex.split(one)] for one in found]
+    return [
+        [sys.executable if word.endswith("/bin/python") else word for word in shlex.split(line)]
+        for line in unit(name)["ExecStart"]
+    ]
 
 
 def main() -> None:
@@ -61,7 +54,7 @@ def start(folder: Path, name: str) -> None:
     if name.startswith("shop-web"):
         command = [sys.executable, "-m", "tests.runbooks.traffic", str(folder / "told")]
     else:
-        for setting in shlex.split(unit(name).get("Environment", "")):
+        for setting in shlex.split(" ".join(unit(name)["Environment"])):
             key, _, value = setting.partition("=")
             environment[key] = value.replace("/run/shop-worker", f"{folder}/run/{name}")
         if "@" in name:
@@ -84,21 +77,21 @@ def start(folder: Path, name: str) -> None:
 
 def stop(folder: Path, name: str) -> None:
     """SIGTERM to the first process; after TimeoutStopSec, SIGKILL to all (KillMode=mixed)."""
-    service, file = unit(name), folder / f"{name}.pid"
+    file = folder / f"{name}.pid"
     if not file.exists():
         return
     pid = int(file.read_text())
     file.unlink()
-    deadline = time.monotonic() + float(service["TimeoutStopSec"])
+    deadline = time.monotonic() + float(unit(name)["TimeoutStopSec"][0])
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGTERM)
-        while time.monotonic() < deadline and _is_alive(pid):
+        while time.monotonic() < deadline and is_alive(pid):
             time.sleep(0.05)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
 
 
-def _is_alive(pid: int) -> bool:
+def is_alive(pid: int) -> bool:
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except FileNotFoundError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import http.client
 import json
 import os
@@ -97,7 +98,7 @@ def test_every_file_waits_longer_than_a_worker_drains() -> None:
     [compose] = documents(DEPLOY / "compose.yaml")
     [worker] = [one for one, container in containers() if "outbox_worker" in container["command"]]
     waits = [
-        float(systemctl.unit("shop-worker")["TimeoutStopSec"]),
+        float(systemctl.unit("shop-worker")["TimeoutStopSec"][0]),
         float(compose["services"]["worker"]["stop_grace_period"].removesuffix("s")),
         float(pod(worker)["terminationGracePeriodSeconds"]),
     ]
@@ -181,21 +182,21 @@ def test_the_commands_of_the_files_run(new_machine: Callable[..., Machine]) -> N
     paths = {probed[f"{kind}Probe"]["httpGet"]["path"] for kind in ("startup", "liveness", "readiness")}
     assert paths == {"/live", "/ready"}
     for path in sorted(paths):
-        eventually(lambda path=path: answer(port, path) == 200, within_seconds=60, what=machine.logs)  # type: ignore[misc]
+        eventually(functools.partial(answers, port, path), within_seconds=60, what=machine.logs)
     machine.variables["HEALTH_DIRECTORY"] = str(machine.folder / "run" / "shop-worker")
     for words in probes:
         machine.bash(shlex.join(["manage.py", *words]))
     pid = int((machine.folder / "shop-worker.pid").read_text())
     os.kill(pid, signal.SIGTERM)
-    eventually(lambda: not systemctl._is_alive(pid), within_seconds=DRAIN_SECONDS + 5)
+    eventually(lambda: not systemctl.is_alive(pid), within_seconds=DRAIN_SECONDS + 5)
 
 
-def answer(port: int, path: str) -> int:
+def answers(port: int, path: str) -> bool:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
     try:
         connection.request("GET", path)
-        return connection.getresponse().status
+        return connection.getresponse().status == 200
     except OSError:
-        return 0
+        return False
     finally:
         connection.close()
