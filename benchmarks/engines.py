@@ -27,6 +27,7 @@ from benchmarks.bulk import process
 from benchmarks.harness import Spread, child_arguments, percentile, server, table
 from outbox.broker import embedded
 from outbox.message import Delivery
+from outbox.rocketmq.address import parse
 from outbox.rocketmq.declarations import wire_name
 from outbox.subscription import Subscription
 from outbox.topic import Topic
@@ -118,7 +119,7 @@ def java(queue: PrivateRocketMQ) -> Iterator[tuple[str, dict[str, Any]]]:
     jars = PROGRAMS / "client-java"
     fetch(jars, JAVA_CLIENT)
     program = Path(__file__).with_name("java") / "OwnClient.java"
-    proxy = queue.url.removeprefix("rocketmq://")
+    proxy = str(parse(queue.url).proxies[0])
     given = [proxy, wire_name(JAVA_TOPIC.name), JAVA_WANTED.group, str(TRANSACTIONS), str(THREADS)]
     command = ["java", "-Xmx256m", "-cp", f"{jars}/*", str(program), *given]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

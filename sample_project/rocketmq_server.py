@@ -99,11 +99,6 @@ def _pom(artefacts: Mapping[str, str]) -> str:
     )
 
 
-def java_command(home: Path, jars: Path, *arguments: str) -> list[str]:
-    """The command of a Java process with one of RocketMQ's programs; `arguments` begin with options of Java."""
-    return ["java", *_HEAP, *_OPENS, f"-Duser.home={home}", "-cp", f"{jars}/*", *arguments]
-
-
 class PrivateRocketMQ:
     """One server in `folder`, with the jars in `jars`; `broker` adds to or replaces lines of its broker.conf.
 
@@ -145,11 +140,6 @@ class PrivateRocketMQ:
     def admin(self) -> Admin:
         """Its administration port."""
         return brokers_of(self.url)[0]
-
-    @property
-    def admins(self) -> list[Admin]:
-        """The administration ports of all brokers: one."""
-        return [self.admin]
 
     def start(self) -> None:
         """Start it and wait until it accepts clients. Raises BrokerUnavailable with the end of its log."""
@@ -217,7 +207,7 @@ class PrivateRocketMQ:
 
     def _run(self, name: str, *arguments: str) -> None:
         home = str(self.folder)
-        command = java_command(self.folder, self._jars, *arguments)
+        command = ["java", *_HEAP, *_OPENS, f"-Duser.home={home}", "-cp", f"{self._jars}/*", *arguments]
         environment = {**os.environ, "ROCKETMQ_HOME": home, "RMQ_PROXY_HOME": home}
         with (self.folder / f"{name}.out").open("ab") as output:
             started = subprocess.Popen(

@@ -2,8 +2,7 @@
 
 Its transactions commit (`c`), roll back (`r`), and roll back to a savepoint (`s`) inside one that commits (`d`). The
 path `moving` adds to each round what is delivered later (`l`), and is slow. The path
-`exits` does not flush: its ends are sent at the exit of the process. The path `trying` goes on after errors of the
-broker.
+`exits` does not flush: its ends are sent at the exit of the process.
 """
 
 from __future__ import annotations
@@ -53,22 +52,6 @@ def place_later(topic: str, number: str) -> None:
     publish(topic, {"number": number}, key=number, delay=LATER_SECONDS)
 
 
-def _try_all(topic: str, prefix: str, number: int) -> None:
-    """The work of a round, of which the broker may refuse any part: then its transaction is rolled back."""
-    from django.db import transaction
-
-    from outbox.errors import BrokerError
-
-    with contextlib.suppress(BrokerError):
-        place(topic, f"{prefix}-c{number}", decorated=False)
-    with contextlib.suppress(BrokerError, Undone):
-        place(topic, f"{prefix}-r{number}", decorated=False, fail=True)
-    with contextlib.suppress(BrokerError), transaction.atomic():
-        place(topic, f"{prefix}-d{number}", decorated=False)
-        with contextlib.suppress(Undone):
-            place(topic, f"{prefix}-s{number}", decorated=False, fail=True)
-
-
 def main() -> None:
     """Do the work; `rounds` of it."""
     django.setup()
@@ -81,9 +64,6 @@ def main() -> None:
     topic, _, later = os.environ["TEST_TOPICS"].split(",")
     decorated, moving = how == "decorated", how == "moving"
     for number in range(rounds):
-        if how == "trying":
-            _try_all(topic, prefix, number)
-            continue
         if moving:
             place_later(later, f"{prefix}-l{number}")
         place(topic, f"{prefix}-c{number}", decorated=decorated, seconds=0.5 if moving else 0.0)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from outbox.errors import BrokerUnavailable
+from outbox.rocketmq.address import HostPort
 from outbox.rocketmq.admin import Admin
 from outbox.topic import Topic
 from sample_project.rocketmq_server import VERSION, PrivateRocketMQ, fetch_programs
@@ -67,6 +68,25 @@ def test_another_servers_port_is_named_as_such(answer: bytes) -> None:
         pytest.raises(BrokerUnavailable, match=r"does not answer like a RocketMQ broker: .*10911.*8081"),
     ):
         admin.create_topic(Topic(name="order.paid"))
+
+
+def test_requests_go_to_the_replica_that_is_the_master_now() -> None:
+    """The first does not answer, the second is a replica, the third is the master."""
+    with (
+        answering(settings_of("brokerId=2\nbrokerRole=SLAVE\n")) as replica,
+        answering(settings_of("brokerName=a\nbrokerId=0\n")) as master,
+    ):
+        others = (HostPort(replica.host, replica.port), HostPort(master.host, master.port))
+        assert Admin("127.0.0.1", 1, replicas=others)._place() == (master.host, master.port)
+    with answering(settings_of("brokerId=1\n")) as only:
+        with pytest.raises(BrokerUnavailable, match=r"none of 127.0.0.1:1, .* is the master"):
+            Admin("127.0.0.1", 1, replicas=(HostPort(only.host, only.port),))._place()
+
+
+def settings_of(text: str) -> bytes:
+    """The answer of a broker that is asked for its settings."""
+    header, body = b'{"code": 0}', text.encode()
+    return struct.pack(">II", 4 + len(header) + len(body), len(header)) + header + body
 
 
 def test_folders_may_be_relative(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
