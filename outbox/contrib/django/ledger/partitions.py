@@ -492,6 +492,8 @@ _PRIMARY_KEY: Final = f"SELECT conname FROM pg_constraint WHERE conrelid = '{_FO
 def _convert(connection: BaseDatabaseWrapper, now: datetime, width: timedelta) -> None:
     earliest, start, latest = bound(_EARLIEST), bound(now), bound(_LATEST)
     with _locked(connection) as cursor:
+        # The step reads all rows, which is faster without the index.
+        cursor.execute("SET LOCAL enable_seqscan = on")
         _execute(cursor, f"ALTER TABLE {TABLE} RENAME TO {{former}}", former=_FORMER)
         cursor.execute(_PRIMARY_KEY)
         [key] = cursor.fetchone()
