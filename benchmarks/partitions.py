@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from uuid import UUID
 
 import psycopg
-from psycopg import sql
 
 from benchmarks.harness import REPEATS, Spread, measured, server, table
 from outbox.broker import embedded
@@ -89,9 +88,8 @@ def first_id(day: int) -> UUID:
     return UUID(int=(_FIRST_DAY + day * _DAY_MILLISECONDS) << 80)
 
 
-def execute(connection: psycopg.Connection, statement: str, name: str, values: object = None) -> psycopg.Cursor:
-    composed = sql.SQL(statement).format(name=sql.Identifier(name))  # type: ignore[arg-type]
-    return psycopg.ClientCursor(connection).execute(composed, values)  # type: ignore[arg-type]
+def execute(connection: psycopg.Connection, statement: str, name: str, values: Any = None) -> psycopg.Cursor:
+    return psycopg.ClientCursor(connection).execute(statement.replace("{name}", name).encode(), values)
 
 
 def make(connection: psycopg.Connection, definition: str, name: str, key: str, *, days: range | None) -> None:
@@ -332,14 +330,14 @@ def _run(connection: psycopg.Connection, case: Case) -> float:
         one.replace("{name}_part", f"{case.name}_{_today()}").replace("{name}", case.name) for one in case.statements
     ]
     work = [(one.encode(), case.prepared) for one in texts]
-    with _cursor(connection) as run:
+    with connection.cursor() as cursor:
         started = _cpu_seconds(connection)
         for _ in range(MESSAGES // case.size):
             ids = [uuid7() for _ in range(case.size)]
             values = {"group": _GROUP, "generation": 1, "id": ids[0], "ids": ids}
             with connection.transaction():
                 for statement, prepared in work:
-                    run(statement, values, prepared)
+                    cursor.execute(statement, values, prepare=prepared)
         return _cpu_seconds(connection) - started
 
 
@@ -347,12 +345,6 @@ def _cpu_seconds(connection: psycopg.Connection) -> float:
     """Seconds that the server's process of this session has computed."""
     nanoseconds = Path(f"/proc/{connection.info.backend_pid}/schedstat").read_text(encoding="ascii").split()[0]
     return int(nanoseconds) / 1e9
-
-
-@contextmanager
-def _cursor(connection: psycopg.Connection) -> Iterator[Callable[[bytes, object, bool], object]]:
-    with connection.cursor() as cursor:
-        yield lambda statement, values, prepared: cursor.execute(statement, values, prepare=prepared)  # type: ignore[arg-type]
 
 
 if __name__ == "__main__":

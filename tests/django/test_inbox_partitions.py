@@ -343,7 +343,7 @@ def test_handlers_at_the_boundary_of_two_partitions_take_effect_once(monkeypatch
     """Consumers run while partitions are made and dropped, and every queue is delivered again meanwhile."""
     keys = [str(number) for number in range(120)]
     stop = threading.Event()
-    dropped = []
+    dropped: list[int] = []
 
     def passes() -> None:
         moment = datetime.now(UTC)

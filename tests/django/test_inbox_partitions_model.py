@@ -38,12 +38,11 @@ def others(world: World) -> Iterator[World]:
     for name in MESSAGES:
         if name in world.log and name not in world.handled():
             # After the drop, the range of the partition belongs to the neighbour.
-            place = "moved" if world.step == 3 else "rows"
-            yield replace(
-                world,
-                effects=(*world.effects, name),
-                **{place: getattr(world, place) | {(name, True)}},  # type: ignore[arg-type]
-            )
+            effects, row = (*world.effects, name), frozenset({(name, True)})
+            if world.step == 3:
+                yield replace(world, effects=effects, moved=world.moved | row)
+            else:
+                yield replace(world, effects=effects, rows=world.rows | row)
         if name in world.log and name in world.effects:
             yield replace(world, log=world.log - {name})
         if name not in world.log and (name, True) in world.rows | world.moved:

@@ -343,7 +343,7 @@ def _prune_partitions(
     partitions.make_ahead(connection, now=datetime.now(UTC), width=partition_width())
     dropped = partitions.drop_old(connection, stored, older_than=older_than, ends=ends)
     first = dropped.waiting.first if dropped.waiting else None
-    return _Part(0, dropped.more, first and moment_of(first), dropped.partitions)
+    return _Part(0, dropped.more, moment_of(first) if first else None, dropped.partitions)
 
 
 def partition_width() -> timedelta:
