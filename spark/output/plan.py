@@ -60,7 +60,7 @@ def lines(output: str, rules: Rules, limit: int | None = None) -> Iterator[str]:
         "plan": VERSION,
         "run": result["run"],
         "judged_at": result["finished_at"],
-        "causes": [_open(cause) for cause in result["causes"] if cause["findings"] > cause["acknowledged"]],
+        "causes": open_causes(result),
         "rules": {name: _source(rule, rules) for name, rule in current.items()},
     }
     yield json.dumps(head)
@@ -69,10 +69,15 @@ def lines(output: str, rules: Rules, limit: int | None = None) -> Iterator[str]:
         yield json.dumps(_step(finding, current.get(finding["rule"]), rules), default=plain_json)
 
 
-def _open(cause: Mapping[str, Any]) -> dict[str, Any]:
-    """A cause with its findings that are not acknowledged."""
-    named = {name: cause[name] for name in ("subject", "class", "severity", "new", "oldest")}
-    return {**named, "findings": cause["findings"] - cause["acknowledged"]}
+def open_causes(result: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The causes of a result that have open findings, with the number of these findings, the most urgent first."""
+    causes = []
+    for cause in result["causes"]:
+        findings = cause["findings"] - cause["acknowledged"]
+        if findings and cause["class"] not in _CLOSED:
+            named = {name: cause[name] for name in ("subject", "class", "severity", "new", "oldest")}
+            causes.append({**named, "findings": findings})
+    return causes
 
 
 def _source(rule: Rule, rules: Rules) -> dict[str, Any]:

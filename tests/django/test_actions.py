@@ -187,7 +187,7 @@ def _repair(world: World) -> Given:
 
 
 @case("forget_findings", lambda _: SavedReconciliation.objects.count())
-def _forget(world: World) -> Given:
+def _forget_findings(world: World) -> Given:
     save_finding(lost("7"))
     return {"output": "orders"}
 

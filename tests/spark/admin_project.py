@@ -5,7 +5,9 @@ python -m tests.spark.admin_project DATABASE_NAME HOST USER OUTPUT
 
 from __future__ import annotations
 
+import os
 import sys
+from pathlib import Path
 
 import django
 from django.conf import settings
@@ -59,8 +61,9 @@ def main(name: str, host: str, user: str, output: str) -> None:
 
     urlpatterns.append(path("admin/", admin.site.urls))
     call_command("migrate", verbosity=0)
+    rules = str(Path(output).parent / "reconcile.toml")
     for _ in range(2):  # The second call replaces the rows of the first.
-        Command().save(output)
+        Command().save({"output": output, "rules": rules, "database": []}, os.environ)
     client = Client()
     client.force_login(User.objects.create_superuser("operator"))
     print(client.get("/admin/outbox/finding/").content.decode())

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta, timezone
 from random import Random
@@ -260,10 +260,7 @@ def _unreadable() -> Iterator[Kind]:
         "with half a surrogate pair": lambda good: good[:-1] + ', "x": "\\ud800"}',
     }
     for name, changed in bodies.items():
-        yield Kind(
-            name=f"UNREADABLE: the body is {name}",
-            plant=_own("UNREADABLE", lambda case, change=changed: case.write(change(json.dumps(case.body)))),  # type: ignore[misc]
-        )
+        yield Kind(name=f"UNREADABLE: the body is {name}", plant=_own("UNREADABLE", _written(changed)))
     values: dict[str, dict[str, object]] = {
         "an amount in words": {"total": "twelve"},
         "an amount in full-width digits": {"total": "\uff11\uff12"},
@@ -275,17 +272,36 @@ def _unreadable() -> Iterator[Kind]:
         "a time in words": {"paid_at": "yesterday"},
     }
     for name, fields in values.items():
-        yield Kind(
-            name=f"UNREADABLE: {name}",
-            plant=_own("UNREADABLE", lambda case, given=fields: case.edit(**given)),  # type: ignore[misc]
-        )
+        yield Kind(name=f"UNREADABLE: {name}", plant=_own("UNREADABLE", _edited(fields)))
     yield Kind(
         name="UNREADABLE: another content type",
         plant=_own("UNREADABLE", lambda case: case.message("content_type = 'application/octet-stream'")),
     )
 
 
+def _written(changed: Callable[[str], bytes | str]) -> Callable[[Case], None]:
+    """A change of the body's text."""
+
+    def change(case: Case) -> None:
+        case.write(changed(json.dumps(case.body)))
+
+    return change
+
+
+def _edited(fields: Mapping[str, object]) -> Callable[[Case], None]:
+    """A change of the body's fields."""
+
+    def change(case: Case) -> None:
+        case.edit(**fields)
+
+    return change
+
+
 def _different() -> Iterator[Kind]:
+    def both(case: Case) -> None:
+        case.row("total = total + 1")
+        case.edit(customer="x")
+
     def pair(ours: str | None, theirs: object) -> Callable[[Case], None]:
         def change(case: Case) -> None:
             case.row("customer = %s", ours)
@@ -315,7 +331,7 @@ def _different() -> Iterator[Kind]:
         "the empty text and null": pair("", None),
         "the empty text and a missing field": pair("", ...),
         "the last of two equal names": lambda case: case.write(json.dumps(case.body)[:-1] + ', "total": "0.01"}'),
-        "the amount and the text": lambda case: (case.row("total = total + 1"), case.edit(customer="x")),
+        "the amount and the text": both,
     }
     for name, change in changes.items():
         yield Kind(name=f"MISMATCH: {name}", plant=_own("MISMATCH", change))

@@ -10,8 +10,9 @@ import pytest
 from spark.cli import parser
 from spark.common.errors import UsageProblem
 from spark.common.options import LookBack
+from spark.rules.file import parse
 from tests.spark.conftest import Reconciler
-from tests.spark.world import START, Order, World
+from tests.spark.world import RULES, START, Order, World
 
 pytestmark = pytest.mark.timeout(900)
 HOUR = timedelta(hours=1)
@@ -91,3 +92,13 @@ def test_the_command_takes_a_duration_or_the_rules(capsys: pytest.CaptureFixture
     with pytest.raises(SystemExit):
         given(["run", "--look-back", "soon"])
     assert "write a number and a unit" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("extra", "hours"), [("", 24), ('bucket = "1h"', 1), ('bucket = "1h"\nlook_back_every = "6h"', 6)]
+)
+def test_one_setting_schedules_a_look_back(extra: str, hours: int) -> None:
+    """By checksums, it is cheap enough for every hour."""
+    text = RULES.format(extra=f'look_back = "7d"\n{extra}', groups="")
+    (rule,) = parse(text, environment={"RECONCILE_APP": "dbname=a", "RECONCILE_BROKER": "dbname=b"}).rules
+    assert (rule.look_back_seconds, rule.look_back_every_seconds) == (7 * 86_400, hours * 3_600)

@@ -159,3 +159,13 @@ def test_manage_py_writes_the_plan_beside_the_run(
 
 def test_every_class_of_faults_has_an_action_or_is_reported() -> None:
     assert {name.value for name in FAULTS} >= set(plan._ACTIONS)
+
+
+def test_the_head_of_a_plan_has_the_causes_that_are_open() -> None:
+    named = {"severity": "critical", "new": 0, "oldest": None}
+
+    def cause(name: str, findings: int, acknowledged: int) -> dict[str, Any]:
+        return {"subject": name, "class": name, "findings": findings, "acknowledged": acknowledged, **named}
+
+    causes = [cause("LOST", 3, 1), cause("LATE", 2, 2), cause("RECOVERED", 4, 0), cause("EXPIRED", 1, 0)]
+    assert plan.open_causes({"causes": causes}) == [{"subject": "LOST", "class": "LOST", "findings": 2, **named}]
