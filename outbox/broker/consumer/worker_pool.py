@@ -13,14 +13,15 @@ from queue import Empty, SimpleQueue
 from typing import Any, Final, TypeAlias
 
 from outbox import tracing
-from outbox.broker.consumer.fetch import BODY, CONTENT_TYPE, LOG_ID, deliver
+from outbox.broker.consumer.fetch import BODY, CONTENT_TYPE, HEADERS, LOG_ID, NO_HEADERS, deliver
 from outbox.broker.consumer.gate import Gate
 from outbox.broker.consumer.owned_queue import Subscribed
 from outbox.broker.consumer.running_calls import RunningCalls
 from outbox.broker.consumer.shared_calls import SharedCalls, Sharing, may_join
 from outbox.broker.consumer.work import NOT_STARTED, FetchedEntry, HandlerCall, Result, TimedOut
 from outbox.codec import Codecs
-from outbox.errors import OutboxError, UndecodableBody
+from outbox.errors import OutboxError, UndecodableBody, UnknownEventVersion
+from outbox.events.declaration import read_event
 from outbox.message import Delivery
 from outbox.ports import ClaimedElsewhere, ClaimingInvoker, Disposition, Invoker, RunAlone, SharingInvoker
 from outbox.utils import faults, fence, log_context, measures
@@ -521,10 +522,11 @@ class Caller:
         """Return the deliveries and their places in the call.
 
         If a body cannot be decoded, the decoding error becomes the result of the message. If the time limit of a
-        message is over, the result of the message is TimedOut.
+        message is over, the result of the message is TimedOut. If newer code has published the message, the result is
+        UnknownEventVersion.
         """
         group, topic = work.subscribed.group.name, work.subscribed.subscription.topic
-        decode = self._codecs.decode
+        decode, events = self._codecs.decode, work.subscribed.subscription.events
         # Check the leases after the fault point. If a test freezes the process at the fault point, no handler starts
         # with an expired lease.
         slots = work.subscribed.slots
@@ -543,7 +545,9 @@ class Caller:
             assert row is not None
             try:
                 body = decode(row[CONTENT_TYPE], row[BODY])
-            except UndecodableBody as error:
+                if events:
+                    body = read_event(events, topic, row[HEADERS] or NO_HEADERS, body)
+            except (UndecodableBody, UnknownEventVersion) as error:
                 results[place] = error
                 continue
             attempt = item.retries + item.in_place + 1
