@@ -250,6 +250,13 @@ def leads_to(start: Version, end: Version) -> bool:
     return start == end or _find_changes(start, frozenset((end,))) is not None
 
 
+def forget() -> None:
+    """Forget all events and upcasts, for tests."""
+    for known in (_by_kind, _by_version, _changes):
+        known.clear()
+    _find_changes.cache_clear()
+
+
 @contextmanager
 def restored() -> Iterator[None]:
     """At the end of the block, forget the events and upcasts that were declared inside it, for tests."""

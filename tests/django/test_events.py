@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from decimal import Decimal
+from pathlib import Path
 from typing import Any
 from uuid import UUID
 
 import pytest
+from django.core.management import CommandError, call_command
 from django.db import transaction
 
 from outbox import Delivery, event, upcast
+from outbox.broker.database.executor import Executor
+from outbox.broker.operations.audit import count_messages
 from outbox.contrib.django import (
     ClaimedDelivery,
     message,
@@ -21,10 +26,14 @@ from outbox.contrib.django import (
     subscriber,
     transactional_message,
 )
+from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.testing import in_memory_outbox
 from outbox.contrib.django.worker.drain import drain
 from outbox.errors import ConfigurationError, InvalidSubscription, UnserialisableBody, UsageError
 from outbox.events import declaration
+from tests.django.processes import child
+from tests.django.shop.models import Effect
+from tests.support import eventually
 
 
 @dataclass(frozen=True)
@@ -213,3 +222,127 @@ def test_a_wrong_declaration_is_refused() -> None:
 
     with pytest.raises(InvalidSubscription, match="import its names at runtime"):
         subscriber("orders", group="g")(unknown)
+
+
+# -- the contracts in CI ---------------------------------------------------------------------------
+
+
+def test_the_command_refuses_what_breaks_a_reader(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "contracts"
+    declaration.forget()
+
+    @event("paid")
+    @dataclass
+    class Paid:
+        number: int
+
+    with pytest.raises(CommandError, match="not in the committed contracts") as refused:
+        call_command("outbox_contract", "check", folder=folder)
+    assert refused.value.returncode == 1
+    call_command("outbox_contract", "write", folder=folder)
+    call_command("outbox_contract", "check", folder=folder)
+    declaration.forget()
+
+    @event("paid")
+    @dataclass
+    class Changed:
+        number: int
+        currency: str
+
+    for words in (("check",), ("write",)):
+        with pytest.raises(CommandError, match=re.escape("field currency: new code cannot read what old code has")):
+            call_command("outbox_contract", *words, folder=folder)
+    with pytest.raises(CommandError, match="differs") as differs:
+        call_command("outbox_contract", "diff", folder=folder)
+    assert differs.value.returncode == 1
+    call_command("outbox_contract", "write", "--force", folder=folder)
+    call_command("outbox_contract", "check", folder=folder)
+    assert (folder / "paid.json").exists() and "1 versions of events fit" in capsys.readouterr().out
+
+
+# -- two versions of the code ----------------------------------------------------------------------
+
+
+CODE = """
+from dataclasses import dataclass
+
+from outbox import Delivery, event, upcast
+from outbox.contrib.django import subscriber
+from tests.django.shop.models import Effect
+"""
+OLD = """
+@event("paid", version=1, topic="orders")
+@dataclass
+class Paid:
+    number: int
+
+
+@subscriber("orders", group="effects")
+def handle(delivery: Delivery[Paid]) -> None:
+    Effect.objects.create(number=f"old code read {delivery.body.number}")
+"""
+NEW = """
+@event("paid", version=2, topic="orders")
+@dataclass
+class Paid:
+    number: int
+    currency: str
+
+
+@upcast("paid", 1)
+def with_currency(body):
+    return {**body, "currency": "EUR"}
+
+
+@subscriber("orders", group="effects")
+def handle(delivery: Delivery[Paid]) -> None:
+    Effect.objects.create(number=f"new code read {delivery.body.number} {delivery.body.currency}")
+"""
+
+
+def release(folder: Path, code: str) -> dict[str, str]:
+    """Write one version of an app's code, and return the variables of a process that runs this code."""
+    (folder / "deployed").mkdir(parents=True)
+    (folder / "deployed" / "__init__.py").write_text("")
+    (folder / "deployed" / "subscribers.py").write_text(CODE + code)
+    return {"TEST_APPS": "deployed", "PYTHONPATH": str(folder)}
+
+
+@pytest.mark.slow
+def test_old_and_new_code_run_side_by_side(databases: None, tmp_path: Path) -> None:
+    first = {"outbox-event": "paid", "outbox-event-version": "1"}
+    second = {"outbox-event": "paid", "outbox-event-version": "2"}
+    old, new = release(tmp_path / "old", OLD), release(tmp_path / "new", NEW)
+
+    def effects() -> list[str]:
+        return sorted(Effect.objects.values_list("number", flat=True))
+
+    def has(*wanted: str) -> bool:
+        return set(wanted) <= set(effects())
+
+    with child("broker", quiet=True):
+        with child("consumer", quiet=True, variables=old):
+            publish("orders", {"number": 1}, headers=first)
+            for number in range(2, 6):
+                publish("orders", {"number": number, "currency": "SEK"}, headers=second)
+            eventually(lambda: has("old code read 1") and waiting() == [("paid", 2)], within_seconds=60, what=effects)
+            with child("consumer", quiet=True, variables=new):
+                publish("orders", {"number": 6}, headers=first)
+                eventually(lambda: len(effects()) >= 2, within_seconds=60, what=effects)
+            # The new code is rolled back. What it has published waits again, and old messages go on.
+            publish("orders", {"number": 7}, headers=first)
+            eventually(lambda: has("old code read 7"), within_seconds=60, what=effects)
+        with child("consumer", quiet=True, variables=new):
+            publish("orders", {"number": 8}, headers=first)
+            eventually(lambda: len(effects()) == 8, within_seconds=100, what=effects)
+    assert has("new code read 8 EUR", *(f"new code read {number} SEK" for number in range(2, 6)))
+    assert sorted(int(text.split()[3]) for text in effects()) == list(range(1, 9))
+    with broker_connection() as (connection, schema):
+        assert count_messages(Executor(connection, schema)).differences() == []
+        assert connection.execute("SELECT count(*) FROM outbox.dead_letter").fetchone() == (0,)
+
+
+def waiting() -> list[tuple[str, int]]:
+    """The versions that wait, as the consumers report them."""
+    with broker_connection() as (connection, _):
+        return connection.execute("SELECT event, version FROM outbox.unknown_version").fetchall()
