@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from outbox.events.declaration import EVENT_HEADER, VERSION_HEADER, EventType
+from outbox.events.declaration import EVENT_HEADER, VERSION_HEADER, EventType, schema_id
 from outbox.subscription import Subscription
 
 Schema = dict[str, Any]
@@ -29,11 +29,6 @@ def json_schema(one: EventType) -> Schema:
     """Return the JSON Schema of the bodies of an event, as a document of its own."""
     title = f"{one.name} version {one.version}"
     return {"$schema": _DIALECT, "$id": schema_id(one.name, one.version), "title": title, **one.shape.written}
-
-
-def schema_id(name: str, version: int | str) -> str:
-    """Return the URI of the schema of an event: `$id` of the JSON Schema, and `dataschema` of the CloudEvent."""
-    return f"urn:event:{name}:{version}"
 
 
 def asyncapi(service: Service, declared: Iterable[EventType], subscriptions: Iterable[Subscription]) -> Schema:

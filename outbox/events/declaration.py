@@ -206,6 +206,22 @@ def event_of(value: object, where: str) -> EventType:
     return found
 
 
+_SCHEMA: Final = "urn:event:"
+
+
+def schema_id(name: str, version: int | str) -> str:
+    """Return the URI of the schema of an event: `$id` of its JSON Schema, and `dataschema` of its CloudEvents."""
+    return f"{_SCHEMA}{name}:{version}"
+
+
+def headers_of_schema(uri: str) -> dict[str, str]:
+    """Return the two headers of the event with this schema; an empty dictionary for any other URI."""
+    name, _, version = uri.removeprefix(_SCHEMA).rpartition(":")
+    if not uri.startswith(_SCHEMA) or not name or not version.isdigit():
+        return {}
+    return {EVENT_HEADER: name, VERSION_HEADER: version}
+
+
 def topic_of(topic: str | type, where: str) -> str:
     """Return a topic's name, given as a name or as a type of events. Raises ConfigurationError."""
     if isinstance(topic, str):
