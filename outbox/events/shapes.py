@@ -121,7 +121,8 @@ def _with_definitions(root: Schema, components: Mapping[str, Schema]) -> Schema:
     name = str(root.get("$ref", "")).removeprefix("#/$defs/")
     if name in definitions and f'"#/$defs/{name}"' not in json.dumps(definitions):
         root = definitions.pop(name)
-    return _without_texts({**root, **({"$defs": definitions} if definitions else {})})
+    schema: Schema = _without_texts({**root, **({"$defs": definitions} if definitions else {})})
+    return schema
 
 
 def _without_texts(schema: Any) -> Any:

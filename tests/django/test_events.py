@@ -325,16 +325,20 @@ def test_old_and_new_code_run_side_by_side(databases: None, tmp_path: Path) -> N
             publish("orders", {"number": 1}, headers=first)
             for number in range(2, 6):
                 publish("orders", {"number": number, "currency": "SEK"}, headers=second)
-            eventually(lambda: has("old code read 1") and waiting() == [("paid", 2)], within_seconds=60, what=effects)
+            eventually(
+                lambda: has("old code read 1") and waiting() == [("paid", 2)],
+                within_seconds=60,
+                what=lambda: f"{effects()}",
+            )
             with child("consumer", quiet=True, variables=new):
                 publish("orders", {"number": 6}, headers=first)
-                eventually(lambda: len(effects()) >= 2, within_seconds=60, what=effects)
+                eventually(lambda: len(effects()) >= 2, within_seconds=60, what=lambda: f"{effects()}")
             # The new code is rolled back. What it has published waits again, and old messages go on.
             publish("orders", {"number": 7}, headers=first)
-            eventually(lambda: has("old code read 7"), within_seconds=60, what=effects)
+            eventually(lambda: has("old code read 7"), within_seconds=60, what=lambda: f"{effects()}")
         with child("consumer", quiet=True, variables=new):
             publish("orders", {"number": 8}, headers=first)
-            eventually(lambda: len(effects()) == 8, within_seconds=100, what=effects)
+            eventually(lambda: len(effects()) == 8, within_seconds=100, what=lambda: f"{effects()}")
     assert has("new code read 8 EUR", *(f"new code read {number} SEK" for number in range(2, 6)))
     assert sorted(int(text.split()[3]) for text in effects()) == list(range(1, 9))
     with broker_connection() as (connection, schema):

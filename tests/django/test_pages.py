@@ -251,7 +251,11 @@ def test_the_first_example(page: Page, name: str) -> None:
     assert models.Shipment.objects.get().order_id == order.pk
 
 
-def test_events(page: Page, capsys: pytest.CaptureFixture[str]) -> None:
+def test_events(page: Page, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    # Python evaluates the annotations of a dataclass in its module.
+    module = ModuleType("shop.events")
+    monkeypatch.setitem(sys.modules, "shop.events", module)
+    page.names = module.__dict__
     with declaration.restored():
         page.names |= {"Points": models.Points, "Mail": models.Mail, "Shipment": models.Shipment}
         page.run("events.md")
