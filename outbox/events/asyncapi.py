@@ -12,7 +12,7 @@ from outbox.subscription import Subscription
 Schema = dict[str, Any]
 
 _DIALECT: Final = "https://json-schema.org/draft/2020-12/schema"
-# The names of parts of the document allow no other characters, and a topic or group has no slash.
+# The name of the message of a topic without a declared event.
 _UNTYPED: Final = "untyped"
 
 

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from outbox.errors import ConfigurationError
 from outbox.events.compatibility import Difference, Schema, differences
-from outbox.events.declaration import Compatibility, EventType, events, leads_to
+from outbox.events.declaration import Compatibility, events, leads_to
 
 _SUFFIX: Final = ".json"
 
@@ -207,8 +207,3 @@ def shown(contracts: Mapping[str, Contract], names: Sequence[str] = ()) -> list[
         known = ", ".join(sorted(contracts)) or "none"
         raise ConfigurationError(f"there is no event {', '.join(unknown)}; the declared events are {known}.")
     return [contract.as_json() for name, contract in sorted(contracts.items()) if not names or name in names]
-
-
-def newest(one: Sequence[EventType]) -> dict[str, EventType]:
-    """Return the newest version of each event."""
-    return {item.name: item for item in sorted(one, key=lambda item: item.version)}

@@ -26,7 +26,6 @@ from outbox.message import Delivery
 
 EVENT_HEADER: Final = "outbox-event"
 VERSION_HEADER: Final = "outbox-event-version"
-# Both headers are ASCII digits and names, so that SQL and Spark can read them without a decoder.
 _MOST_DIGITS: Final = 6
 
 Kind = TypeVar("Kind", bound=type)
