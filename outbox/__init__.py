@@ -2,6 +2,7 @@
 
 from outbox.checkback import CheckBack
 from outbox.codec import BytesCodec, Codec, Codecs, JsonCodec
+from outbox.events.declaration import Compatibility, event, upcast
 from outbox.limits import Limits
 from outbox.message import Delivery, Message, SendReceipt
 from outbox.recall import Recall, RecallStatus
@@ -17,6 +18,7 @@ __all__ = [
     "CheckBack",
     "Codec",
     "Codecs",
+    "Compatibility",
     "Decision",
     "Delivery",
     "Effects",
@@ -36,4 +38,6 @@ __all__ = [
     "Start",
     "Subscription",
     "Topic",
+    "event",
+    "upcast",
 ]

@@ -149,6 +149,18 @@ class HandlerNotStarted(OutboxError):
     """
 
 
+class UnknownEventVersion(HandlerNotStarted):
+    """Newer code has published the message, and this process does not know its event or its version.
+
+    The message waits, without an attempt, for a process that knows `version` of `event`.
+    """
+
+    def __init__(self, message: str | None = None, *, event: str, version: int) -> None:
+        super().__init__(message)
+        self.event = event
+        self.version = version
+
+
 class HandlerTimedOut(OutboxError):
     """The handler ran longer than its subscription allows, so the attempt counts as failed."""
 

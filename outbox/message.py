@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from types import MappingProxyType
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final, Generic
 from uuid import UUID, uuid5
 
 from outbox import names
@@ -14,6 +14,16 @@ from outbox.erasure import ERASED
 from outbox.errors import InvalidMessage, InvalidName, NotSupported
 from outbox.time_limit import TIMEOUT_HEADER, timeout_of
 from outbox.utils.ids import uuid7
+
+if TYPE_CHECKING:
+    # Type checkers know typing_extensions without the package. Only its TypeVar has a default before Python 3.13.
+    from typing_extensions import TypeVar
+
+    Body_co = TypeVar("Body_co", covariant=True, default=Any)
+else:
+    from typing import TypeVar
+
+    Body_co = TypeVar("Body_co", covariant=True)
 
 _NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 
@@ -176,17 +186,18 @@ class SendReceipt:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Delivery:
+class Delivery(Generic[Body_co]):
     """One message that a consumer passes to one handler.
 
-    `body` is decoded by the codec of the message's content type. If the message is erased, `body` is
-    outbox.erasure.ERASED. `attempt` counts from 1. The message was read at
+    `body` is decoded by the codec of the message's content type. For a handler with an annotation like
+    `Delivery[OrderPaid]`, `body` is an event of this type. If the message is erased, `body` is outbox.erasure.ERASED.
+    `attempt` counts from 1. The message was read at
     `offset` of `queue` for the consumer group. `transaction_id` is the transaction id of the publish call (see
     SendReceipt), or None if the broker does not give it.
     """
 
     message: Message
-    body: Any
+    body: Body_co
     group: str
     queue: str
     offset: int

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from outbox import names
 from outbox.errors import InvalidSubscription, PermanentError, RetryLater, UndecodableBody
+from outbox.events.declaration import find_event
 from outbox.limits import Limits
 from outbox.retry import RetryPolicy
 
@@ -132,6 +133,11 @@ class Subscription:
         '`"outside"`: the handler calls other systems, so it runs [without an open transaction](slow-calls.md)',
     )
     broadcast: bool = _option(False, "`True`: every consumer process gets all messages, and there is no inbox")
+    events: tuple[type, ...] = _option(
+        (),
+        "the types of the [events](events.md) that the handler gets",
+        shown="from the annotation",
+    )
     limits: Limits | None = _option(
         None,
         "the [limits](limits.md) for all workers together: calls that run at the same time, calls of one key, and "
@@ -163,6 +169,8 @@ class Subscription:
             yield f"broadcast={self.broadcast!r} must be True or False"
         if self.limits is not None:
             yield from self._complaints_about_limits(self.limits)
+        if not isinstance(self.events, tuple) or any(find_event(kind) is None for kind in self.events):
+            yield f"events={self.events!r} must be a tuple of types that @event declares"
         yield from self._complaints_about_effects()
 
     def _complaints_about_limits(self, limits: object) -> Iterator[str]:

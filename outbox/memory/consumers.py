@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Sequence
@@ -13,13 +14,16 @@ from uuid import UUID
 
 from outbox import passing_over, tracing
 from outbox.codec import Codecs
-from outbox.errors import UndecodableBody
+from outbox.errors import UndecodableBody, UnknownEventVersion
+from outbox.events.declaration import read_event, wait_seconds
 from outbox.filters.filter import Filter, parse_filter
 from outbox.memory.log import Entry, Log
 from outbox.message import Delivery, Message
 from outbox.ports import AnyHandler, ConsumeCounts, Disposition, Invoker
 from outbox.subscription import OnError, Start, Subscription
 from outbox.utils import given_up, log_context
+
+logger = logging.getLogger(__name__)
 
 _POLL_SECONDS: Final = 0.05
 
@@ -172,8 +176,13 @@ class ConsumerGroups:
                 continue
             try:
                 body = self._codecs.decode(message.content_type, message.body)
+                if events := consumer.subscription.events:
+                    body = read_event(events, message.topic, message.headers, body)
             except UndecodableBody as error:
                 self._give_up(consumer, fetched.entry, str(error))
+                continue
+            except UnknownEventVersion as error:
+                self._wait(consumer, fetched, error)
                 continue
             deliveries.append(
                 Delivery(
@@ -233,6 +242,16 @@ class ConsumerGroups:
         due_at = self._now() + timedelta(seconds=subscription.retry_delay_seconds(error, delivery.attempt))
         with self._log.lock:
             self._retries.append(_Retry(due_at, next(self._retry_numbers), consumer, entry, delivery.attempt + 1))
+
+    def _wait(self, consumer: _Consumer, fetched: _Fetched, error: UnknownEventVersion) -> None:
+        """Let a message of an unknown version wait, without an attempt."""
+        logger.warning(
+            "group %s: message %s waits: %s", consumer.subscription.group, fetched.entry.message.message_id, error
+        )
+        due_at = self._now() + timedelta(seconds=wait_seconds(self._now(), fetched.entry.message.born_at))
+        with self._log.lock:
+            number = next(self._retry_numbers)
+            self._retries.append(_Retry(due_at, number, consumer, fetched.entry, fetched.attempt))
 
     def _give_up(self, consumer: _Consumer, entry: Entry, error: str) -> None:
         group = consumer.subscription.group

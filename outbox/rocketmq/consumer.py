@@ -30,7 +30,9 @@ from outbox.errors import (
     KillsItsProcess,
     ServiceUnavailable,
     UndecodableBody,
+    UnknownEventVersion,
 )
+from outbox.events.declaration import read_event, wait_seconds
 from outbox.filters.filter import parse_filter
 from outbox.message import Delivery, Message
 from outbox.ports import AnyHandler, ConsumeCounts, Disposition, Invoker, call_handler
@@ -287,7 +289,7 @@ class _Poller:
         with self._lock:
             self._held.update({id(wire): Extended(wire, attempt) for wire in received})
         try:
-            if held := [one for one in map(self._decoded, received) if one is not None]:
+            if held := [one for wire in received if (one := self._decoded(wire, attempt)) is not None]:
                 with fence.attempt(attempt.lost):
                     self._call(held, attempt)
         except Exception:
@@ -298,7 +300,7 @@ class _Poller:
             for wire in received:
                 self._release(wire)
 
-    def _decoded(self, wire: Any) -> _Held | None:
+    def _decoded(self, wire: Any, attempt: Attempt) -> _Held | None:
         """Decode a message. If the message needs no handler, release it and return None."""
         try:
             message = from_wire(wire)
@@ -320,10 +322,31 @@ class _Poller:
             return None
         try:
             body = self._codecs.decode(message.content_type, message.body)
+            if self._subscription.events:
+                body = self._event(message, body, attempt)
+        except UnknownEventVersion:
+            # This process stops. The message stays unacknowledged, so the server delivers it again.
+            return None
         except (UndecodableBody, HandlerNotStarted) as error:
             self._let_go(wire, error, wire.delivery_attempt or 1, str(message.message_id))
             return None
         return _Held(wire, self._delivery(message, body, wire))
+
+    def _event(self, message: Message, body: Any, attempt: Attempt) -> Any:
+        """Return the event of a message. Wait while this process does not know its version.
+
+        The message stays in this process, because a new delivery would use up an attempt. Raises UndecodableBody, or
+        UnknownEventVersion if this process stops.
+        """
+        while True:
+            try:
+                return read_event(self._subscription.events, message.topic, message.headers, body)
+            except UnknownEventVersion as unknown:
+                logger.warning("group %r: message %s waits: %s", self._subscription.group, message.message_id, unknown)
+                pause = wait_seconds(datetime.now(UTC), message.born_at)
+                if self._stopping.wait(min(pause, self._subscription.timeout_seconds / 2)):
+                    raise
+                attempt.begin()
 
     def _is_timed_out(self, message: Message) -> bool:
         """Whether the time limit of the message is over, by this machine's clock.

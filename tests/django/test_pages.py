@@ -6,6 +6,7 @@ settings from there on. The blocks of docs/testing.md are files of a project, wh
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import subprocess
@@ -28,6 +29,7 @@ from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.django.subscribers.registry import subscriptions
 from outbox.contrib.django.testing import in_memory_outbox
 from outbox.contrib.django.worker.drain import drain
+from outbox.events import declaration
 from tests.django import configured
 from tests.django.pages import models
 from tests.django.processes import ROOT, environment
@@ -247,6 +249,36 @@ def test_the_first_example(page: Page, name: str) -> None:
     page.names["pay"](order)
     drain()
     assert models.Shipment.objects.get().order_id == order.pk
+
+
+def test_events(page: Page, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    # Python evaluates the annotations of a dataclass in its module.
+    module = ModuleType("shop.events")
+    monkeypatch.setitem(sys.modules, "shop.events", module)
+    page.names = module.__dict__
+    with declaration.restored():
+        page.names |= {"Points": models.Points, "Mail": models.Mail, "Shipment": models.Shipment}
+        page.run("events.md")
+        assert models.Points.objects.get().points == 12
+        assert sorted(models.Mail.objects.values_list("text", flat=True)) == ["12.50 EUR", "90 SEK"]
+        assert sorted(models.Shipment.objects.values_list("order_id", flat=True)) == [7, 8]
+    [schemas, document] = _json_values(capsys.readouterr().out)
+    assert [one["$id"] for one in schemas if "order.paid" in one["$id"]] == [
+        "urn:event:order.paid:1",
+        "urn:event:order.paid:2",
+    ]
+    assert document["info"] == {"title": "Shop", "version": "1.0.0"}
+
+
+def _json_values(text: str) -> list[Any]:
+    """The JSON values in a text, one after the other."""
+    found: list[Any] = []
+    decoder, at = json.JSONDecoder(), 0
+    while at < len(text):
+        value, at = decoder.raw_decode(text, at)
+        found.append(value)
+        at += len(text[at:]) - len(text[at:].lstrip())
+    return found
 
 
 def test_settings(page: Page) -> None:

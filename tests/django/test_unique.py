@@ -312,7 +312,7 @@ def test_a_handler_publishes_no_duplicate(path: str, no_subscribers: None) -> No
     invoke = InboxInvoker()
     for offset, key in enumerate("ab"):
         given = Message(topic="payments", body=b"{}", key=key)
-        delivery = Delivery(message=given, body={}, group="unique", queue="payments/0", offset=offset)
+        delivery: Delivery = Delivery(message=given, body={}, group="unique", queue="payments/0", offset=offset)
         invoke(registered.subscription, registered.handler, [delivery], generation=1)
     assert names() == ["a"]
 

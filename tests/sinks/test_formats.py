@@ -43,6 +43,13 @@ def test_a_cloud_event_has_every_field_of_the_message(mode: str, binding: str) -
     assert event.get_data() == {"n": 1, "who": "Zoë"}
 
 
+@pytest.mark.parametrize("mode", ["cloudevents-structured", "cloudevents-binary"])
+def test_a_typed_event_names_its_schema(mode: str) -> None:
+    given = delivery(headers={"outbox-event": "order.paid", "outbox-event-version": "2"})
+    event = read_back("http", format_named(mode, binding="http", source="/shop")(given, "order.paid"))
+    assert event.get_dataschema() == "urn:event:order.paid:2"
+
+
 def test_bytes_travel_in_a_structured_event_too() -> None:
     given = delivery(body=b"\x00\xff", content_type="application/octet-stream")
     message = format_named("cloudevents-structured", binding="http", source="/shop")(given, "order.paid")

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from outbox.contrib.sources.receiver import Received, Receiver, UnstorableMessage
-from outbox.contrib.sources.source import Incoming, message_id_of
+from outbox.contrib.sources.source import Incoming, convert, message_id_of
 from outbox.errors import ConfigurationError, MessageTypeMismatch, ServiceUnavailable, UnknownTopic
 from outbox.message import Message
 from outbox.names import MAX_BODY_BYTES
@@ -127,6 +127,30 @@ def test_one_id_of_two_senders_is_two_messages(bench: ConsumptionBench, events: 
     receiver(bench, source).run_once()
     assert (source.messages, stored(bench)) == ([], [event.body for event in events])
     assert len(bench.rows("SELECT DISTINCT headers FROM outbox.commit_log")) == len(events), "the headers name both"
+
+
+def test_the_events_of_a_batch_are_messages_of_their_own(bench: ConsumptionBench) -> None:
+    events = [{"id": "1", "source": "/a"}, {"id": "1", "source": "/b"}, {"id": "2", "source": "/a", "data": "ü"}]
+
+    def batch(*chosen: int) -> Incoming:
+        body = json.dumps([events[number] for number in chosen]).encode()
+        return incoming("of the batch", body, content_type="application/cloudevents-batch+json; charset=utf-8")
+
+    # The second batch repeats two events of the first one, and the third one is empty.
+    source = ListSource(batch(0, 1), batch(1, 2, 0), batch())
+    receiver(bench, source).run_once()
+    assert (source.messages, [json.loads(body) for body in stored(bench)]) == ([], events)
+
+
+def test_an_event_keeps_its_type_on_the_way_through_a_cloud_event() -> None:
+    headers = {"ce-id": "1", "ce-source": "/shop", "ce-dataschema": "urn:event:order.paid:2"}
+    found = dict(convert(incoming("1", headers=headers), "partner", "orders").headers)
+    assert found == {
+        "received-id": "1",
+        "received-source": "/shop",
+        "outbox-event": "order.paid",
+        "outbox-event-version": "2",
+    }
 
 
 def test_an_id_without_a_sender_is_the_one_of_earlier_versions() -> None:

@@ -6,6 +6,7 @@ Each subscription has a `SubscriptionRunner`, which holds its lanes, its threads
 from __future__ import annotations
 
 import heapq
+import logging
 import math
 import time
 from collections import Counter, deque
@@ -33,10 +34,12 @@ from outbox.broker.consumer.worker_pool import STUCK_LIMIT, RunCall, WorkerPool
 from outbox.broker.database.executor import Executor
 from outbox.broker.groups import members
 from outbox.broker.groups.members import CallReport, CallsReport
-from outbox.errors import HandlerTimedOut
+from outbox.errors import HandlerTimedOut, UnknownEventVersion
 from outbox.ports import Disposition
 from outbox.subscription import Mode, Subscription
 from outbox.utils.backoff import Backoff
+
+logger = logging.getLogger(__name__)
 
 _QUEUE: Final = attrgetter("queue")
 
@@ -160,6 +163,38 @@ class Outage:
         return sum(retry.delay_seconds(attempt) for attempt in range(1, retry.max_attempts))
 
 
+# -- versions that only newer code knows -----------------------------------------------------------
+
+
+_REPORT_SECONDS: Final = 10.0
+
+
+class UnknownVersions:
+    """The versions of events that one subscription has met and does not know. Only the dispatching thread uses it."""
+
+    def __init__(self) -> None:
+        self._met: dict[tuple[str, int], str] = {}
+        self._reported_at: dict[tuple[str, int], float] = {}
+
+    def note(self, results: Sequence[Result]) -> None:
+        """Record the unknown versions among the results of a call."""
+        for result in results:
+            if isinstance(result, UnknownEventVersion):
+                self._met[result.event, result.version] = str(result)
+
+    def report(self, run: Executor, instance: UUID, key: tuple[int, int]) -> None:
+        """Store for operators which versions wait; each version at most once per ten seconds."""
+        if not self._met:
+            return
+        now = time.monotonic()
+        for (event, version), error in self._met.items():
+            if now - self._reported_at.get((event, version), -_REPORT_SECONDS) >= _REPORT_SECONDS:
+                self._reported_at[event, version] = now
+                logger.warning("group %d: messages wait: %s", key[0], error)
+                members.report_unknown_version(run, instance, key, event, version, error)
+        self._met.clear()
+
+
 # -- subscriptions ---------------------------------------------------------------------------------
 
 
@@ -192,6 +227,7 @@ class SubscriptionRunner:
             Limiter(subscribed, subscription.limits, self.pool, self.lanes) if subscription.limits is not None else None
         )
         self.outage: Final = Outage(subscription)
+        self.unknown: Final = UnknownVersions()
         # Whether messages may wait in the lanes because the pool accepts no more calls.
         self.backlog = False
         self._reported = 0

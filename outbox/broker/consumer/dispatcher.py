@@ -30,11 +30,11 @@ from outbox.broker.consumer.owned_queue import (
     QueueHandOver,
     QueueLost,
     QueueStopped,
-    Subscribed,
 )
 from outbox.broker.consumer.quarantine_runner import QuarantineRunner
 from outbox.broker.consumer.results import (
     Failed,
+    Waiting,
     all_handled,
     book,
     leave,
@@ -373,6 +373,7 @@ class Dispatcher:
         self._quarantine.settle(run)
         for runner in self._runners.values():
             runner.report_outage(run, self._instance)
+            runner.unknown.report(run, self._instance, runner.subscribed.key)
         self._prefetcher.fetch(run)
         self._dispatch(run)
         self._store(run)
@@ -601,7 +602,7 @@ class Dispatcher:
         """Book the finished calls and the calls that have timed out."""
         failed: list[Failed] = []
         self._calls.take_back()
-        waiting: list[tuple[Subscribed, FetchedEntry, float]] = []
+        waiting: list[Waiting] = []
         ended = self._calls.over()
         if time.monotonic() >= self._claims_until:
             ended = chain(ended, self._calls.give_up_claims())
@@ -653,7 +654,7 @@ class Dispatcher:
         work: HandlerCall,
         results: Sequence[Result],
         failed: list[Failed],
-        waiting: list[tuple[Subscribed, FetchedEntry, float]],
+        waiting: list[Waiting],
     ) -> set[int]:
         """Book the results of a call. Return the `id()` of each item that goes back to its lane."""
         if work.has_left:
@@ -670,12 +671,13 @@ class Dispatcher:
         booked = book(work, results, self._runners[work.subscribed.key].outage)
         self._quarantine.over(work, results, booked.again)
         failed += booked.failed
-        waiting += [(work.subscribed, item, seconds) for item, seconds in booked.elsewhere]
+        waiting += booked.waiting
         for queue in booked.lost:
             self._lose(queue)
         if all_handled(results):
             self.counts["handled"] += len(results)
         else:
+            self._runners[work.subscribed.key].unknown.note(results)
             # Compare by identity: an error of a handler may define `__eq__`, which may raise.
             self.counts["handled"] += sum(result is Disposition.HANDLED for result in results)
             self.counts["skipped"] += sum(result is Disposition.SKIPPED for result in results)
@@ -687,7 +689,7 @@ class Dispatcher:
         run: Executor,
         over: Sequence[tuple[HandlerCall, set[int]]],
         failed: Sequence[Failed],
-        waiting: Sequence[tuple[Subscribed, FetchedEntry, float]],
+        waiting: Sequence[Waiting],
     ) -> None:
         """Record all failures. Then put the messages that this process will try again into their lanes.
 

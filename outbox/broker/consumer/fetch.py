@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from decimal import Decimal
 from types import MappingProxyType
-from typing import Any, Final, cast
+from typing import Any, Final, Generic, cast
 from uuid import UUID
 
 import psycopg
@@ -37,7 +37,7 @@ from outbox.filters.conditions import (
     Value,
 )
 from outbox.filters.filter import Filter
-from outbox.message import Delivery, Message
+from outbox.message import Body_co, Delivery, Message
 from outbox.time_limit import TIMEOUT_HEADER, TIMEOUT_PATTERN
 
 # -- filters ---------------------------------------------------------------------------------------
@@ -136,7 +136,7 @@ Row = tuple[Any, ...]
 # The positions of columns of _FETCH and _LOAD; `deliver` unpacks the other columns. Access by position is fast, and
 # this code runs for every message.
 SLOT, OFFSET, RETRIES, LOG_ID, TOPIC_ID, PASSES, BODY, MESSAGE_ID, KEY = range(9)
-CONTENT_TYPE: Final = 11
+HEADERS, CONTENT_TYPE, BORN_AT = range(10, 13)
 # How many seconds were left, by the clock of the broker's database, until the end of the message's time limit. The
 # value is NULL if the message has no time limit, and not positive after the end of the limit.
 SECONDS_LEFT: Final = 15
@@ -263,7 +263,7 @@ def load(run: Executor, places: Sequence[tuple[int, int]]) -> dict[tuple[int, in
     return {(row[SLOT], row[OFFSET]): row for row in run.execute(_LOAD, parameters)}
 
 
-_NO_HEADERS: Final[Mapping[str, str]] = MappingProxyType({})
+NO_HEADERS: Final[Mapping[str, str]] = MappingProxyType({})
 
 
 # The constructors of Message and Delivery would repeat the checks that the sender has made, and set each field by a
@@ -288,7 +288,7 @@ class _OpenMessage:
     born_at: datetime
 
 
-class _OpenDelivery:
+class _OpenDelivery(Generic[Body_co]):
     __slots__ = tuple(Delivery.__dataclass_fields__)
 
     message: Message
@@ -309,7 +309,7 @@ def deliver(row: Row, topic: str, body: Any, group: str, queue: str, offset: int
     message.message_id = message_id
     message.key = key
     message.tag = tag
-    message.headers = _NO_HEADERS if headers is None else MappingProxyType(headers)
+    message.headers = NO_HEADERS if headers is None else MappingProxyType(headers)
     message.content_type = content_type
     message.deliver_at = deliver_at
     message.delay = None

@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from itertools import groupby
 from operator import attrgetter
 from typing import Final
@@ -18,7 +19,7 @@ from uuid import UUID
 import psycopg
 
 from outbox.broker.consumer.calls import Outage
-from outbox.broker.consumer.fetch import KEY, LOG_ID, MESSAGE_ID, TOPIC_ID, TRANSACTION_ID, Row
+from outbox.broker.consumer.fetch import BORN_AT, KEY, LOG_ID, MESSAGE_ID, TOPIC_ID, TRANSACTION_ID, Row
 from outbox.broker.consumer.owned_queue import ConsumingGroup, EntryOutcome, OwnedQueue, Phase, Subscribed
 from outbox.broker.consumer.work import FetchedEntry, HandlerCall, Postponed, Result, TimedOut, divide
 from outbox.broker.database.executor import Executor
@@ -34,7 +35,9 @@ from outbox.errors import (
     RetryLater,
     ServiceUnavailable,
     UndecodableBody,
+    UnknownEventVersion,
 )
+from outbox.events.declaration import wait_seconds
 from outbox.ports import ClaimedElsewhere, Disposition
 from outbox.subscription import OnError, Subscription
 from outbox.utils import faults, given_up, log_context
@@ -308,27 +311,42 @@ def leave(run: Executor, instance: UUID, work: HandlerCall) -> bool:
     return kept
 
 
-def put_back(
-    run: Executor, instance: UUID, waiting: Sequence[tuple[Subscribed, FetchedEntry, float]]
-) -> tuple[list[FetchedEntry], list[OwnedQueue]]:
-    """Let messages that another attempt has claimed leave their queues until that claim ends.
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A message that leaves its queue for `seconds`, without an attempt.
+
+    `is_claimed`: another attempt has claimed the message. Otherwise the message waits for newer code.
+    """
+
+    subscribed: Subscribed
+    item: FetchedEntry
+    seconds: float
+    is_claimed: bool
+
+
+def put_back(run: Executor, instance: UUID, waiting: Sequence[Waiting]) -> tuple[list[FetchedEntry], list[OwnedQueue]]:
+    """Let messages leave their queues for a time: until the claim of another attempt ends, or newer code is there.
 
     Return the messages that could not be stored, which wait in this process, and the queues that this process has lost.
     """
     again: list[FetchedEntry] = []
     lost: list[OwnedQueue] = []
-    for subscribed, item, seconds in waiting:
+    for one in waiting:
+        item = one.item
         try:
-            if not _leave(run, instance, item, _redelivery(run, subscribed, item), seconds):
+            place = _redelivery(run, one.subscribed, item)
+            if not _leave(run, instance, item, place, one.seconds, is_claimed=one.is_claimed):
                 lost.append(item.queue)
         except (psycopg.Error, OutboxError) as error:
-            logger.warning("a message that is claimed elsewhere waits in this process: %s", error)
+            logger.warning("a message that should leave its queue waits in this process: %s", error)
             item.due = time.monotonic() + _LOCAL_RETRY_SECONDS
             again.append(item)
     return again, lost
 
 
-def _leave(run: Executor, instance: UUID, item: FetchedEntry, place: Redelivery, seconds: float) -> bool:
+def _leave(
+    run: Executor, instance: UUID, item: FetchedEntry, place: Redelivery, seconds: float, *, is_claimed: bool = True
+) -> bool:
     queue = item.queue
     if not redelivery.leave(
         run,
@@ -337,6 +355,7 @@ def _leave(run: Executor, instance: UUID, item: FetchedEntry, place: Redelivery,
         item.offset,
         place,
         seconds=seconds,
+        is_claimed=is_claimed,
         passed=(queue.swept_offset, queue.stored_offset),
     ):
         return False
@@ -449,13 +468,13 @@ _OUTCOMES: Final = {Disposition.HANDLED: EntryOutcome.HANDLED, Disposition.SKIPP
 class CallOutcome:
     """The unfinished messages of a call, and the queues whose lease is over.
 
-    `again`: the `id()` of each item that goes back to its lane and whose attempt does not count. `elsewhere`: the
-    messages that another attempt has claimed, and for how long (seconds). `lost`: the queues whose lease is over.
+    `again`: the `id()` of each item that goes back to its lane and whose attempt does not count. `waiting`: the
+    messages that leave their queues for a time. `lost`: the queues whose lease is over.
     """
 
     failed: list[Failed] = field(default_factory=list)
     again: set[int] = field(default_factory=set)
-    elsewhere: list[tuple[FetchedEntry, float]] = field(default_factory=list)
+    waiting: list[Waiting] = field(default_factory=list)
     lost: list[OwnedQueue] = field(default_factory=list)
 
 
@@ -480,10 +499,12 @@ def book(work: HandlerCall, results: Sequence[Result], outage: Outage) -> CallOu
             continue
         if isinstance(result, Disposition):
             queue.window.finish(item.offset, _OUTCOMES[result])
+        elif isinstance(result, UnknownEventVersion):
+            _wait_for_code(work, item, booked)
         elif isinstance(result, BaseException):
             errors.append((item, result))
         elif isinstance(result, ClaimedElsewhere) and not work.keeps_order:
-            booked.elsewhere.append((item, result.seconds))
+            booked.waiting.append(Waiting(work.subscribed, item, result.seconds, is_claimed=True))
         elif isinstance(result, ClaimedElsewhere):
             # The message blocks the later messages of its key, so it waits here. Another process may finish it before
             # the end of the claim. With limits, each question would use up a token, so this process asks only once.
@@ -504,6 +525,20 @@ def book(work: HandlerCall, results: Sequence[Result], outage: Outage) -> CallOu
     elif errors:
         _book_failure(work, errors, outage, booked)
     return booked
+
+
+def _wait_for_code(work: HandlerCall, item: FetchedEntry, booked: CallOutcome) -> None:
+    """Let a message wait for newer code, without an attempt.
+
+    In ordered modes, the message blocks the later messages of its key, so it waits in this process. In a broadcast
+    group, only this process has the message. Otherwise it leaves its queue, and any process of the group may get it.
+    """
+    assert item.row is not None
+    seconds = wait_seconds(datetime.now(UTC), item.row[BORN_AT])
+    if work.keeps_order or work.subscribed.group.broadcast:
+        _keep(item, time.monotonic() + seconds, booked)
+    else:
+        booked.waiting.append(Waiting(work.subscribed, item, seconds, is_claimed=False))
 
 
 def _book_failure(

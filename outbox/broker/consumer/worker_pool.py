@@ -13,7 +13,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, Final, TypeAlias
 
 from outbox import passing_over, tracing
-from outbox.broker.consumer.fetch import BODY, CONTENT_TYPE, LOG_ID, deliver
+from outbox.broker.consumer.fetch import BODY, CONTENT_TYPE, HEADERS, LOG_ID, NO_HEADERS, deliver
 from outbox.broker.consumer.gate import Gate
 from outbox.broker.consumer.owned_queue import Subscribed
 from outbox.broker.consumer.running_calls import RunningCalls
@@ -22,6 +22,7 @@ from outbox.broker.consumer.work import NOT_STARTED, FetchedEntry, HandlerCall, 
 from outbox.codec import Codecs
 from outbox.erasure import ENCRYPTED_CONTENT_TYPE, ERASED_CONTENT_TYPE
 from outbox.errors import HandlerNotStarted, OutboxError, UndecodableBody
+from outbox.events.declaration import read_event
 from outbox.message import Delivery
 from outbox.ports import (
     AnyHandler,
@@ -542,11 +543,11 @@ class Caller:
         """Return the deliveries and their places in the call.
 
         If a body cannot be decoded, or the key of its subject cannot be read now, the error becomes the result of the
-        message. If the time limit of a
-        message is over, the result of the message is TimedOut.
+        message. If the time limit of a message is over, the result of the message is TimedOut. If newer code has
+        published the message, the result is UnknownEventVersion.
         """
         group, topic = work.subscribed.group.name, work.subscribed.subscription.topic
-        decode = self._codecs.decode
+        decode, events = self._codecs.decode, work.subscribed.subscription.events
         # Check the leases after the fault point. If a test freezes the process at the fault point, no handler starts
         # with an expired lease.
         slots = work.subscribed.slots
@@ -565,6 +566,8 @@ class Caller:
             assert row is not None
             try:
                 body = decode(row[CONTENT_TYPE], row[BODY])
+                if events:
+                    body = read_event(events, topic, row[HEADERS] or NO_HEADERS, body)
             except (UndecodableBody, HandlerNotStarted) as error:
                 results[place] = error
                 continue

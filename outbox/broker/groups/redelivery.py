@@ -1,4 +1,6 @@
-"""Claimed messages that have left their queue: a row of `scheduled` delivers such a message again.
+"""Messages that have left their queue without an attempt: a row of `scheduled` delivers such a message again.
+
+A message leaves its queue if it is claimed, or if it is of a version that only newer code knows (decision 251).
 
 The handler of a claimed message may run for minutes. So that the queue's offset need not wait, the consumer marks the
 message as finished in its queue (sent back), and schedules it for the retry queue of its group, due at the end of the
@@ -38,7 +40,8 @@ WITH held AS MATERIALIZED (
     WHERE group_id = %(group_id)s AND queue_id = %(queue_id)s AND epoch = %(epoch)s AND owner = %(owner)s
 ), redelivered AS (
     INSERT INTO {schema}.scheduled (log_id, due_at, queue_id, attempt, claimed)
-    SELECT %(log_id)s, clock_timestamp() + make_interval(secs => %(seconds)s), %(retry_queue_id)s, %(attempt)s, true
+    SELECT %(log_id)s, clock_timestamp() + make_interval(secs => %(seconds)s), %(retry_queue_id)s, %(attempt)s,
+           %(is_claimed)s
     FROM held
     ON CONFLICT DO NOTHING
     RETURNING log_id
@@ -70,9 +73,10 @@ def leave(
     redelivery: Redelivery,
     *,
     seconds: float,
+    is_claimed: bool,
     passed: tuple[int, int],
 ) -> bool:
-    """Let the message at `offset` leave its queue: deliver it again after `seconds`.
+    """Let the message at `offset` leave its queue: deliver it again after `seconds`, without an attempt.
 
     `passed`: the offsets whose `finished_ahead` rows are not needed any more, because the stored offset has passed
     them.
@@ -87,6 +91,7 @@ def leave(
         "epoch": lease.epoch,
         "offset": offset,
         "seconds": seconds,
+        "is_claimed": is_claimed,
         "swept_offset": passed[0],
         "stored_offset": passed[1],
         **_place(redelivery),

@@ -281,6 +281,10 @@ CATALOGUE: Final[Mapping[str, ConditionKind]] = {
         "service that the handlers need is down.",
         "Restore the service that the error names: the group then resumes by itself.",
     ),
+    "unknown_version": ConditionKind(
+        "Messages of an event wait, because newer code has published them and the workers do not know their version.",
+        "Deploy the workers with the code that declares this version. The messages then continue by themselves.",
+    ),
     "endpoint_disabled": ConditionKind(
         "An endpoint of FORWARD says that it exists no more, so it gets no messages. Its messages wait.",
         "If the endpoint exists again, run `outbox_endpoint enable GROUP`. If it is gone for good, remove its entry "

@@ -276,7 +276,7 @@ TRUNCATE {schema}.topic, {schema}.queue, {schema}.commit_log, {schema}.op_log, {
          {schema}.periodic_pass, {schema}.pruned_table, {schema}.summary, {schema}.audit, {schema}.life,
          {schema}.life_sign, {schema}.comparison, {schema}.missing_transaction, {schema}.schedule,
          {schema}.timed_out, {schema}.subscription_limit,
-         {schema}.slot, {schema}.slot_demand, {schema}.bucket, {schema}.consumer_process,
+         {schema}.slot, {schema}.slot_demand, {schema}.bucket, {schema}.consumer_process, {schema}.unknown_version,
          {schema}.summary_past
 RESTART IDENTITY
 """)

@@ -551,6 +551,19 @@ GROUP BY 1, 2 ORDER BY 4 DESC
 """)
 
 
+# While a message waits, its consumer meets it again at least once a minute (LONGEST_WAIT_SECONDS).
+_UNKNOWN_SECONDS: Final = 180.0
+_UNKNOWN_VERSIONS: Final = Statement("""
+SELECT consumer_group.name, topic.name, event, version, count(*),
+       max(extract(epoch FROM clock_timestamp() - since))::double precision, (array_agg(error ORDER BY seen_at DESC))[1]
+FROM {schema}.unknown_version JOIN {schema}.consumer_group USING (group_id) JOIN {schema}.topic USING (topic_id)
+WHERE seen_at > clock_timestamp() - make_interval(secs => %(seconds)s)
+  AND EXISTS (SELECT FROM {schema}.consumer
+              WHERE consumer.instance_id = unknown_version.instance_id AND expires_at > clock_timestamp())
+GROUP BY 1, 2, 3, 4 ORDER BY 6 DESC
+""")
+
+
 def _of_suspects(run: Executor, limits: Thresholds, summary: Summary) -> Iterator[Condition]:
     """Return the conditions of handlers that kill or hang their process, and of subscriptions in an outage."""
     yield from condition(
@@ -584,6 +597,30 @@ def _of_suspects(run: Executor, limits: Thresholds, summary: Summary) -> Iterato
                 {"group": group, "topic": topic, "consumers": count, "since_seconds": age, "error": error},
             )
             for group, topic, count, age, error in run.rows(_OUTAGES)
+        ],
+    )
+
+
+def _of_events(run: Executor, limits: Thresholds, summary: Summary) -> Iterator[Condition]:
+    """Return the condition of messages that wait for newer code."""
+    yield from condition(
+        "unknown_version",
+        [
+            (
+                Severity.WARNING,
+                {
+                    "group": group,
+                    "topic": topic,
+                    "event": event,
+                    "version": version,
+                    "consumers": count,
+                    "since_seconds": age,
+                    "error": error,
+                },
+            )
+            for group, topic, event, version, count, age, error in run.rows(
+                _UNKNOWN_VERSIONS, {"seconds": _UNKNOWN_SECONDS}
+            )
         ],
     )
 
@@ -808,6 +845,7 @@ _RULES: Final[Sequence[Rules]] = (
     _of_transactions,
     _of_groups,
     _of_suspects,
+    _of_events,
     _of_schedules,
     _of_limits,
     _of_topics,

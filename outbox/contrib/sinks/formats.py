@@ -13,6 +13,7 @@ from urllib.parse import quote
 from outbox.contrib.sinks.forwarder import Format
 from outbox.contrib.sinks.sink import Outgoing
 from outbox.errors import ConfigurationError
+from outbox.events.declaration import EVENT_HEADER, VERSION_HEADER, schema_id
 from outbox.message import Delivery
 
 PLAIN: Final = "plain"
@@ -101,6 +102,9 @@ def _event(delivery: Delivery, topic: str, source: str, *, binary: bool) -> Any:
         "time": message.born_at,
         "datacontenttype": message.content_type,
     }
+    if EVENT_HEADER in message.headers:
+        name, version = message.headers[EVENT_HEADER], message.headers.get(VERSION_HEADER, "1")
+        attributes["dataschema"] = schema_id(name, version)
     if message.key:
         attributes |= {"subject": message.key, "partitionkey": message.key}
     if message.tag:

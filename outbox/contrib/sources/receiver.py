@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Final
 from uuid import uuid4
 
-from outbox.contrib.sources.source import Convert, Incoming, Source, convert, identity, message_id_of
+from outbox.contrib.sources.source import Convert, Incoming, Source, convert, identity, message_id_of, parts_of
 from outbox.errors import (
     BrokerUnavailable,
     ConfigurationError,
@@ -108,11 +108,13 @@ class Receiver:
 
         Raises UnstorableMessage, ServiceUnavailable or BrokerError.
         """
-        incoming = self._source.receive(self._batch, wait_seconds=wait_seconds)
+        received = self._source.receive(self._batch, wait_seconds=wait_seconds)
         done = Received()
-        if not incoming:
+        if not received:
             return done
-        whole = self._all_at_once(incoming)
+        incoming = [part for one in received for part in parts_of(one)]
+        # A batch of CloudEvents may be empty.
+        whole = not incoming or self._all_at_once(incoming)
         if whole:
             done.stored = len(incoming)
         for one in () if whole else incoming:
@@ -121,7 +123,7 @@ class Receiver:
             else:
                 done.put_aside += 1
         point("receive.after_send")
-        self._source.acknowledge(incoming)
+        self._source.acknowledge(received)
         return done
 
     def _all_at_once(self, incoming: Sequence[Incoming]) -> bool:

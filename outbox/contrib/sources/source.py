@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Protocol
 
 from outbox.errors import InvalidMessage
+from outbox.events.declaration import headers_of_schema
 from outbox.message import Message
 
 _NAMESPACE: Final = uuid.uuid5(uuid.NAMESPACE_URL, "outbox:receive")
 _HEADER: Final = "outbox-header-"
 _STRUCTURED: Final = "application/cloudevents+json"
+_BATCH: Final = "application/cloudevents-batch+json"
 # The prefixes of CloudEvents attributes in the headers of Kafka (`ce_`) and of AMQP.
 _PREFIXES: Final = ("ce_", "cloudevents:", "cloudevents_")
 _SHOWN_CHARACTERS: Final = 255
@@ -92,6 +94,32 @@ def message_id_of(name: str, incoming: Incoming) -> uuid.UUID:
     return uuid.uuid5(uuid.uuid5(scope, sender) if sender else scope, message_id)
 
 
+def parts_of(incoming: Incoming) -> list[Incoming]:
+    """Return the events of a batch of CloudEvents, each as a message of its own. Any other message stays whole.
+
+    An event of the batch has no id but its own, so a repetition in another batch is recognised. A batch that cannot be
+    read stays whole.
+    """
+    if not incoming.content_type.lower().startswith(_BATCH):
+        return [incoming]
+    try:
+        events = json.loads(incoming.body)
+    except (ValueError, RecursionError):
+        return [incoming]
+    if not isinstance(events, list) or not all(isinstance(one, dict) for one in events):
+        return [incoming]
+    return [
+        replace(
+            incoming,
+            message_id="",
+            body=json.dumps(one, ensure_ascii=False, separators=(",", ":")).encode(errors="replace"),
+            where=f"event {number} of {incoming.where}",
+            content_type=_STRUCTURED,
+        )
+        for number, one in enumerate(events, 1)
+    ]
+
+
 def convert(incoming: Incoming, name: str, topic: str) -> Message:
     """Return the message to store in `topic`.
 
@@ -103,6 +131,7 @@ def convert(incoming: Incoming, name: str, topic: str) -> Message:
     given = {_attribute(header): value for header, value in incoming.headers.items()}
     own = {name[len(_HEADER) :]: value for name, value in incoming.headers.items() if name.lower().startswith(_HEADER)}
     sender, message_id = identity(incoming)
+    own = headers_of_schema(given.get("ce-dataschema", "")) | own
     received = {"received-id": message_id, **({"received-source": sender} if sender else {})}
     return Message(
         topic=topic,

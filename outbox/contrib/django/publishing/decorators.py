@@ -26,6 +26,7 @@ from outbox.contrib.django.publishing.ends import (
     report_rollback,
     require_marked,
 )
+from outbox.contrib.django.publishing.events import NOT_GIVEN
 from outbox.contrib.django.publishing.publish import (
     check_immunity,
     message,
@@ -44,6 +45,7 @@ from outbox.contrib.django.subscribers.callables import (
     signature_of,
 )
 from outbox.errors import ConfigurationError, TransactionUsageError, UsageError
+from outbox.events.declaration import topic_of
 from outbox.message import Message
 from outbox.utils.faults import point
 
@@ -55,9 +57,6 @@ from outbox.utils.faults import point
 
 # The name of the parameter by which a part's function receives the return value of the decorated function.
 RESULT: Final = "result"
-
-# The default value of a part that the caller did not pass. None is not used, because None is a valid value of a part.
-NOT_GIVEN: Final[Any] = object()
 
 # Parameters such as `*args` and `**kwargs`. A caller cannot pass a value by the name of such a parameter.
 _COLLECTING: Final = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -240,7 +239,7 @@ MESSAGES: Final = "messages"
 
 @overload
 def transactional_message(
-    topic: str,
+    topic: str | type,
     *,
     body: Any,
     key: object | Callable[..., object] = ...,
@@ -270,7 +269,7 @@ def transactional_message(
 
 
 def transactional_message(
-    topic: str = "",
+    topic: str | type = "",
     *,
     body: Any = NOT_GIVEN,
     messages: Callable[..., Iterable[Message]] | None = None,
@@ -294,6 +293,8 @@ def transactional_message(
     gets the return value of the decorated function, for example an object with a database id. A message that needs
     `result` is built after the decorated function has run, and before COMMIT. If the decorated function has `**kwargs`,
     a function for `body`, `key`, … may also have parameters that are named like keyword arguments of the caller.
+
+    With a type of events instead of a topic, `body` is an event of this type, or a function that returns one.
 
     If another message holds the key `unique` (see `publish`), the function runs, but publishes no message.
 
@@ -324,6 +325,8 @@ def transactional_message(
         "deliver_at": deliver_at,
         "unique": unique,
     }
+    kind = None if isinstance(topic, str) else topic
+    topic = topic_of(topic, "@transactional_message")
     if messages is None:
         _check_one(topic, body, unique=unique, within=within)
         wait_of(topic, delay, cast(Any, deliver_at))
@@ -335,6 +338,7 @@ def transactional_message(
     check_immunity(topic, immunity_seconds)
     return _Decorator(
         topic=topic,
+        kind=kind,
         given=parts,
         delay=delay,
         within=within,
@@ -378,10 +382,12 @@ def _check_several(messages: Any, **others: Any) -> None:
 class _Decorator:
     """The arguments of one use of `@transactional_message`.
 
-    `topic` is empty if the argument `messages` is used, because each message then has its own topic.
+    `topic` is empty if the argument `messages` is used, because each message then has its own topic. `kind` is the type
+    of events that the body must have, or None.
     """
 
     topic: str
+    kind: type | None
     given: Mapping[str, Any]
     delay: float | timedelta | None
     within: float | timedelta | None
@@ -424,7 +430,14 @@ class _Decorator:
         if MESSAGES in values:
             return messages_of(values[MESSAGES], f"messages= of {name}")
         body, delay, timeout = values.pop("body"), self.delay, self.timeout
-        return [message(self.topic, body, delay=delay, timeout=timeout, within=self.within, **values)]
+        if self.kind is not None and not isinstance(body, self.kind):
+            raise UsageError(
+                f"body= of {name} is {body!r:.80}, but @transactional_message was given the event type "
+                f"{self.kind.__qualname__}: return an event of this type. Nothing was published, and the transaction "
+                "is rolled back."
+            )
+        given = (self.topic, body) if self.kind is None else (body,)
+        return [message(*given, delay=delay, timeout=timeout, within=self.within, **values)]
 
 
 def _wrap(function: Callable[..., Any], call: _Call) -> Callable[..., Any]:

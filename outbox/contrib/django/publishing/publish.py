@@ -48,6 +48,7 @@ from outbox.contrib.django.engine.broker import CurrentEngine, current_engine, g
 from outbox.contrib.django.engine.path import confirm, takes_atomic_path
 from outbox.contrib.django.ledger import ledger_entry, unique_keys
 from outbox.contrib.django.publishing.ends import Published, report_after_commit
+from outbox.contrib.django.publishing.events import NOT_GIVEN, event_message
 from outbox.contrib.django.settings.conf import OutboxSettings, aware
 from outbox.erasure import ENCRYPTED_CONTENT_TYPE
 from outbox.errors import (
@@ -70,8 +71,8 @@ Result = TypeVar("Result")
 
 
 def publish(
-    topic: str,
-    body: Any,
+    topic: str | object,
+    body: Any = NOT_GIVEN,
     *,
     key: object = "",
     tag: str = "",
@@ -86,6 +87,9 @@ def publish(
     using: str | None = None,
 ) -> SendReceipt:
     """Publish one message and return its receipt.
+
+    `publish(topic, body)` publishes a body without a type, and `publish(event)` publishes an event (see `outbox.event`)
+    to the topic of its type. Arguments replace the key and tag that come from the type.
 
     Inside `atomic()`, the message is delivered if and only if the transaction of `atomic()` commits. Outside of
     `atomic()`, the message is sent at once. The topic's codec encodes `body` (the default codec is JSON). `key` orders
@@ -132,8 +136,8 @@ def publish(
 
 
 def publish_many(
-    topic: str,
-    bodies: Iterable[Any],
+    topic: str | Iterable[object],
+    bodies: Iterable[Any] | None = None,
     *,
     key: object | Callable[[Any], object] = "",
     tag: str | Callable[[Any], str] = "",
@@ -149,12 +153,16 @@ def publish_many(
 ) -> list[SendReceipt]:
     """Publish one message per body, with one transaction id and one statement. The broker stores all messages or none.
 
+    `publish_many(topic, bodies)` publishes bodies without a type, and `publish_many(events)` publishes events.
+
     `key`, `tag` and `subject` may be functions of a body, and `unique` is a function of a body. Duplicates are left
     out, and their receipts have `duplicate_of`. The other parameters are the same as for `publish`. If your messages
     differ in other fields or in their topics, build each with `message`, and pass all to `publish_messages`.
     """
     with failing_takes_the_block_along(using):
-        if isinstance(bodies, (str, bytes, Mapping)):
+        if bodies is None and not isinstance(topic, str):
+            bodies = cast(Iterable[Any], topic)
+        if not isinstance(bodies, Iterable) or isinstance(bodies, (str, bytes, Mapping)):
             raise UsageError(
                 f"publish_many to {topic!r}: pass a list of bodies, not {bodies!r:.80}; for one body, call publish()."
             )
@@ -166,8 +174,7 @@ def publish_many(
             )
         built = [
             message(
-                topic,
-                body,
+                *((topic, body) if isinstance(topic, str) else (body,)),
                 key=key(body) if callable(key) else key,
                 tag=tag(body) if callable(tag) else tag,
                 headers=headers,
@@ -502,8 +509,8 @@ def _topic(current: CurrentEngine, name: str) -> Topic:
 
 
 def message(
-    topic: str,
-    body: Any,
+    topic: str | object,
+    body: Any = NOT_GIVEN,
     *,
     key: object = "",
     tag: str = "",
@@ -515,10 +522,14 @@ def message(
     timeout: float | timedelta | None = None,
     subject: object | None = None,
 ) -> Message:
-    """Return an encoded message for `publish_messages`.
+    """Return an encoded message for `publish_messages`, of a topic and a body, or of an event.
 
     The parameters are the same as for `publish`. Raises UsageError.
     """
+    if not isinstance(topic, str):
+        topic, body, key, tag, headers = event_message(topic, body, key, tag, headers)
+    elif body is NOT_GIVEN:
+        raise UsageError(f"topic {topic!r}: no body was passed. Nothing was published. Pass a body, or an event alone.")
     encoded, content_type = get_codecs().encode(topic, body)
     if subject is not None:
         encoded, content_type = _encrypted(subject, encoded, content_type)

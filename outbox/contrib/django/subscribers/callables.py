@@ -60,6 +60,12 @@ def signature_of(function: Callable[..., Any]) -> inspect.Signature:
     return inspect.signature(function)
 
 
+def namespace_of(function: Any) -> dict[str, Any]:
+    """Return the global names of the module of a callable, for annotations that are texts."""
+    plain = inspect.unwrap(_layers(function)[-1])
+    return getattr(plain, "__globals__", {})
+
+
 def name_of(function: Any) -> str:
     """Return `module.function`, for errors and logs."""
     named = _named(function)

@@ -49,7 +49,7 @@ from outbox.errors import (
     TransactionUsageError,
     UsageError,
 )
-from outbox.message import Delivery
+from outbox.message import Body_co, Delivery
 from outbox.ports import AnyHandler, ClaimedElsewhere, Disposition
 from outbox.subscription import Effects, Subscription
 from outbox.utils import fence
@@ -87,7 +87,7 @@ class _Progress(enum.Enum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ClaimedDelivery(Delivery):
+class ClaimedDelivery(Delivery[Body_co]):
     """The delivery that a handler with effects="outside" gets.
 
     The handler has no open transaction. It calls other systems in `step`, and writes in `finish`.

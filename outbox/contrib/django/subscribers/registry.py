@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from enum import StrEnum
 from importlib import import_module
@@ -18,11 +19,13 @@ from outbox.contrib.django.subscribers.callables import (
     is_asynchronous,
     is_generator,
     name_of,
+    namespace_of,
     path_of,
     refuse_work_to_come,
     signature_of,
 )
 from outbox.errors import ConfigurationError, InvalidName, InvalidSubscription
+from outbox.events.declaration import expected_events, topic_of
 from outbox.filters.filter import parse_filter
 from outbox.ports import AnyHandler
 from outbox.retry import RetryPolicy
@@ -31,7 +34,7 @@ from outbox.subscription import Effects, Mode, OnError, Start, Subscription
 Function = TypeVar("Function", bound=Callable[..., Any])
 Choice = TypeVar("Choice", bound=StrEnum)
 
-_OPTIONS: Final = frozenset({"suspend_seconds", "max_suspends", "timeout_seconds", "broadcast", "limits"})
+_OPTIONS: Final = frozenset({"suspend_seconds", "max_suspends", "timeout_seconds", "broadcast", "limits", "events"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,7 +57,7 @@ _further: list[Callable[[], None]] = []
 
 
 def subscriber(
-    topic: str,
+    topic: str | type,
     *,
     group: str,
     tag: str | Sequence[str] = "",
@@ -72,7 +75,9 @@ def subscriber(
 ) -> Callable[[Function], Function]:
     """Handle the messages of a topic for a consumer group.
 
-    The function gets a `Delivery`, or with `batch` > 1 a list of deliveries. The function may be async. With
+    The function gets a `Delivery`, or with `batch` > 1 a list of deliveries. With the annotation `Delivery[OrderPaid]`,
+    `delivery.body` is an event of this type (see `outbox.event`). `topic` is a name, or a type of events with its
+    topic. The function may be async. With
     `idempotent` (the default), the function runs inside `atomic()` on the alias `using`, and the inbox row is in the
     same transaction. Because of the inbox row, the effects of the function in that database happen once. A broadcast
     group has no inbox, because otherwise one instance would handle a message for all instances. `tag` selects messages
@@ -81,7 +86,7 @@ def subscriber(
     A group that is new to the topic begins at `start`, by default at the earliest message in the broker. If another
     group has handled messages of the topic, checks and workers warn until `start` is given. `mode`, `batch`, `threads`,
     `retry`, `on_error`, `start` and the other `options` (suspend_seconds, max_suspends, timeout_seconds, broadcast,
-    limits) are fields of `outbox.Subscription`.
+    limits, events) are fields of `outbox.Subscription`.
 
     With `effects="outside"`, the function runs without an open transaction and gets a `ClaimedDelivery`. The function
     calls other systems in `delivery.step(…)`, and writes in `with delivery.finish():` (docs/slow-calls.md).
@@ -90,6 +95,8 @@ def subscriber(
     OUTBOX['SUBSCRIBER_MODULE'] sets another name for the module. The decorator raises InvalidSubscription or
     InvalidFilter.
     """
+    of_topic = () if isinstance(topic, str) else (topic,)
+    topic = topic_of(topic, f"@subscriber(group={group!r})")
     begins = Start.EARLIEST if start is None else start
     given = {"mode": mode, "tag": tag, "filter": filter, "on_error": on_error, "start": begins, "batch": batch}
     given["effects"] = effects
@@ -110,7 +117,7 @@ def subscriber(
                 "async code with asgiref's async_to_sync inside `delivery.step(…)`."
             )
         registered = Subscriber(
-            subscription=subscription,
+            subscription=replace(subscription, events=subscription.events or _events(function) or of_topic),
             handler=_handler(function),
             name=path_of(function),
             idempotent=once,
@@ -121,6 +128,32 @@ def subscriber(
         return function
 
     return decorate
+
+
+def _events(function: Callable[..., Any]) -> tuple[type, ...]:
+    """Return the types of events in the annotation of the handler's first parameter. Raises InvalidSubscription."""
+    try:
+        parameters = list(signature_of(function).parameters.values())
+    except (ValueError, TypeError):
+        return ()
+    if not parameters or parameters[0].annotation is inspect.Parameter.empty:
+        return ()
+    annotation = parameters[0].annotation
+    if isinstance(annotation, str):
+        # Only an annotation with a parameter can name an event.
+        annotation = _evaluated(annotation, function) if "[" in annotation else None
+    return expected_events(annotation)
+
+
+def _evaluated(annotation: str, function: Callable[..., Any]) -> Any:
+    try:
+        return eval(annotation, namespace_of(function))
+    except Exception as error:
+        raise InvalidSubscription(
+            f"the annotation {annotation!r} of {name_of(function)} cannot be evaluated: {type(error).__name__}: "
+            f"{error}. outbox reads the type of the event from it: import its names at runtime, not only for type "
+            "checking."
+        ) from error
 
 
 def _subscription(topic: str, group: str, given: Mapping[str, Any], further: Mapping[str, Any]) -> Subscription:

@@ -1,0 +1,119 @@
+"""`manage.py outbox_contract check|show|diff|write|asyncapi`."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from pathlib import Path
+from typing import Any, Final
+
+from django.core.management.base import CommandError, CommandParser
+
+from outbox.contrib.django.management.output import OutboxCommand
+from outbox.contrib.django.operations.contracts import declared_events, service_document
+from outbox.events.asyncapi import json_schema
+from outbox.events.contract import check, declared_contracts, read_contracts, shown, write_contracts, written
+
+_FOLDER: Final = "contracts"
+
+
+class Command(OutboxCommand):
+    """Parses the arguments, then calls the function of the chosen subcommand."""
+
+    help = (
+        "Compare the declared types of events with the committed contracts. `check` ends with exit code 1 if a change "
+        "breaks a reader."
+    )
+
+    def add_arguments(self, parser: CommandParser) -> None:
+        chosen = parser.add_subparsers(dest="do", required=True, metavar="SUBCOMMAND")
+        found = chosen.add_parser("check", help="refuse changes that break readers, and types that are not committed")
+        self._add_folder(found)
+        self.add_json(found)
+        found = chosen.add_parser("show", help="print the declared events and their versions as JSON")
+        found.add_argument("events", nargs="*", metavar="EVENT", help="only these events")
+        found.add_argument("--schema", action="store_true", help="print JSON Schemas for other teams")
+        found = chosen.add_parser("diff", help="print how the committed files would change; exit code 1 if they would")
+        self._add_folder(found)
+        found = chosen.add_parser("write", help="write the declared types into the folder, to be committed")
+        self._add_folder(found)
+        found.add_argument(
+            "--force", action="store_true", help="write changes too that `check` refuses, and forget older revisions"
+        )
+        found = chosen.add_parser("asyncapi", help="print the AsyncAPI 3 document of this service")
+        found.add_argument("--title", help="the title of the document (default: the producer group)")
+        found.add_argument("--api-version", default="1.0.0", help="its version (default: %(default)s)")
+
+    def _add_folder(self, parser: CommandParser) -> None:
+        parser.add_argument(
+            "--folder", type=Path, default=Path(_FOLDER), help="the committed contracts (default: %(default)s)"
+        )
+
+    def handle(self, *args: Any, **options: Any) -> None:
+        declared = declared_events()
+        getattr(self, f"_{options['do']}")(options, declared)
+
+    def _check(self, options: dict[str, Any], declared: list[Any]) -> None:
+        problems = check(read_contracts(options["folder"]), declared_contracts())
+        if options["json"]:
+            self.stdout.write(
+                json.dumps([{name: getattr(one, name) for name in one.__dataclass_fields__} for one in problems])
+            )
+        if problems:
+            raise CommandError(
+                "\n".join(["the events and the committed contracts do not fit together.", *map(str, problems)]),
+                returncode=1,
+            )
+        if not options["json"]:
+            self.stdout.write(f"{len(declared)} versions of events fit the contracts in {options['folder']}.")
+
+    def _show(self, options: dict[str, Any], declared: list[Any]) -> None:
+        names = options["events"]
+        found: Any = shown(declared_contracts(), names)
+        if options["schema"]:
+            found = [json_schema(one) for one in declared if not names or one.name in names]
+        self.stdout.write(json.dumps(found, indent=2, ensure_ascii=False))
+
+    def _diff(self, options: dict[str, Any], declared: list[Any]) -> None:
+        committed = read_contracts(options["folder"])
+        merged = written(committed, declared_contracts())
+        lines: list[str] = []
+        for name, contract in sorted(merged.items()):
+            old = committed[name].as_json() if name in committed else None
+            lines += difflib.unified_diff(
+                [] if old is None else json.dumps(old, indent=2, ensure_ascii=False).splitlines(),
+                json.dumps(contract.as_json(), indent=2, ensure_ascii=False).splitlines(),
+                f"committed/{name}.json",
+                f"declared/{name}.json",
+                lineterm="",
+            )
+        for line in lines:
+            self.stdout.write(line)
+        if lines:
+            raise CommandError(f"{options['folder']} differs from the declared events.", returncode=1)
+
+    def _write(self, options: dict[str, Any], declared: list[Any]) -> None:
+        committed, today = read_contracts(options["folder"]), declared_contracts()
+        merged = written(committed, today)
+        if options["force"]:
+            for name, contract in today.items():
+                merged[name].versions.update(contract.versions)
+        elif problems := check(merged, today):
+            raise CommandError(
+                "\n".join(
+                    [
+                        "nothing was written, because a change breaks a reader. If no message of the old form is "
+                        "stored and no code of it runs, pass --force.",
+                        *map(str, problems),
+                    ]
+                )
+            )
+        changed = write_contracts(options["folder"], merged)
+        for path in changed:
+            self.stdout.write(f"{path} is written: commit it.")
+        if not changed:
+            self.stdout.write(f"{options['folder']} is up to date.")
+
+    def _asyncapi(self, options: dict[str, Any], declared: list[Any]) -> None:
+        document = service_document(title=options["title"], version=options["api_version"])
+        self.stdout.write(json.dumps(document, indent=2, ensure_ascii=False))

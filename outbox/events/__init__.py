@@ -1,0 +1,1 @@
+"""Typed events: messages whose bodies have a declared type and a version."""

@@ -1,0 +1,205 @@
+"""Contracts: what `outbox_contract check` allows and refuses, with the field and the remedy (decision 252)."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass, field, make_dataclass
+from datetime import datetime
+from decimal import Decimal
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+
+from outbox import event, upcast
+from outbox.errors import ConfigurationError
+from outbox.events import declaration
+from outbox.events.asyncapi import Service, asyncapi, example, json_schema
+from outbox.events.contract import check, declared_contracts, read_contracts, write_contracts, written
+from outbox.events.declaration import EventType, find_event, read_event
+from outbox.subscription import Subscription
+
+NO_DEFAULT: Any = object()
+
+
+@pytest.fixture(autouse=True)
+def declared() -> Iterator[None]:
+    with declaration.restored():
+        declaration.forget()
+        yield
+
+
+def declare(version: int = 1, compatibility: str = "full", name: str = "paid", **fields: Any) -> EventType:
+    """Declare an event with these fields: an annotation, or an annotation and a default."""
+    made = [
+        (key, given[0], field(default=given[1])) if isinstance(given, tuple) else (key, given)
+        for key, given in fields.items()
+    ]
+    kind = event(name, version=version, compatibility=compatibility)(make_dataclass("Paid", made, kw_only=True))
+    found = find_event(kind)
+    assert found is not None
+    return found
+
+
+def problems(folder: Path) -> list[str]:
+    return [str(one) for one in check(read_contracts(folder), declared_contracts())]
+
+
+def commit(folder: Path) -> None:
+    write_contracts(folder, written(read_contracts(folder), declared_contracts()))
+
+
+def after(folder: Path, old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """The problems after a change of an event whose old form is committed; that it is not written is no surprise."""
+    declare(**old)
+    commit(folder)
+    declaration.forget()
+    declare(**new)
+    return [text for text in problems(folder) if "not in the committed contracts" not in text]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "refused"),
+    [
+        ({"a": int}, {"a": int, "b": (str, "")}, {"full": [], "backward": [], "forward": []}),
+        ({"a": int}, {"a": int, "b": str}, {"full": ["b"], "backward": ["b"], "forward": []}),
+        ({"a": int, "b": str}, {"a": int}, {"full": ["b"], "backward": [], "forward": ["b"]}),
+        ({"a": int, "b": (str, "")}, {"a": int}, {"full": [], "backward": [], "forward": []}),
+        ({"a": int}, {"a": float}, {"full": ["a"], "backward": [], "forward": ["a"]}),
+        ({"a": int}, {"a": int | None}, {"full": ["a"], "backward": [], "forward": ["a"]}),
+        ({"a": str}, {"a": Decimal}, {"full": ["a"], "backward": ["a"], "forward": []}),
+        ({"a": Literal["x"]}, {"a": Literal["x", "y"]}, {"full": ["a"], "backward": [], "forward": ["a"]}),
+        ({"a": list[int]}, {"a": list[str]}, {"full": ["a[]"], "backward": ["a[]"], "forward": ["a[]"]}),
+        ({"a": str}, {"a": datetime}, {"none": []}),
+    ],
+)
+def test_a_change_of_one_version(
+    tmp_path: Path, old: dict[str, Any], new: dict[str, Any], refused: dict[str, list[str]]
+) -> None:
+    for rule, fields in refused.items():
+        found = after(tmp_path / rule, old, {**new, "compatibility": rule})
+        declaration.forget()
+        # One line per direction; each names the field and a remedy.
+        assert sorted({text.split(" field ")[1].split(":")[0] for text in found}) == fields, (rule, found)
+        assert all("Remedy: " in text for text in found)
+
+
+def test_a_new_version_needs_a_way_from_the_old_one(tmp_path: Path) -> None:
+    [text] = after(tmp_path, {"a": int}, {"version": 2, "b": str})
+    assert "no function turns them into a newer version. Remedy: declare @upcast('paid', 1)" in text
+    upcast("paid", 1)(dict)
+    commit(tmp_path)
+    assert problems(tmp_path) == []
+    # A rename: the last version of the old event leads to the new one.
+    declaration.forget()
+    declare(name="settled", b=str)
+    upcast("paid", 1)(dict)
+    upcast("paid", 2, to=("settled", 1))(dict)
+    assert [text.split(". Remedy")[0] for text in problems(tmp_path)] == [
+        "settled version 1: the type is not in the committed contracts"
+    ]
+
+
+def test_a_field_does_not_come_back_with_another_type(tmp_path: Path) -> None:
+    """Against the last form only, both steps would be allowed, and a stored message of the first form would break."""
+    for fields in ({"a": int, "b": (int, 0)}, {"a": int}):
+        declare(**fields)
+        assert [text for text in problems(tmp_path) if "not in the committed" not in text] == []
+        commit(tmp_path)
+        declaration.forget()
+    declare(a=int, b=(str, ""))
+    found = [text for text in problems(tmp_path) if " field b: " in text]
+    assert len(found) == 2 and "readers expect string, and writers write integer" in found[0]
+
+
+def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "paid.json").write_text("{}")
+    with pytest.raises(ConfigurationError, match=r"paid\.json is no contract"):
+        read_contracts(tmp_path)
+
+
+# -- documents for other teams ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Line:
+    sku: str
+    price: Decimal
+    parts: list[Line] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Order:
+    number: int
+    lines: list[Line]
+    size: tuple[int, float]
+    at: datetime
+    state: Literal["paid", "sent"]
+    notes: dict[str, str | None]
+    code: bytes = b""
+
+
+def service() -> dict[str, Any]:
+    event("order.paid", topic="orders", version=2)(Order)
+    event("stock.low", publisher="warehouse")(Line)
+    groups = [Subscription(topic="orders", group="points"), Subscription(topic="plain", group="mail", filter="a || b")]
+    return asyncapi(Service("Shop", "1.0.0", ["orders", "unread"]), declaration.events(), groups)
+
+
+def test_examples_are_events_that_a_handler_reads() -> None:
+    service()
+    for one in declaration.events():
+        assert isinstance(read_event((one.kind,), one.topic, one.headers, example(json_schema(one))), one.kind)
+
+
+def test_the_document_names_publishers_and_consumers() -> None:
+    document = service()
+    assert {name: list(one["messages"]) for name, one in document["channels"].items()} == {
+        "orders": ["order.paid.v2"],
+        "plain": ["untyped"],
+        "stock.low": ["stock.low.v1"],
+        "unread": ["untyped"],
+    }
+    assert {name: one["action"] for name, one in document["operations"].items()} == {
+        "send.orders": "send",
+        "receive.points.orders": "receive",
+        "receive.mail.plain": "receive",
+    }
+    # Each reference of the document leads to a part of it.
+    for reference in _references(document):
+        part: Any = document
+        for name in reference.removeprefix("#/").split("/"):
+            part = part[name]
+
+
+def _references(part: Any) -> Iterator[str]:
+    if isinstance(part, dict):
+        yield from ([part["$ref"]] if "$ref" in part else [])
+        for inner in part.values():
+            yield from _references(inner)
+    elif isinstance(part, list):
+        for inner in part:
+            yield from _references(inner)
+
+
+PARSE = """
+const { Parser } = require("@asyncapi/parser");
+new Parser().parse(require("fs").readFileSync("service.json", "utf8")).then(({ document, diagnostics }) => {
+  const wrong = diagnostics.filter((one) => one.severity === 0);
+  console.log(JSON.stringify({ wrong, title: document && document.info().title() }));
+});
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(shutil.which("npm") is None, reason="needs npm, which brings @asyncapi/parser")
+def test_the_official_parser_accepts_the_document(tmp_path: Path) -> None:
+    (tmp_path / "service.json").write_text(json.dumps(service()))
+    (tmp_path / "parse.js").write_text(PARSE)
+    subprocess.run(["npm", "install", "--silent", "@asyncapi/parser@3"], cwd=tmp_path, check=True, timeout=240)
+    done = subprocess.run(["node", "parse.js"], cwd=tmp_path, check=True, capture_output=True, text=True, timeout=60)
+    assert json.loads(done.stdout) == {"wrong": [], "title": "Shop"}

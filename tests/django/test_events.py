@@ -1,0 +1,352 @@
+"""Typed events in Django: publishing, handlers, and the refusals of both (decisions 250 and 251)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+import pytest
+from django.core.management import CommandError, call_command
+from django.db import transaction
+
+from outbox import Delivery, event, upcast
+from outbox.broker.database.executor import Executor
+from outbox.broker.operations.audit import count_messages
+from outbox.contrib.django import (
+    ClaimedDelivery,
+    message,
+    publish,
+    publish_many,
+    publish_messages,
+    subscriber,
+    transactional_message,
+)
+from outbox.contrib.django.database.aliases import broker_connection
+from outbox.contrib.django.testing import in_memory_outbox
+from outbox.contrib.django.worker.drain import drain
+from outbox.errors import ConfigurationError, InvalidSubscription, UnserialisableBody, UsageError
+from outbox.events import declaration
+from tests.django.processes import child
+from tests.django.shop.models import Effect
+from tests.support import eventually
+
+
+@dataclass(frozen=True)
+class Line:
+    sku: str
+    price: Decimal
+
+
+@event("order.placed", version=2, topic="orders", key="number", tag=lambda one: one.kind)
+@dataclass(frozen=True)
+class Ordered:
+    number: int
+    lines: list[Line]
+    kind: str = "web"
+
+
+@upcast("order.placed", 1)
+def with_lines(body: dict[str, Any]) -> dict[str, Any]:
+    return {"number": body["id"], "lines": [{"sku": body["sku"], "price": "0"}]}
+
+
+FIRST = Ordered(1, [Line("a", Decimal("2.50"))])
+
+
+@pytest.fixture(autouse=True)
+def declared(no_subscribers: None) -> Iterator[None]:
+    with declaration.restored():
+        yield
+
+
+def record(group: str = "typed") -> list[Ordered]:
+    seen: list[Ordered] = []
+
+    @subscriber("orders", group=group)
+    def handle(delivery: Delivery[Ordered]) -> None:
+        seen.append(delivery.body)
+
+    return seen
+
+
+def test_an_event_is_published_and_handled_on_both_paths(path: str, databases: None) -> None:
+    seen = record()
+    plain: list[tuple[Any, ...]] = []
+
+    @subscriber("orders", group="plain")
+    def handle(delivery: Delivery) -> None:
+        headers = dict(delivery.headers)
+        plain.append((delivery.key, delivery.tag, headers.pop("outbox-event-version", ""), headers, delivery.body))
+
+    with transaction.atomic():
+        publish(FIRST)
+        publish("orders", {"id": 2, "sku": "b"})
+        publish(Ordered(3, []), key="three", tag="shop", headers={"origin": "test"})
+    drain()
+    assert sorted(seen, key=lambda one: one.number) == [FIRST, Ordered(2, [Line("b", Decimal(0))]), Ordered(3, [])]
+    name = {"outbox-event": "order.placed"}
+    assert sorted(plain, key=lambda one: one[0]) == [
+        ("", "", "", {}, {"id": 2, "sku": "b"}),
+        ("1", "web", "2", name, {"number": 1, "lines": [{"sku": "a", "price": "2.50"}], "kind": "web"}),
+        ("three", "shop", "2", {"origin": "test", **name}, {"number": 3, "lines": [], "kind": "web"}),
+    ]
+
+
+def test_every_way_to_publish_takes_events(path: str, databases: None) -> None:
+    seen = record()
+
+    @transactional_message(Ordered, body=lambda number: Ordered(number, []))
+    def order(number: int) -> None:
+        pass
+
+    with transaction.atomic():
+        publish_many([Ordered(1, []), Ordered(2, [])])
+        publish_messages([message(Ordered(3, []))])
+    order(4)
+    drain()
+    assert sorted(one.number for one in seen) == [1, 2, 3, 4]
+
+
+def test_the_engine_in_memory_reads_events(databases: None) -> None:
+    seen = record()
+    with in_memory_outbox() as outbox:
+        publish(FIRST)
+        outbox.drain()
+    assert seen == [FIRST]
+
+
+def test_a_handler_outside_and_a_batch_get_events(databases: None) -> None:
+    outside: list[Ordered] = []
+    batches: list[int] = []
+
+    @subscriber(Ordered, group="outside", effects="outside")
+    def charge(delivery: ClaimedDelivery[Ordered]) -> None:
+        outside.append(delivery.body)
+
+    @subscriber(Ordered, group="batch", batch=10)
+    def handle(deliveries: list[Delivery[Ordered]]) -> None:
+        batches.extend(one.body.number for one in deliveries)
+
+    @subscriber(Ordered, group="async")
+    async def later(delivery: Delivery) -> None:
+        batches.append(-delivery.body.number)
+
+    publish(FIRST)
+    drain()
+    assert (outside, sorted(batches)) == ([FIRST], [-1, 1])
+
+
+def test_an_event_can_be_renamed_and_split(databases: None) -> None:
+    @event("parcel.packed", topic="orders")
+    @dataclass
+    class Packed:
+        parcel: int
+
+    @event("invoice.due", topic="orders")
+    @dataclass
+    class Due:
+        amount: Decimal
+
+    upcast("order.placed", 2, to=("parcel.packed", 1))(lambda body: {"parcel": body["number"]})
+
+    @upcast("order.placed", 2, to=("invoice.due", 1))
+    def due(body: dict[str, Any]) -> dict[str, Any]:
+        return {"amount": body["lines"][0]["price"]}
+
+    parcels: list[Packed] = []
+    amounts: list[Due] = []
+
+    def pack(delivery: Any) -> None:
+        parcels.append(delivery.body)
+
+    def bill(delivery: Any) -> None:
+        amounts.append(delivery.body)
+
+    subscriber(Packed, group="packing")(pack)
+    subscriber(Due, group="billing")(bill)
+    publish("orders", {"id": 7, "sku": "z"}, headers={"outbox-event": "order.placed", "outbox-event-version": "1"})
+    publish(FIRST)
+    drain()
+    assert sorted(one.parcel for one in parcels) == [1, 7]
+    assert sorted(one.amount for one in amounts) == [Decimal(0), Decimal("2.50")]
+
+
+def test_what_readers_would_refuse_is_not_published(databases: None) -> None:
+    with pytest.raises(UnserialisableBody, match=r"lines\.\[0\]\.price: expected a decimal number in text, got int 3"):
+        publish(Ordered(1, [Line("a", 3)]))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("call", "reason"),
+    [
+        (lambda: publish(Line("a", Decimal(1))), "neither the name of a topic nor an event"),
+        (lambda: publish(FIRST, {"number": 1}), "passed together with a body"),
+        (lambda: publish("orders"), "no body was passed"),
+        (lambda: publish(FIRST, headers={"outbox-event": "x"}), "come from the type of the event"),
+        (lambda: publish_many([Line("a", Decimal(1))]), "neither the name of a topic nor an event"),
+    ],
+)
+def test_a_wrong_call_is_refused(databases: None, call: Callable[[], object], reason: str) -> None:
+    with pytest.raises(UsageError, match=reason):
+        call()
+
+
+def test_a_wrong_declaration_is_refused() -> None:
+    class Plain:
+        pass
+
+    @dataclass
+    class Alike:
+        value: str | UUID
+
+    for kind, reason in ((Plain, "is not a type of events"), (Alike, "look alike in JSON")):
+        with pytest.raises(ConfigurationError, match=reason):
+            event("x")(kind)
+    with pytest.raises(ConfigurationError, match="declared by"):
+        event("order.placed", version=2)(Line)
+    with pytest.raises(ConfigurationError, match="not a field of"):
+        event("x", key="id")(Line)
+    with pytest.raises(ConfigurationError, match="which is not an event"):
+
+        @subscriber("orders", group="g")
+        def handle(delivery: Delivery[Line]) -> None:
+            pass
+
+    def unknown(delivery: Delivery[Nowhere]) -> None:  # type: ignore[name-defined]  # noqa: F821
+        pass
+
+    with pytest.raises(InvalidSubscription, match="import its names at runtime"):
+        subscriber("orders", group="g")(unknown)
+
+
+# -- the contracts in CI ---------------------------------------------------------------------------
+
+
+def test_the_command_refuses_what_breaks_a_reader(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "contracts"
+    declaration.forget()
+
+    @event("paid")
+    @dataclass
+    class Paid:
+        number: int
+
+    with pytest.raises(CommandError, match="not in the committed contracts") as refused:
+        call_command("outbox_contract", "check", folder=folder)
+    assert refused.value.returncode == 1
+    call_command("outbox_contract", "write", folder=folder)
+    call_command("outbox_contract", "check", folder=folder)
+    declaration.forget()
+
+    @event("paid")
+    @dataclass
+    class Changed:
+        number: int
+        currency: str
+
+    for words in (("check",), ("write",)):
+        with pytest.raises(CommandError, match=re.escape("field currency: new code cannot read what old code has")):
+            call_command("outbox_contract", *words, folder=folder)
+    with pytest.raises(CommandError, match="differs") as differs:
+        call_command("outbox_contract", "diff", folder=folder)
+    assert differs.value.returncode == 1
+    call_command("outbox_contract", "write", "--force", folder=folder)
+    call_command("outbox_contract", "check", folder=folder)
+    assert (folder / "paid.json").exists() and "1 versions of events fit" in capsys.readouterr().out
+
+
+# -- two versions of the code ----------------------------------------------------------------------
+
+
+CODE = """
+from dataclasses import dataclass
+
+from outbox import Delivery, event, upcast
+from outbox.contrib.django import subscriber
+from tests.django.shop.models import Effect
+"""
+OLD = """
+@event("paid", version=1, topic="orders")
+@dataclass
+class Paid:
+    number: int
+
+
+@subscriber("orders", group="deployed")
+def handle(delivery: Delivery[Paid]) -> None:
+    Effect.objects.create(number=f"old code read {delivery.body.number}")
+"""
+NEW = """
+@event("paid", version=2, topic="orders")
+@dataclass
+class Paid:
+    number: int
+    currency: str
+
+
+@upcast("paid", 1)
+def with_currency(body):
+    return {**body, "currency": "EUR"}
+
+
+@subscriber("orders", group="deployed")
+def handle(delivery: Delivery[Paid]) -> None:
+    Effect.objects.create(number=f"new code read {delivery.body.number} {delivery.body.currency}")
+"""
+
+
+def release(folder: Path, code: str) -> dict[str, str]:
+    """Write one version of an app's code, and return the variables of a process that runs this code."""
+    (folder / "deployed").mkdir(parents=True)
+    (folder / "deployed" / "__init__.py").write_text("")
+    (folder / "deployed" / "subscribers.py").write_text(CODE + code)
+    return {"TEST_APPS": "deployed", "PYTHONPATH": str(folder)}
+
+
+@pytest.mark.slow
+def test_old_and_new_code_run_side_by_side(databases: None, tmp_path: Path) -> None:
+    first = {"outbox-event": "paid", "outbox-event-version": "1"}
+    second = {"outbox-event": "paid", "outbox-event-version": "2"}
+    old, new = release(tmp_path / "old", OLD), release(tmp_path / "new", NEW)
+
+    def effects() -> list[str]:
+        return sorted(Effect.objects.filter(number__contains="code read").values_list("number", flat=True))
+
+    def has(*wanted: str) -> bool:
+        return set(wanted) <= set(effects())
+
+    with child("broker", quiet=True):
+        with child("consumer", quiet=True, variables=old):
+            publish("orders", {"number": 1}, headers=first)
+            for number in range(2, 6):
+                publish("orders", {"number": number, "currency": "SEK"}, headers=second)
+            eventually(
+                lambda: has("old code read 1") and waiting() == [("paid", 2)],
+                within_seconds=60,
+                what=lambda: f"{effects()}",
+            )
+            with child("consumer", quiet=True, variables=new):
+                publish("orders", {"number": 6}, headers=first)
+                eventually(lambda: len(effects()) >= 2, within_seconds=60, what=lambda: f"{effects()}")
+            # The new code is rolled back. What it has published waits again, and old messages go on.
+            publish("orders", {"number": 7}, headers=first)
+            eventually(lambda: has("old code read 7"), within_seconds=60, what=lambda: f"{effects()}")
+        with child("consumer", quiet=True, variables=new):
+            publish("orders", {"number": 8}, headers=first)
+            eventually(lambda: len(effects()) == 8, within_seconds=100, what=lambda: f"{effects()}")
+    assert has("new code read 8 EUR", *(f"new code read {number} SEK" for number in range(2, 6)))
+    assert sorted(int(text.split()[3]) for text in effects()) == list(range(1, 9))
+    with broker_connection() as (connection, schema):
+        assert count_messages(Executor(connection, schema)).differences() == []
+        assert connection.execute("SELECT count(*) FROM outbox.dead_letter").fetchone() == (0,)
+
+
+def waiting() -> list[tuple[str, int]]:
+    """The versions that wait, as the consumers report them."""
+    with broker_connection() as (connection, _):
+        return connection.execute("SELECT event, version FROM outbox.unknown_version").fetchall()
