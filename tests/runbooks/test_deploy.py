@@ -33,7 +33,7 @@ __all__ = ["new_machine"]
 DEPLOY = ROOT / "deploy"
 UNITS = sorted((DEPLOY / "systemd").glob("*.service"))
 MANIFESTS = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
-DRAIN_SECONDS = OutboxSettings.__dataclass_fields__["drain_seconds"].default
+DRAIN_SECONDS: float = vars(OutboxSettings)["__dataclass_fields__"]["drain_seconds"].default
 # These answer to a question of the shop's own project, not of outbox.
 OF_THE_PROJECT = {"makemigrations", "test"}
 

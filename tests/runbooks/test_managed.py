@@ -1,4 +1,4 @@
-"""A role as managed services give it: no superuser, and no right but to connect to its database and to make schemas."""
+"""A role as managed services give it: no superuser, the owner of its databases."""
 
 from __future__ import annotations
 
