@@ -41,23 +41,23 @@ def role_name(schema: str, role: Role) -> str:
 
 # The functions through which a publisher writes. They run with the rights of their owner.
 PUBLISHING: Final = (
-    "append_batch_v27",
-    "append_half_v27",
+    "append_batch_v28",
+    "append_half_v28",
     "append_one_v14",
     "end_one_v15",
-    "hint_checks_v27",
+    "hint_checks_v28",
     "publish",
     "publish_bytes",
-    "stored_v27",
-    "uncounted_v27",
+    "stored_v28",
+    "uncounted_v28",
 )
 # Functions that only functions with the rights of their owner call.
 _INNER: Final = ("key_lock_number", "key_shard", "may_publish_for", "publish_complaint")
 # By default, PostgreSQL lets every role execute a new function. So the installation revokes this right. It leaves
-# uncounted_v27, which only returns a number, to roles that had been made for reading before it existed.
-GRANTED_ONLY: Final = (*(name for name in PUBLISHING if name != "uncounted_v27"), *_INNER)
+# uncounted_v28, which only returns a number, to roles that had been made for reading before it existed.
+GRANTED_ONLY: Final = (*(name for name in PUBLISHING if name != "uncounted_v28"), *_INNER)
 # A function with the rights of its owner that the status calls.
-_READING: Final = ("uncounted_v27",)
+_READING: Final = ("uncounted_v28",)
 # Workers do not publish from SQL.
 _NOT_OF_WORKERS: Final = ("publish", "publish_bytes", *_INNER)
 

@@ -163,7 +163,7 @@ def test_the_role_of_the_session_counts_not_the_one_that_logged_in(
         connection.execute(sql.SQL("SET ROLE {}").format(login))
         with pytest.raises(psycopg.errors.InsufficientPrivilege, match="may not publish for producer group 'billing'"):
             connection.execute(
-                "SELECT outbox.append_half_v27(gen_random_uuid(), 1, 0, '', '', '', '', NULL, now(), NULL, NULL,"
+                "SELECT outbox.append_half_v28(gen_random_uuid(), 1, 0, '', '', '', '', NULL, now(), NULL, NULL,"
                 " 'billing', NULL, 60, NULL)"
             )
         connection.execute(sql.SQL("SET ROLE {}").format(member))
@@ -187,7 +187,7 @@ def test_a_worker_leads_and_sequences_and_a_watcher_only_reads(
         run = Executor(opened, "outbox")
         assert survey(run).summary is not None
         assert opened.execute("SELECT count(*) FROM outbox.message_v1").fetchall() == [(2,)]
-        for statement in ("DELETE FROM outbox.commit_log", "SELECT outbox.hint_checks_v27('{}', 1)"):
+        for statement in ("DELETE FROM outbox.commit_log", "SELECT outbox.hint_checks_v28('{}', 1)"):
             with pytest.raises(psycopg.errors.InsufficientPrivilege):
                 opened.execute(statement.encode())
     for role in (Role.WATCH, Role.PUBLISH):
@@ -201,7 +201,7 @@ def test_an_upgrade_by_an_owner_gives_the_rights_on_what_is_new(granted: Granted
     """A new table that the worker may not use stopped consumption."""
     connection.execute("DROP TABLE outbox.publisher")
     connection.execute("UPDATE outbox.schema_version SET change = %s", [SCHEMA_VERSION - 1])
-    connection.execute("REVOKE EXECUTE ON FUNCTION outbox.append_half_v27 FROM outbox_publish")
+    connection.execute("REVOKE EXECUTE ON FUNCTION outbox.append_half_v28 FROM outbox_publish")
     with session(granted.as_role(Role.OWN)) as opened:
         assert install(opened, "outbox") == SCHEMA_VERSION
         declare_topics(Executor(opened, "outbox"), [Topic(name="more")])

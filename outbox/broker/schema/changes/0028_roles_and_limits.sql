@@ -1,4 +1,4 @@
--- Change 27: producer groups of roles (docs/decisions/235), limits of topics (docs/decisions/238).
+-- Change 28: producer groups of roles (docs/decisions/235), limits of topics (docs/decisions/238).
 -- Locks: topic
 --
 -- A database that unreleased code installed may have these already.

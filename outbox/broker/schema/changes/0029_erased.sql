@@ -1,4 +1,4 @@
--- Change 27: the erasures that were done in these tables (docs/decisions/240).
+-- Change 29: the erasures that were done in these tables (docs/decisions/240).
 --
 -- A database that unreleased code installed may have this already.
 

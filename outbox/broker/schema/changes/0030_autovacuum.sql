@@ -1,4 +1,4 @@
--- Change 27: autovacuum begins earlier on the large tables (docs/decisions/282).
+-- Change 30: autovacuum begins earlier on the large tables (docs/decisions/282).
 --
 -- By default, autovacuum waits until a fifth of a table is dead. With a hundred million messages a day and three days of
 -- retention, that is 60 million dead rows, whose space is not used again before.

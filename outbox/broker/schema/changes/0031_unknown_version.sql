@@ -1,4 +1,4 @@
--- Change 27: the versions of events whose messages wait for newer code (docs/decisions/251).
+-- Change 31: the versions of events whose messages wait for newer code (docs/decisions/251).
 --
 -- A database that unreleased code installed may have it already.
 

@@ -1,6 +1,6 @@
 -- Store one half message, and return its position in the log; null if its id is stored already, or if the operator has
 -- switched transactional messages off. It runs with the rights of its owner (docs/decisions/235).
-CREATE OR REPLACE FUNCTION append_half_v27(
+CREATE OR REPLACE FUNCTION append_half_v28(
     message_id       uuid,
     topic_id         integer,
     shard            integer,

@@ -5,7 +5,7 @@
 -- If all messages have the same topic, tag or content type, the array is empty and the value is in one_topic, one_tag or
 -- one_type. With `all_new`, an id that is stored already is an error: ON CONFLICT takes a quarter more CPU
 -- (docs/decisions/204).
-CREATE OR REPLACE FUNCTION append_batch_v27(
+CREATE OR REPLACE FUNCTION append_batch_v28(
     transaction_id   uuid,
     message_ids      uuid[],
     born             timestamptz[],
