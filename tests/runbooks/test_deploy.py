@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ __all__ = ["new_machine"]
 DEPLOY = ROOT / "deploy"
 UNITS = sorted((DEPLOY / "systemd").glob("*.service"))
 MANIFESTS = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
-DRAIN_SECONDS: float = vars(OutboxSettings)["__dataclass_fields__"]["drain_seconds"].default
+DRAIN_SECONDS = float(next(str(one.default) for one in fields(OutboxSettings) if one.name == "drain_seconds"))
 # These answer to a question of the shop's own project, not of outbox.
 OF_THE_PROJECT = {"makemigrations", "test"}
 

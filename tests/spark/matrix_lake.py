@@ -16,6 +16,7 @@ from pyspark.sql import functions as F
 from spark import session
 from tests.spark import matrix
 from tests.spark.exports import TABLES
+from tests.spark.kinds import Found
 from tests.spark.lake_process import SETTINGS
 from tests.spark.matrix import MODES, Cell
 
@@ -43,7 +44,7 @@ def main() -> None:
     }
     spark = session.start("local[2]", {**SETTINGS, **places})
     fill(spark, folder)
-    seen: dict[str, dict[str, list[list[matrix.Found]]]] = {}
+    seen: dict[str, dict[str, list[list[Found]]]] = {}
     for source, place in (("delta", folder / "delta"), ("iceberg", folder / "warehouse")):
         seen[source] = {}
         for mode in MODES:
