@@ -105,6 +105,7 @@ CHANGING: Final = (
     f"outbox_dead_letter show effects {SOME}",
     "outbox_dead_letter replay effects --all",
     "outbox_dead_letter discard effects --all --no-input",
+    "outbox_erase orders --key k --reason asked --no-input",
     "outbox_group offsets effects",
     "outbox_group reset effects orders --to-latest --no-input",
     "outbox_group delete effects --no-input",
@@ -121,8 +122,11 @@ CHANGING: Final = (
     "outbox_worker --drain",
 )
 # Of processes, of results of a run of Spark, of a plan's file, of other brokers; what mends the tables; what asks the
-# application's database alone.
-OTHER_COMMANDS: Final = {"outbox_endpoint", "outbox_finding", "outbox_reconcile", "outbox_repair", "outbox_install"}
+# application's database, the database of keys, or no database.
+OTHER_COMMANDS: Final = {
+    *("outbox_contract", "outbox_endpoint", "outbox_finding", "outbox_reconcile", "outbox_repair", "outbox_install"),
+    "outbox_subject_key",
+}
 ENTRY_POINTS: Final = [*FUNCTIONS, *MORE, *READING, *CHANGING]
 
 

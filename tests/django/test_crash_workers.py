@@ -49,6 +49,8 @@ DISABLED: Final = "forward.before_disabled"
 RENAME_STEPS: Final = [point for point in faults.POINTS if point.startswith("rename.")]
 # test_claims_processes.py kills there.
 CLAIM_STEPS: Final = [point for point in faults.POINTS if point.startswith("claim.")]
+# test_inbox_partitions.py kills there.
+PARTITION_STEPS: Final = [point for point in faults.POINTS if point.startswith("partition.")]
 # test_repair.py kills there.
 REPAIR_STEPS: Final = [point for point in faults.POINTS if point.startswith("repair.")]
 WORKER_STEPS: Final = [point for point in faults.POINTS if point.split(".")[0] in WORKERS and point != RESYNC]
@@ -60,7 +62,7 @@ def worker(name: str, specification: str = "") -> AbstractContextManager[subproc
 
 
 def test_every_fault_point_is_armed() -> None:
-    elsewhere = [*CLAIM_STEPS, *RENAME_STEPS, *REPAIR_STEPS, *SCHEDULE_STEPS]
+    elsewhere = [*CLAIM_STEPS, *PARTITION_STEPS, *RENAME_STEPS, *REPAIR_STEPS, *SCHEDULE_STEPS]
     elsewhere += [UNIQUE_STEP, RESYNC, FORWARDED, RECEIVED, DISABLED]
     assert sorted([*PRODUCER_STEPS, *WORKER_STEPS, *elsewhere]) == sorted(faults.POINTS)
 

@@ -76,7 +76,10 @@ FAULTS: dict[str, tuple[tuple[dict[str, str], Fault], str]] = {
     "no schema": (altered("DROP SCHEMA outbox CASCADE"), "not installed in schema 'outbox'.*run `manage.py migrate"),
     "no tables": (altered(EVERY_TABLE), "not as they were installed .*migrate.*restore"),
     "read-only": (altered("ALTER DATABASE {name} SET default_transaction_read_only = on"), "read-only.*the primary"),
-    "no rights": (altered("CREATE ROLE {name}_nobody LOGIN", USER="{name}_nobody"), "permission denied .*Grant"),
+    "no rights": (
+        altered("CREATE ROLE {name}_nobody LOGIN", USER="{name}_nobody"),
+        "permission denied .*outbox_doctor --for",
+    ),
     "locked": ((({}, locked)), "lock timeout.*again|holds a lock .*End the blocking transaction"),
 }
 

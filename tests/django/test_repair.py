@@ -195,7 +195,7 @@ def waits_for_a_lock() -> bool:
 @pytest.mark.parametrize(
     ("publisher", "why"),
     [
-        ("others=tests.django.repair_publisher.order", "does not say how to publish a row"),
+        ("others=tests.django.repair_publisher.order", "the function that makes the message of a row is not known"),
         ("orders=tests.django.repair_publisher.broken", "the publisher failed: RuntimeError: no price"),
         ("orders=tests.django.repair_publisher.elsewhere", "is not the missing message"),
     ],

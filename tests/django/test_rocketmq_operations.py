@@ -54,7 +54,7 @@ def test_the_table_has_every_command_page_and_metric() -> None:
 def test_a_command_that_lacks_says_what_to_use_instead(name: str, on_rocketmq: None) -> None:
     command, _, word = name.partition(" ")
     loaded = load_command_class("outbox.contrib.django", command)
-    options = {word.removeprefix("--"): True} if word.startswith("--") else {"action": word or None}
+    options = {word.removeprefix("--").replace("-", "_"): True} if word.startswith("--") else {"action": word or None}
     with pytest.raises(CommandError) as raised:
         loaded.execute(**{"force_color": False, "no_color": True, "skip_checks": True, **options})
     assert str(raised.value) == f"`{name}` does not work on RocketMQ. {COMMANDS[name]}"

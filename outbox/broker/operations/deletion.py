@@ -277,7 +277,7 @@ TRUNCATE {schema}.topic, {schema}.queue, {schema}.commit_log, {schema}.op_log, {
          {schema}.life_sign, {schema}.comparison, {schema}.missing_transaction, {schema}.schedule,
          {schema}.timed_out, {schema}.subscription_limit,
          {schema}.slot, {schema}.slot_demand, {schema}.bucket, {schema}.consumer_process, {schema}.unknown_version,
-         {schema}.summary_past
+         {schema}.summary_past, {schema}.erased
 RESTART IDENTITY
 """)
 

@@ -22,7 +22,7 @@ from outbox.utils.safe_text import for_people, inert
 # The exit code that a shell shows for a program that SIGPIPE has ended: 128 + 13.
 _CLOSED_PIPE: Final = 141
 # Options that choose a declared action, in commands without subcommands.
-_ACTING: Final = ("drop", "forget")
+_ACTING: Final = ("drop", "forget", "partition_inbox")
 
 
 class OutboxCommand(BaseCommand):
@@ -77,7 +77,8 @@ class OutboxCommand(BaseCommand):
 
     def _refusal(self, options: Mapping[str, Any]) -> str:
         """Why the command does not work on the engine of the settings; '' if it works."""
-        subcommand = options.get("action") or next((f"--{name}" for name in _ACTING if options.get(name)), "")
+        option = next((f"--{name.replace('_', '-')}" for name in _ACTING if options.get(name)), "")
+        subcommand = options.get("action") or option
         try:
             return refused_command(f"{self.command_name} {subcommand}".rstrip())
         except ConfigurationError:

@@ -56,23 +56,21 @@ class Command(OutboxCommand):
     def _check(self, options: dict[str, Any], declared: list[Any]) -> None:
         problems = check(read_contracts(options["folder"]), declared_contracts())
         if options["json"]:
-            self.stdout.write(
-                json.dumps([{name: getattr(one, name) for name in one.__dataclass_fields__} for one in problems])
-            )
+            self.print_json(problems)
         if problems:
             raise CommandError(
                 "\n".join(["the events and the committed contracts do not fit together.", *map(str, problems)]),
                 returncode=1,
             )
         if not options["json"]:
-            self.stdout.write(f"{len(declared)} versions of events fit the contracts in {options['folder']}.")
+            self.say(f"{len(declared)} versions of events fit the contracts in {options['folder']}.")
 
     def _show(self, options: dict[str, Any], declared: list[Any]) -> None:
         names = options["events"]
         found: Any = shown(declared_contracts(), names)
         if options["schema"]:
             found = [json_schema(one) for one in declared if not names or one.name in names]
-        self.stdout.write(json.dumps(found, indent=2, ensure_ascii=False))
+        self.print_json(found)
 
     def _diff(self, options: dict[str, Any], declared: list[Any]) -> None:
         committed = read_contracts(options["folder"])
@@ -88,7 +86,7 @@ class Command(OutboxCommand):
                 lineterm="",
             )
         for line in lines:
-            self.stdout.write(line)
+            self.say(line)
         if lines:
             raise CommandError(f"{options['folder']} differs from the declared events.", returncode=1)
 
@@ -110,10 +108,10 @@ class Command(OutboxCommand):
             )
         changed = write_contracts(options["folder"], merged)
         for path in changed:
-            self.stdout.write(f"{path} is written: commit it.")
+            self.say(f"{path} is written: commit it.")
         if not changed:
-            self.stdout.write(f"{options['folder']} is up to date.")
+            self.say(f"{options['folder']} is up to date.")
 
     def _asyncapi(self, options: dict[str, Any], declared: list[Any]) -> None:
         document = service_document(title=options["title"], version=options["api_version"])
-        self.stdout.write(json.dumps(document, indent=2, ensure_ascii=False))
+        self.print_json(document)
