@@ -102,6 +102,14 @@ def _shape_of_struct(kind: Any) -> Shape:
 
 
 def _shape_of_model(kind: Any) -> Shape:
+    from pydantic.json_schema import GenerateJsonSchema
+
+    class Schemas(GenerateJsonSchema):
+        def decimal_schema(self, schema: Any) -> Any:
+            # pydantic describes a Decimal as any text, and then a text that is no number seems to fit.
+            text = {"type": "string", "format": "decimal"}
+            return text if self.mode == "serialization" else {"anyOf": [{"type": "number"}, text]}
+
     def read(value: Any) -> Any:
         try:
             return kind.model_validate(value)
@@ -111,7 +119,9 @@ def _shape_of_model(kind: Any) -> Shape:
     def write(value: Any) -> Any:
         return value.model_dump(mode="json", by_alias=True)
 
-    written, accepted = (kind.model_json_schema(mode=mode) for mode in ("serialization", "validation"))
+    written, accepted = (
+        kind.model_json_schema(mode=mode, schema_generator=Schemas) for mode in ("serialization", "validation")
+    )
     return Shape(read, write, _without_texts(written), _without_texts(accepted))
 
 

@@ -132,6 +132,7 @@ def test_entries_survive_the_database_scheduler(shop: Project) -> None:
     assert json.loads(said) == {
         "outbox.check_back": ["outbox.check_back", 0.5, None, None],
         "outbox.compare": ["outbox.compare", 60, None, None],
+        "outbox.conditions": ["outbox.conditions", 15, None, None],
         "outbox.prune": ["outbox.prune", 600, None, None],
         "outbox.audit": ["outbox.audit", 3600, None, None],
         "outbox.sagas": ["outbox.sagas", 60, None, None],
