@@ -335,7 +335,7 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("faults", nargs="*", type=int, choices=[*FAULTS], help="the faults to plant")
+    parser.add_argument("faults", nargs="*", type=int, metavar="FAULT", help="the faults to plant, 1 to 6")
     parser.add_argument("--secret", type=int, metavar="SEED", help="plant two faults that the seed chooses, untold")
     parser.add_argument("--port", type=int, default=8020, help="port of the site (default: %(default)s)")
     parser.add_argument("--directory", type=Path, default=ROOT / "var" / "trial", help="databases and logs")
@@ -343,8 +343,8 @@ def main() -> None:
     numbers = given.faults
     if given.secret is not None:
         numbers = random.Random(given.secret).sample(sorted(FAULTS), 2)
-    if not numbers:
-        parser.error("name one or more faults, or give --secret SEED")
+    if not numbers or not FAULTS.keys() >= set(numbers):
+        parser.error("name one or more of the faults 1 to 6, or give --secret SEED")
     with exclusive(given.directory), contextlib.suppress(KeyboardInterrupt):
         run(numbers, given.port, given.directory, told=given.secret is None)
 

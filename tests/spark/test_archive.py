@@ -6,6 +6,7 @@ import io
 import json
 import subprocess
 import sys
+import threading
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -153,7 +154,9 @@ class Stopper(Progress):
         self._stage, self._after = stage, after
 
     def say(self, text: str) -> None:
-        if text.startswith(f"stage {self._stage}:"):
+        # The thread that repeats the name of a long step must not end the pass.
+        is_entering = threading.current_thread() is threading.main_thread()
+        if is_entering and text.startswith(f"stage {self._stage}:"):
             self._after -= 1
             if self._after < 0:
                 raise KeyboardInterrupt

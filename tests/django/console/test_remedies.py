@@ -19,6 +19,7 @@ from outbox.contrib.django.console import cards
 from outbox.contrib.django.models import ForwardEndpoint, OperatorAction
 from tests.django.broker_world import World
 from tests.django.console.support import blocked, bury, client_of, dead_keys, make_user, retried, working
+from tests.django.faults import no_sequencer
 from tests.django.support import sequence
 
 pytestmark = pytest.mark.usefixtures("no_subscribers")
@@ -78,6 +79,16 @@ def test_the_tiles_show_figures_and_lead_to_their_lists(world: World, operator: 
     ]
     for _, url, _ in shown:
         assert operator.get(url).status_code == 200
+
+
+def test_without_a_leader_no_old_figure_looks_good(world: World, operator: Client) -> None:
+    world.subscribe("mail")
+    no_sequencer(world)
+    tiles = re.findall(r'<li class="(\w+)"><a href="[^"]+">(.*?)</a>', page(operator), re.DOTALL)
+    shown = {text_of(text).split(" 0 ")[0]: (tone, text_of(text)) for tone, text in tiles}
+    for name in ("Lag", "Undecided", "Dead letters", "Retrying"):
+        tone, text = shown[name]
+        assert tone == "warning" and re.search(r"counted .* ago, and no process leads", text), text
 
 
 def test_a_message_is_skipped_from_the_card_of_its_condition(world: World, operator: Client) -> None:

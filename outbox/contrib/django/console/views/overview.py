@@ -132,8 +132,22 @@ def _plural(word: str, count: int) -> str:
     return "warnings" if word == "warning" and count > 1 else word
 
 
+# The tiles whose figures the leader counts.
+_COUNTED: Final = ("Lag", "Undecided", "Dead letters", "Retrying")
+
+
 def _tiles(broker: Overview, conditions: Sequence[Condition]) -> Iterator[Tile]:
-    """The figures that an operator asks for first."""
+    """The figures that an operator asks for first. Without a leader, old figures must not look like good ones."""
+    is_old = any(one.name == "no_sequencer" for one in conditions)
+    for tile in _figures(broker, conditions):
+        if is_old and tile.name in _COUNTED:
+            detail = f"counted {duration(broker.counted_seconds_ago)} ago, and no process leads"
+            yield replace(tile, detail=detail, tone="warning" if tile.tone == "ok" else tile.tone)
+        else:
+            yield tile
+
+
+def _figures(broker: Overview, conditions: Sequence[Condition]) -> Iterator[Tile]:
     groups = [one for one in broker.groups if not one.broadcast]
     oldest = max((one.oldest_seconds for one in groups if one.oldest_seconds is not None), default=None)
     behind = max(groups, key=lambda one: one.oldest_seconds or 0.0, default=None)
