@@ -75,7 +75,9 @@ def application(django_db_setup: None, django_db_blocker: Any) -> Iterator[None]
     with django_db_blocker.unblock():
         yield
         for alias in APPLICATION_ALIASES:
-            _delete(alias, "outbox_inbox", "outbox_operator_action", "outbox_unique", "outbox_endpoint")
+            _delete(
+                alias, "outbox_inbox", "outbox_operator_action", "outbox_unique", "outbox_endpoint", "outbox_erased"
+            )
             _delete(alias, "outbox_raised_condition", "outbox_past_condition")
             _delete(alias, "outbox_finding", "outbox_reconciliation")
             _delete(alias, "shop_order", "shop_payment", "shop_effect")
