@@ -172,7 +172,7 @@ def test_lag_trace_and_metrics(shop: Shop) -> None:
         'outbox_condition{name="unreachable"} 0.0',
     ):
         assert line in text
-    # A condition that nobody judges here has no sample.
+    # A condition that no rule judges here has no sample.
     assert "no_sequencer" not in text
     assert said("outbox_topic", "list") == [{"topic": shop.topic, "queues": 2, "stored": 2, "written": 2}]
     assert "RocketMQ" in {one["name"] for one in said("outbox_doctor")}

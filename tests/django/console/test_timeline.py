@@ -1,4 +1,4 @@
-"""The timeline: what held when, for whom, and when nobody looked."""
+"""The timeline: which conditions held when and for which subject, and when no worker watched."""
 
 from __future__ import annotations
 
