@@ -11,6 +11,7 @@ import pytest
 
 from tests.documents import DOCS, blocks
 from tests.runbooks.machine import Machine
+from tests.support import eventually
 
 pytestmark = pytest.mark.timeout(300)
 PAGE = DOCS / "operations" / "managed.md"
@@ -48,6 +49,8 @@ def test_a_role_without_superuser_rights_installs_and_runs_everything(machine: M
     machine.bash(install)
     machine.bash("systemctl start shop-worker shop-web")
     machine.wait_for_orders()
+    # Until a process has led the broker for the first time, the doctor reports that none leads.
+    eventually(lambda: bool(machine.effects()), within_seconds=90, what=machine.logs)
     machine.bash(examine, codes=(0, 1))
     # The parameters of the page about sizing are set by the owner of the tables.
     of_broker, of_application = blocks(DOCS / "operations" / "sizing.md", "sql")
