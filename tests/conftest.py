@@ -30,13 +30,16 @@ _numbers = itertools.count(1)
 # Tests that stay on one worker of `make test`: a demo, a wheel or a migrated sample costs more to make than the tests
 # of it take.
 ONE_WORKER = ("tests/sample/", "tests/rocketmq/", "tests/test_packaging", "tests/test_site.py", "tests/crash_kit/")
+# The roles of these tests belong to the whole server. With a server of their own, the workers need not share one.
+ONE_WORKER_OF_A_SERVER = ("tests/broker/schema/test_grants.py",)
 # Spark takes half a minute of CPU until it is warm, and with one for all its tests they end last: two share them.
 SPARK_WORKERS = 2
 
 
 def unit_of_work(nodeid: str, root: Path = Path()) -> str:
     """The unit that a worker takes: one test, or all that belong together."""
-    place = next((place for place in ONE_WORKER if nodeid.startswith(place)), None)
+    together = ONE_WORKER + (ONE_WORKER_OF_A_SERVER if embedded.URL_VARIABLE in os.environ else ())
+    place = next((place for place in together if nodeid.startswith(place)), None)
     return place or spark_units(root).get(nodeid.partition("::")[0], nodeid)
 
 
