@@ -16,7 +16,7 @@ SLOW    := slow and not soak$(if $(BROWSER),, and not browser)$(if $(MAVEN),, an
 WORKERS ?= 4
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test slow matrix matrix-postgres lint format docs bench bench-quick goals tables faults clean
+.PHONY: help install demo test slow matrix matrix-postgres matrix-mariadb lint format docs bench bench-quick goals tables faults clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -54,6 +54,10 @@ matrix: ## The core suites on the oldest and on the newest Python, Django, psyco
 
 matrix-postgres: $(STAMP) ## The core suites on PostgreSQL 15, 16, 17 and 18
 	WORKERS='$(WORKERS)' .ci/matrix postgres-15 postgres-16 postgres-17 postgres-18
+
+matrix-mariadb: $(STAMP) ## The suites of an application's database on MariaDB
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[mariadb]'
+	WORKERS='$(WORKERS)' .ci/matrix mariadb
 
 lint: $(STAMP) ## Style and types
 	$(BIN)/ruff check .

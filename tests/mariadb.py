@@ -15,6 +15,19 @@ from tests.support import eventually
 VARIABLE: Final = "OUTBOX_TEST_MARIADB"
 """The environment variable with which the alias `lite` of the Django suites is on MariaDB."""
 
+_SQLITE: Final = "about SQLite, which has one writer"
+NOT_ON_MARIADB: Final = {
+    "test_a_locked_sqlite_is_no_attempt": _SQLITE,
+    "test_a_locked_sqlite_file_is_named": _SQLITE,
+    "test_handlers_on_sqlite_take_turns": _SQLITE,
+    "test_a_writer_of_another_process_on_sqlite_costs_no_attempt": _SQLITE,
+    "test_many_threads_run_each_task_once_on_sqlite": _SQLITE,
+    "test_sqlite_a_rollback_by_hand_then_publish_is_not_sent_at_once": (
+        "the statement is executed on the driver's own connection: MariaDB's driver does not show the open transaction"
+    ),
+}
+"""The tests that a run with MariaDB skips, and why."""
+
 _PATH: Final = f"{os.environ.get('PATH', '')}{os.pathsep}/usr/sbin"
 _SERVER: Final = shutil.which("mariadbd", path=_PATH)
 _INSTALL: Final = shutil.which("mariadb-install-db", path=_PATH)

@@ -26,7 +26,16 @@ from outbox.contrib.django.operations.installation import install_broker
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.django.subscribers import registry
 from outbox.contrib.django.subscribers.scheduled import forget_scheduled
-from tests.mariadb import PrivateMariaDB
+from tests.mariadb import NOT_ON_MARIADB, PrivateMariaDB
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """In a run with MariaDB, skip the tests that are about SQLite itself."""
+    if configured.ON_MARIADB:
+        for item in items:
+            if reason := NOT_ON_MARIADB.get(item.name):
+                item.add_marker(pytest.mark.skip(reason=reason))
+
 
 APPLICATION_ALIASES = ("default", "other", "lite")
 
@@ -43,7 +52,17 @@ def _point_alias(alias: str, entry: dict[str, Any]) -> None:
 
 
 @pytest.fixture(scope="session")
-def django_db_setup(server_url: str, django_db_blocker: Any) -> Iterator[None]:
+def mariadb_server() -> Iterator[PrivateMariaDB]:
+    """The MariaDB of the alias `lite`, in a run with `OUTBOX_TEST_MARIADB`."""
+    with tempfile.TemporaryDirectory(prefix="outbox-mariadb-", ignore_cleanup_errors=True) as folder:
+        server = PrivateMariaDB(Path(folder))
+        server.start()
+        yield server
+        server.stop()
+
+
+@pytest.fixture(scope="session")
+def django_db_setup(server_url: str, django_db_blocker: Any, request: pytest.FixtureRequest) -> Iterator[None]:
     """Create and migrate the databases; takes the place of pytest-django's fixture."""
     names = [*(_name(alias) for alias in ("default", "other", "broker")), BROKER_TEMPLATE]
     with contextlib.ExitStack() as stack:
@@ -52,9 +71,7 @@ def django_db_setup(server_url: str, django_db_blocker: Any) -> Iterator[None]:
         for alias in ("default", "other", "broker"):
             point_alias(alias, embedded.create_database(server_url, _name(alias)))
         if configured.ON_MARIADB:
-            server = PrivateMariaDB(folder)
-            server.start()
-            stack.callback(server.stop)
+            server: PrivateMariaDB = request.getfixturevalue("mariadb_server")
             _point_alias("lite", server.create_database(_name("lite")))
         else:
             _point_alias("lite", {"NAME": str(folder / "lite.sqlite3")})

@@ -219,7 +219,7 @@ def test_a_message_that_was_committed_by_hand_and_then_failed_is_given_up(alias:
         with given.finish():
             Effect.objects.using(alias).create(number=given.key)
             # Django's cursors refuse this statement.
-            connections[alias].connection.execute("COMMIT")
+            connections[alias].connection.cursor().execute("COMMIT")
             raise Refused
 
     once = delivery()

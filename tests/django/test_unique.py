@@ -158,9 +158,11 @@ def test_after_its_time_the_row_is_replaced_in_place(alias: str) -> None:
 def test_the_time_begins_with_the_publish_call_and_is_measured_by_the_database(alias: str) -> None:
     with transaction.atomic(using=alias):
         once(using=alias)
-    now = "clock_timestamp()" if alias == "default" else "julianday('now')"
-    until = "until" if alias == "default" else "julianday(until)"
-    hour = "interval '1 hour'" if alias == "default" else "1.0 / 24"
+    now, until, hour = {
+        "postgresql": ("clock_timestamp()", "until", "interval '1 hour'"),
+        "sqlite": ("julianday('now')", "julianday(until)", "1.0 / 24"),
+        "mysql": ("UTC_TIMESTAMP(6)", "until", "INTERVAL 1 HOUR"),
+    }[connections[alias].vendor]
     with connections[alias].cursor() as cursor:
         cursor.execute(f"SELECT {until} > {now}, {until} <= {now} + {hour} FROM outbox_unique")
         assert [bool(value) for value in cursor.fetchone()] == [True, True]

@@ -61,8 +61,11 @@ _BEGINS_MARIADB: Final = re.compile(
     r"(?:begin(?!\s+not\s+atomic)|start\s+transaction|set\s+(?:session\s+|@@)?autocommit\s*=\s*(?:0|off))\b",
     re.IGNORECASE | re.DOTALL,
 )
-# MariaDB's error for a missing table.
+# Errors of MariaDB: a missing table, a lock timeout, and two after which the server has rolled the transaction back
+# (ER_CHECKREAD and ER_LOCK_DEADLOCK).
 _NO_SUCH_TABLE: Final = 1146
+_LOCK_WAIT_TIMEOUT: Final = 1205
+_ROLLS_BACK: Final = frozenset({1020, 1213})
 
 # psycopg makes new objects for each reading of `Connection.info.transaction_status`; libpq's own number is free.
 _IDLE: Final = pq.TransactionStatus.IDLE
@@ -161,11 +164,13 @@ class BlockWatch:
         """
         try:
             return execute(*statement)
-        except OperationalError:
-            with suppress(Exception), self._connection.connection.cursor() as cursor:
-                cursor.execute("SELECT @@in_transaction")
-                [is_open] = cursor.fetchone()
-                self._is_lost = self._is_lost or not is_open
+        except OperationalError as error:
+            number = mariadb_number(error)
+            self._is_lost = self._is_lost or number in _ROLLS_BACK
+            if number == _LOCK_WAIT_TIMEOUT:
+                with self._connection.connection.cursor() as cursor:
+                    cursor.execute("SELECT @@innodb_rollback_on_timeout")
+                    self._is_lost = self._is_lost or bool(cursor.fetchone()[0])
             raise
 
     def _note_outside(self, sql: Any) -> None:
