@@ -58,7 +58,7 @@ def place(number: str) -> UUID:
 
 def deliver(number: str, group: str, message_id: UUID | None = None) -> Any:
     message = Message(topic="orders", body=b"{}", key=number, message_id=message_id or uuid7())
-    given = Delivery(message=message, body={}, group=group, queue="orders/0", offset=0)
+    given: Delivery[Any] = Delivery(message=message, body={}, group=group, queue="orders/0", offset=0)
     found = next(item for item in registry.subscribers() if item.subscription.group == group)
     return InboxInvoker(lease_seconds=2.0)(found.subscription, found.handler, [given], generation=1)[0]
 

@@ -35,7 +35,7 @@ def leave_unguarded(apps: Any, schema_editor: Any) -> None:
 
 
 def _is_mariadb(connection: Any) -> bool:
-    return connection.vendor == 'mysql' and connection.mysql_is_mariadb
+    return bool(connection.vendor == 'mysql' and connection.mysql_is_mariadb)
 
 
 class Migration(migrations.Migration):
