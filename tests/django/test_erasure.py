@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import re
+import resource
 import shlex
 from collections.abc import Callable, Iterator
 from io import StringIO
@@ -43,6 +44,7 @@ from outbox.contrib.django.models import (
 )
 from outbox.contrib.django.operations import erasing
 from outbox.contrib.django.operations.erasing import repeat_erasures
+from outbox.contrib.django.operations.erasure_list import ErasureFile
 from outbox.contrib.django.operations.installation import create_key_table
 from outbox.contrib.django.tasks.models import TaskEntry
 from outbox.contrib.django.worker.workers import consumer_runtime
@@ -488,7 +490,7 @@ def test_a_changed_body_is_refused() -> None:
 # -- workers and the list ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("content", "complaint"), [("{", "line 1 .* is damaged"), (None, "does not exist")])
+@pytest.mark.parametrize(("content", "complaint"), [("{\n", "line 1 .* is damaged"), (None, "does not exist")])
 def test_a_worker_does_not_consume_without_the_list(
     outbox_settings: Callable[..., None], tmp_path: Path, content: str | None, complaint: str
 ) -> None:
@@ -535,6 +537,33 @@ def test_without_its_list_nothing_is_erased(outbox_settings: Callable[..., None]
 # -- the page ----------------------------------------------------------------------------------------------
 
 PAGE: Final = Path(__file__).resolve().parents[2] / "docs" / "operations" / "erasure.md"
+
+
+@pytest.mark.parametrize("last_line", ['{"kind": "key"}\n', '{"kind": "key"}'], ids=["ended", "without its end"])
+def test_a_full_disk_leaves_the_list_as_it_was(last_line: str, tmp_path: Path) -> None:
+    """The limit on the size of files stands for the full disk: the first write is cut, the second one fails."""
+    path = tmp_path / "erasures.jsonl"
+    path.write_text(last_line)
+    store = ErasureFile(str(path))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(last_line) + 10, hard))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            store.append('{"kind": "message", "value": "1"}\n')
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert path.read_text() == last_line
+    store.append('{"kind": "message", "value": "2"}\n')
+    assert store.read() == '{"kind": "key"}\n{"kind": "message", "value": "2"}\n'
+
+
+def test_a_line_that_a_crash_cut_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "erasures.jsonl"
+    path.write_text('{"kind": "key"}\n{"kind": "mess')
+    store = ErasureFile(str(path))
+    assert store.read() == '{"kind": "key"}\n'
+    store.append('{"kind": "message"}\n')
+    assert path.read_text() == '{"kind": "key"}\n{"kind": "message"}\n'
 
 
 def test_every_command_of_the_page_runs(outbox_settings: Callable[..., None], tmp_path: Path) -> None:
