@@ -431,15 +431,17 @@ def test_every_subcommand_that_changes_something_is_a_declared_action(command: s
 # -- failures, and an application's database that is away --------------------------------------------------
 
 
-def test_a_failed_action_is_recorded_by_both(outbox_settings: Callable[..., None]) -> None:
+def test_a_refused_action_changes_nothing_and_a_command_records_it(outbox_settings: Callable[..., None]) -> None:
+    """The page does not try what its plan refuses."""
     with new_world(outbox_settings) as world:
         given = {"id": str(undecided(world)), "decision": "rollback"}
         with pytest.raises(CommandError, match="not what the ledger proves"):
             by_command(ACTIONS["decide"], given)
-        by_page(ACTIONS["decide"], given)
-        first, second = OperatorAction.objects.order_by("pk")
-        assert (first.outcome, second.outcome) == ("failed", "failed")
-        assert first.after == second.after and "not what the ledger proves" in first.after["error"]
+        confirmed = {**given, "confirmed": "yes", "why": "a test"}
+        answer = client_of(make_user(*ALL)).post("/outbox/act/decide/", confirmed)
+        assert answer.status_code == 422 and b"It is refused now" in answer.content
+        entry = OperatorAction.objects.get()
+        assert entry.outcome == "failed" and "not what the ledger proves" in entry.after["error"]
         assert DECISIONS(world) == []
 
 

@@ -7,11 +7,17 @@ from dataclasses import dataclass
 from typing import Any, Final, Generic, TypeVar
 from urllib.parse import urlencode
 
+import psycopg
 from django.db import Error as DatabaseError
 from django.http import HttpRequest, HttpResponse
 from django.template import loader
 
+from outbox.broker.operations.conditions import duration
+from outbox.broker.operations.summary import leaderless_seconds
 from outbox.contrib.django.actions.declaration import ACT
+from outbox.contrib.django.console.asking import reading
+from outbox.contrib.django.engine.operator_table import is_on_rocketmq
+from outbox.errors import OutboxError
 
 SEE: Final = "outbox.view_operations"
 BODIES: Final = "outbox.view_bodies"
@@ -69,8 +75,14 @@ def may(request: HttpRequest, permission: str) -> bool:
 
 
 def render(request: HttpRequest, name: str, context: Mapping[str, Any], *, status: int = 200) -> HttpResponse:
-    """Render a page by the name of its template. A request of console.js gets only the live part."""
+    """Render a page by the name of its template. A request of console.js gets only the live part.
+
+    Every page says if no process leads, because its figures then look healthy and are old. A view that shows this
+    itself gives `broker_notice`.
+    """
     is_part = request.headers.get("Outbox-Part") == "true"
+    if "broker_notice" not in context and status < 500:
+        context = {**context, "broker_notice": _broker_notice()}
     values = {
         "base": f"outbox/console/{'part' if is_part else 'base'}.html",
         **_permitted(request),
@@ -81,6 +93,24 @@ def render(request: HttpRequest, name: str, context: Mapping[str, Any], *, statu
     }
     text = loader.render_to_string(f"outbox/console/{name}.html", values, request)
     return HttpResponse(text, status=status)
+
+
+def _broker_notice() -> str:
+    """What every page must say about the broker; '' if a process leads."""
+    try:
+        if is_on_rocketmq():
+            return ""
+        with reading() as run:
+            seconds = leaderless_seconds(run)
+    except (OutboxError, psycopg.Error) as error:
+        return f"It is unknown whether a process leads the broker: {str(error).strip()}"
+    if seconds == 0:
+        return ""
+    since = "No process has ever led the broker" if seconds is None else f"No process has led for {duration(seconds)}"
+    return (
+        f"{since}: groups get no new messages, and figures are old. Start a worker: `celery -A app worker --outbox` or "
+        "`manage.py outbox_worker`."
+    )
 
 
 def _permitted(request: HttpRequest) -> dict[str, Any]:
