@@ -15,6 +15,7 @@ from outbox.events import declaration
 from spark.common.errors import RulesInvalid
 from spark.rules import file as rules_file
 from spark.rules.rule import FieldType
+from tests.documents import DOCS, blocks
 from tests.spark.conftest import Reconciler
 from tests.spark.world import START, Order, World
 
@@ -192,6 +193,13 @@ def test_topic_and_types_come_from_the_event(events: Path) -> None:
         ("order.paid", 2): 1,
         ("order.paid", 3): 0,
     }
+
+
+def test_the_example_of_the_documentation_is_valid(events: Path) -> None:
+    example = blocks(DOCS / "reconciliation" / "rules.md", "toml")[1].replace("shop.events", MODULE)
+    text = RULES[: RULES.index("[broker]")] + example
+    [rule] = rules_file.parse(text, environment=ENVIRONMENT).rules
+    assert (rule.topic, [field.type for field in rule.fields]) == ("order.paid", [FieldType.DECIMAL])
 
 
 @pytest.mark.parametrize(
