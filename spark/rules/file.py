@@ -285,11 +285,13 @@ class _Reader:
             table.problem("look_back_every", "has no meaning without look_back", 'add look_back = "7d", or remove it')
         for group in rule.groups:
             if rule.message_when and group.table is None:
+                is_given = "message_when" in table.values
                 text = (
-                    f"cannot be used for group {group.name!r}, because the group has no effect table: a run judges "
-                    "such a group by all deliveries of the broker"
+                    f"{'' if is_given else 'shares its topic with other events, so it '}cannot be used for group "
+                    f"{group.name!r}, because the group has no effect table: a run judges such a group by all "
+                    "deliveries of the broker"
                 )
-                table.problem("message_when", text, "name the group's effect table")
+                table.problem("message_when" if is_given else "event", text, "name the group's effect table")
         return rule
 
     def _topic(self, table: TomlTable, event: EventRule | None) -> str:

@@ -39,8 +39,9 @@ class VersionState(StrEnum):
 class EventVersion:
     """One version of an event. `messages` and `last_at` are about the newest messages of the log.
 
-    `kind` is the path of the type, or ''. `fields` and `example` are made from the type, and `example` is JSON text, in
-    which the fields that OUTBOX['MASKED_FIELDS'] names are masked.
+    `number` is 0 for messages whose header is not a whole number. `kind` is the path of the type, or ''. `fields` and
+    `example` are made from the type, and `example` is JSON text, in which the fields that OUTBOX['MASKED_FIELDS'] names
+    are masked.
     """
 
     number: int
@@ -137,8 +138,7 @@ def _versions(name: str, declared: Sequence[EventType], messages: Sequence[SeenE
     counted: dict[int, list[SeenEvent]] = {}
     for message in messages:
         text = message.version or "1"
-        if text.isascii() and text.isdigit():
-            counted.setdefault(int(text), []).append(message)
+        counted.setdefault(int(text) if text.isascii() and text.isdigit() else 0, []).append(message)
     known = set(versions_of(name))
     for number in sorted({*types, *known, *counted}, reverse=True):
         of_type, of_number = types.get(number), counted.get(number, [])
