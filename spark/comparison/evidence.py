@@ -26,6 +26,7 @@ from ..rules.rule import FieldType, Rule
 from ..sources import contract
 from ..sources.values import NUMBER, from_body, from_column, json_path
 from . import json_text
+from .conversion import NOT_CONVERTED
 
 ROW: Final = contract.ROW_KIND
 COMMITTED: Final = 1
@@ -243,7 +244,9 @@ def why_unreadable(rule: Rule) -> Column:
     is_json = F.coalesce(F.col("content_type").startswith("application/json"), F.lit(False))
     raw = [F.try_variant_get(document, json_path(field), "string") for field in rule.fields]
     values = [from_body(column, field) for column, field in zip(raw, rule.fields, strict=True)]
-    content_type = F.concat(F.lit("the content type is "), F.coalesce("content_type", F.lit("missing")))
+    content_type = F.when(F.col("content_type").startswith(NOT_CONVERTED), F.col("content_type")).otherwise(
+        F.concat(F.lit("the content type is "), F.coalesce("content_type", F.lit("missing")))
+    )
     reason = _why_fields(raw, values, [field.body for field in rule.fields], rule)
     refused = _refused(text, document, rule)
     is_refused = refused != "" if rule.fields else refused.startswith(json_text.NOT_JSON)

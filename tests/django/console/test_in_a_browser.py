@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
+from dataclasses import dataclass
 from datetime import timedelta
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, Final
 from uuid import UUID
@@ -12,11 +15,13 @@ from uuid import UUID
 import pytest
 from django.utils import timezone
 
+from outbox import event
 from outbox.broker.operations import summary
 from outbox.broker.operations.conditions import Severity
 from outbox.contrib.django import publish
 from outbox.contrib.django.console import rendering
 from outbox.contrib.django.models import Finding, ForwardEndpoint, OperatorAction, PastCondition
+from outbox.events import declaration
 from tests.django.broker_world import World
 from tests.django.console.support import Site, blocked, bury, dead_keys, retried, working
 from tests.django.console.test_settling import decision, lost_end
@@ -31,8 +36,29 @@ PAGES: Final = (
     *("", "messages/", "undecided/", "dead-letters/", "dead-letters/list/?group=mail", "waiting/", "groups/"),
     *("waiting/?retrying=yes", "groups/?state=behind", "groups/one/?name=mail&topic=orders", "groups/one/?name=books"),
     *("timeline/", "timeline/?span=7d&state=over", "?span=7d", "endpoints/", "schedules/"),
+    *("events/", "events/one/?name=order.viewed"),
     *("workers/", "topics/", "topics/one/?name=orders", "findings/", "incidents/", "audit/"),
 )
+
+
+@dataclass(frozen=True)
+class Item:
+    name: str
+    price: Decimal = Decimal("1.50")
+
+
+@dataclass(frozen=True)
+class OrderViewed:
+    number: int
+    items: list[Item]
+    note: str = HOSTILE
+
+
+@pytest.fixture(autouse=True)
+def declared() -> Iterator[None]:
+    with declaration.restored():
+        event("order.viewed", topic="orders")(OrderViewed)
+        yield
 
 
 def busy(world: World) -> list[str]:
@@ -42,6 +68,8 @@ def busy(world: World) -> list[str]:
     blocked(world, "books", error=f"ValueError: {HOSTILE}")
     message_id = publish("orders", {"name": HOSTILE}, key=HOSTILE, tag="paid", headers={"h": HOSTILE}).message_id
     publish("orders", {}, key="order-7")
+    for name, version in (("order.viewed", "2"), (HOSTILE, "1"), ("order.lost", HOSTILE)):
+        publish("orders", {}, headers={"outbox-event": name, "outbox-event-version": version})
     publish("reminders", {"name": HOSTILE}, key=HOSTILE, delay=3600)
     sequence()
     bury(world, "mail", HOSTILE, f"ValueError: {HOSTILE}")

@@ -15,7 +15,7 @@ from django.template import loader
 from outbox.broker.operations.conditions import duration
 from outbox.broker.operations.summary import leaderless_seconds
 from outbox.contrib.django.actions.declaration import ACT
-from outbox.contrib.django.console.asking import reading
+from outbox.contrib.django.console.asking import number, reading
 from outbox.contrib.django.engine.operator_table import is_on_rocketmq
 from outbox.errors import OutboxError
 
@@ -36,6 +36,7 @@ PAGES: Final = (
     ("undecided", "Undecided"),
     ("dead_letters", "Dead letters"),
     ("topics", "Topics"),
+    ("events", "Events"),
     ("schedules", "Schedules"),
     ("endpoints", "Endpoints"),
     ("findings", "Findings"),
@@ -66,6 +67,12 @@ def paged(request: HttpRequest, rows: Sequence[Row], place: Callable[[Row], Mapp
         following = {name: str(value) for name, value in place(shown[-1]).items()}
         more = urlencode({**request.GET.dict(), **following})
     return Page(shown, more, "after" not in request.GET)
+
+
+def sliced(request: HttpRequest, rows: Sequence[Row]) -> Page[Row]:
+    """One page of a list that is completely in memory."""
+    begin = number(request.GET, "after") or 0
+    return paged(request, rows[begin : begin + PER_PAGE + 1], lambda _: {"after": begin + PER_PAGE})
 
 
 def may(request: HttpRequest, permission: str) -> bool:

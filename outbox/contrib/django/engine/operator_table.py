@@ -93,6 +93,8 @@ PAGES: Final[Mapping[str, str]] = {
     "timeline": "Draw the metric outbox_condition with Grafana.",
     "topics": _OVERVIEW,
     "topic": _OVERVIEW,
+    "events": "",
+    "event": "",
     "schedules": "Use Celery beat.",
     "endpoints": _ON_POSTGRES,
     "findings": "",

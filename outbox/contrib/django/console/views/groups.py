@@ -19,9 +19,9 @@ from outbox.broker.operations.progress import list_queues
 from outbox.broker.operations.summary import GroupOverview, GroupProgress
 from outbox.contrib.django.actions.groups import present_limits
 from outbox.contrib.django.console.access import seeing
-from outbox.contrib.django.console.asking import application, number, reading, required, text
+from outbox.contrib.django.console.asking import application, reading, required, text
 from outbox.contrib.django.console.cards import Tile, aged, cards, tone_of
-from outbox.contrib.django.console.rendering import PER_PAGE, Page, Row, paged, render
+from outbox.contrib.django.console.rendering import render, sliced
 from outbox.contrib.django.console.spans import chosen_span, span_tabs
 from outbox.contrib.django.console.states import by_state
 from outbox.contrib.django.operations.endpoints import list_endpoints
@@ -78,7 +78,7 @@ def groups(request: HttpRequest) -> HttpResponse:
         rows.sort(key=lambda row: (-(row.group.oldest_seconds or 0.0), row.group.name))
     context = {
         "title": "Groups",
-        "page": _slice(request, rows),
+        "page": sliced(request, rows),
         "broker": found,
         "given": request.GET,
         "state": state,
@@ -122,7 +122,7 @@ def group(request: HttpRequest) -> HttpResponse:
         "said": _sentence(len(found_cards)),
         "dead_errors": dead[:_ERRORS],
         "retry_errors": retrying[:_ERRORS],
-        "topics": _slice(request, places),
+        "topics": sliced(request, places),
         "at": counted.at,
         "counted": counted,
         "consumers": consumers[:_CONSUMERS],
@@ -203,7 +203,7 @@ def topics(request: HttpRequest) -> HttpResponse:
     """The page of all topics. The figures come from the stored summary."""
     with reading() as run:
         counted = summary.read(run)
-    page = _slice(request, [one for one in counted.topics if (text(request.GET, "q") or "") in one.topic])
+    page = sliced(request, [one for one in counted.topics if (text(request.GET, "q") or "") in one.topic])
     return render(request, "topics", {"title": "Topics", "page": page, "counted": counted, "given": request.GET})
 
 
@@ -222,13 +222,7 @@ def topic(request: HttpRequest) -> HttpResponse:
         "declared": declared[name],
         "types": sorted(map(str, declared[name].types)),
         "progress": next((one for one in counted.topics if one.topic == name), None),
-        "groups": _slice(request, [one for one in counted.groups if one.topic == name and not one.is_retry]),
+        "groups": sliced(request, [one for one in counted.groups if one.topic == name and not one.is_retry]),
         "counted": counted,
     }
     return render(request, "topic", context)
-
-
-def _slice(request: HttpRequest, rows: list[Row]) -> Page[Row]:
-    """One page of a list that is completely in memory."""
-    begin = number(request.GET, "after") or 0
-    return paged(request, rows[begin : begin + PER_PAGE + 1], lambda _: {"after": begin + PER_PAGE})
