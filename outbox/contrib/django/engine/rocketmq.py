@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from django.core.checks import CheckMessage, Error, Warning
 
@@ -25,12 +25,16 @@ from outbox.refusals import Refusals
 from outbox.rocketmq import declarations
 from outbox.rocketmq.admin import brokers_of, parse_address
 from outbox.rocketmq.exhausted import waiting
+from outbox.rocketmq.inspection import missing
 from outbox.rocketmq.left import Timers, left
 from outbox.subscription import Subscription
 from outbox.utils import heartbeat
 
 if TYPE_CHECKING:
     from outbox.rocketmq.broker import RocketMQBroker
+
+# A worker compares the topics before it starts its work, so a broker that does not answer delays this start.
+_ANSWER_SECONDS: Final = 5.0
 
 
 class RocketMQEngine(Engine):
@@ -151,22 +155,33 @@ class RocketMQEngine(Engine):
         return not self.broker.unrouted()
 
     def server_problems(self) -> Iterator[str]:
-        return self.broker.topic_problems()
+        yield from self.broker.topic_problems()
+        groups = sorted({item.subscription.group for item in subscribers()})
+        brokers = brokers_of(self.settings.broker, timeout_seconds=_ANSWER_SECONDS)
+        yield from missing(brokers, sorted(self.settings.topics), groups)
 
     def create(self, address: str) -> tuple[int, int]:
         """Create or update the declared topics and groups through a broker's administration port.
 
-        Returns the number of topics and the number of groups. Raises UsageError for a subscriber of a topic that is not
-        declared. Raises BrokerError.
+        If `address` is empty, do this on each broker that OUTBOX['BROKER'] names. Returns the number of topics and the
+        number of groups. Raises UsageError for a subscriber of a topic that is not declared. Raises BrokerError.
         """
-        admin = parse_address(address, self.settings.broker)
+        url = self.settings.broker
+        admins = [parse_address(address, url)] if address else brokers_of(url)
+        if not admins:
+            raise UsageError(
+                "--create does not know the brokers, because OUTBOX['BROKER'] names no administration port: append "
+                "?brokers=BROKER:10911, or run outbox_install --create BROKER:10911 for each broker."
+            )
         topics = {name: declared.topic for name, declared in self.settings.topics.items()}
-        for topic in topics.values():
-            admin.create_topic(topic)
         for item in subscribers():
             if item.subscription.topic not in topics:
                 raise UsageError(f"{item.name} subscribes to {item.subscription.topic!r}: declare it in TOPICS.")
-            admin.create_group(item.subscription, topics[item.subscription.topic])
+        for admin in admins:
+            for topic in topics.values():
+                admin.create_topic(topic)
+            for item in subscribers():
+                admin.create_group(item.subscription, topics[item.subscription.topic])
         return len(topics), len(subscribers())
 
     def given_up(self) -> int:

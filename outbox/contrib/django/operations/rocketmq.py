@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, Final
+from typing import Any, Final, cast
 from uuid import UUID
 
 from django.db.utils import DatabaseError
@@ -31,6 +31,7 @@ from outbox.broker.operations.conditions import (
 from outbox.broker.operations.dead_letters import DeadLetter, LetterSelection, PagePosition
 from outbox.contrib.django.engine import dead_letter_notes
 from outbox.contrib.django.engine.broker import engine_of
+from outbox.contrib.django.engine.rocketmq import RocketMQEngine
 from outbox.contrib.django.ledger import ledger
 from outbox.contrib.django.ledger.ledger_checker import ledger_aliases, open_connection
 from outbox.contrib.django.models import InboxEntry
@@ -173,7 +174,7 @@ def probe() -> ConditionReport:
     try:
         for broker in brokers():
             inspection.reachable(broker)
-        for problem in engine_of(settings).server_problems():
+        for problem in cast(RocketMQEngine, engine_of(settings)).broker.topic_problems():
             raise BrokerError(problem)
     except (BrokerError, UsageError) as error:
         return _unreachable(error)
