@@ -16,7 +16,7 @@ from decimal import Decimal
 from functools import reduce
 from typing import Final
 
-from pyspark.sql import Column, DataFrame, SparkSession
+from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 from pyspark.sql.types import DecimalType
 
@@ -71,16 +71,6 @@ _BOUNDS: Final = {
     FieldType.DECIMAL: " of up to 26 digits before the point",
     FieldType.TIMESTAMP: " with a date",
 }
-
-
-def configure(spark: SparkSession) -> None:
-    """Make Spark read bodies as PostgreSQL's jsonb does: if a key occurs twice in an object, its last value counts.
-
-    The function also limits the size of the batches that Spark sends to Python.
-    """
-    spark.conf.set("spark.sql.variant.allowDuplicateKeys", "true")
-    # The second look gives whole bodies to Python. The limit of a batch is in bytes, because rows may have any size.
-    spark.conf.set("spark.sql.execution.arrow.maxBytesPerBatch", "8m")
 
 
 def table_side(table: DataFrame, rule: Rule) -> DataFrame:
