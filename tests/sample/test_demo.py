@@ -13,6 +13,8 @@ from sample_project.demo.shopper import Shopper
 from tests.sample.conftest import ORDERS, DemoRun
 from tests.support import eventually
 
+pytestmark = pytest.mark.slow
+
 
 def _figure(output: str, name: str) -> int:
     found = re.search(rf"^{re.escape(name)}\s+([\d,]+)", output, re.MULTILINE)
@@ -92,7 +94,6 @@ def test_operators_and_accounting_get_a_mail_about_a_charge_that_the_provider_re
         eventually(lambda: f"Subject: {subject}\n" in _log(open_demo, "worker"), within_seconds=90, what=subject)  # noqa: B023
 
 
-@pytest.mark.slow
 def test_an_interrupted_demo_leaves_nothing_running(tmp_path: Path) -> None:
     run = DemoRun(tmp_path, "--orders=2000", "--path=atomic")
     try:
