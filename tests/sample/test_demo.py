@@ -13,6 +13,8 @@ from sample_project.demo.shopper import Shopper
 from tests.sample.conftest import ORDERS, DemoRun
 from tests.support import eventually
 
+pytestmark = pytest.mark.slow
+
 
 def _figure(output: str, name: str) -> int:
     found = re.search(rf"^{re.escape(name)}\s+([\d,]+)", output, re.MULTILINE)
@@ -116,7 +118,6 @@ def test_a_new_version_of_an_event_is_deployed_while_customers_pay(tmp_path: Pat
     assert run.left_running() == []
 
 
-@pytest.mark.slow
 def test_an_interrupted_demo_leaves_nothing_running(tmp_path: Path) -> None:
     run = DemoRun(tmp_path, "--orders=2000", "--path=atomic")
     try:

@@ -26,7 +26,7 @@ from tests.spark.test_processes import ROOT
 from tests.spark.world import World
 
 pytestmark = pytest.mark.timeout(1800)
-# The quick test runs one cell with all kinds.
+# The slow test runs one cell with all kinds.
 QUICK = ("postgres", "batch")
 CELLS = [
     pytest.param(source, mode, marks=[] if (source, mode) == QUICK else [pytest.mark.soak])
@@ -50,6 +50,7 @@ def urls(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("source", "mode"), CELLS)
 def test_every_kind_is_found_and_nothing_else(
     spark_session: SparkSession, world: World, urls: None, tmp_path: Path, seed: int, source: str, mode: str

@@ -180,6 +180,7 @@ def test_an_order_is_followed_by_its_key_through_three_groups(world: World, site
         assert "stock failed on attempt 1" in text and "Dead letter of stock" in text and "negative stock" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "look",
     [
@@ -223,18 +224,16 @@ LISTS: Final = (
 )
 
 
-@pytest.mark.parametrize(("width", "is_folded"), [(320, True), (1280, False)])
-def test_filters_are_folded_on_a_phone_and_open_on_a_wide_screen(
-    world: World, site: Site, width: int, is_folded: bool
-) -> None:
+def test_filters_are_folded_on_a_phone_and_open_on_a_wide_screen(world: World, site: Site) -> None:
     busy(world)
     is_visible = "document.querySelector('.filters form').checkVisibility()"
-    with Browser(width=width, height=740) as browser:
-        for page in LISTS:
-            site.open(browser, f"/outbox/{page}")
-            assert browser.evaluate(is_visible) is not is_folded, page
-            browser.evaluate("document.querySelector('.filters').open = true")
-            assert browser.evaluate(is_visible), page
+    for width, is_folded in ((320, True), (1280, False)):
+        with Browser(width=width, height=740) as browser:
+            for page in LISTS:
+                site.open(browser, f"/outbox/{page}")
+                assert browser.evaluate(is_visible) is not is_folded, (page, width)
+                browser.evaluate("document.querySelector('.filters').open = true")
+                assert browser.evaluate(is_visible), (page, width)
 
 
 def test_a_message_is_skipped_with_the_keyboard_alone(world: World, site: Site) -> None:
