@@ -46,13 +46,9 @@ class DeclaredEvents:
     """The events of Python modules. Raises EventsUnusable if a module cannot be imported, or declares no event."""
 
     def __init__(self, modules: Sequence[str]) -> None:
-        for module in modules:
-            _import(module)
-        from outbox.events import declaration
-
-        self._declaration = declaration
+        self._declaration = _declaration_of(modules)
         self._modules = tuple(modules)
-        self._newest: dict[str, Any] = {one.name: one for one in declaration.events()}
+        self._newest: dict[str, Any] = {one.name: one for one in self._declaration.events()}
         if not self._newest:
             raise EventsUnusable(f"{', '.join(modules)}: no @event is declared", "name the modules with your @event")
 
@@ -108,19 +104,24 @@ def _quoted(text: str) -> str:
     return "'" + text.replace("'", "''") + "'"
 
 
-def _import(module: str) -> None:
+def _declaration_of(modules: Iterable[str]) -> Any:
+    """Import the modules, and return the module of outbox that knows what they declare. Raises EventsUnusable."""
     # A console script does not have the current folder on its path, and a project's modules are found there.
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)
-    try:
-        importlib.import_module(module)
-    except Exception as error:
-        raise EventsUnusable(
-            f"the module {module!r} cannot be imported: {type(error).__name__}: {error}",
-            "run the command in the folder of the project, and keep events apart from models: the module may import "
-            "only what this environment has",
-        ) from error
+    for module in modules:
+        try:
+            importlib.import_module(module)
+        except Exception as error:
+            raise EventsUnusable(
+                f"the module {module!r} cannot be imported: {type(error).__name__}: {error}",
+                "run the command in the folder of the project, and keep events apart from models: the module may "
+                "import only what this environment has",
+            ) from error
+    from outbox.events import declaration
+
+    return declaration
 
 
 def _pickle_by_value(modules: Iterable[str]) -> None:
