@@ -95,6 +95,8 @@ _CAUSES: Final[Mapping[str, Sequence[str]]] = {
         *("no_worker", "stopped_queue", "blocked_queue", "endpoint_disabled", "limit_binding", "outage"),
         *("hung_handlers", "suspects", "unknown_version", "retry_storm", "no_sequencer"),
     ),
+    "outage": ("endpoint_disabled",),
+    "retry_storm": ("outage",),
     "ticks_late": ("process_failing", "lock_held"),
     "summary_late": ("process_failing", "lock_held"),
     "schedule_late": ("no_sequencer", "process_failing", "lock_held"),
@@ -177,7 +179,7 @@ class ConditionCard:
     """A condition as a page shows it. `url` and `link`: the list with all of its groups, queues or messages.
 
     `next_step`: what to do on the page. `in_a_shell`: the same by command; '' if `next_step` says it already. `causes`:
-    the conditions above that probably cause it.
+    the names of the shown conditions that probably cause it.
     """
 
     condition: Condition

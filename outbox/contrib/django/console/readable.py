@@ -1,4 +1,4 @@
-"""The values of evidence, plans and audit entries as text for people: short times, yes and no, and no Python values."""
+"""The values of evidence, plans and audit entries as text for people: short times and paths, and no Python values."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from django.utils import timezone
 
 # A time with a zone, as PostgreSQL and Python write it.
 _TIME: Final = re.compile(r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:\.\d+)?(?:Z|[+-]\d\d(?::?\d\d)?)")
+# The folders of a source file, before its name and line.
+_FOLDERS: Final = re.compile(r"(?<![\w/])(?:/[\w.@+-]+)+/(?=[\w-]+\.py:\d+)")
 _RETRY: Final = re.compile(r"%RETRY%([^\s,;:/]+)(?:/([^\s,;:]+))?")
 NOTHING: Final = "–"
 
@@ -28,7 +30,7 @@ def readable(value: object) -> str:
         return ", ".join(f"{words(str(name))} {readable(one)}" for name, one in value.items()) or NOTHING
     if not isinstance(value, str) and isinstance(value, Iterable):
         return ", ".join(map(readable, value)) or NOTHING
-    return NOTHING if value in (None, "") else _RETRY.sub(_retries, _TIME.sub(_moment, str(value)))
+    return NOTHING if value in (None, "") else _RETRY.sub(_retries, _TIME.sub(_moment, _FOLDERS.sub("", str(value))))
 
 
 def words(name: str) -> str:
