@@ -120,6 +120,7 @@ def test_values_are_shown_for_people() -> None:
     assert readable({"ids": [identity], "parked_at": None, "changed": {}, "is_held": False, "lag": 12}) == (
         f"ids {identity}, parked at –, changed –, is held no, lag 12"
     )
+    assert readable({"decision": "R"}) == "decision ROLLBACK" and readable("R") == "R"
     with timezone.override("Europe/Berlin"):
         assert readable("since 2026-11-27T12:00:00.123456+00:00: no") == "since 2026-11-27 13:00:00: no"
     assert readable("no; raised in admit, /srv/app/lib/end-points.py:132") == "no; raised in admit, end-points.py:132"

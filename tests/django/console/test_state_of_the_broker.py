@@ -47,6 +47,7 @@ def test_every_page_says_that_no_process_leads(world: World, operator: Client) -
         assert "manage.py outbox_worker" in html
     part = operator.get("/outbox/groups/", headers={"Outbox-Part": "true"}).content.decode()
     assert "No process has led" in part, "it appears without a reload"
+    assert 'class="count"' not in page(operator, "undecided/").partition("</nav>\n<details")[0].rpartition("<nav")[2]
     assert "no_sequencer" in page(operator) and "No process has led" not in page(operator), "the card says it"
     assert "no leader" in text_of(page(operator, "workers/"))
     tiles = re.findall(

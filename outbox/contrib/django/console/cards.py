@@ -68,7 +68,8 @@ _STEPS: Final[Mapping[str, str]] = {
     "endpoint_disabled": "If the endpoint exists again, enable it with the button. If it is gone for good, remove its "
     "entry from FORWARD, then delete the group in a shell.",
     "limit_binding": "If the service behind the handler allows it, change the limits with the button.",
-    "dead_letters": "Open the list: it shows the errors. Fix the handler, then replay the dead letters.",
+    "dead_letters": "Open the list: it shows the errors. Fix the handler, then replay the dead letters. Discard those "
+    "that no handler can handle.",
     "saga_stalled": "Replay the dead letters of the stalled sagas. The role `check` publishes lost messages again "
     "within a minute.",
     "reconciliation_findings": "The list shows each finding with its next step. Repair the findings, then run the "

@@ -17,8 +17,16 @@ _RETRY: Final = re.compile(r"%RETRY%([^\s,;:/]+)(?:/([^\s,;:]+))?")
 NOTHING: Final = "–"
 
 
-def readable(value: object) -> str:
-    """Return a value as one line of text. Nothing (None, an empty text or an empty list) is a dash."""
+_CODES: Final[Mapping[str, Mapping[object, str]]] = {"decision": {"C": "COMMIT", "R": "ROLLBACK"}}
+
+
+def readable(value: object, name: str = "") -> str:
+    """Return a value as one line of text. Nothing (None, an empty text or an empty list) is a dash.
+
+    `name`: the name of the field; the codes of some fields are shown as words.
+    """
+    if isinstance(value, str) and value in _CODES.get(name, {}):
+        return _CODES[name][value]
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, datetime):
@@ -27,7 +35,7 @@ def readable(value: object) -> str:
     if isinstance(value, float):
         return f"{value:,.3g}" if abs(value) < 1000 else f"{value:,.0f}"
     if isinstance(value, Mapping):
-        return ", ".join(f"{words(str(name))} {readable(one)}" for name, one in value.items()) or NOTHING
+        return ", ".join(f"{words(str(key))} {readable(one, str(key))}" for key, one in value.items()) or NOTHING
     if not isinstance(value, str) and isinstance(value, Iterable):
         return ", ".join(map(readable, value)) or NOTHING
     return NOTHING if value in (None, "") else _RETRY.sub(_retries, _TIME.sub(_moment, _FOLDERS.sub("", str(value))))
