@@ -95,6 +95,9 @@ def test_a_consequence_stands_below_its_cause() -> None:
         ("limit_binding", []), ("lag", ["limit_binding"]), ("group_paused", []), ("rejecting", []),
     ]  # fmt: skip
     assert shown(named("lag", Severity.CRITICAL, "mail", "stock"), limit) == [("lag", []), ("limit_binding", [])]
+    assert sorted(name for name, _ in shown(*(Condition(name, Severity.WARNING) for name in CATALOGUE))) == sorted(
+        CATALOGUE
+    )
     disabled, outage = (named(name, Severity.WARNING, "mail") for name in ("endpoint_disabled", "outage"))
     assert shown(outage, disabled, named("lag", Severity.WARNING, "mail")) == [
         ("endpoint_disabled", []), ("lag", ["endpoint_disabled", "outage"]), ("outage", ["endpoint_disabled"]),

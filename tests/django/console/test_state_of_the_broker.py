@@ -61,6 +61,8 @@ def test_the_workers_page_names_the_leader(world: World, operator: Client) -> No
     assert "A process leads the broker" in page(operator, "workers/")
     counted(world, LEADER, 1)
     assert "Process 4711 on web-1, version 0.2, leads the broker." in page(operator, "workers/")
+    world.sql("""UPDATE outbox.summary SET facts = jsonb_set(facts, '{leader,later}', '1')""")
+    assert "Process 4711 on web-1" in page(operator, "workers/") and "process 4711 on web-1" in page(operator)
     counted(world, uuid4(), 9)
     assert "4711" not in page(operator, "workers/"), "of a former leader"
 

@@ -219,7 +219,10 @@ def cards(conditions: Iterable[Condition], *, group: str | None = None) -> list[
 
 def _with_consequences(found: Sequence[ConditionCard]) -> Iterator[ConditionCard]:
     shown = {one.condition.name: one for one in found}
-    assert len(shown) == len(found), "a report has each condition once"
+    if len(shown) < len(found):
+        # A rule of another app has returned a condition of the broker.
+        yield from found
+        return
     causes = {name: _causes(one, shown) for name, one in shown.items()}
 
     def family(name: str, above: tuple[str, ...]) -> Iterator[ConditionCard]:
