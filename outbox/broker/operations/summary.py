@@ -540,9 +540,15 @@ def stored(run: Executor) -> Summary | None:
         now=now,
         took_seconds=took,
         stored_age_seconds=now - at,
-        leader=LeadingProcess(**facts["leader"]) if "leader" in facts else None,
+        leader=_leader(facts.get("leader")),
         **parts,
     )
+
+
+def _leader(stored: Mapping[str, Any] | None) -> LeadingProcess | None:
+    # A leader of a later version may store further fields.
+    known = {field.name for field in fields(LeadingProcess)}
+    return LeadingProcess(**{name: stored[name] for name in known}) if stored else None
 
 
 def growth(run: Executor, *, window_seconds: float) -> list[Growth]:
@@ -718,8 +724,9 @@ class Leadership:
 def leadership(run: Executor) -> Leadership:
     """Return which process leads, without reading the figures of the summary."""
     owner, counted_by, seconds = run.one(_LEADING)
-    process = LeadingProcess(**counted_by) if counted_by and counted_by["owner"] == owner else None
-    return Leadership(owner is not None, process, seconds)
+    process = _leader(counted_by)
+    is_leader = process is not None and process.owner == owner
+    return Leadership(owner is not None, process if is_leader else None, seconds)
 
 
 def live_consumers(run: Executor) -> dict[str, int]:

@@ -95,6 +95,13 @@ def test_a_consequence_stands_below_its_cause() -> None:
         ("limit_binding", []), ("lag", ["limit_binding"]), ("group_paused", []), ("rejecting", []),
     ]  # fmt: skip
     assert shown(named("lag", Severity.CRITICAL, "mail", "stock"), limit) == [("lag", []), ("limit_binding", [])]
+    assert sorted(name for name, _ in shown(*(Condition(name, Severity.WARNING) for name in CATALOGUE))) == sorted(
+        CATALOGUE
+    )
+    disabled, outage = (named(name, Severity.WARNING, "mail") for name in ("endpoint_disabled", "outage"))
+    assert shown(outage, disabled, named("lag", Severity.WARNING, "mail")) == [
+        ("endpoint_disabled", []), ("lag", ["endpoint_disabled", "outage"]), ("outage", ["endpoint_disabled"]),
+    ]  # fmt: skip
     leaderless = Condition("no_sequencer", Severity.WARNING)
     assert shown(named("lag", Severity.CRITICAL, "mail", "stock"), leaderless) == [
         ("no_sequencer", []), ("lag", ["no_sequencer"]),
@@ -116,8 +123,10 @@ def test_values_are_shown_for_people() -> None:
     assert readable({"ids": [identity], "parked_at": None, "changed": {}, "is_held": False, "lag": 12}) == (
         f"ids {identity}, parked at –, changed –, is held no, lag 12"
     )
+    assert readable({"decision": "R"}) == "decision ROLLBACK" and readable("R") == "R"
     with timezone.override("Europe/Berlin"):
         assert readable("since 2026-11-27T12:00:00.123456+00:00: no") == "since 2026-11-27 13:00:00: no"
+    assert readable("no; raised in admit, /srv/app/lib/end-points.py:132") == "no; raised in admit, end-points.py:132"
     assert readable("%RETRY%mail/orders") == "retries of orders" and readable("%RETRY%mail") == "retries of mail"
     assert (readable(None), readable(""), readable(True), readable(0.98765)) == ("–", "–", "yes", "0.988")
 

@@ -47,6 +47,7 @@ def test_every_page_says_that_no_process_leads(world: World, operator: Client) -
         assert "manage.py outbox_worker" in html
     part = operator.get("/outbox/groups/", headers={"Outbox-Part": "true"}).content.decode()
     assert "No process has led" in part, "it appears without a reload"
+    assert 'class="count"' not in page(operator, "undecided/").partition("</nav>\n<details")[0].rpartition("<nav")[2]
     assert "no_sequencer" in page(operator) and "No process has led" not in page(operator), "the card says it"
     assert "no leader" in text_of(page(operator, "workers/"))
     tiles = re.findall(
@@ -60,6 +61,8 @@ def test_the_workers_page_names_the_leader(world: World, operator: Client) -> No
     assert "A process leads the broker" in page(operator, "workers/")
     counted(world, LEADER, 1)
     assert "Process 4711 on web-1, version 0.2, leads the broker." in page(operator, "workers/")
+    world.sql("""UPDATE outbox.summary SET facts = jsonb_set(facts, '{leader,later}', '1')""")
+    assert "Process 4711 on web-1" in page(operator, "workers/") and "process 4711 on web-1" in page(operator)
     counted(world, uuid4(), 9)
     assert "4711" not in page(operator, "workers/"), "of a former leader"
 

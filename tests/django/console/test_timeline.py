@@ -123,7 +123,7 @@ def test_the_page_says_that_nobody_records_now(holds: list[Condition], operator:
     holds.append(stalled("a"))
     for span in ("15m", "7d"):
         html = operator.get(f"/outbox/timeline/?span={span}").content.decode()
-        assert "It is unknown which conditions held since then" in html and "1 condition holds now" in html
+        assert "It is unknown which conditions held until now" in html and "1 condition holds now" in html
     holds.clear()
     raised.run_once()
     html = operator.get("/outbox/timeline/").content.decode()

@@ -69,7 +69,8 @@ _STEPS: Final[Mapping[str, str]] = {
     "endpoint_disabled": "If the endpoint exists again, enable it with the button. If it is gone for good, remove its "
     "entry from FORWARD, then delete the group in a shell.",
     "limit_binding": "If the service behind the handler allows it, change the limits with the button.",
-    "dead_letters": "Open the list: it shows the errors. Fix the handler, then replay the dead letters.",
+    "dead_letters": "Open the list: it shows the errors. Fix the handler, then replay the dead letters. Discard those "
+    "that no handler can handle.",
     "saga_stalled": "Replay the dead letters of the stalled sagas. The role `check` publishes lost messages again "
     "within a minute.",
     "reconciliation_findings": "The list shows each finding with its next step. Repair the findings, then run the "
@@ -96,6 +97,8 @@ _CAUSES: Final[Mapping[str, Sequence[str]]] = {
         *("no_worker", "stopped_queue", "blocked_queue", "endpoint_disabled", "limit_binding", "outage"),
         *("hung_handlers", "suspects", "unknown_version", "retry_storm", "no_sequencer"),
     ),
+    "outage": ("endpoint_disabled",),
+    "retry_storm": ("outage",),
     "ticks_late": ("process_failing", "lock_held"),
     "summary_late": ("process_failing", "lock_held"),
     "schedule_late": ("no_sequencer", "process_failing", "lock_held"),
@@ -178,7 +181,7 @@ class ConditionCard:
     """A condition as a page shows it. `url` and `link`: the list with all of its groups, queues or messages.
 
     `next_step`: what to do on the page. `in_a_shell`: the same by command; '' if `next_step` says it already. `causes`:
-    the conditions above that probably cause it.
+    the names of the shown conditions that probably cause it.
     """
 
     condition: Condition
@@ -217,7 +220,10 @@ def cards(conditions: Iterable[Condition], *, group: str | None = None) -> list[
 
 def _with_consequences(found: Sequence[ConditionCard]) -> Iterator[ConditionCard]:
     shown = {one.condition.name: one for one in found}
-    assert len(shown) == len(found), "a report has each condition once"
+    if len(shown) < len(found):
+        # A rule of another app has returned a condition of the broker.
+        yield from found
+        return
     causes = {name: _causes(one, shown) for name, one in shown.items()}
 
     def family(name: str, above: tuple[str, ...]) -> Iterator[ConditionCard]:

@@ -1,4 +1,4 @@
-"""The values of evidence, plans and audit entries as text for people: short times, yes and no, and no Python values."""
+"""The values of evidence, plans and audit entries as text for people: short times and paths, and no Python values."""
 
 from __future__ import annotations
 
@@ -11,12 +11,22 @@ from django.utils import timezone
 
 # A time with a zone, as PostgreSQL and Python write it.
 _TIME: Final = re.compile(r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:\.\d+)?(?:Z|[+-]\d\d(?::?\d\d)?)")
+# The folders of a source file, before its name and line.
+_FOLDERS: Final = re.compile(r"(?<![\w/])(?:/[\w.@+-]+)+/(?=[\w-]+\.py:\d+)")
 _RETRY: Final = re.compile(r"%RETRY%([^\s,;:/]+)(?:/([^\s,;:]+))?")
 NOTHING: Final = "–"
 
 
-def readable(value: object) -> str:
-    """Return a value as one line of text. Nothing (None, an empty text or an empty list) is a dash."""
+_CODES: Final[Mapping[str, Mapping[object, str]]] = {"decision": {"C": "COMMIT", "R": "ROLLBACK"}}
+
+
+def readable(value: object, name: str = "") -> str:
+    """Return a value as one line of text. Nothing (None, an empty text or an empty list) is a dash.
+
+    `name`: the name of the field; the codes of some fields are shown as words.
+    """
+    if isinstance(value, str) and value in _CODES.get(name, {}):
+        return _CODES[name][value]
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, datetime):
@@ -25,10 +35,10 @@ def readable(value: object) -> str:
     if isinstance(value, float):
         return f"{value:,.3g}" if abs(value) < 1000 else f"{value:,.0f}"
     if isinstance(value, Mapping):
-        return ", ".join(f"{words(str(name))} {readable(one)}" for name, one in value.items()) or NOTHING
+        return ", ".join(f"{words(str(key))} {readable(one, str(key))}" for key, one in value.items()) or NOTHING
     if not isinstance(value, str) and isinstance(value, Iterable):
         return ", ".join(map(readable, value)) or NOTHING
-    return NOTHING if value in (None, "") else _RETRY.sub(_retries, _TIME.sub(_moment, str(value)))
+    return NOTHING if value in (None, "") else _RETRY.sub(_retries, _TIME.sub(_moment, _FOLDERS.sub("", str(value))))
 
 
 def words(name: str) -> str:

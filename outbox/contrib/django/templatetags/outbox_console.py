@@ -55,9 +55,9 @@ def _alternating(text: str) -> Iterator[tuple[bool, str]]:
 
 
 @register.filter
-def readable(value: object) -> str:
-    """Return a value of a plan or of an audit entry as text."""
-    return texts.readable(value)
+def readable(value: object, name: str = "") -> str:
+    """Return a value of a plan or of an audit entry as text. `name`: the name of its field."""
+    return texts.readable(value, name)
 
 
 @register.filter

@@ -32,7 +32,7 @@ _STATES: Final[Mapping[str, tuple[str, Callable[[ConditionHistory], bool]]]] = {
     "holds": ("Holds now", lambda one: one.holds),
     "over": ("Over", lambda one: not one.holds),
 }
-_UNWATCHED: Final = "It is unknown which conditions held since then, because no worker records them"
+_UNWATCHED: Final = "It is unknown which conditions held until now, because no worker records them"
 _UNKNOWN: Final = "It is unknown which conditions hold, because the broker does not answer and no worker records them"
 _GROUP: Final = re.compile(r"(?:^|, )group ([^,]+)")
 
