@@ -174,7 +174,7 @@ def normal_body(value: str, item: FieldRule) -> str:
     """An SQL expression for the comparable form of a body's value, which is a text.
 
     A value in the usual form is not converted: if its text is equal to the form of the row's value, it has this value.
-    The database would need as much CPU to convert it and to check its form as to parse the whole body.
+    To convert it and to check its form, the database would need more CPU than to parse the whole body (decision 284).
     """
     if item.type in (FieldType.INTEGER, FieldType.DECIMAL):
         return f"CASE WHEN strpos({value}, '.') > 0 THEN rtrim({value}, '0') ELSE {value} || '.' END"
