@@ -43,12 +43,15 @@ ONE_WORKER = (
 SOURCES = ("tests/test_architecture.py", "tests/test_definitions.py", "tests/test_documents.py", "tests/test_layers.py")
 # They take seconds in all, so a worker that takes them last ends no later than the others.
 SHORTEST = ("tests/core/", *SOURCES)
+# The roles of these tests belong to the whole server. With a server of their own, the workers need not share one.
+ONE_WORKER_OF_A_SERVER = ("tests/broker/schema/test_grants.py",)
 
 
 def unit_of_work(nodeid: str, root: Path = Path(), spark_workers: int = 1) -> str:
     """The unit that a worker takes: one test, or all that belong together."""
     file = nodeid.partition("::")[0]
-    place = next((place for place in ONE_WORKER if file.startswith(place)), None)
+    together = ONE_WORKER + (ONE_WORKER_OF_A_SERVER if embedded.URL_VARIABLE in os.environ else ())
+    place = next((place for place in together if file.startswith(place)), None)
     return place or spark_units(root, spark_workers).get(file) or (file if shares(root / file) else nodeid)
 
 

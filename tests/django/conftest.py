@@ -26,14 +26,18 @@ from outbox.contrib.django.operations.installation import install_broker
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.django.subscribers import registry
 from outbox.contrib.django.subscribers.scheduled import forget_scheduled
+from tests.mariadb import PrivateMariaDB
 
 APPLICATION_ALIASES = ("default", "other", "lite")
 
 
 def point_alias(alias: str, url: str) -> None:
     """Let an alias of this thread, and of threads to come, name another database."""
+    _point_alias(alias, database_from_url(url))
+
+
+def _point_alias(alias: str, entry: dict[str, Any]) -> None:
     connections[alias].close()
-    entry = database_from_url(url)
     for settings in (connections[alias].settings_dict, connections.settings[alias]):
         settings.update(entry)
 
@@ -42,15 +46,23 @@ def point_alias(alias: str, url: str) -> None:
 def django_db_setup(server_url: str, django_db_blocker: Any) -> Iterator[None]:
     """Create and migrate the databases; takes the place of pytest-django's fixture."""
     names = [*(_name(alias) for alias in ("default", "other", "broker")), BROKER_TEMPLATE]
-    with tempfile.TemporaryDirectory(prefix="outbox-lite-") as folder, django_db_blocker.unblock():
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="outbox-lite-")))
+        stack.enter_context(django_db_blocker.unblock())
         for alias in ("default", "other", "broker"):
             point_alias(alias, embedded.create_database(server_url, _name(alias)))
-        for settings in (connections["lite"].settings_dict, connections.settings["lite"]):
-            settings["NAME"] = str(Path(folder) / "lite.sqlite3")
+        if configured.ON_MARIADB:
+            server = PrivateMariaDB(folder)
+            server.start()
+            stack.callback(server.stop)
+            _point_alias("lite", server.create_database(_name("lite")))
+        else:
+            _point_alias("lite", {"NAME": str(folder / "lite.sqlite3")})
         for alias in (*APPLICATION_ALIASES, "broker"):
             call_command("migrate", database=alias, run_syncdb=True, verbosity=0)
-        with connections["lite"].cursor() as cursor:
-            cursor.execute("PRAGMA journal_mode = WAL")
+        if not configured.ON_MARIADB:
+            with connections["lite"].cursor() as cursor:
+                cursor.execute("PRAGMA journal_mode = WAL")
         connections.close_all()
         broker_access.reset_broker()
         embedded.create_database(server_url, BROKER_TEMPLATE, template=_name("broker"))
