@@ -18,7 +18,7 @@ import socket
 import ssl
 import struct
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from outbox.errors import BrokerError, BrokerUnavailable, UsageError
@@ -177,6 +177,11 @@ class Admin:
     def ask(self, code: int, fields: Mapping[str, Any]) -> tuple[int, Mapping[str, Any], bytes]:
         """Return the broker's answer to a request: its code (0 is success), its header and its body."""
         return self._exchange(self._place(), code, fields, b"")
+
+    def each(self) -> list[Admin]:
+        """Return the ports of the broker and of its replicas, whichever is the master."""
+        every = (HostPort(self.host, self.port), *self.replicas)
+        return [replace(self, host=one.host, port=one.port, replicas=()) for one in every]
 
     def _place(self) -> tuple[str, int]:
         """Return the address of the master. Raises BrokerUnavailable."""

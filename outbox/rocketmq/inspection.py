@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from typing import Final
 from uuid import UUID
 
-from outbox.errors import BrokerError
+from outbox.errors import BrokerError, BrokerUnavailable
 from outbox.message import Message
 from outbox.rocketmq import exhausted
 from outbox.rocketmq.admin import Admin, Stored, end_of_queue, messages_in, read_stored
@@ -25,9 +25,12 @@ from outbox.rocketmq.wire import asked, from_wire
 _QUERY: Final = 12
 _TOPIC_STATISTICS: Final = 202
 _CONSUMER_STATISTICS: Final = 208
+_GROUP_SETTINGS: Final = 352
 _OK: Final = 0
 _TOPIC_NOT_FOUND: Final = 17
 _NOT_FOUND: Final = frozenset((17, 22))
+# The codes for a missing topic and a missing group.
+_MISSING: Final = frozenset((17, 26))
 # RocketMQ notes in this queue which half messages are decided. The body of a note lists offsets in the queue of halves.
 _DECISIONS: Final = "RMQ_SYS_TRANS_OP_HALF_TOPIC"
 _DECIDED_TAG: Final = "d"
@@ -356,6 +359,34 @@ def offsets(brokers: Sequence[Admin], group: str, topics: Iterable[str]) -> list
                         }
                     )
     return sorted(rows, key=lambda row: json.dumps(row, sort_keys=True))
+
+
+def missing(brokers: Sequence[Admin], topics: Iterable[str], groups: Iterable[str]) -> Iterator[str]:
+    """Yield a text for each topic and group that a broker or a replica does not have. Raises BrokerError.
+
+    The proxy shows only whether any broker has a topic. A broker without the topic takes no message of this topic, and
+    does not deliver those that it has stored. If a replica without the topic is promoted, it becomes such a broker. The
+    function passes over a replica that does not answer. See decision 295.
+    """
+    wanted = [("topic", _TOPIC_STATISTICS, "topic", name) for name in topics]
+    wanted += [("group", _GROUP_SETTINGS, "group", name) for name in groups]
+    for broker in brokers:
+        # This call raises BrokerUnavailable if no broker of the group answers as the master.
+        reachable(broker)
+        for one in broker.each():
+            for kind, code, field, name in wanted:
+                try:
+                    status, answer, _ = one.ask(code, {field: one.name(name)})
+                except BrokerUnavailable:
+                    break
+                if status in _MISSING:
+                    yield (
+                        f"the broker {_named(one)} of RocketMQ has no {kind} {name!r}: run `manage.py outbox_install "
+                        "--create`. A replica copies topics and groups from its master every few seconds, but not with "
+                        "RocketMQ 5.3.2 to 5.4."
+                    )
+                else:
+                    _require(status, answer, f"the {kind} {name!r}")
 
 
 def reachable(broker: Admin) -> None:

@@ -238,6 +238,7 @@ class AnsweringThread:
         checker: Callable[[], Checker],
     ) -> None:
         self._producer = producer
+        self._announcements = client.Announcements(producer)
         self._broker = broker
         self._group = producer_group
         self._checker = checker
@@ -267,7 +268,7 @@ class AnsweringThread:
             if self._stop:
                 return
             if time.monotonic() >= due:
-                client.keep_known(self._producer)
+                self._announcements.run_once()
                 self._note_routes()
                 due = time.monotonic() + _LOOK_SECONDS
             for group in groups:

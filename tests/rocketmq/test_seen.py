@@ -24,6 +24,7 @@ from outbox.contrib.django.operations import telemetry
 from outbox.contrib.django.subscribers.registry import subscribers
 from outbox.message import Delivery
 from outbox.retry import RetryPolicy
+from outbox.rocketmq import inspection
 from outbox.rocketmq.broker import RocketMQBroker
 from outbox.topic import Topic
 from sample_project.rocketmq_server import PrivateRocketMQ
@@ -233,3 +234,24 @@ def test_an_unreachable_broker_is_a_condition(shop: Shop, outbox_settings: Calla
     assert [one["name"] for one in status["conditions"]] == ["unreachable"]
     assert not operations.probe().is_healthy
     assert "outbox_lag_messages{" not in telemetry.render().decode()
+
+
+def test_topics_and_groups_that_a_broker_lacks_are_named_and_created(
+    server: PrivateRocketMQ, outbox_settings: Callable[..., None]
+) -> None:
+    """Without an address, --create uses the brokers of the settings."""
+    topic, group, out = unique("orders."), unique("stock"), StringIO()
+    outbox_settings(BROKER=server.url, PRODUCER_GROUP="shop", TOPICS={topic: {"queue_count": 2}})
+    subscriber(topic, group=group)(lambda delivery: None)
+    where = f"the broker 127.0.0.1:{server.admin.port} of RocketMQ has no"
+    found = [text.partition(": ")[0] for text in inspection.missing([server.admin], [topic], [group])]
+    assert found == [f"{where} topic {topic!r}", f"{where} group {group!r}"]
+    try:
+        call_command("outbox_install", "--create", stdout=out, no_color=True)
+    finally:
+        broker_access.reset_broker()
+    assert list(inspection.missing([server.admin], [topic], [group])) == []
+    assert out.getvalue().splitlines() == [
+        "created or updated: 1 topics, 1 subscriptions",
+        f"RocketMQ has the declared topics: {topic}",
+    ]

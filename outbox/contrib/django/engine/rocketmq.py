@@ -6,31 +6,37 @@ The client library is an optional dependency, so it is imported inside the funct
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from django.core.checks import CheckMessage, Error, Warning
 
 from outbox.contrib.django.engine import dead_letter_notes
 from outbox.contrib.django.engine.engine import Engine
-from outbox.contrib.django.ledger.ledger_checker import LedgerChecker
+from outbox.contrib.django.ledger import relay_rows
+from outbox.contrib.django.ledger.ledger_checker import LedgerChecker, ledger_aliases
 from outbox.contrib.django.settings.conf import PathChoice
 from outbox.contrib.django.subscribers.inbox import InboxInvoker
 from outbox.contrib.django.subscribers.registry import subscribers
 from outbox.contrib.django.subscribers.scheduled import scheduled_functions
 from outbox.errors import ConfigurationError, UsageError
+from outbox.message import Message
 from outbox.ports import AnyHandler, Consumers, LeftoverWork
 from outbox.refusals import Refusals
 from outbox.rocketmq import declarations
 from outbox.rocketmq.admin import brokers_of, parse_address
 from outbox.rocketmq.exhausted import waiting
+from outbox.rocketmq.inspection import missing
 from outbox.rocketmq.left import Timers, left
 from outbox.subscription import Subscription
 from outbox.utils import heartbeat
 
 if TYPE_CHECKING:
     from outbox.rocketmq.broker import RocketMQBroker
+
+# A worker compares the topics before it starts its work, so a broker that does not answer delays this start.
+_ANSWER_SECONDS: Final = 5.0
 
 
 class RocketMQEngine(Engine):
@@ -41,6 +47,7 @@ class RocketMQEngine(Engine):
 
     refusals: ClassVar[Refusals] = declarations.REFUSALS
     has_broker_process: ClassVar[bool] = False
+    has_relay: ClassVar[bool] = True
     pass_names: ClassVar[Sequence[str]] = ("exhausted_checks",)
 
     @cached_property
@@ -150,23 +157,40 @@ class RocketMQEngine(Engine):
     def is_asked(self) -> bool:
         return not self.broker.unrouted()
 
+    def needs_relay(self) -> bool:
+        return any(declarations.has_relayed(declared.topic) for declared in self.settings.topics.values())
+
+    def is_relayed(self, message: Message) -> bool:
+        return self.broker.check_relayed(message)
+
     def server_problems(self) -> Iterator[str]:
-        return self.broker.topic_problems()
+        yield from self.broker.topic_problems()
+        groups = sorted({item.subscription.group for item in subscribers()})
+        brokers = brokers_of(self.settings.broker, timeout_seconds=_ANSWER_SECONDS)
+        yield from missing(brokers, sorted(self.settings.topics), groups)
 
     def create(self, address: str) -> tuple[int, int]:
         """Create or update the declared topics and groups through a broker's administration port.
 
-        Returns the number of topics and the number of groups. Raises UsageError for a subscriber of a topic that is not
-        declared. Raises BrokerError.
+        If `address` is empty, do this on each broker that OUTBOX['BROKER'] names. Returns the number of topics and the
+        number of groups. Raises UsageError for a subscriber of a topic that is not declared. Raises BrokerError.
         """
-        admin = parse_address(address, self.settings.broker)
+        url = self.settings.broker
+        admins = [parse_address(address, url)] if address else brokers_of(url)
+        if not admins:
+            raise UsageError(
+                "--create does not know the brokers, because OUTBOX['BROKER'] names no administration port: append "
+                "?brokers=BROKER:10911, or run outbox_install --create BROKER:10911 for each broker."
+            )
         topics = {name: declared.topic for name, declared in self.settings.topics.items()}
-        for topic in topics.values():
-            admin.create_topic(topic)
         for item in subscribers():
             if item.subscription.topic not in topics:
                 raise UsageError(f"{item.name} subscribes to {item.subscription.topic!r}: declare it in TOPICS.")
-            admin.create_group(item.subscription, topics[item.subscription.topic])
+        for admin in admins:
+            for topic in topics.values():
+                admin.create_topic(topic)
+            for item in subscribers():
+                admin.create_group(item.subscription, topics[item.subscription.topic])
         return len(topics), len(subscribers())
 
     def given_up(self) -> int:
@@ -196,7 +220,16 @@ class RocketMQEngine(Engine):
                 "broker: --rocketmq-broker HOST:10911, or ?brokers=HOST:10911 in OUTBOX['BROKER']."
             )
         group = settings.producer_group
-        return left(admins, wanted, topics, self._timers, producer_group=group, settles=bool(named))
+        # The rows are counted first: a message that the relay sends meanwhile is found on RocketMQ.
+        backlogs = [relay_rows.backlog(alias) for alias in ledger_aliases(usable=True)]
+        found = left(admins, wanted, topics, self._timers, producer_group=group, settles=bool(named))
+        waiting = [f"{one.waiting} messages wait for the relay on {one.alias!r}" for one in backlogs if one.waiting]
+        parked = [
+            f"{one.parked} messages on {one.alias!r} were rejected by RocketMQ (outbox_relay list)"
+            for one in backlogs
+            if one.parked
+        ]
+        return replace(found, waiting=[*waiting, *found.waiting], staying=[*parked, *found.staying])
 
 
 def _mixed_groups() -> Iterator[str]:

@@ -322,9 +322,9 @@ def _elsewhere(check: Check, aliases: Iterable[str], unreadable: Sequence[str]) 
         return _unknown(check, f"these ledgers cannot be read: {', '.join(unreadable)}", counts=False)
     return _unknown(
         check,
-        f"ledger {check.ledger_id} is not one of this project's ledgers ({', '.join(aliases)}): was that ledger "
-        f"emptied, does another service use the producer group {check.producer_group!r}, or does an alias "
-        "point to another database?",
+        f"ledger {check.ledger_id} is not one of this project's ledgers ({', '.join(aliases)}). Either this ledger was "
+        f"emptied, or another service uses the producer group {check.producer_group!r}, or an alias leads to another "
+        "database",
         counts=False,
         alarm=True,
     )

@@ -52,9 +52,11 @@ class Command(ActionCommand):
         )
         parser.add_argument(
             "--create",
+            nargs="?",
+            const="",
             metavar="HOST:PORT",
-            help="first create topics and groups on the RocketMQ broker with this administration port (listenPort, "
-            "10911)",
+            help="first create topics and groups on all RocketMQ brokers in OUTBOX['BROKER'], or on the one with this "
+            "administration port (listenPort, 10911)",
         )
         parser.add_argument(
             "--grants",
@@ -74,14 +76,15 @@ class Command(ActionCommand):
 
     def handle(self, *args: Any, **options: Any) -> None:
         settings = get_settings()
+        creates = options["create"] is not None
         if options["partition_inbox"]:
-            if options["drop"] or options["create"] or options["grants"]:
+            if options["drop"] or creates or options["grants"]:
                 raise CommandError("--partition-inbox cannot be used with --drop, --create or --grants: run it alone.")
             self.act(PARTITION, options)
             return
         if options["force"] and not options["drop"]:
             raise CommandError("--force needs --drop: an installation deletes nothing.")
-        if options["create"] and options["dry_run"]:
+        if creates and options["dry_run"]:
             raise CommandError(
                 "--create cannot be used with --dry-run: leave --create out, then the command only checks the topics."
             )
@@ -97,7 +100,7 @@ class Command(ActionCommand):
             return
         if any(members.values()):
             raise CommandError("--publish, --work, --watch and --own need --grants.")
-        if options["create"]:
+        if creates:
             raise CommandError(
                 "OUTBOX['BROKER'] is not a RocketMQ address, so there is no topic for --create to create: leave "
                 "--create out."
@@ -148,7 +151,7 @@ class Command(ActionCommand):
     def _check_rocketmq(self, settings: OutboxSettings, *, create: str | None) -> None:
         """Compare RocketMQ's topics with the declared topics.
 
-        If `create` is an address, first create the topics and groups at this address.
+        If `create` is an address, first create the topics and groups at this address; if it is empty, at each broker.
 
         Raises CommandError if a topic or group is missing, or if RocketMQ has stopped checking transactions that no
         worker has decided yet.
@@ -156,10 +159,10 @@ class Command(ActionCommand):
         engine = cast(RocketMQEngine, get_engine())
         autodiscover()
         engine.require()
-        if create:
+        if create is not None:
             topics, subscriptions = engine.create(create)
             self.say(f"created or updated: {topics} topics, {subscriptions} subscriptions")
-        if problems := _problems(engine.server_problems, _SETTLE_SECONDS if create else 0.0):
+        if problems := _problems(engine.server_problems, 0.0 if create is None else _SETTLE_SECONDS):
             raise CommandError("\n".join(problems))
         self.say(f"RocketMQ has the declared topics: {', '.join(sorted(settings.topics)) or 'none'}")
         if given_up := engine.given_up():

@@ -41,7 +41,7 @@ def _is_mariadb(connection: Any) -> bool:
 class Migration(migrations.Migration):
 
     dependencies = [
-        ('outbox', '0014_saved_reconciliation'),
+        ('outbox', '0015_relay'),
     ]
 
     operations = [
