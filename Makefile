@@ -15,6 +15,9 @@ SLOW    := slow and not soak$(if $(BROWSER),, and not browser)$(if $(MAVEN),, an
 # Tests wait as well as compute, so more of them than cores run side by side; 0 runs them one after the other.
 WORKERS ?= 4
 
+# Tests start some thousand Python processes; without cached bytecode each of them compiles all that it imports.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help install demo test slow matrix matrix-postgres lint format docs bench bench-quick goals tables faults clean
 
@@ -37,8 +40,8 @@ $(DEMO): setup.py pyproject.toml | $(BIN)/python
 	@$(PIP) --editable '.[demo]'
 	@touch $@
 
-demo: $(DEMO) ## An order service on real parts: orders flow, crashes are survived, a report proves it (KEEP=1 leaves the site up, ENGINE=rocketmq takes another broker)
-	@KEEP='$(KEEP)' ENGINE='$(ENGINE)' $(BIN)/python -m sample_project.demo
+demo: $(DEMO) ## An order service on real parts: orders flow, crashes are survived, a report proves it (KEEP=1 leaves the site up, LONG=1 also deploys a new version of an event, ENGINE=rocketmq takes another broker)
+	@KEEP='$(KEEP)' LONG='$(LONG)' ENGINE='$(ENGINE)' $(BIN)/python -m sample_project.demo
 
 test: $(STAMP) ## Every guarantee, on real servers and processes
 	$(if $(BROWSER),,@echo 'No Chromium on the PATH: the page tests are left out.')
@@ -47,7 +50,7 @@ test: $(STAMP) ## Every guarantee, on real servers and processes
 slow: $(STAMP) ## What takes long: more combinations, longer histories, RocketMQ and Kafka
 	$(if $(BROWSER),,@echo 'No Chromium on the PATH: the page tests are left out.')
 	$(if $(MAVEN),,@echo 'No Java and Maven on the PATH: the tests of the RocketMQ engine, Kafka, Delta Lake, Iceberg and S3 are left out.')
-	$(BIN)/python -m pytest -m '$(SLOW)' -n $(WORKERS) --durations 40 --durations-min 10
+	$(BIN)/python -m pytest -m '$(SLOW)' -o spark_workers=2 -n $(WORKERS) --durations 40 --durations-min 10
 
 matrix: ## The core suites on the oldest and on the newest Python, Django, psycopg and Celery
 	WORKERS='$(WORKERS)' .ci/matrix oldest newest

@@ -35,7 +35,12 @@ PAGES = {
     "timeline of 7 days": "timeline/?span=7d",
     "history of 7 days": "history/?span=7d",
     "history of a group": "history/?span=6h&group=group-1",
+    "undecided and parked": "undecided/?parked=yes",
+    "delayed messages": "waiting/?delayed=yes",
+    "groups that are behind": "groups/?state=behind",
     "schedules": "schedules/",
+    "endpoints": "endpoints/",
+    "findings": "findings/",
     "incidents": "incidents/",
     "audit": "audit/",
 }

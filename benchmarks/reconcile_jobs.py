@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -54,11 +55,18 @@ def plain_join(spark: Any, folder: Path) -> None:
     assert [row["outcome"] for row in counts] == ["OK"], counts
 
 
-def hot_key(spark: Any, folder: Path, rows: int) -> None:
-    """All messages have the key of one order."""
+def command(folder: Path, name: str, master: str) -> None:
+    """The command as a process of its own, so that the start of Python and of Spark is included."""
+    rules, output = folder / f"{name}.toml", folder / f"out-command-{name}"
+    options = ["--rules", str(rules), "--output", str(output), "--full", "--quiet", "--master", master]
+    subprocess.run([sys.executable, "-m", "spark", "run", *options], check=True, stdout=subprocess.DEVNULL)
+
+
+def keys(spark: Any, folder: Path, rows: int, *, is_hot: bool) -> None:
+    """Gather and classify all keys. If `is_hot`, all messages have the key of one order."""
     rule = rules_file.load(folder / "parquet.toml").rules[0]
     messages = spark.read.parquet(str(folder / "message_v1")).select(
-        F.lit("1").alias("key"),
+        F.lit("1").alias("key") if is_hot else F.col("key"),
         F.col("stored_at").alias("at"),
         "log_id",
         "decided_at",
@@ -82,7 +90,7 @@ def hot_key(spark: Any, folder: Path, rows: int) -> None:
     window = classify.Window(None, end, end)
     found = classify.subjects(classify.with_classes(evidence.gather(sides, rule, end), rule, window), rule, window)
     counts = {row["class"]: row["count"] for row in found.groupBy("class").count().collect()}
-    assert counts == {"LOST": rows - 1, "DUPLICATE": 1}, counts
+    assert counts == ({"LOST": rows - 1, "DUPLICATE": 1} if is_hot else {}), counts
 
 
 def floor(read: Callable[[str, str], object], folder: Path) -> None:
@@ -98,19 +106,25 @@ def floor(read: Callable[[str, str], object], folder: Path) -> None:
 
 
 def main(name: str, folder: Path, rows: int, master: str) -> None:
-    """Start Spark (but for a floor), warm it up by nothing, run the job once."""
+    """Start Spark (but for a floor and a command), warm it up by nothing, run the job once."""
     floors: dict[str, Callable[[str, str], object]] = {"adbc": adbc_alone, "copy": copy_to_nowhere}
     if name in floors:
         started = time.perf_counter()
         floor(floors[name], folder)
         print(json.dumps({"seconds": time.perf_counter() - started}))
         return
+    kind, _, rules = name.partition("-")
+    if kind == "command":
+        started = time.perf_counter()
+        command(folder, rules, master)
+        print(json.dumps({"seconds": time.perf_counter() - started}))
+        return
     spark = session.start(master)
     started = time.perf_counter()
     if name == "join":
         plain_join(spark, folder)
-    elif name == "hot":
-        hot_key(spark, folder, rows)
+    elif name in ("hot", "even"):
+        keys(spark, folder, rows, is_hot=name == "hot")
     else:
         whole_run(spark, name, folder)
     print(json.dumps({"seconds": time.perf_counter() - started}))

@@ -8,6 +8,7 @@ SAMPLE_BROKER                   another broker: rocketmq://HOST:8081 (docs/engin
 SAMPLE_BIND                     the site's address (default: 127.0.0.1:8000)
 SAMPLE_PAYMENT_PROVIDER         the payment provider (default: http://127.0.0.1:8010, see provider.py)
 SAMPLE_LEASE_SECONDS            the lease of a queue and of a message in payment (default 10)
+SAMPLE_ORDER_PAID=1             the code from before version 2 of the event order.paid
 SAMPLE_CELERY_BROKER            Celery's transport, e.g. redis://localhost (default: a database of its own)
 SAMPLE_CHECK_INTERVAL_SECONDS   the interval of beat's check-back (default 30)
 SAMPLE_IMMUNITY_SECONDS         minimum age of a half message before its first check (default 6)

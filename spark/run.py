@@ -20,7 +20,7 @@ from .common import lock
 from .common.errors import CLEAN, FINDINGS, UsageProblem, readable_errors
 from .common.options import RunOptions
 from .common.progress import Progress
-from .comparison import classify, evidence
+from .comparison import classify
 from .output import history, metrics, report
 from .output.result import SAMPLES_PER_CAUSE, compose, publish, shown
 from .output.table import FindingsTable
@@ -55,7 +55,6 @@ def run_job(spark: SparkSession, job: Job, progress: Progress | None = None) -> 
     """Like `run`, for a caller that holds the lock of the output folder."""
     options = job.options
     progress = progress or Progress()
-    evidence.configure(spark)
     sources = Sources(spark, job.rules, f"{NAME} {job.name}", lambda database: Staging(job.store, job.name, database))
     metrics_file = None if options.metrics is None else metrics.target(options.metrics, options.rules)
     table = None if options.output_table is None else FindingsTable(spark, options.output_table)

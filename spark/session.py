@@ -14,9 +14,9 @@ import sys
 import tempfile
 import uuid
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from .common.errors import UsageProblem
 
@@ -40,6 +40,10 @@ FIXED_SETTINGS: Final = {
     "spark.sql.constraintPropagation.enabled": "false",
     # With Spark's default type INT96, a program that reads a Parquet file cannot see that the times are in UTC.
     "spark.sql.parquet.outputTimestampType": "TIMESTAMP_MICROS",
+    # If a key occurs twice in an object, its last value counts, as in PostgreSQL's jsonb.
+    "spark.sql.variant.allowDuplicateKeys": "true",
+    # The second look gives whole bodies to Python. The limit of a batch is in bytes, because rows may have any size.
+    "spark.sql.execution.arrow.maxBytesPerBatch": "8m",
 }
 # These settings apply only if this process starts Spark. If spark-submit starts Spark, the configuration of
 # spark-submit applies.
@@ -141,11 +145,10 @@ def start(
     from pyspark.errors import PySparkException
     from pyspark.sql import SparkSession
 
-    submitted = "PYSPARK_GATEWAY_PORT" in os.environ or "SPARK_REMOTE" in os.environ
     builder = SparkSession.builder.appName("outbox-reconcile")
     if remote is not None:
         builder = builder.remote(remote)
-    elif not submitted:
+    elif not is_submitted():
         home = find_java()
         if home is not None:
             os.environ["JAVA_HOME"] = str(home)
@@ -167,6 +170,32 @@ def start(
     logging.getLogger("DataFrameQueryContextLogger").setLevel(logging.CRITICAL)
     ship(spark)
     return spark
+
+
+def is_submitted() -> bool:
+    """Whether spark-submit or the environment has already chosen the session of this process."""
+    return "PYSPARK_GATEWAY_PORT" in os.environ or "SPARK_REMOTE" in os.environ
+
+
+def deferred(begin: Callable[[], SparkSession]) -> SparkSession:
+    """A session that `begin` starts when it is first used. A run whose checksums are all equal uses no session, and
+    Spark's start takes longer than such a run.
+
+    Raises UsageProblem if there is no Java: a run must not fail only on the day on which it needs Spark.
+    """
+    find_java()
+    return cast("SparkSession", _Deferred(begin))
+
+
+class _Deferred:
+    def __init__(self, begin: Callable[[], SparkSession]) -> None:
+        self._begin = begin
+        self._session: SparkSession | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        if self._session is None:
+            self._session = self._begin()
+        return getattr(self._session, name)
 
 
 def ship(spark: SparkSession) -> None:

@@ -16,6 +16,7 @@ import pytest
 from outbox.broker import embedded
 from tests import leftovers
 from tests.databases import Pool, drop_databases, new_name
+from tests.sample.browser import Chromium
 from tests.servers import RabbitMQ
 from tests.wheel import Environments, build
 
@@ -27,32 +28,51 @@ SERVER_SETTINGS = {
 }
 _numbers = itertools.count(1)
 
-# Tests that stay on one worker of `make test`: a demo, a wheel or a migrated sample costs more to make than the tests
-# of it take.
-ONE_WORKER = ("tests/sample/", "tests/rocketmq/", "tests/test_packaging", "tests/test_site.py", "tests/crash_kit/")
-# Spark takes half a minute of CPU until it is warm, and with one for all its tests they end last: two share them.
-SPARK_WORKERS = 2
+# The tests of such a place stay on one worker of a parallel run: what they share (a demo, a wheel, a server, migrated
+# databases) takes longer to make than they take.
+ONE_WORKER = (
+    "tests/celery/",
+    "tests/crash_kit/",
+    "tests/mistakes/",
+    "tests/rocketmq/",
+    "tests/sample/",
+    "tests/test_packaging",
+    "tests/test_site.py",
+)
+# All tests of one of these files read the same sources.
+SOURCES = ("tests/test_architecture.py", "tests/test_definitions.py", "tests/test_documents.py", "tests/test_layers.py")
+# They take seconds in all, so a worker that takes them last ends no later than the others.
+SHORTEST = ("tests/core/", *SOURCES)
+# The roles of these tests belong to the whole server. With a server of their own, the workers need not share one.
+ONE_WORKER_OF_A_SERVER = ("tests/broker/schema/test_grants.py",)
 
 
-def unit_of_work(nodeid: str, root: Path = Path()) -> str:
+def unit_of_work(nodeid: str, root: Path = Path(), spark_workers: int = 1) -> str:
     """The unit that a worker takes: one test, or all that belong together."""
-    place = next((place for place in ONE_WORKER if nodeid.startswith(place)), None)
-    return place or spark_units(root).get(nodeid.partition("::")[0], nodeid)
+    file = nodeid.partition("::")[0]
+    together = ONE_WORKER + (ONE_WORKER_OF_A_SERVER if embedded.URL_VARIABLE in os.environ else ())
+    place = next((place for place in together if file.startswith(place)), None)
+    return place or spark_units(root, spark_workers).get(file) or (file if shares(root / file) else nodeid)
 
 
 @functools.cache
-def spark_units(root: Path) -> dict[str, str]:
+def spark_units(root: Path, workers: int) -> dict[str, str]:
     """The unit of each file whose tests use a Spark session, the largest files apart from each other."""
     files = [path for path in (root / "tests" / "spark").glob("test_*.py") if _uses_a_session(path)]
     files.sort(key=lambda path: (-path.stat().st_size, path.name))
-    return {
-        path.relative_to(root).as_posix(): f"tests/spark/ {number % SPARK_WORKERS}" for number, path in enumerate(files)
-    }
+    return {path.relative_to(root).as_posix(): f"tests/spark/ {number % workers}" for number, path in enumerate(files)}
 
 
 def _uses_a_session(path: Path) -> bool:
     text = path.read_text(encoding="utf-8")
     return "spark_session" in text or "reconcile: Reconciler" in text
+
+
+@functools.cache
+def shares(path: Path) -> bool:
+    """Whether the tests of a file share a fixture, or the sources that they read."""
+    text = path.read_text(encoding="utf-8")
+    return 'scope="module"' in text or "rabbitmq" in text or path.as_posix().endswith(SOURCES)
 
 
 _folder = pytest.StashKey[Path]()
@@ -62,6 +82,7 @@ _left = pytest.StashKey[list[str]]()
 def pytest_addoption(parser: pytest.Parser) -> None:
     """A run may set how long processes have to end after the last test."""
     parser.addini("leftover_seconds", "how long processes may take to end after the last test", default="15")
+    parser.addini("spark_workers", "how many workers of a parallel run start a Spark session", default="1")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -94,14 +115,34 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         leftovers.remove_folder(folder)
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """In a parallel run the longest units come first, and the shortest last: no worker waits for another at the end."""
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: _turn(item.nodeid, config.rootpath))
+
+
+def _turn(nodeid: str, root: Path) -> int:
+    if nodeid.startswith(SHORTEST):
+        return 2
+    return 1 if unit_of_work(nodeid, root) == nodeid else 0
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Hand out units of work, the largest first."""
+    """Hand out units of work, in the order of the collection."""
     from xdist.scheduler import LoadScopeScheduling
 
+    config.option.loadscopereorder = False
     scheduler = LoadScopeScheduling(config, log)
-    scheduler._split_scope = functools.partial(unit_of_work, root=config.rootpath)
+    workers = int(config.getini("spark_workers"))
+    scheduler._split_scope = functools.partial(unit_of_work, root=config.rootpath, spark_workers=workers)
     return scheduler
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _browser_ends() -> Iterator[None]:
+    yield
+    Chromium.end()
 
 
 @pytest.fixture(scope="session")

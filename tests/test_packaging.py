@@ -121,6 +121,7 @@ def test_changelog_begins_with_the_version_of_the_wheel(wheel: Path) -> None:
     assert next(name for name in headings if name != "Unreleased") == metadata(wheel)["Version"]
 
 
+@pytest.mark.slow
 def test_quick_start_runs_on_the_wheel(environments: Environments, tmp_path: Path) -> None:
     page = PAGE.read_text(encoding="utf-8")
     install = re.search(r"^pip install '(.+)'$", page.partition("<!-- quickstart -->")[0], re.MULTILINE)

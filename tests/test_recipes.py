@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import inspect
 import re
 from collections.abc import Iterator
@@ -51,9 +52,13 @@ def columns(text: str) -> list[set[str]]:
 
 def classes(folder: Path) -> Iterator[tuple[Path, ast.ClassDef]]:
     for path in sorted(folder.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ClassDef):
-                yield path, node
+        yield from ((path, node) for node in _classes_of(path))
+
+
+@functools.cache
+def _classes_of(path: Path) -> list[ast.ClassDef]:
+    nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    return [node for node in nodes if isinstance(node, ast.ClassDef)]
 
 
 def methods(node: ast.ClassDef) -> set[str]:

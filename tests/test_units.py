@@ -9,7 +9,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests import leftovers
+from tests.conftest import unit_of_work
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -37,13 +40,14 @@ def write(folder: Path, **files: str) -> None:
         path.write_text(text)
 
 
+@pytest.mark.slow
 def test_what_uses_spark_is_shared_by_two_workers(tmp_path: Path) -> None:
     """All tests of a file and its session on one worker; tests without a session go to any free worker."""
     nine = "import pytest\n@pytest.mark.parametrize('n', range(9))\ndef test_one(n): pass\n"
     write(tmp_path, spark="# spark_session\n" + nine, free=nine)
     (tmp_path / "tests" / "spark" / "test_more.py").write_text("# reconcile: Reconciler\n" + nine)
     (tmp_path / "tests" / "spark" / "test_none.py").write_text(nine)
-    done = run("-n", "3", "-v", folder=tmp_path)
+    done = run("-n", "3", "-v", "-o", "spark_workers=2", folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     ran = re.findall(r"^\[(gw\d)\].* PASSED tests/\w+/test_(\w+)\.py", done.stdout, re.MULTILINE)
     assert sorted(place for _, place in ran) == sorted(["free", "spark", "more", "none"] * 9)
@@ -53,6 +57,18 @@ def test_what_uses_spark_is_shared_by_two_workers(tmp_path: Path) -> None:
     assert len(of["free"] | of["none"]) > 1
 
 
+def test_tests_that_share_a_fixture_stay_on_one_worker(tmp_path: Path) -> None:
+    write(tmp_path, alone="", shared='@pytest.fixture(scope="module")', spark="# spark_session", celery="")
+    names = ["alone/test_alone.py", "shared/test_shared.py", "celery/test_celery.py", "spark/test_spark.py"]
+    assert [unit_of_work(f"tests/{name}::test_one", tmp_path) for name in names] == [
+        "tests/alone/test_alone.py::test_one",
+        "tests/shared/test_shared.py",
+        "tests/celery/",
+        "tests/spark/ 0",
+    ]
+
+
+@pytest.mark.slow
 def test_a_process_that_is_left_fails_the_run(tmp_path: Path) -> None:
     leave = "import subprocess\ndef test_leave():\n    subprocess.Popen(['sleep', '60']).returncode = 0\n"
     write(tmp_path, leave=leave, clean="def test_clean(): pass\n")

@@ -99,6 +99,7 @@ class Leader:
         else:
             timeouts.lift_where_direct(run.connection)
         settings = self._settings
+        self._instance = instance
         self._lease = LeaderLease(
             run.schema, instance, term_seconds=settings.lease_term_seconds, stands_in=settings.stands_in
         )
@@ -198,7 +199,7 @@ class Leader:
         self._scheduling = Scheduling(self._database)
         self._loops = [
             maintenance(self._database, settings.check, every_seconds=settings.maintenance_seconds),
-            summaries(self._database, every_seconds=settings.summary_seconds),
+            summaries(self._database, self._instance, every_seconds=settings.summary_seconds),
             self._scheduling.loop,
         ]
         for loop in self._loops:

@@ -41,6 +41,11 @@ class Display:
         """Print an event."""
         self.console.print(f"        [{style}]{text}[/]")
 
+    def expect(self, orders: int) -> None:
+        """Change the number of customers, after more have come."""
+        self._orders = orders
+        self._bar.update(self._task, total=orders)
+
     def open(self) -> None:
         """Start the live view."""
         if self.console.is_terminal:

@@ -18,11 +18,12 @@ class Options:
     engine: str
     port: int
     keep: bool
+    long: bool
     reconcile: bool
 
 
 def parse(arguments: Sequence[str] | None = None) -> Options:
-    """Read the command line; $KEEP, $SAMPLE_PATH and $ENGINE are the defaults of --keep, --path and --engine."""
+    """Read the command line; $KEEP, $LONG, $SAMPLE_PATH and $ENGINE are the defaults of the options of these names."""
     parser = argparse.ArgumentParser(prog="python -m sample_project.demo", description=__doc__)
     parser.add_argument("--orders", type=_at_least(20), default=200, help="orders to pay (default: 200)")
     parser.add_argument("--shoppers", type=_at_least(1), default=6, help="customers at a time (default: 6)")
@@ -46,7 +47,16 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
         help="leave the site running afterwards, until Ctrl-C (KEEP=1 does the same)",
     )
     parser.add_argument("--no-reconcile", dest="reconcile", action="store_false", help="skip the Spark report")
-    return Options(**vars(parser.parse_args(arguments)))
+    parser.add_argument(
+        "--long",
+        action="store_true",
+        default=os.environ.get("LONG", "") not in ("", "0"),
+        help="also deploy version 2 of order.paid while customers pay (LONG=1 does the same)",
+    )
+    options = Options(**vars(parser.parse_args(arguments)))
+    if options.long and options.engine != "postgres":
+        parser.error("--long needs --engine postgres: it reads from the broker which messages wait")
+    return options
 
 
 def _at_least(minimum: int) -> type[int]:

@@ -74,6 +74,18 @@ class Services:
         if code not in accept:
             raise DemoFailed(f"{name} ended with exit code {code}", log=self.log(name))
 
+    def end(self, name: str, *, grace_seconds: float = 60.0) -> None:
+        """Ask a service to end, and wait for it; DemoFailed if it does not end by itself."""
+        process = self._running[name]
+        process.terminate()
+        try:
+            process.wait(grace_seconds)
+        except subprocess.TimeoutExpired:
+            raise DemoFailed(
+                f"{name} did not end within {grace_seconds:.0f} s of SIGTERM", log=self.log(name)
+            ) from None
+        del self._running[name]
+
     def check_alive(self) -> None:
         """Raise DemoFailed if a service has ended by itself."""
         for name, process in self._running.items():

@@ -10,21 +10,23 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
 import psycopg
 
 from outbox.broker import embedded
+from outbox.events.declaration import LONGEST_WAIT_SECONDS
 from sample_project import server
-from sample_project.demo import charges, figures, reconcile, rocketmq, verdicts
+from sample_project.demo import charges, deployment, figures, reconcile, rocketmq, verdicts
 from sample_project.demo.charges import PaymentKill
+from sample_project.demo.deployment import Deployment
 from sample_project.demo.display import Display
 from sample_project.demo.figures import Figures
 from sample_project.demo.options import Options
 from sample_project.demo.processes import DemoFailed, Services, child_of
-from sample_project.demo.shopper import Crowd
+from sample_project.demo.shopper import Answers, Crowd
 from sample_project.demo.verdicts import Verdict, exactly
 from sample_project.rocketmq_server import PrivateRocketMQ
 
@@ -95,17 +97,25 @@ def run(options: Options, display: Display, directory: Path) -> None:
             psycopg.connect(stage.broker_url, autocommit=True) as broker,
         ):
             crowd, kills = _sell(stage, celery, orders, broker)
-            late = _settle(stage, crowd, orders, broker)
+            answers, customers = crowd.answers, options.orders
+            deployed = _deploy(stage, broker) if options.long else None
+            if deployed is not None:
+                stage = replace(stage, port=deployed.port)
+                answers, customers = answers.with_others(deployed.answers), customers + deployed.customers
+                display.expect(customers)
+            late = _settle(stage, answers, orders, broker)
             found = stage.figures(orders, broker)
             paid = figures.paid_orders(orders)
+            of_versions = [] if deployed is None else deployment.verdicts(deployed, broker, found.paid)
             in_statements = _statement(stage, orders) if stage.rocketmq is None and late is None else None
         display.states(found)
         results = [
             *verdicts.of_orders(found),
-            *verdicts.of_customers(crowd.answers, paid, options.orders),
+            *verdicts.of_customers(answers, paid, customers),
             *([] if stage.rocketmq else verdicts.of_charges(charges.read(stage.provider_url), paid, kills.payment)),
             *([] if in_statements is None else [exactly("charges in the statement", in_statements, len(paid))]),
             *_of_crashes(stage, kills),
+            *of_versions,
             *(verdicts.of_check_back(found) if stage.two_phase else []),
         ]
         failure = late
@@ -203,13 +213,14 @@ def _open_shop(stage: Stage) -> int:
     stage.display.step(f"starting the site (gunicorn), the worker (celery with beat and --outbox){provider}")
     if stage.rocketmq is None:
         stage.services.start("provider", "sample_project.provider", stage.provider_url.rpartition(":")[2])
+    before = deployment.OLD if stage.options.long else {}
     for point in ("producer.before_local_commit", "producer.after_local_commit"):
         stage.marker(point).unlink(missing_ok=True)
     stage.services.start(
         "site",
         "gunicorn",
         "--config=python:sample_project.gunicorn_conf",
-        environment={"OUTBOX_FAULTS": _faults(stage)},
+        environment={"OUTBOX_FAULTS": _faults(stage), **before},
     )
     schedule = stage.directory / "celerybeat-schedule"
     for old in stage.directory.glob("celerybeat-schedule*"):
@@ -220,6 +231,7 @@ def _open_shop(stage: Stage) -> int:
         *("--app=sample_project", "worker", "--outbox", "--beat", f"--schedule={schedule}"),
         *(f"--queues={','.join(server.CELERY_QUEUES)}", "--concurrency=1", "--loglevel=INFO"),
         *("--without-gossip", "--without-mingle"),
+        environment=before,
     )
     stage.services.wait_until(lambda: _answers(stage.port), what="the site's answer", log="site", within_seconds=30)
     if stage.rocketmq is None:
@@ -325,7 +337,21 @@ def _kill_leader_when_due(stage: Stage, celery: int, crowd: Crowd, kills: _Kills
     )
 
 
-def _settle(stage: Stage, crowd: Crowd, orders: psycopg.Connection, broker: psycopg.Connection) -> DemoFailed | None:
+def _deploy(stage: Stage, broker: psycopg.Connection) -> Deployment:
+    return deployment.deploy(
+        stage.services,
+        stage.display,
+        broker,
+        old_port=stage.port,
+        new_port=_free_port(),
+        shoppers=max(2, stage.options.shoppers),
+        answers=_answers,
+    )
+
+
+def _settle(
+    stage: Stage, answers: Answers, orders: psycopg.Connection, broker: psycopg.Connection
+) -> DemoFailed | None:
     """Wait until all messages are finished; beat's check-back decides the transactions of the killed processes.
 
     Returns the failure instead of raising it, so that the figures with the missing effects are shown first.
@@ -334,12 +360,14 @@ def _settle(stage: Stage, crowd: Crowd, orders: psycopg.Connection, broker: psyc
 
     def settled() -> bool:
         found = stage.figures(orders, broker)
-        stage.display.show(crowd.answers.total, found)
+        stage.display.show(answers.total, found)
         return found.settled
 
     stage.display.open()
     try:
-        stage.services.wait_until(settled, what="settling", log="worker", within_seconds=SETTLE_SECONDS)
+        # A message that waits for newer code is read again after half of its age, which is at most a minute.
+        seconds = SETTLE_SECONDS + (LONGEST_WAIT_SECONDS if stage.options.long else 0)
+        stage.services.wait_until(settled, what="settling", log="worker", within_seconds=seconds)
     except DemoFailed as failure:
         return failure
     finally:

@@ -93,12 +93,27 @@ class Answers:
         """The number of attempts to pay."""
         return len(self.paid) + len(self.declined) + len(self.unanswered)
 
+    def with_others(self, others: Answers) -> Answers:
+        """The answers to both crowds of customers."""
+        return Answers(
+            paid=self.paid | others.paid,
+            declined=self.declined | others.declined,
+            unanswered=self.unanswered | others.unanswered,
+            interrupted=self.interrupted + others.interrupted,
+            unexpected=self.unexpected + others.unexpected,
+        )
+
 
 class Crowd:
-    """`shoppers` threads that together pay `orders` orders. Threads, because each waits for its answers."""
+    """`shoppers` threads that together pay `orders` orders. Threads, because each waits for its answers.
 
-    def __init__(self, port: int, *, orders: int, shoppers: int) -> None:
-        self._port = port
+    The customers go to the sites at these ports in turn.
+    """
+
+    def __init__(self, *ports: int, orders: int, shoppers: int) -> None:
+        self._ports = ports
+        self.served = 0
+        """The number of customers who came."""
         self._numbers = iter(range(1, orders + 1))
         self._lock = threading.Lock()
         self._leave = threading.Event()
@@ -132,19 +147,20 @@ class Crowd:
         while not self._leave.is_set():
             with self._lock:
                 number = next(self._numbers, None)
-            if number is None:
-                return
+                if number is None:
+                    return
+                self.served += 1
             yield number
 
     def _shop(self) -> None:
         for number in self._next():
-            while not self._leave.is_set() and not self._buy(number):
+            while not self._buy(number) and not self._leave.is_set():
                 # The connection was lost before paying: the customer tries again.
                 self._leave.wait(0.05)
 
     def _buy(self, number: int) -> bool:
         """One customer's visit; False if it was interrupted before the payment."""
-        with contextlib.closing(Shopper(self._port)) as shopper:
+        with contextlib.closing(Shopper(self._ports[number % len(self._ports)])) as shopper:
             try:
                 shopper.fill_cart(number)
                 order_id = shopper.order()

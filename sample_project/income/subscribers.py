@@ -13,25 +13,26 @@ from decimal import Decimal
 
 from outbox import Delivery, Message
 from outbox.contrib.django import message, publish, publish_messages, subscriber
+from sample_project.events import OrderPaid
 from sample_project.income.models import CountedOrder, EnrichedOrder, ShownMinute, Window
 
 # Orders from this total in euro on have this size.
 SIZES = ((Decimal(50), "large"), (Decimal(20), "medium"), (Decimal(0), "small"))
 
 
-@subscriber("order.paid", group="income.enrich")
-def enrich(delivery: Delivery) -> None:
+@subscriber(OrderPaid, group="income.enrich")
+def enrich(delivery: Delivery[OrderPaid]) -> None:
     """Add the size of an order and the minute of its payment; the time is that of the event, not of today's run."""
-    total = Decimal(delivery.body["total"])
+    paid = delivery.body
     order = EnrichedOrder.objects.create(
-        order_id=delivery.body["order_id"],
-        total=total,
-        size=next(size for least, size in SIZES if total >= least),
-        minute=datetime.fromisoformat(delivery.body["paid_at"]).replace(second=0, microsecond=0),
+        order_id=paid.order_id,
+        total=paid.amount,
+        size=next(size for least, size in SIZES if paid.amount >= least),
+        minute=paid.paid_at.replace(second=0, microsecond=0),
     )
     publish(
         "order.enriched",
-        {"order_id": order.order_id, "total": str(total), "size": order.size, "minute": order.minute.isoformat()},
+        {"order_id": order.order_id, "total": str(paid.amount), "size": order.size, "minute": order.minute.isoformat()},
         key=order.order_id,
     )
 

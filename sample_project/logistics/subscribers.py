@@ -7,15 +7,16 @@ import logging
 from outbox import Delivery
 from outbox.contrib.django import publish, subscriber
 from sample_project import request_id
+from sample_project.events import OrderPaid
 from sample_project.logistics.models import Shipment
 
 logger = logging.getLogger(__name__)
 
 
-@subscriber("order.paid", group="logistics")
-def ship(delivery: Delivery) -> None:
+@subscriber(OrderPaid, group="logistics")
+def ship(delivery: Delivery[OrderPaid]) -> None:
     """Create the shipment and publish it: the row, the message and the inbox row are one commit."""
-    shipment = Shipment.objects.create(order_id=delivery.body["order_id"])
+    shipment = Shipment.objects.create(order_id=delivery.body.order_id)
     publish(
         "shipment.created",
         {"shipment_id": shipment.pk, "order_id": shipment.order_id},

@@ -9,12 +9,13 @@ from django.core.mail import send_mail
 from outbox import Delivery, Limits
 from outbox.contrib.django import ClaimedDelivery, publish, subscriber
 from sample_project import request_id
+from sample_project.events import OrderPaid
 
 
-@subscriber("order.paid", group="offers")
-def make(delivery: Delivery) -> None:
+@subscriber(OrderPaid, group="offers")
+def make(delivery: Delivery[OrderPaid]) -> None:
     """Make an offer to a customer: one a day, and worthless after an hour."""
-    customer = delivery.body["customer"]
+    customer = delivery.body.customer
     publish(
         "offer.made",
         {"customer": customer},

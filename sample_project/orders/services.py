@@ -6,13 +6,13 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import Decimal
-from typing import Any
 
 from django.db import transaction
 from django.utils import timezone
 
 from outbox.contrib.django import transactional_message
 from sample_project import request_id
+from sample_project.events import OrderPaid
 from sample_project.orders import gateway
 from sample_project.orders.models import Order, OrderLine, Status
 
@@ -53,23 +53,13 @@ def place_order(customer: str, lines: Sequence[Line]) -> Order:
     return order
 
 
-def paid_body(order: Order) -> dict[str, Any]:
-    """The body of a paid order's message; `total` is a decimal string in euro."""
+def paid_event(order: Order) -> OrderPaid:
+    """The event of a paid order."""
     assert order.paid_at is not None
-    return {
-        "order_id": order.pk,
-        "customer": order.customer,
-        "total": str(order.total),
-        "paid_at": order.paid_at.isoformat(),
-    }
+    return OrderPaid.of(order_id=order.pk, customer=order.customer, total=order.total, paid_at=order.paid_at)
 
 
-@transactional_message(
-    "order.paid",
-    key=lambda order_id: str(order_id),
-    body=lambda order_id, result: paid_body(result),
-    headers=request_id.headers,
-)
+@transactional_message(OrderPaid, body=lambda order_id, result: paid_event(result), headers=request_id.headers)
 def mark_paid(order_id: int) -> Order:
     """Turn a new order into a paid one; `order.paid` is delivered if and only if this is committed."""
     order = Order.objects.select_for_update().get(pk=order_id)

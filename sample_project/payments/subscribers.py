@@ -10,6 +10,7 @@ from django.db.models import Sum
 
 from outbox import Delivery, Limits
 from outbox.contrib.django import ClaimedDelivery, scheduled, subscriber
+from sample_project.events import OrderPaid
 from sample_project.payments import client
 from sample_project.payments.models import Charge, Statement
 
@@ -19,14 +20,14 @@ logger = logging.getLogger(__name__)
 PROVIDER_LIMITS: Final = Limits(running=4, rate="40/s")
 
 
-@subscriber("order.paid", group="payments", effects="outside", limits=PROVIDER_LIMITS, timeout_seconds=60)
-def charge(delivery: ClaimedDelivery) -> None:
+@subscriber(OrderPaid, group="payments", effects="outside", limits=PROVIDER_LIMITS, timeout_seconds=60)
+def charge(delivery: ClaimedDelivery[OrderPaid]) -> None:
     """Charge a paid order once. If the process dies during the call, the next one repeats it with the same key."""
-    order_id, total = delivery.body["order_id"], delivery.body["total"]
-    number = delivery.step("charge", client.charge, order_id, total, delivery.idempotency_key)
+    paid = delivery.body
+    number = delivery.step("charge", client.charge, paid.order_id, str(paid.amount), delivery.idempotency_key)
     with delivery.finish():
-        Charge.objects.create(order_id=order_id, number=number, amount=Decimal(total))
-    logger.info("order %d is charged", order_id)
+        Charge.objects.create(order_id=paid.order_id, number=number, amount=paid.amount)
+    logger.info("order %d is charged", paid.order_id)
 
 
 @scheduled("0 3 * * *", timezone="Europe/Berlin", topic="statement.due", group="payments.statement")

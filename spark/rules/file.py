@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import json
 import os
@@ -16,6 +17,7 @@ from typing import Any, Final
 
 from ..common.errors import RulesInvalid, UsageProblem
 from ..common.options import DEFAULT_OUTPUT_MODE
+from .events import DeclaredEvents, EventsUnusable, condition_of
 from .rule import (
     DEFAULT_CHECKED_LOOK_BACK_EVERY_SECONDS,
     DEFAULT_GRACE_SECONDS,
@@ -25,6 +27,7 @@ from .rule import (
     DEFAULT_WITHIN_SECONDS,
     Acknowledgement,
     DatabaseRule,
+    EventRule,
     Fault,
     FieldRule,
     FieldType,
@@ -80,6 +83,7 @@ class _Reader:
     def __init__(self, lines: dict[TomlPath, int], environment: Mapping[str, str]) -> None:
         self._lines, self._environment = lines, environment
         self.problems: list[tuple[int, str]] = []
+        self._events: DeclaredEvents | None = None
 
     def problem(self, path: TomlPath, text: str) -> None:
         self.problems.append((line_of(self._lines, path), text))
@@ -91,9 +95,11 @@ class _Reader:
         if document.get("version") != 1:
             top.problem("version", f"must be 1, got {document.get('version')!r}", "write version = 1")
         databases = self._databases(document.get("database", {}))
-        broker = TomlTable(self.problem, document.get("broker", {}), ("broker",), ("database", "trace", "archive"))
+        keys = ("database", "trace", "archive", "events")
+        broker = TomlTable(self.problem, document.get("broker", {}), ("broker",), keys)
         broker_name = broker.required("database")
         self._known(broker, "database", broker_name, databases)
+        self._events = self._declared(broker)
         rules = tuple(self._rule(value, path, databases, broker_name) for value, path in top.tables("rule"))
         if not rules:
             top.problem("rule", "no rule", "add at least one [[rule]]")
@@ -113,6 +119,35 @@ class _Reader:
             output_mode=self._output_mode(document.get("output", {})),
             acknowledged=tuple(known),
         )
+
+    @staticmethod
+    def _declared(broker: TomlTable) -> DeclaredEvents | None:
+        names = broker.values.get("events")
+        if names is None:
+            return None
+        if not isinstance(names, list) or not names or not all(isinstance(name, str) and name for name in names):
+            text = f"must be a list of Python modules, got {names!r}"
+            broker.problem("events", text, 'write events = ["shop.events"]')
+            return None
+        try:
+            return DeclaredEvents(names)
+        except EventsUnusable as error:
+            broker.problem("events", str(error), error.remedy)
+            return None
+
+    def _event(self, table: TomlTable) -> tuple[EventRule | None, Mapping[str, FieldType]]:
+        """Return the event that a rule names, and the types of its fields by path."""
+        name = table.text("event")
+        if name is None:
+            return None, {}
+        if self._events is None:
+            table.problem("event", "[broker] names no events", 'write events = ["shop.events"] in [broker]')
+            return None, {}
+        try:
+            return self._events.rule(name), self._events.types(name)
+        except EventsUnusable as error:
+            table.problem("event", str(error), error.remedy)
+            return None, {}
 
     def _output_mode(self, value: Any) -> int:
         table = TomlTable(self.problem, value, ("output",), ("mode",))
@@ -207,7 +242,7 @@ class _Reader:
 
     def _rule(self, value: Any, path: TomlPath, databases: dict[str, DatabaseRule], broker: str) -> Rule:
         keys = ("name", "database", "table", "key", "when", "time", "topic", "tag", "messages", "severity", "grace")
-        more = ("message_when", "late_after", "stuck_after", "bucket", "allow_empty", "mask", "field", "group")
+        more = ("event", "message_when", "late_after", "stuck_after", "bucket", "allow_empty", "mask", "field", "group")
         again = ("look_back", "look_back_every")
         table = TomlTable(self.problem, value, path, (*keys, *more, *again, "message_key"))
         if "message_key" in table.values:
@@ -215,6 +250,9 @@ class _Reader:
         database = table.required("database")
         self._known(table, "database", database, databases)
         severity = table.choice("severity", FindingSeverity, FindingSeverity.CRITICAL)
+        event, types = self._event(table)
+        if event is not None and "topic" in table.values:
+            table.problem("topic", "has no meaning with event, which has a topic", "remove topic")
         groups = [self._group(item, at, databases, database, severity) for item, at in table.tables("group")]
         self._unique([group.name for group in groups], *path, "group")
         rule = Rule(
@@ -224,9 +262,9 @@ class _Reader:
             key=table.required("key"),
             when=table.text("when"),
             time=table.required("time"),
-            topic=table.required("topic"),
+            topic=self._topic(table, event),
             tag=table.text("tag"),
-            message_when=table.text("message_when"),
+            message_when=self._message_when(table, event),
             messages=table.choice("messages", Messages, Messages.EXACTLY_ONE),
             severity=severity,
             grace_seconds=table.seconds("grace", DEFAULT_GRACE_SECONDS) or 0.0,
@@ -236,22 +274,39 @@ class _Reader:
             look_back_seconds=table.seconds("look_back", None),
             look_back_every_seconds=table.seconds("look_back_every", self._look_back_every(table)) or 0.0,
             allow_empty=table.flag("allow_empty"),
-            fields=tuple(self._field(item, at) for item, at in table.tables("field")),
+            fields=tuple(self._field(item, at, event, types) for item, at in table.tables("field")),
             groups=tuple(groups),
             mask=self._mask(table),
-            digest=_digest(value),
+            event=event,
+            digest=_digest(value, event, types),
         )
         self._check_bucket(table, rule)
         if rule.look_back_seconds is None and "look_back_every" in table.values:
             table.problem("look_back_every", "has no meaning without look_back", 'add look_back = "7d", or remove it')
         for group in rule.groups:
             if rule.message_when and group.table is None:
+                is_given = "message_when" in table.values
                 text = (
-                    f"cannot be used for group {group.name!r}, because the group has no effect table: a run judges "
-                    "such a group by all deliveries of the broker"
+                    f"{'' if is_given else 'shares its topic with other events, so it '}cannot be used for group "
+                    f"{group.name!r}, because the group has no effect table: a run judges such a group by all "
+                    "deliveries of the broker"
                 )
-                table.problem("message_when", text, "name the group's effect table")
+                table.problem("message_when" if is_given else "event", text, "name the group's effect table")
         return rule
+
+    def _topic(self, table: TomlTable, event: EventRule | None) -> str:
+        if "event" not in table.values:
+            return table.required("topic")
+        return self._events.topic(event.name) if self._events is not None and event is not None else ""
+
+    def _message_when(self, table: TomlTable, event: EventRule | None) -> str | None:
+        """Return the condition for the messages of the rule. If other events have the same topic, it also names the
+        event."""
+        given = table.text("message_when")
+        if self._events is None or event is None or not self._events.shares_its_topic(event.name):
+            return given
+        named = condition_of({name for name, _ in event.upcasts})
+        return f"({given}) AND {named}" if given else named
 
     @staticmethod
     def _look_back_every(table: TomlTable) -> float:
@@ -271,6 +326,12 @@ class _Reader:
     def _check_bucket(self, table: TomlTable, rule: Rule) -> None:
         if rule.bucket_seconds is None:
             return
+        if rule.event is not None:
+            table.problem(
+                "bucket",
+                "PostgreSQL computes the checksums, and cannot convert the bodies of old versions of an event",
+                "remove bucket, or name topic and types instead of the event",
+            )
         if rule.bucket_seconds <= 0:
             table.problem("bucket", "must be longer than 0", 'write bucket = "1h"')
         if not any(field.column == rule.time and field.type is FieldType.TIMESTAMP for field in rule.fields):
@@ -287,13 +348,22 @@ class _Reader:
                 "remove bucket or the field's tolerance",
             )
 
-    def _field(self, value: Any, path: TomlPath) -> FieldRule:
+    def _field(self, value: Any, path: TomlPath, event: EventRule | None, types: Mapping[str, FieldType]) -> FieldRule:
+        """Read one field. The event, if the rule names one, has the type of the field."""
         table = TomlTable(self.problem, value, path, ("column", "body", "type", "tolerance"))
-        kind = table.choice("type", FieldType, FieldType.TEXT)
         column = table.required("column")
+        body = table.text("body") or column
+        if event is not None and body not in types:
+            near = difflib.get_close_matches(body, types, 1)
+            table.problem(
+                "body" if "body" in table.values else "column",
+                f"event {event.name!r} version {event.version} has no field {body!r} that can be compared",
+                f"did you mean {near[0]!r}?" if near else f"use one of: {', '.join(types) or 'none'}",
+            )
+        kind = table.choice("type", FieldType, types.get(body, FieldType.TEXT))
         return FieldRule(
             column=column,
-            body=table.text("body") or column,
+            body=body,
             type=kind,
             tolerance=self._tolerance(table, kind),
         )
@@ -361,10 +431,12 @@ class _Reader:
 _NOT_JUDGED: Final = ("mask", "look_back", "look_back_every")
 
 
-def _digest(rule: Any) -> str:
-    """A digest of a rule. The digest ignores the options `mask`, `look_back` and `look_back_every`, because these
-    options do not change the class of any subject."""
+def _digest(rule: Any, event: EventRule | None, types: Mapping[str, FieldType]) -> str:
+    """A digest of a rule, and of the version and the types of its event. The digest ignores the options `mask`,
+    `look_back` and `look_back_every`, because these options do not change the class of any subject."""
     judged = {key: value for key, value in rule.items() if key not in _NOT_JUDGED} if isinstance(rule, dict) else rule
+    if event is not None:
+        judged = {"rule": judged, "version": event.version, "types": types}
     return hashlib.sha256(json.dumps(judged, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
-from typing import Final
+from typing import Any, Final
 
 from ..common.options import DEFAULT_OUTPUT_MODE
 
@@ -123,6 +124,23 @@ class FieldRule:
     tolerance: str | None = None
 
 
+# A function of `@upcast`: it gets the decoded body of one version, and returns the body of the next version.
+Upcast = Callable[[Any], Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EventRule:
+    """The event whose messages a rule judges, as the project declares it.
+
+    `version` is the highest declared version: the run reads the bodies of older versions with `upcasts`. The keys of
+    `upcasts` are names and versions of events. An empty tuple means that bodies of this version need no change.
+    """
+
+    name: str
+    version: int
+    upcasts: Mapping[tuple[str, int], tuple[Upcast, ...]]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupRule:
     """A consumer group that must have handled the message, and the table into which the group writes its effect.
@@ -180,6 +198,7 @@ class Rule:
     groups: tuple[GroupRule, ...] = ()
     mask: tuple[str, ...] = ()
     """Columns and body fields whose values are shown in no finding."""
+    event: EventRule | None = None
     digest: str = ""
 
     @property

@@ -149,7 +149,7 @@ def effects(rule: Rule, number: int, *, detailed: bool = False) -> TableSelectio
 def messages(rule: Rule, *, detailed: bool = False) -> TableSelection:
     """The messages of the rule's topic (and tag); `detailed` adds columns that only a finding shows."""
     names = {"at": "stored_at", "decided_at": "decided_at", "deliver_at": "deliver_at", "state": "state"}
-    more = {"content_type": "content_type", "body": "body", "owed": owed(rule), **{name: name for name in _DETAILS}}
+    more = {name: name for name in ("content_type", "body", "headers", *_DETAILS)} | {"owed": owed(rule)}
     return TableSelection(
         table="message_v1",
         columns=_broker_columns(rule, {**names, **more}, detailed=detailed),
@@ -273,6 +273,9 @@ def _broker_columns(rule: Rule, given: dict[str, str], *, detailed: bool = False
     kinds = {"at": _TIMESTAMP, "decided_at": _TIMESTAMP, "deliver_at": _TIMESTAMP, "body": ColumnKind.BINARY}
     kinds["owed"] = _BIGINT
     names = ["at", "decided_at", "deliver_at", "state", "content_type", "body"]
+    if rule.event is not None:
+        # They name the version of the body.
+        names.append("headers")
     if rule.has_conditional_groups:
         names.append("owed")
     if detailed:

@@ -126,44 +126,62 @@ def is_no_text(value: str, kind: str) -> str:
     return f"coalesce({kind} <> 'string' AND ({other}), false)"
 
 
-def unusual(value: str, item: FieldRule, time: str) -> str:
-    """A condition for values that PostgreSQL can read, but that Spark may refuse or read as another value, such as
-    '0x0C' or 'today'.
-
-    Spark reads a bucket that contains an unusual value, so that only Spark interprets the bodies of the bucket. The
-    condition removes the digits and looks at the remaining characters, because a regular expression would take longer
-    than the hash.
-    """
-    rest = f"translate({value}, '0123456789', '')"
+def unusual(value: str, item: FieldRule) -> str:
+    """A condition, joined by OR, for values of a body that may be equal to the row's value by `normal_body`, but that
+    Spark may refuse or read as another value."""
     if item.type in (FieldType.INTEGER, FieldType.DECIMAL):
-        usual = f"{rest} IN ('', '-', '.', '-.') AND length({value}) <= 26"
-    elif item.type is FieldType.BOOLEAN:
-        usual = f"{value} IN ('true', 'false', 't', 'f', '1', '0')"
-    elif item.type is FieldType.DATE:
-        usual = f"{rest} = '--' AND length({value}) = 10"
-    elif item.type is FieldType.TIMESTAMP:
-        # This check comes before the check below, because the check below takes seven times as long. A time with a
-        # five-digit year and an infinite time do not pass this check, because their texts have another length.
-        plain = f"coalesce(length({value}) = 32 AND {value} = to_char({time}, {_ISO_TIME}), false)"
+        return f" OR coalesce(length({value}) > 26, false)"
+    if item.type is FieldType.DATE:
+        return f" OR coalesce(length({value}) <> 10, false)"
+    if item.type is FieldType.TIMESTAMP:
+        rest = f"translate(translate({value}, '0123456789', ''), 'T', ' ')"
         usual = (
-            f"{plain} OR (translate({rest}, 'T', ' ') IN {_USUAL_TIMES} AND length({value}) BETWEEN 19 AND 32 "
-            f"AND substr({value}, 12, 2) < '24' AND substr({value}, 18, 2) < '60' AND {value} !~ '[.][0-9]{{7}}')"
+            f"{rest} IN {_USUAL_TIMES} AND length({value}) BETWEEN 19 AND 32 "
+            f"AND substr({value}, 12, 2) < '24' AND substr({value}, 18, 2) < '60' AND {value} !~ '[.][0-9]{{7}}'"
         )
-    else:
-        return ""
-    return f" OR NOT coalesce({usual}, true)"
+        return f" OR NOT coalesce(({_is_plain(value)}) OR ({usual}), true)"
+    return ""
+
+
+def _is_plain(value: str) -> str:
+    """A condition for texts that may be a time as _ISO_TIME writes it."""
+    return f"length({value}) = 32 AND right({value}, 6) = '+00:00'"
 
 
 def normal(value: str, item: FieldRule) -> str:
-    """An SQL expression for the comparable form of a value, the same form as in the module `evidence`."""
+    """An SQL expression for the comparable form of a row's value. Two values have the same form if Spark finds them
+    equal in the module `evidence`."""
     if item.type in (FieldType.INTEGER, FieldType.DECIMAL):
-        return f"trim_scale(round({value}::numeric, 12))::text"
+        # A number always has a point: 12.5 and 12. are the forms of 12.50 and 12.
+        return f"rtrim(round({value}::numeric, 12)::text, '0')"
     if item.type is FieldType.BOOLEAN:
         return f"({value}::boolean)::text"
     if item.type is FieldType.DATE:
         return f"({value}::date)::text"
     if item.type is FieldType.TIMESTAMP:
-        return f"({value}::timestamptz)::text"
+        moment = f"({value}::timestamptz)"
+        # The format has no sign for a year before Christ, and no digit for a year after 9999.
+        return (
+            f"CASE WHEN {moment} >= '0001-01-01' AND {moment} < '10000-01-01' THEN to_char({moment}, {_ISO_TIME}) "
+            f"ELSE {moment}::text END"
+        )
     if item.type is FieldType.UUID:
         return f"lower({value}::text)"
     return f"{value}::text"
+
+
+def normal_body(value: str, item: FieldRule) -> str:
+    """An SQL expression for the comparable form of a body's value, which is a text.
+
+    A value in the usual form is not converted: if its text is equal to the form of the row's value, it has this value.
+    To convert it and to check its form, the database would need more CPU than to parse the whole body (decision 284).
+    """
+    if item.type in (FieldType.INTEGER, FieldType.DECIMAL):
+        return f"CASE WHEN strpos({value}, '.') > 0 THEN rtrim({value}, '0') ELSE {value} || '.' END"
+    if item.type is FieldType.BOOLEAN:
+        return f"CASE WHEN {value} IN ('t', '1') THEN 'true' WHEN {value} IN ('f', '0') THEN 'false' ELSE {value} END"
+    if item.type is FieldType.DATE:
+        return value
+    if item.type is FieldType.TIMESTAMP:
+        return f"CASE WHEN {_is_plain(value)} THEN {value} ELSE {normal(value, item)} END"
+    return normal(value, item)

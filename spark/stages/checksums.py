@@ -9,14 +9,15 @@ reason, and the run reads everything.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
 from ..common.errors import ReconcileError
 from ..comparison.classify import Window
-from ..rules.rule import FieldType, Messages, Rule, Rules, SourceKind
+from ..rules.rule import FieldRule, FieldType, Messages, Rule, Rules, SourceKind
 from ..sources import contract, sql, values
 from ..sources.archived import ArchivedSource
 from ..sources.databases import Sources
@@ -94,8 +95,7 @@ class _Checksums:
     def compare(self) -> ComparedChecksums:
         if not self._keys_are_unique():
             return ComparedChecksums("checksum: not used, because two rows have the same key, or a row has no key")
-        rows, messages = self._rows(), self._messages()
-        effects = [self._effects(number) for number in range(len(self._rule.groups))]
+        rows, effects, messages = self._all_sides()
         if None in messages.sums or any(None in side.sums for side in effects):
             return ComparedChecksums("checksum: not used, because some messages or effects are in no bucket of a row")
         suspicious = {bucket for bucket, sums in messages.sums.items() if sums[2]} | self._dead()
@@ -112,6 +112,15 @@ class _Checksums:
         note = f"checksum: {known - len(suspicious)} of {known} buckets are equal, {skipped} rows were not read"
         limits = self._limits({bucket for bucket in suspicious if bucket is not None})
         return ComparedChecksums(note, skipped, limits, self._volume(rows))
+
+    def _all_sides(self) -> tuple[_Buckets, list[_Buckets], _Buckets]:
+        """The checksums of the rows, of the effects of each group, and of the messages. Two databases compute at the
+        same time."""
+        with ThreadPoolExecutor(1) as beside:
+            messages = beside.submit(self._messages) if self._broker is not self._ours else None
+            rows = self._rows()
+            effects = [self._effects(number) for number in range(len(self._rule.groups))]
+            return rows, effects, self._messages() if messages is None else messages.result()
 
     def _volume(self, rows: _Buckets) -> tuple[int, list[tuple[datetime, int]]] | None:
         seconds, rest = divmod(self._width, 1_000_000)
@@ -145,7 +154,7 @@ class _Checksums:
             f"{self._ours.table_of(contract.rows(rule))}{where}",
         )
         hashed = sql.step(
-            ["at", f"{self._content({})} AS content", f"{values.hashed(['key'])} AS key"], f"({read}) source"
+            ["at", f"{self._content(values.normal)} AS content", f"{values.hashed(['key'])} AS key"], f"({read}) source"
         )
         return self._sums(self._ours, "count(*), bit_xor(content), bit_xor(key)", hashed)
 
@@ -163,17 +172,17 @@ class _Checksums:
             f"kind{n}": values.body_kind(item) for n, item in enumerate(rule.fields) if item.type is FieldType.TEXT
         }
         split = sql.step([*known, *(f"{value} AS {name}" for name, value in fields.items())], f"({parsed}) parsed")
-        # The query casts each text to a time only once, and uses the result in three places, because a cast takes as
-        # much CPU as the hash.
-        times = [f"f{n}::timestamptz AS {name}" for n, name in self._times().items()]
-        read = sql.step([*known, *fields, *times], f"({split}) split")
+        # The query casts the text of the row's time only once, and uses the result in three places, because a cast
+        # takes as much CPU as the hash.
+        timed = rule.fields.index(self._timed)
+        read = sql.step([*known, *fields, f"f{timed}::timestamptz AS at"], f"({split}) split")
         # Also count a message that was stored in the window but whose body has a time outside of the window, because
         # the row of the message may be older than the window, or missing.
         inside = f"at IS NULL OR ({' AND '.join(self._inside('at'))}) OR ({' AND '.join(self._inside('stored_at'))})"
         hashed = sql.step(
             [
                 "at",
-                f"{self._content(self._times())} AS content",
+                f"{self._content(values.normal_body)} AS content",
                 "state IN ('committed', 'recalled') AS is_sent",
                 f"{self._unusual()} AS is_unusual",
                 f"{inside} AS is_inside",
@@ -186,21 +195,10 @@ class _Checksums:
         )
         return self._sums(self._broker, sums, hashed, " HAVING bool_or(is_inside)")
 
-    def _content(self, times: Mapping[int, str]) -> str:
-        """The hash of the key and the compared fields f0, f1, … A row and its message have the same hash.
-
-        `times` has the columns of the body fields that were cast to times, by field number.
-        """
+    def _content(self, normal: Callable[[str, FieldRule], str]) -> str:
+        """The hash of the key and the compared fields f0, f1, … A row and its message have the same hash."""
         fields = enumerate(self._rule.fields)
-        return values.hashed(
-            ["key", *(values.normal(times.get(number, f"f{number}"), item) for number, item in fields)]
-        )
-
-    def _times(self) -> dict[int, str]:
-        """The names of the columns with the times of a body, by field number. The field with the row's time has the
-        column name `at`."""
-        fields = enumerate(self._rule.fields)
-        return {n: "at" if item is self._timed else f"t{n}" for n, item in fields if item.type is FieldType.TIMESTAMP}
+        return values.hashed(["key", *(normal(f"f{number}", item) for number, item in fields)])
 
     def _topic(self) -> str:
         return " AND ".join(f"{sql.name(n)} = {sql.text(v)}" for n, v in contract.messages(self._rule).equals)
@@ -212,7 +210,7 @@ class _Checksums:
         for number, item in enumerate(self._rule.fields):
             if item.type is FieldType.TEXT:
                 terms += f" OR {values.is_no_text(f'f{number}', f'kind{number}')}"
-            terms += values.unusual(f"f{number}", item, self._times().get(number, ""))
+            terms += values.unusual(f"f{number}", item)
         if self._rule.late_after_seconds is not None:
             terms += f" OR decided_at - at > {_interval(self._rule.late_after_seconds)}"
         return terms

@@ -5,18 +5,25 @@ from __future__ import annotations
 import uuid
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from typing import Final
 
 import pyarrow as pa
 from pyspark.sql import DataFrame, Observation, SparkSession
 from pyspark.sql import functions as F
-from pyspark.sql.pandas.types import to_arrow_schema
-from pyspark.sql.types import StructType
 
 from ..common.errors import RunIncomplete
 from ..common.options import RunOptions
 from ..common.store import Store
 from ..rules import file as rules_file
 from ..rules.rule import Rule, Rules
+
+_ARROW_TYPES: Final = {
+    "string": pa.string(),
+    "bigint": pa.int64(),
+    "boolean": pa.bool_(),
+    "timestamp": pa.timestamp("us", tz="UTC"),
+    "array<string>": pa.list_(pa.field("element", pa.string())),
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,12 +64,15 @@ class Job:
         return self.store.spark_path(f"runs/{self.name}/{name}")
 
     def write_empty(self, name: str, schema: str) -> str:
-        """Write the table `name` without rows, and return its path. The method starts no Spark job."""
-        columns = StructType.fromDDL(schema)
-        assert isinstance(columns, StructType)
-        empty: pa.Table = to_arrow_schema(columns, timezone="UTC").empty_table()
-        self.store.write_table(f"runs/{self.name}/{name}/part-0.parquet", empty)
+        """Write the table `name` without rows, and return its path. The method does not use Spark."""
+        self.store.write_table(f"runs/{self.name}/{name}/part-0.parquet", arrow_schema(schema).empty_table())
         return self.path(name)
+
+
+def arrow_schema(schema: str) -> pa.Schema:
+    """The columns of a table of a run, whose `schema` is written in Spark's DDL."""
+    columns = (column.split() for column in schema.split(", "))
+    return pa.schema([pa.field(name.strip("`"), _ARROW_TYPES[kind]) for name, kind in columns])
 
 
 def empty_frame(spark: SparkSession, schema: str) -> DataFrame:

@@ -18,6 +18,7 @@ from pyspark.sql import functions as F
 
 from ..common.errors import ReconcileError
 from ..comparison import evidence
+from ..comparison.conversion import converted
 from ..rules import masking
 from ..rules.rule import Rule
 from ..sources import contract
@@ -94,7 +95,7 @@ def of_window(prepared: PreparedRule, limits: ReadLimits, sources: Sources) -> l
     start = None if window.since is None else window.since - margin(rule)
     end = window.until + max(margin(rule), rule.longest_wait) if window.is_exact else None
     wanted = _tables(prepared, sources, limits)
-    messages = sources.broker.read(wanted.broker, start, end)
+    messages = converted(sources.broker.read(wanted.broker, start, end), rule)
     tables = [source.read(selections, start, end) for source, selections in wanted.tables]
     if start is not None and not window.is_exact:
         # A key may have an earlier row, judged in an earlier window, and a second row in this window. The run reads the
@@ -163,7 +164,8 @@ def about_keys(prepared: PreparedRule, keys: DataFrame, listed: Sequence[str], s
         return of_many_keys(prepared, keys.select("key"), sources)
     rule, wanted = prepared.rule, _tables(prepared, sources, detailed=True)
     # Spark caches the messages on disk, because wide bodies do not fit in Java's memory.
-    broker = sources.broker.read_keys([(each, listed) for each in wanted.broker]).persist(StorageLevel.DISK_ONLY)
+    broker = converted(sources.broker.read_keys([(each, listed) for each in wanted.broker]), rule)
+    broker = broker.persist(StorageLevel.DISK_ONLY)
     tables = [source.read_keys([(each, listed) for each in selections]) for source, selections in wanted.tables]
     by_message = []
     for source, selections in wanted.by_message:
@@ -188,7 +190,7 @@ def of_many_keys(prepared: PreparedRule, keys: DataFrame, sources: Sources, sinc
         return frame.join(keys, F.coalesce(frame["key"], F.lit("")) == keys["key"], "left_semi")
 
     rule, wanted = prepared.rule, _tables(prepared, sources, detailed=True)
-    broker = only(sources.broker.read(wanted.broker, since)).persist(StorageLevel.DISK_ONLY)
+    broker = converted(only(sources.broker.read(wanted.broker, since)), rule).persist(StorageLevel.DISK_ONLY)
     tables = [only(source.read(selections, since)) for source, selections in wanted.tables]
     by_message = []
     for source, selections in wanted.by_message:

@@ -18,8 +18,9 @@ STEPS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("role", [pytest.param("sequence", marks=pytest.mark.slow), "check"])
+@pytest.mark.parametrize("role", ["sequence", "check"])
 def test_killed_at_every_step(role: str, new_database: Callable[..., str], tmp_path: Path) -> None:
     url = new_database()
     with (

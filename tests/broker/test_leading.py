@@ -199,7 +199,7 @@ def test_no_process_waits_for_the_lease_of_a_dead_leader(
     [
         pytest.param("sequencer.before_tick=kill@20", marks=pytest.mark.slow),
         "sequencer.mid_tick=kill@20",
-        "sequencer.after_tick=kill@20",
+        pytest.param("sequencer.after_tick=kill@20", marks=pytest.mark.slow),
         pytest.param("consumer.before_offset=kill@5", marks=pytest.mark.slow),
         "consumer.after_offset=kill@5",
     ],

@@ -53,6 +53,7 @@ def test_what_is_decided_while_it_ticks_is_ticked_next(
         eventually(lambda: len(appended) >= 20)
 
 
+@pytest.mark.slow
 def test_a_process_that_cannot_consume_does_not_lead(
     bench: ConsumptionBench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -137,8 +137,22 @@ def consuming(
         assert not thread.is_alive()
 
 
-@pytest.mark.parametrize("ends", ["server", "backend"])
-@pytest.mark.parametrize(("broadcast", "leads"), [(False, False), (True, False), (False, True)])
+@pytest.mark.parametrize(
+    ("broadcast", "leads", "ends"),
+    [
+        (False, False, "server"),
+        (False, True, "backend"),
+        *(
+            pytest.param(*one, marks=pytest.mark.slow)
+            for one in (
+                (False, False, "backend"),
+                (True, False, "server"),
+                (True, False, "backend"),
+                (False, True, "server"),
+            )
+        ),
+    ],
+)
 def test_what_takes_the_offset_of_a_lost_entry_is_handled(
     server: Server, ends: str, broadcast: bool, leads: bool
 ) -> None:
@@ -178,7 +192,7 @@ def _message(n: int) -> Message:
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("rounds", [3, pytest.param(20, marks=pytest.mark.soak)])
-@pytest.mark.parametrize("leads", ["", "bare"])
+@pytest.mark.parametrize("leads", [pytest.param("", marks=pytest.mark.slow), "bare"])
 def test_crashes_under_traffic_lose_and_invent_nothing(
     server: Server, new_database: Callable[..., str], rounds: int, leads: str
 ) -> None:

@@ -47,6 +47,7 @@ def test_without_subscribers_there_is_no_consumer(shop: Project) -> None:
     assert (lines[0], lines[-1]) == ("-> broker(broker,check)", "consumer -> ConfigurationError")
 
 
+@pytest.mark.slow
 def test_migrating_fresh_databases_warns_of_nothing(shop: Project, new_database: object) -> None:
     assert callable(new_database)
     shop.database_url, shop.outbox_url = new_database(), new_database()

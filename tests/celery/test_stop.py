@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from tests.celery.project import Project
 from tests.support import eventually
 
 
+@pytest.mark.slow
 def test_a_celery_worker_that_is_asked_to_stop_shuts_down_warmly(shop: Project) -> None:
     worker, log = shop.worker("--outbox")
     eventually(shop.is_healthy, within_seconds=60, what="a worker that leads")

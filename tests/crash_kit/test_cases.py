@@ -16,14 +16,17 @@ from tests.crash_kit.names import ALL, VARIABLE
 from tests.crash_kit.running import failures, urls
 
 # All others together take a quarter of an hour. A correct case has a run for each of its steps.
-QUICK: Final = ("faulty.publish_after_commit", "correct.row")
 SLOW: Final = (
+    "faulty.publish_after_commit",
+    "correct.row",
     "faulty.charge_after_row",
     "faulty.last_write_wins",
     "correct.claimed_charge",
 )
 SECONDS: Final = 1800
 ALIASES: Final = ("default", "broker", "other")
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(SECONDS)]
 
 
 @pytest.fixture(scope="session")
@@ -47,20 +50,15 @@ def _is_case(item: pytest.Item) -> bool:
 
 
 def marked(cases: Sequence[str]) -> list[object]:
-    return [
-        pytest.param(case, marks=() if case in QUICK else pytest.mark.slow if case in SLOW else pytest.mark.soak)
-        for case in cases
-    ]
+    return [pytest.param(case, marks=() if case in SLOW else pytest.mark.soak) for case in cases]
 
 
-@pytest.mark.timeout(SECONDS)
 @pytest.mark.parametrize("case", marked([case for case in ALL if case.startswith("faulty.")]))
 def test_a_fault_is_found_at_its_line(case: str, outcomes: dict[str, str]) -> None:
     assert "CrashTestFailed" in outcomes[case], outcomes[case]
     assert breaking_line(case) in outcomes[case]
 
 
-@pytest.mark.timeout(SECONDS)
 @pytest.mark.parametrize("case", marked([case for case in ALL if case.startswith("correct.")]))
 def test_a_correct_handler_passes(case: str, outcomes: dict[str, str]) -> None:
     assert outcomes[case] == ""
@@ -73,12 +71,10 @@ def breaking_line(case: str) -> str:
     return line.removeprefix("BREAKS = ").strip("\"'")
 
 
-@pytest.mark.timeout(SECONDS)
 def test_only_handlers_are_killed(outcomes: dict[str, str]) -> None:
     assert outcomes["test_only_handlers_are_killed"] == ""
 
 
-@pytest.mark.timeout(SECONDS)
 def test_a_step_that_is_not_reached_again_is_named(outcomes: dict[str, str]) -> None:
     assert outcomes["test_a_step_that_is_not_reached_again"] == ""
 
@@ -102,8 +98,6 @@ def example(name: str) -> str:
     return str(found)
 
 
-@pytest.mark.timeout(SECONDS)
-@pytest.mark.slow
 def test_the_example_of_the_page(server_url: str, tmp_path: Path) -> None:
     file = tmp_path / "test_shop.py"
     file.write_text(f"{HEAD}{example('handler')}\n\n{example('test')}")

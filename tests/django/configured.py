@@ -5,10 +5,13 @@ The other folders do not use Django, so there is no DJANGO_SETTINGS_MODULE: impo
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import django
 from django.conf import settings
+
+from tests import mariadb
 
 OUTBOX: dict[str, Any] = {
     "BROKER": "broker",
@@ -35,6 +38,11 @@ TASKS: dict[str, Any] = {
 # The names are filled in by `databases` in conftest.py, once there is a server.
 POSTGRESQL = {"ENGINE": "django.db.backends.postgresql", "NAME": "not-there-yet"}
 
+# `.ci/matrix mariadb` runs the tests of other databases than PostgreSQL with MariaDB in the place of SQLite.
+ON_MARIADB = bool(os.environ.get(mariadb.VARIABLE))
+MARIADB = {"ENGINE": "django.db.backends.mysql", "NAME": "not-there-yet"}
+SQLITE = {"ENGINE": "django.db.backends.sqlite3", "NAME": ":memory:", "OPTIONS": {"timeout": 20}}
+
 if not settings.configured:
     settings.configure(
         SECRET_KEY="tests",
@@ -53,7 +61,7 @@ if not settings.configured:
             "default": dict(POSTGRESQL),
             "broker": dict(POSTGRESQL),
             "other": dict(POSTGRESQL),
-            "lite": {"ENGINE": "django.db.backends.sqlite3", "NAME": ":memory:", "OPTIONS": {"timeout": 20}},
+            "lite": MARIADB if ON_MARIADB else SQLITE,
         },
         DATABASE_ROUTERS=["outbox.contrib.django.routers.BrokerRouter"],
         ROOT_URLCONF="tests.django.urls",

@@ -26,14 +26,18 @@ from outbox.contrib.django.operations.installation import install_broker
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.django.subscribers import registry
 from outbox.contrib.django.subscribers.scheduled import forget_scheduled
+from tests.mariadb import PrivateMariaDB
 
 APPLICATION_ALIASES = ("default", "other", "lite")
 
 
 def point_alias(alias: str, url: str) -> None:
     """Let an alias of this thread, and of threads to come, name another database."""
+    _point_alias(alias, database_from_url(url))
+
+
+def _point_alias(alias: str, entry: dict[str, Any]) -> None:
     connections[alias].close()
-    entry = database_from_url(url)
     for settings in (connections[alias].settings_dict, connections.settings[alias]):
         settings.update(entry)
 
@@ -42,15 +46,23 @@ def point_alias(alias: str, url: str) -> None:
 def django_db_setup(server_url: str, django_db_blocker: Any) -> Iterator[None]:
     """Create and migrate the databases; takes the place of pytest-django's fixture."""
     names = [*(_name(alias) for alias in ("default", "other", "broker")), BROKER_TEMPLATE]
-    with tempfile.TemporaryDirectory(prefix="outbox-lite-") as folder, django_db_blocker.unblock():
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="outbox-lite-")))
+        stack.enter_context(django_db_blocker.unblock())
         for alias in ("default", "other", "broker"):
             point_alias(alias, embedded.create_database(server_url, _name(alias)))
-        for settings in (connections["lite"].settings_dict, connections.settings["lite"]):
-            settings["NAME"] = str(Path(folder) / "lite.sqlite3")
+        if configured.ON_MARIADB:
+            server = PrivateMariaDB(folder)
+            server.start()
+            stack.callback(server.stop)
+            _point_alias("lite", server.create_database(_name("lite")))
+        else:
+            _point_alias("lite", {"NAME": str(folder / "lite.sqlite3")})
         for alias in (*APPLICATION_ALIASES, "broker"):
             call_command("migrate", database=alias, run_syncdb=True, verbosity=0)
-        with connections["lite"].cursor() as cursor:
-            cursor.execute("PRAGMA journal_mode = WAL")
+        if not configured.ON_MARIADB:
+            with connections["lite"].cursor() as cursor:
+                cursor.execute("PRAGMA journal_mode = WAL")
         connections.close_all()
         broker_access.reset_broker()
         embedded.create_database(server_url, BROKER_TEMPLATE, template=_name("broker"))
@@ -67,6 +79,12 @@ def _name(alias: str) -> str:
 
 
 BROKER_TEMPLATE = _name("template")
+OF_THE_APPLICATION = (
+    *("outbox_inbox", "outbox_operator_action", "outbox_unique", "outbox_endpoint", "outbox_erased"),
+    *("outbox_raised_condition", "outbox_past_condition", "outbox_finding", "outbox_reconciliation"),
+    *("outbox_relay", "outbox_relay_lease"),
+    *("shop_order", "shop_payment", "shop_effect"),
+)
 
 
 @pytest.fixture
@@ -75,12 +93,7 @@ def application(django_db_setup: None, django_db_blocker: Any) -> Iterator[None]
     with django_db_blocker.unblock():
         yield
         for alias in APPLICATION_ALIASES:
-            _delete(
-                alias, "outbox_inbox", "outbox_operator_action", "outbox_unique", "outbox_endpoint", "outbox_erased"
-            )
-            _delete(alias, "outbox_raised_condition", "outbox_past_condition")
-            _delete(alias, "outbox_finding", "outbox_reconciliation")
-            _delete(alias, "shop_order", "shop_payment", "shop_effect")
+            _delete(alias, *OF_THE_APPLICATION)
             _empty_ledger(alias)
         # A pass that was cut short would continue behind the rows of the next test.
         pruning._sweeps.clear()
@@ -124,9 +137,11 @@ def _empty_log(alias: str) -> None:
 
 
 def _delete(alias: str, *tables: str) -> None:
+    statements = [f"DELETE FROM {table}" for table in tables]
     with connections[alias].cursor() as cursor:
-        for table in tables:
-            cursor.execute(f"DELETE FROM {table}")
+        # SQLite executes one statement at a time.
+        for statement in ["; ".join(statements)] if connections[alias].vendor == "postgresql" else statements:
+            cursor.execute(statement)
 
 
 def _empty_ledger(alias: str) -> None:

@@ -66,6 +66,7 @@ def test_manage_py_test_in_parallel() -> None:
     assert "Ran 9 tests" in run("django", "test", "--noinput", "--parallel=2", "tests.django.outbox_cases")
 
 
+@pytest.mark.slow
 def test_with_a_listen_url_of_the_development_broker() -> None:
     name = "tests.django.outbox_cases.OnTheBroker"
     assert "Ran 3 tests" in run("django", "test", "--noinput", name, outbox={"LISTEN_URL": alias_conninfo("broker")})

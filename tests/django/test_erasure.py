@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import re
+import resource
 import shlex
 from collections.abc import Callable, Iterator
 from io import StringIO
@@ -35,6 +36,7 @@ from outbox.contrib.django.models import (
     OperatorAction,
     PastCondition,
     RaisedCondition,
+    RelayEntry,
     SagaProgress,
     SavedReconciliation,
     StepEntry,
@@ -43,6 +45,7 @@ from outbox.contrib.django.models import (
 )
 from outbox.contrib.django.operations import erasing
 from outbox.contrib.django.operations.erasing import repeat_erasures
+from outbox.contrib.django.operations.erasure_list import ErasureFile
 from outbox.contrib.django.operations.installation import create_key_table
 from outbox.contrib.django.tasks.models import TaskEntry
 from outbox.contrib.django.worker.workers import consumer_runtime
@@ -75,7 +78,7 @@ def clean(databases: None) -> Iterator[None]:
     yield
     for model in (
         *(DeadLetterNote, ErasureEntry, Finding, Notification, PastCondition, RaisedCondition, SagaProgress),
-        *(SavedReconciliation, StepEntry, TaskEntry),
+        *(RelayEntry, SavedReconciliation, StepEntry, TaskEntry),
     ):
         model._base_manager.using("default").all().delete()
     ErasureEntry._base_manager.using("other").all().delete()
@@ -160,6 +163,10 @@ def fill(world: World) -> list[UUID]:
     )  # fmt: skip
     PastCondition.objects.create(name="stopped", subject=MARK, severity=1, raised_at=now, seen_at=now)
     DeadLetterNote.objects.create(group="mail", message_id=queued.message_id, error=f"KeyError: {MARK}", noted_at=now)
+    RelayEntry.objects.create(
+        line=1, message_id=uuid4(), transaction_id=uuid4(), topic=TOPIC, key=MARK, headers={"name": MARK},
+        content_type="application/json", body=MARK.encode(), size=len(MARK), born_at=now, error=f"refused {MARK}",
+    )  # fmt: skip
     SavedReconciliation.objects.create(
         output="out",
         run="1",
@@ -192,7 +199,7 @@ EVERYWHERE: Final = {
     )),
     *(f"default:public.outbox_{name}" for name in (
         "step", "unique", "saga", "finding", "endpoint", "raised_condition", "notification", "operator_action", "task",
-        "past_condition", "dead_letter_note", "reconciliation",
+        "past_condition", "dead_letter_note", "reconciliation", "relay",
     )),
 }  # fmt: skip
 
@@ -488,7 +495,7 @@ def test_a_changed_body_is_refused() -> None:
 # -- workers and the list ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("content", "complaint"), [("{", "line 1 .* is damaged"), (None, "does not exist")])
+@pytest.mark.parametrize(("content", "complaint"), [("{\n", "line 1 .* is damaged"), (None, "does not exist")])
 def test_a_worker_does_not_consume_without_the_list(
     outbox_settings: Callable[..., None], tmp_path: Path, content: str | None, complaint: str
 ) -> None:
@@ -535,6 +542,33 @@ def test_without_its_list_nothing_is_erased(outbox_settings: Callable[..., None]
 # -- the page ----------------------------------------------------------------------------------------------
 
 PAGE: Final = Path(__file__).resolve().parents[2] / "docs" / "operations" / "erasure.md"
+
+
+@pytest.mark.parametrize("last_line", ['{"kind": "key"}\n', '{"kind": "key"}'], ids=["ended", "without its end"])
+def test_a_full_disk_leaves_the_list_as_it_was(last_line: str, tmp_path: Path) -> None:
+    """The limit on the size of files stands for the full disk: the first write is cut, the second one fails."""
+    path = tmp_path / "erasures.jsonl"
+    path.write_text(last_line)
+    store = ErasureFile(str(path))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(last_line) + 10, hard))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            store.append('{"kind": "message", "value": "1"}\n')
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert path.read_text() == last_line
+    store.append('{"kind": "message", "value": "2"}\n')
+    assert store.read() == '{"kind": "key"}\n{"kind": "message", "value": "2"}\n'
+
+
+def test_a_line_that_a_crash_cut_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "erasures.jsonl"
+    path.write_text('{"kind": "key"}\n{"kind": "mess')
+    store = ErasureFile(str(path))
+    assert store.read() == '{"kind": "key"}\n'
+    store.append('{"kind": "message"}\n')
+    assert path.read_text() == '{"kind": "key"}\n{"kind": "message"}\n'
 
 
 def test_every_command_of_the_page_runs(outbox_settings: Callable[..., None], tmp_path: Path) -> None:

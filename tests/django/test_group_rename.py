@@ -112,7 +112,15 @@ def test_a_renamed_group_handles_nothing_twice_and_loses_nothing(
 
 
 @pytest.mark.usefixtures("databases")
-@pytest.mark.parametrize("moment", ["rename.reserved", "rename.copying", "rename.copied", "rename.renamed"])
+@pytest.mark.parametrize(
+    "moment",
+    [
+        pytest.param("rename.reserved", marks=pytest.mark.slow),
+        "rename.copying",
+        pytest.param("rename.copied", marks=pytest.mark.slow),
+        "rename.renamed",
+    ],
+)
 def test_killed_in_the_middle_and_run_again(moment: str, names: tuple[str, str]) -> None:
     old, new = names
     consume(old, "one", "two", "three")

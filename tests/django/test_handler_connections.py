@@ -67,6 +67,7 @@ def database(name: str = "handlers", **options: Any) -> dict[str, Any]:
     return {"OPTIONS": {**given, "application_name": name, **options}, "CONN_MAX_AGE": 0}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("databases")
 def test_two_subscribers_of_eight_threads_share_a_pool_of_four() -> None:
     publish_to_both()

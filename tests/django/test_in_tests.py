@@ -49,7 +49,8 @@ def test_with_a_test_database_that_some_tests_ask_for() -> None:
     assert "Ran 7 tests" in run("django", "test", "--noinput", *(f"{CASES}.{name}" for name in names))
 
 
-@pytest.mark.parametrize("chosen", ["not for_the_broker", pytest.param("test", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("chosen", ["not for_the_broker", "test"])
 def test_under_pytest(chosen: str, tmp_path: Path) -> None:
     path = ROOT / "tests" / "django" / "pytest_cases.py"
     isolated = ("-p", "no:cacheprovider", "--noconftest", "-c", str(tmp_path / "none.ini"), f"--rootdir={tmp_path}")

@@ -360,6 +360,7 @@ def test_a_process_that_is_killed_while_it_sends_loses_nothing(
     assert receiver.ids == [first, first]
 
 
+@pytest.mark.slow
 def test_a_worker_reports_by_itself_and_a_receiver_that_hangs_delays_no_pass(receiver: Receiver) -> None:
     receiver.may_answer.clear()
     notify = {**receiver.declared(), "conditions": ["no_sequencer"]}

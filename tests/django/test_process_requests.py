@@ -76,6 +76,7 @@ def test_a_drained_process_stays_away_until_its_worker_starts_again() -> None:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_call_that_does_not_end_is_cut_off_and_its_message_is_delivered_again() -> None:
     with psycopg.connect(alias_conninfo("default")) as holder:
         holder.execute("LOCK TABLE shop_effect IN EXCLUSIVE MODE")

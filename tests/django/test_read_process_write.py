@@ -23,7 +23,7 @@ COUNT = 500
 AT_ONCE = RetryPolicy(delays_seconds=[0.0], max_attempts=30)
 
 
-@pytest.fixture(params=["two_phase", "atomic"])
+@pytest.fixture(params=["two_phase", pytest.param("atomic", marks=pytest.mark.slow)])
 def _fresh_broker(
     request: pytest.FixtureRequest, databases: None, no_subscribers: None, outbox_settings: Callable[..., None]
 ) -> Iterator[None]:

@@ -51,6 +51,7 @@ def send(url: str, *messages: tuple[str, Any], **more: Any) -> None:
             )
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.usefixtures("databases")
 def test_effects_happen_once_with_any_process_killed_and_any_message_repeated(

@@ -38,8 +38,17 @@ from tests.support import eventually
 SETTINGS = {"max_connections": "60", "shared_buffers": "32MB"}
 QUICK = {
     ("dump", "same", "running", "broker", "two_phase"),
-    ("dump", "same", "stopped", "broker", "two_phase"),
     ("dump", "same", "running", "application", "two_phase"),
+}
+# Each pair of two values is in one of these or of the quick ones; `make faults` runs the whole table.
+SLOW = {
+    ("dump", "same", "stopped", "broker", "two_phase"),
+    ("dump", "other", "stopped", "application", "two_phase"),
+    ("base_backup", "other", "running", "application", "two_phase"),
+    ("base_backup", "same", "stopped", "application", "two_phase"),
+    ("base_backup", "other", "running", "broker", "two_phase"),
+    ("dump", "other", "running", "both", "atomic"),
+    ("base_backup", "same", "stopped", "both", "atomic"),
 }
 CELLS = [
     *itertools.product(
@@ -169,7 +178,7 @@ def cell(
 
 
 def _parameter(values: tuple[str, ...]) -> Any:
-    marks = [] if values in QUICK else [pytest.mark.slow]
+    marks = () if values in QUICK else pytest.mark.slow if values in SLOW else pytest.mark.soak
     return pytest.param(values, marks=marks, id="-".join(values))
 
 

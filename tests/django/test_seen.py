@@ -108,7 +108,8 @@ def test_a_fault_is_named_with_evidence_and_exit_code(world: World, name: str, t
     shown = {one["name"]: one for one in seen.json()["conditions"]}
     assert (shown[name]["severity"], shown[name]["next_step"]) == (found[name]["severity"], CATALOGUE[name].next_step)
     page = words(operator.get("/outbox/").content.decode())
-    assert f" {name} " in page and words(CATALOGUE[name].next_step) in page
+    assert f" {name} " in page
+    assert words(CATALOGUE[name].meaning) in page and words(CATALOGUE[name].next_step) in page
     scraped = samples(telemetry.render().decode())
     series = f'outbox_condition{{name="{name}"}}'
     assert scraped[series] == Severity[found[name]["severity"].upper()]
@@ -118,8 +119,8 @@ def test_a_fault_is_named_with_evidence_and_exit_code(world: World, name: str, t
         label = {"name": name, "severity": found[name]["severity"]}
         said = {"summary": CATALOGUE[name].meaning, "description": CATALOGUE[name].next_step}
         conditions = {key: value for key, value in scraped.items() if key.startswith("outbox_condition")}
-        promtool.fires(tmp_path, conditions, alert_name(name), [{"exp_labels": label, "exp_annotations": said}])
-        promtool.fires(tmp_path, {series: 0}, alert_name(name), [])
+        fired = [{"exp_labels": label, "exp_annotations": said}]
+        promtool.fires(tmp_path, alert_name(name), (conditions, fired), ({series: 0}, []))
 
 
 def holder(name: str) -> dict[str, Any]:

@@ -499,7 +499,12 @@ def unstored() -> int:
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     "kill",
-    ["before_handler=kill@42", "before_inbox_commit=kill@9", "after_inbox_commit=kill@9", "before_offset=kill@2"],
+    [
+        pytest.param("before_handler=kill@42", marks=pytest.mark.slow),
+        "before_inbox_commit=kill@9",
+        pytest.param("after_inbox_commit=kill@9", marks=pytest.mark.slow),
+        pytest.param("before_offset=kill@2", marks=pytest.mark.slow),
+    ],
 )
 def test_sigkill(kill: str) -> None:
     """Between two handlers, before COMMIT, after COMMIT, and before the offsets are stored."""
@@ -606,6 +611,7 @@ def test_nothing_leaks(monkeypatch: pytest.MonkeyPatch) -> None:
         assert pool._working <= 3
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_only_the_guilty_message_of_a_death_is_suspected() -> None:
     """Message 40 kills its process in a callback, when its transaction has committed. Message 77 kills it always."""

@@ -373,6 +373,7 @@ def test_threads_that_need_the_same_rows_in_other_orders_finish() -> None:
     assert total == 2 * 96
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_consumers_killed_in_shared_transactions() -> None:
     """SIGKILL between two handlers, before COMMIT and after it: each effect is there once."""

@@ -124,7 +124,9 @@ def test_the_error_of_a_worker_is_in_its_last_signal() -> None:
         assert found[0]["roles"] == ("consumer",) and isinstance(found[0]["error"], LookupError)
 
 
-@pytest.mark.parametrize("hanging", [False, True], ids=["raising", "hanging"])
+@pytest.mark.parametrize(
+    "hanging", [pytest.param(False, id="raising"), pytest.param(True, id="hanging", marks=pytest.mark.slow)]
+)
 def test_processes_signal_and_a_broken_receiver_hurts_no_worker(tmp_path: Path, hanging: bool) -> None:
     file = tmp_path / "signals"
     variables = {"TEST_APPS": "tests.django.receivers", "TEST_SIGNALS": str(file)}

@@ -130,7 +130,9 @@ def test_a_task_may_leave_its_transaction_alone_for_longer_than_a_lease(
     assert effects() == ["after", "before"]
 
 
-@pytest.mark.parametrize("point", ["consumer.before_inbox_commit", "consumer.after_inbox_commit"])
+@pytest.mark.parametrize(
+    "point", ["consumer.before_inbox_commit", pytest.param("consumer.after_inbox_commit", marks=pytest.mark.slow)]
+)
 def test_a_worker_killed_around_commit_runs_the_task_once(databases: None, point: str) -> None:
     result = tasks.note.enqueue("1")
     assert work(faults=f"{point}=kill") == -signal.SIGKILL

@@ -36,6 +36,7 @@ def test_a_specimen_finds_each_part_that_is_switched_off(
     assert control.kind in campaign.judged([specimen])[0].kinds, text(specimen)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("control", CONTROLS, ids=str)
 def test_random_programs_find_each_part_that_is_switched_off(
     control: Control, campaign_in: Callable[[World], Campaign], monkeypatch: pytest.MonkeyPatch

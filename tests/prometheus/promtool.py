@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,35 +22,34 @@ def check(rules: Path) -> None:
     subprocess.run([PROGRAM, "check", "rules", str(rules)], check=True, capture_output=True)
 
 
-def fires(folder: Path, samples: Mapping[str, float | str], alert: str, expected: list[dict[str, Any]]) -> None:
-    """After ten minutes of these samples the alert fires as expected: label sets and annotations, and nothing else.
+Samples = Mapping[str, float | str]
+
+
+def fires(folder: Path, alert: str, *cases: tuple[Samples, list[dict[str, Any]]]) -> None:
+    """After ten minutes of its samples the alert fires as each case expects: label sets and annotations, nothing else.
 
     A sample is a constant, or a value for each minute in Prometheus's notation, such as `2x5 stale _x4`.
     """
-    wanted = {"alert_rule_test": [{"eval_time": "10m", "alertname": alert, "exp_alerts": expected}]}
-    _test(folder, samples, wanted, rule_files=[str(ALERTS)])
+    tests = [
+        (samples, {"alert_rule_test": [{"eval_time": "10m", "alertname": alert, "exp_alerts": expected}]})
+        for samples, expected in cases
+    ]
+    _test(folder, tests, rule_files=[str(ALERTS)])
 
 
-def gives(folder: Path, samples: Mapping[str, float | str], expression: str, expected: float) -> None:
+def gives(folder: Path, samples: Samples, expression: str, expected: float) -> None:
     """After ten minutes of these samples the sum of the expression's series has this value."""
     value = [{"labels": "{}", "value": expected}]
-    _test(
-        folder,
-        samples,
-        {"promql_expr_test": [{"expr": f"sum({expression})", "eval_time": "10m", "exp_samples": value}]},
-    )
+    wanted = {"promql_expr_test": [{"expr": f"sum({expression})", "eval_time": "10m", "exp_samples": value}]}
+    _test(folder, [(samples, wanted)])
 
 
-def _test(folder: Path, samples: Mapping[str, float | str], wanted: Mapping[str, Any], **files: Any) -> None:
+def _test(folder: Path, tests: Sequence[tuple[Samples, Mapping[str, Any]]], **files: Any) -> None:
     assert PROGRAM is not None
-    series = [
-        {"series": name, "values": value if isinstance(value, str) else f"{value:g}x10"}
-        for name, value in samples.items()
-    ]
     case = {
         **files,
         "evaluation_interval": "1m",
-        "tests": [{"interval": "1m", "input_series": series, **wanted}],
+        "tests": [{"interval": "1m", "input_series": _series(samples), **wanted} for samples, wanted in tests],
     }
     # JSON is YAML.
     (folder / "case.yml").write_text(json.dumps(case))
@@ -58,3 +57,10 @@ def _test(folder: Path, samples: Mapping[str, float | str], wanted: Mapping[str,
         [PROGRAM, "test", "rules", str(folder / "case.yml")], check=False, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def _series(samples: Samples) -> list[dict[str, str]]:
+    return [
+        {"series": name, "values": value if isinstance(value, str) else f"{value:g}x10"}
+        for name, value in samples.items()
+    ]

@@ -96,6 +96,7 @@ def test_every_block_of_the_page_is_run() -> None:
     assert [name for name in SECTIONS.values() if not callable(globals().get(name))] == []
 
 
+@pytest.mark.slow
 def test_both_databases_are_dumped_and_loaded(new_machine: Callable[..., Machine]) -> None:
     machine = new_machine()
     start(machine)

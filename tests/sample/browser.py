@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import base64
 import json
 import os
@@ -12,7 +13,7 @@ import tempfile
 import time
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 FLAGS = (
@@ -40,19 +41,85 @@ def executable() -> str:
     )
 
 
+class Chromium:
+    """The browser of this process. It starts with the first page; `end` ends it."""
+
+    running: ClassVar[Chromium | None] = None
+
+    def __init__(self) -> None:
+        self._profile = tempfile.TemporaryDirectory(prefix="outbox-chromium-", ignore_cleanup_errors=True)
+        self._ids = 0
+        self._buffer = b""
+        self._process, self._commands, self._answers = _start(self._profile.name)
+
+    @classmethod
+    def get(cls) -> Chromium:
+        """The running browser, or a new one."""
+        if cls.running is None or cls.running._process.poll() is not None:
+            cls.end()
+            cls.running = cls()
+        return cls.running
+
+    @classmethod
+    def end(cls) -> None:
+        """End the browser, if one was started."""
+        browser, cls.running = cls.running, None
+        if browser is not None:
+            os.close(browser._commands)
+            os.close(browser._answers)
+            browser._process.terminate()
+            browser._process.wait(10)
+            browser._profile.cleanup()
+
+    def call(self, method: str, parameters: dict[str, Any], session: str | None, timeout: float) -> dict[str, Any]:
+        """The result of a method of the DevTools protocol: of a page's session, or of the browser."""
+        self._ids += 1
+        command: dict[str, Any] = {"id": self._ids, "method": method, "params": parameters}
+        if session:
+            command["sessionId"] = session
+        os.write(self._commands, json.dumps(command).encode() + b"\0")
+        deadline = time.monotonic() + timeout
+        while True:
+            if not self._has_answer(deadline):
+                # Its late answer would be read by the next page.
+                self.end()
+                raise AssertionError(f"the browser did not answer {method} within {timeout} s")
+            line, _, self._buffer = self._buffer.partition(b"\0")
+            answer: dict[str, Any] = json.loads(line)
+            if answer.get("id") == self._ids:
+                if "error" in answer:
+                    raise AssertionError(f"{method}: {answer['error']['message']}")
+                result: dict[str, Any] = answer["result"]
+                return result
+
+    def _has_answer(self, deadline: float) -> bool:
+        """Read until the buffer holds a message; False when time is up."""
+        while b"\0" not in self._buffer:
+            if not select.select([self._answers], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                return False
+            data = os.read(self._answers, 1 << 16)
+            if not data:
+                raise AssertionError("the browser ended")
+            self._buffer += data
+        return True
+
+
+atexit.register(Chromium.end)
+
+
 class Browser:
-    """One page of one browser; a context manager that ends the browser."""
+    """One page with a profile of its own: no cookie, cache or storage of another page. A context manager closes it."""
 
     def __init__(
         self, *, width: int = 1280, height: int = 900, dark: bool = False, scripts: bool = True, timeout: float = 20.0
     ) -> None:
         self._timeout = timeout
-        self._profile = tempfile.TemporaryDirectory(prefix="outbox-chromium-", ignore_cleanup_errors=True)
-        self._ids = 0
-        self._buffer = b""
-        self._process, self._commands, self._answers = _start(self._profile.name)
-        target = self._call("Target.createTarget", url="about:blank")["targetId"]
-        self._session: str | None = self._call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        self._chromium = Chromium.get()
+        self._session: str | None = None
+        self._marks = 0
+        self._context = self._call("Target.createBrowserContext")["browserContextId"]
+        target = self._call("Target.createTarget", url="about:blank", browserContextId=self._context)["targetId"]
+        self._session = self._call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         self._call("Page.enable")
         self._call("Emulation.setScriptExecutionDisabled", value=not scripts)
         self._call(
@@ -93,7 +160,8 @@ class Browser:
 
     def click(self, selector: str) -> None:
         """Click the first element that matches, and wait for the page that follows when it is a form's button."""
-        mark = f"left-{self._ids}"
+        self._marks += 1
+        mark = f"left-{self._marks}"
         self.evaluate(f"document.documentElement.id = {mark!r}")
         found = self.evaluate(
             f"(() => {{ const e = document.querySelector({selector!r}); e?.click(); return e !== null }})()"
@@ -118,39 +186,12 @@ class Browser:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        os.close(self._commands)
-        os.close(self._answers)
-        self._process.terminate()
-        self._process.wait(10)
-        self._profile.cleanup()
+        self._session = None
+        if Chromium.running is self._chromium:
+            self._call("Target.disposeBrowserContext", browserContextId=self._context)
 
     def _call(self, method: str, **parameters: Any) -> dict[str, Any]:
-        self._ids += 1
-        command: dict[str, Any] = {"id": self._ids, "method": method, "params": parameters}
-        session = getattr(self, "_session", None)
-        if session:
-            command["sessionId"] = session
-        os.write(self._commands, json.dumps(command).encode() + b"\0")
-        deadline = time.monotonic() + self._timeout
-        while True:
-            answer = self._read(deadline, method)
-            if answer.get("id") == self._ids:
-                if "error" in answer:
-                    raise AssertionError(f"{method}: {answer['error']['message']}")
-                result: dict[str, Any] = answer["result"]
-                return result
-
-    def _read(self, deadline: float, method: str) -> dict[str, Any]:
-        while b"\0" not in self._buffer:
-            if not select.select([self._answers], [], [], max(0.0, deadline - time.monotonic()))[0]:
-                raise AssertionError(f"the browser did not answer {method} within {self._timeout} s")
-            data = os.read(self._answers, 1 << 16)
-            if not data:
-                raise AssertionError(f"the browser ended during {method}")
-            self._buffer += data
-        line, _, self._buffer = self._buffer.partition(b"\0")
-        message: dict[str, Any] = json.loads(line)
-        return message
+        return self._chromium.call(method, parameters, self._session, self._timeout)
 
 
 def _start(profile: str) -> tuple[subprocess.Popen[bytes], int, int]:

@@ -189,12 +189,14 @@ class Paying(Shopping):
         assert order.paid_at is not None
         message = self.outbox.messages("order.paid")[0]
         assert message.key == str(order.pk)
+        assert message.headers["outbox-event-version"] == "2"
         self.assertJSONEqual(
             message.body.decode(),
             {
                 "order_id": order.pk,
                 "customer": order.customer,
-                "total": "33.60",
+                "amount": "33.60",
+                "currency": "EUR",
                 "paid_at": order.paid_at.isoformat(),
             },
         )

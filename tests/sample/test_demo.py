@@ -13,6 +13,8 @@ from sample_project.demo.shopper import Shopper
 from tests.sample.conftest import ORDERS, DemoRun
 from tests.support import eventually
 
+pytestmark = pytest.mark.slow
+
 
 def _figure(output: str, name: str) -> int:
     found = re.search(rf"^{re.escape(name)}\s+([\d,]+)", output, re.MULTILINE)
@@ -92,7 +94,30 @@ def test_operators_and_accounting_get_a_mail_about_a_charge_that_the_provider_re
         eventually(lambda: f"Subject: {subject}\n" in _log(open_demo, "worker"), within_seconds=90, what=subject)  # noqa: B023
 
 
-@pytest.mark.slow
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+def test_a_new_version_of_an_event_is_deployed_while_customers_pay(tmp_path: Path) -> None:
+    """Old code meets new messages, new code meets old messages, and each order is handled once."""
+    run = DemoRun(tmp_path, "--long", "--orders=24", "--shoppers=2")
+    try:
+        run.wait_for(r"all figures are right", within_seconds=540)
+    finally:
+        code = run.end()
+    output = run.output
+    assert code == 0, output
+    paid, first, second = (
+        _figure(output, name)
+        for name in ("orders paid", "orders published as version 1", "orders published as version 2")
+    )
+    assert (first > 0, second > 0, first + second) == (True, True, paid)
+    assert [_figure(output, name) for name in ("shipments", "points credited", "carts cleared")] == [paid] * 3
+    assert [_figure(output, name) for name in ("lost", "invented", "doubled", "dead letters")] == [0] * 4
+    assert _figure(output, "groups in which version 2 waited") >= 1
+    assert _figure(output, "version 1 handled by new code") >= 1
+    assert "no version above 1" in _log(run, "worker")
+    assert run.left_running() == []
+
+
 def test_an_interrupted_demo_leaves_nothing_running(tmp_path: Path) -> None:
     run = DemoRun(tmp_path, "--orders=2000", "--path=atomic")
     try:

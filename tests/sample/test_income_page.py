@@ -11,7 +11,7 @@ import pytest
 from tests.sample.browser import Browser
 from tests.sample.conftest import ORDERS, DemoRun
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
 CELLS = "[...document.querySelectorAll('.scroll tbody tr')].map(row => [...row.cells].map(cell => cell.innerText))"
 

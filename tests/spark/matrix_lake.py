@@ -1,7 +1,7 @@
-"""The cells of Delta Lake and Iceberg in a process of their own: `python -m tests.spark.matrix_lake FOLDER JARS`.
+"""The cells of Delta Lake and Iceberg in a process of their own: `python -m tests.spark.matrix_lake FOLDER JARS MODE`.
 
-FOLDER has exports of the clean and of the planted world as Parquet, and an archive. The process writes what each run
-found to FOLDER/seen.json.
+FOLDER has exports of the clean and of the planted world as Parquet, and an archive. The process writes what the runs of
+each source found to FOLDER/seen.json.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.spark import matrix
 from tests.spark.exports import TABLES
 from tests.spark.kinds import Found
 from tests.spark.lake_process import SETTINGS
-from tests.spark.matrix import MODES, Cell
+from tests.spark.matrix import Cell
 
 TABLES_OF_LAKE = (*TABLES, "message_v1", "dead_letter_v1", "timed_out_v1", "delivery_v1")
 
@@ -36,7 +36,7 @@ def fill(spark: SparkSession, folder: Path) -> None:
 
 
 def main() -> None:
-    folder, jars = Path(sys.argv[1]), sys.argv[2]
+    folder, jars, mode = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
     places = {
         "spark.sql.warehouse.dir": str(folder / "spark-warehouse"),
         "spark.sql.catalog.lake.warehouse": str(folder / "warehouse"),
@@ -44,18 +44,16 @@ def main() -> None:
     }
     spark = session.start("local[2]", {**SETTINGS, **places})
     fill(spark, folder)
-    seen: dict[str, dict[str, list[list[Found]]]] = {}
+    seen: dict[str, list[list[Found]]] = {}
     for source, place in (("delta", folder / "delta"), ("iceberg", folder / "warehouse")):
-        seen[source] = {}
-        for mode in MODES:
 
-            def of(name: str, is_planted: bool, mode: str = mode, source: str = source, place: Path = place) -> str:
-                if mode == "archive" and name == "BROKER":
-                    return f'kind = "archive"\npath = "{folder / "archive"}"'
-                return f'kind = "{source}"\npath = "{place / ("planted" if is_planted else "clean")}"'
+        def of(name: str, is_planted: bool, source: str = source, place: Path = place) -> str:
+            if mode == "archive" and name == "BROKER":
+                return f'kind = "archive"\npath = "{folder / "archive"}"'
+            return f'kind = "{source}"\npath = "{place / ("planted" if is_planted else "clean")}"'
 
-            cell = Cell(spark=spark, folder=folder / f"{source} {mode}", place=of, is_export=True)
-            seen[source][mode] = matrix.judged(cell, mode, lambda: None)
+        cell = Cell(spark=spark, folder=folder / f"cell of {source}", place=of, is_export=True)
+        seen[source] = matrix.judged(cell, mode, lambda: None)
     (folder / "seen.json").write_text(json.dumps(seen))
     spark.stop()
 

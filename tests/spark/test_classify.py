@@ -244,6 +244,7 @@ def test_every_pair_of_flags_has_its_precedence(name: str, found: frames.Found) 
     }
 
 
+@pytest.mark.slow
 @settings(max_examples=2, deadline=None, database=None)
 @given(random=st.randoms(use_true_random=True), kind=st.sampled_from(Messages))
 def test_classification_equals_a_plain_python_oracle(

@@ -33,6 +33,7 @@ def manage(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_the_rules_find_the_databases_of_the_project(tmp_path: Path) -> None:
     """The only error left in the rules is the one that was put there: both variables were set."""
     path = write_rules(tmp_path, extra='severity = "awful"')

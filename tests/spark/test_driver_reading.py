@@ -59,6 +59,7 @@ def test_a_run_through_a_pool_with_one_connection(reconcile: Reconciler, world: 
     assert not list((tmp_path / reconcile.output).glob("runs/*/staged/*/*"))
 
 
+@pytest.mark.slow
 def test_a_replica_is_read_in_its_snapshot(
     both: tuple[str, str], spark_session: SparkSession, tmp_path: Path, new_database: Callable[..., str]
 ) -> None:

@@ -33,6 +33,7 @@ def files_with(text: str, folder: Path) -> list[str]:
     return [row["key"] for row in rows if any(text in str(value) for value in row.values())]
 
 
+@pytest.mark.slow
 def test_erased_messages_in_the_archive_and_in_a_run(reconcile: Reconciler, world: World, tmp_path: Path) -> None:
     world.add_many(5)
     body = f'{{"name": "{MARK}", "total": "wrong"}}'.encode()

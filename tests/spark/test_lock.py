@@ -51,7 +51,7 @@ print(held)
 """
 
 
-@pytest.fixture(params=["disk", "object store"])
+@pytest.fixture(params=["disk", pytest.param("object store", marks=pytest.mark.slow)])
 def location(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """An output folder as the option --output gives it."""
     if request.param == "disk":

@@ -60,6 +60,7 @@ def test_what_is_json_is_what_python_takes_for_it() -> None:
         assert (why_refused(text, is_object=False) == "") is is_json, (seed, text)
 
 
+@pytest.mark.slow
 def test_a_run_says_what_is_wrong_with_bodies_and_how_values_differ(reconcile: Reconciler, world: World) -> None:
     """Two documents in one body, and JSON beyond Spark's limits; texts that look alike; a time of day for a time."""
     world.add(*(Order(number=number) for number in range(1, 9)), Order(number=90, at=START + timedelta(hours=1)))

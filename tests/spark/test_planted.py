@@ -104,15 +104,9 @@ def rules(kind: str, folder: Path, watermark: datetime | None) -> str:
     return text if kind == "postgres" else text.replace('schema = "outbox"\n', "")
 
 
-# Each kind of source and each way to run once: the rest of the table takes minutes. test_matrix.py has the quick run.
-@pytest.mark.parametrize(
-    ("kind", "mode"),
-    [
-        pytest.param("postgres", "incremental", marks=pytest.mark.slow),
-        pytest.param("parquet", "streaming", marks=pytest.mark.soak),
-        pytest.param("csv", "batch", marks=pytest.mark.soak),
-    ],
-)
+# Each kind of source and each way to run once. The slow run of test_matrix.py and test_runs.py prove the same sooner.
+@pytest.mark.soak
+@pytest.mark.parametrize(("kind", "mode"), [("postgres", "incremental"), ("parquet", "streaming"), ("csv", "batch")])
 def test_exactly_what_was_planted_is_found(
     reconcile: Reconciler, world: World, tmp_path: Path, kind: str, mode: str
 ) -> None:

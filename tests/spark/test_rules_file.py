@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from outbox.events import declaration
 from spark import cli
 from spark.common.errors import RulesInvalid, UsageProblem
 from spark.rules import file as rules_file
@@ -50,7 +51,8 @@ def test_everything_that_is_declared_arrives() -> None:
 
 def test_the_rules_of_the_sample_are_valid() -> None:
     path = Path(__file__).resolve().parent.parent.parent / "sample_project" / "reconcile.toml"
-    rules = rules_file.load(path, {"RECONCILE_ORDERS": "dbname=orders", "RECONCILE_BROKER": "dbname=broker"})
+    with declaration.restored():
+        rules = rules_file.load(path, {"RECONCILE_ORDERS": "dbname=orders", "RECONCILE_BROKER": "dbname=broker"})
     assert [(rule.topic, [group.name for group in rule.groups]) for rule in rules.rules] == [
         ("order.paid", ["logistics", "points", "payments", "income.enrich", "cart"]),
         ("shipment.created", ["orders"]),
@@ -61,7 +63,7 @@ def test_the_rules_of_the_sample_are_valid() -> None:
 def test_the_rules_of_the_documentation_are_valid() -> None:
     """The short file to begin with, the one that shows every key, and a group that is added to the first."""
     [first] = blocks(DOCS / "reconciliation" / "first-run.md", "toml")
-    every, group = blocks(DOCS / "reconciliation" / "rules.md", "toml")
+    every, _, group = blocks(DOCS / "reconciliation" / "rules.md", "toml")
     files = (first, every, f"{first.replace('logistics', 'mail')}\n{group}")
     loaded = [rules_file.parse(text, environment=ENVIRONMENT) for text in files]
     assert [[rule.name for rule in each.rules] for each in loaded] == [["paid orders"]] * 3

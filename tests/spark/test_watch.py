@@ -220,7 +220,7 @@ def test_kill_9_within_a_window_then_on_from_the_checkpoint(world: World, tmp_pa
     world_rules.write_rules(tmp_path, groups=("logistics",))
     world.add(*(Order(number=number) for number in range(1, 6)))
     world.pay(Order(number=500))
-    for stage in ("scan", "publish"):
+    for stage in ("snapshot", "scan", "confirm", "write", "publish"):
         assert kill_at(start(world, tmp_path, "--available-now"), stage), stage
         assert not (tmp_path / "out" / "result.json").exists()
     offsets = tmp_path / "out" / CHECKPOINT / "offsets"

@@ -133,6 +133,7 @@ def caught_up(standby: str, past: datetime) -> bool:
         return row is not None and bool(row[0])
 
 
+@pytest.mark.slow
 def test_a_transaction_of_the_primary_holds_the_watermark_of_its_replica_back(both: tuple[str, str]) -> None:
     """It began before what the replica has replayed, and has written nothing yet: the replica cannot know of it."""
     primary, standby = both
@@ -174,6 +175,7 @@ def test_a_replica_that_lags_is_judged_later(both: tuple[str, str], monkeypatch:
         assert watermark(standby, primary) > row_at
 
 
+@pytest.mark.slow
 def test_a_primary_that_is_none(both: tuple[str, str], new_database: Callable[..., str]) -> None:
     _, standby = both
     with pytest.raises(UsageProblem, match=r"its primary 'app_primary' is a replica itself"), opened(standby, standby):

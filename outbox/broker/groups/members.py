@@ -137,7 +137,7 @@ def heartbeat(
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "term": term_seconds,
-        "version": _version(),
+        "version": code_version(),
         "calls": report.calls,
         "longest": json.dumps([asdict(call) for call in report.longest]),
         "draining": draining,
@@ -147,7 +147,7 @@ def heartbeat(
 
 
 @cache
-def _version() -> str:
+def code_version() -> str:
     """Return the version of the installed package; '' if outbox runs from a folder that is not installed."""
     try:
         return metadata.version("outbox-transactional")

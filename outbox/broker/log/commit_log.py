@@ -133,10 +133,7 @@ def append_placed(
         else:
             log_ids, place = _append_all(run, rows, producer_group, bool(transactional))
     except UniqueViolation as error:
-        raise InvalidMessage(
-            f"message {messages[0].message_id} was sent before, in a call with other messages: send the same messages "
-            f"again, or give new messages new ids. No message of this call was stored."
-        ) from error
+        raise _sent_with_others(messages[0]) from error
     if transactional and len(log_ids) < len(rows):
         _check_not_rejecting(run, messages)
     return _receipts(run, messages, log_ids, half=False), place
@@ -200,10 +197,20 @@ def append_half(
             "producer_group": half.producer_group,
             "checker": half.checker,
         }
-        log_ids = _store_all(run, rows, given)[0] or []
+        try:
+            log_ids = _store_all(run, rows, given)[0] or []
+        except UniqueViolation as error:
+            raise _sent_with_others(half.messages[0]) from error
     if len(log_ids) < len(rows):
         _check_not_rejecting(run, half.messages)
     return _receipts(run, half.messages, log_ids, half=True)
+
+
+def _sent_with_others(message: Message) -> InvalidMessage:
+    return InvalidMessage(
+        f"message {message.message_id} was sent before, in a call with other messages: send the same messages again, "
+        f"or give new messages new ids. No message of this call was stored."
+    )
 
 
 def _check_not_rejecting(run: Executor, messages: Sequence[Message]) -> None:

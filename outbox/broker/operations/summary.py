@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
+import os
+import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from typing import Any, Final, TypeVar
+from uuid import UUID
 
 import psycopg
 from psycopg.pq import TransactionStatus
@@ -24,6 +28,7 @@ from outbox.broker.database.connection import BrokerDatabase, Connection
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
 from outbox.broker.database.timeouts import lock_limited
+from outbox.broker.groups.members import code_version
 from outbox.broker.log.failing import FailureNote, ProcessPart
 from outbox.broker.operations import topic_limits
 from outbox.broker.operations.progress import EVERY, GROUPS, QueueProgress, list_blocked
@@ -238,6 +243,8 @@ FRESH_SECONDS: Final = 60.0
 # the next count begins.
 SHARE: Final = 0.05
 _BLOCKED_NAMED: Final = 20
+# The first summary of a leader is counted while its first ticks queue the messages that have waited for a leader.
+_COUNTS_UNTIL_CURRENT: Final = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,13 +336,28 @@ class BlockedQueue:
 
 
 @dataclass(frozen=True, slots=True)
+class LeadingProcess:
+    """The leader that stored a summary. `counts`: the number of summaries that it has stored since it leads.
+
+    `owner` is the owner of its leader lease.
+    """
+
+    owner: str
+    host: str
+    pid: int
+    version: str
+    counts: int
+
+
+@dataclass(frozen=True, slots=True)
 class Summary:
     """The whole summary: when the figures were counted (`at`), when they were read (`now`), and the figures.
 
     `blocked` has at most twenty of the blocked queues. `drawn`: the number of log ids that PostgreSQL had assigned at
     the time of counting. `drawn` is None in a stored summary, and if the role may not read this number.
     `stored_age_seconds`: the age of the newest stored summary, or None if there is none. `is_late`: no stored summary
-    was fresh, so the reader has counted the figures itself.
+    was fresh, so the reader has counted the figures itself. `leader` is None if the reader has counted, and if a leader
+    of an earlier version has counted.
     """
 
     at: float
@@ -349,6 +371,7 @@ class Summary:
     drawn: int | None = None
     stored_age_seconds: float | None = None
     is_late: bool = False
+    leader: LeadingProcess | None = None
 
     @property
     def age_seconds(self) -> float:
@@ -479,10 +502,12 @@ def _limited(connection: Connection) -> Iterator[None]:
         connection.rollback()
 
 
-def refresh(run: Executor) -> Summary:
-    """Count, and store the summary."""
+def refresh(run: Executor, leader: LeadingProcess | None = None) -> Summary:
+    """Count, and store the summary. `leader`: the process that counts, if it leads."""
     summary = count(run)
-    facts = {name: _packed(row_type, getattr(summary, name)) for name, row_type in _PARTS.items()}
+    facts: dict[str, Any] = {name: _packed(row_type, getattr(summary, name)) for name, row_type in _PARTS.items()}
+    if leader is not None:
+        facts["leader"] = dataclasses.asdict(leader)
     values = {"took": summary.took_seconds, "facts": json.dumps(facts), "totals": json.dumps(_totals(summary))}
     run.execute(_STORE, values)
     return summary
@@ -515,8 +540,15 @@ def stored(run: Executor) -> Summary | None:
         now=now,
         took_seconds=took,
         stored_age_seconds=now - at,
+        leader=_leader(facts.get("leader")),
         **parts,
     )
+
+
+def _leader(stored: Mapping[str, Any] | None) -> LeadingProcess | None:
+    # A leader of a later version may store further fields.
+    known = {field.name for field in fields(LeadingProcess)}
+    return LeadingProcess(**{name: stored[name] for name in known}) if stored else None
 
 
 def growth(run: Executor, *, window_seconds: float) -> list[Growth]:
@@ -595,6 +627,20 @@ SELECT broker_id::text, incarnation, (SELECT max(change) FROM {schema}.schema_ve
 FROM {schema}.broker, (SELECT tick_id, at FROM {schema}.tick ORDER BY tick_id DESC LIMIT 1) AS tick
 """)
 
+# Whether a process leads, and for how many seconds no process has led; null if no process has ever led.
+_LEADS: Final = Statement("""
+SELECT coalesce(bool_or(owner IS NOT NULL AND expires_at > clock_timestamp()), false),
+       extract(epoch FROM clock_timestamp() - max(expires_at))::double precision
+FROM {schema}.leader_lease WHERE role = 'sequencer'
+""")
+
+_LEADING: Final = Statement("""
+SELECT (SELECT owner::text FROM {schema}.leader_lease WHERE role = 'sequencer' AND expires_at > clock_timestamp()),
+       (SELECT facts -> 'leader' FROM {schema}.summary ORDER BY summary_id DESC LIMIT 1),
+       (SELECT extract(epoch FROM clock_timestamp() - at)::double precision FROM {schema}.tick
+        ORDER BY tick_id DESC LIMIT 1)
+""")
+
 _CONSUMERS: Final = Statement("""
 SELECT name, count(*) FROM {schema}.consumer JOIN {schema}.consumer_group USING (group_id)
 WHERE expires_at > clock_timestamp() GROUP BY name ORDER BY name
@@ -629,7 +675,9 @@ class GroupOverview:
 class Overview:
     """The overview. `counted_seconds_ago`: the age of the numbers of topics and groups.
 
-    `processes`: the number of live consumer processes.
+    `processes`: the number of live consumer processes. `leading`: the process that leads; None if no process leads, and
+    until the leader has stored its first summary. `is_current` is False if the figures may be those from before the
+    present leader: until it has counted twice, messages that waited for it are not in the figures yet.
     """
 
     broker_id: str
@@ -642,6 +690,8 @@ class Overview:
     topics: Sequence[TopicProgress]
     groups: Sequence[GroupOverview]
     processes: int
+    leading: LeadingProcess | None = None
+    is_current: bool = True
 
     def as_json(self) -> dict[str, Any]:
         """Return plain values."""
@@ -650,7 +700,33 @@ class Overview:
 
 def has_leader(run: Executor) -> bool:
     """Whether a process sequences."""
-    return run.one(_BROKER)[3] is not None
+    return bool(run.one(_LEADS)[0])
+
+
+def leaderless_seconds(run: Executor) -> float | None:
+    """Return for how long no process has led; 0.0 if a process leads, and None if no process has ever led."""
+    leads, gone_seconds = run.one(_LEADS)
+    return 0.0 if leads else gone_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Leadership:
+    """Whether a process leads now, and how long ago it made its last tick. `process` is known after its first summary.
+
+    `last_tick_seconds_ago` is None before the first tick.
+    """
+
+    leads: bool
+    process: LeadingProcess | None
+    last_tick_seconds_ago: float | None
+
+
+def leadership(run: Executor) -> Leadership:
+    """Return which process leads, without reading the figures of the summary."""
+    owner, counted_by, seconds = run.one(_LEADING)
+    process = _leader(counted_by)
+    is_leader = process is not None and process.owner == owner
+    return Leadership(owner is not None, process if is_leader else None, seconds)
 
 
 def live_consumers(run: Executor) -> dict[str, int]:
@@ -662,6 +738,8 @@ def overview(run: Executor, summary: Summary) -> Overview:
     """Return the overview, which needs the summary and two small statements."""
     broker_id, incarnation, change, leader, tick, tick_seconds, processes = run.one(_BROKER)
     consumers = live_consumers(run)
+    counted_by = summary.leader
+    is_of_leader = counted_by is not None and counted_by.owner == leader
     places: dict[str, list[GroupProgress]] = {}
     for place in summary.groups:
         places.setdefault(place.group, []).append(place)
@@ -699,6 +777,9 @@ def overview(run: Executor, summary: Summary) -> Overview:
         summary.topics,
         groups,
         processes,
+        leading=counted_by if is_of_leader else None,
+        is_current=leader is not None
+        and (counted_by is None or (is_of_leader and counted_by.counts >= _COUNTS_UNTIL_CURRENT)),
     )
 
 
@@ -706,10 +787,10 @@ def overview(run: Executor, summary: Summary) -> Overview:
 # Refresh the summary while this process leads. If counting takes long, refresh the summary more rarely.
 
 
-def run_once(database: BrokerDatabase) -> float:
+def run_once(database: BrokerDatabase, leader: LeadingProcess | None = None) -> float:
     """Refresh the summary once on a separate connection, and mark the topics whose limits are exceeded.
 
-    Return how long counting took, in seconds.
+    Return how long counting took, in seconds. `leader`: the process that counts, if it leads.
 
     Raises psycopg.Error or BrokerUnavailable.
     """
@@ -719,7 +800,7 @@ def run_once(database: BrokerDatabase) -> float:
         else:
             timeouts.lift_where_direct(connection)
         run = Executor(connection, database.schema)
-        summary = refresh(run)
+        summary = refresh(run, leader)
         topic_limits.mark(run, lags_of(summary))
         return summary.took_seconds
 
@@ -729,13 +810,20 @@ def lags_of(summary: Summary) -> list[GroupLag]:
     return [GroupLag(one.topic, one.group, one.lag) for one in summary.groups if not one.is_retry]
 
 
-def summaries(database: BrokerDatabase, *, every_seconds: float) -> BackgroundLoop:
-    """Refresh the summary in the background: now, then every `every_seconds`, or more rarely if counting takes long."""
+def summaries(database: BrokerDatabase, owner: UUID, *, every_seconds: float) -> BackgroundLoop:
+    """Refresh the summary in the background: now, then every `every_seconds`, or more rarely if counting takes long.
+
+    `owner`: the owner of the leader lease. The second summary is never delayed, because the first one is not current.
+    """
     note = FailureNote(database, ProcessPart.SUMMARY)
+    numbers = itertools.count(1)
+    host, version = socket.gethostname(), code_version()
 
     def run(stopping: Callable[[], bool]) -> float:
         with note.watching():
-            return max(every_seconds, run_once(database) / SHARE)
+            number = next(numbers)
+            took_seconds = run_once(database, LeadingProcess(str(owner), host, os.getpid(), version, number))
+            return every_seconds if number < _COUNTS_UNTIL_CURRENT else max(every_seconds, took_seconds / SHARE)
 
     expected = (psycopg.Error, BrokerUnavailable)
     return BackgroundLoop("summary", run, every_seconds=every_seconds, first_seconds=0.0, expected=expected)

@@ -5,10 +5,13 @@ See decision 085.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from uuid import UUID
 
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
+from outbox.broker.fastpath.arrays import uuids
 
 CHECK_BACK = "check_back"
 # The names of the passes of receivers begin with this text. If such a pass is late, messages are not received, but no
@@ -42,6 +45,15 @@ WHERE parked_at IS NULL
   AND NOT EXISTS (SELECT FROM {schema}.op_log WHERE op_log.transaction_id = pending.transaction_id)
 GROUP BY pending.producer_group, last.began_at
 ORDER BY pending.producer_group
+""")
+
+# The producer groups of these transactions whose check-back has not run for three intervals.
+_SILENT = Statement("""
+SELECT asked.producer_group, extract(epoch FROM clock_timestamp() - last.began_at)::double precision
+FROM (SELECT DISTINCT producer_group FROM {schema}.pending_check WHERE transaction_id = ANY(%(ids)s::uuid[])) AS asked
+LEFT JOIN {schema}.periodic_pass last ON last.producer_group = asked.producer_group AND last.name = %(name)s
+WHERE coalesce(last.began_at < clock_timestamp() - make_interval(secs => 3 * last.interval_seconds), true)
+ORDER BY asked.producer_group
 """)
 
 _DEFAULT_INTERVAL_SECONDS = 30.0
@@ -92,3 +104,11 @@ def forget(run: Executor, name: str) -> int:
 def unasked(run: Executor) -> list[IdleProducerGroup]:
     """Return the producer groups whose transactions wait for a check, and of which no process runs check-back."""
     return run.objects(IdleProducerGroup, _UNASKED, {"name": CHECK_BACK, "interval": _DEFAULT_INTERVAL_SECONDS})
+
+
+def silent_groups(run: Executor, transaction_ids: Sequence[UUID]) -> dict[str, float | None]:
+    """Return the producer groups of these undecided transactions of which no process runs check-back.
+
+    The value is the time since the last pass began, in seconds; None before the first pass.
+    """
+    return dict(run.rows(_SILENT, {"ids": uuids(transaction_ids), "name": CHECK_BACK}))

@@ -37,7 +37,12 @@ def each_once(bench: ConsumptionBench, expected: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "count"), [pytest.param("concurrent", 3, marks=pytest.mark.soak), ("orderly", 2), ("key_ordered", 3)]
+    ("mode", "count"),
+    [
+        pytest.param("concurrent", 3, marks=pytest.mark.soak),
+        pytest.param("orderly", 2, marks=pytest.mark.slow),
+        ("key_ordered", 3),
+    ],
 )
 def test_one_of_several_consumers_killed_midway(orders: ConsumptionBench, mode: str, count: int) -> None:
     processes = started(orders, count, mode=mode, seconds=0.002)
@@ -54,6 +59,7 @@ def test_one_of_several_consumers_killed_midway(orders: ConsumptionBench, mode: 
     orders.assert_conserved("g")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", [pytest.param("orderly", marks=pytest.mark.soak), "key_ordered"])
 def test_joins_2_to_4_consumers_while_messages_flow(orders: ConsumptionBench, mode: str) -> None:
     orders.declare("orders", queues=6, types=FIFO)

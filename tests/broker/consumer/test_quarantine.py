@@ -111,7 +111,7 @@ def assert_in_order(bench: ConsumptionBench, keys: int = 4) -> None:
     [
         pytest.param("concurrent", "exit", marks=pytest.mark.slow),
         ("concurrent", "kill"),
-        ("orderly", "crash"),
+        pytest.param("orderly", "crash", marks=pytest.mark.slow),
         pytest.param("key_ordered", "exit", marks=pytest.mark.slow),
     ],
 )
@@ -135,6 +135,7 @@ def test_a_killer_is_tried_alone_and_given_up_after_three_deaths(
     orders.assert_conserved("g")
 
 
+@pytest.mark.slow
 def test_a_killer_in_a_batch_costs_the_other_messages_no_attempt(orders: ConsumptionBench, tmp_path: Path) -> None:
     sent = messages(64, deeds={9: "kill"})
     orders.publish(sent)
@@ -147,6 +148,7 @@ def test_a_killer_in_a_batch_costs_the_other_messages_no_attempt(orders: Consump
     assert_innocents_took_effect_once(orders, sent, [9])
 
 
+@pytest.mark.slow
 def test_other_queues_continue_while_a_killer_is_found(orders: ConsumptionBench, tmp_path: Path) -> None:
     """Another group of the same processes, and the other queues; the workers do not die in turn for ever."""
     sent = messages(200, deeds={9: "kill"})

@@ -147,6 +147,7 @@ def storm(bench: ConsumptionBench, mode: str, *, producers: int, count: int, key
     bench.assert_conserved("g")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", [pytest.param("orderly", marks=pytest.mark.soak), "key_ordered"])
 def test_storm_keeps_every_key_in_commit_order(bench: ConsumptionBench, mode: str) -> None:
     storm(bench, mode, producers=2, count=800, keys=50, every_seconds=0.7)

@@ -97,8 +97,15 @@ def test_the_broker_process_sequences_and_cleans(
         eventually(lambda: connection.execute(old.encode()).fetchone() == (0,), what="retention has trimmed the ticks")
 
 
-@pytest.mark.parametrize("listen", [None, ""])
-@pytest.mark.parametrize("leads", [False, True], ids=["broker leads", "consumer leads"])
+@pytest.mark.parametrize(
+    ("leads", "listen"),
+    [
+        pytest.param(False, None, id="broker leads"),
+        pytest.param(True, "", id="consumer leads, without LISTEN"),
+        pytest.param(True, None, id="consumer leads", marks=pytest.mark.slow),
+        pytest.param(False, "", id="broker leads, without LISTEN", marks=pytest.mark.slow),
+    ],
+)
 def test_a_whole_worker_keeps_its_sessions_and_leases(
     listen: str | None,
     leads: bool,

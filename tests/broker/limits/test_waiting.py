@@ -109,6 +109,7 @@ def test_a_failed_message_starts_again_after_the_process_has_given_its_slots_bac
         eventually(lambda: attempts == [1, 2], within_seconds=30)
 
 
+@pytest.mark.slow
 def test_messages_of_an_outage_start_after_its_pause(bench: ConsumptionBench) -> None:
     began = time.monotonic()
     handled: list[int] = []

@@ -118,6 +118,7 @@ def test_control_without_the_limit_keys_overlap(orders: ConsumptionBench, spawn:
     assert orders.rows(MOST_OF_KEY)[0][0] > 1
 
 
+@pytest.mark.slow
 def test_a_frozen_process_overlaps_at_most_once(orders: ConsumptionBench, spawn: Spawn) -> None:
     """The calls that ran when the process was frozen end after it continues. It starts no other call."""
     frozen = spawn("frozen", limits={"running": 2}, seconds=0.2)

@@ -1,8 +1,7 @@
-"""Finding things on the pages: every condition, and messages by id, key, topic and time."""
+"""Finding things on the pages: messages by id, key, topic and time."""
 
 from __future__ import annotations
 
-import re
 from datetime import timedelta
 from uuid import uuid4
 
@@ -11,28 +10,15 @@ from django.test import Client
 from django.utils import timezone
 
 from outbox.broker.operations import summary
-from outbox.broker.operations.conditions import CATALOGUE
 from outbox.broker.operations.listings import COUNTED
 from outbox.contrib.django import publish
 from outbox.contrib.django.console.rendering import PER_PAGE
 from outbox.contrib.django.engine.broker import flush
 from outbox.contrib.django.models import Finding
-from tests.django import faults, faults_of_groups
-from tests.django.broker_world import FAULTS, World
+from tests.django.broker_world import World
 from tests.django.support import sequence
 
 pytestmark = pytest.mark.usefixtures("no_subscribers")
-
-
-@pytest.mark.parametrize("name", sorted(FAULTS))
-def test_a_fault_is_on_the_page_with_meaning_and_next_step(world: World, operator: Client, name: str) -> None:
-    assert faults and faults_of_groups
-    FAULTS[name](world)
-    page = operator.get("/outbox/").content.decode()
-    shown = page.replace("&#x27;", "'").replace("&quot;", '"').replace("&lt;", "<").replace("&gt;", ">")
-    assert f"</span> {name}" in shown
-    assert CATALOGUE[name].meaning in shown
-    assert CATALOGUE[name].next_step.replace("`", "") in re.sub("</?code>", "", shown)
 
 
 def test_messages_are_found_by_id_key_topic_and_time(world: World, operator: Client) -> None:

@@ -11,12 +11,16 @@ from django.test import Client
 from django.utils import timezone
 
 from outbox.broker.groups import members
+from outbox.broker.groups.registration import register
 from outbox.broker.operations import summary
-from outbox.broker.operations.conditions import CATALOGUE
+from outbox.broker.operations.conditions import CATALOGUE, Condition, Severity, worst_first
 from outbox.contrib.django import publish
 from outbox.contrib.django.actions.catalogue import ACTIONS
 from outbox.contrib.django.console import cards
+from outbox.contrib.django.console.readable import readable
 from outbox.contrib.django.models import ForwardEndpoint, OperatorAction
+from outbox.limits import Limits
+from outbox.subscription import Subscription
 from tests.django.broker_world import World
 from tests.django.console.support import blocked, bury, client_of, dead_keys, make_user, retried, working
 from tests.django.faults import no_sequencer
@@ -56,6 +60,75 @@ def test_each_remedy_is_an_action_with_its_fields() -> None:
             assert ACTIONS[action].permission is not None and tone in ("good", "bad", "plain")
             assert set(fields) <= set(declared)
             assert {name for name, field in declared.items() if field.required} <= set(fields)
+
+
+def test_a_card_leads_to_the_page_before_the_shell() -> None:
+    """Where the page has an action or a list, the next step of the card names no command."""
+    on_the_page = {one.command for one in ACTIONS.values() if one.permission is not None}
+    on_the_page |= {"outbox_message show", "outbox_dead_letter list", "outbox_finding list", "outbox_group offsets"}
+    on_the_page.add("outbox_transaction list")
+    by_command = {
+        name for name, kind in CATALOGUE.items() if any(f"`{one}" in kind.next_step for one in on_the_page)
+    }  # fmt: skip
+    assert by_command - {"not_conserved"} <= cards._STEPS.keys()
+    for name in CATALOGUE:
+        [card] = cards.cards([Condition(name, Severity.WARNING)])
+        if name in cards._STEPS:
+            assert "outbox_" not in card.next_step and "outbox_" in (card.in_a_shell or "outbox_")
+        else:
+            assert (card.next_step, card.in_a_shell) == (CATALOGUE[name].next_step, "")
+
+
+def test_a_consequence_stands_below_its_cause() -> None:
+    """Only if every group of the consequence has the cause."""
+
+    def shown(*found: Condition) -> list[tuple[str, list[str]]]:
+        return [(one.condition.name, list(one.causes)) for one in cards.cards(worst_first(found).conditions)]
+
+    def named(name: str, severity: Severity, *groups: str) -> Condition:
+        return Condition(name, severity, [{"group": group, "topic": "orders"} for group in groups], len(groups))
+
+    lag, limit = named("lag", Severity.CRITICAL, "mail"), named("limit_binding", Severity.WARNING, "mail")
+    paused = named("group_paused", Severity.WARNING, "stock")
+    rejecting = Condition("rejecting", Severity.WARNING)
+    assert shown(lag, limit, paused, rejecting) == [
+        ("limit_binding", []), ("lag", ["limit_binding"]), ("group_paused", []), ("rejecting", []),
+    ]  # fmt: skip
+    assert shown(named("lag", Severity.CRITICAL, "mail", "stock"), limit) == [("lag", []), ("limit_binding", [])]
+    assert sorted(name for name, _ in shown(*(Condition(name, Severity.WARNING) for name in CATALOGUE))) == sorted(
+        CATALOGUE
+    )
+    disabled, outage = (named(name, Severity.WARNING, "mail") for name in ("endpoint_disabled", "outage"))
+    assert shown(outage, disabled, named("lag", Severity.WARNING, "mail")) == [
+        ("endpoint_disabled", []), ("lag", ["endpoint_disabled", "outage"]), ("outage", ["endpoint_disabled"]),
+    ]  # fmt: skip
+    leaderless = Condition("no_sequencer", Severity.WARNING)
+    assert shown(named("lag", Severity.CRITICAL, "mail", "stock"), leaderless) == [
+        ("no_sequencer", []), ("lag", ["no_sequencer"]),
+    ]  # fmt: skip
+
+
+def test_a_binding_limit_leads_to_its_form(world: World, operator: Client) -> None:
+    register(world.run, Subscription(topic="orders", group="mail", limits=Limits(running=2)))
+    html = page(operator)
+    assert "limit_binding" not in html
+    [card] = cards.cards([Condition("limit_binding", Severity.WARNING, [{"group": "mail", "topic": "orders"}], 1)])
+    [evidence] = card.evidence
+    assert (evidence.url, evidence.link) == ("/outbox/groups/one/?name=mail&topic=orders#limits", "Change the limits …")
+    assert 'id="limits"' in page(operator, evidence.url.removeprefix("/outbox/"))
+
+
+def test_values_are_shown_for_people() -> None:
+    identity = UUID(int=7)
+    assert readable({"ids": [identity], "parked_at": None, "changed": {}, "is_held": False, "lag": 12}) == (
+        f"ids {identity}, parked at –, changed –, is held no, lag 12"
+    )
+    assert readable({"decision": "R"}) == "decision ROLLBACK" and readable("R") == "R"
+    with timezone.override("Europe/Berlin"):
+        assert readable("since 2026-11-27T12:00:00.123456+00:00: no") == "since 2026-11-27 13:00:00: no"
+    assert readable("no; raised in admit, /srv/app/lib/end-points.py:132") == "no; raised in admit, end-points.py:132"
+    assert readable("%RETRY%mail/orders") == "retries of orders" and readable("%RETRY%mail") == "retries of mail"
+    assert (readable(None), readable(""), readable(True), readable(0.98765)) == ("–", "–", "yes", "0.988")
 
 
 def test_the_tiles_show_figures_and_lead_to_their_lists(world: World, operator: Client) -> None:
@@ -199,9 +272,8 @@ def test_groups_are_listed_by_state(world: World, operator: Client) -> None:
 
     assert names("") == names("behind") == names("unattended") == names("nonsense") == ["mail", "points", "stock"]
     assert (names("dead"), names("paused"), names("stopped"), names("failing")) == (["mail"], ["stock"], [], [])
-    assert "All 3 Behind 3 Failing 0 Stopped 0 Paused 1 Dead letters 1 No workers 3" in text_of(
-        page(operator, "groups/")
-    )
+    tabs = "All 3 Behind 3 Failing 0 Stopped 0 Paused 1 Limited 0 Disabled 0 Dead letters 1 No workers 3"
+    assert tabs in text_of(page(operator, "groups/"))
     html = page(operator, "groups/")
     assert forms(html, "resume") == [{"group": "stock"}]
     assert sorted(one["group"] for one in forms(html, "pause")) == ["mail", "points"]

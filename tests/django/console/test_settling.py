@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import html
+import re
 from uuid import UUID, uuid4
 
 import pytest
@@ -9,6 +11,7 @@ from django.db import transaction
 from django.test import Client
 
 from outbox.broker.transaction import checks
+from outbox.broker.transaction.turns import CHECK_BACK, take_turn
 from outbox.contrib.django import fenced_producer, publish, run_check_back
 from outbox.contrib.django.actions.audit import recorded
 from outbox.contrib.django.actions.declaration import ActionPlan
@@ -88,13 +91,49 @@ def test_an_action_is_shown_first_then_done_with_a_reason_and_kept(world: World,
 
 def test_the_ledger_has_the_last_word_unless_it_is_forced(world: World, operator: Client) -> None:
     given = {"id": str(lost_end(world)), "decision": "rollback", "confirmed": "yes", "why": "a guess"}
-    operator.post("/outbox/act/decide/", given)
-    entry = OperatorAction.objects.get()
-    assert entry.outcome == "failed" and "not what the ledger proves" in entry.after["error"]
-    assert decision(world) == []
+    answer = operator.post("/outbox/act/decide/", given)
+    assert answer.status_code == 422 and "not what the ledger proves" in answer.content.decode()
+    assert decision(world) == [] and not OperatorAction.objects.exists(), "nothing was done"
     operator.post("/outbox/act/decide/", {**given, "force": "yes"})
     assert decision(world) == [("R", "O")]
     assert OperatorAction.objects.latest("id").after["without_ledger"] is True
+
+
+def buttons(html: str) -> list[str]:
+    main = html.partition("<main")[2]
+    return [re.sub(r"<[^>]+>", "", one) for one in re.findall(r"<button[^>]*>(.*?)</button>", main, re.DOTALL)]
+
+
+def test_a_plan_that_is_refused_has_no_button_and_one_sentence(world: World, operator: Client) -> None:
+    """The control is the same transaction while its ledger is one of this project's."""
+    transaction_id = str(lost_end(world))
+    committed = {"id": transaction_id, "decision": "commit"}
+    shown = operator.post("/outbox/act/abort/", {"id": transaction_id}).content.decode()
+    assert "It is refused now" in shown and buttons(shown) == [], "it has committed"
+    shown = operator.post("/outbox/act/decide/", committed).content.decode()
+    assert "refused" not in shown and buttons(shown) == ["Do it"]
+    world.sql("UPDATE outbox.commit_log SET ledger_id = gen_random_uuid()")
+    for given in (committed, {**committed, "decision": "rollback"}):
+        shown = html.unescape(operator.post("/outbox/act/decide/", given).content.decode())
+        said = shown.partition("It is refused now")[2].partition("</div>")[0]
+        assert said.count("is not one of this project's ledgers") == 1 and "?." not in said and ".." not in said
+        assert shown.partition("It is refused now")[0].count("ledgers") == 0, "once"
+        # The button needs a choice of its own.
+        assert shown.index("in spite of that") < shown.index("Do it<") and 'name="force" value="yes" required' in shown
+
+
+def test_asking_a_producer_group_without_a_process_says_that_no_process_answers(world: World, operator: Client) -> None:
+    """The control is a pass of check-back that has just run."""
+    given = {"ids": str(lost_end(world))}
+    shown = html.unescape(operator.post("/outbox/act/ask/", given).content.decode())
+    assert "No process answers for producer group" in shown and "has ever run" in shown
+    assert "Start a worker with the role check" in shown and "They stay undecided" in shown
+    answer = operator.post("/outbox/act/ask/", {**given, "confirmed": "yes", "why": "try"})
+    assert "but no process answers" in operator.get(answer["Location"]).content.decode()
+    [(group,)] = world.sql("SELECT producer_group FROM outbox.pending_check")
+    assert take_turn(world.run, group, CHECK_BACK, interval_seconds=5)
+    shown = operator.post("/outbox/act/ask/", given).content.decode()
+    assert "No process answers" not in shown and "The next check-back pass" in shown
 
 
 def test_asking_again_makes_the_check_due(world: World, operator: Client) -> None:

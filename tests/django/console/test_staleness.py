@@ -74,6 +74,7 @@ def test_a_permission_that_is_gone_greys_and_an_ended_session_leaves(web: WebPro
         )
 
 
+@pytest.mark.slow
 def test_updates_continue_under_the_focus_and_keep_it(web: WebProcess, world: World) -> None:
     world.limits(LAG_MESSAGES=(1, None))
     for group in ("mail", "stock"):

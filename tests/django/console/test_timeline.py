@@ -97,12 +97,34 @@ def test_what_nobody_watched_is_not_shown_as_calm(holds: list[Condition]) -> Non
     assert later.watched_at == at(12) and not later.is_watched and found.is_watched
 
 
+def test_the_page_agrees_with_the_cards_within_the_minute_in_which_a_condition_is_kept(
+    holds: list[Condition], operator: Client
+) -> None:
+    """The passes alone keep a condition for a minute after its end, and do not know one that has just begun."""
+    holds.append(stalled("a"))
+    raised.run_once(timezone.now() - timedelta(seconds=30))
+    raised.run_once(timezone.now() - timedelta(seconds=15))
+    html = operator.get("/outbox/timeline/").content.decode()
+    assert "1 condition holds now" in html and "holds now</span>" in html
+    holds[:] = [stalled("b")]
+    html = operator.get("/outbox/timeline/").content.decode()
+    rows = {saga: html.partition(f'data-key="saga_stalled saga {saga}"')[2].partition("</tr>")[0] for saga in "ab"}
+    assert "holds now" not in rows["a"] and "holds now" in rows["b"]
+    assert "saga b" not in operator.get("/outbox/timeline/?state=over").content.decode()
+    assert "saga b" not in operator.get("/outbox/timeline/?q=saga+a").content.decode()
+    holds.clear()
+    html = operator.get("/outbox/timeline/").content.decode()
+    assert "No condition holds" in html and "holds now</span>" not in html and "saga a" in html
+
+
 def test_the_page_says_that_nobody_records_now(holds: list[Condition], operator: Client) -> None:
-    """The control is a pass that has just run."""
+    """What holds now is read for the page. The control is a pass that has just run."""
     raised.run_once(timezone.now() - timedelta(minutes=10))
+    holds.append(stalled("a"))
     for span in ("15m", "7d"):
         html = operator.get(f"/outbox/timeline/?span={span}").content.decode()
-        assert "It is unknown which conditions hold" in html and "No condition holds" not in html
+        assert "It is unknown which conditions held until now" in html and "1 condition holds now" in html
+    holds.clear()
     raised.run_once()
     html = operator.get("/outbox/timeline/").content.decode()
     assert "It is unknown" not in html and "No condition holds" in html

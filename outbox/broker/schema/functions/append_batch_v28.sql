@@ -2,6 +2,9 @@
 -- which database of which server this is. `log_ids` is null if no message was stored: all ids are stored already, or the
 -- operator has switched transactional messages off. It runs with the rights of its owner (docs/decisions/235).
 --
+-- The first message names the transaction. If it is stored already and another message of the call is new, the call fails:
+-- otherwise a publisher could add messages to the transaction of another group, or decide it.
+--
 -- If all messages have the same topic, tag or content type, the array is empty and the value is in one_topic, one_tag or
 -- one_type. With `all_new`, an id that is stored already is an error: ON CONFLICT takes a quarter more CPU
 -- (docs/decisions/204).
@@ -35,7 +38,8 @@ CREATE OR REPLACE FUNCTION append_batch_v28(
 LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT AS $$
 #variable_conflict use_variable
 DECLARE
-    here broker;
+    here   broker;
+    is_own boolean;
 BEGIN
     IF (half OR producer_group <> '') AND NOT may_publish_for(producer_group) THEN
         RAISE EXCEPTION 'this role may not publish for producer group %', quote_literal(producer_group)
@@ -58,9 +62,10 @@ BEGIN
                    coalesce(given.content_type, one_type), given.headers, given.body
             FROM unnest(message_ids, born, deliver, topics, shards, keys, tags, types, header_maps, bodies, delays)
                 AS given (message_id, born_at, deliver_at, topic_id, shard, key, tag, content_type, headers, body, delay)
-            RETURNING log.log_id
+            RETURNING log.log_id, log.message_id
         )
-        SELECT array_agg(stored.log_id ORDER BY stored.log_id) INTO log_ids FROM stored;
+        SELECT array_agg(stored.log_id ORDER BY stored.log_id), bool_or(stored.message_id = transaction_id)
+        INTO log_ids, is_own FROM stored;
     ELSE
         WITH stored AS (
             INSERT INTO commit_log AS log (born_at, deliver_at, transaction_id, message_id, topic_id, shard, half,
@@ -73,9 +78,14 @@ BEGIN
             FROM unnest(message_ids, born, deliver, topics, shards, keys, tags, types, header_maps, bodies, delays)
                 AS given (message_id, born_at, deliver_at, topic_id, shard, key, tag, content_type, headers, body, delay)
             ON CONFLICT ON CONSTRAINT commit_log_message_id_key DO NOTHING
-            RETURNING log.log_id
+            RETURNING log.log_id, log.message_id
         )
-        SELECT array_agg(stored.log_id ORDER BY stored.log_id) INTO log_ids FROM stored;
+        SELECT array_agg(stored.log_id ORDER BY stored.log_id), bool_or(stored.message_id = transaction_id)
+        INTO log_ids, is_own FROM stored;
+    END IF;
+    IF NOT is_own THEN
+        RAISE EXCEPTION 'transaction % has not the first message of this call, or that message was sent before',
+            transaction_id USING ERRCODE = 'unique_violation';
     END IF;
     IF log_ids IS NOT NULL AND NOT half THEN
         INSERT INTO op_log (transaction_id, incarnation, decision, decided_by, log_ids)

@@ -47,8 +47,9 @@ class ActionField:
     """One field of an action: an argument of its command and an input of its form.
 
     `positional`: on the command line, the value has no option name. `many`: the field may have several values.
-    `one_of`: the operator gives exactly one of the fields with the same `one_of` text. `on_page`: the page shows the
-    field. `with_confirmation`: the page asks for the field together with the reason.
+    `example`: a value that the input of the form shows. `one_of`: the operator gives exactly one of the fields with the
+    same `one_of` text. `on_page`: the page shows the field. `with_confirmation`: the page asks for the field together
+    with the reason.
     """
 
     name: str
@@ -60,6 +61,7 @@ class ActionField:
     many: bool = False
     choices: Sequence[str] = ()
     default: Any = None
+    example: str = ""
     one_of: str = ""
     on_page: bool = True
     with_confirmation: bool = False
@@ -106,7 +108,8 @@ class DeclaredAction:
 
     `name`: the action's name in the audit and in the page's address. `command`: the command as an operator writes it in
     a shell. `permission`: the permission that the page requires. If `permission` is None, the page does not offer the
-    action, and only a command runs the action. `plan` raises UsageError for an impossible action.
+    action, and only a command runs the action. `plan` raises UsageError for an impossible action. `present` returns the
+    values of the fields that hold now, from the values that the form of the page does not ask for.
     """
 
     name: str
@@ -115,6 +118,7 @@ class DeclaredAction:
     fields: Sequence[ActionField]
     plan: Callable[[Values], ActionPlan]
     permission: str | None = ACT
+    present: Callable[[Mapping[str, str]], Mapping[str, str]] | None = None
 
     @property
     def subcommand(self) -> str:

@@ -168,6 +168,19 @@ def _change_limits(values: Values) -> ActionPlan:
     )
 
 
+def present_limits(now: SubscriptionLimits) -> Mapping[str, str]:
+    """The limits that hold now as text, by the names of the fields; a limit that does not exist is named too."""
+    stored = now.limits.stored()
+    return {name: str(stored.get(name, "no limit")) for name in ("running", "per_key", "rate")} | {
+        "burst": str(now.limits.burst)
+    }
+
+
+def _present_limits(fixed: Mapping[str, str]) -> Mapping[str, str]:
+    with broker_connection() as (connection, schema):
+        return present_limits(limits_now(Executor(connection, schema), fixed["group"], fixed["topic"]))
+
+
 def _limits(now: SubscriptionLimits) -> Mapping[str, Any]:
     return {"limits": str(now.limits), "code": str(Limits(**now.declared)), "changed": dict(now.override or {})}
 
@@ -281,19 +294,25 @@ ACTIONS: Final = (
             ActionField(
                 name="running",
                 kind=FieldKind.COUNT,
+                example="10",
                 label="Handler calls at the same time",
                 help="at most this number of handler calls run at the same time",
             ),
             ActionField(
                 name="per_key",
                 kind=FieldKind.COUNT,
+                example="1",
                 label="Handler calls of one key",
                 help="at most this number of handler calls of one key run at the same time",
             ),
-            ActionField(name="rate", help='messages per time, such as "100/min"'),
+            ActionField(
+                name="rate", label="Messages per time", example="100/min", help='messages per time, such as "100/min"'
+            ),
             ActionField(
                 name="burst",
                 kind=FieldKind.COUNT,
+                label="Messages at once",
+                example="5",
                 help="this number of messages may start at once after a time without messages",
             ),
             ActionField(
@@ -304,6 +323,7 @@ ACTIONS: Final = (
             ),
         ),
         plan=_change_limits,
+        present=_present_limits,
     ),
     DeclaredAction(
         name="rename_group",

@@ -9,10 +9,12 @@ from uuid import UUID
 
 from outbox.broker.database.executor import Executor
 from outbox.broker.operations import changes
+from outbox.broker.operations.conditions import duration
 from outbox.broker.operations.listings import open_transaction
 from outbox.broker.operations.trace import trace
 from outbox.broker.transaction.checks import find_undecided
 from outbox.broker.transaction.half_scan import hint_checks, list_waiting
+from outbox.broker.transaction.turns import silent_groups
 from outbox.contrib.django.actions.declaration import ActionField, ActionPlan, DeclaredAction, FieldKind, Values
 from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.engine.broker import get_broker
@@ -59,8 +61,11 @@ def decide(transaction_id: UUID, decision: Decision, *, force: bool = False) -> 
 
 def ask_again(
     ids: Sequence[UUID] = (), *, group: str | None = None, parked: bool = False, limit: int = LIMIT, dry_run: bool
-) -> list[UUID]:
+) -> tuple[list[UUID], str]:
     """Request a check of undecided transactions now. Returns the ids of these transactions, the oldest first.
+
+    The second value says which producer groups will not answer, because none of their processes runs check-back; it is
+    '' if all of them answer.
 
     `ids` names the transactions. Without `ids`, the function requests checks of the oldest undecided transactions of
     the producer group `group`, at most `limit`. If `group` is None too, the function selects transactions of all
@@ -79,7 +84,17 @@ def ask_again(
                 "`outbox_transaction list` lists undecided transactions, and `outbox_message show ID` shows the "
                 "outcome of a transaction."
             )
-    return wanted
+        silent = silent_groups(run, wanted)
+    return wanted, " ".join(_silence(name, seconds) for name, seconds in silent.items())
+
+
+def _silence(group: str, seconds: float | None) -> str:
+    last = "has ever run" if seconds is None else f"has run for {duration(seconds)}"
+    return (
+        f"No process answers for producer group {group!r}, because no check-back pass of it {last}. Start a worker "
+        "with the role check in the service of this group: `celery -A app worker --outbox` or `manage.py "
+        "outbox_worker`."
+    )
 
 
 def switch_transactional(rejecting: bool) -> bool:
@@ -105,6 +120,7 @@ def _decision(transaction_id: UUID, decision: Decision, force: bool, running: bo
         _refuse_running(transaction_id)
     answer = _asked(replace(check, may_write=False))
     said = f"{answer.decision.name}: {answer.detail}" if answer.detail else answer.decision.name
+    said = said.rstrip(".")
     # The barrier of a rollback writes a tombstone, and a plan must not write. So the text of the plan only says that
     # the action will use the barrier.
     barrier = decision is Decision.ROLLBACK and answer.decision is Decision.UNKNOWN and not answer.alarm
@@ -118,9 +134,10 @@ def _decision(transaction_id: UUID, decision: Decision, force: bool, running: bo
         subject=f"transaction {transaction_id}",
         effect=f"{decision.name.capitalize()} transaction {transaction_id}. "
         f"{_FORCED[decision] if force else _EFFECTS[decision]}",
-        caution=f"The first decision is final. The ledger says now: {said}"
+        caution="The first decision is final."
+        + (f" The ledger says now: {said}." if not refusal else "")
         + (
-            ". While the action runs, the barrier of the ledger decides whether the rollback is possible."
+            " While the action runs, the barrier of the ledger decides whether the rollback is possible."
             if barrier and not force
             else ""
         ),
@@ -148,9 +165,9 @@ def _asked(check: Check) -> Answer:
 
 def _not_proven(check: Check, decision: Decision, answer: Answer) -> str:
     return (
-        f"{decision.name} of {check.transaction_id} is not what the ledger proves: {answer.detail}. If you know more "
-        "than the ledger, use `outbox_transaction decide --force`: a wrong COMMIT delivers a message about an "
-        "event that never happened, a wrong ROLLBACK loses a message."
+        f"{decision.name} of {check.transaction_id} is not what the ledger proves: {answer.detail.rstrip('.')}. If you "
+        "know more than the ledger, decide without asking it (in a shell: `outbox_transaction decide --force`). A "
+        "wrong COMMIT delivers a message about an event that never happened; a wrong ROLLBACK loses a message."
     )
 
 
@@ -190,9 +207,14 @@ def _ask(values: Values) -> ActionPlan:
         raise UsageError("name transaction ids, or select by --group and --parked, or pass --all.")
 
     def asked(*, dry_run: bool) -> Mapping[str, Any]:
-        found = ask_again(ids, group=group, parked=parked, limit=limit, dry_run=dry_run)
+        found, silence = ask_again(ids, group=group, parked=parked, limit=limit, dry_run=dry_run)
         state = {"state": _known(ids[0])} if len(ids) == 1 else {}
-        return {"transactions": len(found), "transaction_ids": found, **state}
+        return {
+            "transactions": len(found),
+            "transaction_ids": found,
+            **({"no_answer": silence} if silence else {}),
+            **state,
+        }
 
     planned = asked(dry_run=True)
     count = planned["transactions"]
@@ -206,11 +228,18 @@ def _ask(values: Values) -> ActionPlan:
         if not ids and count == limit
         else ""
     )
+    silence = planned.get("no_answer", "")
+    then = (
+        "They stay undecided until a process of their producer group runs."
+        if silence
+        else "The next check-back pass of their producer group checks these transactions. After that, the page of the "
+        "message shows the answer."
+    )
     return ActionPlan(
         subject=f"producer group {group}" if group else f"transactions: {which}",
-        effect=f"The checks of {count} transactions ({which}) are due now: the next check-back pass of their producer "
-        f"group checks these transactions. After that, the page of the message shows the answer.{more}",
-        before=planned,
+        effect=f"The checks of {count} transactions ({which}) are due now. {then}{more}",
+        caution=silence,
+        before={name: value for name, value in planned.items() if name != "no_answer"},
         nothing=count == 0,
         do=lambda: asked(dry_run=False),
     )

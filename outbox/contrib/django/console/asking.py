@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Final
 from uuid import UUID
@@ -128,6 +129,30 @@ _READERS: Final[Mapping[FieldKind, Callable[[Mapping[str, str], str], Any]]] = {
     FieldKind.TIME: moment,
     FieldKind.FLAG: lambda given, name: given.get(name) == "yes",
 }
+
+
+@dataclass(frozen=True, slots=True)
+class FilledForm:
+    """The form of an action as an operator has filled it in.
+
+    `fixed`: the values that the form does not ask for, such as the group. `present`: the values that hold now.
+    """
+
+    name: str
+    fixed: Mapping[str, str]
+    entered: Mapping[str, str]
+    present: Mapping[str, str]
+    back: str = ""
+
+
+def form_of(action: DeclaredAction, given: QueryDict, *, back: str) -> FilledForm | None:
+    """The form from which a request came; None if the request came from a button."""
+    fixed = given.getlist("fixed")
+    if not fixed:
+        return None
+    entered = {field.name: given.get(field.name, "") for field in action.fields if field.name not in fixed}
+    named = {field.name: given.get(field.name, "") for field in action.fields if field.name in fixed}
+    return FilledForm(action.name, named, entered, action.present(named) if action.present else {}, back)
 
 
 def values_of(action: DeclaredAction, given: QueryDict) -> Values:

@@ -1,19 +1,21 @@
 """The cards of the operations page: each condition with its evidence and its remedy, and the tiles of figures.
 
-See decision 221.
+See decisions 221 and 224.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 from urllib.parse import urlencode
 
 from django.urls import reverse
 
 from outbox.broker.operations.conditions import Condition, Fact, Severity, duration
+from outbox.broker.operations.summary import Overview
 from outbox.contrib.django.console.asking import as_uuid
+from outbox.contrib.django.console.readable import readable, retried_topic, words
 
 # The page for a condition: its URL name, its parameters, and the text of the link.
 _PLACES: Final[Mapping[str, tuple[str, str, str]]] = {
@@ -28,6 +30,7 @@ _PLACES: Final[Mapping[str, tuple[str, str, str]]] = {
     "group_paused": ("groups", "state=paused", "Paused groups"),
     "no_worker": ("groups", "state=unattended", "Groups without a worker"),
     "schedule_late": ("schedules", "", "Schedules"),
+    "unknown_version": ("events", "state=unknown", "Events"),
     "endpoint_disabled": ("endpoints", "", "Endpoints"),
     "reconciliation_findings": ("findings", "", "Findings"),
     "retention_behind": ("topics", "", "Topics"),
@@ -35,8 +38,79 @@ _PLACES: Final[Mapping[str, tuple[str, str, str]]] = {
                     ("incidents", "", "Incidents")),
     **dict.fromkeys(("process_failing", "crash_loop", "hung_handlers", "suspects", "claim_held_long"),
                     ("workers", "", "Workers")),
-    **dict.fromkeys(("outage", "limit_binding"), ("groups", "", "Groups")),
+    **dict.fromkeys(("no_sequencer", "ticks_late", "summary_late"), ("workers", "", "Workers")),
+    "outage": ("groups", "", "Groups"),
+    "limit_binding": ("groups", "state=limited", "Groups that wait for a limit"),
+    "saga_stalled": ("dead_letters", "", "Dead letters by error"),
 }  # fmt: skip
+
+# The next step on the page, for conditions whose next step in the catalogue is a command that the page has as a button
+# or a list. The card shows the command second.
+_STEPS: Final[Mapping[str, str]] = {
+    "unanswered": "Start a worker of the producer group's service with the role check: nothing else answers. If the "
+    "service is gone for good, open each transaction and decide it there.",
+    "parked": "Open the transaction: it shows the answers of all checks. Then commit it or roll it back with the "
+    "buttons; the plan says what the ledger proves.",
+    "contradicted": "Open the transaction, and compare the business row with its history. Check whether two services "
+    "share one producer group.",
+    "checker_disagrees": "Open the transaction, and compare the business row with its history. Fix the look-up "
+    "function.",
+    "wrong_ledger": "Point the database alias to the right database. If the ledger is gone, open the transaction and "
+    "decide it there without asking the ledger.",
+    "lag": "The page of the group shows which queues are behind and what holds them up. Add consumers, or fix the "
+    "slow or blocked handler.",
+    "blocked_queue": "Fix the handler, or skip the message with the button.",
+    "stopped_queue": "Fix the cause of the handler's error, then resume the group with the button.",
+    "group_paused": "When the reason for the pause is gone, resume the group with the button.",
+    "suspects": "Open the message, and fix the handler before the message becomes a dead letter. Until then, pause the "
+    "group with the button.",
+    "claim_held_long": "Open the message: it shows the steps that are done. Find the call of another system for which "
+    "the handler waits, and give this call a timeout.",
+    "endpoint_disabled": "If the endpoint exists again, enable it with the button. If it is gone for good, remove its "
+    "entry from FORWARD, then delete the group in a shell.",
+    "limit_binding": "If the service behind the handler allows it, change the limits with the button.",
+    "dead_letters": "Open the list: it shows the errors. Fix the handler, then replay the dead letters. Discard those "
+    "that no handler can handle.",
+    "saga_stalled": "Replay the dead letters of the stalled sagas. The role `check` publishes lost messages again "
+    "within a minute.",
+    "reconciliation_findings": "The list shows each finding with its next step. Repair the findings, then run the "
+    "reconciliation again: the condition ends with the next saved result.",
+    "lost_effects": "Reset the group on the topic to the time of the evidence. The broker then delivers the messages "
+    "again, and the inbox skips the messages that it knows.",
+    "rejecting": "When the reason for the refusal is gone, accept messages again with the button.",
+}
+
+# A part of a page that settles a fact: the URL name, the parameters with the names of their facts, the place on the
+# page, and the text of the link.
+_SETTLED_ON: Final[Mapping[str, tuple[str, Mapping[str, str], str, str]]] = {
+    "limit_binding": ("group", {"name": "group", "topic": "topic"}, "limits", "Change the limits …"),
+    "lag": ("group", {"name": "group", "topic": "topic"}, "queues", "Its queues"),
+    "lost_effects": ("group", {"name": "group", "topic": "topic"}, "reset", "Reset …"),
+    "unanswered": ("undecided", {"group": "producer_group"}, "", "Its transactions"),
+    "outage": ("group", {"name": "group"}, "", "Its errors"),
+    "dead_letters": ("dead_letters", {"group": "group"}, "", "Its errors"),
+}
+
+# The conditions that cause another condition. If the facts of both name groups, the group must be the same.
+_CAUSES: Final[Mapping[str, Sequence[str]]] = {
+    "lag": (
+        *("no_worker", "stopped_queue", "blocked_queue", "endpoint_disabled", "limit_binding", "outage"),
+        *("hung_handlers", "suspects", "unknown_version", "retry_storm", "no_sequencer"),
+    ),
+    "outage": ("endpoint_disabled",),
+    "retry_storm": ("outage",),
+    "ticks_late": ("process_failing", "lock_held"),
+    "summary_late": ("process_failing", "lock_held"),
+    "schedule_late": ("no_sequencer", "process_failing", "lock_held"),
+    "unanswered": ("check_back_late", "process_failing"),
+    "retention_behind": ("no_sequencer", "transaction_open", "lock_held"),
+    "pruning_behind": ("check_back_late", "transaction_open"),
+    "saga_stalled": ("dead_letters",),
+    "topic_near_limit": ("lag", "group_paused", "no_worker"),
+    "topic_over_limit": ("lag", "group_paused", "no_worker"),
+    "lock_held": ("transaction_open",),
+    "space": ("retention_behind", "transaction_open"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,21 +165,33 @@ class EvidenceItem:
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """The facts of one group, queue, message or session, and the actions on it."""
+    """The facts of one group, queue, message or session, and the actions on it.
+
+    `url` and `link`: the part of a page that settles it, such as a form.
+    """
 
     items: Sequence[EvidenceItem]
     remedies: Sequence[Remedy]
+    url: str = ""
+    link: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class ConditionCard:
-    """A condition as a page shows it. `url` and `link`: the list with all of its groups, queues or messages."""
+    """A condition as a page shows it. `url` and `link`: the list with all of its groups, queues or messages.
+
+    `next_step`: what to do on the page. `in_a_shell`: the same by command; '' if `next_step` says it already. `causes`:
+    the names of the shown conditions that probably cause it.
+    """
 
     condition: Condition
     severity: str
     evidence: Sequence[Evidence]
     url: str
     link: str
+    next_step: str
+    in_a_shell: str = ""
+    causes: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,13 +206,53 @@ class Tile:
 
 
 def cards(conditions: Iterable[Condition], *, group: str | None = None) -> list[ConditionCard]:
-    """The cards of the conditions. With `group`, only evidence about this consumer group, and its conditions."""
+    """The cards of the conditions, the worst first, and each consequence below its cause.
+
+    With `group`, only evidence about this consumer group, and its conditions.
+    """
     found = []
     for one in conditions:
         facts = [fact for fact in one.evidence if group is None or fact.get("group") == group]
         if facts or group is None:
             found.append(_card(one, facts, count=len(facts) if group else one.count))
-    return found
+    return list(_with_consequences(found))
+
+
+def _with_consequences(found: Sequence[ConditionCard]) -> Iterator[ConditionCard]:
+    shown = {one.condition.name: one for one in found}
+    if len(shown) < len(found):
+        # A rule of another app has returned a condition of the broker.
+        yield from found
+        return
+    causes = {name: _causes(one, shown) for name, one in shown.items()}
+
+    def family(name: str, above: tuple[str, ...]) -> Iterator[ConditionCard]:
+        """The card, then the consequences of which it is the first cause."""
+        yield replace(shown[name], causes=causes[name])
+        for other in shown:
+            if causes[other][:1] == [name] and other not in above:
+                yield from family(other, (*above, other))
+
+    families = [list(family(name, (name,))) for name in shown if not causes[name]]
+    # A consequence may be worse than its cause, as a lag is worse than a limit.
+    families.sort(key=lambda cards: -max(one.condition.severity for one in cards))
+    for one in families:
+        yield from one
+
+
+def _causes(one: ConditionCard, shown: Mapping[str, ConditionCard]) -> list[str]:
+    """The names of the causes that hold. If a group of the condition has no cause, the condition has none."""
+    causes = [name for name in _CAUSES.get(one.condition.name, ()) if name in shown]
+    groups = _groups(one)
+    known = {name: _groups(shown[name]) for name in causes}
+    of_each = [{name for name in causes if not known[name] or group in known[name]} for group in groups]
+    if not all(of_each):
+        return []
+    return [name for name in causes if not groups or any(name in some for some in of_each)]
+
+
+def _groups(one: ConditionCard) -> set[object]:
+    return {fact["group"] for fact in one.condition.evidence if fact.get("group")}
 
 
 def _card(condition: Condition, facts: Sequence[Fact], *, count: int) -> ConditionCard:
@@ -138,11 +264,30 @@ def _card(condition: Condition, facts: Sequence[Fact], *, count: int) -> Conditi
     for fact in facts:
         remedies = [remedy for remedy in _remedies(condition.name, fact) if remedy not in offered]
         offered += remedies
-        evidence.append(Evidence(list(_items(fact)), remedies))
+        evidence.append(Evidence(list(_items(fact)), remedies, *_settled_on(condition.name, fact)))
     shown = Condition(
         condition.name, condition.severity, facts, count, condition.meaning, condition.next_step
     )  # fmt: skip
-    return ConditionCard(shown, condition.severity.name.lower(), evidence, url, link)
+    step = _STEPS.get(condition.name)
+    return ConditionCard(
+        condition=shown,
+        severity=condition.severity.name.lower(),
+        evidence=evidence,
+        url=url,
+        link=link,
+        next_step=step or condition.next_step,
+        in_a_shell=condition.next_step if step and "`" in condition.next_step else "",
+    )
+
+
+def _settled_on(name: str, fact: Fact) -> tuple[str, str]:
+    if name not in _SETTLED_ON:
+        return "", ""
+    page, parameters, place, link = _SETTLED_ON[name]
+    given = {parameter: retried_topic(str(fact.get(source) or "")) for parameter, source in parameters.items()}
+    if not all(given.values()):
+        return "", ""
+    return f"{reverse(f'outbox:{page}')}?{urlencode(given)}{'#' if place else ''}{place}", link
 
 
 def _remedies(name: str, fact: Fact) -> Iterator[Remedy]:
@@ -159,22 +304,33 @@ def _items(fact: Fact) -> Iterator[EvidenceItem]:
         if value in (None, ""):
             continue
         is_span = name.endswith("seconds") and isinstance(value, (int, float))
-        shown = duration(float(value)) if is_span and value is not None else str(value)
-        yield EvidenceItem(name.removesuffix("_seconds").replace("_", " "), shown, _url(name, str(value), fact))
+        shown = duration(float(value)) if is_span and value is not None else readable(value)
+        yield EvidenceItem(words(name.removesuffix("_seconds")), shown, _url(name, str(value), fact))
 
 
 def _url(name: str, value: str, fact: Fact) -> str:
     if name == "group" and fact.get("topic"):
         # The page of the group then has the queues of this topic, and the form to change its limits.
         place = "#limits" if "waiting_for" in fact else ""
-        return f"{reverse('outbox:group')}?{urlencode({'name': value, 'topic': fact['topic']})}{place}"
+        topic = retried_topic(str(fact["topic"]))
+        return f"{reverse('outbox:group')}?{urlencode({'name': value, 'topic': topic})}{place}"
     if name in ("group", "topic"):
+        value = retried_topic(value)
         return f"{reverse(f'outbox:{name}')}?{urlencode({'name': value})}"
     if name == "producer_group":
         return f"{reverse('outbox:undecided')}?{urlencode({'group': value})}"
     if name in ("message", "transaction", "subject", "transactions") and (found := as_uuid(value)) is not None:
         return reverse("outbox:message", args=[found])
     return ""
+
+
+def aged(tile: Tile, broker: Overview) -> Tile:
+    """The tile of a counted figure. A figure from before the present leader says so, and does not look good."""
+    if broker.is_current:
+        return tile
+    why = "before the present leader" if broker.leader else "and no process leads"
+    detail = f"counted {duration(broker.counted_seconds_ago)} ago, {why}"
+    return replace(tile, detail=detail, tone="warning" if tile.tone == "ok" else tile.tone)
 
 
 def tone_of(conditions: Iterable[Condition], *names: str) -> str:

@@ -9,6 +9,7 @@ from itertools import groupby
 from typing import Final
 
 from outbox.broker.operations.trace import EntryState, Trace, TracedEntry, TracedFailure, TracedMessage
+from outbox.contrib.django.console.readable import readable
 
 _DECIDERS: Final = {"P": "the producer", "K": "check-back", "O": "an operator"}
 _DECISIONS: Final = {"C": "Committed", "R": "Rolled back"}
@@ -168,7 +169,7 @@ def _consumed(trace: Trace, message: TracedMessage) -> Iterator[tuple[datetime, 
         if entry.log_id == message.log_id and entry.queued_at and (entry.queue_id, entry.offset) not in queued:
             queued.add((entry.queue_id, entry.offset))
             again = f"for attempt {entry.attempt + 1} of {entry.group}, " if entry.topic.startswith("%RETRY%") else ""
-            place = f"{again}queue {entry.queue} of {entry.topic}, offset {entry.offset}"
+            place = f"{again}queue {entry.queue} of {readable(entry.topic)}, offset {entry.offset}"
             queued_at = at(entry.queued_at)
             yield max(queued_at, decided_at), Event(queued_at, "Queued", place)
     for failure in trace.failures:
@@ -226,7 +227,7 @@ def parts(trace: Trace, message: TracedMessage) -> list[GroupDelivery]:
         first = queued.get(group)
         failed = [one for one in trace.failures if one.log_id == message.log_id and one.group == group]
         failures = [_folded(list(alike), first) for _, alike in groupby(failed, key=lambda one: one.error)]
-        place = f"queue {entry.queue} of {entry.topic}, offset {entry.offset}"
+        place = f"queue {entry.queue} of {readable(entry.topic)}, offset {entry.offset}"
         attempts = len(failed) + (entry.state in (EntryState.HANDLED, EntryState.PASSED))
         tone = _TONES.get(entry.state, "plain")
         found.append(GroupDelivery(group, str(entry.state), tone, place, attempts, due.get(group), failures))

@@ -30,9 +30,10 @@ class StateTab:
 def state_tabs(run: Executor, group: str | None = None) -> list[StateTab]:
     """The tabs of all states. With `group`, retries and dead letters of this consumer group only.
 
-    The counts come from the newest stored summary, so that a list never waits for a count.
+    The counts come from the newest stored summary, so that a list never waits for a count. Without a leader there are
+    no counts, because they would not agree with the list.
     """
-    counted = summary.stored(run)
+    counted = summary.stored(run) if summary.has_leader(run) else None
     rests = [one for one in counted.rests if group in (None, one.group)] if counted else []
     producers = counted.producers if counted else []
 

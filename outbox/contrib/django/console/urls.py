@@ -8,6 +8,7 @@ from outbox.contrib.django.actions.catalogue import ACTIONS
 from outbox.contrib.django.console.views import (
     dead_letters,
     endpoints,
+    events,
     groups,
     messages,
     overview,
@@ -34,6 +35,8 @@ urlpatterns = [
     path("workers/", workers.workers, name="workers"),
     path("topics/", groups.topics, name="topics"),
     path("topics/one/", groups.topic, name="topic"),
+    path("events/", events.events, name="events"),
+    path("events/one/", events.event, name="event"),
     path("schedules/", schedules.schedules, name="schedules"),
     path("endpoints/", endpoints.endpoints, name="endpoints"),
     path("findings/", records.findings, name="findings"),

@@ -41,6 +41,16 @@ _STATES: Final = {
 }
 # The reason and the remedy by SQLite's primary result code.
 _SQLITE_CODES: Final = {8: _STATES["25006"], 13: _STATES["53"]}
+# The reason and the remedy by MariaDB's error number.
+_MARIADB_NUMBERS: Final = {
+    **dict.fromkeys((1044, 1045, 1142, 1143, 1227), _STATES["42501"]),
+    **dict.fromkeys((1290, 1792, 1836), _STATES["25006"]),
+    **dict.fromkeys((1021, 1037, 1038, 1040, 1041, 1114, 1203, 1226), _STATES["53"]),
+    **dict.fromkeys((1205, 1222), _STATES["55P03"]),
+    **dict.fromkeys(
+        (1317, 1969, 3024), ("the statement took longer than max_statement_time, or was cancelled", _AGAIN)
+    ),
+}
 
 
 @contextmanager
@@ -66,6 +76,11 @@ def _judged(error: Error) -> tuple[str, str]:
     known = _STATES.get(state) or _STATES.get(state[:2])
     if known is None:
         known = _SQLITE_CODES.get(getattr(cause, "sqlite_errorcode", 0) & 0xFF)
+    if known is None and (number := mariadb_number(error)):
+        known = _MARIADB_NUMBERS.get(number)
+        # The errors of the client (CR_...) have numbers from 2000 on. All of them say that the connection is gone.
+        if known is None and not 2000 <= number < 3000:
+            known = ("the database refused the statement", "correct the cause that the error names")
     if known is None:
         known = (
             ("the connection broke", _AGAIN)
@@ -73,6 +88,12 @@ def _judged(error: Error) -> tuple[str, str]:
             else ("the database refused the statement", "correct the cause that the error names")
         )
     return known
+
+
+def mariadb_number(error: BaseException) -> int:
+    """Return MariaDB's error number of an error of Django; 0 for the errors of other databases."""
+    number = error.args[0] if isinstance(error, Error) and error.args else 0
+    return number if isinstance(number, int) else 0
 
 
 # -- repeating after contention --------------------------------------------------------------------
@@ -89,6 +110,8 @@ Result = TypeVar("Result")
 # PostgreSQL: serialization_failure and deadlock_detected. SQLite: SQLITE_BUSY and SQLITE_LOCKED.
 _CONTENDED_STATES: Final = frozenset({"40001", "40P01"})
 _CONTENDED_SQLITE_CODES: Final = frozenset({5, 6})
+# MariaDB: ER_CHECKREAD (a row changed since the snapshot, under REPEATABLE READ) and ER_LOCK_DEADLOCK.
+_CONTENDED_MARIADB_NUMBERS: Final = frozenset({1020, 1213})
 
 MAX_TRIES: Final = 10
 _LONGEST_PAUSE_SECONDS: Final = 0.1
@@ -114,5 +137,6 @@ def was_in_the_way(error: BaseException) -> bool:
     return any(
         getattr(one, "sqlstate", None) in _CONTENDED_STATES
         or getattr(one, "sqlite_errorcode", 0) & 0xFF in _CONTENDED_SQLITE_CODES
+        or mariadb_number(one) in _CONTENDED_MARIADB_NUMBERS
         for one in causes(error)
     )

@@ -16,6 +16,7 @@ from psycopg import Connection, pq
 from psycopg import Error as DriverError
 
 from outbox.broker.fastpath import switch
+from outbox.contrib.django.database.database_errors import mariadb_number
 from outbox.contrib.django.fastpath.atomic_blocks import BlockMark, WatchedBlocks, is_test_case
 from outbox.errors import ConfigurationError, TransactionUsageError
 
@@ -47,6 +48,21 @@ _LEAVES_NOTHING: Final = re.compile(
 )
 _LEAVES_SOMETHING: Final = re.compile(r"\bset_config\s*\(|\binto\s+(?:temp|temporary|unlogged|table)\b", re.IGNORECASE)
 _QUOTES: Final = re.compile(r"['\"$]")
+# MariaDB commits the open transaction before each of these statements.
+_ENDS_MARIADB: Final = re.compile(
+    r"(?:\s|--[^\n]*\n|#[^\n]*\n|/\*.*?\*/)*"
+    r"(commit|rollback(?!\s+(?:work\s+)?to\b)|begin|start\s+transaction|set\s+(?:session\s+|@@)?autocommit|"
+    r"(?:create|drop)(?!\s+temporary\b)|alter|truncate|rename|grant|revoke|lock\s+tables?|unlock\s+tables?|"
+    r"analyze|optimize|repair|check\s+table|flush|install|uninstall|set\s+password)\b",
+    re.IGNORECASE | re.DOTALL,
+)
+_BEGINS_MARIADB: Final = re.compile(
+    r"(?:\s|--[^\n]*\n|#[^\n]*\n|/\*.*?\*/)*"
+    r"(?:begin(?!\s+not\s+atomic)|start\s+transaction|set\s+(?:session\s+|@@)?autocommit\s*=\s*(?:0|off))\b",
+    re.IGNORECASE | re.DOTALL,
+)
+# MariaDB's error for a missing table.
+_NO_SUCH_TABLE: Final = 1146
 
 # psycopg makes new objects for each reading of `Connection.info.transaction_status`; libpq's own number is free.
 _IDLE: Final = pq.TransactionStatus.IDLE
@@ -101,6 +117,9 @@ class BlockWatch:
     def __init__(self, connection: BaseDatabaseWrapper) -> None:
         self._connection = connection
         self._mark = BlockMark()
+        self._is_mariadb = connection.vendor == "mysql"
+        # MariaDB: the driver's connection on which a statement outside of a block has begun a transaction.
+        self.begun_on: Any = None
         # The number of statements other than SELECT that this connection has executed.
         self.written = 0
         self.begin()
@@ -109,6 +128,7 @@ class BlockWatch:
         """Reset the state, because an outermost block begins."""
         self._started = False
         self._ended = ""
+        self._is_lost = False
         self._bound_to = ""
         self.halves = BlockHalves()
         # Set while several handlers may share the block's transaction; otherwise None.
@@ -127,7 +147,33 @@ class BlockWatch:
             self._started = True
             if self.traces is not None:
                 return self._traced(self.traces, execute, sql, params, many, context)
+            if self._is_mariadb:
+                return self._on_mariadb(execute, sql, params, many, context)
+        elif self._is_mariadb:
+            self._note_outside(sql)
         return execute(sql, params, many, context)
+
+    def _on_mariadb(self, execute: Callable[..., Any], *statement: Any) -> Any:
+        """Execute a statement in a block. If it fails, record whether the server has rolled the transaction back.
+
+        After a deadlock, and with innodb_rollback_on_timeout after a lock timeout, MariaDB rolls the whole transaction
+        back. The next statement begins a new transaction, and the driver does not see this.
+        """
+        try:
+            return execute(*statement)
+        except OperationalError:
+            with suppress(Exception), self._connection.connection.cursor() as cursor:
+                cursor.execute("SELECT @@in_transaction")
+                [is_open] = cursor.fetchone()
+                self._is_lost = self._is_lost or not is_open
+            raise
+
+    def _note_outside(self, sql: Any) -> None:
+        text = statement_text(sql, self._connection)
+        if _BEGINS_MARIADB.match(text):
+            self.begun_on = self._connection.connection
+        elif _ENDS_MARIADB.match(text):
+            self.begun_on = None
 
     def _traced(self, traces: BlockTraces, execute: Callable[..., Any], sql: Any, *rest: Any) -> Any:
         traces.note(statement_text(sql, self._connection))
@@ -163,6 +209,8 @@ class BlockWatch:
         """The reason why the block's transaction has ended or cannot commit, or ''."""
         if self._ended:
             return f"{self._ended} was executed by hand inside the block"
+        if self._is_lost:
+            return "the server rolled the transaction back after a deadlock or a lock timeout"
         raw = self._connection.connection
         if isinstance(raw, Connection):
             status = raw.pgconn.transaction_status
@@ -254,14 +302,17 @@ def begun_by_hand(connection: BaseDatabaseWrapper) -> bool:
             # transaction status is correct in spite of the error.
             sync_pipeline(connection)
         return raw.pgconn.transaction_status in (_IN_TRANSACTION, _IN_ERROR)
+    if connection.vendor == "mysql":
+        return watch_of(connection).begun_on is raw
     return connection.vendor == "sqlite" and bool(raw.in_transaction)
 
 
 def _ending_statement(sql: Any, connection: BaseDatabaseWrapper) -> str:
     text = statement_text(sql, connection)
     parts = text.split(";") if ";" in text and not _QUOTES.search(text) else (text,)
+    ends = _ENDS_MARIADB if connection.vendor == "mysql" else _ENDS
     for part in parts:
-        if found := _ENDS.match(part):
+        if found := ends.match(part):
             return found[1].upper()
     return ""
 
@@ -379,4 +430,6 @@ def _refuse_manual_commit(connection: BaseDatabaseWrapper) -> None:
 def is_missing_table(error: DatabaseError) -> bool:
     """Whether a statement failed because its table is missing."""
     state = getattr(error.__cause__, "sqlstate", None)
-    return state == "42P01" if state is not None else "no such table" in str(error)
+    if state is not None:
+        return bool(state == "42P01")
+    return mariadb_number(error) == _NO_SUCH_TABLE or "no such table" in str(error)

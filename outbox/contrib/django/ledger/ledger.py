@@ -57,6 +57,8 @@ _INSERT_COMMITTED: Final = "INSERT INTO outbox_ledger (transaction_id, state) VA
 
 _SELECT_LEDGER_ID: Final = "SELECT ledger_id FROM outbox_ledger_identity"
 
+_INSERT_COMMITTED_MARIADB: Final = f"{_INSERT_COMMITTED} RETURNING ({_SELECT_LEDGER_ID})"
+
 # This is one statement, so that the same search path finds the row's table and the identity's table.
 _INSERT_COMMITTED_POSTGRESQL: Final = """
 INSERT INTO outbox_ledger (transaction_id, state) VALUES (%s, 'C')
@@ -75,10 +77,13 @@ def insert_committed(connection: BaseDatabaseWrapper, transaction_id: UUID) -> L
         )
         return LedgerWrite(*row)
     with connection.cursor() as cursor:
-        cursor.execute(_INSERT_COMMITTED, [stored_uuid(connection, transaction_id)])
-        cursor.execute(_SELECT_LEDGER_ID)
+        if connection.vendor == "mysql":
+            cursor.execute(_INSERT_COMMITTED_MARIADB, [stored_uuid(connection, transaction_id)])
+        else:
+            cursor.execute(_INSERT_COMMITTED, [stored_uuid(connection, transaction_id)])
+            cursor.execute(_SELECT_LEDGER_ID)
         row = cursor.fetchone()
-        return LedgerWrite(xid="", ledger_id=None if row is None else read_uuid(row[0]))
+        return LedgerWrite(xid="", ledger_id=None if row is None or row[0] is None else read_uuid(row[0]))
 
 
 _CURRENT_XID: Final = "SELECT pg_current_xact_id()::text"
@@ -271,7 +276,10 @@ def reached(connection: BaseDatabaseWrapper) -> tuple[int, UUID] | None:
         return row
 
 
-_READ_ONLY: Final = "SELECT current_setting('transaction_read_only') = 'on'"
+_READ_ONLY: Final = {
+    "postgresql": "SELECT current_setting('transaction_read_only') = 'on'",
+    "mysql": "SELECT @@global.read_only",
+}
 
 
 def is_read_only(connection: BaseDatabaseWrapper) -> bool:
@@ -279,10 +287,11 @@ def is_read_only(connection: BaseDatabaseWrapper) -> bool:
 
     A replica must not answer a check, because it may not have received a commit yet.
     """
-    if connection.vendor != "postgresql":
+    statement = _READ_ONLY.get(connection.vendor)
+    if statement is None:
         return False
     with connection.cursor() as cursor:
-        cursor.execute(_READ_ONLY)
+        cursor.execute(statement)
         return bool(cursor.fetchone()[0])
 
 

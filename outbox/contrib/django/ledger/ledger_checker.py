@@ -9,7 +9,7 @@ the checker tries to write the tombstone itself, by a plain INSERT in autocommit
 - The INSERT collides: another transaction has committed the row meanwhile. The checker reads this row with a new
   statement.
 
-This module is tested on PostgreSQL and SQLite. Its settings for MySQL and Oracle are not tested.
+This module is tested on PostgreSQL, SQLite and MariaDB. Its settings for Oracle are not tested.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.utils import DatabaseError, IntegrityError
 
 from outbox.contrib.django.database import deadline
+from outbox.contrib.django.database.database_errors import mariadb_number
 from outbox.contrib.django.database.in_tests import guarded_off
 from outbox.contrib.django.ledger import ledger
 from outbox.contrib.django.ledger.check_functions import find_lookup
@@ -43,6 +44,8 @@ _CONNECT_SECONDS: Final = 3
 
 # The SQLSTATEs of PostgreSQL for lock_not_available, serialization_failure and deadlock_detected.
 _CONTENTION_STATES: Final = frozenset({"55P03", "40001", "40P01"})
+# The error numbers of MariaDB for the same errors: ER_LOCK_WAIT_TIMEOUT, ER_CHECKREAD and ER_LOCK_DEADLOCK.
+_CONTENTION_NUMBERS: Final = frozenset({1205, 1020, 1213})
 
 _DECISIONS: Final = {ledger.COMMITTED: Decision.COMMIT, ledger.ROLLED_BACK: Decision.ROLLBACK}
 
@@ -108,8 +111,8 @@ def open_connection(alias: str) -> BaseDatabaseWrapper:
     if connection.vendor == "postgresql":
         # With this name, an operator can recognise the connection among the server's sessions.
         options["application_name"] = "outbox-ledger"
-        if deadline.seconds_left() is not None:
-            options.setdefault("connect_timeout", _CONNECT_SECONDS)
+    if connection.vendor in ("postgresql", "mysql") and deadline.seconds_left() is not None:
+        options.setdefault("connect_timeout", _CONNECT_SECONDS)
     connection.settings_dict = {**connection.settings_dict, "OPTIONS": options, "AUTOCOMMIT": True}
     return connection
 
@@ -150,13 +153,15 @@ def _states(connection: BaseDatabaseWrapper, checks: Sequence[Check]) -> dict[UU
 
 
 def _limit_waiting(connection: BaseDatabaseWrapper) -> None:
-    """Limit the wait for locks on MySQL and Oracle.
+    """Limit the wait for locks on MariaDB and Oracle.
 
     On PostgreSQL the statement itself limits this wait. On SQLite the connection's settings contain the limit.
     """
     if connection.vendor == "mysql":
         with connection.cursor() as cursor:
-            cursor.execute("SET SESSION innodb_lock_wait_timeout = 1")
+            # Both limits are whole seconds. With 0, MariaDB does not wait for a row lock. One second is enough for
+            # another session's short lock of the whole table.
+            cursor.execute("SET SESSION innodb_lock_wait_timeout = 0, lock_wait_timeout = 1")
     elif connection.vendor == "oracle":
         connection.ensure_connection()
         connection.connection.call_timeout = 1000
@@ -229,7 +234,7 @@ def is_contention(error: DatabaseError) -> bool:
     state = getattr(cause, "sqlstate", None)
     if state is not None:
         return state in _CONTENTION_STATES
-    return "locked" in str(error)
+    return mariadb_number(error) in _CONTENTION_NUMBERS or "locked" in str(error)
 
 
 def _insert(connection: BaseDatabaseWrapper, transaction_ids: Sequence[UUID], *, ledger_id: UUID) -> set[UUID]:
@@ -317,9 +322,9 @@ def _elsewhere(check: Check, aliases: Iterable[str], unreadable: Sequence[str]) 
         return _unknown(check, f"these ledgers cannot be read: {', '.join(unreadable)}", counts=False)
     return _unknown(
         check,
-        f"ledger {check.ledger_id} is not one of this project's ledgers ({', '.join(aliases)}): was that ledger "
-        f"emptied, does another service use the producer group {check.producer_group!r}, or does an alias "
-        "point to another database?",
+        f"ledger {check.ledger_id} is not one of this project's ledgers ({', '.join(aliases)}). Either this ledger was "
+        f"emptied, or another service uses the producer group {check.producer_group!r}, or an alias leads to another "
+        "database",
         counts=False,
         alarm=True,
     )

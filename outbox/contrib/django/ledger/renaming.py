@@ -7,8 +7,10 @@ from typing import Any, Final
 from uuid import UUID
 
 from django.db.backends.base.base import BaseDatabaseWrapper
+from django.db.utils import OperationalError
 
 from outbox.contrib.django.database.columns import stored_uuid
+from outbox.contrib.django.database.database_errors import mariadb_number
 from outbox.contrib.django.ledger.ledger import without_timeouts
 from outbox.errors import UsageError
 from outbox.utils.faults import point
@@ -18,6 +20,8 @@ BATCH: Final = 5000
 # A rename waits at most this long for the end of the handlers' transactions.
 PATIENCE_SECONDS: Final = 30.0
 _PAUSE_SECONDS: Final = 0.1
+# MariaDB: ER_LOCK_WAIT_TIMEOUT.
+_LOCK_WAIT_TIMEOUT: Final = 1205
 
 # Open transactions that have written to the inbox. A prepared transaction has no session, so its pid is null.
 _WRITERS: Final = """
@@ -34,23 +38,50 @@ def wait_for_writers(connection: BaseDatabaseWrapper) -> None:
 
     A consumer process that does not respond may have such a transaction although it has lost its queue. If a handler's
     transaction begins after this call, the transaction does not commit: before the commit, the handler's process sees
-    that its lease has expired. On databases other than PostgreSQL, this function does not wait. Raises UsageError if
-    the transactions do not end in time.
+    that its lease has expired. On SQLite and Oracle, this function does not wait. Raises UsageError if the
+    transactions do not end in time.
     """
+    if connection.vendor == "mysql":
+        _wait_on_mariadb(connection)
     if connection.vendor != "postgresql":
         return
     ends = time.monotonic() + PATIENCE_SECONDS
     waited_for = writers = _writers(connection)
     while waited_for := {key: who for key, who in waited_for.items() if key in writers}:
         if time.monotonic() >= ends:
-            raise UsageError(
-                f"a transaction on {connection.alias!r} has written to the inbox and does not end "
-                f"({', '.join(sorted(waited_for.values()))}). The command has stopped, because it cannot copy a row of "
-                "an open transaction, and without this row the message would be handled twice. The group still has "
-                "its former name: end that transaction and run this command again."
-            )
+            raise _unended(connection, ", ".join(sorted(waited_for.values())))
         time.sleep(_PAUSE_SECONDS)
         writers = _writers(connection)
+
+
+def _unended(connection: BaseDatabaseWrapper, evidence: str) -> UsageError:
+    return UsageError(
+        f"a transaction on {connection.alias!r} has written to the inbox and does not end ({evidence}). The command "
+        "has stopped, because it cannot copy a row of an open transaction, and without this row the message would be "
+        "handled twice. The group still has its former name: end that transaction and run this command again."
+    )
+
+
+def _wait_on_mariadb(connection: BaseDatabaseWrapper) -> None:
+    """Lock the table once. MariaDB gives this lock when the transactions that have written to the table have ended.
+
+    While an attempt waits, new handlers wait behind it. So each attempt waits for a second at most.
+    """
+    ends = time.monotonic() + PATIENCE_SECONDS
+    with connection.cursor() as cursor:
+        cursor.execute("SET SESSION lock_wait_timeout = 1")
+        while True:
+            try:
+                cursor.execute("LOCK TABLES outbox_inbox READ")
+            except OperationalError as error:
+                if mariadb_number(error) != _LOCK_WAIT_TIMEOUT:
+                    raise
+                if time.monotonic() >= ends:
+                    raise _unended(connection, str(error)) from error
+                time.sleep(_PAUSE_SECONDS)
+            else:
+                cursor.execute("UNLOCK TABLES")
+                return
 
 
 def _writers(connection: BaseDatabaseWrapper) -> dict[str, str]:

@@ -14,7 +14,7 @@ from uuid import UUID
 
 from django.db.backends.base.base import BaseDatabaseWrapper
 
-from outbox.contrib.django.database.columns import SQLITE_NOW
+from outbox.contrib.django.database.columns import SQLITE_NOW, read_uuid, stored_uuid
 from outbox.errors import NotSupported, SendFailed
 from outbox.message import UniqueMessage
 
@@ -73,8 +73,8 @@ def take(connection: BaseDatabaseWrapper, messages: Sequence[UniqueMessage]) -> 
     messages have the same topic and key, the first one takes the key. If an open transaction has taken a key, this
     function waits for the end of that transaction, as long as `lock_timeout` allows.
 
-    Raises SendFailed if other transactions change the keys too often. Raises NotSupported if the database is neither
-    PostgreSQL nor SQLite. Raises the errors of the database.
+    Raises SendFailed if other transactions change the keys too often. Raises NotSupported if the database is not
+    PostgreSQL, SQLite or MariaDB. Raises the errors of the database.
     """
     first: dict[_Key, UniqueMessage] = {}
     for item in messages:
@@ -84,10 +84,12 @@ def take(connection: BaseDatabaseWrapper, messages: Sequence[UniqueMessage]) -> 
         held = _take_postgresql(connection, wanted)
     elif connection.vendor == "sqlite":
         held = _take_sqlite(connection, wanted)
+    elif connection.vendor == "mysql":
+        held = _take_mariadb(connection, wanted)
     else:
         raise NotSupported(
             f"unique={messages[0].unique!r} for topic {messages[0].topic!r}: the database {connection.alias!r} is "
-            f"{connection.display_name}, and unique keys need PostgreSQL or SQLite. Nothing was published."
+            f"{connection.display_name}, and unique keys need PostgreSQL, SQLite or MariaDB. Nothing was published."
         )
     holders = {key: held.get(key, item.message_id) for key, item in wanted.items()}
     duplicates = {item.message_id: holders[item.topic, item.unique] for item in messages}
@@ -115,8 +117,11 @@ def _take_postgresql(connection: BaseDatabaseWrapper, wanted: Mapping[_Key, Uniq
             )
         if not left:
             return held
-    topic, unique = next(iter(left))
-    raise SendFailed(
+    raise _too_often(*next(iter(left)))
+
+
+def _too_often(topic: str, unique: str) -> SendFailed:
+    return SendFailed(
         f"unique={unique!r} for topic {topic!r}: other transactions took and freed the key {_MAX_ROUNDS} times during "
         "this call. Nothing was published. Run the whole operation again, in a new transaction."
     )
@@ -173,6 +178,57 @@ def _take_sqlite(connection: BaseDatabaseWrapper, wanted: Mapping[_Key, UniqueMe
     return held
 
 
+# -- MariaDB ---------------------------------------------------------------------------------------
+
+
+_ADD_MARIADB: Final = """
+INSERT IGNORE INTO outbox_unique (topic, unique_key, message_id, until)
+VALUES (%s, %s, %s, UTC_TIMESTAMP(6) + INTERVAL %s SECOND)
+"""
+_HOLDER_MARIADB: Final = """
+SELECT message_id, until <= UTC_TIMESTAMP(6) FROM outbox_unique WHERE topic = %s AND unique_key = %s
+"""
+_REPLACE_MARIADB: Final = """
+UPDATE outbox_unique SET message_id = %s, until = UTC_TIMESTAMP(6) + INTERVAL %s SECOND
+WHERE topic = %s AND unique_key = %s AND until <= UTC_TIMESTAMP(6)
+"""
+
+
+def _take_mariadb(connection: BaseDatabaseWrapper, wanted: Mapping[_Key, UniqueMessage]) -> dict[_Key, UUID]:
+    """Take the keys one after the other, and return the holders of the keys that other messages hold."""
+    held: dict[_Key, UUID] = {}
+    for key, item in wanted.items():
+        holder = _take_one_mariadb(connection, key, item)
+        if holder != item.message_id:
+            held[key] = holder
+    return held
+
+
+def _take_one_mariadb(connection: BaseDatabaseWrapper, key: _Key, item: UniqueMessage) -> UUID:
+    """Take a key if it is free or its time is over. Return the message that holds the key now.
+
+    The INSERT waits for a transaction that has inserted the same key and is still open. The first read takes no lock,
+    so duplicates of a held key do not wait for each other. The later reads see rows that are newer than the snapshot of
+    REPEATABLE READ.
+    """
+    message_id, seconds = stored_uuid(connection, item.message_id), item.within.total_seconds()
+    lock = ""
+    with connection.cursor() as cursor:
+        for _ in range(_MAX_ROUNDS):
+            cursor.execute(_HOLDER_MARIADB + lock, key)
+            row = cursor.fetchone()
+            if row is not None and not row[1]:
+                return read_uuid(row[0])
+            if row is None:
+                cursor.execute(_ADD_MARIADB, [*key, message_id, seconds])
+            else:
+                cursor.execute(_REPLACE_MARIADB, [message_id, seconds, *key])
+            if cursor.rowcount == 1:
+                return item.message_id
+            lock = "LOCK IN SHARE MODE"
+    raise _too_often(*key)
+
+
 # -- pruning ---------------------------------------------------------------------------------------
 
 
@@ -190,12 +246,36 @@ DELETE FROM outbox_unique
 WHERE rowid IN (SELECT rowid FROM outbox_unique WHERE until <= {SQLITE_NOW} ORDER BY until LIMIT %s)
 """
 
+_EXPIRED_MARIADB: Final = """
+SELECT topic, unique_key FROM outbox_unique WHERE until <= UTC_TIMESTAMP(6)
+ORDER BY until LIMIT %s FOR UPDATE SKIP LOCKED
+"""
+_DELETE_MARIADB: Final = "DELETE FROM outbox_unique WHERE topic = %s AND unique_key = %s"
+
 
 def delete_expired(connection: BaseDatabaseWrapper, *, limit: int) -> int:
     """Remove up to `limit` keys whose time is over. Returns the number of removed rows."""
+    if connection.vendor == "mysql":
+        return _delete_mariadb(connection, limit)
     statement = {"postgresql": _DELETE_POSTGRESQL, "sqlite": _DELETE_SQLITE}.get(connection.vendor)
     if statement is None:
         return 0
     with connection.cursor() as cursor:
         cursor.execute(statement, [limit])
         return int(cursor.rowcount)
+
+
+def _delete_mariadb(connection: BaseDatabaseWrapper, limit: int) -> int:
+    """Lock the rows that no publisher has locked, and delete them: a DELETE of MariaDB cannot skip locked rows."""
+    with connection.cursor() as cursor:
+        cursor.execute("BEGIN")
+        try:
+            cursor.execute(_EXPIRED_MARIADB, [limit])
+            keys = cursor.fetchall()
+            if keys:
+                cursor.executemany(_DELETE_MARIADB, keys)
+        except BaseException:
+            cursor.execute("ROLLBACK")
+            raise
+        cursor.execute("COMMIT")
+        return len(keys)

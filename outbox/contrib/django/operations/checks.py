@@ -28,6 +28,7 @@ from outbox.contrib.django.database.in_tests import refuse_in_tests
 from outbox.contrib.django.engine.broker import engine_of
 from outbox.contrib.django.engine.path import prove
 from outbox.contrib.django.ledger.ledger_checker import ledger_aliases
+from outbox.contrib.django.operations import mariadb
 from outbox.contrib.django.operations.installation import left_behind, unknown_to_broker
 from outbox.contrib.django.operations.scheduling import schedule_problems
 from outbox.contrib.django.settings.conf import OutboxSettings, PathChoice, get_settings, imported
@@ -230,6 +231,7 @@ def _application_database(alias: str, settings: OutboxSettings) -> Iterator[Chec
             tables = set(connection.introspection.table_names(cursor))
             missing = [name for name in ("outbox_ledger", "outbox_inbox", "outbox_unique") if name not in tables]
             durable = _durable(connection.vendor, cursor)
+            unfit = list(mariadb.problems(connection)) if connection.vendor == "mysql" else []
     except DatabaseError as error:
         yield Error(f"the database {alias!r} cannot be read: {error}.", id="outbox.E020")
         return
@@ -243,6 +245,7 @@ def _application_database(alias: str, settings: OutboxSettings) -> Iterator[Chec
             hint=f"Run `manage.py migrate --database={alias}`.",
             id="outbox.W021",
         )
+    yield from unfit
     if not durable:
         yield _not_durable(alias)
     if settings.path is PathChoice.ATOMIC and connection.vendor == "postgresql" and settings.has_database:

@@ -6,6 +6,7 @@ list and repeats the erasures. The list has ids, keyed hashes and reasons, and n
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 from collections.abc import Sequence
@@ -32,27 +33,61 @@ class ErasureStore(Protocol):
 
 
 class ErasureFile:
-    """The list as a file, which only the user of the process may read and write."""
+    """The list as a file, which only the user of the process may read and write.
+
+    A crash or a full disk can leave a part of a line at the end. Its erasure has not begun, because `append` had not
+    returned. So `read` leaves this part out, and the next `append` removes it.
+    """
 
     def __init__(self, path: str) -> None:
         self._path = Path(path)
 
     def read(self) -> str | None:
-        """Return all lines; None if the file does not exist."""
+        """Return all complete lines; None if the file does not exist."""
         try:
-            return self._path.read_text(encoding="utf-8")
+            return _complete_lines(self._path.read_bytes()).decode()
         except FileNotFoundError:
             return None
 
     def append(self, lines: str) -> None:
-        """Add lines at the end, and wait until the disk has them."""
-        descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-        try:
-            # One write, so that the lines of two commands are not mixed.
-            os.write(descriptor, lines.encode())
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        """Add lines at the end, and wait until the disk has them. Raises OSError; the list is then as before."""
+        is_new = not self._path.exists()
+        with os.fdopen(os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600), "r+b", buffering=0) as file:
+            # The lock keeps the lines of two commands apart.
+            fcntl.flock(file, fcntl.LOCK_EX)
+            known = _complete_lines(file.read())
+            end = len(known)
+            try:
+                file.truncate(end)
+                file.seek(end)
+                rest = (b"\n" if known and not known.endswith(b"\n") else b"") + lines.encode()
+                while rest:
+                    rest = rest[file.write(rest) :]
+                os.fsync(file.fileno())
+            except OSError:
+                file.truncate(end)
+                raise
+        if is_new:
+            _sync_folder(self._path.parent)
+
+
+def _complete_lines(data: bytes) -> bytes:
+    """Return the data without a part of a line at its end. A last line that an editor left without its end is whole."""
+    end = data.rfind(b"\n") + 1
+    try:
+        json.loads(data[end:])
+    except ValueError:
+        return data[:end]
+    return data
+
+
+def _sync_folder(folder: Path) -> None:
+    """Wait until the disk has the names of the files in a folder."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def store_of_settings() -> ErasureStore | None:
@@ -86,7 +121,7 @@ def read(store: ErasureStore) -> list[Erasure] | None:
     """Return the erasures of the list; None if the list does not exist. Raises OutboxError if it cannot be read."""
     try:
         lines = store.read()
-    except OSError as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise OutboxError(f"the list of erasures (OUTBOX['ERASURE_LIST']) cannot be read: {error}.") from error
     if lines is None:
         return None

@@ -108,13 +108,23 @@ def _seen() -> _Seen:
 
 
 def _of(conditions: Iterable[Condition], *, is_complete: bool) -> _Seen:
-    seen = _Seen(is_complete=is_complete)
+    found, unsure = by_subject(conditions)
+    return _Seen(
+        {(Kind.CONDITION, *key): _Held(one.severity, condition=one) for key, one in found.items()},
+        {(Kind.CONDITION, name) for name in unsure},
+        is_complete,
+    )
+
+
+def by_subject(conditions: Iterable[Condition]) -> tuple[dict[tuple[str, str], Condition], set[str]]:
+    """Return the conditions by name and subject, and the names of those that may hold for further subjects."""
+    found: dict[tuple[str, str], Condition] = {}
+    unsure = set()
     for one in conditions:
         if len(one.evidence) >= EVIDENCE or one.count > len(one.evidence):
-            seen.unsure.add((Kind.CONDITION, one.name))
-        for subject in {subject_of(fact) for fact in one.evidence} or {""}:
-            seen.held[Kind.CONDITION, one.name, subject] = _Held(one.severity, condition=one)
-    return seen
+            unsure.add(one.name)
+        found |= dict.fromkeys(((one.name, subject_of(fact)) for fact in one.evidence or [{}]), one)
+    return found, unsure
 
 
 def subject_of(fact: Fact) -> str:

@@ -19,7 +19,7 @@ from outbox.broker.database.timeouts import lock_limited
 from outbox.broker.operations import audit, rules
 from outbox.broker.operations.conditions import Condition, ConditionReport, Severity, condition, worst_first
 from outbox.broker.operations.rules import survey, unusable
-from outbox.broker.operations.summary import Overview, overview
+from outbox.broker.operations.summary import Overview, Summary, overview
 from outbox.broker.schema.refusals import naming
 from outbox.contrib.django.database import deadline
 from outbox.contrib.django.database.aliases import broker_connection, broker_database, require_database
@@ -54,14 +54,16 @@ def _all(run: Executor) -> Iterator[Condition]:
 
 @dataclass(frozen=True, slots=True)
 class BrokerView:
-    """The conditions that hold, and an overview of the broker. `overview` is None if the broker does not answer.
+    """The conditions that hold, and an overview of the broker with the summary of which it is made.
 
-    On RocketMQ, `server` has the figures, and `overview` is None.
+    `overview` and `summary` are None if the broker does not answer. On RocketMQ, `server` has the figures, and both are
+    None.
     """
 
     verdict: ConditionReport
     overview: Overview | None
     server: ServerFigures | None = None
+    summary: Summary | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Return the conditions and the overview as plain values for JSON."""
@@ -86,7 +88,8 @@ def look() -> BrokerView:
             if found.summary is None:
                 return BrokerView(found.verdict, None)
             with lock_limited(run.connection):
-                return BrokerView(with_application(found.verdict, run), overview(run, found.summary))
+                verdict = with_application(found.verdict, run)
+                return BrokerView(verdict, overview(run, found.summary), summary=found.summary)
     except (BrokerUnavailable, SchemaError) as error:
         return BrokerView(unusable(error), None)
 

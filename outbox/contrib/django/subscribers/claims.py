@@ -29,20 +29,22 @@ from outbox.ports import ClaimedElsewhere, Disposition
 
 logger = logging.getLogger(__name__)
 
-VENDORS: Final = ("postgresql", "sqlite")
+VENDORS: Final = ("postgresql", "sqlite", "mysql")
 
 # For each vendor: the present time, a time some seconds later, and the seconds until `expires_at`.
-_NOW: Final = {"postgresql": "clock_timestamp()", "sqlite": SQLITE_NOW}
+_NOW: Final = {"postgresql": "clock_timestamp()", "sqlite": SQLITE_NOW, "mysql": "UTC_TIMESTAMP(6)"}
 _LATER: Final = {
     "postgresql": "clock_timestamp() + make_interval(secs => %s)",
     "sqlite": "strftime('%%Y-%%m-%%d %%H:%%M:%%f', 'now', '+' || %s || ' seconds')",
+    "mysql": "UTC_TIMESTAMP(6) + INTERVAL %s SECOND",
 }
 _LEFT: Final = {
     "postgresql": "extract(epoch FROM expires_at - clock_timestamp())::float8",
     "sqlite": "(julianday(expires_at) - julianday('now')) * 86400.0",
+    "mysql": "TIMESTAMPDIFF(MICROSECOND, UTC_TIMESTAMP(6), expires_at) / 1000000",
 }
-_FOR_UPDATE: Final = {"postgresql": " FOR UPDATE", "sqlite": ""}
-_SKIP_LOCKED: Final = {"postgresql": " FOR UPDATE SKIP LOCKED", "sqlite": ""}
+_FOR_UPDATE: Final = {"postgresql": " FOR UPDATE", "sqlite": "", "mysql": " FOR UPDATE"}
+_SKIP_LOCKED: Final = {"postgresql": " FOR UPDATE SKIP LOCKED", "sqlite": "", "mysql": " FOR UPDATE SKIP LOCKED"}
 
 _KEY: Final = "consumer_group = %s AND generation = %s AND message_id = %s"
 
@@ -80,6 +82,29 @@ FROM outbox_claim WHERE {_KEY} AND token = %s{{for_update}}
 ON CONFLICT (consumer_group, generation, message_id, name) DO UPDATE
 SET result = excluded.result, ended_at = excluded.ended_at WHERE known.result IS NULL
 RETURNING name
+"""
+
+# MariaDB has no condition in ON DUPLICATE KEY UPDATE, so it takes a claim in three statements. The row is added with a
+# term that is over; the second statement locks the row. UTC_TIMESTAMP is the time before a wait, so a claim that ends
+# during the wait counts as not ended yet.
+_ADD_MARIADB: Final = """
+INSERT IGNORE INTO outbox_claim
+    (consumer_group, generation, message_id, token, claimed_by, claimed_at, expires_at, attempt)
+VALUES (%s, %s, %s, 0, '', UTC_TIMESTAMP(6), UTC_TIMESTAMP(6), %s)
+"""
+_LOCK_MARIADB: Final = f"SELECT token, {{left}} FROM outbox_claim WHERE {_KEY} FOR UPDATE"
+_TAKE_MARIADB: Final = f"""
+UPDATE outbox_claim SET token = token + 1, claimed_by = %s, claimed_at = {{now}}, expires_at = {{later}}, attempt = %s
+WHERE {_KEY}
+"""
+# Under REPEATABLE READ, only a read with a lock sees an inbox row that is newer than the snapshot.
+_IS_HANDLED_MARIADB: Final = f"{_IS_HANDLED} LOCK IN SHARE MODE"
+_ADD_STEP_MARIADB: Final = """
+INSERT IGNORE INTO outbox_step (consumer_group, generation, message_id, name, attempt, begun_at)
+VALUES (%s, %s, %s, %s, %s, UTC_TIMESTAMP(6))
+"""
+_END_STEP_MARIADB: Final = f"""
+UPDATE outbox_step SET result = %s, ended_at = UTC_TIMESTAMP(6) WHERE {_KEY} AND name = %s AND result IS NULL
 """
 
 
@@ -122,6 +147,8 @@ def take(connection: BaseDatabaseWrapper, claim: Claim) -> int | Disposition | C
             # The second statement must see the inbox row of an attempt that finished while the first one waited.
             cursor.execute("SET TRANSACTION ISOLATION LEVEL READ COMMITTED")
         key = claim.key(connection)
+        if connection.vendor == "mysql":
+            return _take_mariadb(connection, cursor, claim)
         cursor.execute(_text(connection, _TAKE), [*key, holder(), claim.term_seconds, claim.attempt])
         if found := cursor.fetchone():
             token = int(found[0])
@@ -133,6 +160,22 @@ def take(connection: BaseDatabaseWrapper, claim: Claim) -> int | Disposition | C
         cursor.execute(_text(connection, _READ_LEFT), key)
         left = cursor.fetchone()
         return ClaimedElsewhere(max(0.0, float(left[0])) if left else 0.0)
+
+
+def _take_mariadb(connection: BaseDatabaseWrapper, cursor: Any, claim: Claim) -> int | Disposition | ClaimedElsewhere:
+    key = claim.key(connection)
+    cursor.execute(_ADD_MARIADB, [*key, claim.attempt])
+    cursor.execute(_text(connection, _LOCK_MARIADB), key)
+    row = cursor.fetchone()
+    if row is None or row[1] > 0:
+        # Without a row: the other attempt has finished between the two statements.
+        return ClaimedElsewhere(float(row[1]) if row else 0.0)
+    cursor.execute(_IS_HANDLED_MARIADB, key)
+    if cursor.fetchone() is not None:
+        transaction.set_rollback(True, using=connection.alias)
+        return Disposition.SKIPPED
+    cursor.execute(_text(connection, _TAKE_MARIADB), [holder(), claim.term_seconds, claim.attempt, *key])
+    return int(row[0]) + 1
 
 
 def lock(connection: BaseDatabaseWrapper, claim: Claim) -> bool:
@@ -210,9 +253,24 @@ def store_step(connection: BaseDatabaseWrapper, claim: Claim, name: str, result:
 
     Return False if another attempt has taken the message over.
     """
+    if connection.vendor == "mysql":
+        return _store_step_mariadb(connection, claim, name, result)
     text = _STORE.replace("{ended}", "NULL" if result is None else "{now}")
     with transaction.atomic(using=connection.alias):
         return _found(connection, text, [name, result, *claim.key(connection), claim.token])
+
+
+def _store_step_mariadb(connection: BaseDatabaseWrapper, claim: Claim, name: str, result: bytes | None) -> bool:
+    key = claim.key(connection)
+    with transaction.atomic(using=connection.alias):
+        if not lock(connection, claim):
+            return False
+        with connection.cursor() as cursor:
+            cursor.execute(_ADD_STEP_MARIADB, [*key, name, claim.attempt])
+            if result is None:
+                return True
+            cursor.execute(_END_STEP_MARIADB, [result, *key, name])
+            return int(cursor.rowcount) == 1
 
 
 def _found(connection: BaseDatabaseWrapper, text: str, parameters: Sequence[Any]) -> bool:

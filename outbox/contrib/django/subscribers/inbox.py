@@ -202,6 +202,12 @@ WHERE consumer_group = %(group)s AND generation = %(generation)s::integer AND me
 
 _INSERT: Final = "INSERT INTO outbox_inbox (consumer_group, generation, message_id) VALUES (%s, %s, %s)"
 _INSERT_SQLITE: Final = f"{_INSERT} ON CONFLICT DO NOTHING"
+# A second delivery waits at the row of the first one for this number of seconds. The rows are sorted, so two batches
+# cannot deadlock. RETURNING has only the rows that are new.
+_ENTER_MARIADB: Final = """
+SET STATEMENT innodb_lock_wait_timeout = %s FOR
+INSERT IGNORE INTO outbox_inbox (consumer_group, generation, message_id) VALUES {rows} RETURNING message_id
+"""
 
 _SELECT: Final = "SELECT message_id FROM outbox_inbox WHERE consumer_group = %s AND generation = %s AND message_id"
 
@@ -241,6 +247,8 @@ class InboxEntries:
             firsts.setdefault(delivery.message_id, delivery)
         if self._connection.vendor == "postgresql":
             new = self._enter_all(list(firsts), 0.5 * lease_seconds, min(0.8 * lease_seconds, timeout_seconds))
+        elif self._connection.vendor == "mysql":
+            new = self._enter_on_mariadb(sorted(firsts), 0.5 * lease_seconds)
         else:
             new = {value for value in sorted(firsts) if self._enter_one(value)}
         return [delivery for message_id, delivery in firsts.items() if message_id in new]
@@ -273,6 +281,15 @@ class InboxEntries:
         with self._connection.cursor() as cursor:
             cursor.execute(_ENTER_ONE_TEXT if is_one else _ENTER_ALL_TEXT, parameters)
             return {row[0] for row in cursor.fetchall()}
+
+    def _enter_on_mariadb(self, message_ids: Sequence[UUID], lock_seconds: float) -> set[UUID]:
+        parameters: list[Any] = [max(1, round(lock_seconds))]
+        for message_id in message_ids:
+            parameters += [*self._key, stored_uuid(self._connection, message_id)]
+        rows = ", ".join(["(%s, %s, %s)"] * len(message_ids))
+        with self._connection.cursor() as cursor:
+            cursor.execute(_ENTER_MARIADB.format(rows=rows), parameters)
+            return {read_uuid(value) for (value,) in cursor.fetchall()}
 
     @property
     def can_share(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
@@ -14,6 +14,8 @@ from django.utils.safestring import SafeString
 
 from outbox.broker.operations.conditions import duration
 from outbox.contrib.django.actions.catalogue import ACTIONS
+from outbox.contrib.django.console import readable as texts
+from outbox.contrib.django.console.asking import FilledForm
 from outbox.contrib.django.console.cards import Remedy
 from outbox.utils.safe_text import for_people
 from outbox.utils.safe_text import inert as harmless
@@ -50,6 +52,18 @@ def marked(text: str) -> SafeString:
 
 def _alternating(text: str) -> Iterator[tuple[bool, str]]:
     yield from ((bool(number % 2), part) for number, part in enumerate(text.split("`")))
+
+
+@register.filter
+def readable(value: object, name: str = "") -> str:
+    """Return a value of a plan or of an audit entry as text. `name`: the name of its field."""
+    return texts.readable(value, name)
+
+
+@register.filter
+def words(name: object) -> str:
+    """Return the name of a field as words."""
+    return texts.words(str(name))
 
 
 @register.filter
@@ -133,11 +147,26 @@ def remedy(context: dict[str, Any], offered: Remedy) -> dict[str, Any]:
 
 
 @register.inclusion_tag("outbox/console/action_form.html", takes_context=True)
-def action_form(context: dict[str, Any], name: str, label: str, **given: object) -> dict[str, Any]:
+def action_form(
+    context: dict[str, Any],
+    name: str,
+    label: str,
+    *,
+    present: Mapping[str, str] | None = None,
+    filled: FilledForm | None = None,
+    **given: object,
+) -> dict[str, Any]:
     """Show the form of an action. The form has an input for each declared field that is not in `given`.
 
+    `present`: the present values of the fields. `filled`: the same form with the values that the operator has entered.
     This form has no fields that are declared for the confirmation page. The confirmation page asks for these fields and
     for the reason.
     """
-    fields = [one for one in ACTIONS[name].fields if one.on_page and not one.with_confirmation]
-    return {**act(context, name, label), "given": given, "fields": [one for one in fields if one.name not in given]}
+    filled = filled or FilledForm(name, {key: str(value) for key, value in given.items()}, {}, present or {})
+    fields = [
+        (one, filled.entered.get(one.name, ""), filled.present.get(one.name, ""))
+        for one in ACTIONS[name].fields
+        if one.on_page and not one.with_confirmation and one.name not in filled.fixed
+    ]
+    shown = {**act(context, name, label), "given": filled.fixed, "fields": fields}
+    return shown | ({"here": filled.back} if filled.back else {})

@@ -12,9 +12,10 @@ from django.shortcuts import redirect
 from outbox.contrib.django.actions.audit import recorded
 from outbox.contrib.django.actions.declaration import DeclaredAction
 from outbox.contrib.django.console.access import acting
-from outbox.contrib.django.console.asking import ACTION_SECONDS, values_of
+from outbox.contrib.django.console.asking import ACTION_SECONDS, form_of, values_of
 from outbox.contrib.django.console.rendering import render
 from outbox.contrib.django.database import deadline
+from outbox.errors import UsageError
 
 _NOT_PASSED_ON: Final = frozenset({"csrfmiddlewaretoken", "confirmed", "why"})
 
@@ -29,10 +30,18 @@ def view_of(action: DeclaredAction) -> Callable[..., HttpResponse]:
     @acting(action.permission)
     def view(request: HttpRequest) -> HttpResponse:
         given = request.POST
-        plan = action.plan(values_of(action, given))
+        form = form_of(action, given, back=_local(given.get("back", "")))
+        try:
+            plan = action.plan(values_of(action, given))
+        except UsageError as error:
+            if form is None:
+                raise
+            # The operator corrects the values on the same page.
+            context = {"title": action.title, "wrong": str(error), "form": form, "back": form.back}
+            return render(request, "confirm", context, status=400)
         why = given.get("why", "").strip()
         is_confirmed = given.get("confirmed") == "yes"
-        if not is_confirmed or not why or plan.nothing:
+        if not is_confirmed or not why or plan.nothing or plan.refusal:
             options = [field for field in action.fields if field.with_confirmation]
             fields = [
                 (name, value)
@@ -48,6 +57,7 @@ def view_of(action: DeclaredAction) -> Callable[..., HttpResponse]:
                 "back": _local(given.get("back", "")),
                 "is_missing_why": is_confirmed and not why,
                 "why": why,
+                "form": form,
             }
             return render(request, "confirm", context, status=422 if is_confirmed else 200)
         with deadline.within(ACTION_SECONDS):

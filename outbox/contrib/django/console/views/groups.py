@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final
 from urllib.parse import urlencode
 
@@ -16,26 +17,41 @@ from outbox.broker.operations.limits import list_limits
 from outbox.broker.operations.listings import group_now, list_errors, list_processes, list_retry_errors
 from outbox.broker.operations.progress import list_queues
 from outbox.broker.operations.summary import GroupOverview, GroupProgress
+from outbox.contrib.django.actions.groups import present_limits
 from outbox.contrib.django.console.access import seeing
-from outbox.contrib.django.console.asking import number, reading, required, text
-from outbox.contrib.django.console.cards import Tile, cards, tone_of
-from outbox.contrib.django.console.rendering import PER_PAGE, Page, Row, paged, render
+from outbox.contrib.django.console.asking import application, reading, required, text
+from outbox.contrib.django.console.cards import Tile, aged, cards, tone_of
+from outbox.contrib.django.console.rendering import render, sliced
 from outbox.contrib.django.console.spans import chosen_span, span_tabs
 from outbox.contrib.django.console.states import by_state
+from outbox.contrib.django.operations.endpoints import list_endpoints
 from outbox.contrib.django.operations.watching import look
 from outbox.errors import UnknownTopic
 
 _CONSUMERS: Final = 50
 _ERRORS: Final = 5
+
+
 # The states by which the list of groups can be filtered: the label and the condition of each state.
-_STATES: Final[Mapping[str, tuple[str, Callable[[GroupOverview], bool]]]] = {
-    "": ("All", lambda one: True),
-    "behind": ("Behind", lambda one: one.lag > 0),
-    "failing": ("Failing", lambda one: one.blocked > 0 or one.retrying > 0),
-    "stopped": ("Stopped", lambda one: one.stopped > 0),
-    "paused": ("Paused", lambda one: one.paused),
-    "dead": ("Dead letters", lambda one: one.dead > 0),
-    "unattended": ("No workers", lambda one: one.topics > 0 and not one.consumers),
+@dataclass(frozen=True, slots=True)
+class GroupRow:
+    """A row of the list of groups. `waits_for`: the limit for which its messages wait; '' if they wait for none."""
+
+    group: GroupOverview
+    is_disabled: bool
+    waits_for: str
+
+
+_STATES: Final[Mapping[str, tuple[str, Callable[[GroupRow], bool]]]] = {
+    "": ("All", lambda row: True),
+    "behind": ("Behind", lambda row: row.group.lag > 0),
+    "failing": ("Failing", lambda row: row.group.blocked > 0 or row.group.retrying > 0),
+    "stopped": ("Stopped", lambda row: row.group.stopped > 0),
+    "paused": ("Paused", lambda row: row.group.paused),
+    "limited": ("Limited", lambda row: bool(row.waits_for)),
+    "disabled": ("Disabled", lambda row: row.is_disabled),
+    "dead": ("Dead letters", lambda row: row.group.dead > 0),
+    "unattended": ("No workers", lambda row: row.group.topics > 0 and not row.group.consumers),
 }
 
 
@@ -45,13 +61,24 @@ def groups(request: HttpRequest) -> HttpResponse:
     wanted = text(request.GET, "q") or ""
     with reading() as run:
         found = summary.overview(run, summary.read(run))
-    rows, state, tabs = by_state(request, [one for one in found.groups if wanted in one.name], _STATES)
+        waiting: dict[str, set[str]] = {}
+        for limits in list_limits(run):
+            if limits.waiting_for:
+                waiting.setdefault(limits.group, set()).add(limits.waiting_for)
+    with application():
+        disabled = {one.group for one in list_endpoints() if one.disabled_at is not None}
+    every = [
+        GroupRow(one, one.name in disabled, ", ".join(sorted(waiting.get(one.name, ()))))
+        for one in found.groups
+        if wanted in one.name
+    ]
+    rows, state, tabs = by_state(request, every, _STATES)
     if state == "behind":
         # Otherwise the order is by name, so that a refresh moves no row under the pointer.
-        rows.sort(key=lambda one: (-(one.oldest_seconds or 0.0), one.name))
+        rows.sort(key=lambda row: (-(row.group.oldest_seconds or 0.0), row.group.name))
     context = {
         "title": "Groups",
-        "page": _slice(request, rows),
+        "page": sliced(request, rows),
         "broker": found,
         "given": request.GET,
         "state": state,
@@ -64,8 +91,10 @@ def groups(request: HttpRequest) -> HttpResponse:
 def group(request: HttpRequest) -> HttpResponse:
     """The page of one group: its health, its errors, its topics, its processes, and the queues of one of its topics."""
     name, topic = required(request.GET, "name"), text(request.GET, "topic")
+    # All figures but those of single queues come from the summary of the conditions, so that they agree.
+    found = look()
     with reading() as run:
-        counted = summary.read(run)
+        counted = found.summary or summary.read(run)
         places = [one for one in counted.groups if one.group == name and not one.is_retry]
         topic = topic or (places[0].topic if len(places) == 1 else None)
         now = group_now(run, name)
@@ -75,7 +104,6 @@ def group(request: HttpRequest) -> HttpResponse:
         rest = next((one for one in counted.rests if one.group == name), None)
         dead = list_errors(run, name) if rest is None or rest.dead else []
         retrying = list_retry_errors(run, name) if rest is None or rest.retrying else []
-    found = look()
     figures = next((one for one in found.overview.groups if one.name == name), None) if found.overview else None
     found_cards = cards(found.verdict.conditions, group=name)
     context = {
@@ -84,11 +112,17 @@ def group(request: HttpRequest) -> HttpResponse:
         "group": now,
         "rest": rest,
         "cards": found_cards,
-        "tiles": list(_tiles(figures, places, [card.condition for card in found_cards])) if figures else [],
+        "tiles": [
+            aged(tile, found.overview) if tile.name != "Workers" else tile
+            for tile in _tiles(figures, places, [card.condition for card in found_cards])
+        ]
+        if figures and found.overview
+        else [],
+        "is_healthy": not found_cards and found.overview is not None and found.overview.is_current,
         "said": _sentence(len(found_cards)),
         "dead_errors": dead[:_ERRORS],
         "retry_errors": retrying[:_ERRORS],
-        "topics": _slice(request, places),
+        "topics": sliced(request, places),
         "at": counted.at,
         "counted": counted,
         "consumers": consumers[:_CONSUMERS],
@@ -96,6 +130,7 @@ def group(request: HttpRequest) -> HttpResponse:
         "queues": queues,
         "topic": topic,
         "limits": limits,
+        "present_limits": present_limits(limits) if limits else {},
         "span": chosen_span(request),
         "spans": span_tabs(request, chosen_span(request)),
     }
@@ -168,7 +203,7 @@ def topics(request: HttpRequest) -> HttpResponse:
     """The page of all topics. The figures come from the stored summary."""
     with reading() as run:
         counted = summary.read(run)
-    page = _slice(request, [one for one in counted.topics if (text(request.GET, "q") or "") in one.topic])
+    page = sliced(request, [one for one in counted.topics if (text(request.GET, "q") or "") in one.topic])
     return render(request, "topics", {"title": "Topics", "page": page, "counted": counted, "given": request.GET})
 
 
@@ -187,13 +222,7 @@ def topic(request: HttpRequest) -> HttpResponse:
         "declared": declared[name],
         "types": sorted(map(str, declared[name].types)),
         "progress": next((one for one in counted.topics if one.topic == name), None),
-        "groups": _slice(request, [one for one in counted.groups if one.topic == name and not one.is_retry]),
+        "groups": sliced(request, [one for one in counted.groups if one.topic == name and not one.is_retry]),
         "counted": counted,
     }
     return render(request, "topic", context)
-
-
-def _slice(request: HttpRequest, rows: list[Row]) -> Page[Row]:
-    """One page of a list that is completely in memory."""
-    begin = number(request.GET, "after") or 0
-    return paged(request, rows[begin : begin + PER_PAGE + 1], lambda _: {"after": begin + PER_PAGE})

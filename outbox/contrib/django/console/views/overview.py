@@ -16,13 +16,14 @@ from outbox.broker.operations.conditions import Condition, ConditionReport, Seve
 from outbox.broker.operations.summary import Overview, SummaryHistory, SummaryPoint
 from outbox.contrib.django.console.access import seeing
 from outbox.contrib.django.console.asking import reading, text
-from outbox.contrib.django.console.cards import Tile, cards, tone_of
+from outbox.contrib.django.console.cards import Tile, aged, cards, tone_of
 from outbox.contrib.django.console.rendering import render
 from outbox.contrib.django.console.spans import chosen_span, span_tabs
 from outbox.contrib.django.engine.operator_table import is_on_rocketmq
 from outbox.contrib.django.operations.watching import BrokerView, look
 
 _OK: Final = "Everything is in order"
+_BEGINNING: Final = "A process has just begun to lead, so the figures are being counted"
 # If two summaries are further apart than this multiple of the usual interval, the diagrams show a gap between them.
 _GAP: Final = 3.0
 # Kept points are a multiple of their resolution apart, and a leader may store one of them a few seconds late.
@@ -36,10 +37,13 @@ def overview(request: HttpRequest) -> HttpResponse:
     found = look()
     if found.server is not None or is_on_rocketmq():
         return render(request, "rocketmq", _of_server(found))
+    is_stale = found.overview is not None and not found.overview.is_current
+    is_beginning = is_stale and not found.verdict.conditions
     context = {
         "title": "Overview",
-        "severity": found.verdict.severity.name.lower(),
-        "sentence": _sentence(found.verdict),
+        "severity": "unknown" if is_beginning else found.verdict.severity.name.lower(),
+        "sentence": _BEGINNING if is_beginning else _sentence(found.verdict),
+        "broker_notice": "",
         "cards": cards(found.verdict.conditions),
         "tiles": list(_tiles(found.overview, found.verdict.conditions)) if found.overview else [],
         "broker": found.overview,
@@ -138,13 +142,8 @@ _COUNTED: Final = ("Lag", "Undecided", "Dead letters", "Retrying")
 
 def _tiles(broker: Overview, conditions: Sequence[Condition]) -> Iterator[Tile]:
     """The figures that an operator asks for first. Without a leader, old figures must not look like good ones."""
-    is_old = any(one.name == "no_sequencer" for one in conditions)
     for tile in _figures(broker, conditions):
-        if is_old and tile.name in _COUNTED:
-            detail = f"counted {duration(broker.counted_seconds_ago)} ago, and no process leads"
-            yield replace(tile, detail=detail, tone="warning" if tile.tone == "ok" else tile.tone)
-        else:
-            yield tile
+        yield aged(tile, broker) if tile.name in _COUNTED else tile
 
 
 def _figures(broker: Overview, conditions: Sequence[Condition]) -> Iterator[Tile]:
@@ -193,7 +192,8 @@ def _figures(broker: Overview, conditions: Sequence[Condition]) -> Iterator[Tile
     yield Tile(
         "Sequencer",
         "leads" if broker.leader else "no leader",
-        f"last tick {duration(broker.last_tick_seconds_ago)} ago",
+        f"last tick {duration(broker.last_tick_seconds_ago)} ago"
+        + (f", process {broker.leading.pid} on {broker.leading.host}" if broker.leading else ""),
         f"{reverse('outbox:workers')}",
         tone_of(conditions, "no_sequencer", "ticks_late"),
     )

@@ -20,6 +20,7 @@ from outbox.contrib.django.console.rendering import PER_PAGE, paged, render
 from outbox.contrib.django.console.spans import chosen_span, span_tabs
 from outbox.contrib.django.console.states import by_state
 from outbox.contrib.django.operations.timeline import ConditionHistory, Span, Timeline, read_timeline
+from outbox.contrib.django.operations.watching import look
 
 # A bar has this many units from left to right. Spans with a gap of less than NARROW units are drawn as one span, so the
 # size of the page has a limit, however often a condition came and went.
@@ -31,7 +32,8 @@ _STATES: Final[Mapping[str, tuple[str, Callable[[ConditionHistory], bool]]]] = {
     "holds": ("Holds now", lambda one: one.holds),
     "over": ("Over", lambda one: not one.holds),
 }
-_UNKNOWN: Final = "It is unknown which conditions hold, because no worker records them"
+_UNWATCHED: Final = "It is unknown which conditions held until now, because no worker records them"
+_UNKNOWN: Final = "It is unknown which conditions hold, because the broker does not answer and no worker records them"
 _GROUP: Final = re.compile(r"(?:^|, )group ([^,]+)")
 
 
@@ -52,9 +54,10 @@ class Row:
 def timeline(request: HttpRequest) -> HttpResponse:
     """The page of all conditions that held in the chosen span of time."""
     span, wanted, after = chosen_span(request), text(request.GET, "q") or "", number(request.GET, "after") or 0
+    report = look().verdict
     until = timezone.now()
     with application():
-        found = read_timeline(until - timedelta(seconds=span.seconds), until, containing=wanted)
+        found = read_timeline(until - timedelta(seconds=span.seconds), until, containing=wanted, report=report)
     histories, state, tabs = by_state(request, found.histories, _STATES)
     rows = [_row(one, found) for one in histories[after : after + PER_PAGE + 1]]
     context = {
@@ -68,12 +71,16 @@ def timeline(request: HttpRequest) -> HttpResponse:
         "span": span,
         "spans": span_tabs(request, span),
         "tabs": tabs,
-        "said": _sentence(sum(one.holds for one in found.histories)) if found.is_watched else _UNKNOWN,
+        "said": _sentence(found),
+        "missing": "" if found.is_watched else _UNWATCHED if found.is_present else _UNKNOWN,
     }
     return render(request, "timeline", context)
 
 
-def _sentence(count: int) -> str:
+def _sentence(found: Timeline) -> str:
+    count = sum(one.holds for one in found.histories)
+    if not (found.is_present or found.is_watched):
+        return _UNKNOWN
     return "No condition holds" if not count else f"{count} condition{'s hold' if count > 1 else ' holds'} now"
 
 

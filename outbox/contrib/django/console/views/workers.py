@@ -8,6 +8,7 @@ from urllib.parse import urlencode
 from django.http import HttpRequest, HttpResponse
 
 from outbox.broker.log.failing import failing
+from outbox.broker.operations import summary
 from outbox.broker.operations.listings import PROCESS_STATES, list_processes
 from outbox.contrib.django.console.access import seeing
 from outbox.contrib.django.console.asking import number, reading, text
@@ -23,6 +24,7 @@ def workers(request: HttpRequest) -> HttpResponse:
     group, state, after = text(request.GET, "group"), text(request.GET, "state"), number(request.GET, "after") or 0
     state = state if state in PROCESS_STATES else None
     with reading() as run:
+        leader = summary.leadership(run)
         rows = list_processes(run, group, state=state, after=after, limit=PER_PAGE + 1)
         parts = failing(run)
     context = {
@@ -32,6 +34,7 @@ def workers(request: HttpRequest) -> HttpResponse:
         "state": state or "",
         "tabs": [StateTab(one, one.capitalize() or "All", _query(state=one, group=group), None) for one in _STATES],
         "failing": parts,
+        "leader": leader,
         "versions": sorted({one.version for one in rows if one.version and one.is_alive}),
     }
     return render(request, "workers", context)

@@ -143,11 +143,13 @@
 
   function takePage(text) {
     const live = document.getElementById("live");
-    const fresh = new DOMParser().parseFromString(text, "text/html").getElementById("live");
+    const answer = new DOMParser().parseFromString(text, "text/html");
+    const fresh = answer.getElementById("live");
     if (fresh === null) return "the server answers with another page";
     const focused = document.activeElement;
     const before = live.dataset.said;
     morph(live, fresh);
+    morph(document.getElementById("broker"), answer.getElementById("broker"));
     // A moved row has lost the focus: restore it. If the row is gone, focus the page instead of its beginning.
     if (focused && focused !== document.activeElement) {
       (focused.isConnected ? focused : document.getElementById("main")).focus({ preventScroll: true });

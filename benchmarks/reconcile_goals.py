@@ -1,0 +1,122 @@
+"""The goals of reconciliation's speed, each with what it is measured against in the same round.
+
+    python -m benchmarks.reconcile_goals [--pairs 10000000] [--small 1000000] [--master local[2]] [--repeats 3]
+
+Jobs of a million pairs (`--small`) show the time of starting and compiling. Jobs of ten million (`--pairs`) show the
+time per pair. With the defaults the script takes about half an hour, and 15 GB of disk. OUTBOX_BENCH_STORE=1 stores the
+table, `make tables` prints it into docs/performance/reconciliation.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks import harness
+from benchmarks.reconcile_run import Measured, job, prepare_parquet, prepare_postgres
+
+THREE_RULES = 3
+Seconds = Callable[[str], list[float]]
+"""The seconds of a job in each round, by its name."""
+
+
+@dataclass(frozen=True)
+class Goal:
+    """A row of the table. `value` computes the figure of each round from the seconds of the jobs `of` and `beside`."""
+
+    what: str
+    of: str
+    limit: float
+    beside: str = ""
+    times: int = 1
+    """How many of the job `beside` do the same work as the job `of`."""
+
+    def values(self, seconds: Seconds) -> list[float]:
+        if not self.beside:
+            return seconds(self.of)
+        return [one / (self.times * other) for one, other in zip(seconds(self.of), seconds(self.beside), strict=True)]
+
+    def cells(self, seconds: Seconds) -> list[str]:
+        found, unit = harness.Spread.of(self.values(seconds)), "" if self.beside else " s"
+        return [
+            self.what,
+            f"≤ {self.limit:g}{unit}",
+            f"{found:.2f}{unit}",
+            "yes" if found.median <= self.limit else "no",
+        ]
+
+
+LARGE = (
+    Goal("run from two PostgreSQL databases, checksums are equal", "checksum", 20),
+    Goal("the same, against COPY of both tables to /dev/null", "checksum", 1.25, "copy"),
+    Goal("run from Parquet, against a plain join", "parquet", 1.15, "join"),
+)
+SMALL = (
+    Goal("whole command from two PostgreSQL databases, checksums are equal", "command-checksum", 12),
+    Goal("whole command from Parquet", "command-parquet", 12),
+    Goal(
+        f"whole command with {THREE_RULES} rules, against {THREE_RULES} commands",
+        "command-three",
+        1,
+        "command-parquet",
+        3,
+    ),
+    Goal("all messages have one key, against a key each", "hot", 1.3, "even"),
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pairs", type=int, default=10_000_000, help="0: leave these goals out (default: %(default)s)")
+    parser.add_argument("--small", type=int, default=1_000_000, help="0: leave these goals out (default: %(default)s)")
+    parser.add_argument("--master", default="local[2]")
+    parser.add_argument("--repeats", type=int, default=3)
+    given = parser.parse_args()
+    for rows, goals in ((given.small, SMALL), (given.pairs, LARGE)):
+        if rows:
+            jobs = measured(rows, goals, given.master, given.repeats)
+            print_all(f"{rows:,} pairs, {given.master}, {given.repeats} rounds", rows, goals, jobs)
+
+
+def measured(rows: int, goals: tuple[Goal, ...], master: str, repeats: int) -> dict[str, Measured]:
+    """Prepare the data, and run all jobs in rounds, so that what changes on the machine meets all of them."""
+    names = list(dict.fromkeys(name for goal in goals for name in (goal.of, goal.beside) if name))
+    with tempfile.TemporaryDirectory(prefix="outbox-bench-") as name, harness.server() as url:
+        folder = Path(name)
+        prepare_parquet(folder, rows, master)
+        prepare_postgres(folder, url, rows)
+        three_rules(folder)
+        jobs = {name: Measured(name, job(name, folder, rows, master)) for name in names}
+        for number in range(repeats):
+            for each in jobs.values():
+                each.run()
+                print(f"  (round {number + 1}: {each.title}: {each.seconds[-1]} s)", flush=True)
+    return jobs
+
+
+def three_rules(folder: Path) -> None:
+    """Write the rules of Parquet with three rules of the same tables."""
+    text = (folder / "parquet.toml").read_text()
+    head, rule = text.split("[[rule]]\n")
+    rules = [rule.replace('name = "orders"', f'name = "orders {number}"') for number in range(THREE_RULES)]
+    (folder / "three.toml").write_text("[[rule]]\n".join([head, *rules]))
+
+
+def print_all(title: str, rows: int, goals: tuple[Goal, ...], jobs: Mapping[str, Measured]) -> None:
+    """The table of the goals, and the table of the jobs behind them."""
+
+    def seconds(name: str) -> list[float]:
+        return [each for each in jobs[name].seconds if each is not None]
+
+    harness.table(
+        f"Goals: {title}", ("what", "goal", "median (lowest to highest)", "met?"), [g.cells(seconds) for g in goals]
+    )
+    heads = ("job", "seconds", "pairs/s", "GiB at most")
+    harness.table(f"Jobs: {title}", heads, [each.row(rows) for each in jobs.values()])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""Every page says whether a process leads, and no page looks healthy while the figures are old."""
+
+from __future__ import annotations
+
+import re
+from uuid import UUID, uuid4
+
+import pytest
+from django.test import Client
+from django.utils import timezone
+
+from outbox.broker.groups.registration import register
+from outbox.broker.operations import summary
+from outbox.broker.operations.summary import LeadingProcess
+from outbox.contrib.django.console.rendering import PAGES
+from outbox.contrib.django.models import ForwardEndpoint
+from outbox.limits import Limits
+from outbox.subscription import Subscription
+from tests.django.broker_world import World
+from tests.django.console.support import working
+from tests.django.console.test_remedies import page, text_of
+from tests.django.faults import no_sequencer
+
+pytestmark = pytest.mark.usefixtures("no_subscribers")
+
+LEADER = UUID(int=5)
+
+
+def lead(world: World) -> None:
+    world.sql("UPDATE outbox.leader_lease SET owner = %s, expires_at = now() + interval '1 hour'", LEADER)
+
+
+def counted(world: World, owner: UUID, counts: int) -> None:
+    summary.refresh(world.run, LeadingProcess(str(owner), "web-1", 4711, "0.2", counts))
+
+
+def test_every_page_says_that_no_process_leads(world: World, operator: Client) -> None:
+    world.subscribe("mail")
+    addresses = [f"{name.replace('_', '-')}/" for name, _ in PAGES if name not in ("overview", "search")]
+    addresses += ["messages/", "groups/one/?name=mail", "topics/one/?name=orders", "waiting/"]
+    for address in addresses:
+        assert "No process has led" not in page(operator, address)
+    no_sequencer(world)
+    for address in addresses:
+        html = page(operator, address)
+        assert html.index("No process has led") < html.index("<h1"), address
+        assert "manage.py outbox_worker" in html
+    part = operator.get("/outbox/groups/", headers={"Outbox-Part": "true"}).content.decode()
+    assert "No process has led" in part, "it appears without a reload"
+    assert 'class="count"' not in page(operator, "undecided/").partition("</nav>\n<details")[0].rpartition("<nav")[2]
+    assert "no_sequencer" in page(operator) and "No process has led" not in page(operator), "the card says it"
+    assert "no leader" in text_of(page(operator, "workers/"))
+    tiles = re.findall(
+        r'<li class="(\w+)"><a href="[^"]+">(.*?)</a>', page(operator, "groups/one/?name=mail"), re.DOTALL
+    )
+    assert {text_of(text).split(" 0 ")[0] for tone, text in tiles if tone == "ok"} <= {"Workers"}
+
+
+def test_the_workers_page_names_the_leader(world: World, operator: Client) -> None:
+    lead(world)
+    assert "A process leads the broker" in page(operator, "workers/")
+    counted(world, LEADER, 1)
+    assert "Process 4711 on web-1, version 0.2, leads the broker." in page(operator, "workers/")
+    world.sql("""UPDATE outbox.summary SET facts = jsonb_set(facts, '{leader,later}', '1')""")
+    assert "Process 4711 on web-1" in page(operator, "workers/") and "process 4711 on web-1" in page(operator)
+    counted(world, uuid4(), 9)
+    assert "4711" not in page(operator, "workers/"), "of a former leader"
+
+
+def test_nothing_is_in_order_before_the_present_leader_has_counted(world: World, operator: Client) -> None:
+    """The figures of the first count may lack the messages that waited for a leader."""
+    in_order, beginning = "Everything is in order", "A process has just begun to lead"
+    counted(world, uuid4(), 9)
+    lead(world)
+    html = page(operator)
+    assert in_order not in html and beginning in html and 'class="verdict unknown"' in html
+    assert "before the present leader" in html
+    counted(world, LEADER, 1)
+    assert in_order not in page(operator)
+    counted(world, LEADER, 2)
+    html = page(operator)
+    assert in_order in html and beginning not in html and "process 4711 on web-1" in html
+
+
+def test_the_list_of_groups_says_why_a_group_waits(world: World, operator: Client) -> None:
+    for group in ("free", "partner"):
+        world.subscribe(group)
+    register(world.run, Subscription(topic="orders", group="limited", limits=Limits(running=2)))
+    for group in ("free", "partner", "limited"):
+        working(world, group, UUID(int=1))
+    world.sql(
+        "INSERT INTO outbox.slot_demand"
+        " SELECT group_id, topic_id, gen_random_uuid(), 5, 2, 3, 'running', now(), '{}', now() + interval '1 minute'"
+        " FROM outbox.subscription_limit"
+    )
+    ForwardEndpoint.objects.create(group="partner", disabled_at=timezone.now(), disabled_reason="answered 410")
+    try:
+        html = page(operator, "groups/")
+        limited, disabled = (
+            re.findall(r'<tr data-key="(\w+)">', page(operator, f"groups/?state={state}"))
+            for state in ("limited", "disabled")
+        )
+    finally:
+        ForwardEndpoint.objects.all().delete()
+    rows = re.findall(r'<tr data-key="(\w+)">.*?data-label="State">(.*?)</td>', html, re.DOTALL)
+    assert {name: text_of(state) for name, state in rows} == {
+        "free": "running", "limited": "waits for its running limit", "partner": "endpoint disabled",
+    }  # fmt: skip
+    assert (limited, disabled) == (["limited"], ["partner"])
