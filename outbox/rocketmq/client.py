@@ -14,7 +14,6 @@ import os
 import sys
 import time
 import types
-from concurrent.futures import Future
 from typing import Any, Final
 
 from outbox.errors import BrokerUnavailable, ConfigurationError
@@ -67,7 +66,6 @@ except ModuleNotFoundError as error:  # pragma: no cover
 __all__ = [
     "OF_THE_SERVER",
     "REFUSALS",
-    "Announcements",
     "ClientConfiguration",
     "Code",
     "EndTransactionRequest",
@@ -83,6 +81,7 @@ __all__ = [
     "WireMessage",
     "configuration",
     "described",
+    "keep_known",
     "refuse_after_fork",
     "unrouted",
 ]
@@ -108,9 +107,6 @@ OF_THE_SERVER: Final = (ForbiddenException, NotFoundException, TooManyRequestsEx
 _TELL_SECONDS: Final = 2.0
 _KNOWN_SECONDS: Final = 5.0
 _ROUTES_SECONDS: Final = 5.0
-# The callers of Announcements.run_once call it every five seconds, so each call finds the answer to the last heartbeat.
-_HEARTBEAT_SECONDS: Final = 4.0
-_UNANSWERED: Final = 2
 
 _started_in: int | None = None
 
@@ -157,82 +153,32 @@ class KnownConsumer(SimpleConsumer):  # type: ignore[misc]
         self._init_settings_event.wait(_KNOWN_SECONDS)
 
 
-class Announcements:
-    """Keeps one client of the library known to the proxies. Call `run_once` every few seconds.
+def keep_known(started: Any) -> None:
+    """Announce this client to the proxies again.
+
+    Call this function every few seconds, because a proxy may have restarted.
 
     The library announces the client only every five minutes. Until the next announcement, a restarted proxy delivers no
     messages and sends no checks to the client, but the server counts each check as if it had been sent. The library
     reads the route of a topic once, when the client starts, and ignores a failure. Without a route the client has no
-    proxy for the topic, so `run_once` reads missing routes first.
-
-    If a proxy hangs, or the network loses all packets, the connection stays open, and the library waits for ever: it
-    sends no pings, and the proxy does not permit frequent ones. So each call sends a heartbeat. After two heartbeats
-    without an answer, the connection is replaced by a new one, which uses the next proxy. See decision 294.
+    proxy for the topic, so this function reads missing routes first.
     """
-
-    def __init__(self, started: Any) -> None:
-        self._client = started
-        self._asked: dict[Any, Future[Any]] = {}
-        self._unanswered: dict[Any, int] = {}
-
-    def run_once(self) -> None:
-        """Announce the client to each proxy, and replace a connection that does not answer."""
-        started = self._client
-        deadline = time.monotonic() + _ROUTES_SECONDS
-        for topic in unrouted(started):
-            # `update_topic_route` returns False after a timeout. If the deadline has passed when this happens, the loop
-            # stops, because the call for each further topic would also wait until its timeout.
-            if not started.route_manager.update_topic_route(topic) and time.monotonic() > deadline:
-                break
-        for endpoints in list(started.route_manager.get_all_endpoints().values()):
-            if self._is_silent(endpoints):
-                self._replace(endpoints)
-            else:
-                self._announce(endpoints)
-
-    def _announce(self, endpoints: Any) -> None:
-        started = self._client
+    deadline = time.monotonic() + _ROUTES_SECONDS
+    for topic in unrouted(started):
+        # `update_topic_route` returns False after a timeout. If the deadline has passed when this happens, the loop
+        # stops, because the call for each further topic would also wait until its timeout.
+        if not started.route_manager.update_topic_route(topic) and time.monotonic() > deadline:
+            break
+    for endpoints in list(started.route_manager.get_all_endpoints().values()):
         try:
             settings = started.sync_setting_req(endpoints)
             started.rpc_client.telemetry_write_async(endpoints, settings).result(_TELL_SECONDS)
         except TimeoutError:
             # The library's stream waits for the proxy. As soon as the proxy answers, the stream announces the client.
-            pass
+            continue
         except Exception as error:
             logger.debug("the stream to proxy %s is opened again: %s", endpoints, described(error))
             started.on_new_endpoints(endpoints)
-
-    def _is_silent(self, endpoints: Any) -> bool:
-        """Read the answer to the last heartbeat, and send the next one. Return True after two without an answer."""
-        before = self._asked.get(endpoints)
-        if before is not None and not before.done():
-            return False
-        if before is not None:
-            self._unanswered[endpoints] = self._unanswered.get(endpoints, 0) + 1 if _timed_out(before) else 0
-        self._asked[endpoints] = self._client.rpc_client.heartbeat_async(
-            endpoints, self._client._heartbeat_req(), metadata=self._client.sign(), timeout=_HEARTBEAT_SECONDS
-        )
-        return self._unanswered.get(endpoints, 0) >= _UNANSWERED
-
-    def _replace(self, endpoints: Any) -> None:
-        started = self._client
-        logger.warning(
-            "the RocketMQ proxy to which this process is connected (one of %s) does not answer, so the process opens a "
-            "new connection",
-            endpoints,
-        )
-        self._asked.pop(endpoints, None)
-        self._unanswered.pop(endpoints, None)
-        channel = started.rpc_client.channels.remove(endpoints)
-        if channel is not None:
-            channel.close_channel(started.rpc_client.get_channel_io_loop())
-        started.on_new_endpoints(endpoints)
-
-
-def _timed_out(heartbeat: Future[Any]) -> bool:
-    """Whether the proxy sent no answer. A refused connection is an answer: the library then tries the next proxy."""
-    error = None if heartbeat.cancelled() else heartbeat.exception()
-    return isinstance(error, grpc.RpcError) and error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
 def unrouted(started: Any) -> list[str]:

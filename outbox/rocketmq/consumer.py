@@ -212,7 +212,6 @@ class _Poller:
         self._consumer = client.KnownConsumer(
             self._configuration, group, everything, await_duration=_WAIT_SECONDS, tls_enable=self._tls
         )
-        self._announcements = client.Announcements(self._consumer)
         try:
             self._consumer.startup()
             self._consumer.wait_until_known()
@@ -230,8 +229,8 @@ class _Poller:
         return in_namespace(self._namespace, wire_name(name))
 
     def keep_known(self) -> None:
-        """Announce the client again (see client.Announcements)."""
-        self._announcements.run_once()
+        """Announce the client again (see client.keep_known)."""
+        client.keep_known(self._consumer)
 
     def finish(self) -> None:
         """Wait for the running handlers, at most until their timeout. Then stop."""

@@ -8,7 +8,7 @@ and returns the half messages of this project.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Final
@@ -25,12 +25,10 @@ from outbox.rocketmq.wire import asked, from_wire
 _QUERY: Final = 12
 _TOPIC_STATISTICS: Final = 202
 _CONSUMER_STATISTICS: Final = 208
-_GROUP_SETTINGS: Final = 352
+_ALL_GROUPS: Final = 201
 _OK: Final = 0
 _TOPIC_NOT_FOUND: Final = 17
 _NOT_FOUND: Final = frozenset((17, 22))
-# The codes for a missing topic and a missing group.
-_MISSING: Final = frozenset((17, 26))
 # RocketMQ notes in this queue which half messages are decided. The body of a note lists offsets in the queue of halves.
 _DECISIONS: Final = "RMQ_SYS_TRANS_OP_HALF_TOPIC"
 _DECIDED_TAG: Final = "d"
@@ -368,25 +366,31 @@ def missing(brokers: Sequence[Admin], topics: Iterable[str], groups: Iterable[st
     does not deliver those that it has stored. If a replica without the topic is promoted, it becomes such a broker. The
     function passes over a replica that does not answer. See decision 295.
     """
-    wanted = [("topic", _TOPIC_STATISTICS, "topic", name) for name in topics]
-    wanted += [("group", _GROUP_SETTINGS, "group", name) for name in groups]
+    wanted_topics, wanted_groups = list(topics), list(groups)
     for broker in brokers:
         # This call raises BrokerUnavailable if no broker of the group answers as the master.
         reachable(broker)
         for one in broker.each():
-            for kind, code, field, name in wanted:
-                try:
-                    status, answer, _ = one.ask(code, {field: one.name(name)})
-                except BrokerUnavailable:
-                    break
-                if status in _MISSING:
-                    yield (
-                        f"the broker {_named(one)} of RocketMQ has no {kind} {name!r}: run `manage.py outbox_install "
-                        "--create`. A replica copies topics and groups from its master every few seconds, but not with "
-                        "RocketMQ 5.3.2 to 5.4."
-                    )
-                else:
-                    _require(status, answer, f"the {kind} {name!r}")
+            try:
+                absent = [("topic", name) for name in wanted_topics if not _ranges(one, one.name(name))]
+                known = _all_groups(one)
+            except BrokerUnavailable:
+                continue
+            absent += [("group", name) for name in wanted_groups if one.name(name) not in known]
+            for kind, name in absent:
+                yield (
+                    f"the broker {_named(one)} of RocketMQ has no {kind} {name!r}: run `manage.py outbox_install "
+                    "--create`. A replica copies topics and groups from its master every few seconds, but not with "
+                    "RocketMQ 5.3.2 and 5.3.3."
+                )
+
+
+def _all_groups(broker: Admin) -> Collection[str]:
+    """Return the consumer groups of a broker. A request about one group would create a group that is missing."""
+    status, answer, body = broker.ask(_ALL_GROUPS, {})
+    _require(status, answer, "its consumer groups")
+    found: Mapping[str, object] = json.loads(body)["subscriptionGroupTable"]
+    return found.keys()
 
 
 def reachable(broker: Admin) -> None:

@@ -238,7 +238,6 @@ class AnsweringThread:
         checker: Callable[[], Checker],
     ) -> None:
         self._producer = producer
-        self._announcements = client.Announcements(producer)
         self._broker = broker
         self._group = producer_group
         self._checker = checker
@@ -268,7 +267,7 @@ class AnsweringThread:
             if self._stop:
                 return
             if time.monotonic() >= due:
-                self._announcements.run_once()
+                client.keep_known(self._producer)
                 self._note_routes()
                 due = time.monotonic() + _LOOK_SECONDS
             for group in groups:
