@@ -67,11 +67,6 @@ def _name(alias: str) -> str:
 
 
 BROKER_TEMPLATE = _name("template")
-OF_THE_APPLICATION = (
-    *("outbox_inbox", "outbox_operator_action", "outbox_unique", "outbox_endpoint", "outbox_erased"),
-    *("outbox_raised_condition", "outbox_past_condition", "outbox_finding", "outbox_reconciliation"),
-    *("shop_order", "shop_payment", "shop_effect"),
-)
 
 
 @pytest.fixture
@@ -80,7 +75,12 @@ def application(django_db_setup: None, django_db_blocker: Any) -> Iterator[None]
     with django_db_blocker.unblock():
         yield
         for alias in APPLICATION_ALIASES:
-            _delete(alias, *OF_THE_APPLICATION)
+            _delete(
+                alias, "outbox_inbox", "outbox_operator_action", "outbox_unique", "outbox_endpoint", "outbox_erased"
+            )
+            _delete(alias, "outbox_raised_condition", "outbox_past_condition")
+            _delete(alias, "outbox_finding", "outbox_reconciliation")
+            _delete(alias, "shop_order", "shop_payment", "shop_effect")
             _empty_ledger(alias)
         # A pass that was cut short would continue behind the rows of the next test.
         pruning._sweeps.clear()
@@ -124,11 +124,9 @@ def _empty_log(alias: str) -> None:
 
 
 def _delete(alias: str, *tables: str) -> None:
-    statements = [f"DELETE FROM {table}" for table in tables]
     with connections[alias].cursor() as cursor:
-        # SQLite executes one statement at a time.
-        for statement in ["; ".join(statements)] if connections[alias].vendor == "postgresql" else statements:
-            cursor.execute(statement)
+        for table in tables:
+            cursor.execute(f"DELETE FROM {table}")
 
 
 def _empty_ledger(alias: str) -> None:
