@@ -6,6 +6,8 @@ import re
 import subprocess
 import sys
 
+import pytest
+
 from tests.celery.project import PAGE, ROOT
 
 NAMED = re.compile(r"`(test_\w+\.py::[^`]+)`")
@@ -17,6 +19,7 @@ def _rows() -> list[str]:
     return [row for table in tables for row in table.splitlines()]
 
 
+@pytest.mark.slow
 def test_every_row_names_tests_that_are_there() -> None:
     command = [sys.executable, "-m", "pytest", "--collect-only", "-p", "no:cacheprovider", "tests/celery"]
     collected = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()

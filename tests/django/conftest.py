@@ -42,10 +42,10 @@ APPLICATION_ALIASES = ("default", "other", "lite")
 
 def point_alias(alias: str, url: str) -> None:
     """Let an alias of this thread, and of threads to come, name another database."""
-    _point_alias(alias, database_from_url(url))
+    point_alias(alias, database_from_url(url))
 
 
-def _point_alias(alias: str, entry: dict[str, Any]) -> None:
+def point_alias(alias: str, entry: dict[str, Any]) -> None:
     connections[alias].close()
     for settings in (connections[alias].settings_dict, connections.settings[alias]):
         settings.update(entry)
@@ -72,9 +72,9 @@ def django_db_setup(server_url: str, django_db_blocker: Any, request: pytest.Fix
             point_alias(alias, embedded.create_database(server_url, _name(alias)))
         if configured.ON_MARIADB:
             server: PrivateMariaDB = request.getfixturevalue("mariadb_server")
-            _point_alias("lite", server.create_database(_name("lite")))
+            point_alias("lite", server.create_database(_name("lite")))
         else:
-            _point_alias("lite", {"NAME": str(folder / "lite.sqlite3")})
+            point_alias("lite", {"NAME": str(folder / "lite.sqlite3")})
         for alias in (*APPLICATION_ALIASES, "broker"):
             call_command("migrate", database=alias, run_syncdb=True, verbosity=0)
         if not configured.ON_MARIADB:
@@ -96,12 +96,6 @@ def _name(alias: str) -> str:
 
 
 BROKER_TEMPLATE = _name("template")
-OF_THE_APPLICATION = (
-    *("outbox_inbox", "outbox_operator_action", "outbox_unique", "outbox_endpoint", "outbox_erased"),
-    *("outbox_raised_condition", "outbox_past_condition", "outbox_finding", "outbox_reconciliation"),
-    *("outbox_relay", "outbox_relay_lease"),
-    *("shop_order", "shop_payment", "shop_effect"),
-)
 
 
 @pytest.fixture
@@ -110,7 +104,12 @@ def application(django_db_setup: None, django_db_blocker: Any) -> Iterator[None]
     with django_db_blocker.unblock():
         yield
         for alias in APPLICATION_ALIASES:
-            _delete(alias, *OF_THE_APPLICATION)
+            _delete(
+                alias, "outbox_inbox", "outbox_operator_action", "outbox_unique", "outbox_endpoint", "outbox_erased"
+            )
+            _delete(alias, "outbox_raised_condition", "outbox_past_condition")
+            _delete(alias, "outbox_finding", "outbox_reconciliation", "outbox_relay", "outbox_relay_lease")
+            _delete(alias, "shop_order", "shop_payment", "shop_effect")
             _empty_ledger(alias)
         # A pass that was cut short would continue behind the rows of the next test.
         pruning._sweeps.clear()
@@ -154,11 +153,9 @@ def _empty_log(alias: str) -> None:
 
 
 def _delete(alias: str, *tables: str) -> None:
-    statements = [f"DELETE FROM {table}" for table in tables]
     with connections[alias].cursor() as cursor:
-        # SQLite executes one statement at a time.
-        for statement in ["; ".join(statements)] if connections[alias].vendor == "postgresql" else statements:
-            cursor.execute(statement)
+        for table in tables:
+            cursor.execute(f"DELETE FROM {table}")
 
 
 def _empty_ledger(alias: str) -> None:

@@ -286,7 +286,6 @@ def test_a_claimed_message_blocks_only_its_key(other: Provider) -> None:
         assert other.calls["ordered/a-2"] == 0
         first.kill()
         first.wait(20)
-        end_terms()
         with process("consumer", other):
             eventually(lambda: other.calls["ordered/a-1"] == 2)
             assert other.calls["ordered/a-2"] == 0
@@ -392,7 +391,6 @@ def test_no_attempt_begins_after_the_time_limit(other: Provider) -> None:
             eventually(has_left)
             first.kill()
             first.wait(20)
-        end_terms()
         publish("orders", {}, key="waiting", timeout=3600)
         flush(within_seconds=5)
         let_limits_end()
