@@ -273,7 +273,9 @@ def leads_to(start: Version, end: Version) -> bool:
 
 def upcasts_to(start: Version, end: Version) -> tuple[Callable[[Any], Any], ...] | None:
     """Return the functions that turn a body of version `start` into version `end`; None if no chain leads there."""
-    chain = () if start == end else _find_changes(start, frozenset((end,)))
+    if start == end:
+        return ()
+    chain = _find_changes(start, frozenset((end,)))
     return None if chain is None else tuple(change for _, change in chain)
 
 

@@ -128,8 +128,10 @@ def _pickle_by_value(modules: Iterable[str]) -> None:
     """Let Spark send the functions of these modules with their code. Otherwise, each executor would import them."""
     from pyspark import cloudpickle
 
+    # The package has types, but this part of it has none.
+    pickling: Any = cloudpickle
     for module in modules:
-        cloudpickle.register_pickle_by_value(sys.modules[module])
+        pickling.register_pickle_by_value(sys.modules[module])
 
 
 def _types(

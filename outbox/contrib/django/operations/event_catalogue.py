@@ -150,8 +150,8 @@ def _versions(name: str, declared: Sequence[EventType], messages: Sequence[SeenE
             fields=[] if of_type is None else fields_of(of_type.shape.written),
             example="" if of_type is None else _example(of_type),
             messages=sum(one.messages for one in of_number),
-            last_at=last and last.last_at,
-            last_message_id=last and last.last_message_id,
+            last_at=None if last is None else last.last_at,
+            last_message_id=None if last is None else last.last_message_id,
         )
 
 
