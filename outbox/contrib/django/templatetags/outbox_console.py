@@ -170,3 +170,9 @@ def action_form(
     ]
     shown = {**act(context, name, label), "given": filled.fixed, "fields": fields}
     return shown | ({"here": filled.back} if filled.back else {})
+
+
+@register.inclusion_tag("outbox/console/action_form.html", takes_context=True)
+def filled_form(context: dict[str, Any], form: FilledForm) -> dict[str, Any]:
+    """Show the form of an action again, with the values that the operator has entered."""
+    return action_form(context, form.name, "Show the plan …", filled=form)

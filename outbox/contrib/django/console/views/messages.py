@@ -129,7 +129,7 @@ def _context(found: Trace, one: TracedMessage) -> dict[str, object]:
         "is_undecided": found.decision is None,
         "pending": found.pending,
         "due_at": found.pending and life.at(found.pending.due_at),
-        "is_overdue": bool(found.pending) and life.at(found.pending.due_at) < datetime.now(UTC),
+        "is_overdue": found.pending is not None and life.at(found.pending.due_at) < datetime.now(UTC),
         "deliver_at": one.deliver_at and life.at(one.deliver_at),
         "events": life.events(found, one),
         "parts": life.parts(found, one),
