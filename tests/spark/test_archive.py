@@ -178,6 +178,7 @@ def test_a_pass_that_ends_in_the_middle_is_taken_again(reconcile: Reconciler, wo
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(1800)
 def test_kill_9_five_times_in_each_stage_then_again(world: World, tmp_path: Path) -> None:
     world.add_many(20)
     path = tmp_path / "reconcile.toml"
@@ -238,6 +239,7 @@ def test_a_backlog_is_archived_in_passes_and_a_killed_one_goes_on_behind_the_las
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(1800)
 def test_a_year_is_judged_from_the_archive_alone(
     reconcile: Reconciler, world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
