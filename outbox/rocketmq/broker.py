@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import struct
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,6 +22,7 @@ from outbox.errors import (
     BrokerError,
     BrokerUnavailable,
     InvalidMessage,
+    MessageTypeMismatch,
     OutcomeUnknown,
     SendFailed,
     UnknownTopic,
@@ -31,7 +33,15 @@ from outbox.recall import Recall
 from outbox.rocketmq import client
 from outbox.rocketmq.address import parse
 from outbox.rocketmq.admin import brokers_of
-from outbox.rocketmq.declarations import REFUSALS, check_topics, in_namespace, topic_problems, wire_name
+from outbox.rocketmq.declarations import (
+    REFUSALS,
+    check_topics,
+    in_namespace,
+    is_relayed,
+    topic_problems,
+    types_on_server,
+    wire_name,
+)
 from outbox.rocketmq.exhausted import ExhaustedChecks
 from outbox.rocketmq.flushing import FlushingThread
 from outbox.rocketmq.producer import AnsweringThread, CheckingProducer
@@ -117,6 +127,12 @@ class RocketMQBroker:
     def _send(self, message: Message, timeout_seconds: float, transactional: bool | None) -> SendReceipt:
         topic = self.topic(message.topic)
         topic.check_accepts(message, transactional=transactional)
+        if transactional is False and topic.is_fifo and MessageType.TRANSACTION in topic.types:
+            raise MessageTypeMismatch(
+                f"topic {message.topic!r} is declared FIFO and TRANSACTION: message {message.message_id} would pass "
+                "messages of its key that wait for the relay. Nothing was sent. Publish it inside `with "
+                "transaction.atomic():`, or declare the topic without TRANSACTION."
+            )
         wire = to_wire(message, fifo=topic.is_fifo, namespace=self._namespace)
         producer = self._started()
         receipt = self._within(timeout_seconds, lambda: self._plainly(producer, topic, wire), message)
@@ -133,13 +149,25 @@ class RocketMQBroker:
             return receipt
         return producer.send(wire)
 
+    def check_relayed(self, message: Message) -> bool:
+        """Whether the relay must send this message of a local transaction. Raises InvalidMessage.
+
+        The check is early: RocketMQ would reject the message after the local transaction has committed.
+        """
+        topic = self.topic(message.topic)
+        if not is_relayed(topic, message):
+            return False
+        topic.check_accepts(message, transactional=True)
+        to_wire(message, fifo=topic.is_fifo, namespace=self._namespace)
+        return True
+
     def send_half(self, half: HalfTransaction, *, timeout_seconds: float = 3.0) -> list[SendReceipt]:
         """Open one server transaction per message, all with one transaction id. Raises the errors of `send`."""
         if half.producer is not None:
             REFUSALS.refuse("take_over", "a fenced producer")
         for message in half.messages:
             self.topic(message.topic).check_accepts(message, transactional=True)
-            if message.is_delayed:
+            if is_relayed(self.topic(message.topic), message):
                 REFUSALS.refuse("send_half", f"message {message.message_id} for topic {message.topic!r}")
         wires = [to_wire(message, fifo=False, half=half, namespace=self._namespace) for message in half.messages]
         producer = self._started()
@@ -358,7 +386,7 @@ class RocketMQBroker:
         with self._lock:
             if self._producer is None:
                 client.refuse_after_fork()
-                bound = [name for name, topic in self._topics.items() if MessageType.TRANSACTION in topic.types]
+                bound = [name for name, one in self._topics.items() if MessageType.TRANSACTION in types_on_server(one)]
                 tls = parse(self.url).tls_to_proxy
                 producer = CheckingProducer(self._configuration, bound, tls=tls, namespace=self._namespace)
                 try:
@@ -383,6 +411,15 @@ class RocketMQBroker:
         """Drop the parent's producer in a forked child, because its threads and sockets belong to the parent."""
         self._lock = threading.Lock()
         self._producer = self._answerer = self._threads = None
+
+
+def is_rejected(error: Exception) -> bool:
+    """Whether RocketMQ or its library would reject the message of a failed `send` again, whenever it is sent."""
+    cause = error.__cause__
+    if isinstance(error, OutcomeUnknown):
+        # The library raises such an error, below its own classes, for a message that it cannot encode.
+        return isinstance(cause, (ValueError, TypeError, struct.error))
+    return isinstance(error, InvalidMessage) and not isinstance(cause, client.OF_THE_SERVER)
 
 
 def _receipt(message: Message, transaction_id: UUID, receipt: Any) -> SendReceipt:

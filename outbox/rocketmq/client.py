@@ -64,6 +64,7 @@ except ModuleNotFoundError as error:  # pragma: no cover
     ) from error
 
 __all__ = [
+    "OF_THE_SERVER",
     "REFUSALS",
     "ClientConfiguration",
     "Code",
@@ -99,6 +100,9 @@ REFUSALS: Final = (
     UnauthorizedException,
     UnsupportedException,
 )
+
+# Refusals that depend on the server and not on the message. An operator can mend them, or they pass.
+OF_THE_SERVER: Final = (ForbiddenException, NotFoundException, TooManyRequestsException, UnauthorizedException)
 
 _TELL_SECONDS: Final = 2.0
 _KNOWN_SECONDS: Final = 5.0

@@ -9,32 +9,20 @@ from collections.abc import Iterable, Iterator
 from typing import Final
 
 from outbox.errors import ConfigurationError
+from outbox.message import Message
 from outbox.refusals import Refusal, Refusals
 from outbox.subscription import Effects, Mode, OnError, Start
 from outbox.topic import MessageType, Topic
 
 _FENCING: Final = Refusal("producers with a transactional id", "Keep the topics of this producer on PostgreSQL.")
-_RECALL: Final = Refusal("recall of waiting messages", "Let the handler check whether the message still matters.")
+_RECALL: Final = Refusal(
+    "recall of messages that it has stored",
+    "recall() works only while a message waits for the relay. Let the handler check whether the message still matters.",
+)
 
 REFUSALS: Final = Refusals(
     engine="RocketMQ",
     topics=(
-        (
-            lambda topic: {MessageType.FIFO, MessageType.TRANSACTION} <= topic.types,
-            Refusal(
-                "transactional messages on FIFO topics",
-                "Keep this topic on PostgreSQL. Or declare the topic without FIFO, and let the handler order the "
-                "messages by their content.",
-            ),
-        ),
-        (
-            lambda topic: {MessageType.DELAY, MessageType.TRANSACTION} <= topic.types,
-            Refusal(
-                "transactional messages with a delivery time",
-                "Declare a separate topic for delayed messages, and publish to it outside of transactions. Or keep "
-                "this topic on PostgreSQL.",
-            ),
-        ),
         (
             lambda topic: {MessageType.FIFO, MessageType.DELAY} <= topic.types,
             Refusal(
@@ -105,8 +93,8 @@ REFUSALS: Final = Refusals(
             "Publish the messages inside `transaction.atomic()`, where the ledger binds them together, or one by one.",
         ),
         "send_half": Refusal(
-            "transactional messages with a delivery time",
-            "Publish the message outside of a transaction, or keep its topic on PostgreSQL.",
+            "half messages with an order or a delivery time",
+            "Publish with outbox.contrib.django inside atomic(), which stores the message for the relay.",
         ),
         "take_over": _FENCING,
         "leftovers": _FENCING,
@@ -165,9 +153,29 @@ def check_topics(topics: Iterable[Topic]) -> dict[str, Topic]:
     return known
 
 
+def is_relayed(topic: Topic, message: Message) -> bool:
+    """Whether a message that is bound to a local transaction takes the way over the relay.
+
+    RocketMQ's half messages have neither a message group nor a delivery time.
+    """
+    return MessageType.TRANSACTION in topic.types and (topic.is_fifo or message.is_delayed)
+
+
+def has_relayed(topic: Topic) -> bool:
+    """Whether messages of the topic can take the way over the relay."""
+    return MessageType.TRANSACTION in topic.types and not {MessageType.FIFO, MessageType.DELAY}.isdisjoint(topic.types)
+
+
+def types_on_server(topic: Topic) -> frozenset[MessageType]:
+    """Return the types that the topic needs in RocketMQ: without TRANSACTION if the relay sends all its messages."""
+    only_delayed = MessageType.DELAY in topic.types and MessageType.NORMAL not in topic.types
+    return topic.types - {MessageType.TRANSACTION} if topic.is_fifo or only_delayed else topic.types
+
+
 def message_type(topic: Topic) -> str:
-    """Return the message type of a topic in RocketMQ. For a declared topic with several types, return MIXED."""
-    return next(iter(topic.types)).upper() if len(topic.types) == 1 else "MIXED"
+    """Return the message type of a topic in RocketMQ. For a topic with several types on the server, return MIXED."""
+    types = types_on_server(topic)
+    return next(iter(types)).upper() if len(types) == 1 else "MIXED"
 
 
 def topic_problems(topic: Topic, accepted: frozenset[int] | None) -> Iterator[str]:
@@ -181,7 +189,7 @@ def topic_problems(topic: Topic, accepted: frozenset[int] | None) -> Iterator[st
             f"RocketMQ has no topic {topic.name!r}: create it with message.type={message_type(topic)} and "
             f"{topic.queue_count} queues."
         )
-    elif lacking := sorted(kind for kind in topic.types if _TYPES[kind] not in accepted):
+    elif lacking := sorted(kind for kind in types_on_server(topic) if _TYPES[kind] not in accepted):
         yield (
             f"RocketMQ's topic {topic.name!r} does not take {', '.join(lacking)}: set "
             f"message.type={message_type(topic)}."

@@ -25,8 +25,6 @@ MIXED = Topic(name="orders")
 @pytest.mark.parametrize(
     ("types", "way_out"),
     [
-        ({"FIFO", "TRANSACTION"}, "PostgreSQL"),
-        ({"DELAY", "TRANSACTION", "NORMAL"}, "a separate topic"),
         ({"FIFO", "DELAY"}, "two topics"),
     ],
 )

@@ -79,7 +79,7 @@ def application(django_db_setup: None, django_db_blocker: Any) -> Iterator[None]
                 alias, "outbox_inbox", "outbox_operator_action", "outbox_unique", "outbox_endpoint", "outbox_erased"
             )
             _delete(alias, "outbox_raised_condition", "outbox_past_condition")
-            _delete(alias, "outbox_finding", "outbox_reconciliation")
+            _delete(alias, "outbox_finding", "outbox_reconciliation", "outbox_relay", "outbox_relay_lease")
             _delete(alias, "shop_order", "shop_payment", "shop_effect")
             _empty_ledger(alias)
         # A pass that was cut short would continue behind the rows of the next test.

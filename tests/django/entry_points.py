@@ -124,7 +124,15 @@ CHANGING: Final = (
 # Of processes, of results of a run of Spark, of a plan's file, of other brokers; what mends the tables; what asks the
 # application's database, the database of keys, or no database.
 OTHER_COMMANDS: Final = {
-    *("outbox_contract", "outbox_endpoint", "outbox_finding", "outbox_reconcile", "outbox_repair", "outbox_install"),
+    *(
+        "outbox_contract",
+        "outbox_endpoint",
+        "outbox_finding",
+        "outbox_relay",
+        "outbox_reconcile",
+        "outbox_repair",
+        "outbox_install",
+    ),
     "outbox_subject_key",
 }
 ENTRY_POINTS: Final = [*FUNCTIONS, *MORE, *READING, *CHANGING]

@@ -34,7 +34,7 @@ from outbox.contrib.django.database.aliases import alias_conninfo
 from outbox.contrib.django.database.subject_keys import subject_keys
 from outbox.contrib.django.engine.broker import flush, reset_broker
 from outbox.contrib.django.ledger.partitions import list_partitions
-from outbox.contrib.django.models import ForwardEndpoint, OperatorAction, SavedReconciliation, SubjectKey
+from outbox.contrib.django.models import ForwardEndpoint, OperatorAction, RelayEntry, SavedReconciliation, SubjectKey
 from outbox.contrib.django.operations.endpoints import list_endpoints
 from outbox.contrib.django.operations.installation import create_key_table
 from outbox.contrib.django.settings.conf import get_settings
@@ -53,6 +53,7 @@ pytestmark = pytest.mark.usefixtures("databases", "no_subscribers")
 Given = Mapping[str, str | list[str]]
 Case = tuple[Callable[[World], Given], Callable[[World], Any]]
 CASES: dict[str, Case] = {}
+SOME_ID = UUID(int=7)
 KEKS = [base64.b64encode(bytes([number]) * 32).decode() for number in (1, 2)]
 
 
@@ -176,6 +177,29 @@ def _enable_endpoint(world: World) -> Given:
     ForwardEndpoint.objects.all().delete()
     gone.save()
     return {"group": "billing"}
+
+
+def relay_states(world: World) -> list[tuple[str, str]]:
+    return [(str(one.message_id), one.state) for one in RelayEntry.objects.all()]
+
+
+def parked(world: World) -> Given:
+    RelayEntry.objects.all().delete()
+    now = timezone.now()
+    row = RelayEntry(line=1, message_id=SOME_ID, transaction_id=SOME_ID, topic="steps", headers={}, size=0, born_at=now)
+    row.taken_at = row.parked_at = now
+    row.save()
+    return {"message": str(SOME_ID)}
+
+
+@case("retry_relayed", relay_states)
+def _retry_relayed(world: World) -> Given:
+    return parked(world)
+
+
+@case("discard_relayed", relay_states)
+def _discard_relayed(world: World) -> Given:
+    return parked(world)
 
 
 @case("repair", rows("SELECT key FROM outbox.message_v1 WHERE state = 'committed'"))
@@ -412,11 +436,18 @@ def test_an_action_does_and_records_the_same_by_command_and_by_page(
 NOT_BY_OPERATORS = {"outbox_transaction check", "outbox_audit compare"}
 READS = {"outbox_group list", "outbox_group offsets", "outbox_topic list", "outbox_message list", "outbox_message show"}
 READS |= {"outbox_dead_letter list", "outbox_dead_letter show", "outbox_transaction list"}
-READS |= {"outbox_transaction describe", "outbox_endpoint list", "outbox_process list", "outbox_finding list"}
+READS |= {
+    "outbox_relay list",
+    "outbox_transaction describe",
+    "outbox_endpoint list",
+    "outbox_process list",
+    "outbox_finding list",
+}
 
 
 @pytest.mark.parametrize(
-    "command", ["audit", "dead_letter", "endpoint", "finding", "group", "message", "process", "topic", "transaction"]
+    "command",
+    ["audit", "dead_letter", "endpoint", "finding", "group", "message", "process", "relay", "topic", "transaction"],
 )
 def test_every_subcommand_that_changes_something_is_a_declared_action(command: str) -> None:
     name = f"outbox_{command}"

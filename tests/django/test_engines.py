@@ -12,6 +12,7 @@ from outbox.contrib.django import subscriber
 from outbox.contrib.django.engine.broker import engine_of
 from outbox.contrib.django.operations import checks
 from outbox.contrib.django.settings.conf import get_settings
+from outbox.contrib.django.worker.roles import child_specs
 from outbox.errors import ConfigurationError
 
 GOOD: Mapping[str, Any] = {
@@ -58,7 +59,7 @@ def test_a_project_that_it_can_run_has_no_problem() -> None:
         ({"BROKER": "rocketmq://h:1?brokers=h:2&tls=yes"}, "?tls=yes must be 'proxy'"),
         ({"BROKER": "rocketmq://h:1?brokers=h:2&namespace=a.b"}, "?namespace='a.b' must have"),
         ({"BROKER": "rocketmq://h:1?broker=h:2"}, "has an unknown option 'broker'"),
-        ({"TOPICS": {"steps": {"types": ["FIFO", "TRANSACTION"]}}}, "transactional messages on FIFO topics"),
+        ({"TOPICS": {"steps": {"types": ["FIFO", "DELAY", "TRANSACTION"]}}}, "delivery times on FIFO topics"),
         ({"FORWARD": FORWARD}, "or let a @subscriber send the messages"),
         ({"NOTIFY": {"mail": ["ops@example.org"]}}, "leave NOTIFY out"),
         ({"RECEIVE": RECEIVE}, "or let the sender publish to RocketMQ"),
@@ -113,3 +114,12 @@ def test_what_check_refuses_does_not_start(
     outbox_settings(**GOOD, **changed)
     with pytest.raises(CommandError, match=f"run {command} with settings whose BROKER"):
         call_command(*command.split(), "--drain")
+
+
+@pytest.mark.parametrize("types", [["FIFO", "TRANSACTION"], ["NORMAL", "DELAY", "TRANSACTION"], ["FIFO"]])
+def test_a_worker_starts_a_relay_only_for_topics_that_need_it(
+    outbox_settings: Callable[..., None], types: list[str]
+) -> None:
+    outbox_settings(**{**GOOD, "TOPICS": {"orders": {}, "steps": {"types": types}}})
+    names = [spec.name for spec in child_specs()]
+    assert names == (["check", "relay"] if "TRANSACTION" in types else ["check"])

@@ -35,6 +35,7 @@ from outbox.contrib.django.models import (
     OperatorAction,
     PastCondition,
     RaisedCondition,
+    RelayEntry,
     SagaProgress,
     SavedReconciliation,
     StepEntry,
@@ -75,7 +76,7 @@ def clean(databases: None) -> Iterator[None]:
     yield
     for model in (
         *(DeadLetterNote, ErasureEntry, Finding, Notification, PastCondition, RaisedCondition, SagaProgress),
-        *(SavedReconciliation, StepEntry, TaskEntry),
+        *(RelayEntry, SavedReconciliation, StepEntry, TaskEntry),
     ):
         model._base_manager.using("default").all().delete()
     ErasureEntry._base_manager.using("other").all().delete()
@@ -160,6 +161,10 @@ def fill(world: World) -> list[UUID]:
     )  # fmt: skip
     PastCondition.objects.create(name="stopped", subject=MARK, severity=1, raised_at=now, seen_at=now)
     DeadLetterNote.objects.create(group="mail", message_id=queued.message_id, error=f"KeyError: {MARK}", noted_at=now)
+    RelayEntry.objects.create(
+        line=1, message_id=uuid4(), transaction_id=uuid4(), topic=TOPIC, key=MARK, headers={"name": MARK},
+        content_type="application/json", body=MARK.encode(), size=len(MARK), born_at=now, error=f"refused {MARK}",
+    )  # fmt: skip
     SavedReconciliation.objects.create(
         output="out",
         run="1",
@@ -192,7 +197,7 @@ EVERYWHERE: Final = {
     )),
     *(f"default:public.outbox_{name}" for name in (
         "step", "unique", "saga", "finding", "endpoint", "raised_condition", "notification", "operator_action", "task",
-        "past_condition", "dead_letter_note", "reconciliation",
+        "past_condition", "dead_letter_note", "reconciliation", "relay",
     )),
 }  # fmt: skip
 

@@ -31,6 +31,9 @@ _TEXTS: Final[Mapping[str, str]] = {
     "outbox_undecided_age_seconds": "Age of the oldest undecided transaction.",
     "outbox_parked_transactions": "Parked transactions: undecided past the limits of check-back.",
     "outbox_queued_messages": "Messages put into the topic's queues.",
+    "outbox_relay_messages": "Messages that wait for the relay.",
+    "outbox_relay_age_seconds": "Age of the oldest message that waits for the relay.",
+    "outbox_relay_parked_messages": "Messages of the relay that RocketMQ has rejected.",
 }
 _COUNTERS: Final = frozenset(("outbox_queued_messages",))
 

@@ -16,6 +16,7 @@ from outbox.contrib.django.actions import (
     groups,
     messages,
     processes,
+    relay,
     schedules,
     transactions,
 )
@@ -23,7 +24,7 @@ from outbox.contrib.django.actions.declaration import DeclaredAction
 
 ACTIONS: Final[Mapping[str, DeclaredAction]] = {
     action.name: action
-    for room in (transactions, messages, groups, processes, schedules, endpoints, findings, broker, erasing)
+    for room in (transactions, messages, groups, processes, schedules, endpoints, relay, findings, broker, erasing)
     for action in room.ACTIONS
 }
 

@@ -15,6 +15,7 @@ from outbox.broker.log.topics import TopicCatalog
 from outbox.codec import Codec, Codecs
 from outbox.contrib.django.settings.conf import OutboxSettings, imported
 from outbox.errors import ConfigurationError
+from outbox.message import Message
 from outbox.ports import AnyHandler, Broker, Consumers, LeftoverWork
 from outbox.refusals import Refusals
 from outbox.subscription import Subscription
@@ -33,12 +34,14 @@ class Engine(ABC):
 
     Creating an engine opens no connection. If an engine does not need a method, the method does nothing.
 
-    `has_broker_process`: whether a worker runs a broker process, which sequences messages. `pass_names`: further
-    periodic passes that a producer service runs.
+    `has_broker_process`: whether a worker runs a broker process, which sequences messages. `has_relay`: whether some
+    messages wait in the application's database, from which a relay process sends them. `pass_names`: further periodic
+    passes that a producer service runs.
     """
 
     refusals: ClassVar[Refusals]
     has_broker_process: ClassVar[bool] = True
+    has_relay: ClassVar[bool] = False
     pass_names: ClassVar[Sequence[str]] = ()
 
     def __init__(self, settings: OutboxSettings) -> None:
@@ -118,6 +121,14 @@ class Engine(ABC):
         A process that check-back cannot reach does not report that it is ready.
         """
         return True
+
+    def needs_relay(self) -> bool:
+        """Whether a declared topic has messages that wait for the relay."""
+        return False
+
+    def is_relayed(self, message: Message) -> bool:
+        """Whether a message of a local transaction waits for the relay. Raises InvalidMessage or UnknownTopic."""
+        return False
 
     def server_problems(self) -> Iterator[str]:
         """One text for each problem of the engine's server with the declared topics. Raises BrokerError."""

@@ -6,7 +6,7 @@ The client library is an optional dependency, so it is imported inside the funct
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -14,12 +14,14 @@ from django.core.checks import CheckMessage, Error, Warning
 
 from outbox.contrib.django.engine import dead_letter_notes
 from outbox.contrib.django.engine.engine import Engine
-from outbox.contrib.django.ledger.ledger_checker import LedgerChecker
+from outbox.contrib.django.ledger import relay_rows
+from outbox.contrib.django.ledger.ledger_checker import LedgerChecker, ledger_aliases
 from outbox.contrib.django.settings.conf import PathChoice
 from outbox.contrib.django.subscribers.inbox import InboxInvoker
 from outbox.contrib.django.subscribers.registry import subscribers
 from outbox.contrib.django.subscribers.scheduled import scheduled_functions
 from outbox.errors import ConfigurationError, UsageError
+from outbox.message import Message
 from outbox.ports import AnyHandler, Consumers, LeftoverWork
 from outbox.refusals import Refusals
 from outbox.rocketmq import declarations
@@ -41,6 +43,7 @@ class RocketMQEngine(Engine):
 
     refusals: ClassVar[Refusals] = declarations.REFUSALS
     has_broker_process: ClassVar[bool] = False
+    has_relay: ClassVar[bool] = True
     pass_names: ClassVar[Sequence[str]] = ("exhausted_checks",)
 
     @cached_property
@@ -150,6 +153,12 @@ class RocketMQEngine(Engine):
     def is_asked(self) -> bool:
         return not self.broker.unrouted()
 
+    def needs_relay(self) -> bool:
+        return any(declarations.has_relayed(declared.topic) for declared in self.settings.topics.values())
+
+    def is_relayed(self, message: Message) -> bool:
+        return self.broker.check_relayed(message)
+
     def server_problems(self) -> Iterator[str]:
         return self.broker.topic_problems()
 
@@ -196,7 +205,16 @@ class RocketMQEngine(Engine):
                 "broker: --rocketmq-broker HOST:10911, or ?brokers=HOST:10911 in OUTBOX['BROKER']."
             )
         group = settings.producer_group
-        return left(admins, wanted, topics, self._timers, producer_group=group, settles=bool(named))
+        # The rows are counted first: a message that the relay sends meanwhile is found on RocketMQ.
+        backlogs = [relay_rows.backlog(alias) for alias in ledger_aliases(usable=True)]
+        found = left(admins, wanted, topics, self._timers, producer_group=group, settles=bool(named))
+        waiting = [f"{one.waiting} messages wait for the relay on {one.alias!r}" for one in backlogs if one.waiting]
+        parked = [
+            f"{one.parked} messages on {one.alias!r} were rejected by RocketMQ (outbox_relay list)"
+            for one in backlogs
+            if one.parked
+        ]
+        return replace(found, waiting=[*waiting, *found.waiting], staying=[*parked, *found.staying])
 
 
 def _mixed_groups() -> Iterator[str]:

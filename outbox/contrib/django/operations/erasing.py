@@ -38,6 +38,7 @@ from outbox.contrib.django.models import (
     OperatorAction,
     PastCondition,
     RaisedCondition,
+    RelayEntry,
     SagaProgress,
     SavedReconciliation,
     StepEntry,
@@ -45,7 +46,7 @@ from outbox.contrib.django.models import (
 )
 from outbox.contrib.django.operations import erasure_list
 from outbox.contrib.django.settings.conf import for_column, get_settings
-from outbox.erasure import ERASED_TEXT, fingerprint
+from outbox.erasure import ERASED_CONTENT_TYPE, ERASED_TEXT, fingerprint, kept_headers
 from outbox.errors import OutboxError, UsageError
 
 logger = logging.getLogger(__name__)
@@ -317,6 +318,33 @@ def _dead_letter_notes(rows: _Rows, scope: _Scope) -> int:
     )
 
 
+def _relayed(rows: _Rows, scope: _Scope) -> int:
+    """Erase messages that wait for the relay. The relay sends them as erased messages, with their ids."""
+
+    def is_of_message(row: Any) -> bool:
+        has_key = row.topic == scope.topic and scope.key is not None and row.key == scope.key
+        return has_key or row.message_id in scope.message_ids
+
+    def erased(row: Any) -> dict[str, Any]:
+        if not is_of_message(row):
+            return {"error": scope.cleaned(row.error)}
+        return {
+            "content_type": ERASED_CONTENT_TYPE,
+            # RocketMQ refuses an empty body.
+            "body": b"0",
+            "size": 1,
+            "key": scope.replacement if scope.replacement and row.key == scope.key else row.key,
+            "headers": kept_headers(row.headers),
+            "error": row.error and ERASED_TEXT,
+        }
+
+    return _saved(
+        rows,
+        lambda row: (is_of_message(row) and row.content_type != ERASED_CONTENT_TYPE) or scope.mentions(row.error),
+        erased,
+    )
+
+
 def _reconciliations(rows: _Rows, scope: _Scope) -> int:
     return _saved(
         rows,
@@ -359,7 +387,7 @@ def _saved(rows: _Rows, is_about: Callable[[Any], bool], values: Callable[[Any],
     return count
 
 
-# outbox_ledger, outbox_inbox, outbox_claim and outbox_key_lock have only ids, hashes and times.
+# outbox_ledger, outbox_inbox, outbox_claim, outbox_key_lock and outbox_relay_lease have only ids, hashes and times.
 _TABLES: Final[Mapping[type[models.Model], Callable[[_Rows, _Scope], int]]] = {
     StepEntry: _steps,
     UniqueKey: _unique_keys,
@@ -370,6 +398,7 @@ _TABLES: Final[Mapping[type[models.Model], Callable[[_Rows, _Scope], int]]] = {
     RaisedCondition: _conditions,
     PastCondition: _conditions,
     DeadLetterNote: _dead_letter_notes,
+    RelayEntry: _relayed,
     SavedReconciliation: _reconciliations,
     OperatorAction: _audit,
 }

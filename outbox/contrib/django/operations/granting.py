@@ -25,13 +25,14 @@ from outbox.contrib.django.database.aliases import broker_database
 from outbox.contrib.django.ledger.ledger_checker import ledger_aliases
 from outbox.contrib.django.settings.conf import OutboxSettings, get_settings
 
-# The rights of a publisher in the application's databases, by table and columns. A task has bodies, so the publisher
-# reads only the columns of a task that it updates by.
+# The rights of a publisher in the application's databases, by table and columns. A task and a row of the relay have
+# bodies, so the publisher reads only the columns by which it finds them.
 _OF_PUBLISHERS: Final[Mapping[str, Mapping[str, Sequence[str]]]] = {
     "outbox_ledger": {"SELECT": (), "INSERT": ()},
     "outbox_ledger_identity": {"SELECT": ()},
     "outbox_key_lock": {"SELECT": (), "INSERT": (), "UPDATE": ()},
     "outbox_unique": {"SELECT": (), "INSERT": (), "UPDATE": ()},
+    "outbox_relay": {"INSERT": (), "SELECT": ("sequence", "message_id", "due_at")},
     "outbox_saga": {"SELECT": (), "INSERT": (), "UPDATE": ()},
     "outbox_task": {
         "INSERT": (),

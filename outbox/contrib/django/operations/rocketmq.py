@@ -31,8 +31,9 @@ from outbox.broker.operations.conditions import (
 from outbox.broker.operations.dead_letters import DeadLetter, LetterSelection, PagePosition
 from outbox.contrib.django.engine import dead_letter_notes
 from outbox.contrib.django.engine.broker import engine_of
-from outbox.contrib.django.ledger import ledger
+from outbox.contrib.django.ledger import ledger, relay_rows
 from outbox.contrib.django.ledger.ledger_checker import ledger_aliases, open_connection
+from outbox.contrib.django.ledger.relay_rows import RelayBacklog
 from outbox.contrib.django.models import InboxEntry
 from outbox.contrib.django.settings.conf import OutboxSettings, get_settings
 from outbox.contrib.django.subscribers.registry import autodiscover, subscribers
@@ -47,18 +48,22 @@ logger = logging.getLogger(__name__)
 _ANSWER_SECONDS: Final = 2.0
 _PUBLISH_SECONDS: Final = 10.0
 _OUTCOMES: Final = {"C": "committed", "R": "rolled back"}
-JUDGED: Final = ("unreachable", "lag", "dead_letters", "unanswered", "parked")
+JUDGED: Final = ("unreachable", "lag", "dead_letters", "unanswered", "parked", "relay_behind", "relay_parked")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerFigures:
-    """The figures of a RocketMQ cluster. `dead`: dead letters by group that no operator has settled."""
+    """The figures of a RocketMQ cluster. `dead`: dead letters by group that no operator has settled.
+
+    `relay`: the messages of each application database that wait for the relay.
+    """
 
     producer_group: str
     topics: Sequence[TopicFigures]
     groups: Sequence[GroupFigures]
     dead: Mapping[str, int]
     halves: Sequence[OpenHalf]
+    relay: Sequence[RelayBacklog]
 
     def as_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -68,6 +73,7 @@ class ServerFigures:
             "dead_letters": dict(self.dead),
             "undecided": sum(not one.is_given_up for one in self.halves),
             "given_up": sum(one.is_given_up for one in self.halves),
+            "relay": [dataclasses.asdict(one) for one in self.relay],
         }
 
 
@@ -200,7 +206,17 @@ def _figures(settings: OutboxSettings, admins: Sequence[Admin]) -> ServerFigures
         groups=inspection.group_figures(admins, subscriptions),
         dead={group: _unsettled(admins, group) for group in groups},
         halves=inspection.open_halves(admins, producer_group) if producer_group else [],
+        relay=list(_backlogs()),
     )
+
+
+def _backlogs() -> Iterator[RelayBacklog]:
+    for alias in ledger_aliases(usable=True):
+        try:
+            yield relay_rows.backlog(alias)
+        except DatabaseError as error:
+            # The alias may belong to another broker, without the table.
+            logger.info("the relay's rows of alias %r cannot be read: %s", alias, str(error).strip())
 
 
 def _unsettled(admins: Sequence[Admin], group: str) -> int:
@@ -240,6 +256,37 @@ def _conditions(settings: OutboxSettings, figures: ServerFigures) -> Iterator[Co
         "RocketMQ has given up half messages. It deletes them after fileReservedTime (72 h).",
         "Start a worker of this service. The pass `exhausted_checks` of its role check asks the ledger about them.",
     )
+
+    yield from _of_relay(limits, figures.relay, now)
+
+
+def _of_relay(limits: Thresholds, backlogs: Sequence[RelayBacklog], now: datetime) -> Iterator[Condition]:
+    behind = [(limits.lag_seconds.judge(_age(one.oldest_at, now)), one) for one in backlogs if one.waiting]
+    found: list[Fact] = [
+        {"database": one.alias, "messages": one.waiting, "oldest_seconds": _age(one.oldest_at, now)}
+        for severity, one in behind
+        if severity
+    ]
+    if worst := max((severity for severity, _ in behind if severity), default=None):
+        yield Condition(
+            "relay_behind",
+            worst,
+            found,
+            len(found),
+            meaning="Messages wait in the table outbox_relay, and the relay does not send them to RocketMQ.",
+            next_step="Start a worker with the role relay. `outbox_relay list` shows the errors of its sends.",
+        )
+    parked: list[Fact] = [{"database": one.alias, "messages": one.parked} for one in backlogs if one.parked]
+    if parked:
+        yield Condition(
+            "relay_parked",
+            Severity.CRITICAL,
+            parked,
+            len(parked),
+            meaning="RocketMQ has rejected messages of the relay. The later messages of their keys wait.",
+            next_step="`outbox_relay list` shows the errors. Correct the cause, then `outbox_relay retry ID`, or "
+            "`outbox_relay discard ID`.",
+        )
 
 
 def _about(half: OpenHalf) -> Fact:
@@ -399,10 +446,14 @@ def _outcomes(transactions: Mapping[UUID, UUID | None]) -> dict[UUID, str]:
 
 
 def find_path(message_id: UUID) -> MessagePath | None:
-    """The path of a message; None if RocketMQ has no copy of it, and no group has handled it. Raises BrokerError."""
+    """The path of a message; None if neither RocketMQ nor the relay has it, and no group has handled it.
+
+    Raises BrokerError.
+    """
     admins, subscriptions = brokers(), pairs()
     topics = sorted({*get_settings().topics, *(topic for _, topic in subscriptions)})
-    copies = inspection.find(admins, str(message_id), topics, subscriptions)
+    waiting = [copy for alias in ledger_aliases(usable=True) for copy in _at_relay(alias, message_id)]
+    copies = [*waiting, *inspection.find(admins, str(message_id), topics, subscriptions)]
     handled = [row for alias in ledger_aliases(usable=True) for row in _handled(alias, message_id)]
     transactions = {one.transaction_id: one.ledger_id for one in copies if one.transaction_id is not None}
     only = LetterSelection(message_ids=[message_id])
@@ -411,6 +462,29 @@ def find_path(message_id: UUID) -> MessagePath | None:
     if not copies and not handled:
         return None
     return MessagePath(copies=copies, ledger=_outcomes(transactions), handled=handled, letters=letters)
+
+
+def _at_relay(alias: str, message_id: UUID) -> list[Copy]:
+    """The row of a message that waits for the relay. It has no ledger row, so it names no transaction."""
+    try:
+        rows = list(relay_rows.rows_on(alias).filter(message_id=message_id))
+    except DatabaseError as error:
+        logger.info("the relay's rows of alias %r cannot be read: %s", alias, str(error).strip())
+        return []
+    return [
+        Copy(
+            place=f"relay ({row.state})",
+            topic=row.topic,
+            message=relay_rows.message_of(alias, row),
+            broker=alias,
+            queue=0,
+            offset=row.sequence,
+            stored_at=relay_rows.message_of(alias, row).born_at,
+            transaction_id=None,
+            ledger_id=None,
+        )
+        for row in rows
+    ]
 
 
 def _handled(alias: str, message_id: UUID) -> list[tuple[str, datetime]]:
@@ -455,6 +529,10 @@ def metric_families(figures: ServerFigures) -> Iterator[_Family]:
     given_up = {one.transaction_id for one in figures.halves if one.is_given_up}
     yield "outbox_parked_transactions", producer, [(of, len(given_up))]
     yield "outbox_queued_messages", ["topic"], [([one.topic], one.written) for one in figures.topics]
+    database = ["database"]
+    yield "outbox_relay_messages", database, [([one.alias], one.waiting) for one in figures.relay]
+    yield "outbox_relay_age_seconds", database, [([one.alias], _age(one.oldest_at, now)) for one in figures.relay]
+    yield "outbox_relay_parked_messages", database, [([one.alias], one.parked) for one in figures.relay]
 
 
 def _age(since: datetime | None, now: datetime) -> float:

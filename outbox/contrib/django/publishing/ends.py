@@ -36,7 +36,7 @@ from outbox.contrib.django.database.transactions import (
     watch_of,
 )
 from outbox.contrib.django.engine.broker import get_broker
-from outbox.contrib.django.ledger import ledger
+from outbox.contrib.django.ledger import ledger, relay_rows
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.message import SendReceipt
 from outbox.transaction import Decision, EndTransaction, HalfTransaction
@@ -50,12 +50,14 @@ logger = logging.getLogger(__name__)
 class Published:
     """The receipts of one publish call. On the two-phase path, the object also has the call's half message.
 
-    `xid` is the database's id of the local transaction (see ledger.insert_committed).
+    `xid` is the database's id of the local transaction (see ledger.insert_committed). `relayed` is the id of the call's
+    first message that waits for the relay.
     """
 
     receipts: Sequence[SendReceipt]
     half: HalfTransaction | None = None
     xid: str = ""
+    relayed: UUID | None = None
 
     @property
     def is_stored(self) -> bool:
@@ -119,6 +121,9 @@ def _is_there(connection: BaseDatabaseWrapper, published: Published) -> bool:
     sync_pipeline(connection)
     if published.half is not None:
         return _is_half_there(connection, published.half)
+    if published.relayed is not None:
+        with connection.wrap_database_errors:
+            return relay_rows.is_stored(connection, published.relayed)
     return _is_decision_there(connection, published.receipts[0].transaction_id)
 
 

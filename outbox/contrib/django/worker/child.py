@@ -30,6 +30,7 @@ from outbox.broker.supervisor import (
 )
 from outbox.contrib.django.operations import signals
 from outbox.contrib.django.settings.conf import get_settings
+from outbox.contrib.django.worker.relaying import run_relay_role
 from outbox.contrib.django.worker.roles import SHARED_LEAD, Role
 from outbox.contrib.django.worker.workers import (
     run_broker_and_check_roles,
@@ -60,7 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
         help="the consumer process is the leader, and the broker process of the worker is the standby",
     )
     options = parser.parse_args(arguments)
-    if len(options.roles) > 1 and {Role.CONSUMER, Role.MONITOR} & set(options.roles):
+    if len(options.roles) > 1 and {Role.CONSUMER, Role.RELAY, Role.MONITOR} & set(options.roles):
         parser.error("only the roles broker and check can run in one process: start one process for each other role")
     name = "+".join(options.roles)
     # As after SIGTERM, the running calls have DRAIN_SECONDS to end.
@@ -111,6 +112,8 @@ def _run_roles(roles: Sequence[str], stop: threading.Event, *, groups: Sequence[
     if Role.CONSUMER in roles:
         tune_garbage_collector()
         run_consumer_role(stop, groups=groups, leads=shared_lead)
+    elif Role.RELAY in roles:
+        run_relay_role(stop)
     elif Role.MONITOR in roles:
         run_monitor_role(stop)
     elif len(set(roles)) > 1:

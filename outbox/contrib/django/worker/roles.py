@@ -41,6 +41,8 @@ class Role(StrEnum):
     """Runs the project's subscribers."""
     CHECK = "check"
     """Runs check-back, pruning and the audit, each at its interval."""
+    RELAY = "relay"
+    """Sends the messages of the table outbox_relay to RocketMQ."""
     MONITOR = "monitor"
     """Serves the worker's health and metrics."""
 
@@ -63,7 +65,8 @@ def supervisor(roles: Sequence[str] = (), *, environment: Mapping[str, str] | No
 def child_specs(roles: Sequence[str] = ()) -> list[ChildSpec]:
     """Return the processes that run `roles`.
 
-    By default a worker runs all roles, but no consumers in a project without subscribers.
+    By default a worker runs all roles, but no consumers in a project without subscribers, and no relay if no topic
+    needs it.
 
     One process runs the roles broker and check. OUTBOX['CONSUMER_PROCESSES'] processes run consumers. A worker's only
     consumer process also leads the broker, and its broker process is the standby (docs/decisions/163).
@@ -71,8 +74,11 @@ def child_specs(roles: Sequence[str] = ()) -> list[ChildSpec]:
     refuse_processes_in_tests()
     settings = get_settings()
     wanted = {Role(role) for role in roles} or set(Role) - {Role.MONITOR}
-    if not roles and not engine_of(settings).has_broker_process:
+    engine = engine_of(settings)
+    if not roles and not engine.has_broker_process:
         wanted.discard(Role.BROKER)
+    if not roles and not engine.needs_relay():
+        wanted.discard(Role.RELAY)
     processes: dict[str, list[Role]] = {}
     if Role.BROKER in wanted or Role.CHECK in wanted:
         together = [role for role in Role if role in wanted & {Role.BROKER, Role.CHECK}]
@@ -81,6 +87,8 @@ def child_specs(roles: Sequence[str] = ()) -> list[ChildSpec]:
         required_subscriptions()
         numbers = range(1, settings.consumer_processes + 1)
         processes.update((f"consumer-{number}", [Role.CONSUMER]) for number in numbers)
+    if Role.RELAY in wanted:
+        processes["relay"] = [Role.RELAY]
     left = prepare_health_files(processes)
     options = [SHARED_LEAD] if _shares_lead(processes, apart=settings.broker_apart) else []
     specs = [_child(name, [*its_roles, *options], left[name]) for name, its_roles in processes.items()]
