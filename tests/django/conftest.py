@@ -42,10 +42,10 @@ APPLICATION_ALIASES = ("default", "other", "lite")
 
 def point_alias(alias: str, url: str) -> None:
     """Let an alias of this thread, and of threads to come, name another database."""
-    point_alias(alias, database_from_url(url))
+    _point_alias(alias, database_from_url(url))
 
 
-def point_alias(alias: str, entry: dict[str, Any]) -> None:
+def _point_alias(alias: str, entry: dict[str, Any]) -> None:
     connections[alias].close()
     for settings in (connections[alias].settings_dict, connections.settings[alias]):
         settings.update(entry)
@@ -72,9 +72,9 @@ def django_db_setup(server_url: str, django_db_blocker: Any, request: pytest.Fix
             point_alias(alias, embedded.create_database(server_url, _name(alias)))
         if configured.ON_MARIADB:
             server: PrivateMariaDB = request.getfixturevalue("mariadb_server")
-            point_alias("lite", server.create_database(_name("lite")))
+            _point_alias("lite", server.create_database(_name("lite")))
         else:
-            point_alias("lite", {"NAME": str(folder / "lite.sqlite3")})
+            _point_alias("lite", {"NAME": str(folder / "lite.sqlite3")})
         for alias in (*APPLICATION_ALIASES, "broker"):
             call_command("migrate", database=alias, run_syncdb=True, verbosity=0)
         if not configured.ON_MARIADB:

@@ -83,8 +83,10 @@ def test_a_delivery_time_is_kept_and_an_overdue_message_is_sent_at_once(project:
 
 @pytest.mark.parametrize("step", STEPS)
 def test_relay_killed_at_each_step(project: RelayProject, step: str) -> None:
+    # A relay may send all messages in one round.
+    visit = 2 if "send" in step else 1
     with watching(project) as seen:
-        with project.running("relay", faults=f"{step}=kill@2") as first:
+        with project.running("relay", faults=f"{step}=kill@{visit}") as first:
             for number in range(4):
                 project.commit("a", f"a{number}")
                 project.commit("b", f"b{number}")

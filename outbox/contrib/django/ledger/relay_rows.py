@@ -191,12 +191,17 @@ def first_rows(alias: str, limit: int) -> list[RelayEntry]:
 
 
 def backlog(alias: str) -> RelayBacklog:
-    """Count the rows of a database. Raises the errors of the database."""
-    found = rows_on(alias).aggregate(
-        waiting=Count("pk", filter=Q(parked_at=None)),
-        parked=Count("pk", filter=Q(parked_at__isnull=False)),
-        oldest=Min("born_at", filter=Q(parked_at=None)),
-    )
+    """Count the rows of a database; a missing table has no rows. Raises the errors of the database."""
+    try:
+        found = rows_on(alias).aggregate(
+            waiting=Count("pk", filter=Q(parked_at=None)),
+            parked=Count("pk", filter=Q(parked_at__isnull=False)),
+            oldest=Min("born_at", filter=Q(parked_at=None)),
+        )
+    except (ProgrammingError, OperationalError) as error:
+        if not is_missing_table(error):
+            raise
+        return RelayBacklog(alias=alias)
     oldest = found["oldest"]
     return RelayBacklog(
         alias=alias,

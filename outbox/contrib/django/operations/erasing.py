@@ -320,14 +320,15 @@ def _dead_letter_notes(rows: _Rows, scope: _Scope) -> int:
 
 def _relayed(rows: _Rows, scope: _Scope) -> int:
     """Erase messages that wait for the relay. The relay sends them as erased messages, with their ids."""
-    return _saved(
-        rows.exclude(content_type=ERASED_CONTENT_TYPE),
-        lambda row: (
-            row.message_id in scope.message_ids
-            or (row.topic == scope.topic and scope.key is not None and row.key == scope.key)
-            or scope.mentions(row.error)
-        ),
-        lambda row: {
+
+    def is_of_message(row: Any) -> bool:
+        has_key = row.topic == scope.topic and scope.key is not None and row.key == scope.key
+        return has_key or row.message_id in scope.message_ids
+
+    def erased(row: Any) -> dict[str, Any]:
+        if not is_of_message(row):
+            return {"error": scope.cleaned(row.error)}
+        return {
             "content_type": ERASED_CONTENT_TYPE,
             # RocketMQ refuses an empty body.
             "body": b"0",
@@ -335,7 +336,12 @@ def _relayed(rows: _Rows, scope: _Scope) -> int:
             "key": scope.replacement if scope.replacement and row.key == scope.key else row.key,
             "headers": kept_headers(row.headers),
             "error": row.error and ERASED_TEXT,
-        },
+        }
+
+    return _saved(
+        rows,
+        lambda row: (is_of_message(row) and row.content_type != ERASED_CONTENT_TYPE) or scope.mentions(row.error),
+        erased,
     )
 
 

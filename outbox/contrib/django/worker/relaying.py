@@ -2,7 +2,8 @@
 
 One relay per database works at a time: the one that holds the lease in `outbox_relay_lease`. It takes rows with an
 UPDATE that has the lease as a condition, so PostgreSQL refuses a relay that has lost its lease. It sends the next
-message of a line only after RocketMQ has confirmed the message before, and deletes the confirmed rows.
+message of a line only after RocketMQ has confirmed the message before, and deletes the confirmed rows. So the first
+copies of a line are in order, even if two relays send it at once. The lease only keeps duplicates rare.
 
 A relay that dies before the DELETE leaves its rows. The next relay sends them again, with the same ids and in the same
 order. A relay that freezes between the check of its lease and the send may send one message per line late. The other
@@ -28,6 +29,7 @@ from django.db.models.functions import Now, RowNumber
 from django.db.utils import DatabaseError, InterfaceError
 
 from outbox.contrib.django.database.in_tests import refuse_processes_in_tests
+from outbox.contrib.django.database.transactions import is_missing_table
 from outbox.contrib.django.engine.broker import get_broker, get_engine
 from outbox.contrib.django.ledger.ledger_checker import ledger_aliases
 from outbox.contrib.django.ledger.relay_rows import message_of, rows_on
@@ -55,6 +57,8 @@ _THREADS: Final = 16
 _PAUSE_SECONDS: Final = 0.1
 # The pause after an error of the database, and between two looks at the lease of another relay.
 _LOOK_SECONDS: Final = 1.0
+# The pause between two looks for the table of a database.
+_TABLE_SECONDS: Final = 10.0
 # A failed message is tried again after this pause.
 _BACKOFF: Final = Backoff(first_seconds=0.5, longest_seconds=5.0)
 _FIRST_LINE: Final = -(2**63) - 1
@@ -340,6 +344,10 @@ def _pause_after(relay: Relay, errors: dict[str, str]) -> float:
         counts = relay.run_once()
     except (DatabaseError, InterfaceError) as error:
         connections[relay.alias].close()
+        if isinstance(error, DatabaseError) and is_missing_table(error):
+            # The alias may belong to another broker. Without the table, no message can wait there.
+            logger.debug("the database %r has no table of the relay", relay.alias)
+            return _TABLE_SECONDS
         text = str(error).strip()
         if errors.get(relay.alias) != text:
             logger.warning("the relay of database %r waits for its database: %s", relay.alias, text)
