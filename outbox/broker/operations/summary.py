@@ -243,7 +243,8 @@ FRESH_SECONDS: Final = 60.0
 # the next count begins.
 SHARE: Final = 0.05
 _BLOCKED_NAMED: Final = 20
-# The first summary of a leader is counted while its first ticks queue the messages that have waited for a leader.
+# The first summary of a leader is counted while its first ticks queue the messages that have waited for a leader. See
+# decision 225.
 _COUNTS_UNTIL_CURRENT: Final = 2
 
 

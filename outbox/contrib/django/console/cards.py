@@ -1,6 +1,6 @@
 """The cards of the operations page: each condition with its evidence and its remedy, and the tiles of figures.
 
-See decisions 221 and 224.
+See decision 221, and decision 224 about next steps and consequences.
 """
 
 from __future__ import annotations
