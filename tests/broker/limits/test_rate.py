@@ -59,7 +59,7 @@ def test_two_processes_together_never_exceed_the_rate(bench: ConsumptionBench) -
     assert bench.rows("SELECT count(DISTINCT name) FROM span") == [(2,)]
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 def test_the_rate_is_exact_within_two_per_cent_through_a_kill(bench: ConsumptionBench) -> None:
     with two_processes(bench, f'{{"rate": "{_RATE}/s"}}') as processes:
         bench.publish(keyed("orders", 4_000, 60))
