@@ -54,7 +54,7 @@ def place(project: RelayProject, keys: list[str], rounds: int) -> None:
                 project.commit(key, f"{key}-s{number}", fail=True)
                 project.commit(key, f"{key}-d{number}")
 
-    in_threads([lambda key=key: place_of(key) for key in keys])  # type: ignore[misc]
+    in_threads([lambda key=key: place_of(key) for key in keys])
 
 
 def test_committed_messages_arrive_in_the_order_of_their_commits(project: RelayProject) -> None:
@@ -151,7 +151,8 @@ def test_a_rejected_message_is_parked_and_blocks_its_key_only(project: RelayProj
         project.commit(long, "rejected")
         project.commit(long, "behind")
         project.commit("b", "other")
-        parked = eventually(lambda: rows_on("default").filter(parked_at__isnull=False).first(), within_seconds=60)
+        eventually(lambda: backlog("default").parked, within_seconds=60)
+        parked = rows_on("default").get(parked_at__isnull=False)
         eventually(lambda: seen.first() == {"b": ["other"]}, within_seconds=60)
         assert bytes(parked.body) == b'"rejected"' and "message" in parked.error.lower()
         assert (backlog("default").waiting, backlog("default").parked) == (1, 1)

@@ -125,7 +125,7 @@ def test_per_key_the_order_is_that_of_the_commits(project: RelayProject, seed: i
     campaign = Faults(project, random.Random(seed))
     with watching(project) as seen:
         with campaign.running():
-            in_threads([lambda one=one: place(project, one, transactions) for one in range(4)])  # type: ignore[misc]
+            in_threads([lambda one=one: place(project, one, transactions) for one in range(4)])
         with project.running("relay"), project.running("consumer"):
             eventually(lambda: not rows_on("default").exists(), within_seconds=300)
             committed = project.committed()

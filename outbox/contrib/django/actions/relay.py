@@ -8,13 +8,12 @@ from uuid import UUID
 
 from outbox.contrib.django.actions.declaration import ActionField, ActionPlan, DeclaredAction, FieldKind, Values
 from outbox.contrib.django.ledger import relay_rows
-from outbox.contrib.django.ledger.ledger_checker import ledger_aliases
 from outbox.contrib.django.models import RelayEntry
 from outbox.errors import UsageError
 
 
 def _found(message_id: UUID) -> tuple[str, RelayEntry]:
-    for alias in ledger_aliases(usable=True):
+    for alias in relay_rows.relay_aliases():
         if (row := relay_rows.rows_on(alias).defer("body").filter(message_id=message_id).first()) is not None:
             return alias, row
     raise UsageError(

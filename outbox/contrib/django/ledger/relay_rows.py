@@ -24,7 +24,7 @@ from django.db.models.functions import Now
 from django.db.utils import OperationalError, ProgrammingError
 
 from outbox.contrib.django.database.transactions import is_missing_table
-from outbox.contrib.django.ledger.ledger_checker import open_connection
+from outbox.contrib.django.ledger.ledger_checker import ledger_aliases, open_connection
 from outbox.contrib.django.settings.conf import aware, for_column
 from outbox.errors import ConfigurationError
 from outbox.message import Message, SendReceipt
@@ -47,6 +47,15 @@ class RelayBacklog:
     waiting: int = 0
     oldest_at: datetime | None = None
     parked: int = 0
+
+
+def relay_aliases() -> list[str]:
+    """The aliases that have the table. An alias of another broker may have none."""
+    return [
+        alias
+        for alias in ledger_aliases(usable=True)
+        if "outbox_relay" in connections[alias].introspection.table_names()
+    ]
 
 
 def rows_on(alias: str) -> QuerySet[RelayEntry]:

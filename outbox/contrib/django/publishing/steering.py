@@ -9,7 +9,6 @@ from django.utils.asyncio import async_unsafe
 from outbox.contrib.django.database.transactions import current_transaction
 from outbox.contrib.django.engine.broker import get_broker, get_engine
 from outbox.contrib.django.ledger import relay_rows
-from outbox.contrib.django.ledger.ledger_checker import ledger_aliases
 from outbox.contrib.django.publishing.publish import key_text
 from outbox.errors import TransactionUsageError
 from outbox.ports import Broker
@@ -51,7 +50,7 @@ def reject_transactional(rejecting: bool = True) -> bool:
 
 
 def _recall_from_relay(message_id: UUID) -> Recall | None:
-    for alias in ledger_aliases(usable=True):
+    for alias in relay_rows.relay_aliases():
         for row in relay_rows.remove_unsent(alias, message_id):
             return Recall(message_id=message_id, status=RecallStatus.RECALLED, topic=row.topic, key=row.key)
     return None

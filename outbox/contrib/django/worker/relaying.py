@@ -217,7 +217,8 @@ class Relay:
         """Mark the first rows of these lines as taken, and return them; None if the lease is lost."""
         place = Window(RowNumber(), partition_by=F("line"), order_by=F("sequence").asc())
         first = rows_on(self.alias).filter(line__in=lines).annotate(place=place).filter(place__lte=MESSAGES_PER_LINE)
-        numbers, size = [], 0
+        numbers: list[int] = []
+        size = 0
         # The first messages of all lines come before all second messages, so each line keeps its first messages.
         for number, its_size in first.order_by("place", "sequence").values_list("pk", "size"):
             size += its_size

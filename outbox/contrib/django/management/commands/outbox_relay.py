@@ -6,8 +6,7 @@ from typing import Any
 
 from django.core.management.base import CommandParser
 
-from outbox.contrib.django.ledger.ledger_checker import ledger_aliases
-from outbox.contrib.django.ledger.relay_rows import first_rows
+from outbox.contrib.django.ledger.relay_rows import first_rows, relay_aliases
 from outbox.contrib.django.management.acting import ActionCommand
 from outbox.contrib.django.models import RelayEntry
 
@@ -25,7 +24,7 @@ class Command(ActionCommand):
         self.add_json(listing)
 
     def _list(self, options: dict[str, Any]) -> None:
-        found = [(alias, row) for alias in ledger_aliases() for row in first_rows(alias, options["limit"])]
+        found = [(alias, row) for alias in relay_aliases() for row in first_rows(alias, options["limit"])]
         if options["json"]:
             self.print_json([_as_json(alias, row) for alias, row in found])
             return
