@@ -77,7 +77,7 @@ def read_timeline(
     """
     wanted = Q(name__icontains=containing) | Q(subject__icontains=containing)
     present = list(RaisedCondition.objects.filter(kind=RaisedCondition.Kind.CONDITION).filter(wanted))
-    # Ten thousand rows are read in a fourth of the time without making objects of them.
+    # There may be many rows, so the statement makes no object for each of them.
     past = (
         PastCondition.objects.filter(seen_at__gte=since)
         .exclude(name="")
