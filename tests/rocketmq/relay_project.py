@@ -114,7 +114,10 @@ def watching(project: RelayProject) -> Iterator[Seen]:
     """Consume the topic of the steps without an inbox."""
     seen = Seen()
     retry = RetryPolicy(delays_seconds=[1])
-    subscription = Subscription(group=unique("seen"), topic=project.steps.name, mode=Mode.ORDERLY, retry=retry)
+    # A killed server may forget an acknowledgement: the queue of a FIFO topic then waits for this timeout.
+    subscription = Subscription(
+        group=unique("seen"), topic=project.steps.name, mode=Mode.ORDERLY, retry=retry, timeout_seconds=10
+    )
     project.server.admin.create_group(subscription, project.steps)
     consumers = RocketMQConsumers(project.server.url, [(subscription, seen.note)], topics=[project.steps])
     stop = threading.Event()

@@ -131,6 +131,7 @@ def test_server_killed_and_restarted(project: RelayProject, rocketmq: PrivateRoc
     with watching(project) as seen, project.running("relay"):
         project.commit("a", "before")
         all_sent()
+        eventually(lambda: seen.by_key["a"], within_seconds=60)
         rocketmq.kill()
         project.commit("a", "while-away")
         project.commit("b", "rolled-back", fail=True)
@@ -138,7 +139,7 @@ def test_server_killed_and_restarted(project: RelayProject, rocketmq: PrivateRoc
         project.commit("a", "while-away-2")
         rocketmq.start()
         all_sent()
-        eventually(lambda: seen.first() == project.committed(), within_seconds=60, what=lambda: str(seen.by_key))
+        eventually(lambda: seen.first() == project.committed(), within_seconds=120, what=lambda: str(seen.by_key))
     assert project.committed() == {"a": ["before", "while-away", "while-away-2"]}
 
 
@@ -148,8 +149,9 @@ def test_a_rejected_message_is_parked_and_blocks_its_key_only(project: RelayProj
     # RocketMQ's proxy allows 64 bytes for a message group.
     long = "k" * 200
     with watching(project) as seen, project.running("relay"):
-        project.commit(long, "rejected")
-        project.commit(long, "behind")
+        for number in ("rejected", "behind"):
+            with transaction.atomic():
+                publish(project.steps.name, number, key=long)
         project.commit("b", "other")
         eventually(lambda: backlog("default").parked, within_seconds=60)
         parked = rows_on("default").get(parked_at__isnull=False)

@@ -15,13 +15,13 @@ GROUP = os.environ["TEST_GROUP"]
 RETRY = RetryPolicy(delays_seconds=[1], max_attempts=20)
 
 
-@subscriber(STEPS, group=GROUP, mode=Mode.ORDERLY, retry=RETRY)
+@subscriber(STEPS, group=GROUP, mode=Mode.ORDERLY, retry=RETRY, timeout_seconds=10)
 def step(delivery: Delivery) -> None:
     """Note the message."""
     Effect.objects.create(number=delivery.body)
 
 
-@subscriber(LATER, group=f"{GROUP}-later", retry=RETRY)
+@subscriber(LATER, group=f"{GROUP}-later", retry=RETRY, timeout_seconds=10)
 def later(delivery: Delivery) -> None:
     """Note the message."""
     Effect.objects.create(number=delivery.body)

@@ -526,6 +526,13 @@ def _repeat_on(alias: str, listed: Sequence[Erasure], keys: Mapping[str, set[str
         rows.update(_erase_on(alias, scope, erasures))
         if not (wanted and router.allow_migrate_model(alias, Finding)):
             continue
+        relayed = RelayEntry._base_manager.using(alias).filter(topic=topic)
+        for key in set(relayed.values_list("key", flat=True)):
+            if (one := wanted.get(fingerprint(secret, topic, key))) is not None:
+                of_key = _Scope(
+                    topic=topic, message_ids=(), transaction_ids=(), key=key, replacement=one.replacement, texts=()
+                )  # fmt: skip
+                rows[f"{alias}.outbox_relay"] += _relayed(relayed, of_key)
         for key in set(Finding._base_manager.using(alias).values_list("key", flat=True)):
             if (one := wanted.get(fingerprint(secret, topic, key))) is not None:
                 of_key = _Scope(
