@@ -44,6 +44,7 @@ ALWAYS = {
     "test_rollback_is_never_seen_and_commit_is_seen_once",
 }
 # Case -> why it is left out, in words of docs/engines.md or docs/rocketmq.md.
+HALF = "RocketMQ's half messages have neither an order nor a delivery time"
 LACKING: Mapping[str, str] = {
     **dict.fromkeys(
         [
@@ -51,7 +52,7 @@ LACKING: Mapping[str, str] = {
             "test_fifo_continues_when_the_earlier_one_rolls_back",
             "test_messages_of_one_key_keep_their_order",
         ],
-        "FIFO topics take no transactional and no delayed messages",
+        HALF,
     ),
     **dict.fromkeys(
         [
@@ -96,14 +97,14 @@ LACKING: Mapping[str, str] = {
         ],
         "report of what is due now",
     ),
-    "test_delayed_message_waits_for_its_time": "delivery times | outside of transactions only",
-    "test_a_delay_counts_from_when_the_broker_stores_the_message": "delivery times | outside of transactions only",
+    "test_delayed_message_waits_for_its_time": HALF,
+    "test_a_delay_counts_from_when_the_broker_stores_the_message": HALF,
     "test_a_group_starts_by_the_time_of_queueing": "new group that starts at the latest message",
 }
 LACKING_MODULES: Mapping[ModuleType, str] = {
     test_fencing: "producers with a transactional id",
     test_parking: "RocketMQ asks about an undecided message `transactionCheckMax` times",
-    test_recall: "recall of waiting messages",
+    test_recall: "recall of messages that it has stored",
     test_switches: "switch that refuses the transactional messages of all producers",
 }
 TOPICS = [
