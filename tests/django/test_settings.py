@@ -11,6 +11,7 @@ from typing import Any
 import psycopg
 import pytest
 from django.apps import apps
+from django.conf import settings
 from django.core.checks import run_checks
 from django.core.management import call_command
 from django.core.management.base import CommandError
@@ -297,3 +298,13 @@ def test_importing_needs_neither_settings_nor_apps() -> None:
         [sys.executable, "-c", "from outbox.contrib.django import publish, subscriber, transactional_message"],
         check=True,
     )
+
+
+def test_an_app_registry_that_is_filled_again_registers_each_check_once(application: None) -> None:
+    """Tests with override_settings(INSTALLED_APPS=...) fill it again."""
+    with override_settings(OUTBOX={**OUTBOX, "BROKER": "nowhere"}):
+        before = [item.id for item in run_checks()]
+    with override_settings(INSTALLED_APPS=[*settings.INSTALLED_APPS]):
+        pass
+    with override_settings(OUTBOX={**OUTBOX, "BROKER": "nowhere"}):
+        assert [item.id for item in run_checks()] == before

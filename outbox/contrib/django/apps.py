@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -55,6 +56,9 @@ class OutboxConfig(AppConfig):
         post_migrate.connect(after_migrate, sender=self, weak=False, dispatch_uid="outbox.after_migrate")
 
 
+# Django calls `ready` again if a test changes INSTALLED_APPS. With a new function for the same path, each check would
+# then be registered twice.
+@functools.cache
 def _imported_when_called(path: str) -> Callable[..., Any]:
     """Return a function that imports the function at the dotted path when it is called, and calls it."""
 
