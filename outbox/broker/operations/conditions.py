@@ -279,7 +279,8 @@ CATALOGUE: Final[Mapping[str, ConditionKind]] = {
     "outage": ConditionKind(
         "A subscription pauses, because its handlers fail one after another with the same error. Probably a "
         "service that the handlers need is down.",
-        "Restore the service that the error names: the group then resumes by itself.",
+        "Restore the service that the error names: the group then resumes by itself. A disabled endpoint must also be "
+        "enabled.",
     ),
     "unknown_version": ConditionKind(
         "Messages of an event wait, because newer code has published them and the workers do not know their version.",

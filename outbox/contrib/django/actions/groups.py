@@ -146,7 +146,7 @@ def _change_limits(values: Values) -> ActionPlan:
     group, topic = values["group"], values["topic"]
     fields = {name: values[name] for name in ("running", "per_key", "rate", "burst") if values[name] is not None}
     if bool(fields) == values["from_code"]:
-        raise UsageError("Give the limits to change, or --from-code to return to the limits of the code.")
+        raise UsageError("Give a limit to change, or return to the limits of the code (--from-code).")
     with broker_connection() as (connection, schema):
         now = limits_now(Executor(connection, schema), group, topic)
     override = None if values["from_code"] else {**(now.override or {}), **fields}

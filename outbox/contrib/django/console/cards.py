@@ -57,8 +57,8 @@ _STEPS: Final[Mapping[str, str]] = {
     "function.",
     "wrong_ledger": "Point the database alias to the right database. If the ledger is gone, open the transaction and "
     "decide it there without asking the ledger.",
-    "lag": "The page of the group shows which queues are behind and what holds them up. Add consumers, or fix the "
-    "slow or blocked handler.",
+    "lag": "The page of the group shows which queues are behind, and the other conditions of the group. If one of them "
+    "stops the group, settle that one. Otherwise add consumers, or fix the slow handler.",
     "blocked_queue": "Fix the handler, or skip the message with the button.",
     "stopped_queue": "Fix the cause of the handler's error, then resume the group with the button.",
     "group_paused": "When the reason for the pause is gone, resume the group with the button.",
@@ -69,8 +69,8 @@ _STEPS: Final[Mapping[str, str]] = {
     "endpoint_disabled": "If the endpoint exists again, enable it with the button. If it is gone for good, remove its "
     "entry from FORWARD, then delete the group in a shell.",
     "limit_binding": "If the service behind the handler allows it, change the limits with the button.",
-    "dead_letters": "Open the list: it shows the errors. Fix the handler, then replay the dead letters. Discard those "
-    "that no handler can handle.",
+    "dead_letters": "Open the list: it shows the errors. Correct the cause, then replay the dead letters. Discard "
+    "those that no handler can read or handle.",
     "saga_stalled": "Replay the dead letters of the stalled sagas. The role `check` publishes lost messages again "
     "within a minute.",
     "reconciliation_findings": "The list shows each finding with its next step. Repair the findings, then run the "
