@@ -41,7 +41,9 @@ def test_what_waits_for_its_time_is_counted_after_a_crash(server: PrivateRocketM
     def waiting() -> list[str]:
         return left([server.admin], [], [topic.name], timers).waiting
 
-    assert waiting() == [f"5 messages on topic {topic.name!r} wait for their delivery time"]
+    # After its start, the server reads the end of its log and then counts the last messages.
+    expected = [f"5 messages on topic {topic.name!r} wait for their delivery time"]
+    eventually(lambda: waiting() == expected, within_seconds=15, what=lambda: str(waiting()))
     with consuming(server, topic, lambda delivery: seen.add(delivery.body)):
         eventually(lambda: seen == set(range(5)), within_seconds=90)
     # The server looks up to 15 s later at the messages that the consumer had received.
