@@ -120,9 +120,6 @@ class Demand:
     keys: Sequence[str] = ()
 
 
-# The statements on slots are not prepared: the table grows from nothing to thousands of rows within a second, and a
-# plan for the empty table would read the whole table for each slot.
-#
 # All statements lock the rows of slots in the order of the primary key, so that no two of them can deadlock: if this
 # process was frozen until its slots expired, another process may be taking them now. Then they join the locked rows by
 # all four columns of the primary key. With constants for the first two columns, PostgreSQL compares each locked row
@@ -185,7 +182,6 @@ def renew(
             "rotation_seconds": _ROTATION_SECONDS,
             "slots": slots,
         },
-        prepare=False,
     )
     numbers: dict[str, set[int]] | None = {} if slots else None
     for name, number in renewed:
@@ -249,7 +245,6 @@ def take(
             "limit": limit,
             "term": term_seconds,
         },
-        prepare=False,
     )
     taken: dict[str, set[int]] = {}
     for name, number in rows:
@@ -287,7 +282,6 @@ def release(run: Executor, key: SubscriptionKey, instance: UUID, slots: Collecti
             "keys": arrays.texts([name for name, _ in ordered]),
             "numbers": arrays.integers([number for _, number in ordered]),
         },
-        prepare=False,
     )
 
 
@@ -328,7 +322,7 @@ DELETE FROM {schema}.slot_demand WHERE expires_at < clock_timestamp() - interval
 
 def release_all(run: Executor, instance: UUID) -> None:
     """Release all slots of an instance whose handlers have certainly ended."""
-    run.execute(_RELEASE_ALL, {"instance": instance}, prepare=False)
+    run.execute(_RELEASE_ALL, {"instance": instance})
 
 
 def forget_the_dead(run: Executor) -> None:
