@@ -6,7 +6,6 @@ import contextlib
 import signal
 import subprocess
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Final
 
@@ -17,11 +16,11 @@ from outbox.broker.database.executor import Executor
 from outbox.broker.operations.audit import count_messages
 from outbox.contrib.django import publish
 from outbox.contrib.django.database.aliases import broker_connection
-from outbox.contrib.django.engine.broker import flush
 from outbox.utils import faults
 from tests.django.processes import process
 from tests.django.shop.models import Effect, Order
 from tests.django.state import rolled_back, stored
+from tests.django.support import end_messages_lost
 from tests.django.test_crash import STEPS as PRODUCER_STEPS
 from tests.django.test_crash import UNIQUE_STEP
 from tests.support import eventually
@@ -69,17 +68,6 @@ def test_every_fault_point_is_armed() -> None:
     assert sorted([*PRODUCER_STEPS, *WORKER_STEPS, *elsewhere]) == sorted(faults.POINTS)
 
 
-@contextlib.contextmanager
-def lost_ends() -> Iterator[None]:
-    """Every end message of the block is lost: only check-back can decide."""
-    faults.arm("producer.before_end=raise")
-    try:
-        yield
-        flush(within_seconds=5)
-    finally:
-        faults.arm("")
-
-
 def place(number: int) -> None:
     """An order with a message of each kind; the FIFO one says by its tag which one of its key it is."""
     Order.objects.create(number=f"n{number}")
@@ -91,7 +79,7 @@ def place(number: int) -> None:
 def work(numbers: range) -> None:
     """Of four orders one commits, one rolls back, and two do so and lose their end message."""
     for number in numbers:
-        with lost_ends() if number % 4 > 1 else contextlib.nullcontext():
+        with end_messages_lost() if number % 4 > 1 else contextlib.nullcontext():
             with rolled_back() if number % 2 else transaction.atomic():
                 place(number)
 

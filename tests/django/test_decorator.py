@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
@@ -14,25 +13,13 @@ from django.test import AsyncClient, Client
 from django.test.utils import CaptureQueriesContext
 
 from outbox.contrib.django import run_check_back, transactional_message
-from outbox.contrib.django.engine.broker import flush
 from outbox.errors import ConfigurationError, SendFailed, TransactionUsageError, UnknownTopic
-from outbox.utils import faults
 from tests.django.shop.models import Order, Payment
 from tests.django.state import decisions, incidents, savepoint, stored
+from tests.django.support import end_messages_lost
 from tests.django.urls import Refused
 
 pytestmark = pytest.mark.usefixtures("empty_log")
-
-
-@contextlib.contextmanager
-def without_ends() -> Iterator[None]:
-    """Lose every end message of the block."""
-    faults.arm("producer.before_end=raise")
-    try:
-        yield
-        flush(within_seconds=5)
-    finally:
-        faults.arm("")
 
 
 @transactional_message("orders", key=lambda number: number, body=lambda number: {"number": number})
@@ -244,7 +231,7 @@ def test_a_check_runs_with_the_ledger_and_a_disagreement_is_reported() -> None:
     def committed() -> None:
         Payment.objects.create(reference="lost-end")
 
-    with without_ends():
+    with end_messages_lost():
         committed()
     run_check_back()
     assert decisions() == {"checked": "R", "lost-end": "C"}
@@ -266,7 +253,7 @@ def test_without_a_ledger_the_check_decides(outbox_settings: Callable[..., None]
             connections["default"].close()
             raise Refused
 
-    with without_ends():
+    with end_messages_lost():
         place("kept", fail=False)
         with pytest.raises(Refused):
             place("dropped", fail=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing
 from datetime import UTC, datetime, timedelta
 from uuid import UUID
 
@@ -24,10 +24,10 @@ from outbox.contrib.django.ledger.ledger_checker import LedgerChecker, answer_by
 from outbox.contrib.django.ledger.pruning import prune_ledgers
 from outbox.contrib.django.models import LedgerEntry, LedgerIdentity
 from outbox.contrib.django.settings.conf import get_settings
-from outbox.utils import faults
 from outbox.utils.ids import uuid7
 from tests.django.shop.models import Order
 from tests.django.state import decisions, incidents, rolled_back
+from tests.django.support import end_messages_lost
 from tests.support import eventually
 
 pytestmark = pytest.mark.usefixtures("empty_log")
@@ -37,17 +37,6 @@ pytestmark = pytest.mark.usefixtures("empty_log")
 def alias(request: pytest.FixtureRequest) -> str:
     """PostgreSQL and SQLite."""
     return str(request.param)
-
-
-@contextmanager
-def end_messages_lost() -> Iterator[None]:
-    """A publish call inside reports no end to the broker."""
-    faults.arm("producer.before_end=raise")
-    try:
-        yield
-        flush(within_seconds=5)
-    finally:
-        faults.arm("")
 
 
 def order_paid(alias: str, key: str) -> UUID:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing
 from datetime import UTC, datetime, timedelta
 from typing import Any
 from uuid import UUID
@@ -16,7 +16,6 @@ from django.db import IntegrityError, OperationalError, connections, transaction
 
 from outbox import Delivery, Message
 from outbox.contrib.django import publish, run_check_back, subscriber, transactional_message
-from outbox.contrib.django.engine.broker import flush
 from outbox.contrib.django.ledger import ledger, renaming
 from outbox.contrib.django.ledger.ledger_checker import open_connection
 from outbox.contrib.django.ledger.pruning import prune_inboxes
@@ -26,11 +25,11 @@ from outbox.contrib.django.subscribers import registry
 from outbox.contrib.django.subscribers.inbox import InboxInvoker
 from outbox.errors import HandlerNotStarted, SendFailed, TransactionAlreadyRolledBack, TransactionUsageError, UsageError
 from outbox.ports import Disposition
-from outbox.utils import faults
 from outbox.utils.ids import uuid7
 from tests.django.configured import ON_MARIADB
 from tests.django.shop.models import Effect, Order
 from tests.django.state import decisions
+from tests.django.support import end_messages_lost
 from tests.mariadb import PrivateMariaDB
 
 pytestmark = [
@@ -61,16 +60,6 @@ def deliver(number: str, group: str, message_id: UUID | None = None) -> Any:
     given: Delivery[Any] = Delivery(message=message, body={}, group=group, queue="orders/0", offset=0)
     found = next(item for item in registry.subscribers() if item.subscription.group == group)
     return InboxInvoker(lease_seconds=2.0)(found.subscription, found.handler, [given], generation=1)[0]
-
-
-@contextmanager
-def end_messages_lost() -> Iterator[None]:
-    faults.arm("producer.before_end=raise")
-    try:
-        yield
-        flush(within_seconds=5)
-    finally:
-        faults.arm("")
 
 
 @pytest.fixture(params=["READ COMMITTED", "REPEATABLE READ", "SERIALIZABLE"])

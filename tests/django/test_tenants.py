@@ -15,7 +15,8 @@ from outbox.contrib.django.models import LedgerEntry, LedgerIdentity
 from outbox.errors import ConfigurationError
 from tests.django.shop.models import Order
 from tests.django.state import decisions
-from tests.django.test_ledger import end_messages_lost, execute, order_paid
+from tests.django.support import end_messages_lost
+from tests.django.test_ledger import execute, order_paid
 from tests.django.test_missing_tables import renamed
 
 pytestmark = pytest.mark.usefixtures("empty_log")
