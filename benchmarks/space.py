@@ -2,7 +2,8 @@
 
 One process publishes in batches, handles the messages with the inbox, makes ticks, and removes rows: retention and
 pruning every two seconds. Everything is in one database. The kinds alternate: rows stay; rows are deleted; the inbox is
-in partitions of ten seconds, which are dropped. OUTBOX_BENCH_SECONDS sets the length of one run.
+in partitions of ten seconds, which are dropped. OUTBOX_BENCH_SECONDS sets the length of one run, and
+OUTBOX_BENCH_KEEP_SECONDS how long rows live.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from benchmarks.harness import REPEATS, Spread, child_arguments, measured, serve
 from outbox.broker import embedded
 
 SECONDS: Final = float(os.environ.get("OUTBOX_BENCH_SECONDS", "180"))
-KEEP_SECONDS: Final = 60
+KEEP_SECONDS: Final = int(os.environ.get("OUTBOX_BENCH_KEEP_SECONDS", "60"))
 PASS_SECONDS: Final = 2.0
 KINDS: Final = ("rows stay", "DELETE", "partitions")
 TABLES: Final = ("commit_log", "op_log", "consume_queue", "outbox_inbox")

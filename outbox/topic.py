@@ -48,7 +48,7 @@ class Topic:
     messages. Consumed messages are removed after `retention_seconds`. `backlog_limit` is the greatest number of
     messages that a group may be behind, and `space_limit_bytes` the greatest size of all messages that the broker
     stores. While a limit is exceeded, publishing raises TopicOverLimit if `on_limit` is 'refuse', and logs a warning if
-    it is 'warn'. Raises ConfigurationError.
+    it is 'warn'. With `searchable`, the installation makes an index of the topic's keys. Raises ConfigurationError.
     """
 
     name: str
@@ -60,6 +60,7 @@ class Topic:
     backlog_limit: int | None = None
     space_limit_bytes: int | None = None
     on_limit: str = "refuse"
+    searchable: bool = False
 
     def __post_init__(self) -> None:
         names.check_topic(self.name)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import psycopg
 import pytest
 
@@ -19,6 +20,10 @@ from tests.databases import Pool, drop_databases, new_name
 from tests.sample.browser import Chromium
 from tests.servers import RabbitMQ
 from tests.wheel import Environments, build
+
+# On a loaded machine, an example takes longer than the 200 ms that Hypothesis allows by default.
+hypothesis.settings.register_profile("outbox", deadline=None)
+hypothesis.settings.load_profile("outbox")
 
 SERVER_SETTINGS = {
     "max_connections": "400",

@@ -6,7 +6,7 @@ import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,13 +24,14 @@ NEW_PROGRAM = os.environ.get("OUTBOX_PGBOUNCER") or (str(UNPACKED) if UNPACKED.e
 _PORT = 6432
 _SETTINGS = """
 [databases]
-* = host={host} port={port} user={user}
+* = host={host} port={port} {as_user}
 
 [pgbouncer]
 listen_addr =
 listen_port = {own_port}
 unix_socket_dir = {folder}
-auth_type = any
+auth_type = {authentication}
+auth_file = {folder}/users
 pool_mode = transaction
 server_login_retry = 1
 default_pool_size = {size}
@@ -77,9 +78,14 @@ EVERY_VERSION = [
 
 
 class Pooler:
-    """A PgBouncer whose pool has `size` connections for each database of the server of `url`."""
+    """A PgBouncer whose pool has `size` connections for each database of the server of `url`.
 
-    def __init__(self, url: str, folder: Path, *, size: int, version: Version = VERSIONS["old"]) -> None:
+    Every client is the user of `url`. With `logins`, each client is the login that it names, with a pool of its own.
+    """
+
+    def __init__(
+        self, url: str, folder: Path, *, size: int, version: Version = VERSIONS["old"], logins: Collection[str] = ()
+    ) -> None:
         assert version.program is not None, "this PgBouncer is missing"
         self._program = version.program
         self._folder = folder
@@ -89,9 +95,11 @@ class Pooler:
         let_in(url, run_as)
         # It refuses to run as root, so it runs as the server's user, who may enter the folder of its socket.
         let_through(folder)
+        user = str(given.get("user", "postgres"))
+        (folder / "users").write_text("".join(f'"{name}" ""\n' for name in (user, *logins)))
         settings = _SETTINGS.format(
-            host=given["host"], port=given.get("port", 5432), user=given.get("user", "postgres"), folder=folder,
-            own_port=_PORT, size=size, run_as=run_as,
+            host=given["host"], port=given.get("port", 5432), as_user="" if logins else f"user={user}", folder=folder,
+            authentication="trust" if logins else "any", own_port=_PORT, size=size, run_as=run_as,
         )  # fmt: skip
         self._settings.write_text(settings + version.settings)
         self.url = make_conninfo(url, host=str(folder), port=str(_PORT))
@@ -131,9 +139,11 @@ def pooled(url: str, folder: Path, *, size: int) -> Iterator[str]:
 
 
 @contextmanager
-def running(url: str, folder: Path, *, size: int, version: Version = VERSIONS["old"]) -> Iterator[Pooler]:
+def running(
+    url: str, folder: Path, *, size: int, version: Version = VERSIONS["old"], logins: Collection[str] = ()
+) -> Iterator[Pooler]:
     """A PgBouncer that is ended after the block."""
-    pooler = Pooler(url, folder, size=size, version=version)
+    pooler = Pooler(url, folder, size=size, version=version, logins=logins)
     pooler.start()
     try:
         yield pooler

@@ -22,12 +22,11 @@ from sphinx.util.docutils import SphinxDirective
 
 from outbox import errors
 from outbox.broker.operations.audit import Audit
-from outbox.broker.operations.conditions import CATALOGUE, ConditionReport
+from outbox.broker.operations.conditions import ConditionReport
 from outbox.broker.operations.summary import Overview, Summary
 from outbox.contrib.django.management import commands as commands_package
 from outbox.contrib.prometheus.collector import BrokerCollector, ScrapeState
 from outbox.contrib.prometheus.recorder import PrometheusRecorder
-from outbox.contrib.prometheus.rules import alert_name
 from spark.comparison.classify import FAULTS, FindingClass
 from spark.comparison.remedies import REMEDIES
 
@@ -83,14 +82,6 @@ def _help(action: argparse.Action) -> str:
     text = (written % vars(action)).replace("|", "\\|")
     says_default = "%(default)" in written or action.default in (None, False, [], "", argparse.SUPPRESS)
     return text if says_default else f"{text} (default: `{action.default}`)"
-
-
-def conditions() -> str:
-    """Each condition with its alert, its meaning and its next step."""
-    return _table(
-        ("condition", "alert", "meaning", "next step"),
-        ((f"`{name}`", alert_name(name), kind.meaning, kind.next_step) for name, kind in sorted(CATALOGUE.items())),
-    )
 
 
 def findings() -> str:
@@ -157,7 +148,6 @@ def _table(header: tuple[str, ...], rows: Iterable[Iterable[str]]) -> str:
 
 PARTS: Final[Mapping[str, Callable[[], str]]] = {
     "commands": commands,
-    "conditions": conditions,
     "errors": error_classes,
     "findings": findings,
     "metrics": metrics,

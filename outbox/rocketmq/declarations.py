@@ -37,6 +37,13 @@ REFUSALS: Final = Refusals(
                 "Remove backlog_limit and space_limit_bytes, and watch the consumer lag of RocketMQ.",
             ),
         ),
+        (
+            lambda topic: topic.searchable,
+            Refusal(
+                "option for an index of keys",
+                "Remove searchable: RocketMQ keeps an index of all keys (`outbox_message list TOPIC --key KEY`).",
+            ),
+        ),
     ),
     subscriptions=(
         (

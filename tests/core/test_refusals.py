@@ -38,10 +38,17 @@ def test_a_topic_of_types_that_exclude_each_other_is_refused(types: set[str], wa
         check_topics([topic])
 
 
-def test_a_topic_with_a_limit_is_refused() -> None:
-    (refused,) = REFUSALS.of_topic(Topic(name="orders", backlog_limit=5))
-    assert "the engine RocketMQ has no limits of a topic's backlog or space" in refused
-    assert list(EVERYTHING.of_topic(Topic(name="orders", backlog_limit=5))) == []
+@pytest.mark.parametrize(
+    ("topic", "what"),
+    [
+        (Topic(name="orders", backlog_limit=5), "limits of a topic's backlog or space"),
+        (Topic(name="orders", searchable=True), "option for an index of keys"),
+    ],
+)
+def test_a_topic_with_an_option_of_the_bundled_broker_is_refused(topic: Topic, what: str) -> None:
+    (refused,) = REFUSALS.of_topic(topic)
+    assert f"the engine RocketMQ has no {what}" in refused
+    assert list(EVERYTHING.of_topic(topic)) == []
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import os
 import signal
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,11 +44,11 @@ pytestmark = pytest.mark.usefixtures("no_subscribers")
 
 
 @contextlib.contextmanager
-def behind(server_url: str, version: Version, *, size: int = 4) -> Iterator[Pooler]:
+def behind(server_url: str, version: Version, *, size: int = 4, logins: Collection[str] = ()) -> Iterator[Pooler]:
     """Lead both aliases of this process, and of those it starts, through a pooler; the database names stay."""
     with (
         tempfile.TemporaryDirectory(prefix="outbox-pool-") as folder,
-        pooler.running(server_url, Path(folder), size=size, version=version) as running,
+        pooler.running(server_url, Path(folder), size=size, version=version, logins=logins) as running,
         pytest.MonkeyPatch.context() as patch,
     ):
         _connect_anew()

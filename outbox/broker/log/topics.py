@@ -28,21 +28,21 @@ _RECHECK_SECONDS: Final = 1.0
 
 _DECLARE = Statement("""
 INSERT INTO {schema}.topic AS known (name, message_types, queue_count, key_lock, on_park, retention_seconds,
-    backlog_limit, space_limit_bytes, on_limit)
+    backlog_limit, space_limit_bytes, on_limit, searchable)
 VALUES (%(name)s, %(types)s, %(queue_count)s, %(key_lock)s, %(on_park)s, %(retention_seconds)s,
-    %(backlog_limit)s, %(space_limit_bytes)s, %(on_limit)s)
+    %(backlog_limit)s, %(space_limit_bytes)s, %(on_limit)s, %(searchable)s)
 ON CONFLICT (name) DO UPDATE SET
     message_types = excluded.message_types, key_lock = excluded.key_lock, on_park = excluded.on_park,
     retention_seconds = excluded.retention_seconds, queue_count = excluded.queue_count,
     backlog_limit = excluded.backlog_limit, space_limit_bytes = excluded.space_limit_bytes,
-    on_limit = excluded.on_limit,
+    on_limit = excluded.on_limit, searchable = excluded.searchable,
     generation = known.generation + (known.queue_count <> excluded.queue_count)::integer, deleted_at = NULL
 WHERE known.deleted_at IS NOT NULL
    OR (known.message_types, known.key_lock, known.on_park, known.retention_seconds, known.queue_count,
-       known.backlog_limit, known.space_limit_bytes, known.on_limit)
+       known.backlog_limit, known.space_limit_bytes, known.on_limit, known.searchable)
    IS DISTINCT FROM
       (excluded.message_types, excluded.key_lock, excluded.on_park, excluded.retention_seconds, excluded.queue_count,
-       excluded.backlog_limit, excluded.space_limit_bytes, excluded.on_limit)
+       excluded.backlog_limit, excluded.space_limit_bytes, excluded.on_limit, excluded.searchable)
 RETURNING topic_id, generation, queue_count
 """)
 
@@ -59,7 +59,7 @@ WHERE topic_id = %(topic_id)s AND generation < %(generation)s AND closed_at IS N
 
 _ALL = Statement("""
 SELECT topic_id, name, message_types, queue_count, key_lock, on_park, retention_seconds, backlog_limit,
-       space_limit_bytes, on_limit, over_limit ->> 'reason' AS over_limit,
+       space_limit_bytes, on_limit, searchable, over_limit ->> 'reason' AS over_limit,
        CASE WHEN backlog_limit IS NOT NULL THEN {schema}.uncounted_v28() END AS uncounted
 FROM {schema}.topic WHERE retry_of IS NULL AND deleted_at IS NULL
 """)
@@ -77,6 +77,7 @@ class _TopicRow:
     backlog_limit: int | None
     space_limit_bytes: int | None
     on_limit: str
+    searchable: bool
     over_limit: str | None
     uncounted: int | None
 
@@ -93,6 +94,7 @@ class _TopicRow:
                 backlog_limit=self.backlog_limit,
                 space_limit_bytes=self.space_limit_bytes,
                 on_limit=self.on_limit,
+                searchable=self.searchable,
             ),
             self._reason(),
         )
@@ -150,6 +152,7 @@ def _columns(topic: Topic) -> dict[str, object]:
         "backlog_limit": topic.backlog_limit,
         "space_limit_bytes": topic.space_limit_bytes,
         "on_limit": topic.on_limit,
+        "searchable": topic.searchable,
     }
 
 
@@ -160,6 +163,15 @@ def list_topics(run: Executor) -> list[Topic]:
 
 def _read(run: Executor) -> dict[str, KnownTopic]:
     return {row.name: row.known() for row in run.objects(_TopicRow, _ALL)}
+
+
+_ID: Final = Statement("SELECT topic_id FROM {schema}.topic WHERE name = %(name)s")
+
+
+def find_topic_id(run: Executor, name: str) -> int | None:
+    """Return the id of the topic, also of a deleted one; None if the broker has never had it."""
+    row = run.row(_ID, {"name": name})
+    return None if row is None else int(row[0])
 
 
 class TopicCatalog:

@@ -13,6 +13,7 @@ from outbox.broker.database.connection import BrokerDatabase
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
 from outbox.broker.operations.conditions import Condition, Severity, of_text
+from outbox.broker.schema import key_index
 from outbox.errors import BrokerUnavailable
 
 LEAST_VERSION: Final = 150000
@@ -239,6 +240,9 @@ def _declared(run: Executor) -> Iterator[Condition]:
         "up to 30 days."
     )
     yield _judged("groups without a consumer", not idle, ", ".join(idle) or "none", remedy, Severity.WARNING)
+    if lacking := key_index.missing(run):
+        remedy = "Run `manage.py outbox_install` as the owner of the tables. Until then, a search by key reads the log."
+        yield of_text("searchable topics without an index", Severity.WARNING, ", ".join(lacking), remedy)
 
 
 def _judged(name: str, well: bool, text: str, remedy: str, bad: Severity = Severity.CRITICAL) -> Condition:

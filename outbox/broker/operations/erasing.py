@@ -16,6 +16,7 @@ from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
 from outbox.broker.fastpath.arrays import bigints, texts
 from outbox.broker.log import recall
+from outbox.broker.log.topics import find_topic_id
 from outbox.erasure import ERASED_CONTENT_TYPE, KEPT_HEADERS, fingerprint
 from outbox.transaction import STILL_RUNNING
 
@@ -56,10 +57,12 @@ class Erasable:
     stored_at: datetime
 
 
+# The topic is given by its number: PostgreSQL uses the index of a searchable topic only if it knows the number when it
+# plans (docs/decisions/254).
 _FOUND: Final = """
 SELECT log_id, message_id, transaction_id, key, stored_at
-FROM {schema}.commit_log JOIN {schema}.topic USING (topic_id)
-WHERE topic.name = %(topic)s AND """
+FROM {schema}.commit_log
+WHERE topic_id = %(topic_id)s AND """
 _OF_KEY: Final = Statement(_FOUND + "key = %(key)s ORDER BY log_id")
 _OF_IDS: Final = Statement(_FOUND + "message_id = ANY(%(ids)s::uuid[]) ORDER BY log_id")
 
@@ -70,13 +73,15 @@ WHERE topic.name = ANY(%(topics)s::text[]) AND key <> ''
 
 
 def find_key(run: Executor, topic: str, key: str) -> list[Erasable]:
-    """Return all messages of the topic with this key, in any state. Without an index, this reads the whole log."""
-    return run.objects(Erasable, _OF_KEY, {"topic": topic, "key": key}, prepare=False)
+    """Return all messages of the topic with this key, in any state. Reads the whole log if it is not searchable."""
+    values = {"topic_id": find_topic_id(run, topic), "key": key}
+    return run.objects(Erasable, _OF_KEY, values, prepare=False)
 
 
 def find_ids(run: Executor, topic: str, message_ids: Sequence[UUID]) -> list[Erasable]:
     """Return the messages of the topic with these ids, in any state."""
-    return run.objects(Erasable, _OF_IDS, {"topic": topic, "ids": list(message_ids)}, prepare=False)
+    values = {"topic_id": find_topic_id(run, topic), "ids": list(message_ids)}
+    return run.objects(Erasable, _OF_IDS, values, prepare=False)
 
 
 def keys_with(run: Executor, secret: str, wanted: Iterable[tuple[str, str]]) -> dict[tuple[str, str], str]:
@@ -146,8 +151,6 @@ WHERE log_id = ANY(%(log_ids)s::bigint[]) AND %(replacement)s::text IS NOT NULL 
                                                   WHERE subscription.topic_id = %(topic_id)s))"""),
 )  # fmt: skip
 
-_TOPIC_ID: Final = Statement("SELECT topic_id FROM {schema}.topic WHERE name = %(topic)s")
-
 
 def erase(
     run: Executor,
@@ -166,8 +169,6 @@ def erase(
     A second call with the same messages changes nothing.
     """
     recalled = recall.recall(run, [one.message_id for one in messages])
-    # After a restore, the topic of an erasure may not exist yet.
-    known = run.row(_TOPIC_ID, {"topic": topic})
     ids = {str(one.message_id) for one in messages} | {str(one.transaction_id) for one in messages}
     parameters: Mapping[str, Any] = {
         "erased": ERASED_CONTENT_TYPE,
@@ -177,7 +178,8 @@ def erase(
         "log_ids": bigints([one.log_id for one in messages]),
         "transaction_ids": [one.transaction_id for one in messages],
         "ids": texts(sorted(ids)),
-        "topic_id": known and known[0],
+        # After a restore, the topic of an erasure may not exist yet.
+        "topic_id": find_topic_id(run, topic),
     }
     counts = {"recalled": sum(one.is_recalled for one in recalled)}
     for table, statement in _PLACES:

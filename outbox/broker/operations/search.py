@@ -14,6 +14,7 @@ from uuid import UUID
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
 from outbox.broker.fastpath.arrays import bigints
+from outbox.broker.log.topics import find_topic_id
 from outbox.events.declaration import EVENT_HEADER, VERSION_HEADER
 from outbox.utils.safe_text import MASK, masked_value
 
@@ -40,8 +41,9 @@ STATE: Final = """CASE WHEN recalled.log_id IS NOT NULL THEN 'recalled' WHEN op.
 
 STATES: Final = ("committed", "undecided", "parked", "rolled back", "recalled")
 
-# There is no index by key, because it would make the storing of every message slower. With the index by time,
-# PostgreSQL reads only the blocks of the table that have rows of the given time span.
+# Only searchable topics have an index by key, because it makes the storing of every message slower. With the index by
+# time, PostgreSQL reads only the blocks of the table that have rows of the given time span. The topic is given by its
+# number: PostgreSQL uses the index of a topic only if it knows the number when it plans (docs/decisions/254).
 _FOUND: Final = Statement(f"""
 SELECT log.log_id, log.message_id, log.transaction_id, topic.name AS topic, log.key, log.tag, log.stored_at,
        {STATE} AS state
@@ -49,7 +51,7 @@ FROM {{schema}}.commit_log log JOIN {{schema}}.topic USING (topic_id)
 LEFT JOIN {{schema}}.op_log op USING (transaction_id)
 LEFT JOIN {{schema}}.pending_check pending USING (transaction_id)
 LEFT JOIN {{schema}}.recalled ON recalled.log_id = log.log_id
-WHERE (%(key)s::text IS NULL OR log.key = %(key)s) AND (%(topic)s::text IS NULL OR topic.name = %(topic)s)
+WHERE (%(key)s::text IS NULL OR log.key = %(key)s) AND (%(topic_id)s::integer IS NULL OR log.topic_id = %(topic_id)s)
   AND log.stored_at >= coalesce(%(since)s::timestamptz, now() - interval '1 day')
   AND (%(until)s::timestamptz IS NULL OR log.stored_at < %(until)s)
   AND (%(before)s::bigint IS NULL OR log.log_id < %(before)s)
@@ -73,10 +75,14 @@ def find_messages(
 
     With `topic`, `key` or `state`, all messages of the page have this topic, key or state (one of STATES). The page has
     messages that were stored at `since` or later, and before `until`. If `since` is None, the page has messages of the
-    last day. To read the next page, pass the last log id of this page as `before`. The function reads all messages
-    stored between `since` and `until`, which takes some seconds per ten million messages.
+    last day. To read the next page, pass the last log id of this page as `before`. With `key` and a searchable `topic`,
+    the function reads an index of the keys. Otherwise it reads all messages stored between `since` and `until`, which
+    takes some seconds per ten million messages.
     """
-    values = {"key": key, "topic": topic, "since": since, "until": until, "before": before, "state": state}
+    topic_id = None
+    if topic is not None and (topic_id := find_topic_id(run, topic)) is None:
+        return []
+    values = {"key": key, "topic_id": topic_id, "since": since, "until": until, "before": before, "state": state}
     values["limit"] = limit
     # The statement is not prepared, because PostgreSQL must know the length of the time span when it plans the
     # statement.

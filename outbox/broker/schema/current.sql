@@ -80,7 +80,9 @@ CREATE TABLE topic (
     -- What publish does while a limit is exceeded.
     on_limit          text        NOT NULL DEFAULT 'refuse' CHECK (on_limit IN ('refuse', 'warn')),
     -- Which limit is exceeded, and by which group; the leader writes it. Publishers read it with the topic.
-    over_limit        jsonb
+    over_limit        jsonb,
+    -- The installation makes an index of the topic's keys in commit_log (docs/decisions/254).
+    searchable        boolean     NOT NULL DEFAULT false
 );
 -- All FIFO topics, which every tick reads, without the other topics.
 CREATE INDEX topic_fifo ON topic (topic_id) WHERE 'FIFO' = ANY (message_types);

@@ -26,6 +26,7 @@ from outbox.broker.log.topics import declare_topics
 from outbox.broker.operations.audit import count_messages
 from outbox.broker.operations.presence import is_used_by, unknown_transactions
 from outbox.broker.operations.summary import has_leader, live_consumers
+from outbox.broker.schema import key_index
 from outbox.broker.schema.install import (
     DEFAULT_PATIENCE_SECONDS,
     SCHEMA_VERSION,
@@ -103,7 +104,9 @@ def install_broker(
     patience_seconds: float = DEFAULT_PATIENCE_SECONDS,
     report: Callable[[str], None] = logger.warning,
 ) -> tuple[int, int]:
-    """Install or upgrade the broker's tables and declare the topics of the settings. A second call changes nothing.
+    """Install or upgrade the broker's tables, declare the topics of the settings, and build the indexes of keys.
+
+    A second call changes nothing.
 
     Returns the versions of the schema before and after the call. The parameters `patience_seconds` and `report` are
     passed to `install`. Raises SchemaError, BrokerUnavailable or ConfigurationError.
@@ -111,7 +114,9 @@ def install_broker(
     with _administering(settings) as connection:
         before = installed_version(connection, settings.schema)
         version = install(connection, settings.schema, patience_seconds=patience_seconds, report=report)
-        declare_topics(Executor(connection, settings.schema), [declared.topic for declared in settings.topics.values()])
+        run = Executor(connection, settings.schema)
+        declare_topics(run, [declared.topic for declared in settings.topics.values()])
+        key_index.adapt(run, report=report)
     logger.info("broker on %r: schema %r at version %d", settings.broker, settings.schema, version)
     # The topics that this process has cached may be out of date.
     reset_broker()

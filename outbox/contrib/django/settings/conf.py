@@ -136,6 +136,12 @@ class TopicOptions:
         word="limit",
         meaning="while a limit is exceeded, `publish` raises an error (`refuse`) or logs a warning (`warn`)",
     )
+    searchable: bool = setting(
+        _TOPIC["searchable"],
+        flag,
+        word="searchable",
+        meaning="the log has an index of the topic's keys ([search by key](operations/messages.md#search-by-key))",
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,4 +1,4 @@
-"""Writes the tables of settings and options in the documents from the definitions.
+"""Writes the tables of settings, options and conditions in the documents from the definitions.
 
 `python -m outbox.contrib.django.settings.tables` rewrites the tables in docs/ of the current folder. A table is
 between `<!-- table: NAME -->` and `<!-- end of table -->`.
@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from outbox.broker.operations.conditions import Threshold, Thresholds
+from outbox.broker.operations.conditions import CATALOGUE, Threshold, Thresholds
 from outbox.contrib.django.settings.conf import (
     ENVIRONMENT,
     DeclaredForward,
@@ -143,6 +143,11 @@ def _limit(value: float | None, unit: str) -> str:
     return f"{value:,.15g}" + (_in_words(value) if unit == "seconds" else "")
 
 
+def _conditions() -> str:
+    rows = ((f"`{name}`", kind.meaning, kind.next_step) for name, kind in sorted(CATALOGUE.items()))
+    return _table(("condition", "meaning", "next step"), rows)
+
+
 def _environment() -> str:
     return _table(("name", "set by", "meaning"), ((f"`{one.name}`", one.set_by, one.meaning) for one in ENVIRONMENT))
 
@@ -161,6 +166,7 @@ TABLES: Final[Mapping[str, Callable[[], str]]] = {
     "task options": partial(_settings, TaskOptions),
     "subscriber options": _subscriber,
     "thresholds": _thresholds,
+    "conditions": _conditions,
     "setting words": partial(_words, OutboxSettings),
     "topic words": partial(_words, TopicOptions),
     "environment": _environment,
