@@ -150,7 +150,7 @@ class Codecs:
             )
         try:
             return codec.decode(data)
-        except HandlerNotStarted:
+        except (HandlerNotStarted, UndecodableBody):
             raise
         except ValueError as error:
             raise UndecodableBody(f"the body is not valid {content_type}: {error}") from error

@@ -50,6 +50,10 @@ class UndecodableBody(OutboxError):
     """The stored body cannot be decoded by the codec of its content type."""
 
 
+class MissingBody(UndecodableBody):
+    """The object with the body of a large message is not in the storage."""
+
+
 class UnknownTopic(UsageError):
     """The topic is not declared."""
 

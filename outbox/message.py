@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final, Generic
+from typing import TYPE_CHECKING, Any, BinaryIO, Final, Generic
 from uuid import UUID, uuid5
 
 from outbox import names
-from outbox.erasure import ERASED
-from outbox.errors import InvalidMessage, InvalidName, NotSupported
+from outbox.erasure import ENCRYPTED_CONTENT_TYPE, ERASED
+from outbox.errors import InvalidMessage, InvalidName, NotSupported, UsageError
+from outbox.large_bodies import LARGE_CONTENT_TYPE, UnreadBody
 from outbox.time_limit import TIMEOUT_HEADER, timeout_of
 from outbox.utils.ids import uuid7
 
@@ -191,6 +193,7 @@ class Delivery(Generic[Body_co]):
 
     `body` is decoded by the codec of the message's content type. For a handler with an annotation like
     `Delivery[OrderPaid]`, `body` is an event of this type. If the message is erased, `body` is outbox.erasure.ERASED.
+    A large body is read from its storage when `body` is first used; `open_body` reads it in pieces.
     `attempt` counts from 1. The message was read at
     `offset` of `queue` for the consumer group. `transaction_id` is the transaction id of the publish call (see
     SendReceipt), or None if the broker does not give it.
@@ -203,6 +206,48 @@ class Delivery(Generic[Body_co]):
     offset: int
     attempt: int = 1
     transaction_id: UUID | None = None
+    # A slot without a value, except for a large body. So other messages cost nothing.
+    _unread: UnreadBody | None = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.body, UnreadBody):
+            object.__setattr__(self, "_unread", self.body)
+            object.__delattr__(self, "body")
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            # Python calls this method only for a slot without a value.
+            if name == "_unread":
+                return None
+            if name != "body" or self._unread is None:
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            body = self._unread.read()
+            object.__setattr__(self, "body", body)
+            return body
+
+    def open_body(self) -> BinaryIO:
+        """Return a binary file of the encoded body: what the codec of the topic made of it.
+
+        A large body is read in pieces from its storage. Reading raises UndecodableBody at the end if the object was
+        changed. Raises MissingBody if the object is gone. Raises UsageError if the body is erased, encrypted, or
+        already decoded to an event.
+        """
+        if self._unread is not None:
+            return self._unread.open()
+        if self.erased or self.message.content_type in (ENCRYPTED_CONTENT_TYPE, LARGE_CONTENT_TYPE):
+            raise UsageError(
+                f"open_body of message {self.message_id}: the body is erased, encrypted, or already decoded to an "
+                "event, so it cannot be read in pieces. Use delivery.body."
+            )
+        return io.BytesIO(self.message.body)
+
+    def fields(self) -> dict[str, Any]:
+        """Return the values from which a copy of this delivery can be made. A large body stays unread."""
+        names = (name for name, one in self.__dataclass_fields__.items() if one.init)
+        return {
+            name: self._unread if name == "body" and self._unread is not None else getattr(self, name) for name in names
+        }
 
     @property
     def message_id(self) -> UUID:
@@ -232,7 +277,7 @@ class Delivery(Generic[Body_co]):
     @property
     def erased(self) -> bool:
         """Whether the body was erased, or was encrypted for a subject whose key is deleted."""
-        return self.body is ERASED
+        return self._unread is None and self.body is ERASED
 
     @property
     def idempotency_key(self) -> str:

@@ -91,6 +91,7 @@ def check_body_size(topic: str, body: bytes) -> bytes:
     if len(body) > MAX_BODY_BYTES:
         raise BodyTooLarge(
             f"the body for topic {topic!r} has {len(body):,} bytes, the limit is {MAX_BODY_BYTES:,}: "
-            f"store the large part elsewhere and publish a reference to it."
+            f"set OUTBOX['LARGE_BODIES'], so that outbox stores large bodies outside of the broker, or publish a "
+            f"reference to data of your own."
         )
     return body

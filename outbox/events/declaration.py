@@ -23,6 +23,7 @@ from outbox import names
 from outbox.erasure import ERASED
 from outbox.errors import ConfigurationError, UndecodableBody, UnknownEventVersion, UnserialisableBody, UsageError
 from outbox.events.shapes import Shape, ShapeError, is_shaped, shape_of
+from outbox.large_bodies import UnreadBody
 from outbox.message import Delivery
 
 EVENT_HEADER: Final = "outbox-event"
@@ -349,6 +350,7 @@ def read_event(expected: tuple[type, ...], topic: str, headers: Mapping[str, str
         chain = _find_changes(at, frozenset(wanted))
         if chain is None:
             raise _unreadable(at, wanted)
+        body = _read(body)
         for target, change in chain:
             body = _changed(at, target, change, body)
             if type(body) in _by_kind:
@@ -356,13 +358,17 @@ def read_event(expected: tuple[type, ...], topic: str, headers: Mapping[str, str
             found = wanted.get(target)
     assert found is not None
     try:
-        return found.shape.read(body)
+        return found.shape.read(_read(body))
     except ShapeError as error:
         raise UndecodableBody(
             f"the body is not version {found.version} of event {found.name!r} (published as version {at[1]} of "
             f"{at[0]!r}): {error}. Correct the publisher, or declare @upcast({at[0]!r}, {at[1]}); then replay the "
             "message."
         ) from error
+
+
+def _read(body: Any) -> Any:
+    return body.read() if isinstance(body, UnreadBody) else body
 
 
 def _version_of(wanted: Mapping[Version, EventType], topic: str, headers: Mapping[str, str]) -> Version:

@@ -25,6 +25,8 @@ from outbox.errors import ConfigurationError, OutboxError
 
 # All fault points, in the order in which a message passes them.
 POINTS: Final = (
+    "large_body.before_upload",
+    "large_body.after_upload",
     "producer.after_unique",
     "producer.before_ledger",
     "producer.after_ledger",
@@ -77,6 +79,7 @@ POINTS: Final = (
     "repair.after_intent",
     "repair.after_effect",
     "repair.after_outcome",
+    "large_body.before_delete",
     "rename.reserved",
     "rename.copying",
     "rename.copied",

@@ -44,8 +44,8 @@ class FindingClass(enum.StrEnum):
     PENDING = "PENDING"
     """The subject is too young to be judged, or its limits have not passed yet, so the next run judges it again."""
     ERASED = "ERASED"
-    """The content of the message was erased, or is encrypted for a subject: its existence is judged, its fields are
-    not."""
+    """The content of the message was erased, is encrypted for a subject, or is stored outside of the broker: its
+    existence is judged, its fields are not."""
     OK = "OK"
     """Everything about the subject is as the rule declares."""
     RECOVERED = "RECOVERED"

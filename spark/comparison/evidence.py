@@ -53,10 +53,14 @@ PROMPT: Final = 1
 LATER: Final = 2
 """A message that a check-back or an operator decided some time after the commit."""
 
-# In the column `bad`: the content of the message is erased, or encrypted for a subject.
+# In the column `bad`: the content of the message is erased, encrypted for a subject, or stored outside of the broker.
 ERASED: Final = -1
-# The content types of outbox/erasure.py, which this package does not import.
-ERASED_TYPES: Final = ("application/vnd.outbox.erased", "application/vnd.outbox.encrypted")
+# The content types of outbox/erasure.py and outbox/large_bodies.py, which this package does not import.
+ERASED_TYPES: Final = (
+    "application/vnd.outbox.erased",
+    "application/vnd.outbox.encrypted",
+    "application/vnd.outbox.large",
+)
 
 _PLACE: Final = DecimalType(38, 0)
 _BEFORE_RECALLED: Final = 2**62
@@ -121,7 +125,7 @@ def _due() -> Column:
 
 def broker_side(messages: DataFrame, rule: Rule, *, is_exact: bool = False) -> DataFrame:
     """Convert messages, dead letters and deliveries to the narrow form. A message whose body cannot be read has 1 in
-    the column `bad`, and a message whose content is erased or encrypted has ERASED.
+    the column `bad`, and a message whose content is erased, encrypted or stored outside of the broker has ERASED.
 
     On the second look, `is_exact` is true: the parser of this package reads each body that Spark's parser refuses, or
     that may contain more than one document.

@@ -18,6 +18,8 @@ from collections.abc import Callable
 import django
 
 ROUNDS = 4
+# A body with this text has more bytes than LARGE_BODIES of the tests allows in the broker.
+LARGE = "x" * 2_000
 
 
 class Undone(Exception):
@@ -101,10 +103,47 @@ def place_naively(number: str, fail: bool) -> None:
             raise Undone
 
 
+def place_largely(number: str, fail: bool) -> None:
+    """publish() of a body that is stored outside of the broker."""
+    from django.db import transaction
+
+    from outbox.contrib.django import publish
+    from tests.django.shop.models import Order
+
+    with transaction.atomic():
+        publish("orders", {"number": number, "more": LARGE}, key=number)
+        Order.objects.create(number=number)
+        if fail:
+            raise Undone
+
+
+def place_torn(number: str, fail: bool) -> None:
+    """Like `place_largely`; the process is killed when half of the fourth body is written."""
+    from django.core.files.base import ContentFile
+    from django.core.files.storage import FileSystemStorage
+
+    whole, saved = FileSystemStorage._save, 0  # type: ignore[attr-defined]
+
+    def save(storage: FileSystemStorage, name: str, content: ContentFile[bytes]) -> str:
+        nonlocal saved
+        saved += 1
+        if saved < 4:
+            return str(whole(storage, name, content))
+        whole(storage, name, ContentFile(content.read(content.size // 2)))
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError("unreachable")
+
+    FileSystemStorage._save = save  # type: ignore[attr-defined]
+    _MODES["torn"] = place_largely
+    place_largely(number, fail)
+
+
 _MODES: dict[str, Callable[[str, bool], None]] = {
     "plain": place_plainly,
     "decorated": place_decorated,
     "unique": place_uniquely,
+    "large": place_largely,
+    "torn": place_torn,
     "naive": place_naively,
 }
 

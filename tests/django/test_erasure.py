@@ -103,7 +103,7 @@ def tables_with(text: str, *aliases: str) -> list[str]:
 
 def pages_with(text: str, ids: list[UUID]) -> list[str]:
     client = client_of(make_user(*ALL))
-    addresses = [f"/outbox/message/{one}/" for one in ids]
+    addresses = [f"/outbox/messages/{one}/" for one in ids]
     addresses += ["/outbox/", "/outbox/dead-letters/", "/outbox/audit/", "/outbox/findings/", "/outbox/errors/",
                   "/outbox/search/", "/outbox/waiting/", "/outbox/incidents/"]  # fmt: skip
     pages = {one: client.get(one) for one in addresses}

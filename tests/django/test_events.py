@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
-from uuid import UUID
+from uuid import UUID, uuid4
 
 import pytest
 from django.core.management import CommandError, call_command
 from django.db import transaction
 
 from outbox import Delivery, event, upcast
+from outbox.broker.consumer import calls
 from outbox.broker.database.executor import Executor
 from outbox.broker.operations.audit import count_messages
 from outbox.contrib.django import (
@@ -29,7 +30,7 @@ from outbox.contrib.django import (
 from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.testing import in_memory_outbox
 from outbox.contrib.django.worker.drain import drain
-from outbox.errors import ConfigurationError, InvalidSubscription, UnserialisableBody, UsageError
+from outbox.errors import ConfigurationError, InvalidSubscription, UnknownEventVersion, UnserialisableBody, UsageError
 from outbox.events import declaration
 from tests.django.processes import child
 from tests.django.shop.models import Effect
@@ -350,3 +351,26 @@ def waiting() -> list[tuple[str, int]]:
     """The versions that wait, as the consumers report them."""
     with broker_connection() as (connection, _):
         return connection.execute("SELECT event, version FROM outbox.unknown_version").fetchall()
+
+
+def test_any_number_of_unknown_names_leaves_a_limited_number_of_rows(
+    databases: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each publisher may write any name into the header."""
+    versions, instance = calls.UnknownVersions(), uuid4()
+
+    def report(first: int) -> int:
+        """Meet 300 names from the number `first` on, and return the number of rows."""
+        names = [f"{number}{'n' * 4_000}" for number in range(first, first + 300)]
+        versions.note([UnknownEventVersion("x" * 5_000, event=name, version=1) for name in names])
+        with broker_connection() as (connection, schema):
+            versions.report(Executor(connection, schema), instance, (1, 1))
+        return len(waiting())
+
+    assert report(0) == 100
+    assert report(300) == 100, "the first hundred keep their places while they may still wait"
+    monkeypatch.setattr(calls, "_FORGOTTEN_AFTER_SECONDS", 0)
+    with broker_connection() as (connection, _):
+        connection.execute("UPDATE outbox.unknown_version SET seen_at = seen_at - interval '11 minutes'")
+    assert report(600) == 100, "the others make room"
+    assert {len(name) for name, _ in waiting()} == {200}

@@ -6,6 +6,7 @@ settings from there on. The blocks of docs/testing.md are files of a project, wh
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import shlex
@@ -18,9 +19,11 @@ from typing import Any
 
 import pytest
 from asgiref.sync import async_to_sync
+from django.conf import settings as django_settings
 from django.core import mail
 from django.core.management import call_command
 from django.db import connection
+from django.test.utils import override_settings
 
 from outbox import Delivery
 from outbox.contrib.django import publish, subscriber, transactional_message
@@ -157,6 +160,17 @@ def test_handlers(page: Page) -> None:
     drain()
     assert models.Shipment.objects.get().order_id == 3
     assert sorted(models.Points.objects.values_list("order_id", "points")) == [(0, 4), (3, 0)]
+
+
+def test_large_bodies(page: Page, tmp_path: Path) -> None:
+    backend = {"BACKEND": "django.core.files.storage.FileSystemStorage", "OPTIONS": {"location": str(tmp_path)}}
+    with override_settings(STORAGES={**django_settings.STORAGES, "bodies": backend}):
+        page.run("large-bodies.md")
+    texts = [
+        f"{key}: {hashlib.sha256(json.dumps(body, ensure_ascii=False, separators=(',', ':')).encode()).hexdigest()}"
+        for key, body in ((number, {"order_id": number, "scan": "…" * 200_000}) for number in (7, 8))
+    ]
+    assert sorted(models.Mail.objects.values_list("text", flat=True)) == texts
 
 
 def test_failures(page: Page) -> None:

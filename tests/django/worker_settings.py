@@ -23,6 +23,14 @@ DATABASES = {
     },
     "broker": database_from_url(os.environ["TEST_BROKER_URL"]),
 }
+STORAGES = {
+    "default": {"BACKEND": "django.core.files.storage.InMemoryStorage"},
+    "staticfiles": {"BACKEND": "django.core.files.storage.InMemoryStorage"},
+    "large": {
+        "BACKEND": "django.core.files.storage.FileSystemStorage",
+        "OPTIONS": {"location": os.environ.get("TEST_LARGE_BODIES", "")},
+    },
+}
 DATABASE_ROUTERS = ["outbox.contrib.django.routers.BrokerRouter"]
 LOGGING = {
     "version": 1,

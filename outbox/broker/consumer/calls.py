@@ -167,6 +167,12 @@ class Outage:
 
 
 _REPORT_SECONDS: Final = 10.0
+# Publishers choose the names of events, so their number has no limit. A process remembers and reports at most this
+# number of unknown versions of a subscription; a version that is not met any more makes room for another.
+_MOST_VERSIONS: Final = 100
+_FORGOTTEN_AFTER_SECONDS: Final = 180.0
+_LONGEST_NAME: Final = 200
+_LONGEST_TEXT: Final = 1_000
 
 
 class UnknownVersions:
@@ -180,16 +186,21 @@ class UnknownVersions:
         """Record the unknown versions among the results of a call."""
         for result in results:
             if isinstance(result, UnknownEventVersion):
-                self._met[result.event, result.version] = str(result)
+                version = result.event[:_LONGEST_NAME], result.version
+                if version in self._met or len(self._met) < _MOST_VERSIONS:
+                    self._met[version] = str(result)[:_LONGEST_TEXT]
 
     def report(self, run: Executor, instance: UUID, key: tuple[int, int]) -> None:
         """Store for operators which versions wait; each version at most once per ten seconds."""
         if not self._met:
             return
         now = time.monotonic()
+        kept = {one: at for one, at in self._reported_at.items() if now - at < _FORGOTTEN_AFTER_SECONDS}
+        self._reported_at = kept
         for (event, version), error in self._met.items():
-            if now - self._reported_at.get((event, version), -_REPORT_SECONDS) >= _REPORT_SECONDS:
-                self._reported_at[event, version] = now
+            is_due = now - kept.get((event, version), -_REPORT_SECONDS) >= _REPORT_SECONDS
+            if is_due and ((event, version) in kept or len(kept) < _MOST_VERSIONS):
+                kept[event, version] = now
                 logger.warning("group %d: messages wait: %s", key[0], error)
                 members.report_unknown_version(run, instance, key, event, version, error)
         self._met.clear()

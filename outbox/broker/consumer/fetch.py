@@ -37,6 +37,7 @@ from outbox.filters.conditions import (
     Value,
 )
 from outbox.filters.filter import Filter
+from outbox.large_bodies import UnreadBody
 from outbox.message import Body_co, Delivery, Message
 from outbox.time_limit import TIMEOUT_HEADER, TIMEOUT_PATTERN
 
@@ -289,6 +290,7 @@ class _OpenMessage:
 
 
 class _OpenDelivery(Generic[Body_co]):
+    # `_unread` stays without a value.
     __slots__ = tuple(Delivery.__dataclass_fields__)
 
     message: Message
@@ -325,4 +327,7 @@ def deliver(row: Row, topic: str, body: Any, group: str, queue: str, offset: int
     delivery.attempt = attempt
     delivery.transaction_id = its or message_id
     delivery.__class__ = Delivery  # type: ignore[assignment]
-    return cast(Delivery, delivery)
+    opened = cast(Delivery, delivery)
+    if body.__class__ is UnreadBody:
+        opened.__post_init__()
+    return opened

@@ -23,6 +23,7 @@ from outbox.codec import Codecs
 from outbox.erasure import ENCRYPTED_CONTENT_TYPE, ERASED_CONTENT_TYPE
 from outbox.errors import HandlerNotStarted, OutboxError, UndecodableBody
 from outbox.events.declaration import read_event
+from outbox.large_bodies import LARGE_CONTENT_TYPE
 from outbox.message import Delivery
 from outbox.ports import (
     AnyHandler,
@@ -585,7 +586,7 @@ def _may_be_passed(work: HandlerCall, result: Any) -> bool:
     row = work.items[0].row
     if row is None or not isinstance(result, Exception):
         return False
-    return row[CONTENT_TYPE] in (ERASED_CONTENT_TYPE, ENCRYPTED_CONTENT_TYPE)
+    return row[CONTENT_TYPE] in (ERASED_CONTENT_TYPE, ENCRYPTED_CONTENT_TYPE, LARGE_CONTENT_TYPE)
 
 
 _OVER: Final = "the time limit of the message was over before this attempt"

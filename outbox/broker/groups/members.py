@@ -319,7 +319,14 @@ def look(run: Executor, group_ids: Sequence[int]) -> GroupSnapshot:
     return GroupSnapshot({row["group_id"]: GroupState(**row) for row in states}, found, owned, life)
 
 
+# A consumer meets a waiting message again at least once a minute. The rows of versions that it no longer meets are
+# deleted, because publishers may use any number of names.
 _REPORT_UNKNOWN_VERSION = Statement("""
+WITH over AS (
+    DELETE FROM {schema}.unknown_version u
+    WHERE u.instance_id = %(instance)s AND u.seen_at < clock_timestamp() - interval '10 minutes'
+      AND (u.event, u.version) <> (%(event)s, %(version)s)
+)
 INSERT INTO {schema}.unknown_version AS known (instance_id, group_id, topic_id, event, version, error)
 VALUES (%(instance)s, %(group_id)s, %(topic_id)s, %(event)s, %(version)s, %(error)s)
 ON CONFLICT (instance_id, group_id, topic_id, event, version) DO UPDATE

@@ -49,6 +49,7 @@ from outbox.contrib.django.subscribers.middleware import with_middleware
 from outbox.contrib.django.subscribers.registry import autodiscover, subscriptions
 from outbox.contrib.django.worker.drain import drain, settle
 from outbox.errors import UsageError
+from outbox.large_bodies import UnreadBody
 from outbox.memory import InMemoryBroker
 from outbox.message import Message
 from outbox.ports import AnyHandler
@@ -71,7 +72,8 @@ class OutboxForTests(ABC):
 
     def bodies(self, topic: str) -> list[Any]:
         """Return the decoded bodies of the messages that `messages` returns."""
-        return [get_codecs().decode(item.content_type, item.body) for item in self.messages(topic)]
+        decoded = (get_codecs().decode(item.content_type, item.body) for item in self.messages(topic))
+        return [body.read() if isinstance(body, UnreadBody) else body for body in decoded]
 
     def drain(self, *, raise_errors: bool = True) -> int:
         """Run subscribers until no message can be delivered now, and return the number of deliveries.

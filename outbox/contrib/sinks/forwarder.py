@@ -7,16 +7,19 @@ See decision 125. Decision 261 is about messages that a library cannot encode.
 
 from __future__ import annotations
 
+import copy
 import struct
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any, Final, Protocol
 from uuid import UUID
 
 from outbox.codec import Codecs
 from outbox.contrib.sinks.sink import EarlierNotAcknowledged, Outgoing, Rejected, Sink
 from outbox.erasure import ERASED, ERASED_CONTENT_TYPE
-from outbox.errors import PartialFailure, ServiceUnavailable
+from outbox.errors import PartialFailure, ServiceUnavailable, UndecodableBody
+from outbox.large_bodies import LARGE_CONTENT_TYPE, UnreadBody
 from outbox.message import Delivery
 from outbox.retry import RetryPolicy
 from outbox.subscription import Mode, OnError, Start, Subscription
@@ -56,11 +59,20 @@ class Forwarder:
     """A handler that sends deliveries to a sink.
 
     `topic` is the name of the topic at the sink. `form` is the format of the sent messages. Without `endpoint`, the
-    process keeps no state of the endpoint.
+    process keeps no state of the endpoint. `unread` finds the large body of a reference, because a receiver cannot
+    read a reference.
     """
 
-    def __init__(self, sink: Sink, topic: str, form: Format, endpoint: Endpoint | None = None) -> None:
+    def __init__(
+        self,
+        sink: Sink,
+        topic: str,
+        form: Format,
+        endpoint: Endpoint | None = None,
+        unread: Callable[[bytes], UnreadBody] | None = None,
+    ) -> None:
         self._sink = sink
+        self._unread = unread
         self._topic = topic
         self._form = form
         self._endpoint = endpoint
@@ -92,8 +104,8 @@ class Forwarder:
         ready: list[tuple[int, Outgoing]] = []
         for place, delivery in enumerate(wave):
             try:
-                ready.append((place, self._form(delivery, self._topic)))
-            except (ValueError, TypeError) as error:
+                ready.append((place, self._form(self._whole(delivery), self._topic)))
+            except (ValueError, TypeError, UndecodableBody) as error:
                 errors[place] = Rejected(f"message {delivery.message_id} cannot be written in this format: {error}")
         try:
             results = self._isolated([outgoing for _, outgoing in ready]) if ready else []
@@ -105,6 +117,17 @@ class Forwarder:
             errors[place] = result
         point("forward.after_acknowledgement")
         return errors
+
+    def _whole(self, delivery: Delivery) -> Delivery:
+        """Return the delivery with its large body. Raises MissingBody, ValueError or HandlerNotStarted."""
+        if self._unread is None or delivery.message.content_type != LARGE_CONTENT_TYPE:
+            return delivery
+        unread = self._unread(delivery.message.body)
+        # The limit of Message is about bodies that the broker stores.
+        message = copy.copy(delivery.message)
+        object.__setattr__(message, "body", unread.encoded())
+        object.__setattr__(message, "content_type", unread.reference.content_type)
+        return replace(delivery, message=message)
 
     def _isolated(self, messages: Sequence[Outgoing]) -> Sequence[Exception | None]:
         """Send messages. If the sink raises an error about data, find the message that causes it.

@@ -62,7 +62,11 @@ class Engine(ABC):
             for name, declared in settings.topics.items()
             if declared.codec is not None
         }
+        from outbox.contrib.django.database.large_bodies import LargeBodyCodec
+
         codecs = Codecs(default, by_topic=by_topic)
+        # Without LARGE_BODIES, this codec lets large messages wait.
+        codecs.add(LargeBodyCodec(settings, codecs))
         if settings.key_database is not None:
             from outbox.contrib.django.database.subject_keys import subject_keys
             from outbox.contrib.encryption.envelope import EncryptedCodec

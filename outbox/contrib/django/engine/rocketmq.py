@@ -116,6 +116,12 @@ class RocketMQEngine(Engine):
                 f"the alias of this PostgreSQL database, and declare RECEIVE in these settings only; or let the sender "
                 f"publish to RocketMQ."
             )
+        if settings.large_bodies is not None:
+            yield (
+                "OUTBOX['LARGE_BODIES'] needs the bundled broker: RocketMQ removes messages by itself, so outbox would "
+                "not know which stored bodies are still needed. Store large data in your own tables or storage, and "
+                "publish its name; or keep the topics with large bodies on PostgreSQL."
+            )
         if settings.notify is not None:
             yield (
                 "OUTBOX['NOTIFY'] reports the conditions of the bundled broker, and RocketMQ has its own monitoring: "

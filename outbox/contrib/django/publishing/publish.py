@@ -15,7 +15,7 @@ import functools
 import hashlib
 import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, fields, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final, ParamSpec, TypeVar, cast
@@ -34,7 +34,7 @@ from outbox.broker.database.executor import Executor
 from outbox.broker.log.commit_log import append_placed
 from outbox.broker.schema.install import missing
 from outbox.broker.transaction.fencing import check_epoch
-from outbox.contrib.django.database import effects
+from outbox.contrib.django.database import effects, large_bodies
 from outbox.contrib.django.database.database_errors import naming
 from outbox.contrib.django.database.transactions import (
     current_transaction,
@@ -45,7 +45,7 @@ from outbox.contrib.django.database.transactions import (
     require_whole,
     watch_of,
 )
-from outbox.contrib.django.engine.broker import CurrentEngine, current_engine, get_broker, get_codecs
+from outbox.contrib.django.engine.broker import CurrentEngine, current_engine, get_broker
 from outbox.contrib.django.engine.path import confirm, takes_atomic_path
 from outbox.contrib.django.ledger import ledger_entry, relay_rows, unique_keys
 from outbox.contrib.django.publishing.ends import Published, report_after_commit
@@ -60,12 +60,14 @@ from outbox.errors import (
     TransactionUsageError,
     UsageError,
 )
+from outbox.large_bodies import LARGE_CONTENT_TYPE
 from outbox.message import Message, SendReceipt, UniqueMessage
 from outbox.time_limit import TIMEOUT_HEADER, timeout_text
 from outbox.topic import Topic
 from outbox.transaction import HalfTransaction, ProducerEpoch
 from outbox.utils import measures
 from outbox.utils.faults import point
+from outbox.utils.ids import uuid7
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -301,7 +303,8 @@ def _publish_at_once(
     started = time.perf_counter()
     timeout_seconds = settings.send_timeout_seconds
     try:
-        receipts = current.broker_to_use().send(messages, timeout_seconds=timeout_seconds, producer=terms.producer)
+        with _objects_kept(settings, messages):
+            receipts = current.broker_to_use().send(messages, timeout_seconds=timeout_seconds, producer=terms.producer)
     except Exception as error:
         _report_failure(messages, started, error)
         raise
@@ -389,6 +392,8 @@ def _publish_atomic(
     try:
         _lock_keys(connection, [catalog.get(raw, item.topic).topic for item in messages], messages)
         run = Executor(raw, settings.schema)
+        if settings.large_bodies is not None:
+            large_bodies.keep(run, settings.large_bodies, messages)
         if terms.producer is not None:
             check_epoch(run, terms.producer)
         receipts, place = append_placed(run, catalog, messages, producer_group=settings.producer_group)
@@ -496,7 +501,8 @@ def _publish_halves(
         producer=terms.producer,
     )
     point("producer.before_half")
-    receipts = current.broker_to_use().send_half(half, timeout_seconds=settings.send_timeout_seconds)
+    with _objects_kept(settings, messages):
+        receipts = current.broker_to_use().send_half(half, timeout_seconds=settings.send_timeout_seconds)
     point("producer.after_half")
     report_after_commit(connection, half)
     return Published(receipts, half, xid)
@@ -507,6 +513,15 @@ def _enter_in_ledger(connection: BaseDatabaseWrapper, first: Message) -> tuple[s
     entered = ledger_entry.enter(connection, first)
     point("producer.after_ledger")
     return entered
+
+
+_NOTHING: Final = nullcontext()
+
+
+def _objects_kept(settings: OutboxSettings, messages: Sequence[Message]) -> AbstractContextManager[None]:
+    """The block in which the broker stores the messages, and no process removes their large bodies."""
+    declared = settings.large_bodies
+    return _NOTHING if declared is None else large_bodies.kept(settings, declared, messages)
 
 
 # -- both paths ---------------------------------------------------------------------------------------
@@ -553,18 +568,26 @@ def message(
 ) -> Message:
     """Return an encoded message for `publish_messages`, of a topic and a body, or of an event.
 
-    The parameters are the same as for `publish`. Raises UsageError.
+    The parameters are the same as for `publish`. A large body is uploaded to its storage now, before a transaction
+    needs to be open. Publish the message soon, because its object is removed later (docs/large-bodies.md). Raises
+    UsageError, or SendFailed if the storage does not answer.
     """
     if not isinstance(topic, str):
         topic, body, key, tag, headers = event_message(topic, body, key, tag, headers)
     elif body is NOT_GIVEN:
         raise UsageError(f"topic {topic!r}: no body was passed. Nothing was published. Pass a body, or an event alone.")
-    encoded, content_type = get_codecs().encode(topic, body)
+    current = current_engine()
+    encoded, content_type = current.codecs.encode(topic, body)
     if subject is not None:
         encoded, content_type = _encrypted(subject, encoded, content_type)
+    declared, upload = current.settings.large_bodies, None
+    if declared is not None and len(encoded) > declared.beyond_bytes:
+        upload = large_bodies.Upload.of(encoded, content_type)
+        encoded, content_type = upload.reference.encoded(), LARGE_CONTENT_TYPE
     built = Message(
         topic=topic,
         body=encoded,
+        message_id=uuid7() if upload is None else upload.message_id,
         content_type=content_type,
         key=key_text(key),
         tag=tag,
@@ -572,9 +595,12 @@ def message(
         delay=wait_of(topic, delay, deliver_at),
         deliver_at=aware(deliver_at) if isinstance(deliver_at, datetime) else deliver_at,
     )
-    if unique is None and within is None:
-        return built
-    return _with_unique(built, unique, within)
+    if unique is not None or within is not None:
+        built = _with_unique(built, unique, within)
+    if declared is not None and upload is not None:
+        # The message is valid, so the upload is not in vain.
+        upload.run(declared)
+    return built
 
 
 def _encrypted(subject: object, body: bytes, content_type: str) -> tuple[bytes, str]:

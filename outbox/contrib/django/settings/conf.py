@@ -61,6 +61,7 @@ from outbox.contrib.django.settings.definition import (
 from outbox.contrib.sinks import formats
 from outbox.errors import ConfigurationError, InvalidFilter, InvalidName
 from outbox.filters.filter import parse_filter
+from outbox.names import MAX_BODY_BYTES
 from outbox.subscription import Start
 from outbox.topic import MessageType, Topic
 from outbox.transaction import CheckSettings
@@ -285,6 +286,38 @@ class DeclaredReceive:
         meaning="a function `(Incoming, name, topic) -> Message` that makes the message. The text below the tables "
         "describes the default function",
     )
+
+
+# -- OUTBOX["LARGE_BODIES"] ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeclaredLargeBodies:
+    """The entry LARGE_BODIES."""
+
+    storage: str = required(
+        text("alias"), meaning="alias of `STORAGES`. Use a storage, bucket or folder of its own for each broker"
+    )
+    beyond_bytes: int = setting(
+        256 * 1024,
+        whole(1, "bytes", MAX_BODY_BYTES),
+        meaning="an encoded body of more bytes is stored in the storage",
+    )
+    keep_seconds: int = setting(
+        int(7 * _DAY),
+        whole(int(_DAY), "seconds"),
+        meaning="an object to which no message refers is removed when it is older than this. Choose a longer time if "
+        "the bodies of messages in backups or in the archive must stay readable",
+    )
+
+    @property
+    def longest_wait_seconds(self) -> float:
+        """How long after its upload a message may be published. The rest of `keep_seconds` is for wrong clocks."""
+        return self.keep_seconds / 2
+
+
+def _large_bodies(where: str, value: Any) -> DeclaredLargeBodies | None:
+    return None if value is None else read(DeclaredLargeBodies, where, value)
 
 
 # -- OUTBOX["NOTIFY"] ------------------------------------------------------------------------------
@@ -550,6 +583,13 @@ class OutboxSettings:
         shown="JSON",
         word="codec",
         meaning="codec (class or object) of every topic without a `codec` of its own",
+    )
+    large_bodies: DeclaredLargeBodies | None = setting(
+        None,
+        Rule("`{option: value}`, or `None`", _large_bodies),
+        bundled_only=True,
+        word="large body; claim check (Enterprise Integration Patterns)",
+        meaning="where the bodies of [large messages](large-bodies.md) are stored",
     )
     forward: Mapping[str, DeclaredForward] = setting(
         {},

@@ -18,6 +18,7 @@ from outbox.broker.operations.conditions import CATALOGUE, Threshold, Thresholds
 from outbox.contrib.django.settings.conf import (
     ENVIRONMENT,
     DeclaredForward,
+    DeclaredLargeBodies,
     DeclaredNotify,
     DeclaredReceive,
     DeclaredSchedule,
@@ -160,6 +161,7 @@ TABLES: Final[Mapping[str, Callable[[], str]]] = {
     "topic options": partial(_settings, TopicOptions),
     "forward options": partial(_settings, DeclaredForward),
     "receive options": partial(_settings, DeclaredReceive),
+    "large body options": partial(_settings, DeclaredLargeBodies),
     "notify options": partial(_settings, DeclaredNotify),
     "notify webhook options": partial(_settings, NotifyWebhook),
     "schedule options": partial(_settings, DeclaredSchedule),

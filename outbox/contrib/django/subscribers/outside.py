@@ -391,9 +391,7 @@ class HandlerInvoker(InboxInvoker):
         self, registered: Subscriber, handler: AnyHandler, delivery: Delivery, claim: Claim
     ) -> Disposition | Exception:
         attempt = _Attempt(registered, claim, self._lease_seconds)
-        given = ClaimedDelivery(
-            **{name: getattr(delivery, name) for name in Delivery.__dataclass_fields__}, attempt_in_progress=attempt
-        )
+        given = ClaimedDelivery(**delivery.fields(), attempt_in_progress=attempt)
         try:
             with self._renewed(registered, claim):
                 with effects.refused(attempt.refusals):

@@ -10,6 +10,7 @@ from typing import Any, Final, cast
 from outbox.broker.consumer.runtime import ConsumerRuntime
 from outbox.contrib.django.database.aliases import broker_database
 from outbox.contrib.django.database.in_tests import refuse_processes_in_tests
+from outbox.contrib.django.database.large_bodies import LargeBodyCodec
 from outbox.contrib.django.engine.broker import engine_of
 from outbox.contrib.django.operations.checks import warn_of_new_groups
 from outbox.contrib.django.operations.endpoints import ForwardEndpoints
@@ -94,6 +95,7 @@ def _subscriptions(
     group: str, declared: DeclaredForward, sink: Sink, endpoint: Endpoint
 ) -> Iterator[tuple[Subscription, AnyHandler]]:
     form = format_named(declared.format, binding=sink.binding, source=declared.source)
+    unread = LargeBodyCodec(get_settings(), RawCodecs()).unread
     for topic, there in declared.topics.items():
         wanted = subscription(
             group,
@@ -107,4 +109,4 @@ def _subscriptions(
             suspend_seconds=declared.suspend_seconds,
             start=declared.start or Start.EARLIEST,
         )
-        yield wanted, Forwarder(sink, there, form, endpoint)
+        yield wanted, Forwarder(sink, there, form, endpoint, unread)

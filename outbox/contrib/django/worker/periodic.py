@@ -18,6 +18,7 @@ from outbox.contrib.django.engine.broker import engine_of, get_engine
 from outbox.contrib.django.ledger.pruning import run_prune
 from outbox.contrib.django.operations import additions, signals
 from outbox.contrib.django.operations.comparing import compare_when_due
+from outbox.contrib.django.operations.large_bodies import INTERVAL_SECONDS, TURN_SECONDS, remove_orphans
 from outbox.contrib.django.operations.scheduling import declare_schedules
 from outbox.contrib.django.operations.watching import audit_when_due
 from outbox.contrib.django.publishing.checkback import check_back, is_my_turn
@@ -58,6 +59,9 @@ def passes() -> list[PeriodicPass]:
     if settings.has_database:
         conditions = partial(_watched, "conditions", _conditions)
         always.append(PeriodicPass(name="conditions", interval_seconds=CONDITIONS_INTERVAL_SECONDS, run=conditions))
+    if settings.large_bodies is not None and settings.has_database:
+        orphans = partial(remove_orphans, max_seconds=TURN_SECONDS)
+        always.append(_in_turn("large_bodies", INTERVAL_SECONDS, lambda: asdict(orphans())))
     always += [_in_turn(name, seconds, work) for name, (seconds, work) in additions.passes.items()]
     if not settings.producer_group:
         return always
