@@ -185,6 +185,11 @@ class RocketMQBroker:
         what = f"message {message.message_id} for topic {message.topic!r}"
         try:
             return self._pool().submit(send).result(seconds)
+        except client.OF_THE_SERVER as error:
+            raise SendFailed(
+                f"RocketMQ did not take {what}: {client.described(error)}. If the broker is busy, publish the message "
+                "again later. Otherwise check the credentials, the rights and the topic."
+            ) from error
         except client.REFUSALS as error:
             raise InvalidMessage(f"RocketMQ refused {what}: {client.described(error)}.") from error
         except BrokerError:
@@ -419,7 +424,7 @@ def is_rejected(error: Exception) -> bool:
     if isinstance(error, OutcomeUnknown):
         # The library raises such an error, below its own classes, for a message that it cannot encode.
         return isinstance(cause, (ValueError, TypeError, struct.error))
-    return isinstance(error, InvalidMessage) and not isinstance(cause, client.OF_THE_SERVER)
+    return isinstance(error, InvalidMessage)
 
 
 def _receipt(message: Message, transaction_id: UUID, receipt: Any) -> SendReceipt:
