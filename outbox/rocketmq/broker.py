@@ -45,6 +45,7 @@ from outbox.rocketmq.declarations import (
 from outbox.rocketmq.exhausted import ExhaustedChecks
 from outbox.rocketmq.flushing import FlushingThread
 from outbox.rocketmq.producer import AnsweringThread, CheckingProducer
+from outbox.rocketmq.unasked import UnaskedHalves
 from outbox.rocketmq.wire import CheckProperties, to_wire
 from outbox.topic import MessageType, Topic
 from outbox.transaction import (
@@ -294,6 +295,15 @@ class RocketMQBroker:
                 counts.rolled_back,
             )
         return counts
+
+    def settle_unasked(self, producer_group: str, checker: Checker) -> CheckCounts:
+        """Ask `checker` about the transactions whose checks reach no producer, and send its decisions to the brokers.
+
+        If the address names no brokers, do nothing. Raises BrokerError.
+        """
+        halves = UnaskedHalves(brokers_of(self.url), producer_group, self._as_check)
+        # UnaskedHalves implements only those functions of the broker port that check-back calls.
+        return CheckBack(cast(Broker, halves), producer_group, checker).run_once(max_batches=1)
 
     def _publish_again(self, message: Message) -> None:
         self.send([message], timeout_seconds=_AGAIN_SECONDS, committed=True)

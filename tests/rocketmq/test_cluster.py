@@ -6,6 +6,7 @@ The folder of a test has the logs of all processes.
 from __future__ import annotations
 
 import itertools
+import json
 import random
 import subprocess
 import threading
@@ -13,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -36,9 +38,10 @@ PRODUCERS: Final = ("producer-1", "producer-2")
 
 @pytest.fixture
 def cluster(programs: Path, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RocketMQCluster]:
-    """A cluster that asks quickly, and often enough to outlast the promotion of a replica."""
+    """A cluster that checks every few seconds. Between two checks, a worker must have the time to send its answers."""
     jars = fetch_programs(PROGRAMS, VERSION)
-    cluster = RocketMQCluster(tmp_path / "cluster", jars, **getattr(request, "param", {}), **QUICK)
+    settings = {**QUICK, "transactionCheckInterval": 6_000, **getattr(request, "param", {})}
+    cluster = RocketMQCluster(tmp_path / "cluster", jars, **settings)
     try:
         cluster.start()
         yield cluster
@@ -49,7 +52,7 @@ def cluster(programs: Path, request: pytest.FixtureRequest, tmp_path: Path) -> I
 @pytest.fixture
 def project(cluster: RocketMQCluster, application: None, outbox_settings: Callable[..., None]) -> Iterator[Project]:
     """A project; this process is no producer, so that it answers no checks."""
-    project = make_project(cluster)
+    project = replace(make_project(cluster), more={"TEST_OUTBOX": json.dumps({"CHECK_INTERVAL_SECONDS": 3})})
     cluster.wait_for_topics(project.topics)
     outbox_settings(**project.outbox)
     yield project
