@@ -10,16 +10,20 @@ See decision 285.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from typing import Final
 from uuid import UUID
 
+from outbox.errors import BrokerError
 from outbox.rocketmq.admin import Admin, Stored, read_stored
 from outbox.rocketmq.exhausted import READER
 from outbox.rocketmq.left import CHECKER, HALVES
 from outbox.rocketmq.wire import CheckProperties, asked
 from outbox.transaction import Answer, Check, Decision, EndStatus
+
+logger = logging.getLogger(__name__)
 
 # RocketMQ notes in this queue which half messages are decided. The body of a note lists offsets in the queue of halves.
 DECISIONS: Final = "RMQ_SYS_TRANS_OP_HALF_TOPIC"
@@ -45,12 +49,20 @@ class UnaskedHalves:
         self._claimed: dict[UUID, list[tuple[Admin, Stored]]] = {}
 
     def claim_checks(self, producer_group: str, *, limit: int = 500) -> list[Check]:
-        """Return one check for each transaction with such half messages. Raises BrokerError."""
+        """Return one check for each transaction with such half messages.
+
+        A broker that does not answer is left out, so that the transactions of the other brokers do not wait for it.
+        """
         self._claimed = {}
         found: dict[UUID, CheckProperties] = {}
         for broker in self._brokers:
-            master = broker.master()
-            for stored, about in undecided(master, producer_group):
+            try:
+                master = broker.master()
+                halves = undecided(master, producer_group)
+            except BrokerError as error:
+                logger.warning("the next pass looks for unanswered checks again: %s", error)
+                continue
+            for stored, about in halves:
                 if about.transaction_id in found or len(found) < limit:
                     found[about.transaction_id] = about
                     self._claimed.setdefault(about.transaction_id, []).append((master, stored))
