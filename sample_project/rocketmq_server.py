@@ -29,9 +29,9 @@ VERSION: Final = "5.3.3"
 CLUSTER: Final = "DefaultCluster"
 _START_SECONDS: Final = 300.0
 _ENDS: Final = frozenset({signal.SIGINT, signal.SIGTERM})
-_HEAP: Final = ("-Xms128m", "-Xmx256m", "-XX:MaxDirectMemorySize=256m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1")
+HEAP: Final = ("-Xms128m", "-Xmx256m", "-XX:MaxDirectMemorySize=256m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1")
 # Netty and RocketMQ use internals of the JDK.
-_OPENS: Final = tuple(
+OPENS: Final = tuple(
     f"--add-{how}=java.base/{package}=ALL-UNNAMED"
     for how, package in [("exports", "sun.nio.ch"), ("opens", "java.nio"), ("opens", "java.lang")]
 )
@@ -60,15 +60,15 @@ def programs_missing() -> str:
     return " and ".join(name for name in ("java", "mvn") if shutil.which(name) is None)
 
 
-def fetch_programs(folder: Path) -> Path:
+def fetch_programs(folder: Path, version: str = VERSION) -> Path:
     """The folder of the server's jars; Maven fetches missing ones. Raises ConfigurationError."""
     # Maven and Java run in folders of their own.
-    jars = folder.resolve() / f"rocketmq-{VERSION}"
+    jars = folder.resolve() / f"rocketmq-{version}"
     if (jars / "complete").exists():
         return jars
     if missing := programs_missing():
         raise ConfigurationError(f"a RocketMQ server of one's own needs {missing} on the PATH.")
-    fetch(jars, dict.fromkeys(_ARTEFACTS, VERSION))
+    fetch(jars, dict.fromkeys(_ARTEFACTS, version))
     return jars
 
 
@@ -141,6 +141,11 @@ class PrivateRocketMQ:
         """Its administration port."""
         return brokers_of(self.url)[0]
 
+    @property
+    def admins(self) -> list[Admin]:
+        """The administration ports of all brokers: one."""
+        return [self.admin]
+
     def start(self) -> None:
         """Start it and wait until it accepts clients. Raises BrokerUnavailable with the end of its log."""
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -207,7 +212,7 @@ class PrivateRocketMQ:
 
     def _run(self, name: str, *arguments: str) -> None:
         home = str(self.folder)
-        command = ["java", *_HEAP, *_OPENS, f"-Duser.home={home}", "-cp", f"{self._jars}/*", *arguments]
+        command = ["java", *HEAP, *OPENS, f"-Duser.home={home}", "-cp", f"{self._jars}/*", *arguments]
         environment = {**os.environ, "ROCKETMQ_HOME": home, "RMQ_PROXY_HOME": home}
         with (self.folder / f"{name}.out").open("ab") as output:
             started = subprocess.Popen(
@@ -237,11 +242,12 @@ def _free_ports() -> tuple[int, int, int, int]:
     """
     while True:
         first = random.randrange(15_000, 32_000)
-        if all(_is_free(port) for port in range(first, first + 7)):
+        if all(is_free(port) for port in range(first, first + 7)):
             return first, first + 1, first + 2, first + 5
 
 
-def _is_free(port: int) -> bool:
+def is_free(port: int) -> bool:
+    """Whether no process listens on this port of this machine."""
     with socket.socket() as probe:
         try:
             # On all interfaces, as the name server and the broker do.

@@ -183,6 +183,11 @@ class Admin:
         every = (HostPort(self.host, self.port), *self.replicas)
         return [replace(self, host=one.host, port=one.port, replicas=()) for one in every]
 
+    def master(self) -> Admin:
+        """Return the port of the broker that is the master now. Raises BrokerUnavailable."""
+        host, port = self._place()
+        return replace(self, host=host, port=port, replicas=())
+
     def _place(self) -> tuple[str, int]:
         """Return the address of the master. Raises BrokerUnavailable."""
         if not self.replicas:

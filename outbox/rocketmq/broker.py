@@ -45,6 +45,7 @@ from outbox.rocketmq.declarations import (
 from outbox.rocketmq.exhausted import ExhaustedChecks
 from outbox.rocketmq.flushing import FlushingThread
 from outbox.rocketmq.producer import AnsweringThread, CheckingProducer
+from outbox.rocketmq.unasked import UnaskedHalves
 from outbox.rocketmq.wire import CheckProperties, to_wire
 from outbox.topic import MessageType, Topic
 from outbox.transaction import (
@@ -185,6 +186,11 @@ class RocketMQBroker:
         what = f"message {message.message_id} for topic {message.topic!r}"
         try:
             return self._pool().submit(send).result(seconds)
+        except client.OF_THE_SERVER as error:
+            raise SendFailed(
+                f"RocketMQ did not take {what}: {client.described(error)}. If the broker is busy, publish the message "
+                "again later. Otherwise check the credentials, the rights and the topic."
+            ) from error
         except client.REFUSALS as error:
             raise InvalidMessage(f"RocketMQ refused {what}: {client.described(error)}.") from error
         except BrokerError:
@@ -289,6 +295,15 @@ class RocketMQBroker:
                 counts.rolled_back,
             )
         return counts
+
+    def settle_unasked(self, producer_group: str, checker: Checker) -> CheckCounts:
+        """Ask `checker` about the transactions whose checks reach no producer, and send its decisions to the brokers.
+
+        If the address names no brokers, do nothing. Raises BrokerError.
+        """
+        halves = UnaskedHalves(brokers_of(self.url), producer_group, self._as_check)
+        # UnaskedHalves implements only those functions of the broker port that check-back calls.
+        return CheckBack(cast(Broker, halves), producer_group, checker).run_once(max_batches=1)
 
     def _publish_again(self, message: Message) -> None:
         self.send([message], timeout_seconds=_AGAIN_SECONDS, committed=True)
@@ -419,7 +434,7 @@ def is_rejected(error: Exception) -> bool:
     if isinstance(error, OutcomeUnknown):
         # The library raises such an error, below its own classes, for a message that it cannot encode.
         return isinstance(cause, (ValueError, TypeError, struct.error))
-    return isinstance(error, InvalidMessage) and not isinstance(cause, client.OF_THE_SERVER)
+    return isinstance(error, InvalidMessage)
 
 
 def _receipt(message: Message, transaction_id: UUID, receipt: Any) -> SendReceipt:

@@ -27,6 +27,9 @@ def _import_client() -> None:
     # This package reports the library's errors itself, together with the operation that failed.
     theirs = logging.getLogger("outbox.rocketmq.library")
     theirs.setLevel(logging.CRITICAL)
+    # The library calls the deprecated method `warn` before it opens a broken stream again. Where warnings are errors,
+    # this call would raise, and the stream would stay broken.
+    theirs.warn = theirs.warning  # type: ignore[method-assign]
     quiet.logger = theirs  # type: ignore[attr-defined]
     sys.modules.setdefault("rocketmq.v5.log", quiet)
 

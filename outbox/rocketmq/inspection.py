@@ -20,6 +20,7 @@ from outbox.rocketmq import exhausted
 from outbox.rocketmq.admin import Admin, Stored, end_of_queue, messages_in, read_stored
 from outbox.rocketmq.exhausted import READER
 from outbox.rocketmq.left import CHECKER, HALVES, by_queue, dead_letter_topic
+from outbox.rocketmq.unasked import decided_offsets
 from outbox.rocketmq.wire import asked, from_wire
 
 _QUERY: Final = 12
@@ -29,9 +30,6 @@ _ALL_GROUPS: Final = 201
 _OK: Final = 0
 _TOPIC_NOT_FOUND: Final = 17
 _NOT_FOUND: Final = frozenset((17, 22))
-# RocketMQ notes in this queue which half messages are decided. The body of a note lists offsets in the queue of halves.
-_DECISIONS: Final = "RMQ_SYS_TRANS_OP_HALF_TOPIC"
-_DECIDED_TAG: Final = "d"
 _MOST_FOUND: Final = 64
 
 
@@ -218,7 +216,7 @@ def open_halves(brokers: Sequence[Admin], producer_group: str) -> list[OpenHalf]
     """
     found: dict[UUID, OpenHalf] = {}
     for broker in brokers:
-        offsets_decided, decided = set(_decided(broker)), set[UUID]()
+        offsets_decided, decided = set(decided_offsets(broker)), set[UUID]()
         begin = broker.stored_offset(CHECKER, HALVES)
         for stored in read_stored(broker, READER, HALVES, begin):
             for half in _half(broker, stored, producer_group):
@@ -254,13 +252,6 @@ def _half(broker: Admin, stored: Stored, producer_group: str, *, is_given_up: bo
             broker=_named(broker),
             is_given_up=is_given_up,
         )
-
-
-def _decided(broker: Admin) -> Iterator[int]:
-    begin = broker.stored_offset(CHECKER, _DECISIONS)
-    for note in read_stored(broker, READER, _DECISIONS, begin):
-        if note.tag == _DECIDED_TAG:
-            yield from (int(text) for text in note.body.decode().split(",") if text.strip().isdigit())
 
 
 # -- one message ----------------------------------------------------------------------------------------

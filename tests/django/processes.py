@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -41,21 +42,26 @@ def process(
     default: Mapping[str, Any] | None = None,
     faults: str = "",
     quiet: bool = False,
+    log: Path | None = None,
     variables: Mapping[str, str] | None = None,
 ) -> Iterator[subprocess.Popen[str]]:
     """A Python process of the project, terminated (and if need be killed) at the end of the block.
 
-    `quiet` throws its log away: one that is read at the end only must fit into a pipe. `variables` go on top.
+    `quiet` throws its log away: one that is read at the end only must fit into a pipe. `log` is a file to which it is
+    appended instead. `variables` go on top.
     """
-    with subprocess.Popen(
-        [sys.executable, *arguments],
-        env={**environment(outbox=outbox, default=default, faults=faults), **(variables or {})},
-        cwd=ROOT,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL if quiet else subprocess.PIPE,
-        text=True,
-    ) as started:
+    with (
+        contextlib.nullcontext() if log is None else log.open("a", encoding="utf-8") as file,
+        subprocess.Popen(
+            [sys.executable, *arguments],
+            env={**environment(outbox=outbox, default=default, faults=faults), **(variables or {})},
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=file or (subprocess.DEVNULL if quiet else subprocess.PIPE),
+            text=True,
+        ) as started,
+    ):
         try:
             yield started
         finally:

@@ -22,6 +22,7 @@ from tests.django.conftest import (  # noqa: F401
 )
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+PROGRAMS = Path(os.environ.get("OUTBOX_ROCKETMQ_PROGRAMS", ROOT / "var" / "rocketmq"))
 # Asks about an undecided message after a second, and every second: no test waits for the real minutes. A decision
 # is noted at once, not three seconds later, or it would be asked about again.
 QUICK = {
@@ -46,7 +47,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def programs() -> Path:
     """The server's jars; the first run fetches them."""
-    return fetch_programs(Path(os.environ.get("OUTBOX_ROCKETMQ_PROGRAMS", ROOT / "var" / "rocketmq")))
+    return fetch_programs(PROGRAMS)
 
 
 @contextmanager

@@ -7,11 +7,12 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
+from outbox.rocketmq.admin import Admin
 from outbox.subscription import Subscription
 from outbox.topic import MessageType, Topic
-from sample_project.rocketmq_server import PrivateRocketMQ
 from tests.django import processes
 from tests.django.shop.models import Effect, Order
 from tests.rocketmq.conftest import unique
@@ -19,11 +20,23 @@ from tests.rocketmq.topics import declared
 from tests.support import eventually
 
 
+class Server(Protocol):
+    """A server or a cluster."""
+
+    @property
+    def url(self) -> str:
+        """The value of OUTBOX['BROKER'] for it."""
+
+    @property
+    def admins(self) -> list[Admin]:
+        """The administration ports of its brokers."""
+
+
 @dataclass(frozen=True)
 class Project:
     """One project of this test's own: `topics` are orders, steps and what is delivered later; `more` variables."""
 
-    server: PrivateRocketMQ
+    server: Server
     topics: tuple[str, str, str]
     group: str
     on_postgres: bool = False
@@ -52,10 +65,11 @@ class Project:
 
     @contextmanager
     def running(
-        self, arguments: Sequence[str], *, faults: str = "", quiet: bool = True
+        self, arguments: Sequence[str], *, faults: str = "", quiet: bool = True, log: Path | None = None
     ) -> Iterator[subprocess.Popen[str]]:
         """A Python process of the project."""
-        with processes.process(arguments, faults=faults, quiet=quiet, variables=self.environment()) as started:
+        variables = self.environment()
+        with processes.process(arguments, faults=faults, quiet=quiet, log=log, variables=variables) as started:
             yield started
 
     @contextmanager
@@ -75,14 +89,15 @@ class Project:
             return {prefix: one.wait(120) for prefix, one in started.items()}
 
 
-def make_project(server: PrivateRocketMQ) -> Project:
+def make_project(server: Server) -> Project:
     """Create its topics and its group on the server."""
     project = Project(server, (unique("orders."), unique("steps."), unique("later.")), unique("effects"))
     for name, options in declared(project.topics).items():
         kinds = frozenset(map(MessageType, options.get("types", ["NORMAL", "TRANSACTION"])))
         topic = Topic(name=name, queue_count=2, types=kinds)
-        server.admin.create_topic(topic)
-        server.admin.create_group(Subscription(group=project.group, topic=name), topic)
+        for admin in server.admins:
+            admin.create_topic(topic)
+            admin.create_group(Subscription(group=project.group, topic=name), topic)
     return project
 
 

@@ -30,8 +30,9 @@ STEPS = [point for point in faults.POINTS if point.startswith("producer.") and p
 class Campaign:
     """One project, its worker's processes, and what was killed."""
 
-    def __init__(self, project: Project, chance: random.Random) -> None:
+    def __init__(self, project: Project, server: PrivateRocketMQ, chance: random.Random) -> None:
         self.killed = Counter[str]()
+        self._server = server
         self._project = project
         self._chance = chance
         self._stack = ExitStack()
@@ -80,7 +81,7 @@ class Campaign:
     def _kill_one(self) -> None:
         victim = self._chance.choice(["server", *CHILDREN, "all"])
         if victim in ("server", "all"):
-            self._project.server.kill()
+            self._server.kill()
             self.killed["servers"] += 1
         for name, child in self._children.items():
             if victim in (name, "all") and child.poll() is None:
@@ -92,7 +93,7 @@ class Campaign:
             if early:
                 self.tend()
             time.sleep(self._chance.uniform(0, 4))
-            self._project.server.start()
+            self._server.start()
         if self._chance.random() < 0.5:
             # Longer than the checks last: RocketMQ gives up.
             time.sleep(self._chance.uniform(0, 6))
@@ -123,7 +124,7 @@ def project(server: PrivateRocketMQ, application: None, outbox_settings: Callabl
 def test_effects_are_the_committed_rows_whichever_process_is_killed(
     project: Project, server: PrivateRocketMQ, seed: int, rounds: int
 ) -> None:
-    with Campaign(project, random.Random(seed)) as campaign:
+    with Campaign(project, server, random.Random(seed)) as campaign:
         for number in range(rounds):
             campaign.round(number)
         nothing_lost_invented_or_doubled(within_seconds=240)

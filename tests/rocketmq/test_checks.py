@@ -10,7 +10,7 @@ from uuid import UUID
 
 import pytest
 
-from outbox.message import Message
+from outbox.message import Delivery, Message
 from outbox.rocketmq import admin, exhausted
 from outbox.rocketmq.broker import RocketMQBroker
 from outbox.rocketmq.producer import AnsweringThread
@@ -47,6 +47,40 @@ class Noting:
     def check_local_transactions(self, checks: Sequence[Check]) -> list[Answer]:
         self.asked.update(check.transaction_id for check in checks)
         return [Answer(transaction_id=check.transaction_id, decision=Decision.COMMIT) for check in checks]
+
+
+def test_checks_that_reach_no_producer_are_answered_through_the_administration_ports(
+    rocketmq: PrivateRocketMQ, new_topic: Callable[..., Topic]
+) -> None:
+    """The producer of this process ignores its checks, as if RocketMQ had not reached it."""
+    topic = new_topic()
+    broker = RocketMQBroker(rocketmq.url, [topic], timeout_seconds=20)
+    group = unique("shop")
+    halves = [
+        HalfTransaction(producer_group=group, messages=[Message(topic=topic.name, body=b"1", key=key)])
+        for key in ("committed", "rolled back", "runs")
+    ]
+    decisions = dict(
+        zip((one.transaction_id for one in halves), (Decision.COMMIT, Decision.ROLLBACK, Decision.UNKNOWN), strict=True)
+    )
+    try:
+        for half in halves:
+            broker.send_half(half)
+        assert broker.settle_unasked(group, Knowing(decisions)) == CheckCounts(), "RocketMQ has not asked yet"
+        seen = list[Delivery]()
+        with consuming(rocketmq, topic, seen.append):
+            eventually(
+                lambda: broker.settle_unasked(group, Knowing(decisions)).committed, within_seconds=60, what="a commit"
+            )
+            eventually(lambda: seen, within_seconds=60, what="the committed message")
+            eventually(
+                lambda: broker.settle_unasked(group, Knowing(decisions)) == CheckCounts(claimed=1, unknown=1),
+                within_seconds=60,
+                what="the others are decided",
+            )
+            assert {delivery.key for delivery in seen} == {"committed"}
+    finally:
+        broker.close()
 
 
 def test_a_process_that_starts_before_its_proxy_is_asked_once_the_proxy_is_there(

@@ -128,7 +128,8 @@ def test_a_send_that_was_frozen_is_a_duplicate_and_has_no_second_effect(project:
 
 
 def test_server_killed_and_restarted(project: RelayProject, rocketmq: PrivateRocketMQ) -> None:
-    with project.running("relay"):
+    """Also the consumer of this process connects again, although a warning is an error here."""
+    with watching(project) as seen, project.running("relay"):
         project.commit("a", "before")
         all_sent()
         rocketmq.kill()
@@ -138,8 +139,6 @@ def test_server_killed_and_restarted(project: RelayProject, rocketmq: PrivateRoc
         project.commit("a", "while-away-2")
         rocketmq.start()
         all_sent()
-    # The client's library does not connect again in this process, where a warning is an error.
-    with watching(project) as seen:
         eventually(lambda: seen.first() == project.committed(), within_seconds=60, what=lambda: str(seen.by_key))
     assert project.committed() == {"a": ["before", "while-away", "while-away-2"]}
 

@@ -48,7 +48,7 @@ class RocketMQEngine(Engine):
     refusals: ClassVar[Refusals] = declarations.REFUSALS
     has_broker_process: ClassVar[bool] = False
     has_relay: ClassVar[bool] = True
-    pass_names: ClassVar[Sequence[str]] = ("exhausted_checks",)
+    pass_names: ClassVar[Sequence[str]] = ("exhausted_checks", "unasked_checks")
 
     @cached_property
     def broker(self) -> RocketMQBroker:
@@ -146,19 +146,29 @@ class RocketMQEngine(Engine):
             settings.broker,
             wanted,
             topics=[declared.topic for declared in settings.topics.values()],
-            invoker=InboxInvoker(lease_seconds=settings.lease_seconds, masked_fields=settings.masked_fields),
+            invoker=InboxInvoker(lease_seconds=self._lease_seconds, masked_fields=settings.masked_fields),
             codecs=self.codecs,
             on_tick=lambda: heartbeat.beat(ready=self.is_asked()),
             note=dead_letter_notes.note,
         )
 
+    @property
+    def _lease_seconds(self) -> float:
+        """The lease of a handler's transaction, which may be idle for four fifths of it.
+
+        While a handler publishes, its transaction is idle until RocketMQ answers. If a send could take longer than the
+        transaction may be idle, PostgreSQL would end the transaction while a replica is promoted.
+        """
+        return max(self.settings.lease_seconds, 2 * self.settings.send_timeout_seconds)
+
     def run_pass(self, name: str) -> Mapping[str, Any]:
-        """Decide, by the ledger, the transactions that RocketMQ gave up. Returns the counts. Raises BrokerError.
+        """Decide, by the ledger, the transactions that RocketMQ gave up, or about which it reaches no producer.
 
         If two processes run this pass at the same time, they publish messages twice. The inbox then removes the
-        duplicates.
+        duplicates. Returns the counts. Raises BrokerError.
         """
-        return asdict(self.broker.settle_exhausted(self.settings.required_producer_group(), LedgerChecker()))
+        settle = self.broker.settle_unasked if name == "unasked_checks" else self.broker.settle_exhausted
+        return asdict(settle(self.settings.required_producer_group(), LedgerChecker()))
 
     def is_asked(self) -> bool:
         return not self.broker.unrouted()
