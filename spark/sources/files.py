@@ -21,7 +21,7 @@ from pyspark.sql.types import StringType
 from ..common.errors import RunIncomplete, TableMissing, UsageProblem
 from ..common.options import parse_moment
 from ..rules.rule import DatabaseRule, SourceKind
-from . import values
+from . import bounded, values
 from .base import Column, ColumnKind, SourceBoundary, TableSelection
 from .sql import is_column
 
@@ -383,5 +383,6 @@ def _column(column: Column, frame: DataFrame, *, is_csv: bool) -> SparkColumn:
         ColumnKind.TEXT: value.cast("string"),
         ColumnKind.BIGINT: value.cast("bigint"),
         ColumnKind.BINARY: binary,
+        ColumnKind.BOUNDED: bounded.in_spark(value.cast("string")),
     }
     return as_kind[column.kind].alias(column.name)
