@@ -7,11 +7,14 @@ from typing import Final
 from pyspark.sql import Column
 from pyspark.sql import functions as F
 
-from ..common.safe_text import shown_difference
+from ..common.safe_text import quoted, shown_difference
 from ..rules import masking
 from ..rules.rule import FieldRule, FieldType, Rule
+from ..sources import bounded
 from ..sources.values import NUMBER
 
+# If a difference is after the part of two long texts that a run has, this number of their first characters is shown.
+_SHOWN: Final = 100
 DELIVERY_TEXTS: Final = {
     "passed": "the group's offset is past the message: the group handled, filtered or skipped it",
     "waiting": "the message is in a queue, and the group has not handled it yet",
@@ -132,8 +135,23 @@ def _differences(rule: Rule) -> Column:
 def _shown_difference(ours: str | None, theirs: str | None, differs: bool | None) -> str | None:
     if not differs:
         return None
-    in_row, in_body, note = shown_difference(ours, theirs)
+    in_row, in_body, note = _shown_bounded(ours, theirs)
     return f"{in_row} in the row, {in_body} in the body{f' ({note})' if note else ''}"
+
+
+def _shown_bounded(ours: str | None, theirs: str | None) -> tuple[str, str, str]:
+    """The result of `shown_difference` for two bounded texts. The note has the lengths of long texts."""
+    (row, row_length), (body, body_length) = (
+        (None, 0) if form is None else bounded.parts(form) for form in (ours, theirs)
+    )
+    if row is not None and row == body:
+        in_row = in_body = f"{quoted(row[:_SHOWN])}…"
+        note = f"their first {len(row):,} characters are equal"
+    else:
+        in_row, in_body, note = shown_difference(row, body)
+    if max(row_length, body_length) > bounded.LIMIT:
+        note = "; ".join(filter(None, (note, f"the row has {row_length:,} characters, the body {body_length:,}")))
+    return in_row, in_body, note
 
 
 def _between(ours: Column, theirs: Column) -> list[Column]:

@@ -23,7 +23,7 @@ from pyspark.sql.types import DecimalType
 from ..common.safe_text import quoted
 from ..rules import masking
 from ..rules.rule import FieldType, Rule
-from ..sources import contract
+from ..sources import bounded, contract
 from ..sources.values import NUMBER, from_body, from_column, json_path
 from . import json_text
 from .conversion import NOT_CONVERTED
@@ -128,7 +128,7 @@ def broker_side(messages: DataFrame, rule: Rule, *, is_exact: bool = False) -> D
     the column `bad`, and a message whose content is erased, encrypted or stored outside of the broker has ERASED.
 
     On the second look, `is_exact` is true: the parser of this package reads each body that Spark's parser refuses, or
-    that may contain more than one document.
+    that may contain more than one document. The compared texts are then in their bounded form, as those of the rows.
     """
     # The columns are computed in steps, so that each body is parsed once. Spark computes a column of a step once, and
     # the next step uses it many times.
@@ -151,6 +151,7 @@ def broker_side(messages: DataFrame, rule: Rule, *, is_exact: bool = False) -> D
     read = parsed.withColumns(columns).drop("text", "document")
     raw = [F.col(name) for name in texts]
     values = [from_body(column, field) for column, field in zip(raw, rule.fields, strict=True)]
+    values = _bounded(values, rule) if is_exact else values
     is_committed = F.col("state").isin("committed", "recalled")
     return read.select(
         F.coalesce("key", F.lit("")).alias("key"),
@@ -224,16 +225,23 @@ def _kind(rule: Rule) -> Column:
 
 
 def row_values(rule: Rule) -> list[Column]:
-    """The compared columns of business rows, as texts in their comparable form."""
+    """The compared columns of business rows, as texts in their comparable form; the rows have bounded texts."""
     values = [from_column(F.col(f"f{number}"), field) for number, field in enumerate(rule.fields)]
     return [value.cast("string").alias(f"v{number}") for number, value in enumerate(values)]
 
 
 def body_values(rule: Rule) -> list[Column]:
-    """The compared fields of message bodies, as texts in their comparable form."""
+    """The compared fields of message bodies, as texts in their comparable form; long texts are bounded."""
     document = F.try_parse_json(F.col("body").cast("string"))
     values = [from_body(F.try_variant_get(document, json_path(field), "string"), field) for field in rule.fields]
-    return [value.cast("string").alias(f"v{number}") for number, value in enumerate(values)]
+    return [value.cast("string").alias(f"v{number}") for number, value in enumerate(_bounded(values, rule))]
+
+
+def _bounded(values: list[Column], rule: Rule) -> list[Column]:
+    return [
+        bounded.in_spark(value) if field.type is FieldType.TEXT else value
+        for value, field in zip(values, rule.fields, strict=True)
+    ]
 
 
 def why_unreadable(rule: Rule) -> Column:

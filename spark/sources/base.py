@@ -24,6 +24,8 @@ class ColumnKind(enum.Enum):
     BINARY = "binary"
     MICROSECONDS = "microseconds"
     """A time as its microseconds since 1970, written as text, because all compared fields arrive as text."""
+    BOUNDED = "bounded"
+    """A text in its bounded form (module `bounded`)."""
 
 
 _SPARK_TYPES: dict[ColumnKind, DataType] = {
@@ -32,6 +34,7 @@ _SPARK_TYPES: dict[ColumnKind, DataType] = {
     ColumnKind.TIMESTAMP: TimestampType(),
     ColumnKind.BINARY: BinaryType(),
     ColumnKind.MICROSECONDS: StringType(),
+    ColumnKind.BOUNDED: StringType(),
 }
 
 

@@ -89,15 +89,15 @@ _DETAILS: Final = ("message_id", "transaction_id", "tag", "decided_by")
 # columns kind, key, at, f0, f1, … The broker's messages have the columns key, at, log_id, decided_at, …
 
 
-def rows(rule: Rule) -> TableSelection:
-    """The business rows that must have produced a message, with the compared columns as f0, f1, …"""
+def rows(rule: Rule, *, detailed: bool = False) -> TableSelection:
+    """The business rows that must have produced a message, with the compared columns as f0, f1, …
+
+    With `detailed`, the texts are in their bounded form: the second look compares them in this form.
+    """
+    text = ColumnKind.BOUNDED if detailed else ColumnKind.TEXT
+    kinds = {FieldType.TIMESTAMP: ColumnKind.MICROSECONDS, FieldType.TEXT: text}
     fields = [
-        Column(
-            f"f{number}",
-            field.column,
-            ColumnKind.MICROSECONDS if field.type is FieldType.TIMESTAMP else ColumnKind.TEXT,
-            field.type,
-        )
+        Column(f"f{number}", field.column, kinds.get(field.type, ColumnKind.TEXT), field.type)
         for number, field in enumerate(rule.fields)
     ]
     return TableSelection(

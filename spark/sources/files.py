@@ -21,7 +21,7 @@ from pyspark.sql.types import StringType
 from ..common.errors import RunIncomplete, TableMissing, UsageProblem
 from ..common.options import parse_moment
 from ..rules.rule import DatabaseRule, SourceKind
-from . import values
+from . import bounded, values
 from .base import Column, ColumnKind, SourceBoundary, TableSelection
 from .sql import is_column
 
@@ -158,6 +158,10 @@ _STRICT: Final = {"mode": "FAILFAST", "enforceSchema": "false", "columnPruning":
 class FileSource(FrameSource):
     """Parquet or CSV files. All columns of a CSV file are texts; an empty field without quotes is null."""
 
+    def __init__(self, spark: SparkSession, database: DatabaseRule) -> None:
+        super().__init__(spark, database)
+        self._plain: set[str] = set()
+
     def table(self, selection: TableSelection) -> DataFrame:
         """See FrameSource. Raises TableMissing if the table has no file."""
         suffix = self._database.kind.value
@@ -183,6 +187,13 @@ class FileSource(FrameSource):
         folder = self._database.location.rstrip("/")
         for part in ("", *table.split("/")):
             folder = f"{folder}/{part}".rstrip("/")
+            if folder in self._plain:
+                continue
+            # One look for all formats, because Spark takes its time for each path that is not there.
+            is_plain = not self._is_there(f"{folder}/{{{','.join(_LOGS.values())}}}")
+            if is_plain:
+                self._plain.add(folder)
+                continue
             for name, log in _LOGS.items():
                 if self._is_there(f"{folder}/{log}"):
                     raise UsageProblem(
@@ -383,5 +394,6 @@ def _column(column: Column, frame: DataFrame, *, is_csv: bool) -> SparkColumn:
         ColumnKind.TEXT: value.cast("string"),
         ColumnKind.BIGINT: value.cast("bigint"),
         ColumnKind.BINARY: binary,
+        ColumnKind.BOUNDED: bounded.in_spark(value.cast("string")),
     }
     return as_kind[column.kind].alias(column.name)

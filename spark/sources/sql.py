@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import Final
 
+from . import bounded
 from .base import Column, ColumnKind, TableSelection
 
 _NAME: Final = re.compile(r"[A-Za-z_]\w*")
@@ -60,6 +61,7 @@ def column(wanted: Column) -> str:
         ColumnKind.BINARY: f"{value}::bytea",
         ColumnKind.MICROSECONDS: f"CASE WHEN isfinite({moment}) THEN (extract(epoch FROM {value}) * 1000000)"
         f"::bigint::text ELSE {value}::text END",
+        ColumnKind.BOUNDED: bounded.in_sql(f"{value}::text"),
     }
     return f"{as_kind[wanted.kind]} AS {name(wanted.name)}"
 

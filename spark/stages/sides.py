@@ -58,7 +58,7 @@ def _tables(
     prepared: PreparedRule, sources: Sources, limits: ReadLimits | None = None, *, detailed: bool = False
 ) -> _Tables:
     rule, limits = prepared.rule, limits or ReadLimits()
-    tables = [(sources[rule.database], [_limited(contract.rows(rule), limits.rows)])]
+    tables = [(sources[rule.database], [_limited(contract.rows(rule, detailed=detailed), limits.rows)])]
     by_message: list[tuple[DataSource, list[TableSelection]]] = []
     broker = [_limited(contract.messages(rule, detailed=detailed), limits.messages)]
     for number, group in enumerate(rule.groups):

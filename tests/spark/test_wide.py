@@ -31,7 +31,6 @@ def test_wide_suspects_fit_a_small_memory(world: World, tmp_path: Path, mask: st
 
 
 @pytest.mark.soak
-@pytest.mark.xfail(strict=True, reason="the joins of the second look hold whole compared values: Java heap space")
 def test_columns_of_100_megabytes_fit_three_gigabytes(world: World, tmp_path: Path) -> None:
     """Rows whose compared column is 100 MiB wide differ from their messages: the second look reads them whole."""
     world.add_many(20)
