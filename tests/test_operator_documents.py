@@ -15,6 +15,7 @@ from django.core.management import CommandError, find_commands, get_commands, lo
 
 from outbox.broker.operations.conditions import CATALOGUE
 from spark import cli
+from tests.django import configured
 from tests.documents import (
     AROUND,
     DOCS,
@@ -41,6 +42,8 @@ ALL = sorted(
 
 def parsed(given: Command) -> None:
     """Raises SystemExit or CommandError for a command line that the command does not accept."""
+    # The commands of Django are found only with settings.
+    assert configured.OUTBOX
     name, *words = (PLACEHOLDERS.get(word, word) for word in given.words)
     if name == "outbox-reconcile":
         cli.parser().parse_args(words)

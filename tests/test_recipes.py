@@ -20,6 +20,7 @@ from outbox.contrib.django.engine.broker import _ENGINES
 from outbox.contrib.django.settings.conf import SINKS, EngineName
 from outbox.contrib.django.subscribers.registry import _OPTIONS, subscriber
 from outbox.subscription import Subscription
+from tests.django import configured
 from tests.test_conformance import functions
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -197,6 +198,8 @@ def test_every_engine_is_named_by_the_port_and_runs_the_contract_suite() -> None
 
 
 def test_every_engine_can_be_chosen_by_the_settings() -> None:
+    # The engines import models, which need settings and loaded apps.
+    assert configured.OUTBOX
     assert set(_ENGINES) == set(EngineName)
     chosen = [import_string(path) for path in _ENGINES.values()]
     assert len({kind.refusals.engine for kind in chosen}) == len(EngineName)

@@ -25,7 +25,7 @@ from outbox.broker.database.notify import Announcements, Channel, listen, unlist
 from outbox.broker.fastpath.round_trip import AfterTick
 from outbox.broker.log.failing import FailureNote, ProcessPart
 from outbox.broker.maintenance.service import maintenance
-from outbox.broker.operations.summary import summaries
+from outbox.broker.operations.summary import COUNT_SECONDS, summaries
 from outbox.broker.schedules.publishing import Scheduling
 from outbox.broker.sequencer.leader import DEFAULT_TERM_SECONDS, LeaderLease
 from outbox.broker.sequencer.sequencer import Sequencer, TickCounts
@@ -61,7 +61,7 @@ class LeaderSettings:
     poll_seconds: float = 1.0
     pace_seconds: float = 0.005
     maintenance_seconds: float = 30.0
-    summary_seconds: float = 5.0
+    summary_seconds: float = COUNT_SECONDS
     check: CheckSettings = field(default_factory=CheckSettings)
     stands_in: bool = False
 

@@ -209,7 +209,7 @@ def test_dead_letters_are_listed_and_replayed() -> None:
     assert [item["letter"]["key"] for item in letters] == ["poison"]
     assert "cannot ever work" in letters[0]["letter"]["error"]
     assert "poison" in call("outbox_dead_letter", "list")
-    assert "Deliver 1 dead letters again" in call("outbox_dead_letter", "replay", "effects", "--all", "--dry-run")
+    assert "Deliver 1 dead letter again" in call("outbox_dead_letter", "replay", "effects", "--all", "--dry-run")
     assert "after: settled: 1" in call("outbox_dead_letter", "replay", "effects", str(poison.message_id))
     assert call("outbox_dead_letter", "list") == "none\n"
     with pytest.raises(CommandError, match=r"0 of the 1 ids .* nothing was replayed"):

@@ -39,7 +39,7 @@ def _keys(*arguments: str) -> list[str]:
 
 def test_dead_letters_are_discarded_after_a_confirmation(monkeypatch: pytest.MonkeyPatch) -> None:
     discard = ("outbox_dead_letter", "discard", "effects", "--error", "poison 1")
-    assert "Discard 1 dead letters of group effects whose error contains poison 1" in call(*discard, "--dry-run")
+    assert "Discard 1 dead letter of group effects whose error contains poison 1" in call(*discard, "--dry-run")
     assert call_json(*discard, "--dry-run")["before"]["selected"] == 1
     for answer, complaint in (("", "pass --no-input"), ("no\n", "nothing was changed")):
         monkeypatch.setattr(sys, "stdin", StringIO(answer))

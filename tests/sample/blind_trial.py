@@ -13,7 +13,8 @@ The faults:
 6  a half message of a service of which no process answers checks   settled: the transaction is decided
 
 Fault 3 cannot be ended by a page. The person who has found it asks a colleague with a shell: type `start a broker` or
-`start a worker`, then Enter. Other lines are noted as what the person says. Ctrl-C ends the trial.
+`start a worker`, then Enter. Other lines are noted as what the person says. Ctrl-C or SIGTERM ends the trial, with all
+of its processes.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import FrameType
 from typing import Any, Final
 from uuid import uuid4
 
@@ -228,9 +230,9 @@ def _running(port: int, directory: Path) -> Iterator[Trial]:
         "PYTHONPATH": str(ROOT),
     }
     stopping = threading.Event()
-    server.start()
     services = Services(logs, environment)
     try:
+        server.start()
         server.drop_databases()
         server.create_databases()
         trial = Trial(
@@ -251,7 +253,7 @@ def _running(port: int, directory: Path) -> Iterator[Trial]:
         yield trial
     finally:
         stopping.set()
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
         services.stop()
         endpoint.shutdown()
@@ -340,6 +342,9 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=8020, help="port of the site (default: %(default)s)")
     parser.add_argument("--directory", type=Path, default=ROOT / "var" / "trial", help="databases and logs")
     given = parser.parse_args()
+    # SIGINT too: a shell that starts this in the background makes it ignore SIGINT.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _interrupt)
     numbers = given.faults
     if given.secret is not None:
         numbers = random.Random(given.secret).sample(sorted(FAULTS), 2)
@@ -347,6 +352,11 @@ def main() -> None:
         parser.error("name one or more of the faults 1 to 6, or give --secret SEED")
     with exclusive(given.directory), contextlib.suppress(KeyboardInterrupt):
         run(numbers, given.port, given.directory, told=given.secret is None)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """Raise KeyboardInterrupt, so that all processes are stopped on the way out."""
+    raise KeyboardInterrupt
 
 
 if __name__ == "__main__":

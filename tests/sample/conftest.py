@@ -20,6 +20,19 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 ORDERS = 48
 
 
+def running_in(directory: Path) -> list[str]:
+    """The command lines of the processes of a run in this directory."""
+    needle = f"OUTBOX_DEMO_DIR={directory}".encode()
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if needle in (folder / "environ").read_bytes().split(b"\0"):
+                found.append((folder / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+        except OSError:
+            continue
+    return found
+
+
 class DemoRun:
     """The demo as a process of its own, with what it printed so far."""
 
@@ -70,15 +83,7 @@ class DemoRun:
 
     def left_running(self) -> list[str]:
         """The command lines of processes that still belong to the run."""
-        needle = f"OUTBOX_DEMO_DIR={self.directory}".encode()
-        left = []
-        for folder in Path("/proc").glob("[0-9]*"):
-            try:
-                if needle in (folder / "environ").read_bytes().split(b"\0"):
-                    left.append((folder / "cmdline").read_bytes().replace(b"\0", b" ").decode())
-            except OSError:
-                continue
-        return left
+        return running_in(self.directory)
 
     def _read(self) -> None:
         assert self.process.stdout is not None

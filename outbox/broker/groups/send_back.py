@@ -9,9 +9,11 @@ message was over before an attempt began, the statement stores a row of `timed_o
 from __future__ import annotations
 
 import enum
+import os
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 from uuid import UUID
 
@@ -24,6 +26,8 @@ from outbox.subscription import Mode, OnError, Subscription
 from outbox.utils.safe_text import shown_text
 
 MAX_ERROR_CHARACTERS: Final = 4000
+# The code of outbox itself.
+_OUTBOX: Final = str(Path(__file__).parents[2]) + os.sep
 # The largest number of attempts that is stored; the column is a smallint and cannot store much more.
 _LAST_COUNTED: Final = 30_000
 
@@ -80,11 +84,16 @@ def judge(
 
 
 def describe(error: BaseException) -> str:
-    """Return the error in its stored form: its type, its text, and where it was raised."""
+    """Return the error in its stored form: its type, its text, and the line of the application that raised it.
+
+    A line of outbox itself would tell its reader nothing, so the last line of other code is named, if there is one.
+    """
     lines = [f"{type(error).__name__}: {shown_text(error)}"]
+    # "<string>" is the generated code of a dataclass.
     frames = traceback.extract_tb(error.__traceback__)
-    if frames:
-        lines.append(f"  raised in {frames[-1].name}, {frames[-1].filename}:{frames[-1].lineno}")
+    places = [one for one in frames if not one.filename.startswith((_OUTBOX, "<"))]
+    if places:
+        lines.append(f"  raised in {places[-1].name}, {places[-1].filename}:{places[-1].lineno}")
     text = "\n".join(lines).encode(errors="replace").decode().replace("\x00", "\N{REPLACEMENT CHARACTER}")
     return text[:MAX_ERROR_CHARACTERS]
 

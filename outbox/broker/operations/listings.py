@@ -14,6 +14,7 @@ from outbox.broker.database.statement import Statement
 from outbox.broker.fastpath.arrays import xids
 from outbox.broker.groups.members import CallReport
 from outbox.broker.groups.registration import unknown_group
+from outbox.broker.operations.liveness import is_silent
 from outbox.broker.operations.trace import TracedAnswer, TracedMessage, trace
 from outbox.transaction import STILL_RUNNING
 
@@ -85,21 +86,30 @@ ORDER BY scheduled.due_at, scheduled.schedule_id LIMIT %(limit)s
 """)
 
 # A process that has died without leaving its groups is listed for an hour after the end of its membership.
-_PROCESSES: Final = Statement("""
-WITH held AS MATERIALIZED (
-    SELECT owner, count(*) AS queues FROM {schema}.queue_lease WHERE expires_at > clock_timestamp() GROUP BY owner
-), listed AS (
+_PROCESSES: Final = Statement(
+    """
+WITH listed AS MATERIALIZED (
     SELECT instance_id, min(host) AS host, min(pid) AS pid, min(joined_at) AS joined_at,
            max(expires_at) AS expires_at, array_agg(consumer_group.name ORDER BY consumer_group.name) AS groups
     FROM {schema}.consumer JOIN {schema}.consumer_group USING (group_id)
     WHERE expires_at > clock_timestamp() - interval '1 hour'
+      AND (%(instance)s::uuid IS NULL OR instance_id = %(instance)s)
     GROUP BY instance_id
     HAVING %(group)s::text IS NULL OR bool_or(consumer_group.name = %(group)s)
+), held AS MATERIALIZED (
+    -- The groups of the listed processes: a group of its own page is found by the index.
+    SELECT owner, count(*) AS queues FROM {schema}.queue_lease
+    WHERE group_id IN (SELECT group_id FROM listed JOIN {schema}.consumer USING (instance_id))
+      AND owner IN (SELECT instance_id FROM listed) AND queue_lease.expires_at > clock_timestamp()
+    GROUP BY owner
 )
 SELECT instance_id, host, pid, groups, joined_at, expires_at, expires_at > clock_timestamp() AS is_alive,
        coalesce(held.queues, 0) AS queues, coalesce(known.version, '') AS version, known.seen_at,
        coalesce(known.calls, 0) AS calls, coalesce(known.longest, '[]') AS longest,
        known.asked, known.asked_at, coalesce(known.draining, false) AS draining,
+       """
+    + is_silent("listed")
+    + """ AS is_silent,
        EXISTS (SELECT FROM {schema}.leader_lease leader
                WHERE role = 'sequencer' AND leader.owner = instance_id
                  AND leader.expires_at > clock_timestamp()) AS leads
@@ -108,7 +118,8 @@ WHERE (%(instance)s::uuid IS NULL OR instance_id = %(instance)s)
   AND (%(state)s::text IS NULL OR %(state)s = CASE
        WHEN expires_at <= clock_timestamp() THEN 'vanished' WHEN known.draining THEN 'draining' ELSE 'alive' END)
 ORDER BY expires_at > clock_timestamp() DESC, host, pid, instance_id LIMIT %(limit)s OFFSET %(after)s
-""")
+"""
+)
 
 
 PROCESS_STATES: Final = ("alive", "draining", "vanished")
@@ -169,7 +180,8 @@ class ConsumerProcess:
     of them, the longest first. For a process of an older version, `version` is '' and `seen_at` is None.
 
     `asked`: an operator has asked the process to drain or to stop, at `asked_at`. `draining`: the process had begun to
-    end at `seen_at`, because of such a request or of a signal.
+    end at `seen_at`, because of such a request or of a signal. `is_silent`: its last sign of life is older than one and
+    a half of its intervals.
     """
 
     instance_id: UUID
@@ -188,6 +200,7 @@ class ConsumerProcess:
     asked: str | None = None
     asked_at: datetime | None = None
     draining: bool = False
+    is_silent: bool = False
 
     @property
     def state(self) -> str:

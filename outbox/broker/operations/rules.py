@@ -429,9 +429,9 @@ def _of_groups(run: Executor, limits: Thresholds, summary: Summary) -> Iterator[
 
 
 def _no_worker(run: Executor, limits: Thresholds, groups: Iterable[GroupProgress]) -> Iterator[Condition]:
-    lags = {(one.group, one.topic): one.lag for one in groups}
     by_group: dict[str, dict[str, float | None]] = {}
     rows = run.rows(_NO_WORKER)
+    lags = {(one.group, one.topic): one.lag for one in groups} if rows else {}
     # If a consumer process runs and fails, the condition `process_failing` reports the failure. Starting another worker
     # would not help.
     failing = (
@@ -459,16 +459,17 @@ def _no_worker(run: Executor, limits: Thresholds, groups: Iterable[GroupProgress
 def _lag(limits: Thresholds, summary: Summary) -> Iterator[Condition]:
     behind: list[Judged] = []
     paused: list[Judged] = []
-    for one in sorted(summary.groups, key=lambda one: one.oldest_at or summary.now):
+    for one in summary.groups:
         if not one.lag:
             continue
         age = summary.seconds_since(one.oldest_at)
-        severity = max(filter(None, (limits.lag_seconds.judge(age), limits.lag_messages.judge(one.lag))), default=None)
-        fact: Fact = {"group": one.group, "topic": one.topic, "messages": one.lag, "oldest_seconds": age}
-        if one.paused:
-            paused.append((Severity.WARNING, fact))
-        else:
-            behind.append((severity, fact))
+        severities = (limits.lag_seconds.judge(age), limits.lag_messages.judge(one.lag))
+        severity = Severity.WARNING if one.paused else max(filter(None, severities), default=None)
+        if severity:
+            fact: Fact = {"group": one.group, "topic": one.topic, "messages": one.lag, "oldest_seconds": age}
+            (paused if one.paused else behind).append((severity, fact))
+    for judged in (behind, paused):
+        judged.sort(key=lambda one: -float(one[1]["oldest_seconds"] or 0.0))
     yield from condition("lag", behind)
     yield from condition("group_paused", paused)
 

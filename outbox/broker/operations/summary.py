@@ -237,6 +237,8 @@ _Row = TypeVar("_Row")
 
 # All summaries of this time are kept.
 SUMMARIES_SECONDS: Final = 900.0
+# The leader counts at this interval, or more rarely if a count takes long.
+COUNT_SECONDS: Final = 5.0
 # Readers do not use a summary that is older than this number of seconds, because its writer has probably stopped.
 FRESH_SECONDS: Final = 60.0
 # The largest share of the time that a process spends on counting in the background. The longer a count takes, the later
@@ -378,6 +380,11 @@ class Summary:
     def age_seconds(self) -> float:
         """The age of the figures in seconds."""
         return max(0.0, self.now - self.at)
+
+    @property
+    def every_seconds(self) -> float:
+        """The interval at which a leader counts, if a count takes as long as this one."""
+        return max(COUNT_SECONDS, self.took_seconds / SHARE)
 
     def seconds_since(self, at: float | None) -> float | None:
         """The seconds from `at` until the figures were counted; None if `at` is None.
@@ -611,8 +618,11 @@ def _packed(row_type: type[Any], rows: Iterable[Any]) -> dict[str, Any]:
 
 
 def _unpacked(row_type: type[_Row], packed: Mapping[str, Any]) -> list[_Row]:
+    known = [field.name for field in fields(row_type)]  # type: ignore[arg-type]
+    if packed["columns"] == known:
+        # There may be thousands of rows, and positions take half the time of names.
+        return [row_type(*row) for row in packed["rows"]]
     # A leader of an earlier version stores no column for a newer field, which then has its default.
-    known = {field.name for field in fields(row_type)}  # type: ignore[arg-type]
     places = [(name, place) for place, name in enumerate(packed["columns"]) if name in known]
     return [row_type(**{name: row[place] for name, place in places}) for row in packed["rows"]]
 
@@ -628,10 +638,8 @@ SELECT broker_id::text, incarnation, (SELECT max(change) FROM {schema}.schema_ve
 FROM {schema}.broker, (SELECT tick_id, at FROM {schema}.tick ORDER BY tick_id DESC LIMIT 1) AS tick
 """)
 
-# Whether a process leads, and for how many seconds no process has led; null if no process has ever led.
 _LEADS: Final = Statement("""
-SELECT coalesce(bool_or(owner IS NOT NULL AND expires_at > clock_timestamp()), false),
-       extract(epoch FROM clock_timestamp() - max(expires_at))::double precision
+SELECT coalesce(bool_or(owner IS NOT NULL AND expires_at > clock_timestamp()), false)
 FROM {schema}.leader_lease WHERE role = 'sequencer'
 """)
 
@@ -702,12 +710,6 @@ class Overview:
 def has_leader(run: Executor) -> bool:
     """Whether a process sequences."""
     return bool(run.one(_LEADS)[0])
-
-
-def leaderless_seconds(run: Executor) -> float | None:
-    """Return for how long no process has led; 0.0 if a process leads, and None if no process has ever led."""
-    leads, gone_seconds = run.one(_LEADS)
-    return 0.0 if leads else gone_seconds
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,9 @@ import pytest
 
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.notify import Channel, notify
+from outbox.broker.groups.send_back import describe
 from outbox.broker.operations import changes, dead_letters, progress
-from outbox.errors import PartialFailure, PermanentError, RetryLater
+from outbox.errors import ConfigurationError, PartialFailure, PermanentError, RetryLater
 from outbox.message import Delivery, Message
 from outbox.retry import RetryPolicy
 from outbox.subscription import Mode, OnError, Subscription
@@ -86,6 +87,15 @@ def test_retry_levels_and_counts_then_dead_letter(orders: ConsumptionBench) -> N
     ]
     assert "raised in fail" in errors[0].error
     orders.assert_conserved("g")
+
+
+def test_an_error_names_the_line_of_the_application_and_none_of_outbox() -> None:
+    """A handler's wrong call of outbox is raised in outbox. The control is an error without a line of the handler."""
+    with pytest.raises(ConfigurationError) as found:
+        RetryPolicy(max_attempts=0)
+    assert "raised in test_an_error_names_the_line" in describe(found.value)
+    found.value.__traceback__ = found.tb.tb_next
+    assert describe(found.value) == f"ConfigurationError: {found.value}"
 
 
 def test_sixteen_attempts_by_default() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
 
@@ -17,12 +18,19 @@ from tests.support import eventually
 
 
 class Overlaps:
-    """Records the greatest number of calls that ran at the same time, over all keys and of one key."""
+    """Records the greatest number of calls that ran at the same time, over all keys and of one key.
 
-    def __init__(self, seconds: float = 0.005, fail: int = 0) -> None:
+    With `until`, each call waits until this holds once, so that calls overlap without luck.
+    """
+
+    def __init__(
+        self, seconds: float = 0.005, fail: int = 0, until: Callable[[Overlaps], bool] = lambda overlaps: True
+    ) -> None:
         self._seconds = seconds
         self._fail = fail
-        self._lock = threading.Lock()
+        self._until = until
+        self._held = False
+        self._lock = threading.Condition()
         self._pause = threading.Event()
         self._keys: Counter[str] = Counter()
         self.most = 0
@@ -36,6 +44,9 @@ class Overlaps:
             self.most = max(self.most, self._keys.total())
             if delivery.key:
                 self.most_of_key = max(self.most_of_key, self._keys[delivery.key])
+            self._held = self._held or self._until(self)
+            self._lock.notify_all()
+            assert self._lock.wait_for(lambda: self._held, 30), "the calls that should overlap never did"
         try:
             self._pause.wait(self._seconds)
             with self._lock:
@@ -63,7 +74,7 @@ def orders(bench: ConsumptionBench) -> ConsumptionBench:
 @pytest.mark.parametrize("mode", list(Mode))
 def test_no_more_calls_run_than_the_limit(bench: ConsumptionBench, mode: Mode) -> None:
     bench.declare("orders", queues=4, types=frozenset({"FIFO", "TRANSACTION"}))  # type: ignore[arg-type]
-    overlaps = Overlaps()
+    overlaps = Overlaps(until=lambda overlaps: overlaps.most == 3)
     bench.publish(keyed("orders", 200, 20))
     bench.run_until_idle(limited(Limits(running=3), mode=mode), overlaps)
     assert overlaps.most == 3
@@ -72,8 +83,8 @@ def test_no_more_calls_run_than_the_limit(bench: ConsumptionBench, mode: Mode) -
 
 
 def test_control_without_limits_all_threads_run(orders: ConsumptionBench) -> None:
-    overlaps = Overlaps()
-    orders.publish(keyed("orders", 200, 20))
+    overlaps = Overlaps(until=lambda overlaps: overlaps.most == 8)
+    orders.publish(keyed("orders", 200, 3))
     orders.run_until_idle(Subscription(group="g", topic="orders", threads=8), overlaps)
     assert overlaps.most == 8
     assert overlaps.most_of_key > 1
@@ -81,8 +92,9 @@ def test_control_without_limits_all_threads_run(orders: ConsumptionBench) -> Non
 
 @pytest.mark.parametrize("per_key", [1, 2])
 def test_no_more_calls_of_a_key_run_than_the_limit(orders: ConsumptionBench, per_key: int) -> None:
-    overlaps = Overlaps()
-    orders.publish(keyed("orders", 200, 10))
+    # Three keys and eight threads: all keys reach the limit at once.
+    overlaps = Overlaps(until=lambda overlaps: overlaps.most_of_key >= per_key and overlaps.most > per_key)
+    orders.publish(keyed("orders", 200, 3))
     orders.run_until_idle(limited(Limits(per_key=per_key)), overlaps)
     assert overlaps.most_of_key == per_key
     assert overlaps.most > per_key

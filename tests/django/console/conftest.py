@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from django.conf import settings
 from django.contrib.auth.models import User
 from django.contrib.staticfiles.handlers import StaticFilesHandler
 from django.core.handlers.wsgi import WSGIHandler
+from django.core.management import call_command
 from django.core.servers.basehttp import ThreadedWSGIServer
 from django.db import connections
 from django.test import Client
 from django.test.testcases import QuietWSGIRequestHandler
 
+from outbox.broker import embedded
+from outbox.contrib.django.database.aliases import alias_conninfo
 from outbox.contrib.django.models import Finding, OperatorAction
 from tests.django.broker_world import World, new_world
+from tests.django.conftest import point_alias
 from tests.django.console.support import ALL, Site, client_of, make_user
+from tests.django.console.web_process import WebProcess, web_process
 
 
 @pytest.fixture
@@ -52,3 +58,24 @@ def site(world: World) -> Iterator[Site]:
         server.server_close()
         thread.join(20)
         connections.close_all()
+
+
+@pytest.fixture
+def own_server(
+    tmp_path: Path, databases: None, outbox_settings: Callable[..., None]
+) -> Iterator[tuple[Path, World, WebProcess]]:
+    """Both databases on a PostgreSQL of this test's own."""
+    data = tmp_path / "data"
+    url = embedded.start(data)
+    before = {alias: alias_conninfo(alias) for alias in ("default", "broker")}
+    try:
+        for alias in before:
+            point_alias(alias, embedded.create_database(url, f"own_{alias}"))
+            call_command("migrate", database=alias, run_syncdb=True, verbosity=0)
+        with new_world(outbox_settings) as world, web_process(make_user(*ALL)) as web:
+            yield data, world, web
+    finally:
+        connections.close_all()
+        for alias, conninfo in before.items():
+            point_alias(alias, conninfo)
+        embedded.stop(data)

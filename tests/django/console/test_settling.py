@@ -49,9 +49,15 @@ def decision(world: World) -> list[tuple[str, str]]:
 
 def test_what_is_undecided_is_listed_with_what_can_be_done(world: World, operator: Client) -> None:
     transaction_id = lost_end(world)
-    page = operator.get("/outbox/undecided/").content.decode()
-    assert f"/outbox/messages/{transaction_id}/" in page and "order-7" in page
-    assert "Commit …" in page and "Ask again" in page
+    for path in ("/outbox/undecided/", f"/outbox/messages/{transaction_id}/"):
+        page = operator.get(path).content.decode()
+        assert f"/outbox/messages/{transaction_id}/" in page and "order-7" in page
+        assert "Commit …" in page and "No process of shop has checked transactions lately" in page
+        assert "Ask again" not in page, "no process would answer"
+    assert take_turn(world.run, "shop", CHECK_BACK, interval_seconds=30)
+    for path in ("/outbox/undecided/", f"/outbox/messages/{transaction_id}/"):
+        page = operator.get(path).content.decode()
+        assert "Commit …" in page and "Ask again" in page and "No process of" not in page
     reader = client_of(make_user("view_operations")).get("/outbox/undecided/").content.decode()
     assert str(transaction_id) in reader and "Commit …" not in reader
     assert str(transaction_id) not in operator.get("/outbox/undecided/?parked=yes").content.decode()
@@ -93,6 +99,14 @@ def test_the_ledger_has_the_last_word_unless_it_is_forced(world: World, operator
     given = {"id": str(lost_end(world)), "decision": "rollback", "confirmed": "yes", "why": "a guess"}
     answer = operator.post("/outbox/act/decide/", given)
     assert answer.status_code == 422 and "not what the ledger proves" in answer.content.decode()
+    said = html.unescape(answer.content.decode())
+    assert (
+        '<details class="before" open>' in said and "Nothing was done: the action is refused, unless you tick" in said
+    )
+    first = html.unescape(
+        operator.post("/outbox/act/decide/", {"id": given["id"], "decision": "rollback"}).content.decode()
+    )
+    assert "unless you tick" not in first, "nothing was confirmed yet"
     assert decision(world) == [] and not OperatorAction.objects.exists(), "nothing was done"
     operator.post("/outbox/act/decide/", {**given, "force": "yes"})
     assert decision(world) == [("R", "O")]
@@ -187,6 +201,7 @@ def test_actions_that_were_cut_off_or_failed_have_audit_rows(world: World) -> No
 
 
 def test_a_transaction_that_may_still_run_cannot_be_decided(world: World, operator: Client) -> None:
+    assert take_turn(world.run, "shop", CHECK_BACK, interval_seconds=30)
     with transaction.atomic():
         Order.objects.create(number="order-9")
         transaction_id = publish("orders", {}, key="order-9").transaction_id

@@ -69,7 +69,7 @@ def test_the_workers_page_names_the_leader(world: World, operator: Client) -> No
 
 def test_nothing_is_in_order_before_the_present_leader_has_counted(world: World, operator: Client) -> None:
     """The figures of the first count may lack the messages that waited for a leader."""
-    in_order, beginning = "Everything is in order", "A process has just begun to lead"
+    in_order, beginning = "No fault at", "A process has just begun to lead"
     counted(world, uuid4(), 9)
     lead(world)
     html = page(operator)
@@ -107,3 +107,48 @@ def test_the_list_of_groups_says_why_a_group_waits(world: World, operator: Clien
         "free": "running", "limited": "waits for its running limit", "partner": "endpoint disabled",
     }  # fmt: skip
     assert (limited, disabled) == (["limited"], ["partner"])
+
+
+def test_the_table_of_queues_says_why_a_queue_waits(world: World, operator: Client) -> None:
+    register(world.run, Subscription(topic="orders", group="mail", limits=Limits(running=2)))
+    working(world, "mail", UUID(int=1))
+    world.publish(1)
+
+    def held_up() -> set[str]:
+        html = page(operator, "groups/one/?name=mail&topic=orders").partition('id="queues"')[2]
+        cells = r'data-label="Lag now" class="number">(\d+)<.*?data-label="Held up by">(.*?)</td>'
+        rows = re.findall(cells, html, re.DOTALL)
+        assert len(rows) == 4 and sorted(lag for lag, _ in rows) == ["0", "0", "0", "1"]
+        return {f"{lag}: {text_of(text)}" for lag, text in rows}
+
+    assert held_up() == {"0: –", "1: –"}
+    world.sql(
+        "INSERT INTO outbox.slot_demand"
+        " SELECT group_id, topic_id, gen_random_uuid(), 5, 2, 3, 'running', now(), '{}', now() + interval '1 minute'"
+        " FROM outbox.subscription_limit"
+    )
+    assert held_up() == {"0: –", "1: running limit"}
+    world.sql("UPDATE outbox.consumer_group SET paused = true")
+    assert held_up() == {"0: group paused", "1: group paused running limit"}
+    ForwardEndpoint.objects.create(group="mail", disabled_at=timezone.now(), disabled_reason="answered 410")
+    try:
+        assert held_up() == {"0: group paused endpoint disabled", "1: group paused endpoint disabled running limit"}
+    finally:
+        ForwardEndpoint.objects.all().delete()
+    world.sql("UPDATE outbox.consumer_group SET paused = false")
+    world.sql("DELETE FROM outbox.slot_demand")
+    world.sql("DELETE FROM outbox.consumer")
+    assert held_up() == {"0: –", "1: no worker"}
+
+
+def test_a_zero_has_no_colour(world: World, operator: Client) -> None:
+    """A paused group without a message that waits. The control is the same group with one."""
+    world.subscribe("mail")
+    world.sql("UPDATE outbox.consumer_group SET paused = true")
+
+    def lag() -> str:
+        return page(operator, "groups/one/?name=mail").partition('<ul class="tiles">')[2].partition("<li")[2][:20]
+
+    assert 'class="ok"' in lag()
+    world.publish(1)
+    assert 'class="warning"' in lag()

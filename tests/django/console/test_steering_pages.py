@@ -60,7 +60,7 @@ def test_a_delayed_message_is_taken_back(world: World, operator: Client) -> None
     sequence()
     page = operator.get("/outbox/waiting/").content.decode()
     assert "its delivery time" in page and str(receipt.message_id) in page
-    assert "Recall 1 messages" in shown(operator, "recall", ids=str(receipt.message_id))
+    assert "Recall 1 message before" in shown(operator, "recall", ids=str(receipt.message_id))
     assert operator.get("/outbox/waiting/").content.decode().count('class="id"') == 1
     entry = done(operator, "recall", ids=str(receipt.message_id))
     assert entry.after == {str(receipt.message_id): "recalled", "messages": 1}
@@ -137,3 +137,11 @@ def test_findings_say_what_to_do(world: World, operator: Client) -> None:
     assert "then replay the dead letter" in page and f"/outbox/messages/{receipt.message_id}/" in page
     assert "<code>outbox_repair</code>" in page
     assert "paid orders · 8" not in operator.get("/outbox/findings/?class=DEAD").content.decode()
+
+
+def test_a_form_that_was_made_by_hand_is_refused_and_not_an_error(operator: Client) -> None:
+    """The form of the page names the group and the topic; this request names nothing, or one of them."""
+    for fixed in ("", "group", "topic"):
+        given = {"fixed": fixed or "running", **({fixed: "mail"} if fixed else {"running": "5"})}
+        answer = operator.post("/outbox/act/limits/", given)
+        assert answer.status_code == 400 and b"is missing" in answer.content, given

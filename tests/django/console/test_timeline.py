@@ -209,3 +209,24 @@ def test_a_full_timeline_is_small(holds: list[Condition], operator: Client) -> N
     )
     html = operator.get("/outbox/timeline/?span=7d").content.decode()
     assert "Next page" in html and len(html.encode()) < 150_000
+
+
+def test_the_page_says_by_when_a_condition_was_over(holds: list[Condition], operator: Client) -> None:
+    """An operator ends a condition between the pass that saw it last and the next one."""
+    now = timezone.now()
+    holds.append(stalled("a"))
+    for ago in (150, 135, 120):
+        raised.run_once(now - timedelta(seconds=ago))
+    holds.clear()
+    for ago in (105, 90, 75, 60, 45, 30, 15):
+        raised.run_once(now - timedelta(seconds=ago))
+    over_by = timezone.localtime(now - timedelta(seconds=105))
+    html = operator.get("/outbox/timeline/").content.decode()
+    assert re.search(rf'<span class="quiet">over by <time [^>]+>{over_by:%H:%M:%S}</time></span>', html)
+    PastCondition.objects.all().delete()
+    RaisedCondition.objects.all().delete()
+    holds.append(stalled("a"))
+    raised.run_once(now - timedelta(seconds=600))
+    holds.clear()
+    html = operator.get("/outbox/timeline/").content.decode()
+    assert "not watched afterwards" in html and "over by" not in html

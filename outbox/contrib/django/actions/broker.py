@@ -10,7 +10,14 @@ from outbox.broker.database.executor import Executor
 from outbox.broker.log.topics import list_topics
 from outbox.broker.operations.deletion import delete_topic
 from outbox.broker.schema.install import DEFAULT_PATIENCE_SECONDS
-from outbox.contrib.django.actions.declaration import ActionField, ActionPlan, DeclaredAction, FieldKind, Values
+from outbox.contrib.django.actions.declaration import (
+    ActionField,
+    ActionPlan,
+    DeclaredAction,
+    FieldKind,
+    Values,
+    counted,
+)
 from outbox.contrib.django.actions.groups import describe_losses
 from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.engine.broker import get_broker
@@ -61,7 +68,7 @@ def _delete(values: Values) -> ActionPlan:
 
     return ActionPlan(
         subject=f"topic {name}",
-        effect=f"Delete topic {name}, with {loss.undelivered} messages that are in no queue yet, and "
+        effect=f"Delete topic {name}, with {counted(loss.undelivered, 'message')} in no queue yet, and "
         f"{describe_losses(loss.groups)}. Remove the topic from OUTBOX['TOPICS'], or `migrate` declares it again.",
         caution="This cannot be undone.",
         dangerous=True,

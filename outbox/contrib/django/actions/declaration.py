@@ -25,6 +25,11 @@ A field that was not given has its default. A field that allows several values h
 """
 
 
+def counted(count: int, noun: str) -> str:
+    """Return a number with its noun: "1 message", "2 messages"."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
 class FieldKind(enum.Enum):
     """The kind of a field's value."""
 

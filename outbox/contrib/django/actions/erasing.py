@@ -6,7 +6,14 @@ from collections.abc import Mapping
 from typing import Any, Final
 from uuid import UUID
 
-from outbox.contrib.django.actions.declaration import ActionField, ActionPlan, DeclaredAction, FieldKind, Values
+from outbox.contrib.django.actions.declaration import (
+    ActionField,
+    ActionPlan,
+    DeclaredAction,
+    FieldKind,
+    Values,
+    counted,
+)
 from outbox.contrib.django.database.subject_keys import subject_keys
 from outbox.contrib.django.operations.erasing import Erased, ErasureRequest, delete_key, erase
 from outbox.contrib.django.settings.conf import get_settings
@@ -38,8 +45,8 @@ def _erase(values: Values) -> ActionPlan:
     )
     return ActionPlan(
         subject=f"messages of topic {request.topic}",
-        effect=f"Erase the content of {len(planned.message_ids)} messages of topic {request.topic}, and what is stored "
-        "about it. The messages keep their ids, tags and times. Waiting messages are recalled.",
+        effect=f"Erase the content of {counted(len(planned.message_ids), 'message')} of topic {request.topic}, and "
+        "what is stored about it. Ids, tags and times of messages stay. Waiting messages are recalled.",
         caution=f"{_CAUTION}{kept}{listed}",
         dangerous=True,
         before=_counted(planned),

@@ -13,7 +13,14 @@ from outbox.broker.operations.changes import QueueReset, reset, skip
 from outbox.broker.operations.deletion import Loss, delete_group
 from outbox.broker.operations.limits import SubscriptionLimits, change_limits, limits_now, planned
 from outbox.broker.operations.listings import group_now
-from outbox.contrib.django.actions.declaration import ActionField, ActionPlan, DeclaredAction, FieldKind, Values
+from outbox.contrib.django.actions.declaration import (
+    ActionField,
+    ActionPlan,
+    DeclaredAction,
+    FieldKind,
+    Values,
+    counted,
+)
 from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.operations.renaming import rename_group
 from outbox.errors import UsageError
@@ -27,7 +34,7 @@ _NOTED: Final = 200
 def describe_losses(losses: Sequence[Loss]) -> str:
     """A text with the numbers of messages that a deletion removes."""
     lag, retrying, dead = (sum(getattr(one, name) for one in losses) for name in ("lag", "retrying", "dead"))
-    return f"{lag} messages not consumed, {retrying} that are retried, {dead} dead letters"
+    return f"{counted(lag, 'message')} not consumed, {retrying} that are retried, {counted(dead, 'dead letter')}"
 
 
 def _pause(values: Values) -> ActionPlan:
@@ -111,8 +118,9 @@ def _reset(values: Values) -> ActionPlan:
     inbox = "and handles them again even if they are in its inbox" if again else "and skips those that are in its inbox"
     return ActionPlan(
         subject=f"group {group} on topic {topic}",
-        effect=f"Move group {group} on topic {topic} {words}: {len(planned)} queues move. The group gets {back} "
-        f"messages again, {inbox}. The group skips {over} messages that it has not handled.",
+        effect=f"Move group {group} on topic {topic} {words}, on {counted(len(planned), 'queue')}. The group gets "
+        f"{counted(back, 'message')} again, {inbox}. The group skips {counted(over, 'message')} that it has not "
+        "handled.",
         caution="If the handler uses no inbox, calls that are running now may take effect a second time.",
         dangerous=over > 0 or again,
         before=_offsets(planned, "from_offset"),

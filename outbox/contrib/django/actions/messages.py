@@ -14,7 +14,15 @@ from outbox.broker.log import recall
 from outbox.broker.log.topics import TopicCatalog
 from outbox.broker.operations import dead_letters
 from outbox.broker.operations.dead_letters import LetterSelection
-from outbox.contrib.django.actions.declaration import LEFT, ActionField, ActionPlan, DeclaredAction, FieldKind, Values
+from outbox.contrib.django.actions.declaration import (
+    LEFT,
+    ActionField,
+    ActionPlan,
+    DeclaredAction,
+    FieldKind,
+    Values,
+    counted,
+)
 from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.engine.broker import get_broker
 from outbox.contrib.django.engine.operator_table import is_on_rocketmq
@@ -81,7 +89,7 @@ def _replay(values: Values) -> ActionPlan:
     return _settling(
         values,
         replay_dead_letters,
-        "Deliver {count} dead letters again to group {group}{which}, each with a new series of attempts.",
+        "Deliver {letters} again to group {group}{which}, each with a new series of attempts.",
         "First correct the cause of the handler's failure, or the messages fail again."
         + (
             " On RocketMQ, every group of the topic gets the messages again; the inboxes skip what they have handled."
@@ -96,7 +104,7 @@ def _discard(values: Values) -> ActionPlan:
     return _settling(
         values,
         discard_dead_letters,
-        "Discard {count} dead letters of group {group}{which}: the group never handles them.",
+        "Discard {letters} of group {group}{which}, which the group then never handles.",
         "This cannot be undone.",
         dangerous=True,
     )
@@ -122,7 +130,7 @@ def _settling(values: Values, settle: _Settle, effect: str, caution: str, *, dan
     assert selection.until is not None
     return ActionPlan(
         subject=f"dead letters of group {group}",
-        effect=effect.format(count=count, group=group, which=which) + more,
+        effect=effect.format(letters=counted(count, "dead letter"), group=group, which=which) + more,
         caution=caution,
         dangerous=dangerous,
         before={"selected": count, "selection": which.strip() or "all"},
@@ -202,7 +210,8 @@ def _recall(values: Values) -> ActionPlan:
     count = sum(one.is_recalled for one in planned)
     return ActionPlan(
         subject=f"key {key} of topic {topic}" if by_key else f"messages {_some(ids)}",
-        effect=f"Recall {count} messages that wait for their delivery time or a retry, so that no group handles them.",
+        effect=f"Recall {counted(count, 'message')} before the delivery time or the next retry. No group then handles "
+        f"{'it' if count == 1 else 'them'}.",
         caution="This cannot be undone." + _not_recalled(planned),
         before=_counted(planned),
         nothing=count == 0,

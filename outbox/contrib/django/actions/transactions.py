@@ -15,7 +15,14 @@ from outbox.broker.operations.trace import trace
 from outbox.broker.transaction.checks import find_undecided
 from outbox.broker.transaction.half_scan import hint_checks, list_waiting
 from outbox.broker.transaction.turns import silent_groups
-from outbox.contrib.django.actions.declaration import ActionField, ActionPlan, DeclaredAction, FieldKind, Values
+from outbox.contrib.django.actions.declaration import (
+    ActionField,
+    ActionPlan,
+    DeclaredAction,
+    FieldKind,
+    Values,
+    counted,
+)
 from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.engine.broker import get_broker
 from outbox.contrib.django.ledger.ledger_checker import LedgerChecker
@@ -237,7 +244,7 @@ def _ask(values: Values) -> ActionPlan:
     )
     return ActionPlan(
         subject=f"producer group {group}" if group else f"transactions: {which}",
-        effect=f"The checks of {count} transactions ({which}) are due now. {then}{more}",
+        effect=f"The checks of {counted(count, 'transaction')} ({which}) are due now. {then}{more}",
         caution=silence,
         before={name: value for name, value in planned.items() if name != "no_answer"},
         nothing=count == 0,

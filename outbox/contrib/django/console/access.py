@@ -22,6 +22,7 @@ from outbox.contrib.django.actions.catalogue import ACTIONS
 from outbox.contrib.django.console.asking import SECONDS, application
 from outbox.contrib.django.console.rendering import SEE, problem
 from outbox.contrib.django.database import deadline
+from outbox.contrib.django.database.aliases import one_connection
 from outbox.contrib.django.engine.operator_table import refused_command, refused_page
 from outbox.errors import ConfigurationError, OutboxError, UnknownGroup, UnknownTopic, UsageError
 
@@ -30,7 +31,13 @@ View = Callable[..., HttpResponse]
 
 def seeing(view: View) -> View:
     """Wrap a page view: it accepts only GET and HEAD, from staff with the permission to see the page."""
-    return _guarded(require_safe, view, [SEE])
+
+    @wraps(view)
+    def reading_once(request: HttpRequest, *args: Any, **kwargs: Any) -> HttpResponse:
+        with one_connection():
+            return view(request, *args, **kwargs)
+
+    return _guarded(require_safe, reading_once, [SEE])
 
 
 def acting(permission: str) -> Callable[[View], View]:

@@ -152,7 +152,11 @@ def form_of(action: DeclaredAction, given: QueryDict, *, back: str) -> FilledFor
         return None
     entered = {field.name: given.get(field.name, "") for field in action.fields if field.name not in fixed}
     named = {field.name: given.get(field.name, "") for field in action.fields if field.name in fixed}
-    return FilledForm(action.name, named, entered, action.present(named) if action.present else {}, back)
+    # A form of the page names every value that `present` needs; a request that was made by hand may not.
+    is_complete = all(named.get(field.name) for field in action.fields if field.required)
+    return FilledForm(
+        action.name, named, entered, action.present(named) if action.present and is_complete else {}, back
+    )
 
 
 def values_of(action: DeclaredAction, given: QueryDict) -> Values:

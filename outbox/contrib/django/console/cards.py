@@ -132,7 +132,6 @@ _SKIP: Final[_RemedyRow] = (
     "skip", "Skip this message …", "bad", {"group": "group", "topic": "topic", "id": "message"},
 )  # fmt: skip
 _REMEDIES: Final[Mapping[str, Sequence[_RemedyRow]]] = {
-    "unanswered": (("ask", "Ask again …", "plain", {"group": "producer_group"}),),
     "parked": (
         ("ask", "Ask again …", "plain", {"ids": "transaction"}),
         ("decide", "Commit …", "good", {"id": "transaction", "decision": "=commit"}),
@@ -196,7 +195,7 @@ class ConditionCard:
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """One figure with a link to its list. `tone`: ok, warning or critical."""
+    """One figure with a link to its list. `tone`: ok, unknown, warning or critical."""
 
     name: str
     value: object
@@ -325,12 +324,15 @@ def _url(name: str, value: str, fact: Fact) -> str:
 
 
 def aged(tile: Tile, broker: Overview) -> Tile:
-    """The tile of a counted figure. A figure from before the present leader says so, and does not look good."""
+    """The tile of a counted figure. A figure from before the present leader says so, and does not look good.
+
+    A zero has no colour, also if a condition such as a pause is about the figure.
+    """
     if broker.is_current:
-        return tile
+        return replace(tile, tone="ok") if tile.value == 0 else tile
     why = "before the present leader" if broker.leader else "and no process leads"
     detail = f"counted {duration(broker.counted_seconds_ago)} ago, {why}"
-    return replace(tile, detail=detail, tone="warning" if tile.tone == "ok" else tile.tone)
+    return replace(tile, detail=detail, tone="unknown" if tile.tone == "ok" or tile.value == 0 else tile.tone)
 
 
 def tone_of(conditions: Iterable[Condition], *names: str) -> str:

@@ -7,17 +7,13 @@ from dataclasses import dataclass
 from typing import Any, Final, Generic, TypeVar
 from urllib.parse import urlencode
 
-import psycopg
 from django.db import Error as DatabaseError
 from django.http import HttpRequest, HttpResponse
 from django.template import loader
 
-from outbox.broker.operations.conditions import duration
-from outbox.broker.operations.summary import leaderless_seconds
 from outbox.contrib.django.actions.declaration import ACT
-from outbox.contrib.django.console.asking import number, reading
-from outbox.contrib.django.engine.operator_table import is_on_rocketmq
-from outbox.errors import OutboxError
+from outbox.contrib.django.console.asking import number
+from outbox.contrib.django.console.signs import CHECK_SECONDS, Signs, read_signs
 
 SEE: Final = "outbox.view_operations"
 BODIES: Final = "outbox.view_bodies"
@@ -85,39 +81,23 @@ def render(request: HttpRequest, name: str, context: Mapping[str, Any], *, statu
     """Render a page by the name of its template. A request of console.js gets only the live part.
 
     Every page says if no process leads, because its figures then look healthy and are old. A view that shows this
-    itself gives `broker_notice`.
+    itself gives `broker_notice`. `signs`: the signs that the view has read already.
     """
     is_part = request.headers.get("Outbox-Part") == "true"
-    if "broker_notice" not in context and status < 500:
-        context = {**context, "broker_notice": _broker_notice()}
+    signs = context.get("signs") or (read_signs() if status < 500 else Signs())
     values = {
         "base": f"outbox/console/{'part' if is_part else 'base'}.html",
         **_permitted(request),
         "refresh_seconds": REFRESH_SECONDS,
+        "check_seconds": CHECK_SECONDS,
         "path": request.path,
         "here": request.get_full_path(),
+        "broker_notice": signs.notice,
+        "state_of_broker": signs.state,
         **context,
     }
     text = loader.render_to_string(f"outbox/console/{name}.html", values, request)
     return HttpResponse(text, status=status)
-
-
-def _broker_notice() -> str:
-    """What every page must say about the broker; '' if a process leads."""
-    try:
-        if is_on_rocketmq():
-            return ""
-        with reading() as run:
-            seconds = leaderless_seconds(run)
-    except (OutboxError, psycopg.Error) as error:
-        return f"It is unknown whether a process leads the broker: {str(error).strip()}"
-    if seconds == 0:
-        return ""
-    since = "No process has ever led the broker" if seconds is None else f"No process has led for {duration(seconds)}"
-    return (
-        f"{since}: groups get no new messages, and figures are old. Start a worker: `celery -A app worker --outbox` or "
-        "`manage.py outbox_worker`."
-    )
 
 
 def _permitted(request: HttpRequest) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from outbox.contrib.django.console.views.acting import view_of
 urlpatterns = [
     path("", overview.overview, name="overview"),
     path("history/", overview.history, name="history"),
+    path("liveness/", overview.liveness, name="liveness"),
     path("timeline/", timeline.timeline, name="timeline"),
     path("messages/", messages.search, name="search"),
     path("messages/<uuid:message_id>/", messages.message, name="message"),

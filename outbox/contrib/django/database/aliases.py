@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, Final
 
 from django.db import connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.utils.connection import ConnectionDoesNotExist
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
+from psycopg.pq import TransactionStatus
 
-from outbox.broker.database.connection import BrokerDatabase, Connection
+from outbox.broker.database.connection import BrokerConnection, BrokerDatabase, Connection
 from outbox.broker.schema.install import check_schema
 from outbox.broker.schema.refusals import naming
 from outbox.contrib.django.database import deadline
@@ -62,6 +65,58 @@ def database_at(alias: str, settings: OutboxSettings) -> BrokerDatabase:
     return BrokerDatabase(conninfo=alias_conninfo(alias), schema=settings.schema, listen_conninfo="")
 
 
+@dataclass
+class _Shared:
+    connection: BrokerConnection | None = None
+    is_in_use: bool = False
+
+
+_shared: ContextVar[_Shared | None] = ContextVar("outbox_shared_connection", default=None)
+
+
+@contextmanager
+def one_connection() -> Iterator[None]:
+    """Let `opened` use the same connection for the whole block.
+
+    A page reads the broker in several parts. A new session for each part would take longer than most of the parts,
+    because a session begins with empty caches. See decision 292.
+    """
+    shared = _Shared()
+    token = _shared.set(shared)
+    try:
+        yield
+    finally:
+        _shared.reset(token)
+        if shared.connection is not None:
+            shared.connection.close()
+
+
+@contextmanager
+def opened(settings: OutboxSettings, *, name: str) -> Iterator[BrokerConnection]:
+    """A connection to the broker without an open transaction: that of `one_connection`, or a new one.
+
+    Raises BrokerUnavailable or ConfigurationError.
+    """
+    shared = _shared.get()
+    if shared is None or shared.is_in_use:
+        with broker_database(settings).open(name=name) as connection:
+            yield connection
+        return
+    if shared.connection is None:
+        shared.connection = broker_database(settings).open(name=name)
+    shared.is_in_use = True
+    is_whole = False
+    try:
+        yield shared.connection
+        is_whole = shared.connection.info.transaction_status is TransactionStatus.IDLE
+    finally:
+        shared.is_in_use = False
+        if not is_whole:
+            # A failed request may have left a statement or a transaction behind.
+            shared.connection.close()
+            shared.connection = None
+
+
 @contextmanager
 def broker_connection() -> Iterator[tuple[Connection, str]]:
     """A connection to the broker's database, and the name of the broker's schema.
@@ -74,7 +129,7 @@ def broker_connection() -> Iterator[tuple[Connection, str]]:
     settings = get_settings()
     require_database(settings)
     with (
-        broker_database(settings).open(name="outbox-command") as connection,
+        opened(settings, name="outbox-command") as connection,
         naming(f"the request to the broker on {settings.broker!r}", settings.schema),
         deadline.kept_in_transaction(connection, settings.schema),
     ):

@@ -85,6 +85,7 @@ _OVERVIEW: Final = "The overview page shows this for RocketMQ."
 PAGES: Final[Mapping[str, str]] = {
     "overview": "",
     "history": "Draw the metrics with Grafana.",
+    "liveness": "",
     "search": "Use `outbox_message list TOPIC` or `outbox_message list --key KEY`.",
     "message": "",
     "undecided": _OVERVIEW,

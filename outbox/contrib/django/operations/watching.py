@@ -22,7 +22,7 @@ from outbox.broker.operations.rules import survey, unusable
 from outbox.broker.operations.summary import Overview, Summary, overview
 from outbox.broker.schema.refusals import naming
 from outbox.contrib.django.database import deadline
-from outbox.contrib.django.database.aliases import broker_connection, broker_database, require_database
+from outbox.contrib.django.database.aliases import broker_connection, opened, require_database
 from outbox.contrib.django.engine.operator_table import is_on_rocketmq
 from outbox.contrib.django.operations import additions
 from outbox.contrib.django.settings.conf import get_settings
@@ -139,7 +139,7 @@ def asking() -> Iterator[Executor]:
     settings = get_settings()
     require_database(settings)
     with (
-        broker_database(settings).open(name="outbox-status") as connection,
+        opened(settings, name="outbox-status") as connection,
         naming(f"reading the broker on {settings.broker!r}", settings.schema),
         deadline.kept(connection),
     ):

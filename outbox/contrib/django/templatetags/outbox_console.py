@@ -113,6 +113,17 @@ def moment(value: datetime | None) -> SafeString | str:
 
 
 @register.filter
+def clock(value: datetime | None) -> SafeString | str:
+    """Return the time of day in Django's time zone as HTML. The HTML title shows the day."""
+    if value is None:
+        return "–"
+    local = timezone.localtime(value)
+    return format_html(
+        '<time datetime="{}" title="{}">{}</time>', local.isoformat(), local.isoformat(), f"{local:%H:%M:%S}"
+    )
+
+
+@register.filter
 def ago(value: datetime | None) -> SafeString | str:
     """Return the time since a past moment, or until a future moment. The HTML title shows the moment."""
     if value is None:

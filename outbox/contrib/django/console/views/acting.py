@@ -56,6 +56,8 @@ def view_of(action: DeclaredAction) -> Callable[..., HttpResponse]:
                 "fields": [*fields, *plan.pinned.items()],
                 "back": _local(given.get("back", "")),
                 "is_missing_why": is_confirmed and not why,
+                # The operator has confirmed a refused action without the choice that it needs.
+                "is_missing_choice": is_confirmed and bool(plan.refusal) and bool(options),
                 "why": why,
                 "form": form,
             }

@@ -13,15 +13,17 @@ from django.urls import reverse
 from outbox.broker.log.topics import list_topics
 from outbox.broker.operations import summary
 from outbox.broker.operations.conditions import Condition, duration
-from outbox.broker.operations.limits import list_limits
-from outbox.broker.operations.listings import group_now, list_errors, list_processes, list_retry_errors
-from outbox.broker.operations.progress import list_queues
+from outbox.broker.operations.limits import SubscriptionLimits, list_limits
+from outbox.broker.operations.listings import Group, group_now, list_errors, list_processes, list_retry_errors
+from outbox.broker.operations.progress import QueueProgress, list_queues
 from outbox.broker.operations.summary import GroupOverview, GroupProgress
 from outbox.contrib.django.actions.groups import present_limits
 from outbox.contrib.django.console.access import seeing
 from outbox.contrib.django.console.asking import application, reading, required, text
-from outbox.contrib.django.console.cards import Tile, aged, cards, tone_of
+from outbox.contrib.django.console.cards import ConditionCard, Tile, aged, cards, tone_of
+from outbox.contrib.django.console.readable import retried_topic, words
 from outbox.contrib.django.console.rendering import render, sliced
+from outbox.contrib.django.console.signs import read_signs
 from outbox.contrib.django.console.spans import chosen_span, span_tabs
 from outbox.contrib.django.console.states import by_state
 from outbox.contrib.django.operations.endpoints import list_endpoints
@@ -32,7 +34,6 @@ _CONSUMERS: Final = 50
 _ERRORS: Final = 5
 
 
-# The states by which the list of groups can be filtered: the label and the condition of each state.
 @dataclass(frozen=True, slots=True)
 class GroupRow:
     """A row of the list of groups. `waits_for`: the limit for which its messages wait; '' if they wait for none."""
@@ -42,6 +43,7 @@ class GroupRow:
     waits_for: str
 
 
+# The states by which the list of groups can be filtered: the label and the condition of each state.
 _STATES: Final[Mapping[str, tuple[str, Callable[[GroupRow], bool]]]] = {
     "": ("All", lambda row: True),
     "behind": ("Behind", lambda row: row.group.lag > 0),
@@ -91,6 +93,7 @@ def groups(request: HttpRequest) -> HttpResponse:
 def group(request: HttpRequest) -> HttpResponse:
     """The page of one group: its health, its errors, its topics, its processes, and the queues of one of its topics."""
     name, topic = required(request.GET, "name"), text(request.GET, "topic")
+    signs = read_signs()
     # All figures but those of single queues come from the summary of the conditions, so that they agree.
     found = look()
     with reading() as run:
@@ -104,6 +107,8 @@ def group(request: HttpRequest) -> HttpResponse:
         rest = next((one for one in counted.rests if one.group == name), None)
         dead = list_errors(run, name) if rest is None or rest.dead else []
         retrying = list_retry_errors(run, name) if rest is None or rest.retrying else []
+    with application():
+        is_disabled = any(one.group == name and one.disabled_at is not None for one in list_endpoints())
     figures = next((one for one in found.overview.groups if one.name == name), None) if found.overview else None
     found_cards = cards(found.verdict.conditions, group=name)
     context = {
@@ -118,7 +123,8 @@ def group(request: HttpRequest) -> HttpResponse:
         ]
         if figures and found.overview
         else [],
-        "is_healthy": not found_cards and found.overview is not None and found.overview.is_current,
+        "is_healthy": not found_cards and not signs.doubt and found.overview is not None and found.overview.is_current,
+        "signs": signs,
         "said": _sentence(len(found_cards)),
         "dead_errors": dead[:_ERRORS],
         "retry_errors": retrying[:_ERRORS],
@@ -127,7 +133,7 @@ def group(request: HttpRequest) -> HttpResponse:
         "counted": counted,
         "consumers": consumers[:_CONSUMERS],
         "more_consumers": len(consumers) > _CONSUMERS,
-        "queues": queues,
+        "queues": [(one, list(_holding(one, now, limits, found_cards, is_disabled=is_disabled))) for one in queues],
         "topic": topic,
         "limits": limits,
         "present_limits": present_limits(limits) if limits else {},
@@ -135,6 +141,39 @@ def group(request: HttpRequest) -> HttpResponse:
         "spans": span_tabs(request, chosen_span(request)),
     }
     return render(request, "group", context)
+
+
+# The conditions that hold up the queues of a group, and what the table of queues says of each.
+_HOLDING: Final = {
+    "no_worker": "no worker",
+    "outage": "outage of a service",
+    "unknown_version": "needs newer code",
+    "hung_handlers": "handler hangs",
+}
+
+
+def _holding(
+    queue: QueueProgress,
+    group: Group,
+    limits: SubscriptionLimits | None,
+    cards: Sequence[ConditionCard],
+    *,
+    is_disabled: bool,
+) -> Iterator[str]:
+    """Why the messages of a queue wait, apart from an error of its next message."""
+    if group.paused:
+        yield "group paused"
+    if is_disabled:
+        yield "endpoint disabled"
+    if not queue.lag:
+        return
+    if limits is not None and limits.waiting_for:
+        yield f"{words(limits.waiting_for)} limit"
+    topic = retried_topic(queue.topic)
+    for card in cards:
+        said = _HOLDING.get(card.condition.name)
+        if said and any(fact.get("topic") in (None, topic) for fact in card.condition.evidence):
+            yield said
 
 
 def _sentence(count: int) -> str:

@@ -13,6 +13,7 @@ from outbox.broker.log.topics import list_topics
 from outbox.broker.operations.listings import open_transaction
 from outbox.broker.operations.search import STATES, content_of, find_messages, unfinished
 from outbox.broker.operations.trace import Trace, TracedMessage, trace
+from outbox.broker.transaction.turns import silent_groups
 from outbox.contrib.django.console import life
 from outbox.contrib.django.console.access import seeing
 from outbox.contrib.django.console.asking import application, as_uuid, moment, number, reading, text
@@ -82,6 +83,7 @@ def message(request: HttpRequest, message_id: UUID) -> HttpResponse:
         if found is not None:
             shown_one = _chosen(found, message_id)
             opened = None if found.decision else open_transaction(run, UUID(shown_one.transaction_id))
+            is_answered = opened is None or not silent_groups(run, [opened.transaction_id])
             if may(request, BODIES):
                 content = content_of(run, UUID(shown_one.message_id))
     if found is None:
@@ -94,6 +96,7 @@ def message(request: HttpRequest, message_id: UUID) -> HttpResponse:
         )
     return render(request, "message", _context(found, shown_one) | {
         "may_run": opened.may_run if opened else "",
+        "is_answered": is_answered,
         "content": content and shown(content, get_settings().masked_fields),
     })  # fmt: skip
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from itertools import pairwise
 from statistics import median
 from typing import Final
 
 from django.http import HttpRequest, HttpResponse, JsonResponse
 from django.urls import reverse
+from django.utils import timezone
 
 from outbox.broker.operations import summary
 from outbox.broker.operations.conditions import Condition, ConditionReport, Severity, as_facts, duration
@@ -18,12 +20,15 @@ from outbox.contrib.django.console.access import seeing
 from outbox.contrib.django.console.asking import reading, text
 from outbox.contrib.django.console.cards import Tile, aged, cards, tone_of
 from outbox.contrib.django.console.rendering import render
+from outbox.contrib.django.console.signs import Signs, read_signs
 from outbox.contrib.django.console.spans import chosen_span, span_tabs
 from outbox.contrib.django.engine.operator_table import is_on_rocketmq
 from outbox.contrib.django.operations.watching import BrokerView, look
 
-_OK: Final = "Everything is in order"
+_OK: Final = "No fault"
 _BEGINNING: Final = "A process has just begun to lead, so the figures are being counted"
+# A count that is older than this multiple of its interval says nothing about the present.
+_LATE: Final = 1.5
 # If two summaries are further apart than this multiple of the usual interval, the diagrams show a gap between them.
 _GAP: Final = 3.0
 # Kept points are a multiple of their resolution apart, and a leader may store one of them a few seconds late.
@@ -31,22 +36,41 @@ _GAP_KEPT: Final = 1.5
 _MOST_HALVES: Final = 50
 
 
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The first line of the page. `severity` is ok, unknown, warning or critical.
+
+    `at`: the time of the figures on which "No fault" is based; None for any other sentence.
+    """
+
+    severity: str
+    sentence: str
+    at: datetime | None = None
+
+    @property
+    def said(self) -> str:
+        """What a screen reader announces when it changes: the sentence without the seconds in brackets."""
+        return self.sentence.partition(" (")[0]
+
+
 @seeing
 def overview(request: HttpRequest) -> HttpResponse:
     """The overview page: the verdict, its conditions, and the broker's figures."""
+    # The signs come first. If a process dies meanwhile, the next look at the signs reads the page again.
+    signs = read_signs()
     found = look()
     if found.server is not None or is_on_rocketmq():
         return render(request, "rocketmq", _of_server(found))
-    is_stale = found.overview is not None and not found.overview.is_current
-    is_beginning = is_stale and not found.verdict.conditions
     context = {
         "title": "Overview",
-        "severity": "unknown" if is_beginning else found.verdict.severity.name.lower(),
-        "sentence": _BEGINNING if is_beginning else _sentence(found.verdict),
+        "verdict": _judged(found, signs),
         "broker_notice": "",
+        "signs": signs,
         "cards": cards(found.verdict.conditions),
-        "tiles": list(_tiles(found.overview, found.verdict.conditions)) if found.overview else [],
+        "tiles": list(_tiles(found.overview, found.verdict.conditions, signs)) if found.overview else [],
         "broker": found.overview,
+        "counted_at": _moment(found.summary.at) if found.summary else None,
+        "counts_every": found.summary.every_seconds if found.summary else None,
         "span": chosen_span(request),
         "spans": span_tabs(request, chosen_span(request)),
         "is_rejecting": any(one.name == "rejecting" for one in found.verdict.conditions),
@@ -54,13 +78,48 @@ def overview(request: HttpRequest) -> HttpResponse:
     return render(request, "overview", context)
 
 
+def _judged(found: BrokerView, signs: Signs) -> Verdict:
+    """The verdict. It is "No fault" only if every figure and every sign of life is as recent as its interval says."""
+    if found.verdict.conditions:
+        return Verdict(found.verdict.severity.name.lower(), _sentence(found.verdict))
+    if found.overview is None or found.summary is None:
+        return Verdict("unknown", "The broker did not answer")
+    if signs.doubt:
+        return Verdict("unknown", signs.doubt)
+    if not found.overview.is_current:
+        return Verdict("unknown", _BEGINNING)
+    if found.summary.age_seconds > _LATE * found.summary.every_seconds:
+        return Verdict(
+            "unknown",
+            f"The figures are old ({duration(found.summary.age_seconds)}; the leader counts them every "
+            f"{duration(found.summary.every_seconds)})",
+        )
+    return Verdict("ok", _OK, _moment(found.summary.at))
+
+
+def _moment(seconds: float) -> datetime:
+    return datetime.fromtimestamp(seconds, UTC)
+
+
+@seeing
+def liveness(request: HttpRequest) -> JsonResponse:
+    """What an open page asks every second: a text that differs as soon as the page should be read again, and the time.
+
+    If the broker does not answer, the text says so. So the page is read again, and says it.
+    """
+    return JsonResponse({"state": read_signs().state, "at": f"{timezone.localtime():%H:%M:%S}"})
+
+
 def _of_server(found: BrokerView) -> dict[str, object]:
     """The context of the overview page on RocketMQ, whose figures differ from those of the bundled broker."""
     server = found.server
     return {
         "title": "Overview",
-        "severity": found.verdict.severity.name.lower(),
-        "sentence": _sentence(found.verdict),
+        "verdict": Verdict(
+            found.verdict.severity.name.lower(),
+            _sentence(found.verdict),
+            None if found.verdict.conditions else timezone.now(),
+        ),
         "conditions": [
             (one, one.severity.name.lower(), list(map(as_facts, one.evidence))) for one in found.verdict.conditions
         ],
@@ -140,10 +199,15 @@ def _plural(word: str, count: int) -> str:
 _COUNTED: Final = ("Lag", "Undecided", "Dead letters", "Retrying")
 
 
-def _tiles(broker: Overview, conditions: Sequence[Condition]) -> Iterator[Tile]:
+def _tiles(broker: Overview, conditions: Sequence[Condition], signs: Signs) -> Iterator[Tile]:
     """The figures that an operator asks for first. Without a leader, old figures must not look like good ones."""
     for tile in _figures(broker, conditions):
-        yield aged(tile, broker) if tile.name in _COUNTED else tile
+        if tile.name in _COUNTED:
+            yield aged(tile, broker)
+        elif tile.name == "Workers" and tile.tone == "ok" and signs.doubt:
+            yield replace(tile, tone="unknown")
+        else:
+            yield tile
 
 
 def _figures(broker: Overview, conditions: Sequence[Condition]) -> Iterator[Tile]:

@@ -21,6 +21,7 @@ from outbox.contrib.django.console.spans import chosen_span, span_tabs
 from outbox.contrib.django.console.states import by_state
 from outbox.contrib.django.operations.timeline import ConditionHistory, Span, Timeline, read_timeline
 from outbox.contrib.django.operations.watching import look
+from outbox.contrib.django.worker.periodic import CONDITIONS_INTERVAL_SECONDS
 
 # A bar has this many units from left to right. Spans with a gap of less than NARROW units are drawn as one span, so the
 # size of the page has a limit, however often a condition came and went.
@@ -47,6 +48,8 @@ class Row:
     label: str
     seconds: float
     last: Span
+    # The time at which the condition was over; None if it holds, and if no pass watched when it ended.
+    over_by: datetime | None
     group_url: str
 
 
@@ -101,8 +104,18 @@ def _row(history: ConditionHistory, found: Timeline) -> Row:
         label=f"{history.name} {history.subject}: {times}, for {duration(seconds)} in all",
         seconds=seconds,
         last=last,
+        over_by=_over_by(last, found),
         group_url=f"{reverse('outbox:group')}?{urlencode({'name': group[1]})}" if group else "",
     )
+
+
+def _over_by(last: Span, found: Timeline) -> datetime | None:
+    """The time of the first pass that did not see the condition any more.
+
+    An operator may have ended it after it was last seen, so both times are shown.
+    """
+    at = min(found.until, last.ended_at + timedelta(seconds=CONDITIONS_INTERVAL_SECONDS))
+    return None if last.holds or any(began <= at < ended for began, ended in found.unwatched) else at
 
 
 def _path(spans: Iterable[tuple[datetime, datetime]], found: Timeline) -> str:

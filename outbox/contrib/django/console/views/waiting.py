@@ -7,6 +7,7 @@ from typing import Final
 from django.http import HttpRequest, HttpResponse
 
 from outbox.broker.operations.listings import list_open, list_retry_errors, list_waiting
+from outbox.broker.transaction.turns import silent_groups
 from outbox.contrib.django.console.access import seeing
 from outbox.contrib.django.console.asking import place, reading, text, uuid
 from outbox.contrib.django.console.rendering import PER_PAGE, paged, render
@@ -28,6 +29,7 @@ def undecided(request: HttpRequest) -> HttpResponse:
     with reading() as run:
         tabs = state_tabs(run)
         rows = list_open(run, group, parked=parked, after=uuid(request.GET, "after"), limit=PER_PAGE + 1)
+        silent = silent_groups(run, [one.transaction_id for one in rows])
     context = {
         "title": "Parked transactions" if parked else "Undecided transactions",
         "page": paged(request, rows, lambda one: {"after": one.transaction_id}),
@@ -35,6 +37,8 @@ def undecided(request: HttpRequest) -> HttpResponse:
         "parked": parked,
         "tabs": tabs,
         "state": "parked" if parked else "undecided",
+        "silent": silent,
+        "silent_names": ", ".join(silent),
     }
     return render(request, "undecided", context)
 

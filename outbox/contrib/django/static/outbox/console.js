@@ -2,10 +2,13 @@
 "use strict";
 
 (() => {
-  const EVERY = Number(document.getElementById("main").dataset.every) * 1000;
-  // A little less than two intervals, so that the mark shows when the second one ends.
-  const STALE = 1.8 * EVERY;
+  const { every, check, checkEvery } = document.getElementById("main").dataset;
+  const EVERY = Number(every) * 1000;
+  // A part is out of date after its interval, plus the time that an answer usually takes.
+  const STALE = 1.4 * EVERY;
   const PATIENCE = 10000;
+  // The server is asked this often whether something has changed. It must answer within two intervals.
+  const CHECK_EVERY = Number(checkEvery) * 1000;
   const pause = document.getElementById("pause");
   const announce = document.getElementById("announce");
   const charts = [...document.querySelectorAll(".chart")];
@@ -28,7 +31,7 @@
     note.setAttribute("role", "status");
     note.hidden = true;
     before.before(note);
-    feeds.push({ address, elements, note, take, at: Date.now(), problem: "", isAsking: false });
+    feeds.push({ address, elements, note, take, at: Date.now(), problem: "", isAsking: false, isBehind: false });
   }
 
   function isTyping() {
@@ -55,7 +58,7 @@
   }
 
   function show(one) {
-    const isStale = one.problem !== "" || Date.now() - one.at >= STALE;
+    const isStale = one.problem !== "" || (one.isBehind && rest(one) !== "") || Date.now() - one.at >= STALE;
     const reason = one.problem || rest(one) || "the server does not answer";
     const text = isStale ? `Not updated since ${time(one.at)}: ${reason}.` : "";
     for (const element of one.elements) element.classList.toggle("stale", isStale);
@@ -63,20 +66,19 @@
     if (one.note.textContent !== text) one.note.textContent = text;
   }
 
-  // Do not follow a redirect: it leads to the login page, which needs the whole window.
-  async function ask(one) {
+  // Ask the server, and give the answer to `take`. Return the problem, or an empty text. Do not follow a redirect: it
+  // leads to the login page, which needs the whole window.
+  async function ask(address, patience, take) {
     try {
-      const answer = await fetch(one.address, {
+      const answer = await fetch(address, {
         headers: { "Outbox-Part": "true" },
         cache: "no-store",
         redirect: "manual",
-        signal: AbortSignal.timeout(PATIENCE),
+        signal: AbortSignal.timeout(patience),
       });
       if (answer.type === "opaqueredirect") return leave();
       if (!answer.ok) return `the server answers with ${answer.status}`;
-      const problem = one.take(await answer.text()) ?? "";
-      if (!problem) one.at = Date.now();
-      return problem;
+      return take(await answer.text()) ?? "";
     } catch (error) {
       if (error instanceof SyntaxError) return "the server answers with unexpected content";
       return error.name === "TimeoutError" ? "the server does not answer" : "the server cannot be reached";
@@ -93,11 +95,37 @@
     if (one.isAsking) return;
     if (!rest(one)) {
       one.isAsking = true;
-      one.problem = await ask(one);
+      one.problem = await ask(one.address, PATIENCE, one.take);
+      if (!one.problem) {
+        one.at = Date.now();
+        one.isBehind = false;
+      }
       one.isAsking = false;
     }
     show(one);
     one.timer = setTimeout(keepUp, EVERY, one);
+  }
+
+  // Ask whether something has changed since the page was read: it is a small question, so it is asked more often. If
+  // there is no answer, nothing on the page may look healthy.
+  let unanswered = "";
+  async function look() {
+    if (!paused && !document.hidden) {
+      const before = unanswered;
+      unanswered = await ask(check, 2 * CHECK_EVERY, (text) => {
+        const { state, at } = JSON.parse(text);
+        const isChanged = state !== document.getElementById("broker").dataset.state;
+        for (const one of feeds) one.isBehind ||= isChanged;
+        const looked = document.querySelector("#looked time");
+        if (looked && !isChanged) looked.textContent = at;
+      });
+      for (const one of feeds) {
+        if (unanswered) one.problem = unanswered;
+        if (unanswered || one.isBehind) show(one);
+        if ((before && !unanswered) || (one.isBehind && !rest(one))) keepUp(one);
+      }
+    }
+    setTimeout(look, CHECK_EVERY);
   }
 
   // Make `old` like `fresh`. An unchanged element stays, so that focus, selection and an open <details> survive. A
@@ -292,6 +320,7 @@
   // The page itself is fresh; its diagrams are not loaded yet.
   for (const one of feeds) one.timer = setTimeout(keepUp, one.elements[0] === live ? EVERY : 0, one);
   if (feeds.length) {
+    setTimeout(look, CHECK_EVERY);
     setInterval(() => feeds.forEach(show), EVERY / 10);
     document.addEventListener("visibilitychange", () => document.hidden || feeds.forEach(keepUp));
     pause.hidden = false;
