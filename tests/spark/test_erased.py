@@ -1,4 +1,4 @@
-"""Erased messages: they are nowhere in the archive, and a run judges that they exist and nothing else."""
+"""Erased messages are nowhere in the archive. Of these and of large bodies, a run judges only that they exist."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from outbox.broker.database.executor import Executor
 from outbox.broker.operations import erasing
 from outbox.broker.operations.erasing import Erasure
 from outbox.erasure import fingerprint
+from outbox.large_bodies import LARGE_CONTENT_TYPE, Reference
 from spark import archive
 from spark.common.errors import UsageProblem
 from spark.common.progress import Progress
@@ -35,7 +36,11 @@ def files_with(text: str, folder: Path) -> list[str]:
 
 @pytest.mark.slow
 def test_erased_messages_in_the_archive_and_in_a_run(reconcile: Reconciler, world: World, tmp_path: Path) -> None:
-    world.add_many(5)
+    world.add_many(6)
+    large = Reference.to("outbox/2026-01-01/00/00000000-0000-7000-8000-000000000000", "application/json", b"{}")
+    world.broker.execute("UPDATE commit_log SET body = %s, content_type = %s WHERE key = '6'",
+                         [large.encoded(), LARGE_CONTENT_TYPE])  # fmt: skip
+    world.app.execute("UPDATE orders_order SET total = total + 1 WHERE id = 6")
     body = f'{{"name": "{MARK}", "total": "wrong"}}'.encode()
     world.broker.execute("UPDATE commit_log SET body = %s WHERE key IN ('1', '2', '3')", [body])
     world.broker.execute("UPDATE commit_log SET headers = %s WHERE key = '2'", [f'{{"name": "{MARK}"}}'])
@@ -73,4 +78,4 @@ def test_erased_messages_in_the_archive_and_in_a_run(reconcile: Reconciler, worl
 
     result = reconcile.run(full=True)
     assert set(reconcile.findings(result)) == {("4", "", "MISMATCH")}, "the other message is judged as before"
-    assert (result["totals"]["ERASED"], result["totals"]["OK"], result["faults"]) == (3, 1, 1)
+    assert (result["totals"]["ERASED"], result["totals"]["OK"], result["faults"]) == (4, 1, 1)
