@@ -186,14 +186,14 @@ class RocketMQCluster:
 
     def _wait(self, condition: Callable[[], bool], what: Callable[[], str]) -> None:
         """Wait for a condition, at most until a process ends by itself."""
-        eventually(lambda: condition() or self._ends(), within_seconds=180, what=what)
+        eventually(lambda: condition() or self._ends(), within_seconds=600, what=what)
         assert self._ends() == ""
 
     def wait_for_topics(self, topics: Sequence[str]) -> None:
         """Wait until the replicas have the topics: they copy topics, groups and offsets every few seconds."""
         eventually(
             lambda: all(self.has(name, topic) for name in BROKERS for topic in topics),
-            within_seconds=60,
+            within_seconds=300,
             what=lambda: f"{ {name: [self.has(name, topic) for topic in topics] for name in BROKERS} }",
         )
 
