@@ -2,6 +2,8 @@
 
 The second look carries the compared texts through joins and sorts, and Spark's memory must hold each row. Two texts are
 equal if and only if their bounded forms are equal. PostgreSQL and Spark compute the same form.
+
+See decision 294.
 """
 
 from __future__ import annotations
