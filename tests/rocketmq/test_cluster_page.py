@@ -21,6 +21,7 @@ from tests.rocketmq.cluster import PAGE, choose_ports, write_programs
 from tests.rocketmq.conftest import PROGRAMS, ROOT, unique
 from tests.rocketmq.project import Project, happened, nothing_lost_invented_or_doubled
 from tests.rocketmq.test_cluster import VERSION
+from tests.support import eventually
 
 
 @dataclass(frozen=True)
@@ -68,4 +69,7 @@ def test_a_newcomer_starts_a_cluster_by_the_page(
             nothing_lost_invented_or_doubled()
     finally:
         subprocess.run(["bash", "-uc", f"{variables}\n{stop}"], cwd=tmp_path, check=True)
+        running = [Path("/proc", file.read_text().strip()) for file in (tmp_path / "cluster").glob("*/pid")]
+        # A broker stores its positions before it ends.
+        eventually(lambda: not any(process.exists() for process in running), within_seconds=120)
     assert len(happened()) == 24

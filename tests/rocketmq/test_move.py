@@ -44,7 +44,8 @@ def project(rocketmq: PrivateRocketMQ, application: None, outbox_settings: Calla
 @pytest.mark.parametrize("to", [pytest.param(to, marks=pytest.mark.soak) for to in ("rocketmq", "postgres")])
 def test_moved_while_it_works(project: Project, to: str) -> None:
     """At the switch the old broker has messages of every kind in flight, and its worker dies with some in hand."""
-    admin = f"{project.server.admin.host}:{project.server.admin.port}"
+    [broker] = project.server.admins
+    admin = f"{broker.host}:{broker.port}"
     before, after = (replace(project, on_postgres=postgres) for postgres in (to == "rocketmq", to == "postgres"))
     drained = [*WORKER, "--until-drained", *([] if before.on_postgres else ["--rocketmq-broker", admin])]
     with ExitStack() as stack:

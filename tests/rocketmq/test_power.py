@@ -6,6 +6,7 @@ import itertools
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -41,8 +42,7 @@ def test_only_all_machines_at_once_lose_confirmed_messages_and_not_with_sync_flu
         cluster.wait_for_topics([topic.name])
         for what in ("processes", "machines of both masters", "all machines"):
             with sending(cluster, topic) as confirmed:
-                enough = len(confirmed) + 2_000
-                eventually(lambda enough=enough: len(confirmed) > enough, within_seconds=300, what="messages")
+                eventually(partial(has_grown, confirmed, 2_000), within_seconds=300, what="messages")
                 victims = cluster.masters() if what == "machines of both masters" else list(BROKERS)
                 cluster.kill(*victims)
                 acknowledged = set(confirmed)
@@ -83,6 +83,11 @@ def sending(cluster: RocketMQCluster, topic: Topic) -> Iterator[list[str]]:
         for thread in threads:
             thread.join()
         broker.close()
+
+
+def has_grown(confirmed: list[str], size: int) -> bool:
+    """Whether RocketMQ has confirmed this number of messages."""
+    return len(confirmed) >= size
 
 
 def lacking(keys: set[str], cluster: RocketMQCluster, topic: Topic) -> set[str]:
