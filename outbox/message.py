@@ -243,8 +243,11 @@ class Delivery(Generic[Body_co]):
         return io.BytesIO(self.message.body)
 
     def fields(self) -> dict[str, Any]:
-        """Return the values from which a copy of this delivery can be made. A large body stays unread."""
-        names = (name for name, one in self.__dataclass_fields__.items() if one.init)
+        """Return the values from which a copy of this delivery can be made, without those of a derived class.
+
+        A large body stays unread.
+        """
+        names = (name for name, one in Delivery.__dataclass_fields__.items() if one.init)
         return {
             name: self._unread if name == "body" and self._unread is not None else getattr(self, name) for name in names
         }

@@ -84,7 +84,7 @@ def test_rehearsing_a_rollback_writes_no_tombstone() -> None:
 def test_producers_are_asked_again_about_those_that_are_named_or_selected() -> None:
     one, other, third = undecided("a", "b", "c")
     assert due() == 0
-    assert "The checks of 1 transactions" in call("outbox_transaction", "ask", str(one), "--dry-run")
+    assert "The checks of 1 transaction " in call("outbox_transaction", "ask", str(one), "--dry-run")
     assert due() == 0
     assert call_json("outbox_transaction", "ask", str(one))["after"]["transaction_ids"] == [str(one)]
     assert due() == 1

@@ -25,7 +25,7 @@ DATABASES = {
 }
 STORAGES = {
     "default": {"BACKEND": "django.core.files.storage.InMemoryStorage"},
-    "staticfiles": {"BACKEND": "django.core.files.storage.InMemoryStorage"},
+    "staticfiles": {"BACKEND": "django.contrib.staticfiles.storage.StaticFilesStorage"},
     "large": {
         "BACKEND": "django.core.files.storage.FileSystemStorage",
         "OPTIONS": {"location": os.environ.get("TEST_LARGE_BODIES", "")},
