@@ -16,7 +16,8 @@ DATABASE_ROUTERS = ["outbox.contrib.django.routers.BrokerRouter"]
 OUTBOX: dict[str, Any] = {
     "BROKER": "broker",
     "PRODUCER_GROUP": "shop",
-    "TOPICS": {"orders": {"queue_count": 4}},
+    # At least the largest number of consumer processes (kubernetes/autoscaling.yaml), or some have no work.
+    "TOPICS": {"orders": {"queue_count": 8}},
     # The address of /live, /ready and /metrics, and the folder of the heartbeats that answer them.
     "HEALTH_ADDRESS": os.environ.get("HEALTH_ADDRESS"),
     "HEALTH_DIRECTORY": os.environ.get("HEALTH_DIRECTORY"),
@@ -25,3 +26,7 @@ OUTBOX: dict[str, Any] = {
 # Prometheus asks from another machine, so it needs the token.
 if "METRICS_TOKEN" in os.environ:
     OUTBOX["METRICS_TOKEN"] = os.environ["METRICS_TOKEN"]
+# Erasures are repeated after a restore. All workers read one list.
+if "ERASURE_LIST" in os.environ:
+    OUTBOX["ERASURE_LIST"] = os.environ["ERASURE_LIST"]
+    OUTBOX["ERASURE_SECRET"] = os.environ.get("ERASURE_SECRET")

@@ -221,6 +221,7 @@ class Provider:
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
+        self.receipts: list[str] = []
 
     def charge(self, amount: int, key: str) -> dict[str, str]:
         self.calls.append((amount, key))
@@ -228,6 +229,9 @@ class Provider:
 
     def transfer(self, amount: int) -> None:
         self.calls.append((amount,))
+
+    def send_receipt(self, order: str, key: str) -> None:
+        self.receipts.append(order)
 
 
 def test_slow_calls(page: Page) -> None:
@@ -238,6 +242,7 @@ def test_slow_calls(page: Page) -> None:
     drain()
     assert models.Order.objects.get().payment == "p-1"
     assert sorted(map(len, provider.calls)) == [1, 2]
+    assert provider.receipts == ["A-1"]
 
 
 def test_schedules(page: Page) -> None:

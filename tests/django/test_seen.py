@@ -155,3 +155,14 @@ def test_a_migration_that_waits_blocks_readers_and_its_blocker_is_named(world: W
         assert holder("a report")["session"] == f"session {session.info.backend_pid}"
         session.execute("ROLLBACK")
         blocked.result(20)
+
+
+def test_a_dump_is_named_as_a_dump(world: World) -> None:
+    """pg_dump reads in one transaction with one snapshot, and has no transaction id."""
+    world.limits(TRANSACTION_SECONDS=(0, None))
+    session = world.session("pg_dump")
+    session.execute("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
+    session.execute("SELECT 1")
+    [found] = [one for one in look().verdict.conditions if one.name == "transaction_open"]
+    assert [one["application"] for one in found.evidence] == ["pg_dump"]
+    assert "If it is a backup (pg_dump), let it end." in found.next_step

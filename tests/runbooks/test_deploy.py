@@ -7,6 +7,7 @@ import http.client
 import json
 import os
 import re
+import runpy
 import shlex
 import shutil
 import signal
@@ -116,6 +117,78 @@ def test_the_autoscaler_asks_the_figure_of_the_dashboard() -> None:
     shown = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", [])]
     assert re.sub(r"\{.*\}", "{}", rule["metricsQuery"]) in [re.sub(r"\{.*\}", "{}", one) for one in shown]
     assert scaler["spec"]["scaleTargetRef"]["name"] in {manifest["metadata"]["name"] for manifest, _ in containers()}
+    # Prometheus adds the label `broker`, and finds the named port of the worker's pods.
+    [job] = yaml.safe_load(adapter["data"]["scrape.yaml"])
+    [kept, added] = job["relabel_configs"]
+    assert (added["target_label"], added["replacement"]) == ("broker", metric["selector"]["matchLabels"]["broker"])
+    manifest, worker = worker_container()
+    app, port = manifest["spec"]["template"]["metadata"]["labels"]["app"], worker["ports"][0]["name"]
+    assert kept["regex"] == f"{app};{port}"
+
+
+def test_the_autoscaler_alone_sets_the_number_of_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    scaler, _ = documents(DEPLOY / "kubernetes" / "autoscaling.yaml")
+    manifest, _ = worker_container()
+    assert scaler["spec"]["scaleTargetRef"]["name"] == manifest["metadata"]["name"]
+    assert "replicas" not in manifest["spec"]
+    # Each worker has one consumer process, and a process without a queue has no work.
+    topics = settings_of(monkeypatch)["TOPICS"].values()
+    assert scaler["spec"]["maxReplicas"] <= max(topic["queue_count"] for topic in topics)
+
+
+def test_only_the_readiness_of_a_worker_needs_the_broker() -> None:
+    _, worker = worker_container()
+    paths = {kind: worker[f"{kind}Probe"]["httpGet"]["path"] for kind in ("startup", "liveness", "readiness")}
+    assert paths == {"startup": "/live", "liveness": "/live", "readiness": "/ready"}
+
+
+def test_each_kind_of_process_has_a_login_of_its_own() -> None:
+    secrets: dict[str, set[str]] = {}
+    for manifest, container in containers():
+        names = [one["secretRef"]["name"] for one in container["envFrom"]]
+        secrets.setdefault(manifest["metadata"]["name"], set()).update(names)
+    of_all = {"shop-metrics"}
+    logins = {name: names - of_all for name, names in secrets.items()}
+    assert logins == {name: {name} for name in ("shop-migrate", "shop-web", "shop-worker")}
+    assert of_all <= secrets["shop-worker"]
+
+
+def test_every_release_checks_the_settings_after_the_tables() -> None:
+    for name in ("shop-migrate.service", "shop-migrate", "compose.yaml"):
+        release = [words[0] for words in managed(name) if words[0] in ("migrate", "check")]
+        assert release == ["migrate", "migrate", "check"], name
+
+
+def test_all_workers_read_one_list_of_erasures(monkeypatch: pytest.MonkeyPatch) -> None:
+    manifest, worker = worker_container()
+    [place] = [one["value"] for one in worker["env"] if one["name"] == "ERASURE_LIST"]
+    [mount] = [one for one in worker["volumeMounts"] if place.startswith(one["mountPath"] + "/")]
+    [volume] = [one for one in pod(manifest)["volumes"] if one["name"] == mount["name"]]
+    [claim] = documents(DEPLOY / "kubernetes" / "erasures.yaml")
+    assert volume["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
+    assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
+    [compose] = documents(DEPLOY / "compose.yaml")
+    container = compose["services"]["worker"]
+    assert container["environment"]["ERASURE_LIST"] == place
+    assert container["volumes"] == [f"erasures:{mount['mountPath']}"] and "erasures" in compose["volumes"]
+    assert "ERASURE_LIST" not in settings_of(monkeypatch)
+    settings = settings_of(monkeypatch, ERASURE_LIST=place, ERASURE_SECRET="secret")
+    assert (settings["ERASURE_LIST"], settings["ERASURE_SECRET"]) == (place, "secret")
+
+
+def worker_container() -> tuple[dict[str, Any], dict[str, Any]]:
+    [found] = [(one, container) for one, container in containers() if "outbox_worker" in container["command"]]
+    return found
+
+
+def settings_of(monkeypatch: pytest.MonkeyPatch, **variables: str) -> dict[str, Any]:
+    """OUTBOX of deploy/settings.py with these environment variables."""
+    for name in ("APPLICATION_URL", "BROKER_URL"):
+        monkeypatch.setenv(name, "postgresql://shop@db/shop")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    found: dict[str, Any] = runpy.run_path(str(DEPLOY / "settings.py"))["OUTBOX"]
+    return found
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")
@@ -137,10 +210,9 @@ def test_kubernetes_accepts_the_manifests(file: Path) -> None:
     newest = validator.latest_version()
     for manifest in documents(file):
         validator.validate(manifest, newest, strict=True)
+    wrong = dict.fromkeys(("replicas", "parallelism", "maxReplicas", "accessModes"), "wrong")
     with pytest.raises(validator.ValidationError):
-        validator.validate(
-            {**documents(file)[0], "spec": {"replicas": "two", "parallelism": "two", "maxReplicas": "x"}}, newest
-        )
+        validator.validate({**documents(file)[0], "spec": wrong}, newest)
 
 
 @pytest.mark.parametrize(

@@ -347,8 +347,9 @@ CATALOGUE: Final[Mapping[str, ConditionKind]] = {
     "transaction_open": ConditionKind(
         "A session's transaction has been open for long. Vacuum cannot remove rows that this transaction might still "
         "see.",
-        "End the session that has the open transaction: `SELECT pg_terminate_backend(PID)`. End a prepared "
-        "transaction with COMMIT PREPARED or ROLLBACK PREPARED.",
+        "The evidence names the application of the session. If it is a backup (pg_dump), let it end. Otherwise end the "
+        "session: `SELECT pg_terminate_backend(PID)`. End a prepared transaction with COMMIT PREPARED or ROLLBACK "
+        "PREPARED.",
     ),
     "lock_held": ConditionKind(
         "A session holds a lock that the broker's sessions wait for.",

@@ -8,9 +8,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
-from django.db import close_old_connections, connections
+from django.db import OperationalError, close_old_connections, connections
 
 from outbox.broker import process_log
+from outbox.broker.database.notify import RECONNECT
 from outbox.broker.leading import LeaderSettings
 from outbox.broker.process import run_broker
 from outbox.contrib.django.database.aliases import broker_database
@@ -24,7 +25,7 @@ from outbox.contrib.django.worker import probes
 from outbox.contrib.django.worker.periodic import passes
 from outbox.contrib.django.worker.relaying import run_relay_role
 from outbox.contrib.django.worker.roles import Role, required_subscriptions, supervisor
-from outbox.errors import OutboxError
+from outbox.errors import BrokerUnavailable, OutboxError
 from outbox.ports import AnyHandler, Consumers
 from outbox.utils import heartbeat
 from outbox.utils.periodic import PeriodicPass
@@ -75,7 +76,35 @@ def run_consumer_role(stop: threading.Event, *, groups: Sequence[str] = (), lead
 
     With `leads` the process is also the leader, which sequences messages.
     """
-    consumer_runtime(groups=groups, leads=leads).run(stop)
+    wait_for_erasures(stop)
+    if not stop.is_set():
+        consumer_runtime(groups=groups, leads=leads).run(stop)
+
+
+def wait_for_erasures(stop: threading.Event) -> None:
+    """Repeat the erasures that a restore has undone. If a database does not answer, try again until `stop` is set.
+
+    The function writes heartbeats meanwhile: an unreachable database is no reason to restart the worker.
+    """
+    from outbox.contrib.django.operations.erasing import repeat_erasures
+
+    failures = 0
+    while not stop.is_set():
+        try:
+            repeat_erasures()
+            return
+        except (BrokerUnavailable, OperationalError) as error:
+            close_old_connections()
+            failures += 1
+            heartbeat.beat(ready=False)
+            pause = RECONNECT.pause_seconds(failures)
+            logger.warning(
+                "consuming cannot begin yet, trying again in %.1f s: the list of erasures cannot be compared with the "
+                "databases: %s",
+                pause,
+                error,
+            )
+            stop.wait(pause)
 
 
 def run_monitor_role(stop: threading.Event) -> None:
