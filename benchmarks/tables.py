@@ -1,8 +1,8 @@
 """Print the stored figures into the documents: `python -m benchmarks.tables`.
 
 It rewrites README.md, docs/performance.md and docs/performance/*.md. A block of figures is between
-`<!-- figures: NAME -->` and `<!-- end of figures -->`. NAME is `goals`, `speed` (README's line), or the name of a file
-in benchmarks/results.
+`<!-- figures: NAME -->` and `<!-- end of figures -->`. NAME is `goals`, `speed` (README's line), `missing` (the page's
+scripts without stored figures), or the name of a file in benchmarks/results.
 """
 
 from __future__ import annotations
@@ -13,13 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import results
-from benchmarks.goal_list import GOALS, P50, RATE, Bound, Goal
+from benchmarks.goal_list import GOALS, P50, P99, RATE, Bound, Goal
 from benchmarks.harness import Spread
 from benchmarks.peers.ways import ATOMIC_INBOX, RELIABLE_INBOX, TWO_PHASE_INBOX
 from benchmarks.results import Results
 
 ROOT = Path(__file__).resolve().parents[1]
 NOT_MEASURED = "not measured"
+MISSING = "missing"
+# docs/operations/sizing.md has their figures.
+_ON_ANOTHER_PAGE = {"sizing"}
 _BLOCK = re.compile(r"(<!-- figures: ([\w. ]+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
 
 
@@ -35,16 +38,19 @@ def pages() -> list[Path]:
 
 def rendered(page: str) -> str:
     """The page with its blocks of figures made again from the files."""
-    return _BLOCK.sub(lambda found: f"{found[1]}{_block(found[2])}{found[3]}", page)
+    return _BLOCK.sub(lambda found: f"{found[1]}{_block(found[2], page)}{found[3]}", page)
 
 
 def names(page: str) -> list[str]:
-    return [found[2] for found in _BLOCK.finditer(page)]
+    """The names of the page's blocks that have figures."""
+    return [found[2] for found in _BLOCK.finditer(page) if found[2] != MISSING]
 
 
-def _block(name: str) -> str:
+def _block(name: str, page: str) -> str:
     if name == "goals":
         return goals_table()
+    if name == MISSING:
+        return missing(names(page))
     return speed() if name == "speed" else script(name)
 
 
@@ -127,23 +133,31 @@ def speed() -> str:
         values = found.rows.get(row, {}).get(column)
         return _number(Spread.of(values).median) if values else NOT_MEASURED
 
+    latency = f"{median(ATOMIC_INBOX.name, P50)} ms (p50) and {median(ATOMIC_INBOX.name, P99)} ms (p99)"
     atomic, two_phase, peer = (way.name for way in (ATOMIC_INBOX, TWO_PHASE_INBOX, RELIABLE_INBOX))
     return (
         f"With default settings, one process writes and one handles {median(atomic, RATE)} messages/s "
         f"({median(two_phase, RATE)} if the broker has a database of its own, {median(peer, RATE)} with "
-        f"django-reliable-outbox and its inbox), and a handler starts {median(atomic, P50)} ms after COMMIT, on "
-        f"{found.about['cores']} cores: {link}.\n"
+        f"django-reliable-outbox and its inbox), on {found.about['cores']} cores. At 300 messages/s, a handler starts "
+        f"{latency} after COMMIT. {link}.\n"
     )
 
 
 # -- the files of scripts --------------------------------------------------------------------------
 
 
+def missing(of_page: Sequence[str]) -> str:
+    """One line about the scripts of a page that have no stored figures; nothing if all of them have."""
+    measured_here = [name for name in of_page if name not in _ON_ANOTHER_PAGE]
+    absent = [f"`{name}`" for name in measured_here if not any(_of_both_machines(name))]
+    if not absent:
+        return ""
+    return f"The scripts without a table are {NOT_MEASURED} yet for this version: {', '.join(absent)}.\n"
+
+
 def script(name: str) -> str:
-    """The stored tables of a script, for each machine."""
+    """The stored tables of a script, for each machine; nothing if there are none."""
     found = [it for it in _of_both_machines(name) if it is not None]
-    if not found:
-        return f"The figures of this version are {NOT_MEASURED} yet.\n"
     return "\n".join(f"{_capital(about(it))}\n\n{_content(it)}" for it in found)
 
 

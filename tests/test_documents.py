@@ -29,6 +29,15 @@ def test_a_page_is_read_in_ten_minutes(page: Path) -> None:
     assert words(page.read_text(encoding="utf-8")) <= WORDS, "split the page by task"
 
 
+def test_the_first_pages_say_whether_the_version_is_released() -> None:
+    unreleased = re.search(
+        r"^## \[(\d+\.\d+)\.\d+\] - unreleased$", (DOCS.parent / "CHANGELOG.md").read_text(), re.MULTILINE
+    )
+    for page in (DOCS.parent / "README.md", DOCS / "index.md"):
+        said = re.findall(r"version (\d+\.\d+), which is not released yet", page.read_text(encoding="utf-8"))
+        assert said == ([unreleased[1]] if unreleased else []), page
+
+
 def test_every_guarantee_names_tests_that_exist() -> None:
     page = (DOCS / "guarantees.md").read_text(encoding="utf-8")
     promised = page.split("\n## Promised\n", 1)[1].split("\n## ", 1)[0]

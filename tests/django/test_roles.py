@@ -173,6 +173,7 @@ OPERATIONS: Final[dict[str, Callable[[], Any]]] = {
     "`outbox_status`": _command("outbox_status"),
     "`outbox_doctor`": _command("outbox_doctor"),
     "`outbox_audit`": _command("outbox_audit"),
+    "`outbox_erase`": _command("outbox_erase", "orders", "--key", "k", "--reason", "a test", "--no-input"),
     "`outbox_message list`": _command("outbox_message", "list", "orders"),
     "`outbox_transaction list`": _command("outbox_transaction", "list"),
     "`outbox_transaction reject`": _command("outbox_transaction", "reject", "--no-input"),
