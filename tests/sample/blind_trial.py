@@ -230,9 +230,11 @@ def _running(port: int, directory: Path) -> Iterator[Trial]:
         "PYTHONPATH": str(ROOT),
     }
     stopping = threading.Event()
-    services = Services(logs, environment)
+    services: Services | None = None
     try:
         server.start()
+        # Its processes get the variables that the start of the server has set.
+        services = Services(logs, environment)
         server.drop_databases()
         server.create_databases()
         trial = Trial(
@@ -255,7 +257,8 @@ def _running(port: int, directory: Path) -> Iterator[Trial]:
         stopping.set()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
-        services.stop()
+        if services is not None:
+            services.stop()
         endpoint.shutdown()
         server.stop()
 
