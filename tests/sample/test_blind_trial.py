@@ -15,6 +15,7 @@ from tests.support import eventually
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_sigterm_ends_the_trial_with_all_of_its_processes(tmp_path: Path) -> None:
     """The control is that its processes run before."""
     [port] = free_ports(1)
