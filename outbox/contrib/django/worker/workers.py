@@ -60,8 +60,13 @@ def consumer_runtime(
     # A child process imports this module before Django is set up, so models cannot be imported with it.
     from outbox.contrib.django.operations.erasing import repeat_erasures
 
-    wanted = required_subscriptions(groups=groups)
     repeat_erasures()
+    return _consumers(groups, wrap, leads=leads)
+
+
+def _consumers(groups: Sequence[str], wrap: Callable[[AnyHandler], AnyHandler] | None, *, leads: bool) -> Consumers:
+    """Do the same as `consumer_runtime`, after the caller has repeated the erasures."""
+    wanted = required_subscriptions(groups=groups)
     require_inboxes([subscription for subscription, _ in wanted])
     for shortage in pool_shortages(filter(None, (find_subscriber(subscription) for subscription, _ in wanted))):
         logger.warning("%s", shortage)
@@ -78,7 +83,7 @@ def run_consumer_role(stop: threading.Event, *, groups: Sequence[str] = (), lead
     """
     wait_for_erasures(stop)
     if not stop.is_set():
-        consumer_runtime(groups=groups, leads=leads).run(stop)
+        _consumers(groups, None, leads=leads).run(stop)
 
 
 def wait_for_erasures(stop: threading.Event) -> None:
