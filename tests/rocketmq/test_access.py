@@ -8,6 +8,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from uuid import UUID
 
 import pytest
 
@@ -18,7 +19,7 @@ from outbox.rocketmq.address import ClusterAddress, HostPort, parse
 from outbox.rocketmq.admin import brokers_of
 from outbox.rocketmq.broker import RocketMQBroker
 from outbox.topic import MessageType, Topic
-from outbox.transaction import Decision, EndTransaction, HalfTransaction
+from outbox.transaction import Answer, Decision, EndTransaction, HalfTransaction
 from sample_project.rocketmq_server import PrivateRocketMQ
 from tests.rocketmq.conftest import QUICK, unique
 from tests.rocketmq.test_engine import consuming
@@ -97,22 +98,35 @@ def test_transactions_effects_and_operators_work_with_all_of_it(guarded: Private
     end = EndTransaction(transaction_id=half.transaction_id, decision=Decision.COMMIT, producer_group="shop")
     seen: list[Delivery] = []
     broker = RocketMQBroker(guarded.url, [topic], timeout_seconds=20)
+    blue, other = brokers_of(guarded.url), brokers_of(green)
+    asked: set[UUID] = set()
+
+    def undecided() -> list[str | None]:
+        """Answer RocketMQ's checks as the application does, and return the keys of the half messages that stay open."""
+        for check in broker.claim_checks("shop"):
+            asked.add(check.transaction_id)
+            # RocketMQ stores a half message again before it asks. An end that names the first copy leaves the second.
+            if check.transaction_id == half.transaction_id:
+                broker.report_answers("shop", [Answer(transaction_id=half.transaction_id, decision=Decision.COMMIT)])
+        return [one.message.key for one in inspection.open_halves(blue, "shop")]
+
     try:
         broker.send_half(half, timeout_seconds=20)
         broker.send_half(undone, timeout_seconds=20)
         broker.end([end])
         with consuming(guarded, topic, seen.append):
             eventually(lambda: seen, within_seconds=60)
+        # RocketMQ writes down the end of a half message a moment after it has delivered the message.
+        eventually(lambda: undecided() == ["u"], within_seconds=60)
         # The check of the undecided message comes to this process, although the server counts per namespace.
-        eventually(lambda: [one.transaction_id for one in broker.claim_checks("shop")], within_seconds=60)
+        eventually(lambda: undecided() == ["u"] and undone.transaction_id in asked, within_seconds=60)
     finally:
         broker.close()
-    assert [one.message for one in seen] == list(half.messages)
-    blue, other = brokers_of(guarded.url), brokers_of(green)
-    # RocketMQ writes down the end of a half message a moment after it has delivered the message.
-    eventually(lambda: [one.message.key for one in inspection.open_halves(blue, "shop")] == ["u"], within_seconds=30)
+    assert {one.message.message_id for one in seen} == {half.messages[0].message_id}
+    assert seen[0].message == half.messages[0]
     assert inspection.open_halves(other, "shop") == []
-    assert [one.written for one in inspection.topic_figures(blue, [topic.name])] == [1]
+    (written,) = (one.written for one in inspection.topic_figures(blue, [topic.name]))
+    assert written >= 1
     assert [one.written for one in inspection.topic_figures(other, [topic.name])] == [0]
 
 
