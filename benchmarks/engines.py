@@ -2,7 +2,8 @@
 
 PostgreSQL on the atomic and on the two-phase path, and RocketMQ, whose programs Maven fetches, all on this machine and
 in turns. The consumer's handler does nothing and has no inbox, so that engines are compared and not databases. Beside
-them, on the same server: RocketMQ's own Java client with the same messages, half and commit and plain, without any row.
+them, on the same server: RocketMQ's own Java client with the same messages. It sends a half message, inserts a row by
+JDBC, commits, and sends the end; or half and end without a row; or plain messages.
 ENGINES_TRANSACTIONS and OUTBOX_BENCH_REPEATS make it shorter.
 """
 
@@ -42,7 +43,13 @@ TOPIC = Topic(name="order.paid")
 WANTED = Subscription(group="bench", topic=TOPIC.name)
 JAVA_TOPIC = Topic(name="java.paid")
 JAVA_WANTED = Subscription(group="java", topic=JAVA_TOPIC.name)
-JAVA_CLIENT = {"rocketmq-client-java": "5.0.8"}
+# JDBC reaches the embedded server, which has no port, through its socket.
+JAVA_CLIENT = {
+    "rocketmq-client-java": "5.0.8",
+    "org.postgresql:postgresql": "42.7.4",
+    "com.kohlschutter.junixsocket:junixsocket-common": "2.10.1",
+    "com.kohlschutter.junixsocket:junixsocket-native-common": "2.10.1",
+}
 PROGRAMS = Path(__file__).resolve().parent.parent / "var" / "rocketmq"
 
 
@@ -56,7 +63,7 @@ def main() -> None:
         for run in range(REPEATS):
             for kind in KINDS:
                 found[kind].append(measure(url, queue, f"engines_{run}_{kind}", kind))
-            for name, one in java(queue):
+            for name, one in java(queue, embedded.create_database(url, f"engines_{run}_java")):
                 found.setdefault(f"Java client, {name}", []).append(one)
     columns: list[tuple[str, Callable[[dict[str, Any]], float]]] = [
         ("transactions/s", lambda one: float(one["rate"])),
@@ -114,20 +121,31 @@ def measure(url: str, queue: PrivateRocketMQ, name: str, kind: str) -> dict[str,
     return {"rate": rate, **seen}
 
 
-def java(queue: PrivateRocketMQ) -> Iterator[tuple[str, dict[str, Any]]]:
+def java(queue: PrivateRocketMQ, database: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """RocketMQ's own client: each way of sending, and what was measured of it."""
-    jars = PROGRAMS / "client-java"
+    jars = PROGRAMS / "client-java-jdbc"
     fetch(jars, JAVA_CLIENT)
     program = Path(__file__).with_name("java") / "OwnClient.java"
     proxy = str(parse(queue.url).proxies[0])
-    given = [proxy, wire_name(JAVA_TOPIC.name), JAVA_WANTED.group, str(TRANSACTIONS), str(THREADS)]
+    given = [proxy, wire_name(JAVA_TOPIC.name), JAVA_WANTED.group, str(TRANSACTIONS), str(THREADS), jdbc(database)]
     command = ["java", "-Xmx256m", "-cp", f"{jars}/*", str(program), *given]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(done.stderr)
     for line in done.stdout.splitlines():
-        name, rate, latencies = line.split(" ", 2)
+        name, rate, latencies = line.split("\t")
         yield name, {"rate": float(rate), "latencies": [one / 1e3 for one in json.loads(latencies)]}
+
+
+def jdbc(database: str) -> str:
+    """The JDBC URL of a database that is reached through a socket."""
+    where = conninfo_to_dict(database)
+    socket = f"{where['host']}/.s.PGSQL.{where.get('port', 5432)}"
+    factory = "org.newsclub.net.unix.AFUNIXSocketFactory$FactoryArg"
+    return (
+        f"jdbc:postgresql://localhost/{where['dbname']}?user={where['user']}&sslmode=disable"
+        f"&socketFactory={factory}&socketFactoryArg={socket}"
+    )
 
 
 def produce(kind: str, application: str, broker: str) -> None:

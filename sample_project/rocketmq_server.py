@@ -73,7 +73,10 @@ def fetch_programs(folder: Path, version: str = VERSION) -> Path:
 
 
 def fetch(jars: Path, artefacts: Mapping[str, str]) -> None:
-    """Let Maven fetch RocketMQ's artefacts (name to version) with their dependencies. Raises ConfigurationError."""
+    """Let Maven fetch artefacts (name to version) with their dependencies. Raises ConfigurationError.
+
+    A name without a group (`GROUP:NAME`) is an artefact of RocketMQ.
+    """
     if (jars / "complete").exists():
         return
     jars.mkdir(parents=True, exist_ok=True)
@@ -82,14 +85,14 @@ def fetch(jars: Path, artefacts: Mapping[str, str]) -> None:
     done = subprocess.run(["mvn", "-q", "-B", *goal], cwd=jars, capture_output=True, text=True, check=False)
     if done.returncode:
         said = (done.stdout + done.stderr)[-3000:]
-        raise ConfigurationError(f"Maven could not fetch RocketMQ's {', '.join(artefacts)}: {said}")
+        raise ConfigurationError(f"Maven could not fetch {', '.join(artefacts)}: {said}")
     (jars / "complete").touch()
 
 
 def _pom(artefacts: Mapping[str, str]) -> str:
     dependencies = "".join(
-        f"<dependency><groupId>org.apache.rocketmq</groupId><artifactId>{name}</artifactId>"
-        f"<version>{version}</version></dependency>"
+        f"<dependency><groupId>{name.rpartition(':')[0] or 'org.apache.rocketmq'}</groupId>"
+        f"<artifactId>{name.rpartition(':')[2]}</artifactId><version>{version}</version></dependency>"
         for name, version in artefacts.items()
     )
     return (

@@ -1,4 +1,10 @@
+import java.math.BigDecimal;
 import java.nio.charset.StandardCharsets;
+import java.sql.Connection;
+import java.sql.DriverManager;
+import java.sql.PreparedStatement;
+import java.sql.SQLException;
+import java.sql.Statement;
 import java.time.Duration;
 import java.util.ArrayList;
 import java.util.Collections;
@@ -19,21 +25,23 @@ import org.apache.rocketmq.client.apis.producer.Transaction;
 import org.apache.rocketmq.client.apis.producer.TransactionResolution;
 
 /**
- * RocketMQ's own client at the messages of benchmarks/engines.py: half and commit, and plain; without any database.
+ * RocketMQ's own client at the messages of benchmarks/engines.py: half, row and commit; half and commit; plain.
  *
- * Arguments: HOST:PORT of the proxy, topic, consumer group, messages, threads. Prints one line per way of sending:
- * its name, messages per second, and the latencies in milliseconds from send to listener.
+ * Arguments: HOST:PORT of the proxy, topic, consumer group, messages, threads, JDBC URL. Prints one line per way of
+ * sending, with tabs between: its name, messages per second, and the latencies in milliseconds from send to listener.
  */
 public final class OwnClient {
     private static final int WARMING = 200;
 
     private final ClientServiceProvider provider = ClientServiceProvider.loadService();
     private final List<Double> latencies = Collections.synchronizedList(new ArrayList<>());
+    private final ThreadLocal<Connection> connections;
     private final Producer producer;
     private final String topic;
 
-    private OwnClient(ClientConfiguration configuration, String topic) throws Exception {
+    private OwnClient(ClientConfiguration configuration, String topic, String database) throws Exception {
         this.topic = topic;
+        this.connections = ThreadLocal.withInitial(() -> connection(database));
         this.producer = provider.newProducerBuilder()
             .setClientConfiguration(configuration)
             .setTopics(topic)
@@ -47,11 +55,17 @@ public final class OwnClient {
             .enableSsl(false)
             .setRequestTimeout(Duration.ofSeconds(20))
             .build();
-        OwnClient client = new OwnClient(configuration, given[1]);
+        OwnClient client = new OwnClient(configuration, given[1], given[5]);
+        try (Connection connection = DriverManager.getConnection(given[5]); Statement create = connection.createStatement()) {
+            create.execute("CREATE TABLE orders (id bigint PRIMARY KEY GENERATED ALWAYS AS IDENTITY, "
+                + "customer varchar(100) NOT NULL, total numeric(12, 2) NOT NULL, status varchar(20) NOT NULL, "
+                + "created_at timestamptz NOT NULL DEFAULT now())");
+        }
         int count = Integer.parseInt(given[3]);
         int threads = Integer.parseInt(given[4]);
         try (PushConsumer consumer = client.consumer(configuration, given[2])) {
-            client.run("transactional", count, threads, client::inTransaction);
+            client.run("half, row and commit", count, threads, client::withRow);
+            client.run("half and commit", count, threads, client::inTransaction);
             client.run("plain", count, threads, client::plainly);
         }
         client.producer.close();
@@ -98,7 +112,7 @@ public final class OwnClient {
         double rate = count / threads * threads / ((System.nanoTime() - started) / 1e9);
         pool.shutdown();
         await(count / threads * threads);
-        System.out.println(name + " " + rate + " " + latencies);
+        System.out.println(name + "\t" + rate + "\t" + latencies);
         latencies.clear();
     }
 
@@ -112,6 +126,31 @@ public final class OwnClient {
         // As long as the body of the other engines' messages.
         String body = String.format("%-140d", System.currentTimeMillis());
         return provider.newMessageBuilder().setTopic(topic).setBody(body.getBytes(StandardCharsets.UTF_8)).build();
+    }
+
+    private static Connection connection(String database) {
+        try {
+            Connection connection = DriverManager.getConnection(database);
+            connection.setAutoCommit(false);
+            return connection;
+        } catch (SQLException error) {
+            throw new IllegalStateException(error);
+        }
+    }
+
+    private void withRow() throws Exception {
+        Transaction transaction = producer.beginTransaction();
+        producer.send(message(), transaction);
+        Connection connection = connections.get();
+        try (PreparedStatement insert = connection.prepareStatement(
+                "INSERT INTO orders (customer, total, status) VALUES (?, ?, ?) RETURNING id")) {
+            insert.setString(1, "customer");
+            insert.setBigDecimal(2, new BigDecimal("129.90"));
+            insert.setString(3, "paid");
+            insert.execute();
+        }
+        connection.commit();
+        transaction.commit();
     }
 
     private void inTransaction() throws Exception {

@@ -12,8 +12,11 @@ import logging
 import math
 import os
 import sys
+import threading
 import time
 import types
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any, Final
 
 from outbox.errors import BrokerUnavailable, ConfigurationError
@@ -69,10 +72,10 @@ except ModuleNotFoundError as error:  # pragma: no cover
 __all__ = [
     "OF_THE_SERVER",
     "REFUSALS",
+    "BrokerChoice",
     "ClientConfiguration",
     "Code",
     "EndTransactionRequest",
-    "FilterExpression",
     "ForwardMessageToDeadLetterQueueRequest",
     "KnownConsumer",
     "MessagingResultChecker",
@@ -110,6 +113,8 @@ OF_THE_SERVER: Final = (ForbiddenException, NotFoundException, TooManyRequestsEx
 _TELL_SECONDS: Final = 2.0
 _KNOWN_SECONDS: Final = 5.0
 _ROUTES_SECONDS: Final = 5.0
+# If no thread has asked a group of brokers for this time per group, a thread asks it, even if others have messages.
+_NEGLECTED_SECONDS: Final = 5.0
 
 _started_in: int | None = None
 
@@ -142,11 +147,69 @@ def refuse_after_fork() -> None:
         )
 
 
+class BrokerChoice:
+    """Chooses the group of brokers from which a thread receives next.
+
+    A receive asks one group of brokers, and waits some seconds if this group has no message. The library chooses the
+    group by chance. So if only one group has messages, most threads of the library wait at the other groups.
+
+    This class leaves one thread at each group without messages. All other threads go to the groups that have messages.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._asking: Counter[str] = Counter()
+        self._asked_at: dict[str, float] = {}
+        self._with_messages: set[str] = set()
+
+    def choose(self, groups: Sequence[str], last: str | None, *, now: float) -> str:
+        """Return one of `groups`. The caller asks this group, and then calls `answered`.
+
+        `last` is the group that this thread asked before.
+        """
+        with self._lock:
+            chosen = self._chosen(groups, last, now)
+            self._asking[chosen] += 1
+            return chosen
+
+    def _chosen(self, groups: Sequence[str], last: str | None, now: float) -> str:
+        neglected_from = now - _NEGLECTED_SECONDS * len(groups)
+        neglected = [
+            one for one in groups if not self._asking[one] and self._asked_at.get(one, -math.inf) <= neglected_from
+        ]
+        if neglected:
+            return min(neglected, key=self._least_asked)
+        if last is not None and last in groups and (last in self._with_messages or not self._asking[last]):
+            return last
+        return min(self._with_messages.intersection(groups) or groups, key=self._least_asked)
+
+    def _least_asked(self, group: str) -> tuple[int, float]:
+        return self._asking[group], self._asked_at.get(group, -math.inf)
+
+    def answered(self, group: str, *, has_messages: bool, now: float) -> None:
+        """Note that a receive from this group has ended. After an error, `has_messages` is False."""
+        with self._lock:
+            self._asking[group] -= 1
+            self._asked_at[group] = now
+            if has_messages:
+                self._with_messages.add(group)
+            else:
+                self._with_messages.discard(group)
+
+
 class KnownConsumer(SimpleConsumer):  # type: ignore[misc]
-    """The library's consumer, which can also wait until the proxy has registered it.
+    """The library's consumer of one topic, with two additions: it can wait until the proxy has registered it, and its
+    threads choose the groups of brokers by `BrokerChoice`.
 
     Until the proxy has registered the consumer, every receive fails.
     """
+
+    def __init__(self, configuration: Any, group: str, topic: str, *, await_seconds: int, tls: bool) -> None:
+        everything = {topic: FilterExpression()}
+        super().__init__(configuration, group, everything, await_duration=await_seconds, tls_enable=tls)
+        self._topic = topic
+        self._choice = BrokerChoice()
+        self._of_thread = threading.local()
 
     def wait_until_known(self) -> None:
         """Wait at most some seconds until the proxy has registered this consumer.
@@ -154,6 +217,29 @@ class KnownConsumer(SimpleConsumer):  # type: ignore[misc]
         If the consumer receives before the registration, the receive fails, and the consumer tries again.
         """
         self._init_settings_event.wait(_KNOWN_SECONDS)
+
+    def receive(self, most: int, invisible_seconds: int) -> Sequence[Any]:
+        """Receive at most `most` messages from one group of brokers. Raises the library's errors.
+
+        Raises BrokerUnavailable if no group of brokers with a master has the topic.
+        """
+        if not self.is_running:
+            raise BrokerUnavailable("the consumer has stopped.")
+        route = self._retrieve_topic_route_data(self._topic)
+        readable = (one for one in route.message_queues if one.is_readable() and one.is_master_broker())
+        queues = {one.message_queue0().broker.name: one for one in readable}
+        if not queues:
+            raise BrokerUnavailable(f"no group of brokers with a master has topic {self._topic!r}.")
+        group = self._choice.choose(sorted(queues), getattr(self._of_thread, "last", None), now=time.monotonic())
+        self._of_thread.last = group
+        received: Sequence[Any] = ()
+        try:
+            request = self._receive_req(self._topic, queues[group], most, False, invisible_seconds, self.await_duration)
+            timeout = self.client_configuration.request_timeout + self.await_duration
+            received = self._receive(queues[group], request, timeout)
+        finally:
+            self._choice.answered(group, has_messages=bool(received), now=time.monotonic())
+        return received
 
 
 def keep_known(started: Any) -> None:

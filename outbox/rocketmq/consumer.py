@@ -208,9 +208,8 @@ class _Poller:
         """Start the threads. Raises BrokerUnavailable."""
         self._stopping = stop
         topic, group = self._named(self._subscription.topic), self._named(self._subscription.group)
-        everything = {topic: client.FilterExpression()}
         self._consumer = client.KnownConsumer(
-            self._configuration, group, everything, await_duration=_WAIT_SECONDS, tls_enable=self._tls
+            self._configuration, group, topic, await_seconds=_WAIT_SECONDS, tls=self._tls
         )
         try:
             self._consumer.startup()

@@ -16,9 +16,9 @@ from datetime import UTC, datetime
 from typing import Final
 from uuid import UUID
 
-from outbox.errors import OutboxError
+from outbox.errors import BrokerError, OutboxError
 from outbox.message import Message
-from outbox.rocketmq.admin import Admin, read_stored
+from outbox.rocketmq.admin import Admin, end_of_queue, read_stored
 from outbox.rocketmq.declarations import wire_name
 from outbox.rocketmq.wire import CheckProperties, asked
 from outbox.transaction import Answer, Check, Decision, EndStatus
@@ -76,10 +76,18 @@ class ExhaustedChecks:
         self._warned: set[UUID] = set()
 
     def claim_checks(self, producer_group: str, *, limit: int = 500) -> list[Check]:
-        """Return one check for each transaction of the group with unsettled messages. Raises BrokerError."""
+        """Return one check for each transaction of the group with unsettled messages.
+
+        A broker that does not answer is left out, so that the transactions of the other brokers do not wait for it.
+        """
         self._claimed = {}
         for one in self._progress:
-            for offset, about in self._unsettled(one, producer_group):
+            try:
+                unsettled = list(self._unsettled(one, producer_group))
+            except BrokerError as error:
+                logger.warning("the next pass looks for given-up checks again: %s", error)
+                continue
+            for offset, about in unsettled:
                 if about.transaction_id in self._claimed or len(self._claimed) < limit:
                     self._claimed.setdefault(about.transaction_id, []).append((one, offset, about))
         now = datetime.now(UTC)
@@ -116,19 +124,42 @@ class ExhaustedChecks:
             )
 
     def keep(self) -> None:
-        """For each broker, store the offset before which all messages are settled. Raises BrokerError."""
+        """For each broker that was read, store the offset before which all messages are settled.
+
+        If a broker does not answer, a process that starts later asks again about settled messages of this broker.
+        """
         for one in self._progress:
-            settled = max(one.offset or 0, one.first)
+            if one.offset is None:
+                continue
+            settled = max(one.offset, one.first)
             while settled in one.done:
-                one.done.discard(settled)
                 settled += 1
-            if settled != one.offset:
+            if settled == one.offset:
+                continue
+            try:
                 one.broker.store_offset(offsets_of(self._group, one.broker.namespace), TOPIC, settled)
-                one.offset = settled
+            except BrokerError as error:
+                logger.warning("the next pass stores offset %d of topic %s again: %s", settled, TOPIC, error)
+                continue
+            one.offset = settled
+            one.done = {offset for offset in one.done if offset >= settled}
 
     def _unsettled(self, one: _Progress, producer_group: str) -> Iterator[tuple[int, CheckProperties]]:
         if one.offset is None:
             one.offset = one.broker.stored_offset(offsets_of(self._group, one.broker.namespace), TOPIC)
+        end = end_of_queue(one.broker, TOPIC)
+        one.done = {offset for offset in one.done if offset < end}
+        if end < one.offset:
+            logger.warning(
+                "topic %s of the broker at %s:%d ends at offset %d, below the settled offset %d: the broker has lost "
+                "messages. The worker asks about all messages of this topic again.",
+                TOPIC,
+                one.broker.host,
+                one.broker.port,
+                end,
+                one.offset,
+            )
+            one.offset = 0
         begins = True
         for offset, about in transactions(one.broker, one.offset):
             if begins:

@@ -153,7 +153,10 @@ def given_up(server: PrivateRocketMQ, count: int) -> bool:
 
 
 def test_what_rocketmq_gave_up_is_decided_by_the_ledger(forgetful: PrivateRocketMQ) -> None:
-    """Each service settles its own transactions. It asks again about an undecided one, and not about a settled one."""
+    """Each service settles its own transactions. It asks again about an undecided one, and not about a settled one.
+
+    Another group of brokers does not answer. After a loss of messages, the stored offset is above the end of the queue.
+    """
     topic = Topic(name=unique("orders."), types=BOUND, queue_count=2)
     forgetful.admin.create_topic(topic)
     messages = [Message(topic=topic.name, body=b"%d" % number, key=f"k{number}", tag="t") for number in range(4)]
@@ -169,7 +172,7 @@ def test_what_rocketmq_gave_up_is_decided_by_the_ledger(forgetful: PrivateRocket
     ids = [half.transaction_id for half in halves]
     decisions = {ids[0]: Decision.UNKNOWN, ids[1]: Decision.COMMIT, ids[2]: Decision.ROLLBACK, ids[3]: Decision.COMMIT}
     seen: list[Message] = []
-    broker = RocketMQBroker(forgetful.url, [topic], timeout_seconds=20)
+    broker = RocketMQBroker(f"{forgetful.url},127.0.0.1:1", [topic], timeout_seconds=20)
     try:
         with consuming(forgetful, topic, lambda delivery: seen.append(delivery.message)):
             first = broker.settle_exhausted("shop", Knowing(decisions))
@@ -184,8 +187,15 @@ def test_what_rocketmq_gave_up_is_decided_by_the_ledger(forgetful: PrivateRocket
             assert other.settle_exhausted("shop", Knowing(decisions)) == CheckCounts(), "it begins where that one ended"
             other.close()
             eventually(lambda: len(seen) == 2, within_seconds=60)
+            forgetful.admin.store_offset(exhausted.offsets_of("other"), exhausted.TOPIC, 100)
+            restored = RocketMQBroker(forgetful.url, [topic], timeout_seconds=20)
+            assert restored.settle_exhausted("other", Knowing(decisions)) == CheckCounts(claimed=1, committed=1)
+            restored.close()
+            eventually(lambda: len(seen) == 3, within_seconds=60)
     finally:
         broker.close()
+    assert exhausted.waiting(forgetful.admin, "other") == 0
+    seen.pop()
     assert sorted(seen, key=lambda one: one.body) == messages[:2]
 
 

@@ -34,8 +34,6 @@ VERSION: Final = "5.5.0"
 # The transactions of one producer process.
 BATCH: Final = 200
 PRODUCERS: Final = ("producer-1", "producer-2")
-# A consumer thread asks one group of brokers at a time, so many threads are needed for a backlog on one group.
-WORKER: Final = {**CHILDREN, "consumer-3": CHILDREN["consumer-1"], "consumer-4": CHILDREN["consumer-1"]}
 
 
 @pytest.fixture
@@ -113,7 +111,7 @@ class Load:
 
     def _tend(self) -> None:
         while not self._stop.wait(0.2):
-            for name, arguments in WORKER.items():
+            for name, arguments in CHILDREN.items():
                 if self._has_ended(name):
                     self._start(name, arguments)
             for name in PRODUCERS:
@@ -205,7 +203,7 @@ def disturb(cluster: RocketMQCluster, load: Load, chance: random.Random) -> None
     kind, group, proxy = chance.choice(kinds), chance.choice("ab"), chance.choice(PROXIES)
     load.killed[kind] += 1
     if kind == "process":
-        load.kill(chance.choice([*WORKER, *PRODUCERS]))
+        load.kill(chance.choice([*CHILDREN, *PRODUCERS]))
     elif kind == "cut":
         cluster.links[proxy].cut()
         time.sleep(chance.uniform(1, 20))
