@@ -1,20 +1,21 @@
 """Space at full speed: sizes of the tables, throughput and WAL while rows live for one minute; bytes per message.
 
-One process publishes in batches, handles the messages with the inbox, makes ticks, and removes rows: retention and
-pruning every two seconds. Everything is in one database. The kinds alternate: rows stay; rows are deleted; the inbox is
-in partitions of ten seconds, which are dropped. OUTBOX_BENCH_SECONDS sets the length of one run, and
-OUTBOX_BENCH_KEEP_SECONDS how long rows live.
+One process publishes in batches, handles the messages with the inbox, and makes ticks. Another process removes rows, as
+a worker's own process does: retention and pruning every two seconds. Everything is in one database. The kinds
+alternate: rows stay; rows are deleted; the inbox is in partitions of ten seconds, which are dropped.
+OUTBOX_BENCH_SECONDS sets the length of one run, and OUTBOX_BENCH_KEEP_SECONDS (at least 60) how long rows live.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
@@ -45,7 +46,11 @@ WHERE relname ~ '^(commit_log|op_log|consume_queue|outbox_inbox)'
 
 def main() -> None:
     if given := child_arguments():
-        child(*given)
+        what, *databases = given
+        if what == "remove":
+            remove(*databases)
+        else:
+            child(what, *databases)
         return
     print(f"\nspace: {len(KINDS)} kinds, {SECONDS:.0f} s each, {REPEATS} rounds; rows live {KEEP_SECONDS} s")
     found: dict[str, list[dict[str, Any]]] = {kind: [] for kind in KINDS}
@@ -60,12 +65,16 @@ def main() -> None:
                     connection.execute(f"DROP DATABASE space_{turn}_{number} WITH (FORCE)".encode())
     table(
         "throughput (median, low to high); ratios to 'rows stay' of the same round",
-        ["kind", "messages/s", "ratio", "WAL bytes/message", "rows deleted/s", "autovacuums", "partitions dropped"],
+        [
+            *("kind", "messages/s", "ratio", "last third against first", "WAL bytes/message", "rows deleted/s"),
+            *("autovacuums", "partitions dropped"),
+        ],
         [
             [
                 kind,
                 f"{Spread.of([one['rate'] for one in runs])}",
                 f"{_ratio(runs, found[KINDS[0]]):.2f}",
+                f"{Spread.of([one['thirds'][-1] / one['thirds'][0] for one in runs]):.2f}",
                 f"{Spread.of([one['wal'] for one in runs])}",
                 f"{Spread.of([one['deleted'] for one in runs])}",
                 f"{Spread.of([one['vacuums'] for one in runs])}",
@@ -96,22 +105,17 @@ def _sizes_of(sizes: list[dict[str, int]], name: str) -> str:
 
 
 def child(kind: str, application: str, broker: str) -> None:
-    from benchmarks.django_setup import TOPIC, configure
-
-    configure(application, broker)
-    import django.conf
+    _configure(application, broker)
     from django.db import connection
 
-    django.conf.settings.OUTBOX = {**django.conf.settings.OUTBOX, "INBOX_RETENTION_SECONDS": KEEP_SECONDS}
+    from benchmarks.django_setup import TOPIC
     from outbox.broker.consumer.runtime import tune_garbage_collector
     from outbox.contrib.django import subscriber
     from outbox.contrib.django.engine.broker import get_broker
-    from outbox.contrib.django.ledger import pruning
     from outbox.contrib.django.operations.installation import partition_inboxes
     from outbox.contrib.django.worker.workers import consumer_runtime
     from outbox.message import Delivery, Message
 
-    pruning._SHORTEST_PARTITION_SECONDS = 10.0  # type: ignore[misc]
     handled = [0]
 
     @subscriber(TOPIC, group="bench")
@@ -128,7 +132,7 @@ def child(kind: str, application: str, broker: str) -> None:
     tune_garbage_collector()
     stop = threading.Event()
     body = json.dumps({"order_id": 1, "note": "x" * 230}).encode()
-    sent, dropped = [0], [0]
+    sent = [0]
 
     def publish() -> None:
         while not stop.is_set():
@@ -138,29 +142,25 @@ def child(kind: str, application: str, broker: str) -> None:
             get_broker().send([Message(topic=TOPIC, body=body) for _ in range(_BATCH)])
             sent[0] += _BATCH
 
-    def remove() -> None:
-        while not stop.wait(PASS_SECONDS):
-            _clear(broker)
-            counts = pruning.prune_inboxes(older_than=datetime.now(UTC) - timedelta(seconds=KEEP_SECONDS))
-            dropped[0] += counts.partitions
-
     works: list[Callable[[], None]] = [publish, lambda: consumer_runtime(leads=True).run(stop)]
-    if kind != KINDS[0]:
-        works.append(remove)
     threads = [threading.Thread(target=work, daemon=True) for work in works]
     for thread in threads:
         thread.start()
-    # The first seconds warm up.
-    time.sleep(min(10.0, SECONDS / 6))
-    sizes: list[Mapping[str, int]] = []
-    started, before = time.perf_counter(), handled[0]
-    with measured(broker) as usage, psycopg.connect(broker, autocommit=True) as database:
-        for _ in range(3):
-            time.sleep(SECONDS / 3)
-            rows = database.execute(_SIZES).fetchall()
-            sizes.append({name.rpartition(".")[2]: size for name, size in rows})
-        messages = handled[0] - before
-        seconds = time.perf_counter() - started
+    with _removing(application, broker) if kind != KINDS[0] else contextlib.nullcontext(list[int]()) as dropped:
+        # The first seconds warm up.
+        time.sleep(min(10.0, SECONDS / 6))
+        sizes: list[Mapping[str, int]] = []
+        thirds: list[int] = []
+        started, before = time.perf_counter(), handled[0]
+        with measured(broker) as usage, psycopg.connect(broker, autocommit=True) as database:
+            for _ in range(3):
+                first = handled[0]
+                time.sleep(SECONDS / 3)
+                thirds.append(handled[0] - first)
+                rows = database.execute(_SIZES).fetchall()
+                sizes.append({name.rpartition(".")[2]: size for name, size in rows})
+            messages = handled[0] - before
+            seconds = time.perf_counter() - started
     stop.set()
     for thread in threads:
         thread.join(30)
@@ -172,15 +172,53 @@ def child(kind: str, application: str, broker: str) -> None:
         json.dumps(
             {
                 "rate": messages / seconds,
+                "thirds": thirds,
                 "wal": usage().wal_bytes / messages,
                 "sizes": sizes,
                 "messages": handled[0],
                 "vacuums": vacuums,
                 "deleted": deleted / seconds,
-                "dropped": dropped[0],
+                "dropped": sum(dropped),
             }
         )
     )
+
+
+@contextlib.contextmanager
+def _removing(application: str, broker: str) -> Iterator[list[int]]:
+    """A process that removes rows during the block. After the block, the list has the number of dropped partitions."""
+    command = [sys.executable, "-m", "benchmarks.space", "--child", "remove", application, broker]
+    dropped: list[int] = []
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as running:
+        yield dropped
+        said, _ = running.communicate()
+    dropped.append(int(said))
+
+
+def remove(application: str, broker: str) -> None:
+    """Remove old rows every two seconds until standard input ends; print the number of dropped partitions."""
+    _configure(application, broker)
+    from outbox.contrib.django.ledger import pruning
+
+    stop, dropped = threading.Event(), 0
+    threading.Thread(target=lambda: (sys.stdin.read(), stop.set()), daemon=True).start()
+    while not stop.wait(PASS_SECONDS):
+        _clear(broker)
+        counts = pruning.prune_inboxes(older_than=datetime.now(UTC) - timedelta(seconds=KEEP_SECONDS))
+        dropped += counts.partitions
+    print(dropped)
+
+
+def _configure(application: str, broker: str) -> None:
+    from benchmarks.django_setup import configure
+
+    configure(application, broker)
+    import django.conf
+
+    django.conf.settings.OUTBOX = {**django.conf.settings.OUTBOX, "INBOX_RETENTION_SECONDS": KEEP_SECONDS}
+    from outbox.contrib.django.ledger import pruning
+
+    pruning._SHORTEST_PARTITION_SECONDS = 10.0  # type: ignore[misc]
 
 
 def _clear(broker: str) -> None:
