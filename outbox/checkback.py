@@ -43,7 +43,7 @@ class CheckBack:
             checks = self._broker.claim_checks(self._group, limit=self._batch)
             if not checks:
                 break
-            total = _add(total, self._answer(checks))
+            total += self._answer(checks)
         if measures.recorder is not None:
             measures.recorder.checked(self._group, total)
         return total
@@ -55,9 +55,9 @@ class CheckBack:
         for answer in _ask(self._checker, checks):
             pending.append(answer)
             if len(pending) >= _REPORT_EVERY:
-                total = _add(total, self._report(pending, asked))
+                total += self._report(pending, asked)
                 pending = []
-        return _add(total, self._report(pending, asked)) if pending else total
+        return total + self._report(pending, asked) if pending else total
 
     def _report(self, answers: Sequence[Answer], asked: _Asked) -> CheckCounts:
         statuses = self._broker.report_answers(self._group, answers)
@@ -89,12 +89,3 @@ def _ask(checker: Checker, checks: Sequence[Check]) -> Iterator[Answer]:
         problem = f"the checker raised {type(error).__name__}: {error}"
     for transaction_id in open_checks:
         yield Answer(transaction_id=transaction_id, decision=Decision.UNKNOWN, detail=problem)
-
-
-def _add(left: CheckCounts, right: CheckCounts) -> CheckCounts:
-    return CheckCounts(
-        claimed=left.claimed + right.claimed,
-        committed=left.committed + right.committed,
-        rolled_back=left.rolled_back + right.rolled_back,
-        unknown=left.unknown + right.unknown,
-    )

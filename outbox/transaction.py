@@ -158,6 +158,14 @@ class CheckCounts:
     rolled_back: int = 0
     unknown: int = 0
 
+    def __add__(self, other: CheckCounts) -> CheckCounts:
+        return CheckCounts(
+            claimed=self.claimed + other.claimed,
+            committed=self.committed + other.committed,
+            rolled_back=self.rolled_back + other.rolled_back,
+            unknown=self.unknown + other.unknown,
+        )
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckSettings:

@@ -299,11 +299,18 @@ class RocketMQBroker:
     def settle_unasked(self, producer_group: str, checker: Checker) -> CheckCounts:
         """Ask `checker` about the transactions whose checks reach no producer, and send its decisions to the brokers.
 
-        If the address names no brokers, do nothing. Raises BrokerError.
+        If the address names no brokers, do nothing. A broker that does not answer is left out, so that the transactions
+        of the other brokers do not wait for it.
         """
-        halves = UnaskedHalves(brokers_of(self.url), producer_group, self._as_check)
-        # UnaskedHalves implements only those functions of the broker port that check-back calls.
-        return CheckBack(cast(Broker, halves), producer_group, checker).run_once(max_batches=1)
+        total = CheckCounts()
+        for broker in brokers_of(self.url):
+            try:
+                # UnaskedHalves implements only those functions of the broker port that check-back calls.
+                halves = cast(Broker, UnaskedHalves(broker, producer_group, self._as_check))
+                total += CheckBack(halves, producer_group, checker).run_once(max_batches=1)
+            except BrokerError as error:
+                logger.warning("the next pass looks for unanswered checks again: %s", error)
+        return total
 
     def _publish_again(self, message: Message) -> None:
         self.send([message], timeout_seconds=_AGAIN_SECONDS, committed=True)

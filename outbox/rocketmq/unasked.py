@@ -10,20 +10,17 @@ See decision 285.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Final
 from uuid import UUID
 
-from outbox.errors import BrokerError
-from outbox.rocketmq.admin import Admin, Stored, read_stored
+from outbox.rocketmq.admin import Admin, Stored, end_of_queue, read_stored
 from outbox.rocketmq.exhausted import READER
 from outbox.rocketmq.left import CHECKER, HALVES
 from outbox.rocketmq.wire import CheckProperties, asked
 from outbox.transaction import Answer, Check, Decision, EndStatus
-
-logger = logging.getLogger(__name__)
 
 # RocketMQ notes in this queue which half messages are decided. The body of a note lists offsets in the queue of halves.
 DECISIONS: Final = "RMQ_SYS_TRANS_OP_HALF_TOPIC"
@@ -32,91 +29,101 @@ _END: Final = 37
 _RESOLUTIONS: Final = {Decision.COMMIT: 8, Decision.ROLLBACK: 12}
 # After this number of checks without a decision, no producer gets the checks, or its answers are lost.
 _CHECKS: Final = 2
+# After promotions, RocketMQ may store many copies of each half message, all of them with every check. The newest copies
+# are at the end of the queue. RocketMQ has replaced the older copies, so a decision about an older copy has no effect.
+_NEWEST_STORED: Final = 20_000
+_OTHER_COPIES: Final = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Undecided:
+    """A half message that was checked in vain: its copies on one broker, the newest first."""
+
+    copies: Sequence[Stored]
+    about: CheckProperties
 
 
 class UnaskedHalves:
-    """The half messages of one producer group that RocketMQ has checked in vain.
+    """The half messages of one producer group on one broker that RocketMQ has checked in vain.
 
     The class implements the functions of the broker port that check-back calls.
     """
 
-    def __init__(
-        self, brokers: Sequence[Admin], producer_group: str, as_check: Callable[[CheckProperties, float], Check]
-    ) -> None:
-        self._brokers = brokers
+    def __init__(self, broker: Admin, producer_group: str, as_check: Callable[[CheckProperties, float], Check]) -> None:
+        self._master = broker.master()
         self._group = producer_group
         self._as_check = as_check
-        self._claimed: dict[UUID, list[tuple[Admin, Stored]]] = {}
+        self._claimed: dict[UUID, list[Undecided]] = {}
 
     def claim_checks(self, producer_group: str, *, limit: int = 500) -> list[Check]:
-        """Return one check for each transaction with such half messages.
-
-        A broker that does not answer is left out, so that the transactions of the other brokers do not wait for it.
-        """
+        """Return one check for each transaction with such half messages. Raises BrokerError."""
         self._claimed = {}
-        found: dict[UUID, CheckProperties] = {}
-        for broker in self._brokers:
-            try:
-                master = broker.master()
-                halves = undecided(master, producer_group)
-            except BrokerError as error:
-                logger.warning("the next pass looks for unanswered checks again: %s", error)
-                continue
-            for stored, about in halves:
-                if about.transaction_id in found or len(found) < limit:
-                    found[about.transaction_id] = about
-                    self._claimed.setdefault(about.transaction_id, []).append((master, stored))
+        for one in undecided(self._master, producer_group):
+            if one.about.transaction_id in self._claimed or len(self._claimed) < limit:
+                self._claimed.setdefault(one.about.transaction_id, []).append(one)
         now = datetime.now(UTC)
-        return [self._as_check(about, (now - about.born_at).total_seconds()) for about in found.values()]
+        found = [halves[0].about for halves in self._claimed.values()]
+        return [self._as_check(about, (now - about.born_at).total_seconds()) for about in found]
 
     def report_answers(self, producer_group: str, answers: Sequence[Answer]) -> list[EndStatus | None]:
-        """Send the decisions to the brokers. Raises BrokerError."""
+        """Send the decisions to the broker. Raises BrokerError."""
         return [self._end(answer) for answer in answers]
 
     def _end(self, answer: Answer) -> EndStatus | None:
         if answer.decision is Decision.UNKNOWN:
             return None
-        for master, stored in self._claimed.pop(answer.transaction_id, []):
-            status, _, _ = master.ask(
-                _END,
-                {
-                    "topic": stored.topic,
-                    "producerGroup": stored.properties.get("PGROUP", ""),
-                    "tranStateTableOffset": stored.offset,
-                    "commitLogOffset": stored.place,
-                    "commitOrRollback": _RESOLUTIONS[answer.decision],
-                    "fromTransactionCheck": True,
-                    "msgId": stored.message_id,
-                    "transactionId": stored.message_id,
-                },
-            )
-            if status:
+        for half in self._claimed.pop(answer.transaction_id, []):
+            newest, *others = half.copies
+            if not self._is_taken(newest, answer.decision):
                 # The broker is no master any more, or has no such message. The next pass reads the queue again.
                 return EndStatus.LEFT_TO_CHECK
+            # The broker has published the message. A rollback of another copy only ends the checks of this copy.
+            for other in others[:_OTHER_COPIES]:
+                self._is_taken(other, Decision.ROLLBACK)
         return EndStatus.ACCEPTED
 
+    def _is_taken(self, stored: Stored, decision: Decision) -> bool:
+        status, _, _ = self._master.ask(
+            _END,
+            {
+                "topic": stored.topic,
+                "producerGroup": stored.properties.get("PGROUP", ""),
+                "tranStateTableOffset": stored.offset,
+                "commitLogOffset": stored.place,
+                "commitOrRollback": _RESOLUTIONS[decision],
+                "fromTransactionCheck": True,
+                "msgId": stored.message_id,
+                "transactionId": stored.message_id,
+            },
+        )
+        return not status
 
-def undecided(broker: Admin, producer_group: str) -> list[tuple[Stored, CheckProperties]]:
-    """Return the newest copy of each half message that was checked in vain. Raises BrokerError.
+
+def undecided(broker: Admin, producer_group: str) -> list[Undecided]:
+    """Return the half messages near the end of the queue that were checked in vain. Raises BrokerError.
 
     With each check, RocketMQ stores a half message again, and a decision names one of its copies.
     """
     offsets_decided = set(decided_offsets(broker))
-    newest: dict[UUID, tuple[Stored, CheckProperties]] = {}
+    copies: dict[UUID, list[Stored]] = {}
+    about: dict[UUID, CheckProperties] = {}
     decided: set[UUID] = set()
-    for stored in read_stored(broker, READER, HALVES, broker.stored_offset(CHECKER, HALVES)):
+    begin = max(broker.stored_offset(CHECKER, HALVES), end_of_queue(broker, HALVES) - _NEWEST_STORED)
+    for stored in read_stored(broker, READER, HALVES, begin):
         try:
-            about = asked(stored)
+            found = asked(stored)
         except (ValueError, KeyError, TypeError):
             # Another program sent this half message.
             continue
-        if about is None or (about.producer_group, about.namespace) != (producer_group, broker.namespace):
+        if found is None or (found.producer_group, found.namespace) != (producer_group, broker.namespace):
             continue
+        message_id = found.message.message_id
         if stored.offset in offsets_decided:
-            decided.add(about.message.message_id)
+            decided.add(message_id)
         elif int(stored.properties.get("TRANSACTION_CHECK_TIMES", 0)) >= _CHECKS:
-            newest[about.message.message_id] = (stored, about)
-    return [one for message_id, one in newest.items() if message_id not in decided]
+            copies.setdefault(message_id, []).append(stored)
+            about[message_id] = found
+    return [Undecided(stored[::-1], about[one]) for one, stored in copies.items() if one not in decided]
 
 
 def decided_offsets(broker: Admin) -> Iterator[int]:

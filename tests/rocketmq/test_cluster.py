@@ -24,7 +24,7 @@ from outbox.contrib.django.engine import broker as broker_access
 from sample_project.rocketmq_server import fetch_programs
 from tests.django.shop.models import Order
 from tests.rocketmq.cluster import BROKERS, PROXIES, RocketMQCluster
-from tests.rocketmq.conftest import PROGRAMS, QUICK
+from tests.rocketmq.conftest import PROGRAMS
 from tests.rocketmq.project import Project, expected, happened, make_project, nothing_lost_invented_or_doubled
 from tests.rocketmq.test_campaign import CHILDREN, STEPS
 from tests.support import eventually
@@ -38,10 +38,9 @@ PRODUCERS: Final = ("producer-1", "producer-2")
 
 @pytest.fixture
 def cluster(programs: Path, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RocketMQCluster]:
-    """A cluster that checks every few seconds. Between two checks, a worker must have the time to send its answers."""
+    """A cluster with RocketMQ's own times for checks."""
     jars = fetch_programs(PROGRAMS, VERSION)
-    settings = {**QUICK, "transactionCheckInterval": 6_000, **getattr(request, "param", {})}
-    cluster = RocketMQCluster(tmp_path / "cluster", jars, **settings)
+    cluster = RocketMQCluster(tmp_path / "cluster", jars, **getattr(request, "param", {}))
     try:
         cluster.start()
         yield cluster
