@@ -33,6 +33,7 @@ WHERE relname = %s AND relkind = 'r' AND relnamespace::regnamespace::text IN ('o
 # The guard of the ledger refuses to delete its rows; pruning deletes those that it has proven to be decided.
 _WITHOUT_GUARD: Final = "SET session_replication_role = replica"
 # No checkpoint and no autovacuum, so that hardly any record of the WAL has a full page image.
+DURABILITY: Final = "fsync on, synchronous_commit off"
 _SETTINGS: Final = {"checkpoint_timeout": "1d", "autovacuum": "off", "synchronous_commit": "off"}
 
 
