@@ -32,7 +32,7 @@ PAGE = text_of(DOCS / "operations" / "sizing.md")
 @pytest.mark.timeout(600)
 def test_sizing_small() -> None:
     """Each database has the WAL of its tables, and about as many bytes as the page says."""
-    found = tables("sizing", OUTBOX_BENCH_MESSAGES="3000")
+    found = tables("sizing", OUTBOX_BENCH_MESSAGES="2000")
     *of_tables, wal = found.values()
     stored = results.load("sizing")
     assert stored is not None and [one["title"] for one in stored.tables] == list(found)
@@ -50,7 +50,7 @@ def test_sizing_small() -> None:
     for part in PHASES:
         of_each = [by_database[one][part] for one in (APPLICATION, BROKER)]
         assert by_database[BOTH][part] == pytest.approx(sum(of_each), abs=2)
-        assert min(of_each) > 20, "each database writes in each phase"
+        assert min(of_each) > 5, "each database writes in each phase"
     removals = [{row["table"]: number(row["WAL of its removal"]) for row in rows} for rows in of_tables]
     of_broker = sum(value for name, value in removals[0].items() if DATABASE_OF[name] == "broker")
     assert by_database[BROKER]["removal"] == pytest.approx(of_broker, rel=0.05, abs=5)
