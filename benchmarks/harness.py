@@ -121,7 +121,8 @@ def table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> N
         script = sys.modules["__main__"]
         # A script without REPEATS says in its tables how often it measures.
         rounds = getattr(script, "REPEATS", 0)
-        results.store_tables(Path(sys.argv[0]).stem, _printed, rounds=rounds)
+        durability = getattr(script, "DURABILITY", results.DURABILITY)
+        results.store_tables(Path(sys.argv[0]).stem, _printed, rounds=rounds, durability=durability)
 
 
 def timed(work: Callable[[], object], repeats: int) -> str:

@@ -48,13 +48,14 @@ def store_rounds(name: str, rounds: Sequence[Round], *, raw_notify: float, n: Ma
     _write(name, {"about": about(len(rounds), raw_notify, n), "rows": rows})
 
 
-def store_tables(name: str, tables: Sequence[Mapping[str, Any]], *, rounds: int) -> None:
+def store_tables(name: str, tables: Sequence[Mapping[str, Any]], *, rounds: int, durability: str = DURABILITY) -> None:
     """Replace the file by the tables that a script has printed until now. `rounds` 0 is unknown."""
     raw_notify = float(os.environ.get("OUTBOX_BENCH_RAW_NOTIFY", "0"))
     given = {key: value for key, value in sorted(os.environ.items()) if key.startswith("OUTBOX_BENCH_")}
     own = (*(f"OUTBOX_BENCH_{name}" for name in ("STORE", "RAW_NOTIFY", "RESULTS", "REPEATS")), slowed.VARIABLE)
     sizes = {key: value for key, value in given.items() if key not in own}
-    _write(name, {"about": about(rounds, raw_notify, sizes), "tables": list(tables)})
+    said = about(rounds, raw_notify, sizes) | {"durability": durability}
+    _write(name, {"about": said, "tables": list(tables)})
 
 
 def load(name: str, *, slowed_machine: bool = False) -> Results | None:

@@ -1,49 +1,87 @@
-"""Bytes of disk and of WAL per message, by table: the figures of docs/operations/sizing.md.
+"""Bytes of disk and of WAL per message: the figures of docs/operations/sizing.md.
 
-Each order is a transaction of its own on the two-phase path. The messages are handled with the inbox in one pass, and
-then deleted, as retention and pruning do at their time. Tables are measured with their indexes, and without the space
-that an empty table has. OUTBOX_BENCH_MESSAGES: messages.
+On the two-phase path each database has a server of its own, because a server counts its WAL for all its databases. Each
+order is a transaction of its own. The messages are handled with the inbox in one pass, and then deleted, as retention
+and pruning do at their time. Tables are measured with their indexes, and without the space that an empty table has.
+OUTBOX_BENCH_MESSAGES: messages per path.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, Final
 
 import psycopg
 
 from benchmarks.bulk import BODY
 from benchmarks.django_setup import TOPIC, configure
-from benchmarks.harness import server, table
+from benchmarks.harness import child_arguments, server, table
+from benchmarks.sizing_plan import APPLICATION, ATOMIC, BOTH, BROKER, BYTES, DATABASE_OF, ONE, PHASES, TWO_PHASE, WAL
 from outbox.broker import embedded
 
-MESSAGES = int(os.environ.get("OUTBOX_BENCH_MESSAGES", "20000"))
-# The tables that grow with the messages, and the alias of their database.
-TABLES = {
-    "commit_log": "broker",
-    "op_log": "broker",
-    "consume_queue": "broker",
-    "outbox_ledger": "default",
-    "outbox_inbox": "default",
-}
-_SIZES = """
+MESSAGES: Final = int(os.environ.get("OUTBOX_BENCH_MESSAGES", "20000"))
+_SIZES: Final = """
 SELECT pg_table_size(oid), pg_indexes_size(oid) FROM pg_class
 WHERE relname = %s AND relkind = 'r' AND relnamespace::regnamespace::text IN ('outbox', 'public')
 """
+# The guard of the ledger refuses to delete its rows; pruning deletes those that it has proven to be decided.
+_WITHOUT_GUARD: Final = "SET session_replication_role = replica"
+# No checkpoint and no autovacuum, so that hardly any record of the WAL has a full page image.
+DURABILITY: Final = "fsync on, synchronous_commit off"
+_SETTINGS: Final = {"checkpoint_timeout": "1d", "autovacuum": "off", "synchronous_commit": "off"}
 
 
 def main() -> None:
-    print(f"\nsizing: {MESSAGES:,} messages of {len(BODY)} bytes on the two-phase path, one per transaction, inbox on")
-    # No checkpoint and no autovacuum, so that hardly any record of the WAL has a full page image.
-    with server(checkpoint_timeout="1d", autovacuum="off", synchronous_commit="off") as url:
-        urls = {name: embedded.create_database(url, name) for name in ("application", "broker")}
-        configure(urls["application"], urls["broker"])
-        with psycopg.connect(url, autocommit=True) as watching:
-            measure({"default": urls["application"], "broker": urls["broker"]}, watching)
+    if given := child_arguments():
+        _, application, broker = given
+        json.dump(measure(application, broker), sys.stdout)
+        return
+    print(f"\nsizing: {MESSAGES:,} messages of {len(BODY)} bytes per path, one per transaction, inbox on")
+    found = {path: _of_path(path, servers) for path, servers in {TWO_PHASE: 2, ATOMIC: 1}.items()}
+    for path, it in found.items():
+        rows = [[name, *(f"{value / MESSAGES:.0f}" for value in values)] for name, values in it["tables"].items()]
+        table(BYTES.format(len(BODY), path), ["table", "rows", "indexes", "disk", "WAL of its removal"], rows)
+    table(
+        WAL, ["path", "database", *PHASES, "whole life"], [row for path, it in found.items() for row in _wal(path, it)]
+    )
 
 
-def measure(urls: dict[str, str], watching: psycopg.Connection) -> None:
+def _of_path(path: str, servers: int) -> dict[str, Any]:
+    """Measure in a process of its own, because Django is configured once per process."""
+    with ExitStack() as stack:
+        urls = [embedded.create_database(stack.enter_context(server(**_SETTINGS)), "bench") for _ in range(servers)]
+        if len(set(urls)) < servers:
+            raise SystemExit(f"sizing needs servers of its own: unset {embedded.URL_VARIABLE}.")
+        command = [sys.executable, "-m", "benchmarks.sizing", "--child", path, urls[0], urls[-1]]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def _wal(path: str, found: Mapping[str, Any]) -> list[list[str]]:
+    """One row per database, and one for the sum of two."""
+    of_server: dict[str, dict[str, int]] = found["wal"]
+    bytes_of = {name: [phases[phase] for phase in PHASES] for name, phases in of_server.items()}
+    if len(bytes_of) > 1:
+        bytes_of[BOTH] = [sum(values) for values in zip(*bytes_of.values(), strict=True)]
+    return [
+        [path, name, *(f"{value / MESSAGES:,.0f}" for value in (*values, sum(values)))]
+        for name, values in bytes_of.items()
+    ]
+
+
+# -- in the process of one path --------------------------------------------------------------------
+
+
+def measure(application: str, broker: str) -> dict[str, Any]:
+    """Bytes of each table (rows, indexes, both, WAL of its removal), and of WAL by database and phase."""
+    configure(application, broker)
     from django.db import transaction
 
     from benchmarks.shop.models import Effect, Order
@@ -62,58 +100,62 @@ def measure(urls: dict[str, str], watching: psycopg.Connection) -> None:
             with transaction.atomic():
                 Order.objects.create(customer="c", total=1, status="new")
                 publish(TOPIC, body)
+        settle()
 
-    place(1)
-    drain()
-    before = sizes(urls)
-    positions = [position(watching)]
-    place(MESSAGES)
-    settle()
-    positions.append(position(watching))
-    assert drain().handled == MESSAGES
-    positions.append(position(watching))
-    after = sizes(urls)
-    reset_broker()
-    removed = {name: remove(urls[alias], name, watching) for name, alias in TABLES.items()}
+    def handle_all() -> None:
+        assert drain().handled == MESSAGES
 
-    rows = []
-    for name in TABLES:
-        heap, indexes = ((after[name][part] - before[name][part]) / MESSAGES for part in (0, 1))
-        rows.append([name, f"{heap:.0f}", f"{indexes:.0f}", f"{heap + indexes:.0f}", f"{removed[name] / MESSAGES:.0f}"])
-    table("bytes per message", ["table", "rows", "indexes", "disk", "WAL of its removal"], rows)
-    published, handled = ((end - begin) / MESSAGES for begin, end in itertools.pairwise(positions))
-    total = published + handled + sum(removed.values()) / MESSAGES
-    table(
-        "WAL bytes per message, of both databases and the business rows",
-        ["order, publish, queue", "handle", "removal", "whole life"],
-        [[f"{published:,.0f}", f"{handled:,.0f}", f"{sum(removed.values()) / MESSAGES:,.0f}", f"{total:,.0f}"]],
-    )
-
-
-def sizes(urls: dict[str, str]) -> dict[str, tuple[int, int]]:
-    """Bytes of each table, and of its indexes."""
-    found = {}
-    for name, alias in TABLES.items():
-        with psycopg.connect(urls[alias]) as connection:
-            row = connection.execute(_SIZES, [name]).fetchone()
-            assert row is not None, name
-            found[name] = (int(row[0]), int(row[1]))
-    return found
+    urls = {name: broker if database == "broker" else application for name, database in DATABASE_OF.items()}
+    servers = {APPLICATION: application, BROKER: broker}
+    if application == broker:
+        # The atomic path needs no ledger.
+        del urls["outbox_ledger"]
+        servers = {ONE: application}
+    with ExitStack() as stack:
+        watching = {name: stack.enter_context(psycopg.connect(url, autocommit=True)) for name, url in servers.items()}
+        place(1)
+        drain()
+        before = {name: sizes(url, name) for name, url in urls.items()}
+        wal = {
+            PHASES[0]: _written(watching, partial(place, MESSAGES)),
+            PHASES[1]: _written(watching, handle_all),
+        }
+        after = {name: sizes(url, name) for name, url in urls.items()}
+        reset_broker()
+        removed = {name: _written(watching, partial(remove, url, name)) for name, url in urls.items()}
+    wal[PHASES[2]] = {name: sum(written[name] for written in removed.values()) for name in watching}
+    tables = {}
+    for name in urls:
+        heap, indexes = (end - begin for begin, end in zip(before[name], after[name], strict=True))
+        tables[name] = [heap, indexes, heap + indexes, sum(removed[name].values())]
+    return {"tables": tables, "wal": {name: {phase: wal[phase][name] for phase in PHASES} for name in watching}}
 
 
-def remove(url: str, name: str, watching: psycopg.Connection) -> int:
-    """Delete all rows and vacuum; the bytes of WAL."""
+def sizes(url: str, name: str) -> tuple[int, int]:
+    """Bytes of a table, and of its indexes."""
+    with psycopg.connect(url) as connection:
+        row = connection.execute(_SIZES, [name]).fetchone()
+        assert row is not None, name
+        return int(row[0]), int(row[1])
+
+
+def remove(url: str, name: str) -> None:
+    """Delete all rows and vacuum."""
     schema = "outbox." if not name.startswith("outbox_") else ""
     with psycopg.connect(url, autocommit=True) as connection:
-        # The guard of the ledger refuses to delete its rows; pruning deletes those that it has proven to be decided.
-        connection.execute("SET session_replication_role = replica")
-        start = position(watching)
+        connection.execute(_WITHOUT_GUARD)
         connection.execute(f"DELETE FROM {schema}{name}".encode())
         connection.execute(f"VACUUM (TRUNCATE off) {schema}{name}".encode())
-    return position(watching) - start
 
 
-def position(watching: psycopg.Connection) -> int:
+def _written(watching: Mapping[str, psycopg.Connection], work: Callable[[], object]) -> dict[str, int]:
+    """Do the work; the bytes of WAL that each database has written meanwhile."""
+    before = {name: _position(connection) for name, connection in watching.items()}
+    work()
+    return {name: _position(connection) - before[name] for name, connection in watching.items()}
+
+
+def _position(watching: psycopg.Connection) -> int:
     row = watching.execute("SELECT (pg_current_wal_insert_lsn() - '0/0'::pg_lsn)::bigint").fetchone()
     assert row is not None
     return int(row[0])

@@ -1,28 +1,29 @@
 """Print the stored figures into the documents: `python -m benchmarks.tables`.
 
-It rewrites README.md, docs/performance.md and docs/performance/*.md. A block of figures is between
-`<!-- figures: NAME -->` and `<!-- end of figures -->`. NAME is `goals`, `speed` (README's line), `missing` (the page's
-scripts without stored figures), or the name of a file in benchmarks/results.
+It rewrites README.md, docs/performance.md, docs/performance/*.md and docs/operations/sizing.md. A block of figures is
+between `<!-- figures: NAME -->` and `<!-- end of figures -->`. NAME is `goals`, `speed` (README's line), `missing` (the
+page's scripts without stored figures), a name of `_OF_SIZING`, or the name of a file in benchmarks/results.
 """
 
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from benchmarks import results
 from benchmarks.goal_list import GOALS, P50, P99, RATE, Bound, Goal
 from benchmarks.harness import Spread
 from benchmarks.peers.ways import ATOMIC_INBOX, RELIABLE_INBOX, TWO_PHASE_INBOX
 from benchmarks.results import Results
+from benchmarks.sizing_plan import plan
+from benchmarks.ticks import SEQUENCED
 
 ROOT = Path(__file__).resolve().parents[1]
 NOT_MEASURED = "not measured"
 MISSING = "missing"
-# docs/operations/sizing.md has their figures.
-_ON_ANOTHER_PAGE = {"sizing"}
 _BLOCK = re.compile(r"(<!-- figures: ([\w. ]+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
 
 
@@ -33,7 +34,9 @@ def main() -> None:
 
 
 def pages() -> list[Path]:
-    return [ROOT / "README.md", ROOT / "docs" / "performance.md", *sorted((ROOT / "docs" / "performance").glob("*.md"))]
+    docs = ROOT / "docs"
+    performance = [docs / "performance.md", *sorted((docs / "performance").glob("*.md"))]
+    return [ROOT / "README.md", *performance, docs / "operations" / "sizing.md"]
 
 
 def rendered(page: str) -> str:
@@ -47,11 +50,10 @@ def names(page: str) -> list[str]:
 
 
 def _block(name: str, page: str) -> str:
-    if name == "goals":
-        return goals_table()
     if name == MISSING:
         return missing(names(page))
-    return speed() if name == "speed" else script(name)
+    made = {"goals": goals_table, "speed": speed, **_OF_SIZING}
+    return made[name]() if name in made else script(name)
 
 
 # -- the goals -------------------------------------------------------------------------------------
@@ -143,13 +145,63 @@ def speed() -> str:
     )
 
 
+# -- sizing ----------------------------------------------------------------------------------------
+
+
+def sizing_plan() -> str:
+    """The formula of docs/operations/sizing.md, and its examples."""
+    found = results.load("sizing")
+    if found is None:
+        return f"The bytes of a message are {NOT_MEASURED} yet for this version.\n"
+    it = plan(found)
+    widest = max(map(len, it.formulas))
+    formulas = "".join(f"{name:<{widest}} = {formula}\n" for name, formula in it.formulas.items())
+    return f"```\n{formulas}```\n\n{it.assumed}\n\n{_table(it.header, it.rows)}\n{_wrapped(it.shorter)}"
+
+
+def sequencer_rate() -> str:
+    """The messages/s that one leader sequences, for each machine."""
+    stored = [it for it in _of_both_machines("ticks") if it is not None]
+    found = [(it, one) for it in stored for one in it.tables if one["title"].startswith(SEQUENCED)]
+    if not found:
+        return f"The rate is {NOT_MEASURED} yet for this version.\n"
+    return "\n".join(
+        f"{_capital(about(it))}\n\n{one['title']}:\n\n{_table(one['header'], one['rows'])}" for it, one in found
+    )
+
+
+def sizing_throughput() -> str:
+    """The messages/s of the default paths, and the cores for a peak of 100 million messages a day."""
+    found = results.load("goals_web")
+    ways = {"atomic": ATOMIC_INBOX.name, "two-phase": TWO_PHASE_INBOX.name}
+    if found is None or not all(way in found.rows for way in ways.values()):
+        return f"The rates are {NOT_MEASURED} yet for this version.\n"
+    rates = {path: Spread.of(found.rows[way][RATE]).median for path, way in ways.items()}
+    rows = [[path, f"{rate:,.0f}", f"{rate * 86_400 / 1e6:,.0f} million"] for path, rate in rates.items()]
+    peak = 100e6 / 86_400 * 4
+    atomic, two_phase = (peak / rate * found.about["cores"] for rate in rates.values())
+    needed = (
+        f"The day is not even: plan for four times the average. A hundred million messages a day are {peak / 4:,.0f}/s "
+        f"on average and {peak:,.0f}/s at the peak. By these figures, the peak needs {atomic:.0f} cores on the atomic "
+        f"path and {two_phase:.0f} on the two-phase path. The database, the publishing web processes and the workers "
+        f"share these cores."
+    )
+    return f"{_table(['path, with inbox', 'messages/s', 'a day at this rate'], rows)}\n{_wrapped(needed)}"
+
+
+_OF_SIZING: Final = {
+    "sizing_plan": sizing_plan,
+    "sizing_throughput": sizing_throughput,
+    "sequencer_rate": sequencer_rate,
+}
+
+
 # -- the files of scripts --------------------------------------------------------------------------
 
 
 def missing(of_page: Sequence[str]) -> str:
     """One line about the scripts of a page that have no stored figures; nothing if all of them have."""
-    measured_here = [name for name in of_page if name not in _ON_ANOTHER_PAGE]
-    absent = [f"`{name}`" for name in measured_here if not any(_of_both_machines(name))]
+    absent = [f"`{name}`" for name in of_page if not any(_of_both_machines(name))]
     if not absent:
         return ""
     return f"The scripts without a table are {NOT_MEASURED} yet for this version: {', '.join(absent)}.\n"
@@ -192,6 +244,11 @@ def _rounds(count: int) -> str:
 
 
 # -- Markdown --------------------------------------------------------------------------------------
+
+
+def _wrapped(text: str) -> str:
+    """The text as lines of the documents' width."""
+    return textwrap.fill(text, 120) + "\n"
 
 
 def _spread(values: Sequence[float]) -> str:

@@ -2,21 +2,29 @@
 
 Each case has a database of its own; rounds go over all of them, so that ratios to the first are of one machine at one
 time. A tick takes one message, published before it; `idle` ones take none. OUTBOX_BENCH_SIZES: log rows.
+
+A second table has the rate at which one leader ends: ticks over a backlog of messages with a decision each, alone, and
+while publishers write as fast as they can. OUTBOX_BENCH_BACKLOG: messages of this backlog.
 """
 
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from multiprocessing.sharedctypes import Synchronized
+from multiprocessing.synchronize import Event
 from pathlib import Path
+from typing import Final
 from uuid import uuid4
 
 import psycopg
 
+from benchmarks.bulk import BODY
 from benchmarks.harness import Spread, server, table
 from outbox.broker import embedded
 from outbox.broker.database.connection import BrokerConnection, BrokerDatabase
@@ -31,10 +39,21 @@ from outbox.transaction import HalfTransaction
 
 SIZES = tuple(int(size) for size in os.environ.get("OUTBOX_BENCH_SIZES", "10000 300000").split())
 ROUNDS = int(os.environ.get("OUTBOX_BENCH_ROUNDS", "9"))
+RATE_ROUNDS = min(ROUNDS, 3)
 TICKS = 200
 KEYS = 10_000
 # Retries and delayed messages that came and went while a transaction was held open elsewhere.
 PASSED = 30_000
+BACKLOG = int(os.environ.get("OUTBOX_BENCH_BACKLOG", "60000"))
+# The messages of the backlog are published by SQL, each with a decision of its own, and so many commit together.
+_TOGETHER = 100
+_FILL = """
+SELECT outbox.publish_bytes(%(topic)s, %(body)s, 'application/json',
+                            key => CASE WHEN %(has_key)s THEN 'key-' || n %% 1000 ELSE '' END)
+FROM generate_series(1, %(together)s) AS n
+"""
+PUBLISHERS = 2
+SEQUENCED: Final = "Messages/s that one leader sequences"
 _TYPES = frozenset({MessageType.NORMAL, MessageType.DELAY, MessageType.TRANSACTION})
 _FIFO = frozenset({MessageType.FIFO, MessageType.TRANSACTION})
 
@@ -104,6 +123,7 @@ def main() -> None:
                 ratios = [one / other for one, other in zip(case.taken[kind], base.taken[kind], strict=True)]
                 rows.append([case.name, f"{Spread.of(case.taken[kind]):.2f}", f"{Spread.of(ratios):.2f}"])
             table(f"One {kind} tick, ms of CPU", ["beside", "median (low to high)", "ratio"], rows)
+    sequencing()
 
 
 def _case(
@@ -181,6 +201,85 @@ def _passed(stack: contextlib.ExitStack, case: Case) -> None:
             " SELECT 1, clock_timestamp(), 1, n FROM generate_series(1, 1000) AS n"
         )
         case.drain()
+
+
+# -- the rate at which one leader ends --------------------------------------------------------------
+
+
+def sequencing() -> None:
+    """Print the rate of ticks over a backlog, with a server of their own."""
+    rates: dict[tuple[str, int], list[tuple[float, float]]] = {}
+    with server() as url, contextlib.ExitStack() as stack:
+        cases = [
+            _case(stack, url, "topic without order", _nothing),
+            _case(stack, url, "FIFO topic, 1,000 keys", _nothing, topic="ordered"),
+        ]
+        for _ in range(RATE_ROUNDS):
+            for case in cases:
+                for publishers in (0, PUBLISHERS):
+                    rates.setdefault((case.name, publishers), []).append(_rate(case, publishers))
+    title = f"{SEQUENCED}, from a backlog of {BACKLOG:,} messages with a decision each, {RATE_ROUNDS} rounds"
+    rows = [
+        [
+            name,
+            f"{publishers} publishers" if publishers else "nothing else",
+            f"{Spread.of([sequenced for sequenced, _ in found])}",
+            f"{Spread.of([published for _, published in found])}" if publishers else "",
+        ]
+        for (name, publishers), found in rates.items()
+    ]
+    table(title, ["messages", "beside", "messages/s (median, low to high)", "published meanwhile, messages/s"], rows)
+
+
+def _rate(case: Case, publishers: int) -> tuple[float, float]:
+    """Messages/s of the ticks until the backlog is sequenced, and of the publishers meanwhile."""
+    filled = {"topic": case.topic, "body": BODY, "has_key": case.topic == "ordered", "together": _TOGETHER}
+    for _ in range(BACKLOG // _TOGETHER):
+        case.publishing.execute(_FILL, filled)
+    with _publishing(case, publishers) as published:
+        before, started = published(), time.perf_counter()
+        sequenced = 0
+        while sequenced < BACKLOG:
+            sequenced += case.sequencer.run_once(case.connection).appended
+        seconds = time.perf_counter() - started
+        meanwhile = published() - before
+    case.drain()
+    return sequenced / seconds, meanwhile / seconds
+
+
+def _message(topic: str, number: int) -> Message:
+    return Message(topic=topic, key=f"key-{number % 1000}" if topic == "ordered" else "", body=BODY)
+
+
+@contextlib.contextmanager
+def _publishing(case: Case, publishers: int) -> Iterator[Callable[[], int]]:
+    """Publishers write during the block; the value returns the number of messages that they have published."""
+    context = multiprocessing.get_context("spawn")
+    stop, counts = context.Event(), [context.Value("q", 0) for _ in range(publishers)]
+    processes = [
+        context.Process(target=_publish, args=(case.database.conninfo, case.topic, stop, counted)) for counted in counts
+    ]
+    for process in processes:
+        process.start()
+    try:
+        while not all(counted.value for counted in counts):
+            if not all(process.is_alive() for process in processes):
+                raise SystemExit("ticks: a publisher has ended")
+            time.sleep(0.01)
+        yield lambda: sum(counted.value for counted in counts)
+    finally:
+        stop.set()
+        for process in processes:
+            process.join()
+
+
+def _publish(conninfo: str, topic: str, stop: Event, counted: Synchronized[int]) -> None:
+    database, catalog = BrokerDatabase(conninfo), TopicCatalog()
+    with contextlib.closing(database.open()) as connection:
+        run = Executor(connection, database.schema)
+        while not stop.is_set():
+            commit_log.append_decided(run, catalog, [_message(topic, counted.value)])
+            counted.value += 1
 
 
 if __name__ == "__main__":

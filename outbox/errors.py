@@ -74,6 +74,13 @@ class InvalidSubscription(UsageError):
     """The subscription contradicts itself, or a subscription that is already registered."""
 
 
+class InconsistentSubscription(InvalidSubscription):
+    """Other live consumers of the group use another mode or filter for the topic.
+
+    A worker does not raise this error. It waits until these consumers have ended, so that a rolling deployment ends.
+    """
+
+
 class NotSupported(UsageError):
     """The engine of this broker does not support this call."""
 

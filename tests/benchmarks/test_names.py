@@ -30,7 +30,7 @@ def test_the_pages_name_scripts_that_exist() -> None:
 def test_each_script_has_its_figures_on_one_page() -> None:
     """Four scripts of reconciliation are run by hand, because they need Java."""
     named = [name for page in tables.pages() for name in tables.names(page.read_text(encoding="utf-8"))]
-    expected = {*NAMES, *(f"goals_{part}" for part in PARTS), "goals", "speed"}
+    expected = {*NAMES, *(f"goals_{part}" for part in PARTS), "goals", "speed", *tables._OF_SIZING}
     expected |= {"reconcile_goals", "reconcile_run", "reconcile_source", "reconcile_look_back"}
     assert sorted(named) == sorted(expected)
     assert {goal.part for goal in GOALS} == set(PARTS) == set(SIZES)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import goal_list, results, slowed, tables
+from benchmarks import goal_list, results, slowed, tables, ticks
 from benchmarks.goal_list import Bound, Goal
 from benchmarks.peers import ways
 from benchmarks.results import Results
@@ -51,7 +51,8 @@ def test_what_is_not_measured_is_said(folder: Path) -> None:
     assert not list(folder.iterdir())
     assert tables.goals_table().count("| not measured | not measured | not measured |") == len(goal_list.GOALS)
     assert tables.script("some") == ""
-    assert "not measured yet for this version: `some`." in tables.missing(["some", "sizing"])
+    assert "not measured yet for this version: `some`." in tables.missing(["some"])
+    assert all("not measured" in made() for made in tables._OF_SIZING.values())
     assert "not measured" in tables.speed()
 
 
@@ -96,6 +97,16 @@ def test_readme_says_how_fast_the_default_path_is(folder: Path) -> None:
     assert tables.missing(["goals_web"]) == ""
     said = ("1,000 messages/s", "999 if", "998 with", "At 300 messages/s", "1.50 ms (p50) and 9.00 ms (p99) after")
     assert all(text in tables.speed() for text in said)
+    shown = " ".join(tables.sizing_throughput().split())
+    assert "| two-phase | 999 | 86 million |" in shown and "1,157/s on average and 4,630/s at the peak" in shown
+
+
+def test_the_rate_of_the_sequencer_is_shown_without_the_other_tables_of_its_script(folder: Path) -> None:
+    one = {"title": f"{ticks.SEQUENCED}, from a backlog", "header": ["messages", "messages/s"], "rows": [["FIFO", "9"]]}
+    results.store_tables("ticks", [{"title": "One busy tick", "header": ["ms"], "rows": [["1"]]}, one], rounds=0)
+    shown = tables.sequencer_rate()
+    assert f"{ticks.SEQUENCED}, from a backlog:\n\n| messages | messages/s |\n|---|---|\n| FIFO | 9 |\n" in shown
+    assert "One busy tick" not in shown
 
 
 def test_neighbours_are_pinned_one_to_a_core_and_end(monkeypatch: pytest.MonkeyPatch) -> None:

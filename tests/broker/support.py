@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
@@ -73,9 +74,11 @@ def drain(sequencer: Sequencer, connection: BrokerConnection) -> TickCounts:
             return counts
 
 
-def new_sequencer(database: BrokerDatabase, *, batch: int = 20_000) -> Sequencer:
+def new_sequencer(
+    database: BrokerDatabase, *, batch: int = 20_000, clock: Callable[[], float] = time.monotonic
+) -> Sequencer:
     """A sequencer of its own owner."""
-    return Sequencer(database, uuid4(), batch=batch)
+    return Sequencer(database, uuid4(), batch=batch, clock=clock)
 
 
 @dataclass(frozen=True)

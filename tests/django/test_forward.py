@@ -14,6 +14,7 @@ from django.db import transaction
 from outbox.contrib.django import publish
 from outbox.contrib.django.settings.conf import parse_settings
 from outbox.errors import ConfigurationError
+from outbox.message import SendReceipt
 from tests.django.processes import process
 from tests.django.shop.models import Order
 from tests.django.support import sequence
@@ -28,10 +29,10 @@ def webhook(port: int, **options: Any) -> dict[str, Any]:
     return {"topics": {"orders": "shop.orders"}, "sink": "webhook", "options": {**given, **options}}
 
 
-def place(number: str) -> None:
+def place(number: str) -> SendReceipt:
     with transaction.atomic():
         Order.objects.create(number=number)
-        publish("orders", {"number": number}, key=number, tag="odd" if int(number) % 2 else "even")
+        return publish("orders", {"number": number}, key=number, tag="odd" if int(number) % 2 else "even")
 
 
 @pytest.mark.usefixtures("databases")

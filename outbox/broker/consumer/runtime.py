@@ -54,6 +54,7 @@ from outbox.errors import (
     BrokerUnavailable,
     ConfigurationError,
     HandlersHung,
+    InconsistentSubscription,
     InvalidSubscription,
     OutboxError,
     SchemaError,
@@ -121,6 +122,9 @@ class WakeUp:
 _LISTENING_POLL_SECONDS: Final = 3.0
 _POLL_SECONDS: Final = 1.0
 _THREADS_SECONDS: Final = 2.0
+# A rolling deployment should have ended the processes with another mode or filter within this time. After this time,
+# the condition `process_failing` names the waiting process.
+INCONSISTENT_SECONDS: Final = 300.0
 
 
 class SessionTask(Protocol):
@@ -490,13 +494,16 @@ class ConsumerRuntime:
         After `stop` is set, finish running calls, release the leases, and leave the groups. The request of an operator
         to end this process also sets `stop`.
 
-        While the broker's database is down, this method waits. Raises UnknownTopic, InvalidSubscription, InvalidFilter
-        or SchemaError when the subscriptions cannot be registered. Raises HandlersHung when too many handlers hang.
-        Before this method raises HandlersHung, it releases the queues. After HandlersHung, the caller must end the
-        process.
+        This method waits while the broker's database is down. It also waits while other processes of a group use
+        another mode or filter: a rolling deployment ends them after this process is ready (docs/decisions/300).
+
+        Raises UnknownTopic, InvalidSubscription, InvalidFilter or SchemaError when the subscriptions cannot be
+        registered. Raises HandlersHung when too many handlers hang. Before this method raises HandlersHung, it releases
+        the queues. After HandlersHung, the caller must end the process.
         """
         failures = 0
         has_registered = False
+        inconsistent_since: float | None = None
         noted_in: RunningCalls | None = None
         while not stop.is_set():
             try:
@@ -512,11 +519,21 @@ class ConsumerRuntime:
                 heartbeat.beat(ready=False)
                 logger.warning("consuming cannot begin yet, trying again: %s", error)
                 stop.wait(RECONNECT.pause_seconds(failures))
+            except InconsistentSubscription as error:
+                failures += 1
+                now = time.monotonic()
+                inconsistent_since = now if inconsistent_since is None else inconsistent_since
+                if now - inconsistent_since >= INCONSISTENT_SECONDS:
+                    self._note.failed(error)
+                heartbeat.beat(ready=True)
+                logger.warning("consuming waits for the end of other processes: %s", error)
+                stop.wait(RECONNECT.pause_seconds(failures))
             except OutboxError as error:
                 self._note.failed(error, is_last=True)
                 raise
             else:
                 failures, has_registered, noted_in = 0, True, session.running_calls
+                inconsistent_since = None
                 self._stay(session, stop)
 
     def _stay(self, session: ConsumerSession, stop: threading.Event) -> None:

@@ -19,7 +19,7 @@ from outbox.broker.database.statement import Statement
 from outbox.broker.groups import limits, offsets
 from outbox.broker.log import consume_queue
 from outbox.broker.log.topics import TopicCatalog
-from outbox.errors import InvalidSubscription, UnknownGroup
+from outbox.errors import InconsistentSubscription, InvalidSubscription, UnknownGroup
 from outbox.filters.filter import parse_filter
 from outbox.subscription import Subscription
 
@@ -65,10 +65,10 @@ ORDER BY joined_at LIMIT 1
 def register(run: Executor, subscription: Subscription, *, instance: UUID | None = None) -> Registration:
     """Register a subscription with its group and its first offsets, in one idempotent transaction.
 
-    `instance` is the id of the caller. Raises InvalidFilter and UnknownTopic. Raises InvalidSubscription if another
-    live instance of the group uses another mode or filter for the topic, or if the group is stored with another value
-    of `broadcast`. If no other live instance uses the stored mode and filter, the broker stores the new mode and filter
-    instead.
+    `instance` is the id of the caller. Raises InvalidFilter and UnknownTopic. Raises InconsistentSubscription if
+    another live instance of the group uses another mode or filter for the topic, or InvalidSubscription if the group is
+    stored with another value of `broadcast`. If no other live instance uses the stored mode and filter, the broker
+    stores the new mode and filter instead.
     """
     parse_filter(subscription.filter)
     topic = TopicCatalog(run.schema).get(run.connection, subscription.topic)
@@ -115,11 +115,11 @@ def _added_and_locked(run: Executor, values: dict[str, Any]) -> tuple[Any, ...]:
 def _change(run: Executor, subscription: Subscription, mode: str, expression: str, values: dict[str, Any]) -> None:
     other = run.row(_OTHERS, values)
     if other is not None:
-        raise InvalidSubscription(
+        raise InconsistentSubscription(
             f"group {subscription.group!r} consumes {subscription.topic!r} with mode={mode!r} and "
             f"filter={expression!r} on {other[0]} (pid {other[1]}), but this process wants "
             f"mode={subscription.mode.value!r} and filter={subscription.filter!r}: all instances of a group need the "
-            f"same mode and filter. Stop the other instances first, or use another group."
+            f"same mode and filter. A worker waits until the others have ended: end them, or use another group."
         )
     run.execute(_CHANGE, values)
 

@@ -23,8 +23,8 @@ class KeyOrder:
     _open: dict[int, tuple[Key, UUID]] = field(default_factory=dict)
     _open_by_key: dict[Key, list[int]] = field(default_factory=dict)
     _held_by_key: dict[Key, list[int]] = field(default_factory=dict)
-    # `_waiting_since` has the time (time.monotonic) at which each key began to wait. `_hinted` has the transactions
-    # whose check was requested already.
+    # `_waiting_since` has the time at which each key began to wait, on the clock of the sequencer. `_hinted` has the
+    # transactions whose check was requested already.
     _waiting_since: dict[Key, float] = field(default_factory=dict)
     _hinted: set[UUID] = field(default_factory=set)
     # `_reblocked` (for `new_blockers`) and `_to_hint` (for `hints`) have only those waiting keys whose first open row

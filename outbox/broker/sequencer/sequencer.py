@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from typing import Final, Self, TypeAlias
@@ -249,11 +249,18 @@ class Sequencer:
     """Runs ticks for one broker. A sequencer is not thread-safe, and its position in memory belongs to one connection.
 
     `batch` limits the messages of a tick. A tick may exceed this limit, because all decisions that one database
-    transaction has stored are read in the same tick.
+    transaction has stored are read in the same tick. `clock` returns the seconds by which a tick finds out that a look
+    or a hint is due.
     """
 
     def __init__(
-        self, database: BrokerDatabase, owner: UUID, *, batch: int = 20_000, check: CheckSettings | None = None
+        self,
+        database: BrokerDatabase,
+        owner: UUID,
+        *,
+        batch: int = 20_000,
+        check: CheckSettings | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._schema = database.schema
         # Whether the sequencer applies its settings in each transaction, because behind a pooler the next transaction
@@ -262,6 +269,7 @@ class Sequencer:
         self._owner = owner
         self._batch = batch
         self._check = check or CheckSettings()
+        self._clock = clock
         self._connection: Connection | None = None
         self._round_trip: RoundTrip | None = None
         self._state: TickState | None = None
@@ -303,7 +311,8 @@ class Sequencer:
             self._round_trip = round_trip(connection, self._schema, prepare=not self._local)
             self._state, self._connection = None, connection
         if self._state is None:
-            self._state = adopt(Executor(connection, self._schema), self._check, local=self._local)
+            run = Executor(connection, self._schema)
+            self._state = adopt(run, self._check, now=self._clock(), local=self._local)
         return self._round_trip, self._state
 
     def _forget(self, connection: Connection) -> None:
@@ -319,7 +328,7 @@ class Sequencer:
                 connection.close()
 
     def _tick(self, trip: RoundTrip, connection: Connection, state: TickState) -> TickCounts:
-        now = time.monotonic()
+        now = self._clock()
         if now >= state.look_at_all_due_at:
             state.due_from, state.look_at_all_due_at = b"-infinity", now + LOOK_AT_ALL_DUE_SECONDS
         if not state.is_entangled and not state.must_look(now):
@@ -436,7 +445,7 @@ class Sequencer:
         }
 
     def _released_by_parking(self, connection: Connection, state: TickState, newest_parked: bytes | None) -> list[int]:
-        now, since = time.monotonic(), None
+        now, since = self._clock(), None
         if now >= state.look_at_all_parked_at:
             since, state.look_at_all_parked_at = "-infinity", now + LOOK_AT_ALL_PARKED_SECONDS
         elif newest_parked != state.newest_parked:
@@ -450,7 +459,7 @@ class Sequencer:
         return [log_id for (log_id,) in run.rows(_RELEASED_BY_PARKING, parameters)]
 
     def _plan(self, state: TickState, messages: Sequence[_Seen], let_go: list[int]) -> _Plan:
-        order, now = state.order, time.monotonic()
+        order, now = state.order, self._clock()
         for what, log_id, topic_id, key, transaction_id in messages:
             if what == "h" and transaction_id is not None:
                 order.open(log_id, (topic_id, key), transaction_id)
@@ -491,7 +500,7 @@ class Sequencer:
         return ticked.counts
 
     def _hint(self, connection: Connection, state: TickState) -> None:
-        blockers = state.order.hints(time.monotonic(), HINT_AFTER_SECONDS)
+        blockers = state.order.hints(self._clock(), HINT_AFTER_SECONDS)
         if blockers:
             half_scan.hint_checks(Executor(connection, self._schema), blockers, settings=self._check)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from dataclasses import dataclass, field
 from typing import Final
 from uuid import UUID
@@ -216,10 +215,11 @@ def _prepare(run: Executor, *, local: bool) -> None:
     run.execute(TICK_SETTINGS, {"local": local}, prepare=True)
 
 
-def adopt(run: Executor, check: CheckSettings, *, local: bool = False) -> TickState:
+def adopt(run: Executor, check: CheckSettings, *, now: float, local: bool = False) -> TickState:
     """Return the position of the sequencer. If transaction ids started over (restore, failover), resynchronise first.
 
-    `local` is true if the next transaction may run in another session (see `_prepare`).
+    The keys of held messages wait from `now` on, which is a time on the clock of the sequencer. `local` is true if the
+    next transaction may run in another session (see `_prepare`).
     """
     if not local:
         _prepare(run, local=False)
@@ -234,7 +234,7 @@ def adopt(run: Executor, check: CheckSettings, *, local: bool = False) -> TickSt
     broker = _broker(run)
     state = _last_tick(run, broker, life)
     for log_id, topic_id, key in run.rows(_HELD):
-        state.order.hold(log_id, (topic_id, key), time.monotonic())
+        state.order.hold(log_id, (topic_id, key), now)
     state.fifo_topics = broker.fifo_topics
     if broker.fifo_topics:
         for log_id, topic_id, key, transaction_id in run.rows(_OPEN_HALVES, _open_since(state, broker)):

@@ -5,16 +5,27 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from outbox.broker.consumer import runtime as consuming
 from outbox.broker.database.executor import Executor
 from outbox.broker.groups import registration
+from outbox.broker.log import failing
 from outbox.broker.operations import changes, progress
-from outbox.errors import InvalidFilter, InvalidSubscription, UnknownGroup, UnknownTopic, UsageError
+from outbox.errors import (
+    InconsistentSubscription,
+    InvalidFilter,
+    InvalidSubscription,
+    UnknownGroup,
+    UnknownTopic,
+    UsageError,
+)
 from outbox.message import Message
 from outbox.subscription import Mode, Start, Subscription
+from outbox.utils import heartbeat
 from tests.broker.bench import ConsumptionBench, Seen, encode
 from tests.broker.inbox import InboxInvoker
 from tests.support import eventually
@@ -75,10 +86,47 @@ def test_unknown_topic_and_invalid_filter_are_refused(orders: ConsumptionBench) 
 def test_contradictory_subscription_of_a_live_group_is_refused(orders: ConsumptionBench, other: Subscription) -> None:
     with orders.running((subscribe(), Seen())):
         eventually(lambda: orders.members() == 1)
-        with pytest.raises(InvalidSubscription, match=r"consumes 'orders' with mode='concurrent' .* \(pid \d+\)"):
+        with pytest.raises(InconsistentSubscription, match=r"consumes 'orders' with mode='concurrent' .* \(pid \d+\)"):
             orders.runtime((other, Seen())).run_once()
     # Once the others are gone, a new definition is a deployment.
     orders.runtime((other, Seen())).run_once()
+
+
+def test_a_rolling_deployment_of_another_mode_ends(
+    orders: ConsumptionBench, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A new consumer waits and is ready while an old one lives. The old ones handle the messages meanwhile."""
+    old = [orders.spawn(name) for name in ("old-1", "old-2")]
+    eventually(lambda: orders.members() == 2)
+    beats = tmp_path / "heartbeat"
+    monkeypatch.setenv(heartbeat.VARIABLE, str(beats))
+    new = Seen()
+    with orders.running((subscribe(mode=Mode.ORDERLY), new)):
+        eventually(lambda: "consuming waits for the end of other processes" in caplog.text)
+        eventually(lambda: heartbeat.listen(beats).is_ready)
+        orders.publish(messages(0, 20))
+        orders.stop(old[0])
+        orders.publish(messages(20, 40))
+        eventually(lambda: orders.effect_count() == 40)
+        assert orders.rows("SELECT mode FROM outbox.subscription") == [("concurrent",)]
+        orders.stop(old[1])
+        orders.publish(messages(40, 60))
+        eventually(lambda: len(new.ns) == 20)
+        assert orders.rows("SELECT mode FROM outbox.subscription") == [("orderly",)]
+    assert (orders.effect_count(), new.take()) == (40, list(range(40, 60)))
+    orders.assert_conserved("g")
+
+
+def test_a_consumer_that_waits_for_others_for_long_is_named(
+    orders: ConsumptionBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(consuming, "INCONSISTENT_SECONDS", 0.0)
+    with orders.running((subscribe(), Seen())):
+        eventually(lambda: orders.members() == 1)
+        with orders.running((subscribe(filter="paid"), Seen())):
+            [one] = eventually(lambda: failing.failing(orders.run))
+    assert (one.part, one.of) == (failing.ProcessPart.CONSUMING, "g")
+    assert "all instances of a group need the same mode and filter" in one.error
 
 
 def test_a_group_is_broadcast_or_not_for_good(orders: ConsumptionBench) -> None:

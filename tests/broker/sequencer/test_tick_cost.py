@@ -22,6 +22,11 @@ from tests.broker.support import ANY, drain, end, half, message, new_sequencer, 
 READ = ("op_log", "commit_log", "consume_queue", "scheduled", "held", "tick", "pending_check")
 
 
+def still() -> float:
+    """A clock that stands still: a tick reads more rows when a key has waited for a second, or every ten seconds."""
+    return 0.0
+
+
 def _read(connection: BrokerConnection) -> tuple[int, int]:
     """Sequential scans of those tables, and rows read from them, that other connections have flushed."""
     row = connection.execute(
@@ -64,7 +69,7 @@ def test_a_tick_reads_only_what_is_new(
     with contextlib.closing(ticking):
         for table in READ:
             connection.execute(f"ALTER TABLE outbox.{table} SET (autovacuum_enabled = off)".encode())
-        sequencer = new_sequencer(database)
+        sequencer = new_sequencer(database, clock=still)
         sequencer.run_once(ticking)
 
         def one() -> None:
@@ -95,7 +100,7 @@ def test_a_tick_touches_only_the_queues_it_appends_to(
     broker.declare(many)
     for topic in many:
         broker.send([message(topic.name) for _ in range(100)])
-    sequencer = new_sequencer(database)
+    sequencer = new_sequencer(database, clock=still)
     drain(sequencer, connection)
     broker.send([message("plain", key="k")])
     with wire(connection) as wired:
@@ -110,7 +115,7 @@ def test_held_keys_cost_nothing_in_a_tick_without_fifo_messages(
     for one in blockers:
         broker.send_half(one)
     broker.send([message("ordered", key=f"key-{number}") for number in range(20)])
-    sequencer = new_sequencer(database)
+    sequencer = new_sequencer(database, clock=still)
     assert drain(sequencer, connection).held == 20
     # The next tick looks once more: it checks whether a blocker is parked, and finds no other FIFO message.
     sequencer.run_once(connection)
@@ -129,7 +134,7 @@ def test_fifo_messages_of_free_keys_are_appended_without_a_look_at_what_waits(
     blocker = half(message("ordered", key="held"))
     broker.send_half(blocker)
     broker.send([message("ordered", key="held")])
-    sequencer = new_sequencer(database)
+    sequencer = new_sequencer(database, clock=still)
     assert drain(sequencer, connection).held == 1
     sequencer.run_once(connection)
     broker.send([message("ordered", key="free")])
@@ -160,7 +165,7 @@ def test_looking_for_parked_blockers_reads_no_others(
         for number in range(100):
             broker.send_half(half(message("ordered", key=f"key-{number}")))
         broker.send([message("ordered", key=f"key-{number}") for number in range(100)])
-        sequencer = new_sequencer(database)
+        sequencer = new_sequencer(database, clock=still)
         assert drain(sequencer, ticking).held == 100
         connection.execute(
             "INSERT INTO outbox.pending_check (transaction_id, log_id, producer_group, stored_at, immune_until, due_at)"
@@ -177,7 +182,7 @@ def test_looking_for_parked_blockers_reads_no_others(
 def test_what_a_tick_appended_is_announced_in_the_same_round_trip(
     broker: PostgresBroker, database: BrokerDatabase, connection: BrokerConnection
 ) -> None:
-    sequencer = new_sequencer(database)
+    sequencer = new_sequencer(database, clock=still)
     sequencer.run_once(connection)
     with contextlib.closing(database.open()) as consumer:
         listen(Executor(consumer, "outbox"), Channel.QUEUED)
@@ -205,7 +210,7 @@ def test_a_tick_stays_committed_when_its_announcement_is_refused(
         "CREATE FUNCTION public.pg_notify(text, text) RETURNS void LANGUAGE plpgsql AS $$ BEGIN RAISE 'full'; END $$"
     )
     connection.execute("SET search_path = public, pg_catalog")
-    sequencer = new_sequencer(database)
+    sequencer = new_sequencer(database, clock=still)
     with pytest.raises(psycopg.errors.RaiseException):
         connection.execute("SELECT pg_notify('outbox_queued', '')")
     for _ in range(3):

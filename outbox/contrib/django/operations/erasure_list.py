@@ -17,7 +17,7 @@ from typing import Any, Final, Protocol, cast
 
 from outbox.broker.operations.erasing import Erasure
 from outbox.contrib.django.settings.conf import get_settings, imported
-from outbox.errors import ConfigurationError, OutboxError
+from outbox.errors import ConfigurationError, OutboxError, ServiceUnavailable
 
 _NAMES: Final = ("kind", "topic", "value", "replacement", "reason", "at")
 
@@ -26,7 +26,10 @@ class ErasureStore(Protocol):
     """Stores the lines of the list. OUTBOX['ERASURE_LIST'] may name a class with these methods by its dotted path."""
 
     def read(self) -> str | None:
-        """Return all lines; None if the list does not exist."""
+        """Return all lines; None if the list does not exist.
+
+        After ConnectionError or TimeoutError, a starting process waits and tries again. After another error it ends.
+        """
 
     def append(self, lines: str) -> None:
         """Add lines at the end, and return when they are durable. Creates the list if it does not exist."""
@@ -118,9 +121,16 @@ def append(store: ErasureStore, erasures: Sequence[Erasure]) -> None:
 
 
 def read(store: ErasureStore) -> list[Erasure] | None:
-    """Return the erasures of the list; None if the list does not exist. Raises OutboxError if it cannot be read."""
+    """Return the erasures of the list; None if the list does not exist.
+
+    Raises ServiceUnavailable if the store of the list does not answer, or OutboxError if the list cannot be read.
+    """
     try:
         lines = store.read()
+    except (ConnectionError, TimeoutError) as error:
+        raise ServiceUnavailable(
+            f"the store of the list of erasures (OUTBOX['ERASURE_LIST']) does not answer: {error}."
+        ) from error
     except (OSError, UnicodeDecodeError) as error:
         raise OutboxError(f"the list of erasures (OUTBOX['ERASURE_LIST']) cannot be read: {error}.") from error
     if lines is None:

@@ -17,6 +17,7 @@ from outbox.contrib.django.operations.endpoints import ForwardEndpoints
 from outbox.contrib.django.operations.erasing import repeat_erasures
 from outbox.contrib.django.settings.conf import DEAD_LETTER, DeclaredForward, chosen, get_settings, imported
 from outbox.contrib.django.worker import probes
+from outbox.contrib.django.worker.workers import wait_for_erasures
 from outbox.contrib.sinks.formats import format_named
 from outbox.contrib.sinks.forwarder import Endpoint, Forwarder, RawCodecs, subscription
 from outbox.contrib.sinks.sink import Sink
@@ -33,45 +34,50 @@ _PURPOSE: Final = (
 def run_forward(stop: threading.Event, *, groups: Sequence[str] = ()) -> None:
     """Forward the messages of the given groups until `stop` is set, then finish the sends in progress.
 
-    By default the function forwards the messages of all groups.
+    By default the function forwards the messages of all groups. While a database does not answer, the function waits.
 
-    Raises ConfigurationError for a group that is not declared, or a sink that cannot be created.
+    Raises ConfigurationError for a group that is not declared, or a sink that cannot be created. Raises OutboxError if
+    the list of erasures cannot be read.
     """
     refuse_processes_in_tests()
-    with probes.alone("forward"), forwarding(groups=groups, until_stopped=True) as consumers:
+    with probes.alone("forward"), forwarding(groups=groups, stop=stop) as consumers:
         consumers.run(stop)
 
 
 def forward_once(*, groups: Sequence[str] = ()) -> ConsumeCounts:
-    """Send the messages that are queued now. Raises the errors of `run_forward`."""
+    """Send the messages that are queued now. Raises the errors of `run_forward`, and those of the databases."""
     with forwarding(groups=groups) as consumers:
         return consumers.run_once()
 
 
 @contextlib.contextmanager
-def forwarding(*, groups: Sequence[str] = (), until_stopped: bool = False) -> Iterator[Consumers]:
+def forwarding(*, groups: Sequence[str] = (), stop: threading.Event | None = None) -> Iterator[Consumers]:
     """Make the consumers and the sinks of the groups. The sinks are closed at the end of the block.
 
-    The states of the endpoints are read and stored on a thread (`until_stopped`), or only at the beginning and at the
-    end of the block.
+    With `stop`, the block runs until `stop` is set: the function first waits for the databases, and a thread reads and
+    stores the states of the endpoints. Without `stop`, the function fails if a database does not answer, and the states
+    are read and stored only at the beginning and at the end of the block.
     """
     settings = get_settings()
     engine_of(settings).require()
     with contextlib.ExitStack() as stack:
         wanted: list[tuple[Subscription, AnyHandler]] = []
-        repeat_erasures()
         declared_here = chosen("OUTBOX['FORWARD']", settings.forward, groups, _PURPOSE)
         endpoints = ForwardEndpoints(list(declared_here))
         for group, declared in declared_here.items():
             sink = _sink(f"OUTBOX['FORWARD'][{group!r}]", declared)
             stack.callback(sink.close)
             wanted += _subscriptions(group, declared, sink, endpoints.of(group))
-        warn_of_new_groups([one.group for one, _ in wanted])
-        if until_stopped:
-            stack.enter_context(endpoints.in_sync())
+        if stop is None:
+            repeat_erasures()
         else:
+            wait_for_erasures(stop)
+        warn_of_new_groups([one.group for one, _ in wanted])
+        if stop is None:
             endpoints.sync()
             stack.callback(endpoints.sync)
+        else:
+            stack.enter_context(endpoints.in_sync())
         yield ConsumerRuntime(
             broker_database(settings), wanted, codecs=RawCodecs(), lease_seconds=settings.lease_seconds
         )

@@ -25,7 +25,7 @@ from outbox.contrib.django.worker import probes
 from outbox.contrib.django.worker.periodic import passes
 from outbox.contrib.django.worker.relaying import run_relay_role
 from outbox.contrib.django.worker.roles import Role, required_subscriptions, supervisor
-from outbox.errors import BrokerUnavailable, OutboxError
+from outbox.errors import BrokerUnavailable, OutboxError, ServiceUnavailable
 from outbox.ports import AnyHandler, Consumers
 from outbox.utils import heartbeat
 from outbox.utils.periodic import PeriodicPass
@@ -87,9 +87,12 @@ def run_consumer_role(stop: threading.Event, *, groups: Sequence[str] = (), lead
 
 
 def wait_for_erasures(stop: threading.Event) -> None:
-    """Repeat the erasures that a restore has undone. If a database does not answer, try again until `stop` is set.
+    """Repeat the erasures that a restore has undone, before a process begins to handle or forward messages.
 
-    The function writes heartbeats meanwhile: an unreachable database is no reason to restart the worker.
+    If a database or the store of the list does not answer, the function tries again until `stop` is set. It writes
+    heartbeats meanwhile: an unreachable database is no reason to restart the worker.
+
+    Raises OutboxError if the list cannot be read.
     """
     from outbox.contrib.django.operations.erasing import repeat_erasures
 
@@ -98,7 +101,7 @@ def wait_for_erasures(stop: threading.Event) -> None:
         try:
             repeat_erasures()
             return
-        except (BrokerUnavailable, OperationalError) as error:
+        except (BrokerUnavailable, OperationalError, ServiceUnavailable) as error:
             close_old_connections()
             failures += 1
             heartbeat.beat(ready=False)
