@@ -101,7 +101,8 @@ def properties(machine: Machine) -> list[tuple[Any, ...]]:
     """Owner, rights and settings of each database."""
     return machine.ask(
         "ADMIN_URL",
-        "SELECT datname, datdba::regrole::text, datacl::text, encoding, datcollate,"
+        "SELECT datname, datdba::regrole::text, encoding, datcollate,"
+        " (SELECT array_agg(one::text ORDER BY one::text) FROM unnest(datacl) AS one),"
         " (SELECT array_agg(setrole::regrole || ' ' || setconfig::text) FROM pg_db_role_setting"
         " WHERE setdatabase = pg_database.oid) FROM pg_database WHERE datname IN ('broker', 'shop') ORDER BY 1",
     )
