@@ -29,4 +29,10 @@ if "METRICS_TOKEN" in os.environ:
 # Erasures are repeated after a restore. All workers read one list.
 if "ERASURE_LIST" in os.environ:
     OUTBOX["ERASURE_LIST"] = os.environ["ERASURE_LIST"]
-    OUTBOX["ERASURE_SECRET"] = os.environ.get("ERASURE_SECRET")
+    # `outbox-reconcile archive --erase` reads the same variable.
+    OUTBOX["ERASURE_SECRET"] = os.environ.get("OUTBOX_ERASURE_SECRET")
+# Bodies that are published with `subject=` are encrypted with keys of this database.
+if "KEYS_URL" in os.environ:
+    DATABASES["keys"] = database_from_url(os.environ["KEYS_URL"], CONN_HEALTH_CHECKS=True)
+    OUTBOX["KEY_DATABASE"] = "keys"
+    OUTBOX["KEY_ENCRYPTION_KEYS"] = os.environ["OUTBOX_KEY_ENCRYPTION_KEY"].split()

@@ -239,6 +239,8 @@ def test_after_an_erasure_the_data_is_nowhere(outbox_settings: Callable[..., Non
         entry = OperatorAction.objects.get(action="erase")
         assert (entry.outcome, entry.why, entry.before["messages"]) == ("done", "request 17", 2)
 
+        proof = erase(TOPIC, "--key", MARK, "--with-key", "--dry-run")
+        assert (proof["before"]["rows"], proof["before"]["messages"]) == ({}, 0), "there is nothing left to erase"
         again = erase(TOPIC, "--key", MARK, "--with-key", "--reason", "request 17")
         assert again["after"]["rows"] == {}, "a second time there is nothing to erase"
 
@@ -256,7 +258,9 @@ def test_a_key_that_is_an_id_stays(outbox_settings: Callable[..., None]) -> None
     with new_world(outbox_settings) as world:
         kept = publish(TOPIC, {"name": MARK}, key="17").message_id
         sequence()
-        erase(TOPIC, "--message", str(kept), "--reason", "request 18")
+        for rows, options in (({"broker.commit_log": 1}, ["--reason", "request 18"]), ({}, ["--dry-run"])):
+            counted = erase(TOPIC, "--message", str(kept), *options)["before"]
+            assert (counted["rows"], counted["messages"]) == (rows, 1)
         assert tables_with(MARK, "broker") == []
         assert world.sql("SELECT key FROM outbox.commit_log") == [("17",)]
 
@@ -575,7 +579,7 @@ def test_every_command_of_the_page_runs(outbox_settings: Callable[..., None], tm
     shell = "\n".join(re.findall(r"^```sh\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE))
     lines = [shlex.split(line) for line in shell.splitlines() if line]
     managed = [line[1:] for line in lines if line[0] == "manage.py"]
-    assert [line[0] for line in managed] == ["outbox_erase"] * 2 + ["outbox_subject_key"] * 2
+    assert [line[0] for line in managed] == ["outbox_erase"] * 3 + ["outbox_subject_key"] * 2
     for line in lines:
         if line[0] == "outbox-reconcile":
             assert parser().parse_args(line[1:]).erase is True

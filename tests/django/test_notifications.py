@@ -142,6 +142,18 @@ def test_a_condition_that_grows_worse_is_reported_again_and_one_that_is_cut_is_n
     assert RaisedCondition.objects.filter(subject="saga a").exists()
 
 
+def test_the_end_of_a_condition_that_was_critical_is_reported(
+    holds: list[Condition], outbox_settings: Callable[..., None]
+) -> None:
+    outbox_settings(NOTIFY={**MAILBOX, "conditions": "critical"})
+    for second, severity in enumerate((Severity.CRITICAL, Severity.WARNING)):
+        holds[:] = [stalled("a", severity=severity)]
+        raised.run_once(now_and(second))
+    holds.clear()
+    raised.run_once(now_and(500))
+    assert reports() == [("raised", ["saga a"]), ("cleared", ["saga a"])]
+
+
 def test_a_broker_that_is_away_is_reported_and_clears_nothing(
     holds: list[Condition], outbox_settings: Callable[..., None]
 ) -> None:
@@ -200,6 +212,24 @@ def test_dead_letters_are_folded_by_group_and_error(outbox_settings: Callable[..
     call_command("outbox_dead_letter", "discard", "refusing", "--all", "--no-input", stdout=StringIO())
     raised.run_once(now_and(raised.REPEAT_SECONDS + 200))
     assert reports("dead_letters")[2:] == [("cleared", ["group refusing, error PermanentError"])]
+
+
+def test_many_dead_letters_are_critical(outbox_settings: Callable[..., None]) -> None:
+    outbox_settings(NOTIFY={**MAILBOX, "conditions": "critical"}, THRESHOLDS={"DEAD_LETTERS": (1, 2)})
+
+    @subscriber("orders", group="refusing")
+    def refuse(given: Delivery) -> None:
+        raise PermanentError("no account")
+
+    for second, reported in enumerate(([], [("raised", ["group refusing"])])):
+        publish("orders", {}, key="bad")
+        sequence()
+        consumer_runtime().run_once()
+        raised.run_once(now_and(second))
+        assert reports("dead_letters") == reported
+    call_command("outbox_dead_letter", "discard", "refusing", "--all", "--no-input", stdout=StringIO())
+    raised.run_once(now_and(500))
+    assert reports("dead_letters")[1:] == [("cleared", ["group refusing"])]
 
 
 # -- sending -----------------------------------------------------------------------------------------------

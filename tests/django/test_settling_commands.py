@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser, _SubParsersAction
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from uuid import UUID, uuid4
 
@@ -15,11 +15,17 @@ from django.db import connections, transaction
 from outbox import Delivery, Message
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
+from outbox.broker.log import incidents
+from outbox.broker.log.incidents import Incident
+from outbox.broker.operations.rules import SETTLED_BY_OPERATORS
 from outbox.contrib.django import message, publish, publish_messages, subscriber
 from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.engine.broker import get_broker
+from outbox.contrib.django.operations.watching import look
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.errors import PermanentError
+from tests.django.broker_world import new_world
+from tests.django.faults import wrong_ledger
 from tests.django.state import decisions, rolled_back
 from tests.django.test_commands import call, call_json, consume
 
@@ -215,3 +221,37 @@ def test_commands_have_the_same_options(name: str, parser: ArgumentParser) -> No
     for option in ("--dry-run", "--no-input", "--reason"):
         assert (option in options) is (name not in LOOKS)
     assert ({"--limit", "--after"} <= options) is (name in PAGED)
+
+
+# -- conditions of events ------------------------------------------------------------------------------------------
+
+
+def events() -> dict[str, int]:
+    """The conditions that hold because of an incident, with their counts."""
+    wanted = {*SETTLED_BY_OPERATORS, "wrong_ledger"}
+    return {one.name: one.count for one in look().verdict.conditions if one.name in wanted}
+
+
+def test_an_operator_ends_the_conditions_of_events(outbox_settings: Callable[..., None]) -> None:
+    with new_world(outbox_settings) as world:
+        wrong_ledger(world)
+        kinds = sorted(SETTLED_BY_OPERATORS.values())
+        incidents.record(world.run, [Incident(kind, "its subject", "its detail") for kind in kinds for _ in range(2)])
+        of_all = {**dict.fromkeys(SETTLED_BY_OPERATORS, 2), "wrong_ledger": 1}
+        assert events() == of_all
+        planned = call_json("outbox_audit", "settle", "--condition", "expired", "--dry-run")
+        assert (planned["outcome"], planned["before"], events()) == ("planned", {"expired": 2}, of_all)
+        done = call_json("outbox_audit", "settle", "--condition", "expired", "--reason", "the group is gone")
+        assert (done["outcome"], done["after"]) == ("done", {"settled": 2})
+        assert events() == {name: count for name, count in of_all.items() if name != "expired"}
+        assert call_json("outbox_audit", "settle", "--condition", "expired")["outcome"] == "nothing"
+        # An undecided transaction that needs the ledger is not settled together with the disagreement of a checker.
+        everything = [word for name in SETTLED_BY_OPERATORS for word in ("--condition", name)]
+        assert call_json("outbox_audit", "settle", *everything)["after"] == {"settled": 8}
+        assert events() == {"wrong_ledger": 1}
+        incidents.record(world.run, [Incident("expired", "orders", "again")])
+        assert events() == {"expired": 1, "wrong_ledger": 1}
+        kept = world.sql("SELECT subject, detail FROM outbox.incident WHERE kind = 'settled' ORDER BY detail")
+        assert kept == [("its subject", f"{kind}: its detail") for kind in kinds for _ in range(2)]
+        with pytest.raises(CommandError, match="invalid choice: 'lag'"):
+            call("outbox_audit", "settle", "--condition", "lag")

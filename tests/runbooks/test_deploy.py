@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import functools
 import http.client
 import json
@@ -23,7 +24,7 @@ import yaml
 
 from outbox.contrib.django.settings.conf import OutboxSettings
 from tests.django import configured
-from tests.documents import ROOT, Command
+from tests.documents import DOCS, ROOT, Command, blocks
 from tests.runbooks import systemctl
 from tests.runbooks.machine import Machine
 from tests.runbooks.test_runbooks import new_machine
@@ -33,6 +34,7 @@ from tests.test_operator_documents import parsed
 __all__ = ["new_machine"]
 
 DEPLOY = ROOT / "deploy"
+PAGE = DOCS / "operations" / "deploy.md"
 UNITS = sorted((DEPLOY / "systemd").glob("*.service"))
 MANIFESTS = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
 DRAIN_SECONDS = float(next(str(one.default) for one in fields(OutboxSettings) if one.name == "drain_seconds"))
@@ -159,6 +161,21 @@ def test_every_release_checks_the_settings_after_the_tables() -> None:
         assert release == ["migrate", "migrate", "check"], name
 
 
+def test_a_release_on_kubernetes_gives_each_container_the_new_image(tmp_path: Path) -> None:
+    [release] = [code for code in blocks(PAGE, "") if "kubectl delete job" in code]
+    [tagging] = [line for line in release.splitlines() if line.startswith("sed ")]
+    shutil.copytree(DEPLOY / "kubernetes", tmp_path, dirs_exist_ok=True)
+    subprocess.run(["bash", "-euc", tagging], cwd=tmp_path, env={**os.environ, "TAG": "2026.11"}, check=True)
+    images = re.findall(r"image: (.+)", "".join(file.read_text() for file in tmp_path.glob("*.yaml")))
+    assert images == ["registry.example.com/shop:2026.11"] * len(list(containers()))
+    # A second release finds the job of the first one.
+    kubectl = [shlex.split(line)[1:] for line in release.splitlines() if line.startswith("kubectl ")]
+    assert kubectl[:2] == [
+        ["delete", "job", "shop-migrate", "--ignore-not-found"],
+        ["apply", "--filename", "migrate.yaml"],
+    ]
+
+
 def test_all_workers_read_one_list_of_erasures(monkeypatch: pytest.MonkeyPatch) -> None:
     manifest, worker = worker_container()
     [place] = [one["value"] for one in worker["env"] if one["name"] == "ERASURE_LIST"]
@@ -172,8 +189,17 @@ def test_all_workers_read_one_list_of_erasures(monkeypatch: pytest.MonkeyPatch) 
     assert container["environment"]["ERASURE_LIST"] == place
     assert container["volumes"] == [f"erasures:{mount['mountPath']}"] and "erasures" in compose["volumes"]
     assert "ERASURE_LIST" not in settings_of(monkeypatch)
-    settings = settings_of(monkeypatch, ERASURE_LIST=place, ERASURE_SECRET="secret")
+    settings = settings_of(monkeypatch, ERASURE_LIST=place, OUTBOX_ERASURE_SECRET="secret")
     assert (settings["ERASURE_LIST"], settings["ERASURE_SECRET"]) == (place, "secret")
+
+
+def test_the_keys_of_subjects_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "KEY_DATABASE" not in settings_of(monkeypatch)
+    keys = [base64.b64encode(bytes([number]) * 32).decode() for number in (1, 2)]
+    settings = settings_of(
+        monkeypatch, KEYS_URL="postgresql://shop@db/keys", OUTBOX_KEY_ENCRYPTION_KEY=" ".join(keys)
+    )  # fmt: skip
+    assert (settings["KEY_DATABASE"], settings["KEY_ENCRYPTION_KEYS"]) == ("keys", keys)
 
 
 def worker_container() -> tuple[dict[str, Any], dict[str, Any]]:
@@ -249,6 +275,10 @@ def test_the_commands_of_the_files_run(new_machine: Callable[..., Machine]) -> N
     for words in sorted(before, key=lambda words: (words[0] != "migrate", len(words) < 2, words[0])):
         # The doctor warns that no worker runs, as the workflow expects.
         machine.bash(shlex.join(["manage.py", *words]), codes=(0, 1) if words[0] == "outbox_doctor" else (0,))
+    # A release that goes back: the tables have a migration that the code does not have.
+    newer = "INSERT INTO django_migrations (app, name, applied) VALUES ('outbox', '9999_newer', now()) RETURNING name"
+    machine.ask("APPLICATION_URL", newer)
+    machine.bash("manage.py migrate --database=broker\nmanage.py migrate")
     machine.bash("systemctl start shop-worker")
     port = int(machine.variables["TEST_HEALTH_PORT"])
     [probed] = [container for manifest, container in containers() if "outbox_worker" in container["command"]]

@@ -25,6 +25,7 @@ SECTIONS = {
     "Dump and load": "test_both_databases_are_dumped_and_loaded",
     "After every restore": "test_both_databases_are_dumped_and_loaded",
     "Restore the broker's database alone": "test_the_broker_alone_is_restored",
+    "Restore the broker's schema alone": "test_the_brokers_schema_alone_is_restored",
     "Restore the application's database alone": "test_the_application_alone_is_restored",
     "Go back to a point in time": "test_both_databases_go_back_to_a_point_in_time",
     "Fail over to a standby": "test_a_synchronous_standby_takes_over_under_load",
@@ -96,13 +97,33 @@ def test_every_block_of_the_page_is_run() -> None:
     assert [name for name in SECTIONS.values() if not callable(globals().get(name))] == []
 
 
+def properties(machine: Machine) -> list[tuple[Any, ...]]:
+    """Owner, rights and settings of each database."""
+    return machine.ask(
+        "ADMIN_URL",
+        "SELECT datname, datdba::regrole::text, encoding, datcollate,"
+        " (SELECT array_agg(one::text ORDER BY one::text) FROM unnest(datacl) AS one),"
+        " (SELECT array_agg(setrole::regrole || ' ' || setconfig::text) FROM pg_db_role_setting"
+        " WHERE setdatabase = pg_database.oid) FROM pg_database WHERE datname IN ('broker', 'shop') ORDER BY 1",
+    )
+
+
 @pytest.mark.slow
 def test_both_databases_are_dumped_and_loaded(new_machine: Callable[..., Machine]) -> None:
     machine = new_machine()
+    for statement in (
+        "CREATE ROLE shop_deploy",
+        "ALTER DATABASE broker OWNER TO shop_deploy",
+        "REVOKE CONNECT ON DATABASE broker FROM PUBLIC",
+        "ALTER ROLE shop_deploy IN DATABASE broker SET role = 'postgres'",
+    ):
+        machine.bash(f'psql "$ADMIN_URL" --quiet --command="{statement}"')
+    before = properties(machine)
     start(machine)
     machine.run("Dump and load", 0)
     machine.wait_for_orders()
     machine.run("Dump and load", 1)
+    assert properties(machine) == before and before[0][1] == "shop_deploy"
     machine.wait_for_orders()
     machine.bash("systemctl stop shop-web")
     # Of the orders between the two dumps, the broker's copy has no message.
@@ -122,6 +143,23 @@ def test_the_broker_alone_is_restored(new_machine: Callable[..., Machine]) -> No
     machine.run("Dump and load", 0)
     machine.wait_for_orders()
     machine.run("Restore the broker's database alone")
+    check_a_restored_broker(machine)
+
+
+@pytest.mark.slow
+def test_the_brokers_schema_alone_is_restored(new_machine: Callable[..., Machine]) -> None:
+    machine = new_machine()
+    start(machine)
+    machine.run("Restore the broker's schema alone", 0)
+    machine.wait_for_orders()
+    machine.bash('psql "$BROKER_URL" --quiet --command="CREATE TABLE of_another_program (number int)"')
+    machine.run("Restore the broker's schema alone", 1)
+    assert machine.ask("BROKER_URL", "SELECT to_regclass('of_another_program') IS NOT NULL") == [(True,)]
+    check_a_restored_broker(machine)
+
+
+def check_a_restored_broker(machine: Machine) -> None:
+    """The messages after the dump are named, no other effect is missing, and no effect happens twice."""
     machine.wait_for_orders()
     machine.bash("systemctl stop shop-web")
     orders, kept = Counter(machine.orders()), messages(machine)

@@ -217,11 +217,12 @@ CATALOGUE: Final[Mapping[str, ConditionKind]] = {
     "contradicted": ConditionKind(
         "A process reported the opposite outcome of a decided transaction. The first decision stays valid.",
         "Compare the business row with the output of `outbox_message show ID`. Check whether two services share "
-        "one producer group.",
+        "one producer group. Then run `outbox_audit settle --condition contradicted`.",
     ),
     "refused": ConditionKind(
         "A process reported COMMIT or ROLLBACK of a transaction that is unknown or belongs to another producer group.",
-        "Check whether two services have the same PRODUCER_GROUP, or whether the broker's database was restored.",
+        "Check whether two services have the same PRODUCER_GROUP, or whether the broker's database was restored. "
+        "Then run `outbox_audit settle --condition refused`.",
     ),
     "wrong_ledger": ConditionKind(
         "Check-back cannot use the ledger that a half message names. The ledger was emptied, its rows from the "
@@ -231,7 +232,8 @@ CATALOGUE: Final[Mapping[str, ConditionKind]] = {
     ),
     "checker_disagrees": ConditionKind(
         "A look-up function given as check= contradicts the ledger. outbox used the ledger's answer.",
-        "Fix the look-up function. Compare the business row with the output of `outbox_message show ID`.",
+        "Fix the look-up function. Compare the business row with the output of `outbox_message show ID`. Then run "
+        "`outbox_audit settle --condition checker_disagrees`.",
     ),
     "no_worker": ConditionKind(
         "A group subscribes to topics, but no consumer of the group runs.",
@@ -258,7 +260,8 @@ CATALOGUE: Final[Mapping[str, ConditionKind]] = {
     "crash_loop": ConditionKind(
         "A process of a worker has died three times or more within ten minutes.",
         "Check the log of the process, the condition `suspects` and new dead letters. The evidence says how the "
-        "process died (signal 9 often means out of memory).",
+        "process died (signal 9 often means out of memory). The condition ends when fewer than three deaths are in the "
+        "last ten minutes.",
     ),
     "suspects": ConditionKind(
         "A process died while it handled these messages. Consumers now handle each of these messages alone. After "
@@ -342,7 +345,7 @@ CATALOGUE: Final[Mapping[str, ConditionKind]] = {
     "expired": ConditionKind(
         "Retention removed messages that a group had not consumed.",
         "Find out why the group did not consume the removed messages. `outbox_reconcile` lists the messages that "
-        "the group missed.",
+        "the group missed. Then run `outbox_audit settle --condition expired`.",
     ),
     "transaction_open": ConditionKind(
         "A session's transaction has been open for long. Vacuum cannot remove rows that this transaction might still "
@@ -382,7 +385,8 @@ CATALOGUE: Final[Mapping[str, ConditionKind]] = {
     "path_flipped": ConditionKind(
         "A database connection of a process no longer reaches the broker's database. Publishing through this "
         "connection fails until the connection and the broker's alias lead to the same primary.",
-        "Finish the failover. If the broker moved for good, restart the process.",
+        "Finish the failover. If the broker moved for good, restart the process. Then run `outbox_audit settle "
+        "--condition path_flipped`.",
     ),
     "not_conserved": ConditionKind(
         "The last audit found lost or duplicated messages, because an equation of the audit does not hold.",
@@ -513,5 +517,5 @@ class Thresholds:
         "WAL that a replica has not replayed, or that is kept for a disconnected replica",
     )
     window_seconds: Threshold = _limits(
-        _DAY, _DAY, "seconds", "time for which an event (an incident, the death of a process) is shown"
+        _DAY, _DAY, "seconds", "time for which an event (an incident, a new dead letter) is shown"
     )

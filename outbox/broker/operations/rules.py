@@ -16,9 +16,10 @@ from psycopg.errors import LockNotAvailable
 from outbox.broker.database.executor import Executor, Snapshot
 from outbox.broker.database.statement import Statement
 from outbox.broker.database.timeouts import lock_limited
-from outbox.broker.fastpath.arrays import xids
+from outbox.broker.fastpath.arrays import texts, xids
 from outbox.broker.log import failing as failing_parts
 from outbox.broker.log.failing import FailingPart, ProcessPart
+from outbox.broker.log.incidents import IncidentKind
 from outbox.broker.operations import audit, presence, topic_limits
 from outbox.broker.operations import summary as summaries
 from outbox.broker.operations.comparisons import ComparisonKind, DatabaseComparison, every
@@ -103,19 +104,21 @@ WHERE written.relation = '{schema}.op_log'::regclass AND written.mode = 'RowExcl
 ORDER BY age_seconds DESC NULLS LAST
 """)
 
+# Whether an incident is about a ledger that an undecided transaction needs.
+_IS_OPEN: Final = """
+kind = 'alarm' AND NOT EXISTS (SELECT FROM {schema}.op_log WHERE op_log.transaction_id::text = subject)
+    AND EXISTS (SELECT FROM {schema}.pending_check WHERE pending_check.transaction_id::text = subject)
+"""
 # The newest thousand incidents of each kind, so that many incidents of one kind do not hide another kind. The inner
 # statement sorts only ids, because sorting whole rows would take longer.
-_INCIDENTS: Final = Statement("""
+_INCIDENTS: Final = Statement(f"""
 SELECT kind, open, count(*), (array_agg(subject ORDER BY incident_id DESC))[1:3],
        (array_agg(detail ORDER BY incident_id DESC))[1], max(at)::text
 FROM (
-    SELECT incident_id, kind, subject, detail, at,
-           kind = 'alarm' AND NOT EXISTS (SELECT FROM {schema}.op_log WHERE op_log.transaction_id::text = subject)
-               AND EXISTS (SELECT FROM {schema}.pending_check WHERE pending_check.transaction_id::text = subject)
-               AS open
+    SELECT incident_id, kind, subject, detail, at, {_IS_OPEN} AS open
     FROM (SELECT incident_id, row_number() OVER (PARTITION BY kind ORDER BY at DESC) AS place
-          FROM {schema}.incident WHERE at > clock_timestamp() - make_interval(secs => %(window)s)) AS recent
-    JOIN {schema}.incident USING (incident_id)
+          FROM {{schema}}.incident WHERE at > clock_timestamp() - make_interval(secs => %(window)s)) AS recent
+    JOIN {{schema}}.incident USING (incident_id)
     WHERE place <= 1000
 ) AS judged
 GROUP BY kind, open
@@ -129,6 +132,15 @@ _OF_INCIDENT: Final = {
     ("expired", False): ("expired", Severity.CRITICAL),
     ("path", False): ("path_flipped", Severity.CRITICAL),
 }
+# The conditions of events: such a condition holds for `WINDOW_SECONDS`, or until an operator settles it. The condition
+# `wrong_ledger` is not among them, because it ends when its transaction is decided.
+SETTLED_BY_OPERATORS: Final = {name: kind for (kind, is_open), (name, _) in _OF_INCIDENT.items() if not is_open}
+
+# The statement changes only rows that it sees, so an incident whose transaction commits later is shown (decision 303).
+_SETTLE: Final = Statement(f"""
+UPDATE {{schema}}.incident SET kind = %(settled)s, detail = kind || ': ' || detail
+WHERE kind = ANY (%(kinds)s::text[]) AND at > clock_timestamp() - make_interval(secs => %(window)s) AND NOT ({_IS_OPEN})
+""")
 
 
 def _of_broker(run: Executor, limits: Thresholds, summary: Summary) -> Iterator[Condition]:
@@ -259,6 +271,18 @@ def _incidents(run: Executor, limits: Thresholds) -> Iterator[Condition]:
             name, severity = known
             facts = [{"subject": subject, "newest": newest, "detail": detail} for subject in subjects]
             yield Condition(name, severity, facts, count)
+
+
+def settleable(run: Executor, limits: Thresholds) -> dict[str, int]:
+    """Return the conditions of events that hold now, each with its number of incidents."""
+    return {one.name: one.count for one in _incidents(run, limits) if one.name in SETTLED_BY_OPERATORS}
+
+
+def settle_incidents(run: Executor, limits: Thresholds, names: Iterable[str]) -> int:
+    """Settle the incidents of these conditions, so that the conditions end. Return the number of incidents."""
+    kinds = texts([SETTLED_BY_OPERATORS[name] for name in names])
+    window = limits.window_seconds.warning
+    return run.count(_SETTLE, {"kinds": kinds, "window": window, "settled": str(IncidentKind.SETTLED)})
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, Final
 
 from outbox.broker.database.executor import Executor
 from outbox.broker.log.topics import list_topics
 from outbox.broker.operations.deletion import delete_topic
+from outbox.broker.operations.rules import SETTLED_BY_OPERATORS, settle_incidents, settleable
 from outbox.broker.schema.install import DEFAULT_PATIENCE_SECONDS
 from outbox.contrib.django.actions.declaration import (
     ActionField,
@@ -148,6 +149,8 @@ def _partition(values: Values) -> ActionPlan:
 
 
 def _settle(values: Values) -> ActionPlan:
+    if values["condition"]:
+        return _settle_conditions(list(dict.fromkeys(values["condition"])))
     left = [one for one in found() if not one.is_clean]
     missing = sum(one.missing for one in left)
     return ActionPlan(
@@ -158,6 +161,25 @@ def _settle(values: Values) -> ActionPlan:
         before={"missing": {f"{one.kind.value} {one.subject}": one.missing for one in left}},
         nothing=not left,
         do=lambda: {"settled": settle()},
+    )
+
+
+def _settle_conditions(names: Sequence[str]) -> ActionPlan:
+    limits = get_settings().thresholds
+    with broker_connection() as (connection, schema):
+        held = settleable(Executor(connection, schema), limits)
+
+    def do() -> Mapping[str, Any]:
+        with broker_connection() as (connection, schema):
+            return {"settled": settle_incidents(Executor(connection, schema), limits, names)}
+
+    return ActionPlan(
+        subject=f"conditions {', '.join(names)}",
+        effect=f"End {', '.join(names)}: the incidents of now stay on the page Incidents, and no condition names them. "
+        "A new incident raises the condition again.",
+        before={name: held.get(name, 0) for name in names},
+        nothing=not any(name in held for name in names),
+        do=do,
     )
 
 
@@ -266,9 +288,17 @@ PARTITION: Final = DeclaredAction(
 )
 SETTLE: Final = DeclaredAction(
     name="settle",
-    title="Mark the rows that comparisons report as missing as settled, so that no condition names them",
+    title="Mark the rows that comparisons report as missing, or the incidents of a condition, as settled, so that no "
+    "condition names them",
     command="outbox_audit settle",
-    fields=(),
+    fields=(
+        ActionField(
+            name="condition",
+            many=True,
+            choices=tuple(SETTLED_BY_OPERATORS),
+            help="settle the incidents of this condition instead of missing rows (repeatable)",
+        ),
+    ),
     plan=_settle,
     permission=None,
 )

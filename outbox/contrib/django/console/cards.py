@@ -52,9 +52,9 @@ _STEPS: Final[Mapping[str, str]] = {
     "parked": "Open the transaction: it shows the answers of all checks. Then commit it or roll it back with the "
     "buttons; the plan says what the ledger proves.",
     "contradicted": "Open the transaction, and compare the business row with its history. Check whether two services "
-    "share one producer group.",
+    "share one producer group. Then end the condition in a shell.",
     "checker_disagrees": "Open the transaction, and compare the business row with its history. Fix the look-up "
-    "function.",
+    "function. Then end the condition in a shell.",
     "wrong_ledger": "Point the database alias to the right database. If the ledger is gone, open the transaction and "
     "decide it there without asking the ledger.",
     "lag": "The page of the group shows which queues are behind, and the other conditions of the group. If one of them "

@@ -287,16 +287,23 @@ def _signal(change: Change) -> None:
 
 
 def _reports(changes: Sequence[Change]) -> Iterator[notifications.Report]:
-    """Fold the changes of one condition into one report. Dead letters are reported by their errors only."""
+    """Fold the changes of one condition into one report.
+
+    Dead letters are reported by their errors. Their condition is reported too if it is critical, because an error is a
+    warning.
+    """
     settings = get_settings()
     if settings.notify is None:
         return
     folded: dict[tuple[str, str], list[Change]] = {}
     for change in changes:
-        row = change.row
-        by_condition = row.kind == Kind.CONDITION and row.name != "dead_letters"
-        if (by_condition or row.kind == Kind.ERROR) and _is_reported(row, settings.notify.conditions):
-            folded.setdefault((row.name, "cleared" if change.held is None else "raised"), []).append(change)
+        row, is_over = change.row, change.held is None
+        # Before its end, a critical condition may have become a warning.
+        severity = Severity(max(row.worst, row.severity) if is_over else row.severity)
+        by_condition = row.name != "dead_letters" or severity is Severity.CRITICAL or row.kind == Kind.ERROR
+        is_wanted = _is_reported(row.name, severity, settings.notify.conditions)
+        if row.kind in (Kind.CONDITION, Kind.ERROR) and by_condition and is_wanted:
+            folded.setdefault((row.name, "cleared" if is_over else "raised"), []).append(change)
     for (name, event), of in folded.items():
         worst = Severity(max(change.row.severity for change in of))
         conditions = [change.held.condition for change in of if change.held and change.held.condition]
@@ -311,10 +318,8 @@ def _reports(changes: Sequence[Change]) -> Iterator[notifications.Report]:
         )
 
 
-def _is_reported(row: RaisedCondition, wanted: str | frozenset[str]) -> bool:
-    if isinstance(wanted, str):
-        return bool(row.severity >= Severity[wanted.upper()])
-    return row.name in wanted
+def _is_reported(name: str, severity: Severity, wanted: str | frozenset[str]) -> bool:
+    return severity >= Severity[wanted.upper()] if isinstance(wanted, str) else name in wanted
 
 
 def _fact(change: Change) -> str:

@@ -401,8 +401,8 @@ class DeclaredNotify:
     conditions: str | frozenset[str] = setting(
         "warning",
         Rule('`"warning"`, `"critical"`, or a list of [conditions](reference/conditions.md)', _notified),
-        meaning="the conditions to report: from this severity on, or these names. New dead letters belong to the "
-        "condition `dead_letters`, a warning",
+        meaning="the conditions to report: from this severity on, or these names. New dead letters are a warning; "
+        "`dead_letters` is critical from 1,000 dead letters of a group on",
     )
     page_url: str = setting(
         "", any_text, shown="none", meaning="the URL of the operations page, which each notification shows"
