@@ -1,10 +1,10 @@
 """Continuous reconciliation: a streaming query whose every micro-batch is an incremental run.
 
 A batch reads the sources under its own snapshots and continues from the result in force, as `outbox-reconcile run`
-does. The stream itself contains only moments. A moment is the time up to which a batch judges. `result.json` names the
-query and the batch that wrote it. Spark may repeat a batch after a crash. If the result of a repeated batch is in force
+does. The batch judges the rows up to its own start; the stream only gives it a number. `result.json` names the query
+and the batch that wrote it. Spark may repeat a batch after a crash. If the result of a repeated batch is in force
 already, the batch does not judge again, because a second judgement would count the new findings of the batch as known
-(docs/decisions/054-a-stream-of-moments.md).
+(decision 054).
 """
 
 from __future__ import annotations
@@ -21,13 +21,15 @@ from .common.store import Store
 from .output.result import shown_totals
 from .rules import file as rules_file
 from .run import run
-from .sources.moments import NAME, MomentSource
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
     from pyspark.sql.streaming.query import StreamingQuery
 
 CHECKPOINT: Final = "checkpoint"
+# Spark's own source of one numbered batch per trigger. A source in Python would need a process of its own, and Spark
+# ends the query if this process needs more than ten seconds to start (decision 297).
+_NUMBERED_BATCHES: Final = "rate-micro-batch"
 
 
 class Watch:
@@ -43,14 +45,13 @@ class Watch:
         self._store = Store(options.output, rules_file.load(options.rules).output_mode)
         self._is_lasting = False
         self._failure: Exception | None = None
-        self._reached = datetime.fromtimestamp(0, UTC)
+        self._has_judged = False
 
     def available_now(self) -> dict[str, Any]:
         """Judge all rows up to now, and return the result in force. Raises ReconcileError as `run` does."""
-        end = datetime.now(UTC)
-        # If a batch was killed, the query first repeats that batch up to its old moment and then ends, so a second
-        # query may be needed.
-        while self._reached < end:
+        # If the result of a repeated batch is in force already, the query may end without another batch. Then a second
+        # query judges the rows since that result.
+        while not self._has_judged:
             self._wait(self._start({"availableNow": True}))
         result = self._store.result()
         assert result is not None  # A batch that publishes no result raises an error.
@@ -81,16 +82,15 @@ class Watch:
     def _start(self, trigger: dict[str, Any]) -> StreamingQuery:
         self._store.check_writable()
         self._store.make_folder(CHECKPOINT)
-        self._spark.dataSource.register(MomentSource)
-        moments = self._spark.readStream.format(NAME).load()
-        writer = moments.writeStream.foreachBatch(self._batch).option(
+        batches = self._spark.readStream.format(_NUMBERED_BATCHES).option("rowsPerBatch", 1).load()
+        writer = batches.writeStream.foreachBatch(self._batch).option(
             "checkpointLocation", self._store.spark_path(CHECKPOINT)
         )
         return writer.trigger(**trigger).start()
 
-    def _batch(self, moments: DataFrame, number: int) -> None:
+    def _batch(self, _: DataFrame, number: int) -> None:
         try:
-            self._run_window(moments, number)
+            self._run_window(number)
         except RunIncomplete as error:
             if not self._is_lasting:
                 self._failure = error
@@ -100,17 +100,16 @@ class Watch:
             self._failure = error  # Keep the error, because Spark would return only the error's text.
             raise
 
-    def _run_window(self, moments: DataFrame, number: int) -> None:
-        until = max(datetime.fromisoformat(row["until"]) for row in moments.collect())
+    def _run_window(self, number: int) -> None:
         batch = Batch(self._query_id(), number)
         if batch.is_in(self._store.result()):
             self._progress.say(f"batch {number}: its result is in force already")
-            self._reached = until
             return
+        until = datetime.now(UTC)
         self._progress.say(f"batch {number}: up to {until.isoformat()}")
         options = replace(self._options, batch=batch, no_later_than=until)
         result = run(self._spark, options, self._progress)
-        self._reached = until
+        self._has_judged = True
         self._progress.say(f"batch {number}: {shown_totals(result)}")
 
     def _query_id(self) -> str:

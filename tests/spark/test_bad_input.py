@@ -15,8 +15,9 @@ from spark import cli, run, session
 from spark.common.errors import ReconcileError, RunIncomplete, UsageProblem
 from spark.common.options import RunOptions
 from spark.common.progress import Progress
+from spark.rules import file as rules_file
 from tests.spark.conftest import Reconciler
-from tests.spark.world import Order, World
+from tests.spark.world import RULES, Order, World
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -154,6 +155,28 @@ def test_java_starts_whatever_collector_somebody_has_chosen(chosen: str) -> None
     options = session.java_options(environment, {}).values()
     subprocess.run([home / "bin" / "java", *options, "-version"], env=environment, check=True)
     assert session.java_options({}, {"spark.driver.extraJavaOptions": chosen}) == session.java_options(environment, {})
+
+
+def test_only_a_run_over_small_local_folders_leaves_out_the_second_compiler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = RULES.format(extra="", groups="").replace('schema = "outbox"\n', "")
+    for name in ("APP", "BROKER"):
+        text = text.replace(f'env = "RECONCILE_{name}"', f'kind = "parquet"\npath = "{tmp_path / name}"')
+        (tmp_path / name / "table").mkdir(parents=True)
+    path = tmp_path / "reconcile.toml"
+    path.write_text(text)
+    rules = rules_file.load(path)
+    assert session.is_small(rules)
+    with (tmp_path / "APP" / "table" / "part-0.parquet").open("wb") as file:
+        file.truncate(session.SMALL_BYTES + 1)
+    assert not session.is_small(rules)
+    (tmp_path / "APP").rename(tmp_path / "gone")
+    assert not session.is_small(rules), "a location that is no local folder"
+    (options,) = session.java_options({}, {}, is_small=True).values()
+    assert options == f"{session.COLLECTOR} {session.FIRST_COMPILER}"
+    chosen = {"JAVA_TOOL_OPTIONS": "-XX:-TieredCompilation"}
+    assert list(session.java_options(chosen, {}, is_small=True).values()) == [session.COLLECTOR]
 
 
 @pytest.mark.parametrize(
