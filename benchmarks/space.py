@@ -201,7 +201,12 @@ def remove(application: str, broker: str) -> None:
     from outbox.contrib.django.ledger import pruning
 
     stop, dropped = threading.Event(), 0
-    threading.Thread(target=lambda: (sys.stdin.read(), stop.set()), daemon=True).start()
+
+    def wait() -> None:
+        sys.stdin.read()
+        stop.set()
+
+    threading.Thread(target=wait, daemon=True).start()
     while not stop.wait(PASS_SECONDS):
         _clear(broker)
         counts = pruning.prune_inboxes(older_than=datetime.now(UTC) - timedelta(seconds=KEEP_SECONDS))
