@@ -184,7 +184,8 @@ def sizing_throughput() -> str:
         f"The day is not even: plan for four times the average. A hundred million messages a day are {peak / 4:,.0f}/s "
         f"on average and {peak:,.0f}/s at the peak. By these figures, the peak needs {atomic:.0f} cores on the atomic "
         f"path and {two_phase:.0f} on the two-phase path. The database, the publishing web processes and the workers "
-        f"share these cores."
+        f"share these cores. The numbers of cores are extrapolated from {found.about['cores']}, and one sequencer must "
+        f"keep up with the peak (next section)."
     )
     return f"{_table(['path, with inbox', 'messages/s', 'a day at this rate'], rows)}\n{_wrapped(needed)}"
 
