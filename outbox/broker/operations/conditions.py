@@ -498,8 +498,8 @@ class Thresholds:
         3600,
         _DAY,
         "seconds",
-        "time for which the oldest row of the log, a ledger or an inbox is past its retention time; only the log is ever "
-        "critical",
+        "time for which the oldest row of the log, a ledger or an inbox is past its retention time; only the log is "
+        "ever critical",
     )
     transaction_seconds: Threshold = _limits(300, 3600, "seconds", "age of a transaction that holds back vacuum")
     lock_seconds: Threshold = _limits(5, 60, "seconds", "time for which a session of the broker waits for a lock")
