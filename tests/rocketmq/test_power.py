@@ -98,10 +98,11 @@ def lacking(keys: set[str], cluster: RocketMQCluster, topic: Topic) -> set[str]:
 
 
 def stored(cluster: RocketMQCluster, topic: Topic) -> set[str]:
-    """The keys of the messages that the brokers have."""
+    """The keys and ids of the messages that the brokers have. RocketMQ keeps both in one property, in any order."""
     return {
-        message.properties.get("KEYS", "").split(" ")[0]
+        key
         for admin in cluster.admins
         for queue in range(topic.queue_count)
         for message in read_stored(admin, READER, admin.name(topic.name), 0, queue)
+        for key in message.properties.get("KEYS", "").split(" ")
     }
