@@ -306,7 +306,7 @@ class RocketMQBroker:
         for broker in brokers_of(self.url):
             try:
                 # UnaskedHalves implements only those functions of the broker port that check-back calls.
-                halves = cast(Broker, UnaskedHalves(broker, producer_group, self._as_check))
+                halves = cast(Broker, UnaskedHalves(broker, self._as_check))
                 total += CheckBack(halves, producer_group, checker).run_once(max_batches=1)
             except BrokerError as error:
                 logger.warning("the next pass looks for unanswered checks again: %s", error)

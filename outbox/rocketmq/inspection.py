@@ -20,7 +20,7 @@ from outbox.rocketmq import exhausted
 from outbox.rocketmq.admin import Admin, Stored, end_of_queue, messages_in, read_stored
 from outbox.rocketmq.exhausted import READER
 from outbox.rocketmq.left import CHECKER, HALVES, by_queue, dead_letter_topic
-from outbox.rocketmq.unasked import decided_offsets
+from outbox.rocketmq.unasked import asked_of_group, decided_offsets
 from outbox.rocketmq.wire import asked, from_wire
 
 _QUERY: Final = 12
@@ -235,12 +235,8 @@ def open_halves(brokers: Sequence[Admin], producer_group: str) -> list[OpenHalf]
 
 
 def _half(broker: Admin, stored: Stored, producer_group: str, *, is_given_up: bool = False) -> Iterator[OpenHalf]:
-    try:
-        about = asked(stored)
-    except (ValueError, KeyError, TypeError):
-        # Another program sent this half message.
-        return
-    if about is not None and (about.producer_group, about.namespace) == (producer_group, broker.namespace):
+    about = asked_of_group(stored, broker, producer_group)
+    if about is not None:
         yield OpenHalf(
             transaction_id=about.transaction_id,
             producer_group=about.producer_group,

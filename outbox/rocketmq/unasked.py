@@ -44,14 +44,13 @@ class Undecided:
 
 
 class UnaskedHalves:
-    """The half messages of one producer group on one broker that RocketMQ has checked in vain.
+    """The half messages on one broker that RocketMQ has checked in vain.
 
     The class implements the functions of the broker port that check-back calls.
     """
 
-    def __init__(self, broker: Admin, producer_group: str, as_check: Callable[[CheckProperties, float], Check]) -> None:
+    def __init__(self, broker: Admin, as_check: Callable[[CheckProperties, float], Check]) -> None:
         self._master = broker.master()
-        self._group = producer_group
         self._as_check = as_check
         self._claimed: dict[UUID, list[Undecided]] = {}
 
@@ -77,7 +76,7 @@ class UnaskedHalves:
             if not self._is_taken(newest, answer.decision):
                 # The broker is no master any more, or has no such message. The next pass reads the queue again.
                 return EndStatus.LEFT_TO_CHECK
-            # The broker has published the message. A rollback of another copy only ends the checks of this copy.
+            # The broker has stored the decision. A rollback of another copy only ends the checks of this copy.
             for other in others[:_OTHER_COPIES]:
                 self._is_taken(other, Decision.ROLLBACK)
         return EndStatus.ACCEPTED
@@ -110,12 +109,8 @@ def undecided(broker: Admin, producer_group: str) -> list[Undecided]:
     decided: set[UUID] = set()
     begin = max(broker.stored_offset(CHECKER, HALVES), end_of_queue(broker, HALVES) - _NEWEST_STORED)
     for stored in read_stored(broker, READER, HALVES, begin):
-        try:
-            found = asked(stored)
-        except (ValueError, KeyError, TypeError):
-            # Another program sent this half message.
-            continue
-        if found is None or (found.producer_group, found.namespace) != (producer_group, broker.namespace):
+        found = asked_of_group(stored, broker, producer_group)
+        if found is None:
             continue
         message_id = found.message.message_id
         if stored.offset in offsets_decided:
@@ -124,6 +119,16 @@ def undecided(broker: Admin, producer_group: str) -> list[Undecided]:
             copies.setdefault(message_id, []).append(stored)
             about[message_id] = found
     return [Undecided(stored[::-1], about[one]) for one, stored in copies.items() if one not in decided]
+
+
+def asked_of_group(stored: Stored, broker: Admin, producer_group: str) -> CheckProperties | None:
+    """Return the check data of a half message; None if another group or another program sent the half message."""
+    try:
+        found = asked(stored)
+    except (ValueError, KeyError, TypeError):
+        return None
+    is_of_group = found is not None and (found.producer_group, found.namespace) == (producer_group, broker.namespace)
+    return found if is_of_group else None
 
 
 def decided_offsets(broker: Admin) -> Iterator[int]:
