@@ -141,7 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if given.command == "plan":
             from .output import plan
 
-            for line in plan.lines(given.output, rules_file.load(given.rules), given.limit):
+            for line in plan.lines(given.output, rules_file.load(given.rules, is_connected=False), given.limit):
                 print(line)
             return 0
         commands = {"archive": _archive, "watch": _watch, "run": _run}

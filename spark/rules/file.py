@@ -52,18 +52,23 @@ _BY_BODY: Final = (
 )
 
 
-def load(path: Path, environment: Mapping[str, str] | None = None) -> Rules:
-    """The rules in the file `path`. Raises RulesInvalid with all errors, or UsageProblem if the file does not exist."""
+def load(path: Path, environment: Mapping[str, str] | None = None, *, is_connected: bool = True) -> Rules:
+    """The rules in the file `path`. Raises RulesInvalid with all errors, or UsageProblem if the file does not exist.
+
+    With `is_connected=False`, the caller reads no database, so a variable of `env = …` may be missing.
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageProblem(
             f"the rules file {path} cannot be read: {error}. Give the path of the rules file with --rules."
         ) from error
-    return parse(text, str(path), environment)
+    return parse(text, str(path), environment, is_connected=is_connected)
 
 
-def parse(text: str, path: str = "rules", environment: Mapping[str, str] | None = None) -> Rules:
+def parse(
+    text: str, path: str = "rules", environment: Mapping[str, str] | None = None, *, is_connected: bool = True
+) -> Rules:
     """The rules in `text`. The variables of `env = …` are looked up in `environment` (default: os.environ)."""
     try:
         document = tomllib.loads(text)
@@ -71,7 +76,7 @@ def parse(text: str, path: str = "rules", environment: Mapping[str, str] | None 
         line = re.search(r"line (\d+)", str(error))
         number = line[1] if line else str(text.count("\n") + 1)
         raise RulesInvalid(path, [f"{number}: not valid TOML: {error}. Correct the syntax."]) from error
-    reader = _Reader(lines_by_path(text), os.environ if environment is None else environment)
+    reader = _Reader(lines_by_path(text), os.environ if environment is None else environment, is_connected)
     rules = reader.read(document)
     if reader.problems:
         raise RulesInvalid(path, [f"{line}: {problem}" for line, problem in sorted(reader.problems)])
@@ -80,8 +85,8 @@ def parse(text: str, path: str = "rules", environment: Mapping[str, str] | None 
 
 
 class _Reader:
-    def __init__(self, lines: dict[TomlPath, int], environment: Mapping[str, str]) -> None:
-        self._lines, self._environment = lines, environment
+    def __init__(self, lines: dict[TomlPath, int], environment: Mapping[str, str], is_connected: bool) -> None:
+        self._lines, self._environment, self._is_connected = lines, environment, is_connected
         self.problems: list[tuple[int, str]] = []
         self._events: DeclaredEvents | None = None
 
@@ -235,7 +240,7 @@ class _Reader:
         if given == "service":
             return f"service={value}"
         if given == "env":
-            if value not in self._environment:
+            if self._is_connected and value not in self._environment:
                 table.problem(given, f"the environment variable {value!r} is not set", f"export {value}=postgresql://…")
             return self._environment.get(value, "")
         return value

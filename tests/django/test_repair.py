@@ -13,7 +13,7 @@ import psycopg
 import pytest
 from django.db import connections, transaction
 
-from outbox import Delivery
+from outbox import Delivery, event
 from outbox.broker.sequencer.sequencer import Sequencer
 from outbox.contrib.django import publish, subscriber
 from outbox.contrib.django.database.aliases import alias_conninfo, broker_connection, broker_database
@@ -22,7 +22,9 @@ from outbox.contrib.django.repair.actions import derived_id
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.django.worker.workers import consumer_runtime
 from outbox.errors import PermanentError
+from outbox.events import declaration
 from outbox.utils import faults
+from tests.django import repair_publisher
 from tests.django.processes import process
 from tests.django.repairs import AT, EFFECTS, Repair, finding, lost
 from tests.django.shop.models import Effect, Order
@@ -54,7 +56,9 @@ def sequence() -> None:
 
 def test_a_lost_row_is_published_once_under_its_derived_id(repair: Repair) -> None:
     Order.objects.create(number="7")
-    assert repair.run(lost("7"), apply=False)[0][0] == "would be done"
+    shown = "14 bytes of application/json with the fields number"
+    what = f"publish to 'orders' as {derived_id('orders', '7', AT)}: {shown}"
+    assert repair.run(lost("7"), apply=False) == [("would be done", what)]
     assert stored() == [], "without --apply nothing is done"
     assert repair.recorded() == []
     assert repair.outcomes(lost("7")) == ["done"]
@@ -207,6 +211,24 @@ def test_a_publisher_that_is_not_right_is_refused(repair: Repair, publisher: str
     assert outcome == "refused"
     assert why in detail
     assert stored() == []
+
+
+def test_a_message_of_a_versioned_event_needs_its_type(repair: Repair) -> None:
+    """Subscribers would read a message without a type as version 1 of the event."""
+    Order.objects.create(number="7")
+    with declaration.restored():
+        event("order.lost", version=2, topic="orders")(repair_publisher.OrderPlaced)
+        ((outcome, detail),) = repair.run(lost("7"))
+        assert (outcome, stored()) == ("refused", [])
+        remedy = "Its newest version is 2: return message(OrderPlaced(…), key=…)"
+        assert detail.endswith(f"read as version 1 of the event 'order.lost'. {remedy}")
+        repair.publisher = "orders=tests.django.repair_publisher.typed"
+        ((outcome, detail),) = repair.run(lost("7"), apply=False)
+        assert (outcome, detail.partition(": ")[2]) == (
+            "would be done",
+            "event 'order.lost' version 2, 14 bytes of application/json with the fields number",
+        )
+        assert repair.outcomes(lost("7")) == ["done"]
 
 
 def test_a_key_that_is_no_value_of_its_column_is_refused(repair: Repair) -> None:

@@ -67,7 +67,8 @@ def test_a_broker_that_cannot_be_reached_ends_the_run(repair: Repair) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", r"plan\.jsonl:1: not a line of a plan"),
+        ("", r"plan\.jsonl is empty, so `outbox-reconcile plan` has failed"),
+        ("{", r"plan\.jsonl:1: not a line of a plan"),
         ('{"plan": 1}', "a plan of version 1.*Make the plan again"),
         ('{"plan": 2, "run": "r", "rules": {}}\n{"step": 1}', r"plan\.jsonl:2: not a line"),
     ],

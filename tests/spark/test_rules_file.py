@@ -136,6 +136,13 @@ def test_two_groups_of_one_name() -> None:
     assert parse(text) == [f"{text[:second].count(chr(10)) + 1}: rule.0.group: two are called 'logistics'; rename one."]
 
 
+def test_a_plan_needs_no_variable_of_a_database(tmp_path: Path) -> None:
+    """A plan is made from the result alone."""
+    path = tmp_path / "reconcile.toml"
+    path.write_text(TEXT)
+    assert rules_file.load(path, {}, is_connected=False).databases["app"].location == ""
+
+
 def test_all_errors_are_reported_at_once_in_order_of_lines() -> None:
     text = TEXT.replace('grace = "30s"', "grace = 1").replace("version = 1", "version = 0").replace("title", "titel")
     lines = [int(problem.split(":")[0]) for problem in parse(text)]

@@ -27,6 +27,7 @@ from outbox.contrib.django.publishing.publish import lock_keys
 from outbox.contrib.django.repair import evidence
 from outbox.contrib.django.repair.plan import RepairAction, RepairStep, RuleSource
 from outbox.errors import OutboxError, UsageError
+from outbox.events.declaration import EVENT_HEADER, VERSION_HEADER, events
 from outbox.message import Message
 from outbox.transaction import Decision, EndStatus
 from outbox.utils.faults import point
@@ -138,7 +139,8 @@ def _publish(step: RepairStep, means: PublishSources, dry_run: bool) -> Result:
         message_id = derived_id(step.rule, step.key, step.row_at)
         message = _built(publisher, row, step, source, message_id)
         if dry_run:
-            return Result(StepOutcome.WOULD_BE_DONE, f"publish to {source.topic!r} as {message_id}", before)
+            what = f"publish to {source.topic!r} as {message_id}: {_described(message)}"
+            return Result(StepOutcome.WOULD_BE_DONE, what, before)
         get_broker().send([message], committed=True)
         point("repair.after_effect")
         return Result(StepOutcome.DONE, f"published as {message_id}", before, {str(message_id): "committed"})
@@ -213,7 +215,33 @@ def _built(
             f"the publisher made a message for topic {message.topic!r}, key {message.key!r}, tag {message.tag!r}, "
             "which is not the missing message: correct the publisher"
         )
+    _refuse_without_version(message)
     return replace(message, message_id=message_id)
+
+
+def _refuse_without_version(message: Message) -> None:
+    """Raise Refusal if subscribers would read the message as version 1 of an event that has a newer version."""
+    newest = max((one for one in events() if one.topic == message.topic), key=lambda one: one.version, default=None)
+    if newest is None or newest.version == 1 or EVENT_HEADER in message.headers:
+        return
+    kind = newest.kind.__qualname__
+    raise Refusal(
+        f"the publisher made a message without a type, which subscribers read as version 1 of the event "
+        f"{newest.name!r}. Its newest version is {newest.version}: return message({kind}(…), key=…)"
+    )
+
+
+def _described(message: Message) -> str:
+    """Describe the message without the values of its body, which a reader of the result may not be allowed to see."""
+    size = f"{len(message.body)} bytes of {message.content_type}"
+    version = message.headers.get(VERSION_HEADER)
+    typed = "" if version is None else f"event {message.headers.get(EVENT_HEADER)!r} version {version}, "
+    try:
+        body = json.loads(message.body)
+    except ValueError:
+        body = None
+    fields = f" with the fields {', '.join(sorted(body))}" if isinstance(body, dict) and body else ""
+    return f"{typed}{size}{fields}"
 
 
 # -- DEAD: the message is replayed ------------------------------------------------------------------------

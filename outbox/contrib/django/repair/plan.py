@@ -88,6 +88,11 @@ def read(path: Path) -> RepairPlan:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"the plan {path} cannot be read: {error}. `outbox-reconcile plan` prints one.") from error
+    if not text.strip():
+        raise UsageError(
+            f"the plan {path} is empty, so `outbox-reconcile plan` has failed. Run that command again, and read its "
+            "error."
+        )
     number = 1
     try:
         lines = text.split("\n")
