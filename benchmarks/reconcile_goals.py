@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import harness
-from benchmarks.reconcile_run import Measured, job, prepare_parquet, prepare_postgres
+from benchmarks.reconcile_run import TITLES, Measured, job, prepare_parquet, prepare_postgres
 
 THREE_RULES = 3
 Seconds = Callable[[str], list[float]]
@@ -66,6 +66,17 @@ SMALL = (
     ),
     Goal("all messages have one key, against a key each", "hot", 1.3, "even"),
 )
+JOBS = TITLES | {
+    "command-checksum": "whole command, two PostgreSQL databases, checksums are equal",
+    "command-parquet": "whole command, from Parquet",
+    "command-three": f"whole command with {THREE_RULES} rules, from Parquet",
+    "even": "scan of a key per message, from Parquet",
+}
+# What a whole command is compared with: the least programs that start Spark.
+BESIDE = {
+    "program-nothing": "program by hand: starts Spark, runs a job over one row, ends",
+    "program-join": "program by hand: starts Spark, joins the same Parquet files, ends",
+}
 
 
 def main() -> None:
@@ -77,19 +88,25 @@ def main() -> None:
     given = parser.parse_args()
     for rows, goals in ((given.small, SMALL), (given.pairs, LARGE)):
         if rows:
-            jobs = measured(rows, goals, given.master, given.repeats)
+            beside = BESIDE if goals is SMALL else {}
+            jobs = measured(rows, goals, given.master, given.repeats, beside)
             print_all(f"{rows:,} pairs, {given.master}, {given.repeats} rounds", rows, goals, jobs)
 
 
-def measured(rows: int, goals: tuple[Goal, ...], master: str, repeats: int) -> dict[str, Measured]:
-    """Prepare the data, and run all jobs in rounds, so that what changes on the machine meets all of them."""
-    names = list(dict.fromkeys(name for goal in goals for name in (goal.of, goal.beside) if name))
+def measured(
+    rows: int, goals: tuple[Goal, ...], master: str, repeats: int, beside: Mapping[str, str]
+) -> dict[str, Measured]:
+    """Prepare the data, and run all jobs in rounds, so that what changes on the machine meets all of them.
+
+    `beside` has the titles of further jobs, which no goal names.
+    """
+    titles = {name: JOBS[name] for goal in goals for name in (goal.of, goal.beside) if name} | beside
     with tempfile.TemporaryDirectory(prefix="outbox-bench-") as name, harness.server() as url:
         folder = Path(name)
         prepare_parquet(folder, rows, master)
         prepare_postgres(folder, url, rows)
         three_rules(folder)
-        jobs = {name: Measured(name, job(name, folder, rows, master)) for name in names}
+        jobs = {name: Measured(title, job(name, folder, rows, master)) for name, title in titles.items()}
         for number in range(repeats):
             for each in jobs.values():
                 each.run()

@@ -62,6 +62,16 @@ def command(folder: Path, name: str, master: str) -> None:
     subprocess.run([sys.executable, "-m", "spark", "run", *options], check=True, stdout=subprocess.DEVNULL)
 
 
+def program(folder: Path, master: str, *, joins: bool) -> None:
+    """A whole program by hand: the start of Python and of Spark, then the plain join or a job over one row."""
+    spark = session.start(master, is_small=True)
+    if joins:
+        plain_join(spark, folder)
+    else:
+        spark.range(1).collect()
+    spark.stop()
+
+
 def keys(spark: Any, folder: Path, rows: int, *, is_hot: bool) -> None:
     """Gather and classify all keys. If `is_hot`, all messages have the key of one order."""
     rule = rules_file.load(folder / "parquet.toml").rules[0]
@@ -117,6 +127,15 @@ def main(name: str, folder: Path, rows: int, master: str) -> None:
     if kind == "command":
         started = time.perf_counter()
         command(folder, rules, master)
+        print(json.dumps({"seconds": time.perf_counter() - started}))
+        return
+    if kind == "inner":
+        program(folder, master, joins=rules == "join")
+        return
+    if kind == "program":
+        started = time.perf_counter()
+        inner = [sys.executable, "-m", "benchmarks.reconcile_jobs", f"inner-{rules}", str(folder), str(rows), master]
+        subprocess.run(inner, check=True)
         print(json.dumps({"seconds": time.perf_counter() - started}))
         return
     spark = session.start(master)
