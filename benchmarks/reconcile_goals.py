@@ -100,7 +100,8 @@ def measured(
 
     `beside` has the titles of further jobs, which no goal names.
     """
-    titles = {name: JOBS[name] for goal in goals for name in (goal.of, goal.beside) if name} | beside
+    titles = {name: JOBS[name] for goal in goals for name in (goal.of, goal.beside) if name}
+    titles |= beside
     with tempfile.TemporaryDirectory(prefix="outbox-bench-") as name, harness.server() as url:
         folder = Path(name)
         prepare_parquet(folder, rows, master)
