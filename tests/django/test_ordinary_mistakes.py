@@ -11,6 +11,8 @@ from django.db import DatabaseError, connections, transaction
 from django.test.utils import CaptureQueriesContext
 
 from outbox import Delivery
+from outbox.broker.fastpath import switch
+from outbox.broker.fastpath.direct import UUID_, TypedStatement
 from outbox.contrib.django import publish, run_check_back, subscriber, transactional_message
 from outbox.contrib.django.ledger import ledger
 from outbox.errors import OutboxError, PermanentError, TransactionUsageError
@@ -208,14 +210,40 @@ def test_without_a_ledger_there_is_only_a_hint(outbox_settings: Callable[..., No
 
 def test_a_row_that_was_read_on_a_replica_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The statement asks where it is: a server in recovery says nothing."""
-    assert "NOT pg_is_in_recovery()" in ledger._COMMITTED_POSTGRESQL
+    one, several = ledger._COMMITTED_ONE, ledger._COMMITTED_POSTGRESQL
+    assert "NOT pg_is_in_recovery()" in one and "NOT pg_is_in_recovery()" in several
+    typed = TypedStatement(one.replace("%s", "$1").replace("NOT pg_is_in_recovery()", "false"), (UUID_,), (UUID_,))
     with transaction.atomic():
         publish("orders", {}, key="k")
-        monkeypatch.setattr(
-            ledger, "_COMMITTED_POSTGRESQL", ledger._COMMITTED_POSTGRESQL.replace("NOT pg_is_in_recovery()", "false")
-        )
-    assert decisions() == {"k": None}
-    assert run_check_back().committed == 1
+        monkeypatch.setattr(ledger, "_COMMITTED_ONE", one.replace("NOT pg_is_in_recovery()", "false"))
+        monkeypatch.setattr(ledger, "_COMMITTED_ONE_TYPED", typed)
+    with transaction.atomic():
+        publish("orders", {}, key="a")
+        publish("orders", {}, key="b")
+        monkeypatch.setattr(ledger, "_COMMITTED_POSTGRESQL", several.replace("NOT pg_is_in_recovery()", "false"))
+    assert decisions() == {"k": None, "a": None, "b": None}
+    assert run_check_back().committed == 3
+
+
+def test_the_look_up_after_a_commit_is_prepared_until_the_application_deallocates_it() -> None:
+    connection = connections["default"]
+
+    def prepared() -> int:
+        with connection.cursor() as cursor:
+            cursor.execute("SELECT count(*) FROM pg_prepared_statements WHERE statement LIKE '%outbox_ledger%'")
+            return int(cursor.fetchone()[0])
+
+    for key in ("a", "b"):
+        with transaction.atomic():
+            publish("orders", {}, key=key)
+    assert prepared() == (1 if switch.enabled else 0)
+    with connection.cursor() as cursor:
+        cursor.execute("DEALLOCATE ALL")
+    for key in ("c", "d"):
+        with transaction.atomic():
+            publish("orders", {}, key=key)
+    assert prepared() == 0, "an application that deallocates it may do so again"
+    assert decisions() == dict.fromkeys("abcd", "C")
 
 
 def test_all_that_a_block_published_is_looked_up_at_once() -> None:

@@ -36,6 +36,8 @@ _KEPT: Final = "_outbox_cursor"
 # The name under which a connection keeps the names of its prepared statements, by the statement's text. The value is
 # None after a prepared statement was missing: the connection then prepares nothing more.
 _PREPARED: Final = "_outbox_prepared"
+# The name under which a connection of the application keeps whether it leads straight to its server.
+_DIRECT: Final = "_outbox_direct"
 _EPOCH: Final = datetime(2000, 1, 1, tzinfo=UTC)
 _MICROSECOND: Final = timedelta(microseconds=1)
 _ENCODING: Final = b"UTF8"
@@ -113,6 +115,43 @@ def first_row(run: Executor, statement: TypedStatement, values: Sequence[Any]) -
     return _by_cursor(connection, statement.on(run.schema), values)
 
 
+def note_backend(connection: object, pid: int) -> None:
+    """Note the id of the server process that has executed a statement of the application's connection.
+
+    A pooler reports another id to the client, and may use another session for the next transaction.
+    """
+    if isinstance(connection, psycopg.Connection):
+        vars(connection)[_DIRECT] = pid == connection.pgconn.backend_pid
+
+
+def may_prepare(connection: Connection) -> bool:
+    """Whether a statement of this module may be prepared now. The caller has checked that `can_send` is true.
+
+    Prepared statements are used only on a connection without a pooler, and outside of a transaction, because the error
+    of a missing prepared statement would abort the transaction. psycopg, too, may deallocate all prepared statements of
+    a connection, after a ROLLBACK, if it prepares statements itself.
+    """
+    if connection.pgconn.transaction_status != _IDLE:
+        return False
+    kept = vars(connection)
+    if isinstance(connection, BrokerConnection):
+        is_direct = connection.is_direct
+    else:
+        is_direct = connection.prepare_threshold is None and kept.get(_DIRECT, False)
+    return is_direct and kept.setdefault(_PREPARED, {}) is not None
+
+
+def typed_rows(connection: Connection, statement: TypedStatement, values: Sequence[Any], text: bytes) -> list[Row]:
+    """Execute one statement, prepared if `may_prepare` is true, and return its rows.
+
+    The caller has checked that `can_send` is true. Raises TypeError for a value of another type, and psycopg.Error.
+    """
+    dumped = statement.dumped(values)
+    if dumped is None:
+        raise TypeError(f"the values {values!r} do not have the types of the statement")
+    return _rows(connection, statement, dumped, text)
+
+
 def simple_rows(connection: Connection, text: bytes, columns: Sequence[Type]) -> list[Row]:
     """Execute one statement without parameters by the simple query protocol, and return its rows.
 
@@ -140,20 +179,11 @@ def can_send(connection: Connection) -> bool:
 
 
 def _rows(connection: Connection, statement: TypedStatement, values: list[bytes | None], text: bytes) -> list[Row]:
-    kept = vars(connection)
-    # Prepared statements are used only on a direct connection of the broker, and outside of a transaction, because the
-    # error of a missing prepared statement would abort the transaction. psycopg, too, may deallocate all prepared
-    # statements of a connection, after a ROLLBACK.
-    if (
-        isinstance(connection, BrokerConnection)
-        and connection.is_direct
-        and connection.pgconn.transaction_status == _IDLE
-        and kept.setdefault(_PREPARED, {}) is not None
-    ):
+    if may_prepare(connection):
         try:
             return _executed(connection, statement, values, text, prepare=True)
         except InvalidSqlStatementName:
-            kept[_PREPARED] = None
+            vars(connection)[_PREPARED] = None
     return _executed(connection, statement, values, text, prepare=False)
 
 

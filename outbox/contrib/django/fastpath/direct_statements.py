@@ -9,13 +9,16 @@ See decision 201.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 from uuid import UUID
 
 from django.db.backends.base.base import BaseDatabaseWrapper
 from psycopg import Connection
 
-from outbox.broker.fastpath.direct import Row, Type, can_send, simple_rows
+from outbox.broker.fastpath.direct import Row, Type, TypedStatement, can_send, may_prepare, simple_rows, typed_rows
+
+# The statements of this module name no schema.
+_NO_SCHEMA: Final = "public"
 
 
 def rows_of(
@@ -24,10 +27,12 @@ def rows_of(
     sql: str,
     ids: UUID | list[UUID],
     columns: Sequence[Type],
+    typed: TypedStatement | None = None,
 ) -> list[Row]:
     """Execute a statement whose only parameter (`%s`) is an id or a list of ids on PostgreSQL, and return its rows.
 
-    `watch` is the execute wrapper of this package on the connection; it sees the statement.
+    `watch` is the execute wrapper of this package on the connection; it sees the statement. `typed` is the same
+    statement with `$1`, which is executed instead where it may be prepared.
     Raises the errors of a cursor of Django.
     """
     raw = connection.connection
@@ -47,6 +52,8 @@ def rows_of(
     def execute(*_: Any) -> list[Row]:
         connection.validate_no_broken_transaction()
         with connection.wrap_database_errors:
+            if typed is not None and may_prepare(raw):
+                return typed_rows(raw, typed, [ids], typed.on(_NO_SCHEMA))
             return simple_rows(raw, sql.replace("%s", constant).encode(), columns)
 
     connection.validate_thread_sharing()

@@ -17,7 +17,7 @@ from uuid import UUID
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.utils import DatabaseError
 
-from outbox.broker.fastpath.direct import OID, TEXT, UUID_
+from outbox.broker.fastpath.direct import INTEGER, OID, TEXT, UUID_, TypedStatement, note_backend
 from outbox.contrib.django.database import deadline
 from outbox.contrib.django.database.columns import read_uuid, stored_uuid
 from outbox.contrib.django.database.transactions import watch_of
@@ -62,7 +62,7 @@ _INSERT_COMMITTED_MARIADB: Final = f"{_INSERT_COMMITTED} RETURNING ({_SELECT_LED
 # This is one statement, so that the same search path finds the row's table and the identity's table.
 _INSERT_COMMITTED_POSTGRESQL: Final = """
 INSERT INTO outbox_ledger (transaction_id, state) VALUES (%s, 'C')
-RETURNING pg_current_xact_id()::text, (SELECT ledger_id FROM outbox_ledger_identity), tableoid
+RETURNING pg_current_xact_id()::text, (SELECT ledger_id FROM outbox_ledger_identity), tableoid, pg_backend_pid()
 """
 
 
@@ -72,10 +72,11 @@ def insert_committed(connection: BaseDatabaseWrapper, transaction_id: UUID) -> L
     Raises IntegrityError if the ledger has a tombstone of the transaction.
     """
     if connection.vendor == "postgresql":
-        [row] = rows_of(
-            connection, watch_of(connection), _INSERT_COMMITTED_POSTGRESQL, transaction_id, (TEXT, UUID_, OID)
-        )
-        return LedgerWrite(*row)
+        columns = (TEXT, UUID_, OID, INTEGER)
+        [row] = rows_of(connection, watch_of(connection), _INSERT_COMMITTED_POSTGRESQL, transaction_id, columns)
+        *place, pid = row
+        note_backend(connection.connection, pid)
+        return LedgerWrite(*place)
     with connection.cursor() as cursor:
         if connection.vendor == "mysql":
             cursor.execute(_INSERT_COMMITTED_MARIADB, [stored_uuid(connection, transaction_id)])
@@ -102,6 +103,12 @@ _COMMITTED_POSTGRESQL: Final = """
 SELECT transaction_id FROM outbox_ledger
 WHERE transaction_id = ANY (%s) AND state = 'C' AND NOT pg_is_in_recovery()
 """
+_COMMITTED_ONE: Final = """
+SELECT transaction_id FROM outbox_ledger
+WHERE transaction_id = %s AND state = 'C' AND NOT pg_is_in_recovery()
+"""
+# Planning this look-up takes the server longer than executing it. So it is prepared where that is safe.
+_COMMITTED_ONE_TYPED: Final = TypedStatement(_COMMITTED_ONE.replace("%s", "$1"), (UUID_,), (UUID_,))
 
 
 def committed(connection: BaseDatabaseWrapper, transaction_ids: Sequence[UUID]) -> set[UUID]:
@@ -112,10 +119,12 @@ def committed(connection: BaseDatabaseWrapper, transaction_ids: Sequence[UUID]) 
     """
     if connection.vendor != "postgresql":
         return {value for value, state in states(connection, transaction_ids).items() if state == COMMITTED}
-    return {
-        row[0]
-        for row in rows_of(connection, watch_of(connection), _COMMITTED_POSTGRESQL, list(transaction_ids), (UUID_,))
-    }
+    watch = watch_of(connection)
+    if len(transaction_ids) == 1:
+        rows = rows_of(connection, watch, _COMMITTED_ONE, transaction_ids[0], (UUID_,), _COMMITTED_ONE_TYPED)
+    else:
+        rows = rows_of(connection, watch, _COMMITTED_POSTGRESQL, list(transaction_ids), (UUID_,))
+    return {row[0] for row in rows}
 
 
 # The statement returns true in two cases: the whole transaction was aborted, or the transaction is still open and the
