@@ -26,6 +26,7 @@ from outbox.contrib.django.operations.installation import install_broker
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.django.subscribers import registry
 from outbox.contrib.django.subscribers.scheduled import forget_scheduled
+from outbox.events import declaration
 from tests.mariadb import NOT_ON_MARIADB, PrivateMariaDB
 
 
@@ -201,6 +202,14 @@ def no_subscribers() -> Iterator[None]:
     yield
     registry.unregister_all()
     forget_scheduled()
+
+
+@pytest.fixture
+def no_events() -> Iterator[None]:
+    """The events that other test modules declare are unknown during a test."""
+    with declaration.restored():
+        declaration.forget()
+        yield
 
 
 __all__ = ["configured"]

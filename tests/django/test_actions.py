@@ -48,7 +48,7 @@ from tests.django.shop.models import Order
 from tests.django.state import rolled_back
 from tests.django.support import sequence, undivide_inboxes
 
-pytestmark = pytest.mark.usefixtures("databases", "no_subscribers")
+pytestmark = pytest.mark.usefixtures("databases", "no_subscribers", "no_events")
 
 Given = Mapping[str, str | list[str]]
 Case = tuple[Callable[[World], Given], Callable[[World], Any]]

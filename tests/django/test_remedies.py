@@ -22,7 +22,11 @@ from tests.django.shop.models import Effect, Order
 from tests.django.state import stored
 from tests.django.test_repair import consume, park, subscribe, undecided
 
-pytestmark = [pytest.mark.usefixtures("databases", "no_subscribers"), pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.usefixtures("databases", "no_subscribers", "no_events"),
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+]
 ROOT = Path(__file__).resolve().parent.parent.parent
 RULES = """
 version = 1

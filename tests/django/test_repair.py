@@ -31,7 +31,7 @@ from tests.django.shop.models import Effect, Order
 from tests.django.state import rolled_back, stored
 from tests.support import eventually
 
-pytestmark = [pytest.mark.usefixtures("databases", "no_subscribers"), pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.usefixtures("databases", "no_subscribers", "no_events"), pytest.mark.timeout(180)]
 
 STEPS = [point for point in faults.POINTS if point.startswith("repair.")]
 
@@ -221,7 +221,7 @@ def test_a_message_of_a_versioned_event_needs_its_type(repair: Repair) -> None:
         ((outcome, detail),) = repair.run(lost("7"))
         assert (outcome, stored()) == ("refused", [])
         remedy = "Its newest version is 2: return message(OrderPlaced(…), key=…)"
-        assert detail.endswith(f"read as version 1 of the event 'order.lost'. {remedy}")
+        assert f"read as version 1 of the event 'order.lost'. {remedy}" in detail
         repair.publisher = "orders=tests.django.repair_publisher.typed"
         ((outcome, detail),) = repair.run(lost("7"), apply=False)
         assert (outcome, detail.partition(": ")[2]) == (

@@ -15,7 +15,7 @@ from tests.django.repairs import Repair, finding, lost
 from tests.django.shop.models import Order
 from tests.django.state import stored
 
-pytestmark = [pytest.mark.usefixtures("databases", "no_subscribers"), pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.usefixtures("databases", "no_subscribers", "no_events"), pytest.mark.timeout(180)]
 
 
 @pytest.fixture

@@ -227,7 +227,8 @@ def _refuse_without_version(message: Message) -> None:
     kind = newest.kind.__qualname__
     raise Refusal(
         f"the publisher made a message without a type, which subscribers read as version 1 of the event "
-        f"{newest.name!r}. Its newest version is {newest.version}: return message({kind}(…), key=…)"
+        f"{newest.name!r}. Its newest version is {newest.version}: return message({kind}(…), key=…). If the body is of "
+        f"version 1, pass the headers {EVENT_HEADER!r} and {VERSION_HEADER!r}"
     )
 
 
