@@ -203,6 +203,7 @@ BEFORE, LOST, AFTER = range(5), range(5, 12), range(12, 20)
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.usefixtures("no_events")
 @pytest.mark.parametrize("cell", [_parameter(one) for one in CELLS], indirect=True)
 def test_nothing_is_lost_without_a_condition_that_names_it(cell: Cell, tmp_path: Path) -> None:
     cell.start_workers()
