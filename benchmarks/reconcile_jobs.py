@@ -123,19 +123,17 @@ def main(name: str, folder: Path, rows: int, master: str) -> None:
         floor(floors[name], folder)
         print(json.dumps({"seconds": time.perf_counter() - started}))
         return
-    kind, _, rules = name.partition("-")
-    if kind == "command":
-        started = time.perf_counter()
-        command(folder, rules, master)
-        print(json.dumps({"seconds": time.perf_counter() - started}))
-        return
+    kind, _, what = name.partition("-")
     if kind == "inner":
-        program(folder, master, joins=rules == "join")
+        program(folder, master, joins=what == "join")
         return
-    if kind == "program":
+    if kind in ("command", "program"):
         started = time.perf_counter()
-        inner = [sys.executable, "-m", "benchmarks.reconcile_jobs", f"inner-{rules}", str(folder), str(rows), master]
-        subprocess.run(inner, check=True)
+        if kind == "command":
+            command(folder, what, master)
+        else:
+            inner = [sys.executable, "-m", "benchmarks.reconcile_jobs", f"inner-{what}", str(folder), str(rows), master]
+            subprocess.run(inner, check=True)
         print(json.dumps({"seconds": time.perf_counter() - started}))
         return
     spark = session.start(master)

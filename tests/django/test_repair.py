@@ -22,7 +22,6 @@ from outbox.contrib.django.repair.actions import derived_id
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.django.worker.workers import consumer_runtime
 from outbox.errors import PermanentError
-from outbox.events import declaration
 from outbox.utils import faults
 from tests.django import repair_publisher
 from tests.django.processes import process
@@ -216,19 +215,18 @@ def test_a_publisher_that_is_not_right_is_refused(repair: Repair, publisher: str
 def test_a_message_of_a_versioned_event_needs_its_type(repair: Repair) -> None:
     """Subscribers would read a message without a type as version 1 of the event."""
     Order.objects.create(number="7")
-    with declaration.restored():
-        event("order.lost", version=2, topic="orders")(repair_publisher.OrderPlaced)
-        ((outcome, detail),) = repair.run(lost("7"))
-        assert (outcome, stored()) == ("refused", [])
-        remedy = "Its newest version is 2: return message(OrderPlaced(…), key=…)"
-        assert f"read as version 1 of the event 'order.lost'. {remedy}" in detail
-        repair.publisher = "orders=tests.django.repair_publisher.typed"
-        ((outcome, detail),) = repair.run(lost("7"), apply=False)
-        assert (outcome, detail.partition(": ")[2]) == (
-            "would be done",
-            "event 'order.lost' version 2, 14 bytes of application/json with the fields number",
-        )
-        assert repair.outcomes(lost("7")) == ["done"]
+    event("order.lost", version=2, topic="orders")(repair_publisher.OrderPlaced)
+    ((outcome, detail),) = repair.run(lost("7"))
+    assert (outcome, stored()) == ("refused", [])
+    remedy = "Its newest version is 2: return message(OrderPlaced(…), key=…)"
+    assert f"read as version 1 of the event 'order.lost'. {remedy}" in detail
+    repair.publisher = "orders=tests.django.repair_publisher.typed"
+    ((outcome, detail),) = repair.run(lost("7"), apply=False)
+    assert (outcome, detail.partition(": ")[2]) == (
+        "would be done",
+        "event 'order.lost' version 2, 14 bytes of application/json with the fields number",
+    )
+    assert repair.outcomes(lost("7")) == ["done"]
 
 
 def test_a_key_that_is_no_value_of_its_column_is_refused(repair: Repair) -> None:

@@ -8,14 +8,24 @@ See decision 201.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Final
+import functools
+from collections.abc import Callable
+from typing import Any, Final, LiteralString
 from uuid import UUID
 
 from django.db.backends.base.base import BaseDatabaseWrapper
 from psycopg import Connection
 
-from outbox.broker.fastpath.direct import Row, Type, TypedStatement, can_send, may_prepare, simple_rows, typed_rows
+from outbox.broker.fastpath.direct import (
+    UUID_,
+    Row,
+    Type,
+    TypedStatement,
+    can_send,
+    may_prepare,
+    simple_rows,
+    typed_rows,
+)
 
 # The statements of this module name no schema.
 _NO_SCHEMA: Final = "public"
@@ -24,15 +34,14 @@ _NO_SCHEMA: Final = "public"
 def rows_of(
     connection: BaseDatabaseWrapper,
     watch: Callable[..., Any],
-    sql: str,
+    sql: LiteralString,
     ids: UUID | list[UUID],
-    columns: Sequence[Type],
-    typed: TypedStatement | None = None,
+    columns: tuple[Type, ...],
 ) -> list[Row]:
     """Execute a statement whose only parameter (`%s`) is an id or a list of ids on PostgreSQL, and return its rows.
 
-    `watch` is the execute wrapper of this package on the connection; it sees the statement. `typed` is the same
-    statement with `$1`, which is executed instead where it may be prepared.
+    `watch` is the execute wrapper of this package on the connection; it sees the statement. A statement with one id is
+    prepared where that is safe, because planning it takes the server longer than executing it.
     Raises the errors of a cursor of Django.
     """
     raw = connection.connection
@@ -52,10 +61,16 @@ def rows_of(
     def execute(*_: Any) -> list[Row]:
         connection.validate_no_broken_transaction()
         with connection.wrap_database_errors:
-            if typed is not None and may_prepare(raw):
+            if isinstance(ids, UUID) and may_prepare(raw):
+                typed = _typed(sql, columns)
                 return typed_rows(raw, typed, [ids], typed.on(_NO_SCHEMA))
             return simple_rows(raw, sql.replace("%s", constant).encode(), columns)
 
     connection.validate_thread_sharing()
     rows: list[Row] = watch(execute, sql, [ids], False, {})
     return rows
+
+
+@functools.cache
+def _typed(sql: LiteralString, columns: tuple[Type, ...]) -> TypedStatement:
+    return TypedStatement(sql.replace("%s", "$1"), (UUID_,), columns)

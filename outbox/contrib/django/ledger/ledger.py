@@ -17,7 +17,7 @@ from uuid import UUID
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.utils import DatabaseError
 
-from outbox.broker.fastpath.direct import INTEGER, OID, TEXT, UUID_, TypedStatement, note_backend
+from outbox.broker.fastpath.direct import INTEGER, OID, TEXT, UUID_, note_backend
 from outbox.contrib.django.database import deadline
 from outbox.contrib.django.database.columns import read_uuid, stored_uuid
 from outbox.contrib.django.database.transactions import watch_of
@@ -107,8 +107,6 @@ _COMMITTED_ONE: Final = """
 SELECT transaction_id FROM outbox_ledger
 WHERE transaction_id = %s AND state = 'C' AND NOT pg_is_in_recovery()
 """
-# Planning this look-up takes the server longer than executing it. So it is prepared where that is safe.
-_COMMITTED_ONE_TYPED: Final = TypedStatement(_COMMITTED_ONE.replace("%s", "$1"), (UUID_,), (UUID_,))
 
 
 def committed(connection: BaseDatabaseWrapper, transaction_ids: Sequence[UUID]) -> set[UUID]:
@@ -121,7 +119,7 @@ def committed(connection: BaseDatabaseWrapper, transaction_ids: Sequence[UUID]) 
         return {value for value, state in states(connection, transaction_ids).items() if state == COMMITTED}
     watch = watch_of(connection)
     if len(transaction_ids) == 1:
-        rows = rows_of(connection, watch, _COMMITTED_ONE, transaction_ids[0], (UUID_,), _COMMITTED_ONE_TYPED)
+        rows = rows_of(connection, watch, _COMMITTED_ONE, transaction_ids[0], (UUID_,))
     else:
         rows = rows_of(connection, watch, _COMMITTED_POSTGRESQL, list(transaction_ids), (UUID_,))
     return {row[0] for row in rows}
