@@ -41,11 +41,18 @@ logger = logging.getLogger(__name__)
 # worker leads.
 _REST: Final = Backoff(first_seconds=1.0, longest_seconds=30.0, healthy_seconds=10.0)
 
-# The leader measures the rate of messages over this time (seconds). From the first rate on (messages per second), the
-# leader waits between ticks. From the second rate on, it waits for `pace_seconds`.
+# The leader measures the rate of messages over this time (seconds).
 _LOAD_SECONDS: Final = 0.1
-_LOAD_BEGINS: Final = 500.0
-_LOAD_IS_FULL: Final = 1000.0
+# The weight of the newest tick in the mean time of a tick.
+_NEWEST: Final = 0.2
+# How many messages arrive in the time of one tick. From the first number on, the leader waits between ticks. From the
+# second number on, it waits for the whole pause.
+_LOAD_BEGINS: Final = 1.0
+_LOAD_IS_FULL: Final = 1.5
+# The whole pause is the time of this number of ticks, but at most the time in which this number of messages arrives. In
+# a tick of so many messages, a message costs nearly as little as in a larger tick.
+_PAUSE_TICKS: Final = 5
+_ENOUGH_MESSAGES: Final = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +66,7 @@ class LeaderSettings:
 
     lease_term_seconds: float = DEFAULT_TERM_SECONDS
     poll_seconds: float = 1.0
-    pace_seconds: float = 0.005
+    pace_seconds: float = 0.02
     maintenance_seconds: float = 30.0
     summary_seconds: float = COUNT_SECONDS
     check: CheckSettings = field(default_factory=CheckSettings)
@@ -134,9 +141,10 @@ class Leader:
         if not counts.collided:
             self.note.worked()
         self._look_at = now if counts.more else now + self._idle_seconds(counts)
-        pause = self._load.share(max(counts.decisions, counts.appended), now) * self._settings.pace_seconds
+        ended = time.monotonic()
+        pause = self._load.pause_seconds(max(counts.decisions, counts.appended), now, ended - now)
         if pause and counts.decisions > 1 and not counts.more and announcements.pending(self._decided_channel):
-            self._decided, self._gathers_until = True, now + pause
+            self._decided, self._gathers_until = True, ended + min(pause, self._settings.pace_seconds)
         return counts.appended > 0
 
     def wait_seconds(self) -> float:
@@ -275,19 +283,32 @@ class LeadingConsumer(Leader):
 
 
 class Load:
-    """The rate of messages, from which the leader computes how long it waits for more decisions before the next tick.
+    """The load of the leader, from which it computes how long it waits for more decisions before the next tick.
 
     Under load, the leader should wait, because one tick per message costs several times as much as one tick for several
-    messages. Without load, it should not wait, because the wait would delay messages that arrive during a tick.
+    messages. Without load, it should not wait, because the wait would delay messages that arrive during a tick. The
+    load is the number of messages that arrive in the time of one tick. So a leader on a slow or busy machine waits
+    from a lower rate on, and for longer (docs/decisions/255).
     """
 
     def __init__(self) -> None:
         self._messages = 0.0
+        self._tick_seconds = 0.0
         self._at = 0.0
 
-    def share(self, messages: int, now: float) -> float:
-        """Count the messages of a tick. Return the share of the longest wait: 0 without load, 1 under full load."""
-        self._messages = self._messages * math.exp((self._at - now) / _LOAD_SECONDS) + messages
-        self._at = now
+    def pause_seconds(self, messages: int, began: float, took: float) -> float:
+        """Count a tick, and return how many seconds the leader should wait after it.
+
+        `messages` is the number of messages of the tick, `began` the time (time.monotonic) at which it began, and
+        `took` its duration in seconds.
+        """
+        self._messages = self._messages * math.exp((self._at - began) / _LOAD_SECONDS) + messages
+        self._at = began
+        if messages:
+            self._tick_seconds += _NEWEST * (took - self._tick_seconds)
         per_second = self._messages / _LOAD_SECONDS
-        return min(1.0, max(0.0, (per_second - _LOAD_BEGINS) / (_LOAD_IS_FULL - _LOAD_BEGINS)))
+        load = per_second * self._tick_seconds
+        if load <= _LOAD_BEGINS:
+            return 0.0
+        share = min(1.0, (load - _LOAD_BEGINS) / (_LOAD_IS_FULL - _LOAD_BEGINS))
+        return share * min(_PAUSE_TICKS * self._tick_seconds, _ENOUGH_MESSAGES / per_second)

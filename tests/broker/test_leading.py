@@ -47,20 +47,38 @@ def sessions(monkeypatch: pytest.MonkeyPatch) -> list[ConsumerSession]:
     return found
 
 
+def pauses(load: Load, *, messages: int, every: float, took: float, now: float) -> tuple[list[float], float]:
+    """The pauses after 200 ticks of `took` seconds, one every `every` seconds, and the time at which they end."""
+    found = []
+    for _ in range(200):
+        now += every
+        found.append(load.pause_seconds(messages, now, took))
+    return found, now
+
+
 def test_a_leader_waits_for_more_decisions_only_under_load() -> None:
-    load, now = Load(), 1000.0
-    for _ in range(200):
-        # Four threads that commit at the same moment, 300 times a second together.
-        now += 4 / 300
-        assert load.share(4, now) == 0.0
-    shares = []
-    for _ in range(200):
-        now += 0.005
-        shares.append(load.share(10, now))
-    assert shares == sorted(shares)
-    assert shares[-1] == 1.0
-    now += 1.0
-    assert load.share(1, now) == 0.0
+    load = Load()
+    # Four threads that commit at the same moment, 300 times a second together.
+    found, now = pauses(load, messages=4, every=4 / 300, took=0.002, now=1000.0)
+    assert set(found) == {0.0}
+    # 1,000 messages per second: three in the time of a tick.
+    found, now = pauses(load, messages=10, every=0.01, took=0.003, now=now)
+    assert found[-1] == pytest.approx(0.015), "five ticks"
+    assert load.pause_seconds(1, now + 1.0, 0.003) == 0.0, "nothing was published for a second"
+
+
+def test_a_slower_machine_waits_from_a_lower_rate_on() -> None:
+    slow, fast = Load(), Load()
+    found, _ = pauses(slow, messages=4, every=4 / 300, took=0.006, now=1000.0)
+    assert found[-1] == pytest.approx(0.03)
+    found, _ = pauses(fast, messages=1, every=1 / 1000, took=0.0008, now=1000.0)
+    assert set(found) == {0.0}
+
+
+def test_a_leader_does_not_wait_for_more_than_a_hundred_messages() -> None:
+    # 50,000 messages per second.
+    found, _ = pauses(Load(), messages=500, every=0.01, took=0.008, now=1000.0)
+    assert found[-1] == pytest.approx(0.002, rel=0.06)
 
 
 def test_the_lease_is_taken_from_a_process_that_stands_in(
