@@ -24,7 +24,8 @@ from outbox.transaction import Answer, CheckSettings, Decision
 from tests.broker.support import GROUP, half, message, new_sequencer, process, queued_ids
 from tests.support import eventually
 
-MILLISECONDS = 50
+# A busy machine may stall for a tenth of a second between a session's start and its first statement.
+MILLISECONDS = 200
 SETTINGS = (
     "statement_timeout",
     "lock_timeout",
@@ -35,7 +36,7 @@ SETTINGS = (
 # This trigger makes any statement on a table take longer than the timeouts.
 SLOW = """
 CREATE FUNCTION {schema}.slow() RETURNS trigger LANGUAGE plpgsql AS
-$$ BEGIN PERFORM pg_sleep(0.2); RETURN NULL; END $$;
+$$ BEGIN PERFORM pg_sleep(0.4); RETURN NULL; END $$;
 """
 
 
