@@ -137,12 +137,11 @@ class Leader:
             self._take_the_lead(run, now)
         if now >= self._scheduling.look_at:
             self._scheduling.look(run, now)
-        counts = self._tick(run, after)
+        counts, began, ended = self._tick(run, after)
         if not counts.collided:
             self.note.worked()
         self._look_at = now if counts.more else now + self._idle_seconds(counts)
-        ended = time.monotonic()
-        pause = self._load.pause_seconds(max(counts.decisions, counts.appended), now, ended - now)
+        pause = self._load.pause_seconds(max(counts.decisions, counts.appended), began, ended - began)
         if pause and counts.decisions > 1 and not counts.more and announcements.pending(self._decided_channel):
             self._decided, self._gathers_until = True, ended + min(pause, self._settings.pace_seconds)
         return counts.appended > 0
@@ -180,15 +179,19 @@ class Leader:
     def _act_at(self) -> float:
         return max(self._rests_until, self._gathers_until if self._decided else self._look_at)
 
-    def _tick(self, run: Executor, after: AfterTick | None) -> TickCounts:
-        """Make one tick and record its duration. After a collision, check the leader lease again."""
-        started = time.monotonic()
+    def _tick(self, run: Executor, after: AfterTick | None) -> tuple[TickCounts, float, float]:
+        """Make one tick and record its duration. After a collision, check the leader lease again.
+
+        Return the counts, and the times (time.monotonic) at which the tick began and ended.
+        """
+        began = time.monotonic()
         counts = self._sequencer.run_once(run.connection, after)
+        ended = time.monotonic()
         if counts.collided:
             self._lease.ask_again()
         if counts.ticked and measures.recorder is not None:
-            measures.recorder.ticked(time.monotonic() - started, counts.appended)
-        return counts
+            measures.recorder.ticked(ended - began, counts.appended)
+        return counts, began, ended
 
     def _idle_seconds(self, counts: TickCounts) -> float:
         """Return the time in seconds from this tick to the next tick if no notification arrives."""
