@@ -92,7 +92,7 @@ def place_with_messages(way: str, order_url: str) -> Callable[[int], list[float]
             if way == "messages":
                 publish("orders", {"order": order, "stock": stock}, key=order)
         if way == "naive":
-            publish("orders", {"order": order, "stock": stock}, key=order)
+            publish("orders", {"order": order, "stock": stock}, key=order, at_once=True)
         return []
 
     return place

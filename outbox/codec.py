@@ -14,6 +14,7 @@ from uuid import UUID
 
 from outbox.erasure import ERASED, ERASED_CONTENT_TYPE, Erased
 from outbox.errors import ConfigurationError, HandlerNotStarted, UndecodableBody, UnserialisableBody
+from outbox.utils.safe_text import shown_text
 
 _raw_decode: Final = json.JSONDecoder().raw_decode
 
@@ -42,7 +43,13 @@ class JsonCodec:
 
     def encode(self, body: Any) -> bytes:
         """Encode `body`. Raises ValueError for NaN and infinities, which JSON does not have."""
-        return _encode(body).encode()
+        try:
+            return _encode(body).encode()
+        except (TypeError, ValueError, RecursionError):
+            raise
+        except Exception as error:
+            # The methods of a value in the body may raise any error.
+            raise ValueError(f"a value raised {type(error).__name__}: {shown_text(error)}") from error
 
     def decode(self, data: bytes) -> Any:
         # The decoder is called directly, because json.loads also detects the encoding and skips white space at both

@@ -89,6 +89,10 @@ class TransactionUsageError(UsageError):
     """The transaction of a publish call cannot be determined or cannot be used."""
 
 
+class TransactionRequired(TransactionUsageError):
+    """The publish call needs an open transaction, or `at_once=True`. Nothing was published."""
+
+
 # -- errors of the broker ------------------------------------------------------------------------------
 
 

@@ -16,6 +16,7 @@ from outbox.errors import InvalidMessage, InvalidName, NotSupported, UsageError
 from outbox.large_bodies import LARGE_CONTENT_TYPE, UnreadBody
 from outbox.time_limit import TIMEOUT_HEADER, timeout_of
 from outbox.utils.ids import uuid7
+from outbox.utils.safe_text import shown_value
 
 if TYPE_CHECKING:
     # Type checkers know typing_extensions without the package. Only its TypeVar has a default before Python 3.13.
@@ -103,7 +104,9 @@ def _check_timeout(topic: str, text: str, timeout: timedelta | None) -> None:
 
 def _check_deliver_at(topic: str, moment: object) -> None:
     if not isinstance(moment, datetime):
-        raise InvalidMessage(f"deliver_at={moment!r:.80} for topic {topic!r} must be a datetime with a time zone.")
+        raise InvalidMessage(
+            f"deliver_at={shown_value(moment)} for topic {topic!r} must be a datetime with a time zone."
+        )
     if moment.tzinfo is None:
         raise InvalidMessage(
             f"deliver_at={moment!r} for topic {topic!r} has no time zone: pass an aware datetime "
@@ -145,13 +148,13 @@ class UniqueMessage(Message):
         key = self.unique
         if not isinstance(key, str) or not key or len(key) > names.MAX_KEY or not names.is_text(key):
             raise InvalidMessage(
-                f"unique={key!r:.80} for topic {self.topic!r} must be a text of 1 to {names.MAX_KEY} characters, an "
-                "int or a UUID. Nothing was published."
+                f"unique={shown_value(key)} for topic {self.topic!r} must be a text of 1 to {names.MAX_KEY} "
+                "characters, an int or a UUID. Nothing was published."
             )
         if not isinstance(self.within, timedelta) or not timedelta(0) < self.within <= MAX_WITHIN:
             raise InvalidMessage(
-                f"within={self.within!r} for topic {self.topic!r} must be seconds (a number) or a timedelta, more than "
-                f"0 and at most {MAX_WITHIN.days} days. Nothing was published."
+                f"within={shown_value(self.within)} for topic {self.topic!r} must be seconds (a number) or a "
+                f"timedelta, more than 0 and at most {MAX_WITHIN.days} days. Nothing was published."
             )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 
 from outbox.errors import BodyTooLarge, InvalidName
+from outbox.utils.safe_text import shown_value
 
 MAX_BODY_BYTES = 4 * 1024 * 1024
 MAX_HEADERS = 64
@@ -32,7 +33,7 @@ def check_group(name: str) -> str:
 def _check_identifier(what: str, name: object) -> str:
     if not isinstance(name, str) or not _is_identifier(name):
         raise InvalidName(
-            f"{what} name {name!r} is not allowed: use 1 to 127 letters, digits, '_', '-' or '.', "
+            f"{what} name {shown_value(name)} is not allowed: use 1 to 127 letters, digits, '_', '-' or '.', "
             f"beginning with a letter, a digit or '_'."
         )
     return name
@@ -46,7 +47,9 @@ def _is_identifier(name: str) -> bool:
 def check_tag(tag: str) -> str:
     """Return `tag`, or raise InvalidName. A tag has no white space and no `|`, which separates tags in filters."""
     if not isinstance(tag, str) or (tag and (len(tag) > MAX_TAG or not _TAG.fullmatch(tag) or not is_text(tag))):
-        raise InvalidName(f"tag {tag!r:.80} is not allowed: use up to {MAX_TAG} characters without white space or '|'.")
+        raise InvalidName(
+            f"tag {shown_value(tag)} is not allowed: use up to {MAX_TAG} characters without white space or '|'."
+        )
     return tag
 
 
@@ -54,7 +57,7 @@ def check_key(key: str) -> str:
     """Return `key`, or raise InvalidName."""
     if not isinstance(key, str) or len(key) > MAX_KEY or not is_text(key):
         raise InvalidName(
-            f"key {key!r:.80} is not allowed: use a string of up to {MAX_KEY} characters, str(value) for ids."
+            f"key {shown_value(key)} is not allowed: use a string of up to {MAX_KEY} characters, str(value) for ids."
         )
     return key
 
@@ -62,18 +65,18 @@ def check_key(key: str) -> str:
 def check_headers(headers: Mapping[str, str]) -> Mapping[str, str]:
     """Return `headers`, or raise InvalidName for the first header that is not allowed."""
     if not isinstance(headers, Mapping):
-        raise InvalidName(f"headers must be a mapping of names to strings, got {headers!r:.80}.")
+        raise InvalidName(f"headers must be a mapping of names to strings, got {shown_value(headers)}.")
     if len(headers) > MAX_HEADERS:
         raise InvalidName(f"{len(headers)} headers are too many: a message carries up to {MAX_HEADERS}.")
     for name, value in headers.items():
         if not isinstance(name, str) or not _HEADER.fullmatch(name):
             raise InvalidName(
-                f"header name {name!r} is not allowed: use up to 64 letters, digits, '_' or '-', "
+                f"header name {shown_value(name)} is not allowed: use up to 64 letters, digits, '_' or '-', "
                 f"beginning with a letter or '_'."
             )
         if not isinstance(value, str) or len(value) > MAX_HEADER_VALUE or not is_text(value):
             raise InvalidName(
-                f"header {name!r} must be a string of up to {MAX_HEADER_VALUE} characters, got {value!r:.80}."
+                f"header {name!r} must be a string of up to {MAX_HEADER_VALUE} characters, got {shown_value(value)}."
             )
     return headers
 

@@ -25,6 +25,7 @@ from outbox.errors import ConfigurationError, UndecodableBody, UnknownEventVersi
 from outbox.events.shapes import Shape, ShapeError, is_shaped, shape_of
 from outbox.large_bodies import UnreadBody
 from outbox.message import Delivery
+from outbox.utils.safe_text import shown_value
 
 EVENT_HEADER: Final = "outbox-event"
 VERSION_HEADER: Final = "outbox-event-version"
@@ -206,8 +207,8 @@ def event_of(value: object, where: str) -> EventType:
     found = _by_kind.get(type(value))
     if found is None:
         raise UsageError(
-            f"{where}: {value!r:.80} is neither the name of a topic nor an event. Nothing was published. Pass a topic "
-            "and a body, or write @event(…) above the class of the value."
+            f"{where}: {shown_value(value)} is neither the name of a topic nor an event. Nothing was published. Pass a "
+            "topic and a body, or write @event(…) above the class of the value."
         )
     return found
 

@@ -63,7 +63,7 @@ class World:
     def publish(self, count: int = 1, topic: str = "orders") -> None:
         """Committed and queued messages."""
         for number in range(count):
-            publish(topic, {}, key=f"k{number}")
+            publish(topic, {}, key=f"k{number}", at_once=True)
         sequence()
 
     def age(self, seconds: float) -> None:

@@ -44,19 +44,19 @@ def in_a_block() -> None:
 
 
 def in_a_message_transaction() -> None:
-    with message_transaction():
-        publish("orders", {})
+    with message_transaction(at_once=True):
+        publish("orders", {}, at_once=True)
 
 
 FUNCTIONS: Final[dict[str, Callable[[], object]]] = {
-    "apublish": lambda: async_to_sync(apublish)("orders", {}),
-    "apublish_many": lambda: async_to_sync(apublish_many)("orders", [{}]),
-    "apublish_messages": lambda: async_to_sync(apublish_messages)([message("orders", {})]),
+    "apublish": lambda: async_to_sync(apublish)("orders", {}, at_once=True),
+    "apublish_many": lambda: async_to_sync(apublish_many)("orders", [{}], at_once=True),
+    "apublish_messages": lambda: async_to_sync(apublish_messages)([message("orders", {})], at_once=True),
     "fenced_producer": lambda: fenced_producer("import", wait_seconds=1),
     "message_transaction": in_a_message_transaction,
-    "publish": lambda: publish("orders", {}),
-    "publish_many": lambda: publish_many("orders", [{}]),
-    "publish_messages": lambda: publish_messages([message("orders", {})]),
+    "publish": lambda: publish("orders", {}, at_once=True),
+    "publish_many": lambda: publish_many("orders", [{}], at_once=True),
+    "publish_messages": lambda: publish_messages([message("orders", {})], at_once=True),
     "recall": lambda: recall(SOME),
     "recall_key": lambda: recall_key("orders", "k"),
     "reject_transactional": reject_transactional,

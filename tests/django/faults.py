@@ -62,7 +62,7 @@ def process_failing(world: World) -> None:
 @fault
 def ticks_late(world: World) -> None:
     """A process leads, but does not sequence messages."""
-    publish("orders", {}, key="unread")
+    publish("orders", {}, key="unread", at_once=True)
     flush(within_seconds=5)
     world.age(30)
 

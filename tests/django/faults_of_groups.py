@@ -110,7 +110,7 @@ def group_paused(world: World) -> None:
 
 def kill(world: World, until: str) -> None:
     """A message kills the consumer process of a real worker, which starts another one, until a row says so."""
-    publish("orders", {}, key="kills-1")
+    publish("orders", {}, key="kills-1", at_once=True)
     sequence()
     with process(["-m", "django", "outbox_worker"], quiet=True):
         eventually(lambda: world.sql(until), within_seconds=120, what="the deaths of consumer processes")
@@ -191,7 +191,7 @@ def unknown_version(world: World) -> None:
     def effect(delivery: Delivery[Known]) -> None:
         pass
 
-    publish("orders", {}, headers={"outbox-event": "known", "outbox-event-version": "2"})
+    publish("orders", {}, headers={"outbox-event": "known", "outbox-event-version": "2"}, at_once=True)
     sequence()
     stop = threading.Event()
     thread = threading.Thread(target=consumer_runtime(groups=["effects"]).run, args=[stop])

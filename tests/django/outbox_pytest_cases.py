@@ -70,7 +70,7 @@ def test_redelivery_on_the_broker(outbox_broker: BrokerOutbox) -> None:
 
 @pytest.mark.django_db(transaction=True, databases=["default", "broker"])
 def test_on_the_broker_with_a_mark(outbox_broker: BrokerOutbox) -> None:
-    publish("payments", {}, key="marked")
+    publish("payments", {}, key="marked", at_once=True)
     with pytest.raises(RuntimeError, match="first attempt"):
         outbox_broker.drain()
 

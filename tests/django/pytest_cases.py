@@ -12,7 +12,7 @@ from tests.django.state import decisions
 
 def test_without_the_mark() -> None:
     with pytest.raises(ConfigurationError, match="IN_MEMORY"):
-        publish("orders", {}, key="leak")
+        publish("orders", {}, key="leak", at_once=True)
 
 
 @pytest.mark.django_db(transaction=True)
@@ -20,7 +20,7 @@ def test_with_other_databases_only() -> None:
     with pytest.raises(ConfigurationError, match="IN_MEMORY"):
         place()
     with pytest.raises(ConfigurationError, match="IN_MEMORY"):
-        publish("orders", {}, key="leak")
+        publish("orders", {}, key="leak", at_once=True)
 
 
 @pytest.mark.django_db(transaction=True, databases=["default", "broker"])

@@ -49,13 +49,13 @@ class Plain(TransactionTestCase):
     """The broker is not among its databases."""
 
     def test_nothing_leaves(self) -> None:
-        for work in (place, lambda: publish("orders", {}, key="leak"), drain):
+        for work in (place, lambda: publish("orders", {}, key="leak", at_once=True), drain):
             with pytest.raises(ConfigurationError, match=r"IN_MEMORY.*'broker'.*databases"):
                 work()
         assert not Order.objects.exists()
 
     def test_nor_from_a_thread(self) -> None:
-        assert [type(error) for error in in_thread(lambda: publish("orders", {}))] == [ConfigurationError]
+        assert [type(error) for error in in_thread(lambda: publish("orders", {}, at_once=True))] == [ConfigurationError]
 
     def test_nor_do_commands_or_workers_work_there(self) -> None:
         with pytest.raises(CommandError, match="IN_MEMORY"):
@@ -93,7 +93,7 @@ class Simple(SimpleTestCase):
         built = message("orders", {}, key="leak")
         assert built.key == "leak"
         with pytest.raises(ConfigurationError, match="IN_MEMORY"):
-            publish("orders", {}, key="leak")
+            publish("orders", {}, key="leak", at_once=True)
 
 
 class Unguarded(unittest.TestCase):
@@ -101,7 +101,7 @@ class Unguarded(unittest.TestCase):
 
     def test_publishing(self) -> None:
         with pytest.raises(ConfigurationError, match="IN_MEMORY"):
-            publish("orders", {}, key="leak")
+            publish("orders", {}, key="leak", at_once=True)
 
 
 class WithItsOwnBroker(TransactionTestCase):
@@ -112,6 +112,6 @@ class WithItsOwnBroker(TransactionTestCase):
     def test_publishing(self) -> None:
         assert str(connections["broker"].settings_dict["NAME"]).startswith("test_")
         place()
-        publish("orders", {}, key="plain")
-        assert in_thread(lambda: publish("orders", {}, key="thread")) == []
+        publish("orders", {}, key="plain", at_once=True)
+        assert in_thread(lambda: publish("orders", {}, key="thread", at_once=True)) == []
         assert decisions() == {"leak": "C", "plain": "C", "thread": "C"}

@@ -218,7 +218,7 @@ def _forget_findings(world: World) -> Given:
 
 @case("recall", rows("SELECT count(*) FROM outbox.scheduled"))
 def _recall(world: World) -> Given:
-    receipt = publish("reminders", {}, key="later", delay=3600)
+    receipt = publish("reminders", {}, key="later", delay=3600, at_once=True)
     sequence()
     return {"ids": [str(receipt.message_id)]}
 
@@ -239,7 +239,7 @@ def _resume(world: World) -> Given:
 @case("skip", lambda world: sorted(queue.next_offset for queue in list_queues(world.run, "mail")))
 def _skip(world: World) -> Given:
     register(world.run, Subscription(topic="orders", group="mail", mode=Mode.ORDERLY))
-    receipt = publish("orders", {}, key="k1")
+    receipt = publish("orders", {}, key="k1", at_once=True)
     sequence()
     world.sql(
         "INSERT INTO outbox.failure (group_id, log_id, attempt, error) SELECT group_id, log_id, 0, 'ValueError: no'"
@@ -308,7 +308,7 @@ def _delete_topic(world: World) -> Given:
 
 @case("drop_broker", rows("SELECT to_regclass('outbox.commit_log') IS NULL"))
 def _drop(world: World) -> Given:
-    publish("orders", {}, key="lost")
+    publish("orders", {}, key="lost", at_once=True)
     return {"force": "yes"}
 
 
@@ -339,7 +339,7 @@ def _forget(world: World) -> Given:
 
 @case("erase", rows("SELECT content_type, body FROM outbox.commit_log"))
 def _erase(world: World) -> Given:
-    message_id = publish("orders", {"name": "Anna"}, key="17").message_id
+    message_id = publish("orders", {"name": "Anna"}, key="17", at_once=True).message_id
     sequence()
     return {"topic": "orders", "message": [str(message_id)]}
 

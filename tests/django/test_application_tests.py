@@ -83,7 +83,7 @@ def test_pytest_with_xdist(tmp_path: Path) -> None:
 
 
 def test_no_session_is_left_where_the_runner_drops_databases(databases: None) -> None:
-    publish("orders", {}, key="keeps a connection")
+    publish("orders", {}, key="keeps a connection", at_once=True)
     name = connections["broker"].settings_dict["NAME"]
     creation: Any = connections["broker"].creation
     with creation._nodb_cursor() as cursor:

@@ -35,7 +35,7 @@ pytestmark = pytest.mark.usefixtures("empty_log")
 async def place(request: HttpRequest, number: str) -> HttpResponse:
     """Async Django has no transactions: each statement, and each message, is its own transaction."""
     await Order.objects.acreate(number=number)
-    await apublish("orders", {}, key=number)
+    await apublish("orders", {}, key=number, at_once=True)
     return HttpResponse(status=201)
 
 
@@ -110,6 +110,6 @@ def test_requests_side_by_side_in_one_loop(path: str) -> None:
 
 def test_errors_and_names_are_those_of_the_plain_calls() -> None:
     with pytest.raises(UnknownTopic):
-        async_to_sync(apublish)("nowhere", {})
+        async_to_sync(apublish)("nowhere", {}, at_once=True)
     assert apublish.__name__ == "apublish"
     assert apublish.__wrapped__ is publish  # type: ignore[attr-defined]

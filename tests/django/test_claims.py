@@ -611,7 +611,7 @@ def _in_atomic(_: ClaimedDelivery) -> None:
 
 
 def _publish(_: ClaimedDelivery) -> None:
-    publish("orders", {})
+    publish("orders", {}, at_once=True)
 
 
 @pytest.mark.parametrize("write", [_create, _other_alias, _update, _delete, _in_atomic, _publish])

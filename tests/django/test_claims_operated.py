@@ -83,7 +83,7 @@ def forget_old_rows() -> None:
 
 def test_steps_of_a_dead_letter_are_seen_and_kept_and_not_repeated_after_a_replay() -> None:
     charging = Charging()
-    receipt = publish("orders", {}, key="one")
+    receipt = publish("orders", {}, key="one", at_once=True)
     consume()
     shown = json.loads(call("outbox_message", "show", str(receipt.message_id), "--json"))
     assert [(one["name"], one["attempt"], one["bytes"]) for one in shown["steps"]] == [("charge", 1, 4)]
@@ -104,7 +104,7 @@ def test_steps_of_a_dead_letter_are_seen_and_kept_and_not_repeated_after_a_repla
 def test_claims_and_steps_go_when_the_message_cannot_come_again() -> None:
     charging = Charging()
     charging.is_broken = False
-    publish("orders", {}, key="one")
+    publish("orders", {}, key="one", at_once=True)
     consume()
     forget_old_rows()
     assert (StepEntry.objects.count(), InboxEntry.objects.count()) == (1, 1)
@@ -119,7 +119,7 @@ def test_the_in_memory_broker_runs_claims_and_steps() -> None:
     charging = Charging()
     charging.is_broken = False
     with in_memory_outbox() as outbox:
-        publish("orders", {}, key="one")
+        publish("orders", {}, key="one", at_once=True)
         outbox.drain()
     assert list(Effect.objects.values_list("number", flat=True)) == ["one"]
     assert len(charging.calls) == 1
@@ -129,7 +129,7 @@ def test_a_redelivery_that_bypasses_the_inbox_runs_steps_and_finish_again() -> N
     charging = Charging()
     charging.is_broken = False
     with in_memory_outbox() as outbox:
-        publish("orders", {}, key="one")
+        publish("orders", {}, key="one", at_once=True)
         outbox.drain()
         assert outbox.redeliver() == 0
         assert [outbox.redeliver(bypass_inbox=True) for _ in range(2)] == [1, 1]

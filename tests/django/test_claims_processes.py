@@ -88,7 +88,7 @@ def effects() -> list[str]:
 
 def place(*numbers: str) -> None:
     for number in numbers:
-        publish("orders", {}, key=number)
+        publish("orders", {}, key=number, at_once=True)
     flush(within_seconds=5)
 
 
@@ -279,7 +279,7 @@ def test_a_slow_call_that_fails_is_an_attempt_and_ends_as_a_dead_letter(other: P
 def test_a_claimed_message_blocks_only_its_key(other: Provider) -> None:
     other.held.add("ordered/a-1")
     for key, place_in_key in (("a", "1"), ("a", "2"), ("b", "1")):
-        publish("steps", {}, key=key, tag=place_in_key)
+        publish("steps", {}, key=key, tag=place_in_key, at_once=True)
     flush(within_seconds=5)
     with process("broker", other), process("consumer", other) as first:
         eventually(lambda: effects() == ["b-1"], what=lambda: str(effects()))
@@ -299,7 +299,7 @@ def test_a_claimed_message_holds_neither_its_queue_nor_other_keys_when_the_queue
 ) -> None:
     other.held.add("ordered/a-1")
     for key, place_in_key in (("a", "1"), ("a", "2"), ("b", "1")):
-        publish("steps", {}, key=key, tag=place_in_key)
+        publish("steps", {}, key=key, tag=place_in_key, at_once=True)
     flush(within_seconds=5)
     with process("broker", other), process("consumer", other, LEASE_SECONDS=10) as first:
         eventually(lambda: effects() == ["b-1"], what=lambda: str(effects()))
@@ -307,7 +307,7 @@ def test_a_claimed_message_holds_neither_its_queue_nor_other_keys_when_the_queue
             # Two processes share the queues, while the handler of the first one still runs.
             eventually(lambda: len(owners()) == 2, what=lambda: str(owners()))
             for key in "abcdefgh":
-                publish("steps", {}, key=key, tag="3")
+                publish("steps", {}, key=key, tag="3", at_once=True)
             flush(within_seconds=5)
             expected = sorted(["b-1", *(f"{key}-3" for key in "bcdefgh")])
             eventually(lambda: effects() == expected, what=lambda: str(effects()))
@@ -336,7 +336,7 @@ def owners() -> set[Any]:
 
 def test_a_claimed_message_is_shown_as_claimed_and_is_not_recalled(other: Provider) -> None:
     other.held.add("charge/slow")
-    receipt = publish("orders", {}, key="slow")
+    receipt = publish("orders", {}, key="slow", at_once=True)
     flush(within_seconds=5)
     with process("broker", other), process("consumer", other):
         eventually(lambda: other.calls["charge/slow"] == 1)
@@ -368,7 +368,7 @@ def is_redelivered_now(deliveries: int) -> bool:
 def test_a_slow_call_that_lasts_longer_than_the_time_limit_is_handled_once(other: Provider) -> None:
     other.held.add("charge/late")
     with process("broker", other), process("consumer", other):
-        publish("orders", {}, key="late", timeout=3600)
+        publish("orders", {}, key="late", timeout=3600, at_once=True)
         eventually(lambda: other.calls["charge/late"] == 1)
         eventually(has_left)
         let_limits_end()
@@ -384,14 +384,14 @@ def test_a_slow_call_that_lasts_longer_than_the_time_limit_is_handled_once(other
 
 def test_no_attempt_begins_after_the_time_limit(other: Provider) -> None:
     other.held.add("charge/killed")
-    publish("orders", {}, key="killed", timeout=3600)
+    publish("orders", {}, key="killed", timeout=3600, at_once=True)
     with process("broker", other):
         with process("consumer", other) as first:
             eventually(lambda: other.calls["charge/killed"] == 1)
             eventually(has_left)
             first.kill()
             first.wait(20)
-        publish("orders", {}, key="waiting", timeout=3600)
+        publish("orders", {}, key="waiting", timeout=3600, at_once=True)
         flush(within_seconds=5)
         let_limits_end()
         with process("consumer", other):

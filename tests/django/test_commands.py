@@ -87,7 +87,7 @@ def test_what_steers_a_terminal_is_inert_in_every_output(no_subscribers: None) -
     def effect(delivery: Delivery) -> None:
         raise PermanentError(f"cannot work: {delivery.key}")
 
-    receipt = publish("orders", {}, key=HOSTILE)
+    receipt = publish("orders", {}, key=HOSTILE, at_once=True)
     consume()
     for arguments in (
         ["outbox_message", "show", str(receipt.message_id)],
@@ -145,7 +145,7 @@ def test_topics() -> None:
 @pytest.mark.usefixtures("_effects")
 def test_groups_are_listed_paused_and_moved() -> None:
     for number in range(4):
-        publish("orders", {}, key=f"n{number}")
+        publish("orders", {}, key=f"n{number}", at_once=True)
     consume()
     listed = {item["group"]: item for item in call_json("outbox_group", "list")}
     assert (listed["effects"]["lag"], listed["effects"]["stopped"]) == (0, 0)
@@ -163,7 +163,7 @@ def test_groups_are_listed_paused_and_moved() -> None:
     assert Effect.objects.count() == 8
 
     call("outbox_group", "pause", "effects")
-    publish("orders", {}, key="waits")
+    publish("orders", {}, key="waits", at_once=True)
     consume()
     assert Effect.objects.count() == 8
     call("outbox_group", "resume", "effects")
@@ -203,7 +203,7 @@ def test_bad_input_is_explained(arguments: list[str], complaint: str) -> None:
 
 @pytest.mark.usefixtures("_effects")
 def test_dead_letters_are_listed_and_replayed() -> None:
-    poison = publish("orders", {}, key="poison", tag="poison")
+    poison = publish("orders", {}, key="poison", tag="poison", at_once=True)
     consume()
     letters = call_json("outbox_dead_letter", "list", "effects")
     assert [item["letter"]["key"] for item in letters] == ["poison"]
@@ -253,7 +253,7 @@ def test_no_command_prints_a_masked_field(outbox_settings: Callable[..., None]) 
         raise PermanentError(f"cannot use {delivery.body} of {delivery.headers}, {delivery.body['login']['password']}")
 
     body = {"login": {"password": _HIDDEN, "user": "ada"}, "visible": "shown"}
-    receipt = publish("orders", body, key="k", headers={"token": _HIDDEN + "2"})
+    receipt = publish("orders", body, key="k", headers={"token": _HIDDEN + "2"}, at_once=True)
     consume()
     number = str(receipt.message_id)
     for arguments in (
@@ -271,7 +271,7 @@ def test_no_command_prints_a_masked_field(outbox_settings: Callable[..., None]) 
 
 def test_a_closed_pipe_ends_a_command_without_a_traceback() -> None:
     for number in range(200):
-        publish("orders", {"text": "x" * 2000}, key=str(number))
+        publish("orders", {"text": "x" * 2000}, key=str(number), at_once=True)
     arguments = ["-m", "django", "outbox_message", "list", "orders", "--uncommitted", "--json", "--limit", "200"]
     # Unbuffered, Python drops the end of a long line that is written in part, and notices nothing.
     with process(arguments, variables={"PYTHONUNBUFFERED": ""}) as command:
@@ -290,11 +290,11 @@ def test_a_restart_is_no_condition_and_an_absence_is(outbox_settings: Callable[.
         found = {one.name: one.severity.name for one in look().verdict.conditions}
         return found.get("no_worker")
 
-    publish("orders", {}, key="first")
+    publish("orders", {}, key="first", at_once=True)
     consume()
     with broker_connection() as (connection, schema):
         run = Executor(connection, schema)
-        publish("orders", {}, key="waits")
+        publish("orders", {}, key="waits", at_once=True)
         sequence()
         summary.refresh(run)
         assert severity() is None, "the consumer has just left"
@@ -319,7 +319,7 @@ def hold_queues(owner: UUID, seconds: float) -> None:
 def test_drain_waits_for_the_queues_of_a_process_that_was_killed(outbox_settings: Callable[..., None]) -> None:
     outbox_settings(LEASE_SECONDS=2.0)
     consume()
-    publish("orders", {}, key="late")
+    publish("orders", {}, key="late", at_once=True)
     sequence()
     hold_queues(uuid4(), 1.0)
     assert "deliveries handled: 1" in call("outbox_worker", "--drain")
@@ -330,7 +330,7 @@ def test_drain_waits_for_the_queues_of_a_process_that_was_killed(outbox_settings
 def test_drain_leaves_the_queues_of_a_live_process_and_says_so(outbox_settings: Callable[..., None]) -> None:
     outbox_settings(LEASE_SECONDS=1.0)
     consume()
-    publish("orders", {}, key="late")
+    publish("orders", {}, key="late", at_once=True)
     sequence()
     hold_queues(uuid4(), 600.0)  # longer than a lease: this process renews it
     assert "1 messages wait in queues of other running consumer processes" in call("outbox_worker", "--drain")

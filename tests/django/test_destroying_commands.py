@@ -29,7 +29,7 @@ def _poison(databases: None, no_subscribers: None) -> None:
             raise PermanentError(f"cannot ever work: {delivery.key}")
 
     for key in ("poison 1", "poison 2", "good"):
-        publish("orders", {}, key=key)
+        publish("orders", {}, key=key, at_once=True)
     consume()
 
 
@@ -80,7 +80,7 @@ def test_a_reset_that_skips_or_repeats_asks_first(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: list[str], complaint: str
 ) -> None:
     for key in ("later 1", "later 2"):
-        publish("orders", {}, key=key)
+        publish("orders", {}, key=key, at_once=True)
     sequence()
     reset = ("outbox_group", "reset", "effects", "orders", *options)
     before = _offsets()
@@ -139,6 +139,6 @@ def test_a_topic_is_deleted_and_takes_no_more_messages() -> None:
         {"group": "effects", "topic": "orders", "lag": 0, "retrying": 0, "dead": 2}
     ]
     with pytest.raises(UnknownTopic):
-        publish("orders", {}, key="too late")
+        publish("orders", {}, key="too late", at_once=True)
     with pytest.raises(CommandError, match="'orders' is not declared"):
         call("outbox_topic", "delete", "orders", "--no-input")

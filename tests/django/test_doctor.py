@@ -170,10 +170,10 @@ def test_undecided_ones_page_by_page(world: World) -> None:
 
 def test_messages_of_a_key(world: World) -> None:
     for topic in ("orders", "payments", "orders"):
-        publish(topic, {}, key="4711")
+        publish(topic, {}, key="4711", at_once=True)
     with rolled_back():
         publish("orders", {}, key="4711")
-    publish("orders", {}, key="other")
+    publish("orders", {}, key="other", at_once=True)
     every = listed("outbox_message", "list", "--key", "4711")
     assert [one["topic"] for one in every] == ["orders", "orders", "payments", "orders"]
     assert [one["state"] for one in every][1:] == ["committed"] * 3

@@ -67,7 +67,7 @@ def receivers(outbox_settings: Callable[..., None]) -> Iterator[Receivers]:
 
 def place(*numbers: str) -> None:
     for number in numbers:
-        publish("orders", {"number": number}, key="one queue")
+        publish("orders", {"number": number}, key="one queue", at_once=True)
     sequence()
 
 
@@ -185,7 +185,7 @@ def test_a_kill_before_the_flag_is_stored_only_costs_another_request(receivers: 
     settings = {"FORWARD": receivers.forward, "LEASE_SECONDS": 2}
     role = ["-m", "django", "outbox_worker", "--role", "forward"]
     with process(["-m", "outbox.contrib.django.worker.child", "broker"], quiet=True):
-        publish("orders", {"number": "1"}, key="one queue")
+        publish("orders", {"number": "1"}, key="one queue", at_once=True)
         with process(role, outbox=settings, faults="forward.before_disabled=kill", quiet=True) as killed:
             assert killed.wait(90) == -signal.SIGKILL
         assert receivers.billing == ["1"]
@@ -197,14 +197,14 @@ def test_a_kill_before_the_flag_is_stored_only_costs_another_request(receivers: 
 
             eventually(is_disabled, within_seconds=90, what="the second 410")
             assert receivers.billing == ["1", "1"]
-            publish("orders", {"number": "2"}, key="one queue")
+            publish("orders", {"number": "2"}, key="one queue", at_once=True)
             eventually(lambda: "2" in receivers.shipping, within_seconds=60, what="the other endpoint")
             receivers.status = 204
             # A process that is killed and started again finds the flag.
             forwarding.kill()
             forwarding.wait()
         with process(role, outbox=settings, quiet=True):
-            publish("orders", {"number": "3"}, key="one queue")
+            publish("orders", {"number": "3"}, key="one queue", at_once=True)
             eventually(lambda: "3" in receivers.shipping, within_seconds=90, what="the other endpoint, again")
             assert receivers.billing == ["1", "1"]
             enable("billing")

@@ -256,7 +256,7 @@ def test_each_table_of_the_application_is_erased_or_has_no_content() -> None:
 
 def test_a_key_that_is_an_id_stays(outbox_settings: Callable[..., None]) -> None:
     with new_world(outbox_settings) as world:
-        kept = publish(TOPIC, {"name": MARK}, key="17").message_id
+        kept = publish(TOPIC, {"name": MARK}, key="17", at_once=True).message_id
         sequence()
         for rows, options in (({"broker.commit_log": 1}, ["--reason", "request 18"]), ({}, ["--dry-run"])):
             counted = erase(TOPIC, "--message", str(kept), *options)["before"]
@@ -284,7 +284,7 @@ def test_a_wrong_request_is_refused(
 
 def test_an_erasure_without_a_reason_is_refused(outbox_settings: Callable[..., None]) -> None:
     with new_world(outbox_settings) as world:
-        publish(TOPIC, {"name": MARK}, key=MARK)
+        publish(TOPIC, {"name": MARK}, key=MARK, at_once=True)
         with pytest.raises(CommandError, match="--reason is missing"):
             erase(TOPIC, "--key", MARK)
         assert tables_with(MARK, "broker") == ["broker:outbox.commit_log"]
@@ -371,7 +371,7 @@ def test_a_replayed_dead_letter_of_an_erased_message_is_passed_over(outbox_setti
         raise PermanentError(delivery.body["name"])
 
     with new_world(outbox_settings) as world:
-        message_id = publish("orders", {"name": MARK}, key="17").message_id
+        message_id = publish("orders", {"name": MARK}, key="17", at_once=True).message_id
         consume()
         assert tables_with(MARK, "broker") == ["broker:outbox.commit_log", "broker:outbox.dead_letter",
                                                "broker:outbox.failure"]  # fmt: skip
@@ -463,7 +463,7 @@ def test_a_message_whose_key_is_missing_waits(outbox_settings: Callable[..., Non
         seen.append("erased" if delivery.erased else delivery.body)
 
     with new_world(outbox_settings) as world:
-        publish("orders", {"name": MARK}, key="1", subject="anna")
+        publish("orders", {"name": MARK}, key="1", subject="anna", at_once=True)
         row = SubjectKey.objects.using("other").get()
         SubjectKey.objects.using("other").all().delete()
         subject_keys().forget()
@@ -512,7 +512,7 @@ def test_a_worker_does_not_consume_without_the_list(
         seen.append(delivery)
 
     with new_world(outbox_settings):
-        message_id = publish("orders", {}, key="1").message_id
+        message_id = publish("orders", {}, key="1", at_once=True).message_id
         sequence()
         erase("orders", "--message", str(message_id), "--reason", "request 23")
         listed.unlink() if content is None else listed.write_text(content)
@@ -537,7 +537,7 @@ def test_a_topic_that_a_restored_database_does_not_have_is_left_out(
 def test_without_its_list_nothing_is_erased(outbox_settings: Callable[..., None], tmp_path: Path) -> None:
     outbox_settings(ERASURE_LIST=str(tmp_path / "nowhere" / "list"), ERASURE_SECRET="of the tests")
     with new_world(outbox_settings):
-        message_id = publish("orders", {"name": MARK}, key="1").message_id
+        message_id = publish("orders", {"name": MARK}, key="1", at_once=True).message_id
         with pytest.raises(CommandError, match="cannot be written"):
             erase("orders", "--message", str(message_id), "--reason", "request 24")
         assert tables_with(MARK, "broker") == ["broker:outbox.commit_log"]
@@ -592,8 +592,8 @@ def test_every_command_of_the_page_runs(outbox_settings: Callable[..., None], tm
     with new_world(outbox_settings) as world:
         call_command("migrate", database="other", verbosity=0)
         SubjectKey.objects.using("other").all().delete()
-        publish("customer.moved", {"address": MARK}, key=4711)
-        publish("customer.moved", {"address": MARK}, key=4711, subject=4711)
+        publish("customer.moved", {"address": MARK}, key=4711, at_once=True)
+        publish("customer.moved", {"address": MARK}, key=4711, subject=4711, at_once=True)
         outbox_settings(KEY_ENCRYPTION_KEYS=[KEKS[1], KEKS[0]])
         for line in managed:
             more = [] if "--dry-run" in line else ["--no-input"]

@@ -116,7 +116,7 @@ def test_every_way_to_publish_takes_events(path: str, databases: None) -> None:
 def test_the_engine_in_memory_reads_events(databases: None) -> None:
     seen = record()
     with in_memory_outbox() as outbox:
-        publish(FIRST)
+        publish(FIRST, at_once=True)
         outbox.drain()
     assert seen == [FIRST]
 
@@ -137,7 +137,7 @@ def test_a_handler_outside_and_a_batch_get_events(databases: None) -> None:
     async def later(delivery: Delivery) -> None:
         batches.append(-delivery.body.number)
 
-    publish(FIRST)
+    publish(FIRST, at_once=True)
     drain()
     assert (outside, sorted(batches)) == ([FIRST], [-1, 1])
 
@@ -170,8 +170,13 @@ def test_an_event_can_be_renamed_and_split(databases: None) -> None:
 
     subscriber(Packed, group="packing")(pack)
     subscriber(Due, group="billing")(bill)
-    publish("orders", {"id": 7, "sku": "z"}, headers={"outbox-event": "order.placed", "outbox-event-version": "1"})
-    publish(FIRST)
+    publish(
+        "orders",
+        {"id": 7, "sku": "z"},
+        headers={"outbox-event": "order.placed", "outbox-event-version": "1"},
+        at_once=True,
+    )
+    publish(FIRST, at_once=True)
     drain()
     assert sorted(one.parcel for one in parcels) == [1, 7]
     assert sorted(one.amount for one in amounts) == [Decimal(0), Decimal("2.50")]
@@ -323,22 +328,22 @@ def test_old_and_new_code_run_side_by_side(databases: None, tmp_path: Path) -> N
 
     with child("broker", quiet=True):
         with child("consumer", quiet=True, variables=old):
-            publish("orders", {"number": 1}, headers=first)
+            publish("orders", {"number": 1}, headers=first, at_once=True)
             for number in range(2, 6):
-                publish("orders", {"number": number, "currency": "SEK"}, headers=second)
+                publish("orders", {"number": number, "currency": "SEK"}, headers=second, at_once=True)
             eventually(
                 lambda: has("old code read 1") and waiting() == [("paid", 2)],
                 within_seconds=60,
                 what=lambda: f"{effects()}",
             )
             with child("consumer", quiet=True, variables=new):
-                publish("orders", {"number": 6}, headers=first)
+                publish("orders", {"number": 6}, headers=first, at_once=True)
                 eventually(lambda: len(effects()) >= 2, within_seconds=60, what=lambda: f"{effects()}")
             # The new code is rolled back. What it has published waits again, and old messages go on.
-            publish("orders", {"number": 7}, headers=first)
+            publish("orders", {"number": 7}, headers=first, at_once=True)
             eventually(lambda: has("old code read 7"), within_seconds=60, what=lambda: f"{effects()}")
         with child("consumer", quiet=True, variables=new):
-            publish("orders", {"number": 8}, headers=first)
+            publish("orders", {"number": 8}, headers=first, at_once=True)
             eventually(lambda: len(effects()) == 8, within_seconds=100, what=lambda: f"{effects()}")
     assert has("new code read 8 EUR", *(f"new code read {number} SEK" for number in range(2, 6)))
     assert sorted(int(text.split()[3]) for text in effects()) == list(range(1, 9))

@@ -89,7 +89,7 @@ def test_a_renamed_group_handles_nothing_twice_and_loses_nothing(
     old, new = names
     monkeypatch.setattr(rows, "BATCH", 2)
     consume(old, "one", "two", "three", "poison", "later")
-    publish("orders", {}, key="unread")
+    publish("orders", {}, key="unread", at_once=True)
     assert effects() == Counter(["one", "two", "three"])
     said = rename(old, new)
     assert new in said and "3" in said

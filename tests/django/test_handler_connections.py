@@ -57,7 +57,7 @@ def failures() -> set[str]:
 
 def publish_to_both() -> None:
     for topic in ("orders", "payments"):
-        publish_many(topic, [{}] * COUNT, key=topic)
+        publish_many(topic, [{}] * COUNT, key=topic, at_once=True)
     connections.close_all()
 
 
@@ -126,14 +126,14 @@ def test_a_subscriber_holds_a_connection_per_busy_thread_and_none_while_idle(mon
     def handled(count: int) -> None:
         eventually(lambda: Effect.objects.count() == count, within_seconds=60)
 
-    publish_many("orders", [{}] * 8, key="now")
+    publish_many("orders", [{}] * 8, key="now", at_once=True)
     with child("broker", quiet=True), background(consumer_runtime().run):
         all_busy.wait(60)
         assert sessions()["default handlers"] == 8
         counted.set()
         handled(8)
         eventually(lambda: sessions()["default handlers"] == 0)
-        publish("orders", {}, key="later")
+        publish("orders", {}, key="later", at_once=True)
         handled(9)
         eventually(lambda: sessions()["default handlers"] == 0)
 

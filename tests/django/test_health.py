@@ -61,7 +61,7 @@ def health(*arguments: str) -> tuple[int, str]:
 
 def test_the_probe_by_command(led: None) -> None:
     assert health() == (0, "healthy")
-    publish("orders", {})
+    publish("orders", {}, at_once=True)
     flush(within_seconds=5)
     with closing(broker_database().connect()) as connection:
         connection.execute("UPDATE outbox.op_log SET decided_at = decided_at - interval '30 seconds'")

@@ -56,7 +56,7 @@ def shop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[
 
 def consume(*keys: str, headers: dict[str, str] | None = None) -> None:
     for key in keys:
-        publish("orders", {}, key=key, headers=headers)
+        publish("orders", {}, key=key, headers=headers, at_once=True)
     sequence()
     consumer_runtime().run_once()
 

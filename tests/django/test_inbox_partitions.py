@@ -71,7 +71,7 @@ def _effects(databases: None, no_subscribers: None) -> None:
 
 def consume(*keys: str) -> list[UUID]:
     """Publish and handle a message for each key."""
-    found = [publish("orders", {}, key=key).message_id for key in keys]
+    found = [publish("orders", {}, key=key, at_once=True).message_id for key in keys]
     sequence()
     consumer_runtime().run_once()
     return found

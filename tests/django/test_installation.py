@@ -86,7 +86,7 @@ def test_what_is_undelivered_is_named_and_kept() -> None:
         Effect.objects.create(number="x")
 
     drain()
-    publish("orders", {}, key="one")
+    publish("orders", {}, key="one", at_once=True)
     with transaction.atomic():
         publish("payments", {}, key="two")
         with pytest.raises(CommandError, match=r"'payments' has 1 messages undecided.*Nothing was dropped.*--force"):

@@ -97,7 +97,9 @@ def test_a_large_body_is_an_object_and_the_handler_gets_it(path: str, folder: Pa
     with transaction.atomic():
         large = publish("orders", LARGE, key="large").message_id
         publish("orders", {"n": 1}, key="small")
-    assert publish("orders", LARGE, key="direct").message_id in referred(), "outside of a transaction, too"
+    assert publish("orders", LARGE, key="direct", at_once=True).message_id in referred(), (
+        "outside of a transaction, too"
+    )
     assert set(objects(folder).values()) == {ENCODED}
     assert large in objects(folder) and set(objects(folder)) == referred()
     consume()
@@ -185,7 +187,7 @@ def test_the_in_memory_broker_has_large_bodies(folder: Path, outbox_settings: Ca
 
     outbox_settings(IN_MEMORY=True)
     box = InMemoryOutbox()
-    publish("orders", LARGE)
+    publish("orders", LARGE, at_once=True)
     assert box.bodies("orders") == [LARGE]
     box.drain()
     assert seen == [LARGE] and len(objects(folder)) == 1
@@ -215,7 +217,7 @@ def test_a_missing_or_changed_object_is_a_dead_letter_that_can_be_replayed(
             def untyped(delivery: Delivery) -> None:
                 seen.append(delivery.body["text"])
 
-        ids = [publish(ReportMade(text=TEXT)).message_id for _ in range(2)]
+        ids = [publish(ReportMade(text=TEXT), at_once=True).message_id for _ in range(2)]
         gone, changed = (folder / name_of(one) for one in ids)
         content = gone.read_bytes()
         gone.unlink()
@@ -252,7 +254,7 @@ def test_a_message_waits_while_the_storage_is_away(
         seen.append((delivery.body, delivery.attempt))
 
     with new_world(outbox_settings) as world:
-        publish("orders", LARGE)
+        publish("orders", LARGE, at_once=True)
         backend = {"BACKEND": f"{__name__}.Away", "OPTIONS": {"location": str(folder)}}
         with override_settings(STORAGES={**django_settings.STORAGES, "large": backend}):
             with pytest.raises(SendFailed, match="the storage is away"), transaction.atomic():
@@ -379,7 +381,7 @@ def test_a_message_whose_object_is_gone_is_refused(path: str, folder: Path) -> N
     with pytest.raises(InvalidMessage, match="Build the message again"), transaction.atomic():
         publish_messages([built])
     with pytest.raises(InvalidMessage, match="Build the message again"):
-        publish_messages([built])
+        publish_messages([built], at_once=True)
     assert referred() == set()
 
 
@@ -393,7 +395,7 @@ def test_a_message_that_was_built_long_ago_is_refused(path: str, folder: Path, m
 
 def test_a_turn_goes_on_where_the_last_one_ended(path: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("outbox.contrib.django.operations.large_bodies._BATCH", 2)
-    kept = publish("orders", LARGE).message_id
+    kept = publish("orders", LARGE, at_once=True).message_id
     for _ in range(5):
         message("orders", LARGE)
     later = datetime.now(UTC) + LATER
@@ -435,7 +437,7 @@ def test_an_erasure_removes_the_object(
     databases: None, folder: Path, outbox_settings: Callable[..., None], tmp_path: Path
 ) -> None:
     outbox_settings(ERASURE_LIST=str(tmp_path / "erasures"), ERASURE_SECRET="of the tests")
-    erased, kept = (publish("orders", LARGE, key=key).message_id for key in ("4711", "4712"))
+    erased, kept = (publish("orders", LARGE, key=key, at_once=True).message_id for key in ("4711", "4712"))
     content = objects(folder)[erased]
     planned = erase("orders", "--key", "4711", "--dry-run")
     assert set(objects(folder)) == {erased, kept}
@@ -468,11 +470,11 @@ def test_an_encrypted_body_is_encrypted_in_the_storage(
     outbox_settings(KEY_DATABASE="other", KEY_ENCRYPTION_KEYS=["MDEyMzQ1Njc4OTAxMjM0NTY3ODkwMTIzNDU2Nzg5MDE="])
     create_key_table("other")
     SubjectKey.objects.using("other").all().delete()
-    publish("orders", LARGE, subject="anna")
+    publish("orders", LARGE, subject="anna", at_once=True)
     [content] = objects(folder).values()
     assert b"anna" not in content
     consume()
-    publish("orders", LARGE, subject="anna")
+    publish("orders", LARGE, subject="anna", at_once=True)
     call_command("outbox_subject_key", "delete", "anna", "--reason", "a test", "--no-input", stdout=StringIO())
     consume()
     assert seen == [LARGE, "erased"], "an erased message is passed over"
@@ -524,7 +526,7 @@ def test_the_page_shows_the_size_and_no_content(
     databases: None, folder: Path, outbox_settings: Callable[..., None]
 ) -> None:
     with new_world(outbox_settings):
-        one = publish("orders", LARGE).message_id
+        one = publish("orders", LARGE, at_once=True).message_id
         page = client_of(make_user(*ALL)).get(f"/outbox/messages/{one}/").content.decode()
     assert f"the object {name_of(one)} in the storage of large bodies" in page
     assert "anna.marker" not in page

@@ -63,8 +63,8 @@ def test_what_a_handler_logs_names_its_message(kept: Kept) -> None:
         await asyncio.sleep(0)
         shop.info("awaited")
 
-    first, second = publish_many("orders", [{"number": 1}, {"number": 2}], key="o1")
-    alone = publish("payments", {}, key="p1")
+    first, second = publish_many("orders", [{"number": 1}, {"number": 2}], key="o1", at_once=True)
+    alone = publish("payments", {}, key="p1", at_once=True)
     consume()
     shop.info("outside")
     of_orders = {"transaction_id": str(first.transaction_id), "group": "effects", "topic": "orders", "key": "o1"}
@@ -86,7 +86,7 @@ def test_a_batch_names_the_first_few(kept: Kept) -> None:
     def effect(deliveries: list[Delivery]) -> None:
         shop.info("a batch")
 
-    receipts = publish_many("orders", [{}] * 7, key="o1")
+    receipts = publish_many("orders", [{}] * 7, key="o1", at_once=True)
     consume()
     found = kept.about("a batch")
     assert found["message_id"] == ",".join([*(str(one.message_id) for one in receipts[:5]), "+2"])
@@ -98,7 +98,7 @@ def test_a_failed_attempt_names_its_message(kept: Kept) -> None:
     def effect(delivery: Delivery) -> None:
         raise PermanentError("never")
 
-    receipt = publish("orders", {}, key="o1")
+    receipt = publish("orders", {}, key="o1", at_once=True)
     consume()
     assert kept.about("it is given up") == {
         "message_id": str(receipt.message_id),
@@ -115,7 +115,7 @@ def test_tests_of_applications_see_the_same(kept: Kept) -> None:
         shop.info("in memory")
 
     with in_memory_outbox() as broker:
-        receipt = publish("orders", {}, key="o1")
+        receipt = publish("orders", {}, key="o1", at_once=True)
         broker.drain()
     assert kept.about("in memory")["transaction_id"] == str(receipt.transaction_id)
 
@@ -133,7 +133,7 @@ def test_a_worker_ends_its_lines_with_the_message(tmp_path: Path, monkeypatch: p
             shop.warning("look here")
             raise PermanentError("never")
 
-        receipt = publish("orders", {}, key="o1\x1b[2J")
+        receipt = publish("orders", {}, key="o1\x1b[2J", at_once=True)
         consume()
     finally:
         for handler in set(root.handlers).difference(before):

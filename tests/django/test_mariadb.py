@@ -211,10 +211,10 @@ def test_a_transaction_begun_by_hand_is_refused() -> None:
     execute("BEGIN")
     try:
         with pytest.raises(TransactionUsageError, match="begun by hand"):
-            publish("orders", {}, using=ALIAS)
+            publish("orders", {}, using=ALIAS, at_once=True)
     finally:
         execute("ROLLBACK")
-    publish("orders", {}, key="alone", using=ALIAS)
+    publish("orders", {}, key="alone", using=ALIAS, at_once=True)
     assert decisions() == {"alone": "C"}
 
 

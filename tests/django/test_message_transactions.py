@@ -61,7 +61,7 @@ def test_one_ledger_row_however_many_messages(path: str) -> None:
 
 
 def test_outside_a_transaction_all_are_sent_when_the_block_is_left(path: str) -> None:
-    with message_transaction() as tx:
+    with message_transaction(at_once=True) as tx:
         tx.publish("orders", 1, key="a")
         assert stored() == []
         tx.publish("payments", 2, key="b")
@@ -70,7 +70,7 @@ def test_outside_a_transaction_all_are_sent_when_the_block_is_left(path: str) ->
 
 
 def publish_and_fail() -> None:
-    with message_transaction() as tx:
+    with message_transaction(at_once=True) as tx:
         tx.publish("orders", 1, key="a")
         raise ZeroDivisionError
 
@@ -81,8 +81,8 @@ def test_an_exception_that_leaves_the_block_drops_its_messages(path: str) -> Non
     assert stored() == []
 
 
-def publish_and_swallow() -> None:
-    with message_transaction() as tx:
+def publish_and_swallow(at_once: bool = False) -> None:
+    with message_transaction(at_once=at_once) as tx:
         tx.publish("orders", 1, key="a")
         with contextlib.suppress(UnserialisableBody):
             tx.publish("orders", object(), key="b")
@@ -90,7 +90,7 @@ def publish_and_swallow() -> None:
 
 def test_a_message_that_cannot_be_sent_takes_the_others_along_even_when_its_error_is_swallowed(path: str) -> None:
     with pytest.raises(TransactionUsageError, match="could not be added"):
-        publish_and_swallow()
+        publish_and_swallow(at_once=True)
     assert stored() == []
 
 
@@ -112,7 +112,7 @@ def test_publishing_in_a_deeper_atomic_is_refused(path: str) -> None:
 
 def test_publishing_in_an_atomic_that_was_opened_inside_is_refused(path: str) -> None:
     with pytest.raises(TransactionUsageError, match="an inner atomic"):
-        with message_transaction() as tx, transaction.atomic():
+        with message_transaction(at_once=True) as tx, transaction.atomic():
             tx.publish("orders", 1, key="a")
     assert stored() == []
 
@@ -126,7 +126,7 @@ def test_a_savepoint_around_the_whole_takes_its_messages_with_it(path: str) -> N
 
 
 def test_it_is_over_when_it_is_left_and_entered_once(path: str) -> None:
-    tx = message_transaction()
+    tx = message_transaction(at_once=True)
     with pytest.raises(TransactionUsageError, match="not before or after"):
         tx.publish("orders", 1)
     with pytest.raises(TransactionUsageError), tx:
@@ -162,7 +162,7 @@ def test_more_keys_than_a_transaction_may_lock_are_refused_by_number(path: str) 
 
 
 def test_a_transaction_without_a_database_is_dropped_after_its_timeout(path: str) -> None:
-    with pytest.raises(TransactionTimedOut, match="orders"), message_transaction(timeout_seconds=0) as tx:
+    with pytest.raises(TransactionTimedOut, match="orders"), message_transaction(at_once=True, timeout_seconds=0) as tx:
         tx.publish("orders", 1, key="late")
     assert stored() == []
 
@@ -172,9 +172,10 @@ class TestFencing:
 
     def test_the_older_instance_is_refused_when_it_commits_messages_of_its_own(self, path: str) -> None:
         older, newer = fenced_producer("import"), fenced_producer("import")
-        with pytest.raises(ProducerFenced, match="epoch 1, but an instance with epoch 2"), older.transaction() as tx:
+        refused = pytest.raises(ProducerFenced, match="epoch 1, but an instance with epoch 2")
+        with refused, older.transaction(at_once=True) as tx:
             tx.publish("orders", 1, key="older")
-        with newer.transaction() as tx:
+        with newer.transaction(at_once=True) as tx:
             tx.publish("orders", 1, key="newer")
         assert decisions() == {"newer": "C"}
 
@@ -184,7 +185,7 @@ class TestFencing:
         with transaction.atomic():
             Order.objects.create(number="dropped")
             with pytest.raises(ProducerFenced):
-                send(older, "older")
+                send(older, "older", at_once=False)
         assert not Order.objects.filter(number="dropped").exists()
         assert stored() == []
 
@@ -205,7 +206,7 @@ class TestFencing:
     def test_a_newer_instance_waits_for_an_older_one_that_is_inside_its_transaction(self, path: str) -> None:
         older = fenced_producer("import")
         with transaction.atomic():
-            send(older, "slow")
+            send(older, "slow", at_once=False)
             with pytest.raises(LeftoversUndecided):
                 in_thread(lambda: fenced_producer("import", wait_seconds=0.3))
         newer = fenced_producer("import")
@@ -215,8 +216,8 @@ class TestFencing:
             send(older, "zombie")
 
 
-def send(producer: FencedProducer, key: str) -> None:
-    with producer.transaction() as tx:
+def send(producer: FencedProducer, key: str, *, at_once: bool = True) -> None:
+    with producer.transaction(at_once=at_once) as tx:
         tx.publish("orders", None, key=key)
 
 

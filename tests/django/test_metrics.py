@@ -387,7 +387,7 @@ def test_a_worker_serves_what_its_processes_measure(databases: None, tmp_path: P
         return series in fetched("/metrics")
 
     with process(["-m", "django", "outbox_worker"], outbox=settings, quiet=True):
-        publish("orders", {}, key="one")
+        publish("orders", {}, key="one", at_once=True)
         eventually(lambda: Effect.objects.filter(number="step-one").exists(), within_seconds=60, what="the effects")
         eventually(lambda: '"healthy": true' in fetched("/ready"), within_seconds=30, what="readiness")
         assert '"healthy": true' in fetched("/live")

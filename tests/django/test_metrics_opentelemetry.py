@@ -125,7 +125,7 @@ def test_a_publish_call_that_fails_is_recorded_with_its_error(figures: Figures) 
     reset_broker()
     try:
         with pytest.raises(BrokerUnavailable, match="cannot be reached"):
-            publish("orders", {}, key="one")
+            publish("orders", {}, key="one", at_once=True)
     finally:
         point_alias("broker", url)
         reset_broker()
@@ -143,8 +143,8 @@ def test_handler_calls_are_recorded_once_per_call(figures: Figures) -> None:
     def fail(delivery: Delivery) -> None:
         raise ValueError("not this one")
 
-    publish_many("orders", [{}, {}, {}], key="one queue")
-    publish("payments", {})
+    publish_many("orders", [{}, {}, {}], key="one queue", at_once=True)
+    publish("payments", {}, at_once=True)
     sequence()
     consumer_runtime().run_once()
     effects = {**PROCESS, "messaging.consumer.group.name": "effects", "messaging.destination.name": "orders"}

@@ -142,7 +142,7 @@ def test_the_first_entry_is_the_outermost(outbox_settings: Callable[..., None]) 
     def handle(given: Delivery) -> None:
         SEEN.append(f"handler {given.key}")
 
-    publish("orders", {}, key="1")
+    publish("orders", {}, key="1", at_once=True)
     sequence()
     assert consumer_runtime().run_once().handled == 1
     assert SEEN == ["outer begins", "inner 1", "handler 1", "outer ends"]
@@ -163,7 +163,7 @@ def test_a_batch_is_one_call_with_the_list(outbox_settings: Callable[..., None])
     def handle(given: list[Delivery]) -> None:
         SEEN.append(f"handler {len(given)}")
 
-    publish_many("reminders", [{}, {}], key="k")
+    publish_many("reminders", [{}, {}], key="k", at_once=True)
     sequence()
     consumer_runtime().run_once()
     assert SEEN == ["inner ['k', 'k']", "handler 2"]
@@ -182,8 +182,8 @@ def test_its_writes_commit_with_the_handler(outbox_settings: Callable[..., None]
         await sync_to_async(plain)(given)
 
     subscriber("orders", group="effects")(asynchronous if is_async_handler else plain)
-    publish("orders", {}, key="good")
-    publish("orders", {}, key="bad")
+    publish("orders", {}, key="good", at_once=True)
+    publish("orders", {}, key="bad", at_once=True)
     sequence()
     consumer_runtime().run_once()
     written = [number.split() for number in effects()]
@@ -218,12 +218,12 @@ def test_its_error_is_the_handlers_and_it_may_handle_an_error(outbox_settings: C
         Effect.objects.create(number=given.key)
         raise ValueError
 
-    publish("orders", {}, key="1")
+    publish("orders", {}, key="1", at_once=True)
     sequence()
     assert consumer_runtime().run_once().handled == 1
     assert SEEN == ["swallowed"] and effects() == ["1"]
     outbox_settings(HANDLER_MIDDLEWARE=[path(refusing), path(swallowing)])
-    publish("orders", {}, key="2")
+    publish("orders", {}, key="2", at_once=True)
     sequence()
     assert consumer_runtime().run_once().failed == 1
     assert effects() == ["1"]
@@ -237,7 +237,7 @@ def test_the_in_memory_broker_calls_it(outbox_settings: Callable[..., None]) -> 
         SEEN.append("handler")
 
     with in_memory_outbox() as outbox:
-        publish("orders", {}, key="1")
+        publish("orders", {}, key="1", at_once=True)
         assert outbox.drain() == 1
     assert SEEN == ["outer begins", "handler", "outer ends"]
 

@@ -37,7 +37,7 @@ def _history(databases: None, no_subscribers: None) -> None:
     """Three messages that the group shipping has handled."""
     subscribe("shipping")
     for number in range(3):
-        publish("orders", {}, key=str(number))
+        publish("orders", {}, key=str(number), at_once=True)
     sequence()
     consumer_runtime().run_once()
     registry.unregister_all()
@@ -45,7 +45,7 @@ def _history(databases: None, no_subscribers: None) -> None:
 
 def test_the_first_group_of_a_topic_is_not_warned_about() -> None:
     subscribe("shipping")
-    publish("orders", {})
+    publish("orders", {}, at_once=True)
     sequence()
     assert warned() == []
 

@@ -194,7 +194,7 @@ def test_dead_letters_are_folded_by_group_and_error(outbox_settings: Callable[..
 
     def fail(count: int) -> None:
         for _ in range(count):
-            publish("orders", {}, key="bad")
+            publish("orders", {}, key="bad", at_once=True)
         sequence()
         consumer_runtime().run_once()
 
@@ -222,7 +222,7 @@ def test_many_dead_letters_are_critical(outbox_settings: Callable[..., None]) ->
         raise PermanentError("no account")
 
     for second, reported in enumerate(([], [("raised", ["group refusing"])])):
-        publish("orders", {}, key="bad")
+        publish("orders", {}, key="bad", at_once=True)
         sequence()
         consumer_runtime().run_once()
         raised.run_once(now_and(second))
@@ -396,7 +396,7 @@ def test_a_worker_reports_by_itself_and_a_receiver_that_hangs_delays_no_pass(rec
     notify = {**receiver.declared(), "conditions": ["no_sequencer"]}
     with process(["-m", "django", "outbox_worker", "--role", "check"], outbox={"NOTIFY": notify}, quiet=True):
         eventually(lambda: receiver.requests, within_seconds=60, what="no_sequencer is posted")
-        publish("orders", {}, key="1")
+        publish("orders", {}, key="1", at_once=True)
         seen = list(RaisedCondition.objects.values_list("seen_at", flat=True))
         eventually(
             lambda: list(RaisedCondition.objects.values_list("seen_at", flat=True)) != seen,

@@ -55,7 +55,7 @@ def test_open_ones_are_listed_before_and_after_the_half_scan() -> None:
     with rolled_back(), message_transaction() as tx:
         for topic in ("orders", "steps", "orders"):
             tx.publish(topic, 1, key="a")
-    publish("orders", 1, key="decided")
+    publish("orders", 1, key="decided", at_once=True)
     with transaction.atomic():
         publish("orders", 1, key="running")
         [new, other] = said("outbox_transaction", "list")
@@ -123,10 +123,10 @@ def test_one_that_committed_or_is_still_running_is_not_aborted() -> None:
 
 
 def test_browsing_shows_what_is_committed_and_with_uncommitted_the_rest(path: str) -> None:
-    publish("orders", {"n": 1}, key="sent")
+    publish("orders", {"n": 1}, key="sent", at_once=True)
     with rolled_back():
         publish("orders", {"n": 2}, key="lost")
-    publish("payments", {"n": 3}, key="elsewhere")
+    publish("payments", {"n": 3}, key="elsewhere", at_once=True)
     assert [(one["key"], one["state"], one["body"]) for one in said("outbox_message", "list", "orders")] == [
         ("sent", "committed", '{"n":1}')
     ]
@@ -136,7 +136,7 @@ def test_browsing_shows_what_is_committed_and_with_uncommitted_the_rest(path: st
 
 def test_browsing_goes_page_by_page_and_moves_nothing() -> None:
     for number in range(5):
-        publish("orders", number, key=number)
+        publish("orders", number, key=number, at_once=True)
     first = said("outbox_message", "list", "orders", "--limit", "2")
     rest = said("outbox_message", "list", "orders", "--after", str(first[-1]["log_id"]))
     assert [one["key"] for one in first + rest] == list("43210")
@@ -179,7 +179,7 @@ def test_an_open_local_transaction_delays_no_other(age_seconds: float, seen: lis
         if age_seconds:
             grown_old(age_seconds)
         for number, key in enumerate(others):
-            publish(("orders", "payments", "steps")[number % 3], 1, key=key)
+            publish(("orders", "payments", "steps")[number % 3], 1, key=key, at_once=True)
         drain()
 
     with transaction.atomic():
@@ -194,9 +194,9 @@ def test_an_open_local_transaction_delays_no_other(age_seconds: float, seen: lis
 
 
 def test_an_open_one_without_a_local_transaction_delays_no_other(path: str, seen: list[str]) -> None:
-    with message_transaction() as tx:
+    with message_transaction(at_once=True) as tx:
         tx.publish("steps", 1, key="k")
-        publish("steps", 2, key="k")
+        publish("steps", 2, key="k", at_once=True)
         drain()
         assert seen == ["k"]
     drain()
@@ -215,7 +215,7 @@ def test_an_abandoned_half_delays_no_other(
     if age_seconds:
         grown_old(age_seconds)
     for number in range(20):
-        publish("steps", 1, key=f"other-{number}")
+        publish("steps", 1, key=f"other-{number}", at_once=True)
     drain()
     assert sorted(seen) == sorted(f"other-{number}" for number in range(20))
     assert [one["transaction_id"] for one in said("outbox_transaction", "list")] == [str(left.transaction_id)]

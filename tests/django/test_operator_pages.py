@@ -41,7 +41,7 @@ def letters(world: World) -> str:
 
 
 def delayed(world: World) -> str:
-    receipt = publish("reminders", {}, key="4711", delay=3600)
+    receipt = publish("reminders", {}, key="4711", delay=3600, at_once=True)
     sequence()
     return str(receipt.message_id)
 

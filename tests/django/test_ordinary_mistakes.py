@@ -176,7 +176,7 @@ def test_a_transaction_begun_by_hand_outside_of_atomic_is_refused(alias: str) ->
     execute("BEGIN", alias)
     try:
         with pytest.raises(TransactionUsageError, match="begun by hand"):
-            publish("orders", {}, key="k", using=alias)
+            publish("orders", {}, key="k", using=alias, at_once=True)
     finally:
         execute("ROLLBACK", alias)
     assert stored() == []

@@ -155,8 +155,8 @@ def test_transactions(page: Page) -> None:
 
 def test_handlers(page: Page) -> None:
     page.run("handlers.md")
-    publish("order.paid", {"order_id": 3})
-    publish("points.earned", {"points": 4})
+    publish("order.paid", {"order_id": 3}, at_once=True)
+    publish("points.earned", {"points": 4}, at_once=True)
     drain()
     assert models.Shipment.objects.get().order_id == 3
     assert sorted(models.Points.objects.values_list("order_id", "points")) == [(0, 4), (3, 0)]
@@ -175,7 +175,7 @@ def test_large_bodies(page: Page, tmp_path: Path) -> None:
 
 def test_failures(page: Page) -> None:
     for body in ({"points": 1}, {"points": -1}, {"points": 2000}, {}):
-        publish("points.earned", body)
+        publish("points.earned", body, at_once=True)
     page.run("failures.md")
     assert models.Points.objects.count() == 1
 
@@ -211,7 +211,7 @@ def test_unique_messages(page: Page) -> None:
 
 def test_limits(page: Page) -> None:
     page.run("limits.md")
-    publish("order.paid", {}, key="1")
+    publish("order.paid", {}, key="1", at_once=True)
     drain()
     assert models.Mail.objects.get().text == "order 1"
 
@@ -238,7 +238,7 @@ def test_slow_calls(page: Page) -> None:
     page.names["provider"] = page.names["bank"] = provider = Provider()
     page.run("slow-calls.md")
     paid("A-1", amount=12)
-    publish("orders", {}, key="A-1")
+    publish("orders", {}, key="A-1", at_once=True)
     drain()
     assert models.Order.objects.get().payment == "p-1"
     assert sorted(map(len, provider.calls)) == [1, 2]

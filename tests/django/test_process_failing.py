@@ -137,6 +137,6 @@ def test_a_database_that_is_away_is_no_failure_of_a_process(databases: None) -> 
             "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
             " WHERE datname = current_database() AND pid <> pg_backend_pid()"
         )
-        publish("orders", {}, key="one")
+        publish("orders", {}, key="one", at_once=True)
         eventually(lambda: "no_sequencer" not in conditions())
     assert incidents() == []

@@ -46,7 +46,7 @@ def _effects(databases: None, no_subscribers: None) -> None:
 
 def consume(keys: Sequence[str]) -> None:
     for key in keys:
-        publish("orders", {}, key=key)
+        publish("orders", {}, key=key, at_once=True)
     sequence()
     consumer_runtime().run_once()
 

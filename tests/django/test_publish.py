@@ -68,7 +68,7 @@ def test_committed_is_decided_commit_and_rolled_back_is_not(path: str) -> None:
 
 
 def test_outside_a_transaction_it_is_sent_at_once(path: str) -> None:
-    receipt = publish("orders", {}, key="plain")
+    receipt = publish("orders", {}, key="plain", at_once=True)
     assert [(item.message_id, item.half, item.decision) for item in stored()] == [(receipt.message_id, False, "C")]
 
 
@@ -182,7 +182,7 @@ def test_manual_commit_mode_is_refused() -> None:
     transaction.set_autocommit(False)
     try:
         with pytest.raises(TransactionUsageError, match="manual-commit"):
-            publish("orders", {})
+            publish("orders", {}, at_once=True)
         with pytest.raises(TransactionUsageError, match="manual-commit"), transaction.atomic():
             publish("orders", {})
     finally:
@@ -197,7 +197,7 @@ def test_publish_many_is_one_transaction_and_one_statement(path: str) -> None:
     assert {receipt.transaction_id for receipt in receipts} == {receipts[0].message_id}
     assert decisions() == {"1": "C", "2": "C", "3": "C"}
     assert len(ledger_ids("default")) == (1 if path == "two_phase" else 0)
-    assert publish_many("orders", []) == []
+    assert publish_many("orders", [], at_once=True) == []
 
 
 def test_all_or_none_over_several_topics(path: str) -> None:
@@ -226,7 +226,7 @@ def test_atomic_requests(path: str) -> None:
 def test_each_thread_has_its_own_transaction(path: str) -> None:
     def elsewhere() -> None:
         try:
-            publish("orders", {}, key="other-thread")
+            publish("orders", {}, key="other-thread", at_once=True)
         finally:
             connections.close_all()
 
@@ -296,11 +296,11 @@ def test_delay_and_deliver_at(path: str) -> None:
     with transaction.atomic():
         publish("reminders", {}, delay=60, key="later")
     with pytest.raises(UsageError, match="not both"):
-        publish("reminders", {}, delay=1, deliver_at=timezone.now())
+        publish("reminders", {}, delay=1, deliver_at=timezone.now(), at_once=True)
     with pytest.raises(UsageError, match="negative"):
-        publish("reminders", {}, delay=-1)
+        publish("reminders", {}, delay=-1, at_once=True)
     with pytest.raises(MessageTypeMismatch, match="DELAY"):
-        publish("orders", {}, delay=1)
+        publish("orders", {}, delay=1, at_once=True)
 
 
 def test_a_time_limit_is_stored_by_every_form_of_publish(path: str) -> None:
@@ -316,7 +316,7 @@ def test_a_time_limit_is_stored_by_every_form_of_publish(path: str) -> None:
             tx.publish("orders", {}, timeout=90.25)
         publish("orders", {})
     pay()
-    publish("orders", {}, timeout=3600)
+    publish("orders", {}, timeout=3600, at_once=True)
     with psycopg.connect(alias_conninfo(get_settings().broker)) as connection:
         rows = connection.execute("SELECT headers FROM outbox.commit_log ORDER BY log_id").fetchall()
     texts = ["60", "0.5", "0.5", "0.000001", "90.25", None, "60", "3600"]
@@ -326,9 +326,9 @@ def test_a_time_limit_is_stored_by_every_form_of_publish(path: str) -> None:
 
 def test_bad_messages_are_refused_before_anything_is_stored(path: str) -> None:
     with pytest.raises(UnserialisableBody, match="orders"):
-        publish("orders", object())
+        publish("orders", object(), at_once=True)
     with pytest.raises(UnserialisableBody, match="orders"):
-        publish("orders", float("nan"))
+        publish("orders", float("nan"), at_once=True)
     with pytest.raises(InvalidMessage, match="key"), transaction.atomic():
         publish("steps", {})
     assert stored() == []

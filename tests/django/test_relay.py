@@ -146,7 +146,7 @@ def test_what_rocketmq_would_reject_is_refused_before_the_commit(
 
 def test_outside_of_a_transaction_a_message_would_pass_the_waiting_ones() -> None:
     with pytest.raises(MessageTypeMismatch, match="Publish it inside"):
-        publish("steps", 1, key="k")
+        publish("steps", 1, key="k", at_once=True)
 
 
 def test_a_line_is_sent_in_order_and_a_rejected_message_blocks_only_its_line(alias: str) -> None:

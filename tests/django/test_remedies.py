@@ -90,17 +90,17 @@ def test_a_stuck_half_and_a_dead_letter_are_settled_as_printed(tmp_path: Path, b
     """There are also committed messages of the same keys, older and newer ones."""
     subscribe()
     Order.objects.create(number="1")
-    dead = publish("orders", {}, key="1").message_id
+    dead = publish("orders", {}, key="1", at_once=True).message_id
     consume()
     Effect.objects.create(number="mended")
-    publish("orders", {}, key="1")
+    publish("orders", {}, key="1", at_once=True)
     Order.objects.create(number="3")
-    publish("orders", {}, key="3")
+    publish("orders", {}, key="3", at_once=True)
     Order.objects.filter(number="3").delete()
     half = undecided("3")["transaction_id"]
     if is_parked:
         park()
-    publish("orders", {}, key="3")
+    publish("orders", {}, key="3", at_once=True)
     flush(within_seconds=5)
     consume()
     found = {(each["key"], each["class"]): each for each in findings(tmp_path)}

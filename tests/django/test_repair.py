@@ -133,8 +133,8 @@ def test_a_message_that_came_under_another_key_is_not_published_again(
     Order.objects.create(number="7")
     if key_has_a_row:
         Order.objects.create(number="wrong")
-        publish("orders", {}, key="wrong")
-    receipt = publish("orders", body, key="wrong")
+        publish("orders", {}, key="wrong", at_once=True)
+    receipt = publish("orders", body, key="wrong", at_once=True)
     flush(within_seconds=5)
     if is_handled:
         Effect.objects.using("other").create(number="7")
@@ -149,8 +149,8 @@ def test_messages_about_other_rows_do_not_stand_in_the_way(repair: Repair) -> No
     repair.source["effects"] = [EFFECTS]
     for number in ("7", "8"):
         Order.objects.create(number=number)
-    publish("orders", {"amount": 7}, key="8")
-    publish("orders", {"order": "77", "7": "x"}, key="nobody's")
+    publish("orders", {"amount": 7}, key="8", at_once=True)
+    publish("orders", {"order": "77", "7": "x"}, key="nobody's", at_once=True)
     flush(within_seconds=5)
     assert repair.outcomes(lost("7")) == ["done"]
 
@@ -260,7 +260,7 @@ def dead_letter(key: str = "1") -> dict[str, Any]:
     """A message that its group gives up once; the step that replays it."""
 
     subscribe()
-    receipt = publish("orders", {}, key=key)
+    receipt = publish("orders", {}, key=key, at_once=True)
     consume()
     Effect.objects.create(number="mended")
     return finding("replay", "DEAD", key, group="effects", message_id=str(receipt.message_id))

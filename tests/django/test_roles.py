@@ -159,7 +159,7 @@ def _views() -> None:
 
 OPERATIONS: Final[dict[str, Callable[[], Any]]] = {
     "`publish` in a transaction, and its end message": _in_transaction,
-    "`publish` outside of a transaction": lambda: publish("orders", {}),
+    "`publish` with `at_once=True`": lambda: publish("orders", {}, at_once=True),
     "`publish_many`": _several,
     "`publish` with `unique`": _unique,
     "`@transactional_message`": _decorated,

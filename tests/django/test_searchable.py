@@ -41,7 +41,7 @@ def test_install_builds_the_index_and_drops_it(databases: None, outbox_settings:
     assert "building the index of the keys of topic 'orders'" in said("outbox_install")
     assert rows(INDEXES) == [("orders",)]
     assert "building" not in said("outbox_install")
-    receipt = publish("orders", {}, key="4711")
+    receipt = publish("orders", {}, key="4711", at_once=True)
     sequence()
     [found] = json.loads(said("outbox_message", "list", "orders", "--key", "4711", "--json"))
     assert found["message_id"] == str(receipt.message_id)

@@ -282,7 +282,7 @@ def test_the_router_has_an_opinion_about_the_brokers_database_only() -> None:
 
 def test_a_flushed_ledger_is_another_ledger(empty_log: None) -> None:
     before = LedgerIdentity.objects.get().ledger_id
-    publish("orders", {})
+    publish("orders", {}, at_once=True)
     call_command("flush", database="default", interactive=False, verbosity=0)
     assert LedgerIdentity.objects.get().ledger_id != before
     assert not LedgerEntry.objects.exists()

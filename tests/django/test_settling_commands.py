@@ -128,7 +128,7 @@ def _three_dead_of_two_groups(databases: None, no_subscribers: None) -> None:
             raise PermanentError(f"never: {delivery.key}\nand a second line")
 
     for key in ("a", "b", "c"):
-        publish("orders", {}, key=key)
+        publish("orders", {}, key=key, at_once=True)
     consume()
 
 

@@ -57,8 +57,8 @@ def subscribe() -> None:
 def test_a_dead_letter_is_signalled_once_after_it_is_stored() -> None:
     subscribe()
     with received(signals.message_dead_lettered) as found:
-        publish("orders", {}, key="good")
-        receipt = publish("orders", {}, key="bad")
+        publish("orders", {}, key="good", at_once=True)
+        receipt = publish("orders", {}, key="bad", at_once=True)
         sequence()
         consumer_runtime().run_once()
         assert sending.flush(10)
@@ -75,7 +75,7 @@ def test_a_dead_letter_is_signalled_once_after_it_is_stored() -> None:
 def test_the_in_memory_broker_signals_on_the_calling_thread(outbox_settings: Callable[..., None]) -> None:
     subscribe()
     with received(signals.message_dead_lettered) as found, in_memory_outbox() as outbox:
-        publish("orders", {}, key="bad")
+        publish("orders", {}, key="bad", at_once=True)
         outbox.drain(raise_errors=False)
         [one] = found
         assert (one["key"], one["thread"]) == ("bad", threading.current_thread().name)
@@ -139,9 +139,9 @@ def test_processes_signal_and_a_broken_receiver_hurts_no_worker(tmp_path: Path, 
 
     with child("broker", variables=variables) as broker, child("consumer", variables=variables) as consumer:
         eventually(lambda: len(said("worker_started")) == 2, within_seconds=30, what="both processes say so")
-        publish("payments", {}, key="first")
+        publish("payments", {}, key="first", at_once=True)
         eventually(lambda: said("message_dead_lettered"), within_seconds=30, what="the first dead letter")
-        publish("payments", {}, key="second")
+        publish("payments", {}, key="second", at_once=True)
         eventually(lambda: len(dead_letters()) == 2, within_seconds=30, what="the worker goes on")
         for process in (consumer, broker):
             process.send_signal(unix.SIGTERM)

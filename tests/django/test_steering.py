@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from io import StringIO
 from typing import Any
@@ -80,38 +80,16 @@ def remind(*keys: str) -> list[UUID]:
 
 def test_a_topic_that_is_only_transactional_refuses_a_publish_outside(path: str) -> None:
     with pytest.raises(MessageTypeMismatch, match=r"transaction\.atomic"):
-        publish("bound", {}, key="alone")
+        publish("bound", {}, key="alone", at_once=True)
     with transaction.atomic():
         publish("bound", {}, key="kept")
     assert decisions() == {"kept": "C"}
 
 
-def test_a_setting_makes_it_the_rule_for_every_topic(path: str, outbox_settings: Callable[..., None]) -> None:
-    publish("orders", {}, key="before")
-    outbox_settings(REQUIRE_TRANSACTION=True, **({"BROKER": "default"} if path == "atomic" else {}))
-    for refused in (
-        lambda: publish("orders", {}, key="alone"),
-        lambda: publish_many("orders", [{}], key="alone"),
-        lambda: publish_messages([message("orders", {}, key="alone")]),
-    ):
-        with pytest.raises(TransactionUsageError, match=r"REQUIRE_TRANSACTION.*'orders'.*transaction\.atomic"):
-            refused()
-
-    @transactional_message("orders", key="decorated", body={})
-    def decorated() -> None:
-        publish("orders", {}, key="inside")
-
-    decorated()
-    assert decisions() == {"before": "C", "decorated": "C", "inside": "C"}
-
-
-def test_both_rules_hold_in_tests_of_an_application(application: None) -> None:
-    with in_memory_outbox(REQUIRE_TRANSACTION=True):
-        with pytest.raises(TransactionUsageError, match="REQUIRE_TRANSACTION"):
-            publish("orders", {})
+def test_it_is_refused_in_tests_of_an_application_too(application: None) -> None:
     with in_memory_outbox() as outbox:
         with pytest.raises(MessageTypeMismatch, match=r"transaction\.atomic"):
-            publish("bound", {})
+            publish("bound", {}, at_once=True)
         with transaction.atomic():
             publish("bound", {}, key="1")
         assert [item.key for item in outbox.messages("bound")] == ["1"]
@@ -169,7 +147,7 @@ def test_recall_by_id_and_by_key(path: str) -> None:
     assert recall_key("reminders", 7) == []
     assert scheduled() == ["8"]
     assert recall(uuid4()).status is RecallStatus.UNKNOWN
-    assert recall(publish("orders", {}).message_id).status is RecallStatus.WAITING
+    assert recall(publish("orders", {}, at_once=True).message_id).status is RecallStatus.WAITING
     with pytest.raises(UnknownTopic, match="Did you mean 'reminders'"):
         recall_key("reminder", 7)
 
@@ -209,7 +187,7 @@ def test_the_recall_command(path: str) -> None:
     with pytest.raises(CommandError, match=rf"not done: {unknown} \(unknown\)"):
         call("outbox_message", "recall", unknown, third)
     assert scheduled() == ["9"], "the others are"
-    delivered = publish("reminders", {}, key="9").message_id
+    delivered = publish("reminders", {}, key="9", at_once=True).message_id
     assert scheduled() == ["9"]
     with pytest.raises(CommandError, match=rf"{delivered} \(delivered\)\. `outbox_message show"):
         call("outbox_message", "recall", str(delivered))
@@ -257,7 +235,7 @@ def test_transactional_messages_are_refused_and_the_transaction_rolls_back(path:
         with pytest.raises(TransactionalMessagesRejected, match="outbox_transaction accept"):
             order()
     assert not Order.objects.exists()
-    publish("orders", {}, key="plain")
+    publish("orders", {}, key="plain", at_once=True)
     assert reject_transactional(False)
     with transaction.atomic():
         publish("orders", {}, key="kept")

@@ -148,9 +148,9 @@ def test_a_batch_is_linked_to_what_published_its_messages(spans: Spans) -> None:
     for number in range(2):
         with spans.web.start_as_current_span(f"request {number}"), transaction.atomic():
             publish("orders", {"number": number}, key="one queue")
-    publish_many("orders", [{}, {}], key="one queue")
+    publish_many("orders", [{}, {}], key="one queue", at_once=True)
     tracing.install(None)
-    publish("orders", {}, key="one queue")
+    publish("orders", {}, key="one queue", at_once=True)
     tracing.install(OpenTelemetryTracer(spans.provider))
     consume()
     batch = spans.one("process orders")
@@ -172,7 +172,7 @@ def test_every_attempt_is_a_span_and_failures_are_on_it(spans: Spans) -> None:
         if delivery.attempt == 1:
             raise ValueError("not yet")
 
-    publish("orders", {}, key="o1")
+    publish("orders", {}, key="o1", at_once=True)
     for _ in range(2):
         consume()
     first, second = spans.named("process orders")
@@ -186,7 +186,7 @@ def test_every_attempt_is_a_span_and_failures_are_on_it(spans: Spans) -> None:
 
 def test_a_publish_that_fails_is_an_error_of_its_span(spans: Spans) -> None:
     with pytest.raises(Exception, match="nowhere"):
-        publish("nowhere", {})
+        publish("nowhere", {}, at_once=True)
     assert spans.one("publish nowhere").status.status_code is StatusCode.ERROR
 
 
@@ -219,7 +219,7 @@ def test_a_header_that_is_no_context_does_no_harm(value: str, spans: Spans) -> N
         seen.append(delivery.headers["traceparent"])
 
     tracing.install(None)
-    publish("orders", {}, headers={"traceparent": value, "tracestate": value, "baggage": value})
+    publish("orders", {}, headers={"traceparent": value, "tracestate": value, "baggage": value}, at_once=True)
     tracing.install(OpenTelemetryTracer(spans.provider))
     consume()
     assert seen == [value]
@@ -227,9 +227,16 @@ def test_a_header_that_is_no_context_does_no_harm(value: str, spans: Spans) -> N
 
 
 def test_a_trace_of_another_service_continues(spans: Spans) -> None:
-    publish("orders", {}, headers={"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"})
+    publish(
+        "orders", {}, headers={"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}, at_once=True
+    )
     with spans.web.start_as_current_span("POST /orders"):
-        publish("payments", {}, headers={"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"})
+        publish(
+            "payments",
+            {},
+            headers={"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"},
+            at_once=True,
+        )
     above = spans.one("publish orders").parent
     assert above is not None
     assert (above.trace_id, above.span_id) == (0x0AF7651916CD43DD8448EB211C80319C, 0xB7AD6B7169203331)
@@ -243,9 +250,9 @@ def test_headers_of_the_application_stay_and_too_many_cost_the_trace_not_the_mes
     def effect(delivery: Delivery) -> None:
         seen.append(dict(delivery.headers))
 
-    publish("orders", {}, key="a", headers={"tenant": "t1"})
+    publish("orders", {}, key="a", headers={"tenant": "t1"}, at_once=True)
     full = {f"h{number}": "" for number in range(64)}
-    publish("orders", {}, key="b", headers=full)
+    publish("orders", {}, key="b", headers=full, at_once=True)
     consume()
     [usual] = [headers for headers in seen if "tenant" in headers]
     assert sorted(usual) == ["tenant", "traceparent"]
@@ -258,7 +265,7 @@ def test_tests_of_applications_see_the_same_trace(spans: Spans) -> None:
         pass
 
     with in_memory_outbox() as broker:
-        publish("orders", {})
+        publish("orders", {}, at_once=True)
         broker.drain()
     assert is_below(spans.one("process orders"), spans.one("publish orders"))
 

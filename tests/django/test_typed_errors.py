@@ -98,7 +98,7 @@ CASES = [(call, fault) for call in CALLS for fault in FAULTS if (call[:9], fault
 @pytest.mark.parametrize(("call", "name"), CASES)
 def test_no_error_of_the_driver_reaches_the_caller(call: str, name: str) -> None:
     fault, said = FAULTS[name]
-    publish("orders", {}, key="warm-up")
+    publish("orders", {}, key="warm-up", at_once=True)
     with transaction.atomic():
         publish("orders", {}, key="warm-up of the path")
 
@@ -134,7 +134,7 @@ def test_a_database_that_has_nothing_to_do_with_the_message_is_not_connected() -
     other.close()
     right, other.settings_dict["PORT"] = other.settings_dict["PORT"], "9"
     try:
-        publish("orders", {}, key="sent", using="other")
+        publish("orders", {}, key="sent", using="other", at_once=True)
     finally:
         other.settings_dict["PORT"] = right
     assert decisions() == {"sent": "C"}

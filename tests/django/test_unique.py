@@ -649,7 +649,7 @@ def test_ints_and_uuids_are_keys() -> None:
 def test_outside_of_a_transaction_it_is_refused(path: str) -> None:
     with pytest.raises(TransactionUsageError, match="needs a transaction"):
         once()
-    with pytest.raises(TransactionUsageError, match="needs a transaction"), message_transaction() as tx:
+    with pytest.raises(TransactionUsageError, match="needs a transaction"), message_transaction(at_once=True) as tx:
         tx.publish("orders", {}, unique="a", within=60)
     assert stored() == []
     assert holders() == {}

@@ -139,12 +139,14 @@ class _Interpreter:
             if seen[0].unique:
                 given = {"unique": lambda body: body["unique"], "within": 3600}
             bodies = [{"key": one.key, "unique": one.unique} for one in seen]
-            return publish_many("orders", bodies, key=lambda body: body["key"], using=using, **given)
+            return publish_many(
+                "orders", bodies, key=lambda body: body["key"], using=using, at_once=using is None, **given
+            )
 
         self._beside_rows(seen, step.unique, False, publish_all)
 
     def _publish(self, seen: PairSeen, using: str | None) -> SendReceipt | None:
-        return publish("orders", {}, key=seen.key, using=using, **_options(seen.unique))
+        return publish("orders", {}, key=seen.key, using=using, at_once=using is None, **_options(seen.unique))
 
     def _beside_rows(
         self,
@@ -166,7 +168,7 @@ class _Interpreter:
         for one, number in zip(seen, unique, strict=True):
             one.in_block, one.alive = in_block, alive
             one.unique = self._unique(number) if in_block else ""
-        # Without `using` outside of a block, like an application that has only one database to think of.
+        # Outside of a block with at_once, and without `using`, like an application with only one database to think of.
         receipts = call(self.alias if in_block else None)
         for one, receipt in zip(seen, receipts, strict=True):
             one.returned = True

@@ -49,7 +49,7 @@ def place_later(topic: str, number: str) -> None:
     from tests.django.shop.models import Order
 
     Order.objects.create(number=number)
-    publish(topic, {"number": number}, key=number, delay=LATER_SECONDS)
+    publish(topic, {"number": number}, key=number, delay=LATER_SECONDS, at_once=True)
 
 
 def main() -> None:

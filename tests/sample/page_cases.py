@@ -286,7 +286,7 @@ class Operations(TransactionTestCase):
         User.objects.create_superuser("operator", password="operator")
         given = {"username": "operator", "password": "operator", "next": page}
         self.assertRedirects(self.client.post(reverse("storefront:login"), given), page)
-        publish("order.paid", {"order_id": 7}, key="order-7")
+        publish("order.paid", {"order_id": 7}, key="order-7", at_once=True)
         self.assertContains(self.client.get(page), "order-7")
         self.assertContains(self.client.get(reverse("storefront:shop")), f'href="{reverse("outbox:overview")}"')
 

@@ -42,6 +42,7 @@ from outbox.broker.database.executor import Executor
 from outbox.broker.operations.conditions import Condition, Severity, condition
 from outbox.broker.operations.trace import Whereabouts, whereabouts
 from outbox.contrib.django.database.aliases import broker_connection
+from outbox.contrib.django.database.transactions import in_transaction
 from outbox.contrib.django.models import SagaProgress, SagaState
 from outbox.contrib.django.publishing.publish import publish
 from outbox.contrib.django.publishing.steering import recall_key
@@ -142,7 +143,7 @@ class Saga(Generic[Record]):
         """
         if not self._steps:
             raise ConfigurationError(f"saga {self.name!r} has no steps: import the module that declares them.")
-        if not transaction.get_connection(self._alias).in_atomic_block:
+        if not in_transaction(transaction.get_connection(self._alias)):
             raise TransactionUsageError(
                 f"saga {self.name!r} of record {record.pk}: no transaction is open. Start the saga inside the "
                 f"atomic() that stores the record; otherwise a crash can leave a record without a saga."

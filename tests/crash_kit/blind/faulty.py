@@ -119,7 +119,7 @@ def pay_then_publish(number: str) -> None:
         order = Order.objects.select_for_update().get(number=number)
         order.status = "paid"
         order.save()
-    publish("bad.paid", {"order": number}, key=number)
+    publish("bad.paid", {"order": number}, key=number, at_once=True)
 
 
 @subscriber("bad.paid", group="bad.paid")

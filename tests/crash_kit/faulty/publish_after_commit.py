@@ -18,7 +18,7 @@ def handle(delivery: Delivery) -> None:
 
 def scenario() -> None:
     Order.objects.create(number=1)
-    publish(TOPIC, {"number": 1}, key=1)
+    publish(TOPIC, {"number": 1}, key=1, at_once=True)
 
 
 def check() -> None:

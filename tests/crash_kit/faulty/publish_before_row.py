@@ -17,7 +17,7 @@ def handle(delivery: Delivery) -> None:
 
 
 def scenario() -> None:
-    publish(TOPIC, {"number": 1}, key=1)
+    publish(TOPIC, {"number": 1}, key=1, at_once=True)
     Order.objects.create(number=1)
 
 

@@ -21,7 +21,7 @@ def handle(delivery: Delivery) -> None:
 def scenario() -> None:
     with transaction.atomic():
         Order.objects.create(number=1)
-        transaction.on_commit(lambda: publish(TOPIC, {"number": 1}, key=1))
+        transaction.on_commit(lambda: publish(TOPIC, {"number": 1}, key=1, at_once=True))
 
 
 def check() -> None:

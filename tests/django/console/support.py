@@ -77,9 +77,9 @@ def bury(world: World, group: str, key: str, error: str, topic: str = "orders") 
 def blocked(world: World, group: str, *, error: str = "ValueError: no") -> UUID:
     """A message that an ordered group fails to handle; two more wait behind it."""
     register(world.run, Subscription(topic="orders", group=group, mode=Mode.ORDERLY))
-    bad = publish("orders", {}, key="bad").message_id
+    bad = publish("orders", {}, key="bad", at_once=True).message_id
     for _ in range(2):
-        publish("orders", {}, key="bad")
+        publish("orders", {}, key="bad", at_once=True)
     sequence()
     world.sql(
         "INSERT INTO outbox.failure (group_id, log_id, attempt, error) SELECT group_id, log_id, 0, %s"

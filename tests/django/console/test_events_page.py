@@ -75,10 +75,12 @@ def test_the_list_names_versions_publishers_groups_and_the_newest_message(
 
     world.subscribe("mail")
     world.subscribe("books")
-    publish(Paid(1, "a@example.org"))
-    publish("orders", {"number": 2})
-    newest = publish("orders", {"number": 3}, headers={"outbox-event": "order.paid", "outbox-event-version": "3"})
-    publish("payments", {}, headers={"outbox-event": "refund.sent", "outbox-event-version": "one"})
+    publish(Paid(1, "a@example.org"), at_once=True)
+    publish("orders", {"number": 2}, at_once=True)
+    newest = publish(
+        "orders", {"number": 3}, headers={"outbox-event": "order.paid", "outbox-event-version": "3"}, at_once=True
+    )
+    publish("payments", {}, headers={"outbox-event": "refund.sent", "outbox-event-version": "one"}, at_once=True)
     world.half()
     sequence()
     page = operator.get("/outbox/events/").content.decode()
@@ -118,7 +120,7 @@ def test_the_page_of_an_event_has_handlers_fields_and_a_masked_example(
         pass
 
     world.subscribe("elsewhere")
-    publish(Paid(1, "a@example.org"))
+    publish(Paid(1, "a@example.org"), at_once=True)
     sequence()
     page = operator.get("/outbox/events/one/", {"name": "order.paid"}).content.decode()
     rows = table(page)
@@ -148,7 +150,7 @@ def test_the_page_of_an_event_has_handlers_fields_and_a_masked_example(
 
 def test_the_look_at_the_log_reads_no_more_than_the_newest_rows(world: World) -> None:
     for number in range(8):
-        publish("orders", {}, headers={"outbox-event": "old" if number < 5 else "new"})
+        publish("orders", {}, headers={"outbox-event": "old" if number < 5 else "new"}, at_once=True)
     found = [(one.event, one.messages) for one in seen_events(world.run, newest=3)]
     assert found == [("new", 3)]
 

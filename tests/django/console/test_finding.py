@@ -22,9 +22,9 @@ pytestmark = pytest.mark.usefixtures("no_subscribers")
 
 
 def test_messages_are_found_by_id_key_topic_and_time(world: World, operator: Client) -> None:
-    receipt = publish("orders", {}, key="order-7")
-    publish("payments", {}, key="order-7")
-    publish("payments", {}, key="order-8")
+    receipt = publish("orders", {}, key="order-7", at_once=True)
+    publish("payments", {}, key="order-7", at_once=True)
+    publish("payments", {}, key="order-8", at_once=True)
     sequence()
 
     def found(**given: str) -> int:
@@ -56,7 +56,7 @@ def test_searches_that_match_no_kind_of_id_are_named(operator: Client) -> None:
 
 def test_every_list_has_its_pages(world: World, operator: Client) -> None:
     for number in range(PER_PAGE + 5):
-        publish("orders", {}, key=f"k{number}")
+        publish("orders", {}, key=f"k{number}", at_once=True)
     sequence()
     address, shown = "/outbox/messages/?topic=orders", []
     while address:
@@ -128,7 +128,7 @@ def test_findings_that_were_cut_say_so(world: World, operator: Client, monkeypat
 def test_the_publishing_rate_is_not_the_sequencers(world: World, operator: Client) -> None:
     summary.refresh(world.run)
     for number in range(40):
-        publish("orders", {}, key=f"k{number}")
+        publish("orders", {}, key=f"k{number}", at_once=True)
     flush(within_seconds=5)
     summary.refresh(world.run)
     history = operator.get("/outbox/history/").json()

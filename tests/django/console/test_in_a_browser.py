@@ -66,11 +66,13 @@ def busy(world: World) -> list[str]:
     for group in ("mail", "stock", "points"):
         world.subscribe(group)
     blocked(world, "books", error=f"ValueError: {HOSTILE}")
-    message_id = publish("orders", {"name": HOSTILE}, key=HOSTILE, tag="paid", headers={"h": HOSTILE}).message_id
-    publish("orders", {}, key="order-7")
+    message_id = publish(
+        "orders", {"name": HOSTILE}, key=HOSTILE, tag="paid", headers={"h": HOSTILE}, at_once=True
+    ).message_id
+    publish("orders", {}, key="order-7", at_once=True)
     for name, version in (("order.viewed", "2"), (HOSTILE, "1"), ("order.lost", HOSTILE)):
-        publish("orders", {}, headers={"outbox-event": name, "outbox-event-version": version})
-    publish("reminders", {"name": HOSTILE}, key=HOSTILE, delay=3600)
+        publish("orders", {}, headers={"outbox-event": name, "outbox-event-version": version}, at_once=True)
+    publish("reminders", {"name": HOSTILE}, key=HOSTILE, delay=3600, at_once=True)
     sequence()
     bury(world, "mail", HOSTILE, f"ValueError: {HOSTILE}")
     retried(world, "stock", "order-7", f"ValueError: {HOSTILE}")
@@ -155,7 +157,7 @@ def test_all_dead_letters_of_one_error_are_replayed(world: World, site: Site) ->
         browser.click("section.error button.good")
         assert "Deliver 3 dead letters again to group mail whose error is of type TimeoutError" in browser.text("main")
         # A message that becomes a dead letter after this page was shown is not included.
-        publish("orders", {}, key="k5")
+        publish("orders", {}, key="k5", at_once=True)
         sequence()
         bury(world, "mail", "k5", "TimeoutError: no answer")
         confirm(browser, "the mail server is back")

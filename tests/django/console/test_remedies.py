@@ -231,7 +231,7 @@ def test_lists_of_messages_have_tabs_with_counts_and_show_the_state_of_each_row(
     world.publish(4)
     bury(world, "mail", "k0", "ValueError: no")
     retried(world, "mail", "k1", "ValueError: no")
-    publish("reminders", {}, key="later", delay=3600)
+    publish("reminders", {}, key="later", delay=3600, at_once=True)
     sequence()
     world.half()
     summary.refresh(world.run)

@@ -237,7 +237,7 @@ def heading(operator: Client, message_id: UUID) -> str:
 
 def test_a_message_is_headed_by_what_became_of_it(world: World, operator: Client) -> None:
     world.subscribe("mail")
-    message_id = publish("orders", {}, key="k0").message_id
+    message_id = publish("orders", {}, key="k0", at_once=True).message_id
     sequence()
     assert "waiting" in heading(operator, message_id)
     # The group has gone past it.
@@ -257,7 +257,7 @@ def test_a_message_is_headed_by_what_became_of_it(world: World, operator: Client
 
 def test_the_history_of_a_message_is_shown_in_its_order(world: World, operator: Client) -> None:
     world.subscribe("mail")
-    message_id = publish("orders", {}, key="k0").message_id
+    message_id = publish("orders", {}, key="k0", at_once=True).message_id
     sequence()
     bury(world, "mail", "k0", "TimeoutError: no answer")
     # As a consumer writes them: the letter's time is that of the transaction's beginning. The producer's clock is fast.

@@ -56,7 +56,7 @@ def test_chosen_dead_letters_are_replayed_or_discarded(world: World, operator: C
 
 
 def test_a_delayed_message_is_taken_back(world: World, operator: Client) -> None:
-    receipt = publish("reminders", {}, key="later", delay=3600)
+    receipt = publish("reminders", {}, key="later", delay=3600, at_once=True)
     sequence()
     page = operator.get("/outbox/waiting/").content.decode()
     assert "its delivery time" in page and str(receipt.message_id) in page
@@ -129,7 +129,7 @@ def test_groups_and_topics_are_listed_from_the_summary(world: World, operator: C
 
 
 def test_findings_say_what_to_do(world: World, operator: Client) -> None:
-    receipt = publish("orders", {})
+    receipt = publish("orders", {}, at_once=True)
     given = {"output": "o", "run": "r", "rule": "paid orders", "severity": "critical"}
     Finding.objects.create(**given, finding_class="DEAD", key="7", message_id=str(receipt.message_id), group="mail")
     Finding.objects.create(**given, finding_class="LOST", key="8")

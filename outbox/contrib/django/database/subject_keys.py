@@ -21,6 +21,7 @@ from django.utils import timezone
 from outbox.contrib.django.database.transactions import in_test_case
 from outbox.contrib.django.settings.conf import OutboxSettings, get_settings
 from outbox.errors import ConfigurationError, HandlerNotStarted, InvalidMessage, UsageError
+from outbox.utils.safe_text import shown_value
 
 # A process keeps keys in memory for this time. So other processes use a deleted key for at most this time.
 CACHE_SECONDS: Final = 60.0
@@ -209,7 +210,7 @@ def check_subject(subject: object) -> str:
     text = str(subject) if isinstance(subject, (int, UUID)) and not isinstance(subject, bool) else subject
     if not isinstance(text, str) or not text or len(text) > LONGEST_SUBJECT or "\0" in text:
         raise InvalidMessage(
-            f"subject={subject!r:.80} must be a text of 1 to {LONGEST_SUBJECT} characters, an int or a UUID. Nothing "
-            "was published."
+            f"subject={shown_value(subject)} must be a text of 1 to {LONGEST_SUBJECT} characters, an int or a UUID. "
+            "Nothing was published."
         )
     return text

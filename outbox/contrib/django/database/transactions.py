@@ -19,6 +19,7 @@ from outbox.broker.fastpath import switch
 from outbox.contrib.django.database.database_errors import mariadb_number
 from outbox.contrib.django.fastpath.atomic_blocks import BlockMark, WatchedBlocks, is_test_case
 from outbox.errors import ConfigurationError, TransactionUsageError
+from outbox.utils.safe_text import shown_text, shown_value
 
 # -- the watch of a block --------------------------------------------------------------------------
 #
@@ -134,6 +135,9 @@ class BlockWatch:
         self._is_lost = False
         self._bound_to = ""
         self.halves = BlockHalves()
+        if not self._connection.needs_rollback:
+            # Django keeps the error of an earlier block, which is not the cause of anything in this block.
+            self._connection.rollback_exc = None
         # Set while several handlers may share the block's transaction; otherwise None.
         self.traces: BlockTraces | None = None
 
@@ -261,11 +265,11 @@ def require_whole(connection: BaseDatabaseWrapper, what: Callable[[], str]) -> B
     """
     watch = watch_of(connection)
     if connection.needs_rollback:
+        cause = cause_of_rollback(connection) or ", for example because an error was caught in the block"
         raise TransactionUsageError(
-            f"{what()} was not done: the atomic block on {connection.alias!r} is marked for rollback, for example "
-            "because an error was caught in the block. Let that error leave the block, or put the code that may fail "
-            "into an inner atomic()."
-        )
+            f"{what()} was not done: the atomic block on {connection.alias!r} is marked for rollback{cause}. Let that "
+            "error leave the block, or put the code that may fail into an inner atomic()."
+        ) from connection.rollback_exc
     try:
         sync_pipeline(connection)
         reason = watch.what_ended()
@@ -352,9 +356,10 @@ def current_transaction(using: str | None) -> BaseDatabaseWrapper | None:
     several aliases, or if Django did not begin the transaction.
     """
     if using is not None:
-        if using not in connections:
+        if not isinstance(using, str) or using not in connections:
             raise ConfigurationError(
-                f"publish(…, using={using!r}): that alias is not in DATABASES; use one of {', '.join(connections)}."
+                f"publish(…, using={shown_value(using)}): that alias is not in DATABASES; use one of "
+                f"{', '.join(connections)}."
             )
         connection = connections[using]
         _refuse_manual_commit(connection)
@@ -381,21 +386,32 @@ def failing_takes_the_block_along(using: str | None) -> Iterator[None]:
     """
     try:
         yield
-    except BaseException:
-        mark_for_rollback(using)
+    except BaseException as error:
+        mark_for_rollback(using, error)
         raise
 
 
-def mark_for_rollback(using: str | None) -> None:
-    """Mark the atomic block that a publish call joins for rollback.
+def mark_for_rollback(using: str | None, cause: BaseException) -> None:
+    """Mark the atomic block that a publish call joins for rollback, because of its error `cause`.
 
-    If it is not clear which transaction the call joins, no block is marked, because the error of the call then gives
-    the reason.
+    The next error of the block names the first cause: Django's TransactionManagementError has `rollback_exc` as its
+    `__cause__`. If it is not clear which transaction the call joins, no block is marked, because the error of the call
+    then gives the reason.
     """
     with suppress(TransactionUsageError, ConfigurationError):
         connection = current_transaction(using)
         if connection is not None:
+            if not connection.needs_rollback and isinstance(cause, Exception):
+                connection.rollback_exc = cause
             connection.set_rollback(True)
+
+
+def cause_of_rollback(connection: BaseDatabaseWrapper) -> str:
+    """Return the cause why the block is marked for rollback, as a part of a sentence; '' if it is not known."""
+    cause = connection.rollback_exc
+    if cause is None:
+        return ""
+    return f", because of an earlier error: {type(cause).__name__}: {shown_text(cause).rstrip('.')}"
 
 
 def in_transaction(connection: BaseDatabaseWrapper) -> bool:

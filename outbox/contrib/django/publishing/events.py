@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
+from outbox import names
 from outbox.errors import UsageError
 from outbox.events.declaration import event_of
 
@@ -25,6 +26,8 @@ def event_message(
             f"publish: the event {declared.name!r} was passed together with a body. Nothing was published. Pass the "
             "event alone: its type has the topic."
         )
+    if headers is not None:
+        names.check_headers(headers)
     if headers and (taken := sorted(set(headers) & set(declared.headers))):
         raise UsageError(
             f"event {declared.name!r}: the headers {', '.join(taken)} come from the type of the event. Nothing was "
@@ -33,7 +36,7 @@ def event_message(
     return (
         declared.topic,
         declared.body_of(value),
-        key if key != "" else declared.key_of(value),
+        key if not isinstance(key, str) or key else declared.key_of(value),
         tag or declared.tag_of(value),
         {**(headers or {}), **declared.headers},
     )

@@ -1,8 +1,9 @@
 """`message_transaction()` publishes several messages, to several topics, that become visible together or never.
 
 Inside `atomic()`, all messages share one ledger row, one half batch, one decision and one row of the op log. Outside of
-`atomic()`, one statement stores the messages when the block ends. Before the block ends, the broker has stored nothing.
-So if a process dies inside a block, it leaves no undecided transaction in the broker, and no other message must wait.
+`atomic()` (`at_once=True`), one statement stores the messages when the block ends. Before the block ends, the broker
+has stored nothing. So if a process dies inside a block, it leaves no undecided transaction in the broker, and no other
+message must wait.
 
 See decision 095.
 """
@@ -23,7 +24,12 @@ from outbox import names
 from outbox.contrib.django.database.transactions import current_transaction, failing_takes_the_block_along
 from outbox.contrib.django.engine.broker import get_broker
 from outbox.contrib.django.publishing.checkback import run_check_back
-from outbox.contrib.django.publishing.publish import message, publish_bound
+from outbox.contrib.django.publishing.publish import (
+    at_once_in_transaction,
+    message,
+    publish_bound,
+    transaction_required,
+)
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.errors import InvalidMessage, LeftoversUndecided, TransactionTimedOut, TransactionUsageError
 from outbox.message import Message, SendReceipt
@@ -37,7 +43,7 @@ DEFAULT_TIMEOUT_SECONDS: Final = 60.0
 
 
 def message_transaction(
-    *, using: str | None = None, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS
+    *, using: str | None = None, at_once: bool = False, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS
 ) -> MessageTransaction:
     """Return a context manager for a block whose messages become visible together or never, also over several topics.
 
@@ -47,20 +53,27 @@ def message_transaction(
 
     Inside `atomic()`, the messages belong to the transaction of `atomic()`. If transactions are open on several
     aliases, `using` names the alias. When the block ends, the keys of FIFO topics are locked in a fixed order, and then
-    the messages are stored. Outside of `atomic()`, the messages are sent when the block ends, if the block was open for
-    at most `timeout_seconds`. If the block raises an exception, no message is sent. If `publish` raises an exception
+    the messages are stored. Outside of `atomic()`, the block raises TransactionRequired. If no row belongs to the
+    messages, pass `at_once=True` there: the messages are then sent when the block ends, if the block was open for at
+    most `timeout_seconds`. If the block raises an exception, no message is sent. If `publish` raises an exception
     and the block catches this exception, no message is sent either.
     """
-    return MessageTransaction(using=using, timeout_seconds=timeout_seconds)
+    return MessageTransaction(using=using, at_once=at_once, timeout_seconds=timeout_seconds)
 
 
 class MessageTransaction:
     """The messages of one `message_transaction()` block. Use each object for only one block, in one thread."""
 
     def __init__(
-        self, *, using: str | None = None, timeout_seconds: float, producer: ProducerEpoch | None = None
+        self,
+        *,
+        using: str | None = None,
+        at_once: bool = False,
+        timeout_seconds: float,
+        producer: ProducerEpoch | None = None,
     ) -> None:
         self._using = using
+        self._at_once = at_once
         self._timeout_seconds = timeout_seconds
         self._producer = producer
         self._connection: BaseDatabaseWrapper | None = None
@@ -85,7 +98,12 @@ class MessageTransaction:
             raise TransactionUsageError(
                 "this message_transaction() was used before: call message_transaction() for each block."
             )
-        self._connection = current_transaction(self._using)
+        connection = current_transaction(self._using)
+        if connection is None and not self._at_once:
+            raise transaction_required("message_transaction()", self._using)
+        if connection is not None and self._at_once:
+            raise at_once_in_transaction("message_transaction()", connection)
+        self._connection = connection
         self._block = _innermost(self._connection)
         self._entered_at = time.monotonic()
         return self
@@ -154,7 +172,9 @@ class MessageTransaction:
         if not self._messages:
             return
         self._refuse_if_late()
-        published = publish_bound(self._messages, using=self._using, producer=self._producer)
+        published = publish_bound(
+            self._messages, using=self._using, producer=self._producer, at_once=self._connection is None
+        )
         self._receipts = published.receipts
 
     def _add(self, built: Message) -> None:
@@ -225,10 +245,10 @@ class FencedProducer:
         self.instance: Final = instance
 
     def transaction(
-        self, *, using: str | None = None, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS
+        self, *, using: str | None = None, at_once: bool = False, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS
     ) -> MessageTransaction:
         """Like `message_transaction()`, but the end of the block raises ProducerFenced if a newer instance exists."""
-        return MessageTransaction(using=using, timeout_seconds=timeout_seconds, producer=self.instance)
+        return MessageTransaction(using=using, at_once=at_once, timeout_seconds=timeout_seconds, producer=self.instance)
 
 
 def fenced_producer(transactional_id: str, *, wait_seconds: float = 30.0) -> FencedProducer:

@@ -1,4 +1,4 @@
-"""`publish` binds messages to the open local transaction. Without a transaction, `publish` sends them at once.
+"""`publish` binds messages to the open local transaction. Without a transaction, it needs `at_once=True`.
 
 Inside `atomic()`, the two-phase path has these steps: FIFO key lock, ledger row, half message, business work, COMMIT,
 end message. The broker has stored the half message before the business work continues. If the application's connection
@@ -40,6 +40,7 @@ from outbox.contrib.django.database.transactions import (
     current_transaction,
     failing_takes_the_block_along,
     in_test_case,
+    in_transaction,
     is_missing_table,
     mark_for_rollback,
     require_whole,
@@ -57,6 +58,8 @@ from outbox.errors import (
     ConfigurationError,
     HandlerNotStarted,
     InvalidMessage,
+    OutboxError,
+    TransactionRequired,
     TransactionUsageError,
     UsageError,
 )
@@ -68,6 +71,7 @@ from outbox.transaction import HalfTransaction, ProducerEpoch
 from outbox.utils import measures
 from outbox.utils.faults import point
 from outbox.utils.ids import uuid7
+from outbox.utils.safe_text import shown_text, shown_value
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -88,6 +92,7 @@ def publish(
     subject: object | None = None,
     immunity_seconds: int | None = None,
     using: str | None = None,
+    at_once: bool = False,
 ) -> SendReceipt:
     """Publish one message and return its receipt.
 
@@ -95,17 +100,18 @@ def publish(
     to the topic of its type. Arguments replace the key and tag that come from the type.
 
     Inside `atomic()`, the message is delivered if and only if the transaction of `atomic()` commits. Outside of
-    `atomic()`, the message is sent at once. The topic's codec encodes `body` (the default codec is JSON). `key` orders
-    messages on FIFO topics; ints and UUIDs are written as text. On topics of type DELAY, `delay` or `deliver_at`
-    postpones the delivery. `delay` is a number of seconds or a timedelta. The delay begins when the broker stores the
-    message. If USE_TZ is on, `deliver_at` is an aware datetime. `timeout` (seconds or a timedelta) is the time limit of
-    the message: if no handler has begun within this time after the message was due, the message is not delivered.
-    `subject` (a text, an int or a UUID) is the person or account that the body is about: the body is encrypted with the
-    subject's key, and deleting this key erases the body (docs/operations/erasure.md).
-    `immunity_seconds` is how long the broker waits before its first check of this transaction (default
-    OUTBOX['IMMUNITY_SECONDS']). Choose a larger number for a transaction that runs for a long time. If transactions are
-    open on several aliases, pass one of these aliases as `using`: the message then belongs to the transaction on this
-    alias.
+    `atomic()`, `publish` raises TransactionRequired. If no row belongs to the message, pass `at_once=True` there: the
+    message is then sent before `publish` returns. Inside `atomic()`, `at_once=True` is refused. The topic's codec
+    encodes `body` (the default codec is JSON). `key` orders messages on FIFO topics; ints and UUIDs are written as
+    text. On topics of type DELAY, `delay` or `deliver_at` postpones the delivery. `delay` is a number of seconds or a
+    timedelta. The delay begins when the broker stores the message. If USE_TZ is on, `deliver_at` is an aware datetime.
+    `timeout` (seconds or a timedelta) is the time limit of the message: if no handler has begun within this time after
+    the message was due, the message is not delivered. `subject` (a text, an int or a UUID) is the person or account
+    that the body is about: the body is encrypted with the subject's key, and deleting this key erases the body
+    (docs/operations/erasure.md). `immunity_seconds` is how long the broker waits before its first check of this
+    transaction (default OUTBOX['IMMUNITY_SECONDS']). Choose a larger number for a transaction that runs for a long
+    time. If transactions are open on several aliases, pass one of these aliases as `using`: the message then belongs to
+    the transaction on this alias.
 
     With `unique` and `within`, the message holds the key `unique` of its topic for the time `within`, which begins with
     this call. `unique` is a text, an int or a UUID; `within` is a number of seconds or a timedelta. If another message
@@ -131,10 +137,11 @@ def publish(
             timeout=timeout,
             subject=subject,
         )
-        return publish_bound([built], immunity_seconds=immunity_seconds, using=using).receipts[0]
-    except BaseException:
+        published = publish_bound([built], immunity_seconds=immunity_seconds, using=using, at_once=at_once)
+        return published.receipts[0]
+    except BaseException as error:
         # This is `failing_takes_the_block_along`, without the time that a context manager takes.
-        mark_for_rollback(using)
+        mark_for_rollback(using, error)
         raise
 
 
@@ -153,14 +160,16 @@ def publish_many(
     subject: object | Callable[[Any], object] | None = None,
     immunity_seconds: int | None = None,
     using: str | None = None,
+    at_once: bool = False,
 ) -> list[SendReceipt]:
     """Publish one message per body, with one transaction id and one statement. The broker stores all messages or none.
 
     `publish_many(topic, bodies)` publishes bodies without a type, and `publish_many(events)` publishes events.
 
-    `key`, `tag` and `subject` may be functions of a body, and `unique` is a function of a body. Duplicates are left
-    out, and their receipts have `duplicate_of`. The other parameters are the same as for `publish`. If your messages
-    differ in other fields or in their topics, build each with `message`, and pass all to `publish_messages`.
+    `key`, `tag` and `subject` may be functions of a body, and `unique` is a function of a body. `key=None` is the same
+    as no key, but a function must not return None. Duplicates are left out, and their receipts have `duplicate_of`. The
+    other parameters are the same as for `publish`. If your messages differ in other fields or in their topics, build
+    each with `message`, and pass all to `publish_messages`.
     """
     with failing_takes_the_block_along(using):
         if bodies is None and not isinstance(topic, str):
@@ -175,6 +184,8 @@ def publish_many(
                 "would be published. Nothing was published. Pass a function of a body, such as `unique=lambda body: "
                 "body['id']`."
             )
+        if key is None:
+            key = ""
         built = [
             message(
                 *((topic, body) if isinstance(topic, str) else (body,)),
@@ -190,24 +201,30 @@ def publish_many(
             )
             for body in bodies
         ]
-        return _publish_all(built, immunity_seconds, using)
+        return _publish_all(built, immunity_seconds, using, at_once)
 
 
 def publish_messages(
-    messages: Sequence[Message], *, immunity_seconds: int | None = None, using: str | None = None
+    messages: Sequence[Message],
+    *,
+    immunity_seconds: int | None = None,
+    using: str | None = None,
+    at_once: bool = False,
 ) -> list[SendReceipt]:
     """Publish messages that `message` has made, all of them or none.
 
     The messages may have different topics. Otherwise like `publish`.
     """
     with failing_takes_the_block_along(using):
-        return _publish_all(messages_of(messages, "publish_messages"), immunity_seconds, using)
+        return _publish_all(messages_of(messages, "publish_messages"), immunity_seconds, using, at_once)
 
 
-def _publish_all(messages: Sequence[Message], immunity_seconds: int | None, using: str | None) -> list[SendReceipt]:
+def _publish_all(
+    messages: Sequence[Message], immunity_seconds: int | None, using: str | None, at_once: bool
+) -> list[SendReceipt]:
     if not messages:
         return []
-    return list(publish_bound(messages, immunity_seconds=immunity_seconds, using=using).receipts)
+    return list(publish_bound(messages, immunity_seconds=immunity_seconds, using=using, at_once=at_once).receipts)
 
 
 def _awaitable(
@@ -231,8 +248,9 @@ apublish = _awaitable(
     In an async subscriber, the message belongs to the transaction of the subscriber. In an async function with
     @transactional_message, the message belongs to the transaction of this function.
 
-    Elsewhere in async code, where Django has no transactions, the message is sent at once. If the await is cancelled,
-    the call does not stop, so the broker may store the message.
+    Elsewhere in async code, where Django has no transactions, pass `at_once=True`, or call `publish` inside `atomic()`
+    in a function of `sync_to_async`. If the await is cancelled, the call does not stop, so the broker may store the
+    message.
     """,
 )
 apublish_many = _awaitable(publish_many, """An async `publish_many`; otherwise like `apublish`.""")
@@ -250,6 +268,7 @@ def publish_bound(
     checker: str = "",
     immunity_seconds: int | None = None,
     producer: ProducerEpoch | None = None,
+    at_once: bool = False,
 ) -> Published:
     """Like `publish_messages`.
 
@@ -259,17 +278,20 @@ def publish_bound(
     back, because its ledger row is missing.
     """
     with tracing.publishing(messages) as traced:
-        return _publish(traced, using, _HalfTerms(checker, immunity_seconds, producer))
+        return _publish(traced, using, _HalfTerms(checker, immunity_seconds, producer), at_once)
 
 
-def _publish(messages: Sequence[Message], using: str | None, terms: _HalfTerms) -> Published:
+def _publish(messages: Sequence[Message], using: str | None, terms: _HalfTerms, at_once: bool) -> Published:
     current = current_engine()
     first = messages[0]
     effects.refuse_publish(first.topic)
     connection = current_transaction(using)
     check_immunity(first.topic, terms.immunity_seconds)
     if connection is None:
+        refuse_without_transaction(messages, using, terms.immunity_seconds, at_once)
         return _publish_at_once(current, messages, using, terms)
+    if at_once:
+        raise at_once_in_transaction(f"the message for topic {first.topic!r}", connection)
     what = functools.partial(_description, first)
     watch = require_whole(connection, what)
     watch.bind(f"the message for topic {first.topic!r}")
@@ -298,7 +320,6 @@ def _publish_at_once(
     current: CurrentEngine, messages: Sequence[Message], using: str | None, terms: _HalfTerms
 ) -> Published:
     settings = current.settings
-    refuse_without_transaction(settings, messages, terms.immunity_seconds)
     refuse_leak_from_test(settings, using)
     started = time.perf_counter()
     timeout_seconds = settings.send_timeout_seconds
@@ -584,23 +605,36 @@ def message(
     if declared is not None and len(encoded) > declared.beyond_bytes:
         upload = large_bodies.Upload.of(encoded, content_type)
         encoded, content_type = upload.reference.encoded(), LARGE_CONTENT_TYPE
-    built = Message(
-        topic=topic,
-        body=encoded,
-        message_id=uuid7() if upload is None else upload.message_id,
-        content_type=content_type,
-        key=key_text(key),
-        tag=tag,
-        headers=headers or {} if timeout is None else with_timeout(topic, headers, timeout),
-        delay=wait_of(topic, delay, deliver_at),
-        deliver_at=aware(deliver_at) if isinstance(deliver_at, datetime) else deliver_at,
-    )
-    if unique is not None or within is not None:
-        built = _with_unique(built, unique, within)
+    try:
+        built = Message(
+            topic=topic,
+            body=encoded,
+            message_id=uuid7() if upload is None else upload.message_id,
+            content_type=content_type,
+            key=key_text(key),
+            tag=tag,
+            headers=headers or {} if timeout is None else with_timeout(topic, headers, timeout),
+            delay=wait_of(topic, delay, deliver_at),
+            deliver_at=aware(deliver_at) if isinstance(deliver_at, datetime) else deliver_at,
+        )
+        if unique is not None or within is not None:
+            built = _with_unique(built, unique, within)
+    except OutboxError:
+        raise
+    except Exception as error:
+        raise _unreadable(topic, error) from error
     if declared is not None and upload is not None:
         # The message is valid, so the upload is not in vain.
         upload.run(declared)
     return built
+
+
+def _unreadable(topic: str, error: Exception) -> InvalidMessage:
+    """Return the error for a message one of whose values raised `error` when its text or its time was read."""
+    return InvalidMessage(
+        f"topic {topic!r}: a value of the message raised {type(error).__name__}: {shown_text(error):.200}. Nothing was "
+        "published. Pass a plain text, number, date or UUID as key, tag, header, delay and delivery time."
+    )
 
 
 def _encrypted(subject: object, body: bytes, content_type: str) -> tuple[bytes, str]:
@@ -663,16 +697,16 @@ def wait_of(topic: str, delay: float | timedelta | None, deliver_at: datetime | 
     if deliver_at is not None:
         raise UsageError(f"topic {topic!r}: pass delay or deliver_at, not both.")
     if isinstance(delay, bool) or not isinstance(delay, (int, float, timedelta)):
-        raise UsageError(f"topic {topic!r}: delay must be seconds (a number) or a timedelta, not {delay!r}.")
+        raise UsageError(f"topic {topic!r}: delay must be seconds (a number) or a timedelta, not {shown_value(delay)}.")
     try:
         wait = delay if isinstance(delay, timedelta) else timedelta(seconds=delay)
         datetime.now(UTC) + wait
     except (OverflowError, ValueError) as error:
         raise UsageError(
-            f"topic {topic!r}: delay must be seconds from now that end before the year 10000, got {delay!r}."
+            f"topic {topic!r}: delay must be seconds from now that end before the year 10000, got {shown_value(delay)}."
         ) from error
     if wait < timedelta(0):
-        raise UsageError(f"topic {topic!r}: delay must not be negative, got {delay!r}.")
+        raise UsageError(f"topic {topic!r}: delay must not be negative, got {shown_value(delay)}.")
     return wait
 
 
@@ -682,17 +716,19 @@ def with_timeout(topic: str, headers: Mapping[str, str] | None, timeout: float |
     Raises UsageError for an invalid limit, or if the headers already have a limit.
     """
     if headers is not None and not isinstance(headers, Mapping):
-        raise UsageError(f"topic {topic!r}: headers must be a mapping of names to strings, got {headers!r:.80}.")
+        raise UsageError(f"topic {topic!r}: headers must be a mapping of names to strings, got {shown_value(headers)}.")
     if headers and TIMEOUT_HEADER in headers:
         raise UsageError(f"topic {topic!r}: pass timeout or the header {TIMEOUT_HEADER!r}, not both.")
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float, timedelta)):
-        raise UsageError(f"topic {topic!r}: timeout must be seconds (a number) or a timedelta, not {timeout!r:.80}.")
+        raise UsageError(
+            f"topic {topic!r}: timeout must be seconds (a number) or a timedelta, not {shown_value(timeout)}."
+        )
     try:
         text = timeout_text(timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout))
     except (OverflowError, ValueError) as error:
         raise UsageError(
-            f"topic {topic!r}: timeout must be longer than 0 and at most 999,999,999 seconds, got {timeout!r}. To "
-            "publish a message without a time limit, leave timeout out."
+            f"topic {topic!r}: timeout must be longer than 0 and at most 999,999,999 seconds, got "
+            f"{shown_value(timeout)}. To publish a message without a time limit, leave timeout out."
         ) from error
     return {**(headers or {}), TIMEOUT_HEADER: text}
 
@@ -712,33 +748,52 @@ def check_immunity(topic: str, immunity_seconds: object) -> None:
         return
     raise UsageError(
         f"topic {topic!r}: immunity_seconds must be a whole number of seconds, 0 to {_MAX_IMMUNITY_SECONDS} (a year), "
-        f"not {immunity_seconds!r}."
+        f"not {shown_value(immunity_seconds)}."
     )
 
 
 def refuse_without_transaction(
-    settings: OutboxSettings, messages: Sequence[Message], immunity_seconds: int | None
+    messages: Sequence[Message], using: str | None, immunity_seconds: int | None, at_once: bool
 ) -> None:
-    """Raise TransactionUsageError if an option or a setting of a publish call needs a transaction, but none is open."""
+    """Raise TransactionRequired if a publish call needs a transaction. The caller found that none is open."""
     first = messages[0]
     if unique := next((item for item in messages if isinstance(item, UniqueMessage)), None):
-        raise TransactionUsageError(
+        raise TransactionRequired(
             f"unique={unique.unique!r} for topic {unique.topic!r} needs a transaction, because the transaction holds "
             "the key, but no transaction is open. Nothing was published. Put the publish call into `with "
             "transaction.atomic():`."
         )
     if immunity_seconds is not None:
-        raise TransactionUsageError(
+        raise TransactionRequired(
             f"immunity_seconds={immunity_seconds} for topic {first.topic!r} applies to a transaction, but no "
             "transaction is open. Put the write and the publish call into `with transaction.atomic():`, or leave "
             "immunity_seconds out."
         )
-    if settings.require_transaction:
-        raise TransactionUsageError(
-            f"OUTBOX['REQUIRE_TRANSACTION'] is on, but no transaction is open. The message for topic {first.topic!r} "
-            "would be sent even if the rows of your code are rolled back. Put the write and the publish call into "
-            "`with transaction.atomic():`, or use @transactional_message."
-        )
+    if not at_once:
+        raise transaction_required(f"the message for topic {first.topic!r}", using)
+
+
+def transaction_required(what: str, using: str | None) -> TransactionRequired:
+    """Return the error for a publish call outside of a transaction; the text begins with `what`."""
+    opened = [connection.alias for connection in connections.all(initialized_only=True) if in_transaction(connection)]
+    elsewhere = f" If the message belongs to the open transaction on {opened[0]!r}, name this alias." if opened else ""
+    place = "no transaction is open" if using is None else f"no transaction is open on {using!r}"
+    block = "transaction.atomic()" if using is None else f"transaction.atomic(using={using!r})"
+    return TransactionRequired(
+        f"{what} was not published: {place}, so the message would be sent even if your code fails afterwards. Put the "
+        f"write and the publish call into `with {block}:`. If no write belongs to the message, pass "
+        f"at_once=True.{elsewhere}"
+    )
+
+
+def at_once_in_transaction(what: str, connection: BaseDatabaseWrapper) -> TransactionUsageError:
+    """Return the error for `at_once=True` inside `atomic()`; the text begins with `what`."""
+    return TransactionUsageError(
+        f"{what} was not published: at_once=True was passed, but a transaction is open on {connection.alias!r}, and "
+        "the message would be sent even if this transaction is rolled back. Leave at_once out, so that the message is "
+        "published with the transaction. If the message does not belong to the transaction, publish it in "
+        f"`transaction.on_commit(…, using={connection.alias!r})`."
+    )
 
 
 def refuse_leak_from_test(settings: OutboxSettings, using: str | None) -> None:

@@ -631,9 +631,6 @@ class OutboxSettings:
         meaning="the way of a message to the broker: always `two_phase`, always `atomic`, or chosen per connection "
         "(`auto`)",
     )
-    require_transaction: bool = setting(
-        False, flag, word="transaction", meaning="`True`: `publish` outside of a transaction is refused, on every topic"
-    )
     send_timeout_seconds: float = setting(
         3.0, seconds(0.05), word="send: pass a message to the broker", meaning="how long `publish` waits for the broker"
     )

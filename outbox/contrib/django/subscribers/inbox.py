@@ -30,7 +30,13 @@ from psycopg import Error as DriverError
 from outbox.broker.database.statement import Statement
 from outbox.contrib.django.database.columns import read_uuid, stored_uuid
 from outbox.contrib.django.database.database_errors import repeated
-from outbox.contrib.django.database.transactions import begun_by_hand, lost, sync_pipeline, watch_of
+from outbox.contrib.django.database.transactions import (
+    begun_by_hand,
+    cause_of_rollback,
+    lost,
+    sync_pipeline,
+    watch_of,
+)
 from outbox.contrib.django.fastpath.short_transaction import ShortTransaction
 from outbox.contrib.django.subscribers.registry import Subscriber, find_subscriber
 from outbox.contrib.django.subscribers.shared_transaction import (
@@ -349,9 +355,10 @@ class InboxEntries:
         """
         if self._connection.needs_rollback:
             raise TransactionUsageError(
-                f"{name} raised no error, but its transaction was marked for rollback or its connection was closed. "
-                "So the message has failed. Raise the error that caused the rollback."
-            )
+                f"{name} raised no error, but its transaction was marked for rollback or its connection was closed"
+                f"{cause_of_rollback(self._connection)}. So the message has failed. Raise the error that caused the "
+                "rollback."
+            ) from self._connection.rollback_exc
         gone = "a ROLLBACK was executed in this transaction, so the transaction has lost its inbox row"
         if self._short is not None and self.is_whole():
             self.is_confirmed = True

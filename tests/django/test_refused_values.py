@@ -1,0 +1,156 @@
+"""Values that publish refuses early, each with an error of outbox that says which value and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta, tzinfo
+from decimal import Decimal
+from typing import Any
+from zoneinfo import ZoneInfo
+
+import pytest
+from django.db import transaction
+
+from outbox.contrib.django import publish
+from outbox.contrib.django.testing import InMemoryOutbox, in_memory_outbox
+from outbox.errors import TransactionRequired, UsageError
+from tests.django.shop.models import Order
+
+
+def fail(*_: Any) -> Any:
+    raise ZeroDivisionError("broken")
+
+
+class Broken:
+    """None of its methods works."""
+
+    __repr__ = __str__ = __hash__ = __eq__ = __bool__ = __iter__ = __len__ = __float__ = fail
+
+
+class BrokenText(str):
+    __slots__ = ()
+    __repr__ = __str__ = __hash__ = __eq__ = __format__ = __len__ = encode = fail
+
+
+class BrokenInt(int):
+    __repr__ = __str__ = fail
+
+
+class BrokenFloat(float):
+    __slots__ = ()
+    __repr__ = __str__ = fail
+
+
+class BrokenMapping(dict[str, str]):
+    __repr__ = __iter__ = __len__ = items = keys = fail
+
+
+class BrokenZone(tzinfo):
+    utcoffset = dst = tzname = fail
+
+
+class FarZone(tzinfo):
+    def utcoffset(self, _: datetime | None) -> timedelta:
+        return timedelta(days=3)
+
+    dst = utcoffset
+
+
+NOW = datetime.now(UTC)
+HUGE = 10**5_000
+CYCLE: list[Any] = []
+CYCLE.append(CYCLE)
+DEEP: list[Any] = []
+for _ in range(100_000):
+    DEEP = [DEEP]
+NAN, INFINITY = float("nan"), float("inf")
+
+NO_TEXTS = ["a\x00b", "\ud800", "k" * 100_000, b"x", 1.5, NAN, True, [1], object(), type, Broken(), BrokenText("x")]
+NO_TIMES = [NAN, INFINITY, -INFINITY, -1, -timedelta.resolution, 1e300, 10**400, "5", Decimal(5), Decimal("NaN"), True]
+NO_TIMES += [[5], Broken(), BrokenFloat("nan"), BrokenInt(-5)]
+REFUSED: dict[str, list[Any]] = {
+    "key": [*NO_TEXTS, None, BrokenInt(5), HUGE],
+    "tag": [*NO_TEXTS, None, 5, BrokenInt(5), HUGE, "a b"],
+    "unique": [*NO_TEXTS, "", BrokenInt(5), HUGE],
+    "delay": [*NO_TIMES, timedelta.max],
+    "timeout": [*NO_TIMES, 0],
+    "within": [*NO_TIMES, timedelta.max, 0],
+    "immunity_seconds": [NAN, True, -1, HUGE, "5", Broken(), BrokenInt(-5)],
+    "deliver_at": [
+        *(NOW.replace(tzinfo=None), NOW.replace(tzinfo=BrokenZone()), NOW.replace(tzinfo=FarZone()), NOW.date()),
+        datetime.max.replace(tzinfo=ZoneInfo("America/New_York")),
+        datetime.min.replace(tzinfo=ZoneInfo("Asia/Tokyo")),
+        *("now", 5, NAN, Broken()),
+    ],
+    "headers": [
+        *([("a", "b")], "abc", 5, Broken(), BrokenMapping(a="x"), {str(number): "x" for number in range(100)}),
+        *({"a": value} for value in ("x\x00", "\ud800", "x" * 100_000, 1, None, b"x", Broken(), BrokenText("x"))),
+        *({name: "x"} for name in ("a\x00", "a b", "", 1, None)),
+    ],
+    "body": [
+        *(object(), type, {1, 2}, b"x", NAN, INFINITY, HUGE, CYCLE, DEEP, "\ud800", {"\ud800": 1}, {object(): 1}),
+        *("x" * 5_000_000, Broken(), [Broken()], {"a": Broken()}, BrokenMapping(a="x")),
+        NOW.replace(tzinfo=BrokenZone()),
+    ],
+    "topic": ["", "a b", "x\x00", "\ud800", "x" * 100_000, b"x", None, 5, [1], type, Broken()],
+    "using": ["", "nosuch", "x" * 100_000, 5, [], Broken()],
+}  # fmt: skip
+
+
+@pytest.fixture
+def outbox(application: None) -> Iterator[InMemoryOutbox]:
+    with in_memory_outbox() as found:
+        yield found
+
+
+def attempt(name: str, value: Any, *, at_once: bool = True) -> None:
+    given: dict[str, Any] = {
+        "topic": "reminders" if name in ("delay", "deliver_at") else "orders",
+        "body": {},
+        name: value,
+    }
+    if name in ("unique", "within"):
+        given = {"unique": "u", "within": 60, **given}
+    publish(given.pop("topic"), given.pop("body"), at_once=at_once, **given)
+
+
+@transaction.atomic
+def attempt_beside_a_row(name: str, value: Any) -> None:
+    Order.objects.create(number="half")
+    attempt(name, value, at_once=False)
+
+
+def test_each_is_refused_by_an_error_of_outbox_that_can_be_read(outbox: InMemoryOutbox) -> None:
+    for name, values in REFUSED.items():
+        for place, value in enumerate(values):
+            what = f"{name} {place}: {type(value).__name__}"
+            for call in (attempt, attempt_beside_a_row):
+                with pytest.raises(UsageError) as refused:
+                    call(name, value)
+                text = str(refused.value)
+                assert len(text) < 700 and "\x00" not in text, (what, text)
+                assert not isinstance(refused.value, TransactionRequired), (what, text)
+    assert not Order.objects.exists()
+    assert outbox.messages("orders") == outbox.messages("reminders") == []
+
+
+def test_the_error_names_the_argument_and_the_value() -> None:
+    for name, value, said in (
+        ("key", Broken(), "'orders': key <Broken, whose __repr__ raised ZeroDivisionError> is not allowed"),
+        ("key", BrokenText("x"), "topic 'orders': a value of the message raised ZeroDivisionError: broken."),
+        (
+            "deliver_at",
+            NOW.replace(tzinfo=BrokenZone()),
+            "topic 'reminders': a value of the message raised ZeroDivision",
+        ),
+        ("body", [Broken()], "the body for topic 'orders' cannot be encoded as application/json"),
+        ("delay", NAN, "topic 'reminders': delay must be seconds from now that end before the year 10000, got nan."),
+        (
+            "using",
+            Broken(),
+            "publish(…, using=<Broken, whose __repr__ raised ZeroDivisionError>): that alias is not in",
+        ),
+    ):
+        with pytest.raises(UsageError) as refused:
+            attempt(name, value)
+        assert said in str(refused.value)
