@@ -6,11 +6,11 @@ See decision 003.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from outbox import names
 from outbox.errors import InvalidSubscription, PermanentError, RetryLater, UndecodableBody
@@ -19,6 +19,8 @@ from outbox.limits import Limits
 from outbox.retry import RetryPolicy
 
 Value = TypeVar("Value")
+
+DEFAULT_THREADS: Final = 8
 
 
 class Mode(enum.StrEnum):
@@ -113,7 +115,7 @@ class Subscription:
     batch: int = _option(
         1, "with a number above 1, the handler gets a list of at most this number of messages, in one transaction"
     )
-    threads: int = _option(8, "how many calls of the handler run at the same time in one process")
+    threads: int = _option(DEFAULT_THREADS, "how many calls of the handler may run at the same time in one process")
     retry: RetryPolicy = _option(
         RetryPolicy(), "the waits between attempts, and the number of attempts", shown="16 attempts, 10 s … 1 h"
     )
@@ -234,3 +236,12 @@ def _is_seconds(value: object) -> bool:
 
 def _is_error(kind: object) -> bool:
     return isinstance(kind, type) and issubclass(kind, BaseException)
+
+
+def threads_of(subscriptions: Sequence[Subscription], most: int) -> int:
+    """Return how many handler threads a process with these subscriptions has at most, if it shall have `most`.
+
+    A subscription with more threads than the default raises the number, because its author has asked for them.
+    """
+    wanted = [one.threads for one in subscriptions]
+    return min(sum(wanted), max([most, *(threads for threads in wanted if threads > DEFAULT_THREADS)]))

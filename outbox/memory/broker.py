@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -53,10 +54,17 @@ class InMemoryBroker:
         self._clock = clock
         self._advanced = timedelta()
         self._log = Log(topics, auto_create_topics=auto_create_topics, now=self.now)
-        self._checks = CheckBackSide(
-            self._log, check or CheckSettings(), now=self.now, report=lambda text: self.incidents.append(text)
-        )
+        self._checks = CheckBackSide(self._log, check or CheckSettings(), now=self.now, report=self._note_incident)
         self.groups = ConsumerGroups(self._log, codecs=codecs or Codecs(), invoker=invoker, now=self.now)
+
+    def copy(self) -> InMemoryBroker:
+        """Return a broker with the same messages, subscribers and positions, which goes its own way from now on."""
+        with self._log.lock:
+            shared = [self._clock, *self._log.immutable(), *self.groups.immutable()]
+            return copy.deepcopy(self, {id(one): one for one in shared})
+
+    def _note_incident(self, text: str) -> None:
+        self.incidents.append(text)
 
     # -- time -----------------------------------------------------------------------------------
 

@@ -85,6 +85,11 @@ class ConsumerGroups:
         self._retry_numbers = itertools.count()
         self._errors: defaultdict[tuple[str, UUID], list[str]] = defaultdict(list)
 
+    def immutable(self) -> list[object]:
+        """Return what a copy of these groups shares with them."""
+        consumers = [item for one in self._consumers for item in (one.subscription, one.handler, one.filter)]
+        return [self._codecs, self._invoker, self._retry_numbers, *self.dead_letters, *consumers]
+
     def subscribe(self, subscription: Subscription, handler: AnyHandler) -> None:
         """Register a handler. If the group is new to the topic, it begins at the subscription's `start`."""
         with self._log.lock:

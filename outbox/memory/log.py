@@ -77,6 +77,12 @@ class Log:
         self._scheduled: list[tuple[datetime, int, Entry]] = []
         self._held: list[Entry] = []
 
+    def immutable(self) -> list[object]:
+        """Return what a copy of this log shares with it. The numbers of both only have to increase."""
+        messages = [entry.message for entry in self._entries.values()]
+        halves = [transaction.half for transaction in self._transactions.values()]
+        return [self.lock, self._log_ids, *self._topics.values(), *messages, *halves]
+
     # -- storing --------------------------------------------------------------------------------
 
     def declare(self, topics: Iterable[Topic]) -> None:

@@ -7,7 +7,7 @@ uses a fixture. The fixtures are the context managers of `outbox.contrib.django.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
@@ -19,18 +19,39 @@ if TYPE_CHECKING:
 _ON_A_BROKER: Final = frozenset({"outbox_broker", "outbox_crashes"})
 
 
+_in_memory: Final = pytest.StashKey["InMemoryOutbox"]()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest) -> None:
+    """Begin with the broker in memory before the first fixture of a test that uses `outbox`, in any order.
+
+    The fixtures of other scopes are older than the test, and create the test databases.
+    """
+    item = request.node
+    if (
+        fixturedef.scope == "function"
+        and isinstance(item, pytest.Item)
+        and _in_memory not in item.stash
+        and (fixturedef.argname == "outbox" or "outbox" in getattr(item, "fixturenames", ()))
+    ):
+        from outbox.contrib.django.testing import in_memory_outbox
+
+        entered = in_memory_outbox()
+        item.stash[_in_memory] = entered.__enter__()
+        item.addfinalizer(lambda: entered.__exit__(None, None, None))
+
+
 @pytest.fixture
-def outbox(db: None) -> Iterator[InMemoryOutbox]:
+def outbox(db: None, request: pytest.FixtureRequest) -> InMemoryOutbox:
     """A new broker in memory, which drops the messages of a transaction that rolls back.
 
     `drain()` runs the project's subscribers.
 
-    The fixture works with any kind of `django_db` mark.
+    The fixture works with any kind of `django_db` mark, and has the messages of fixtures that ran before it.
     """
-    from outbox.contrib.django.testing import in_memory_outbox
-
-    with in_memory_outbox() as captured:
-        yield captured
+    started: InMemoryOutbox = request.node.stash[_in_memory]
+    return started
 
 
 @pytest.fixture

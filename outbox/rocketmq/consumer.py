@@ -45,6 +45,7 @@ from outbox.time_limit import ends_at
 from outbox.topic import Topic
 from outbox.utils import fence, given_up, log_context, measures
 from outbox.utils.backoff import Backoff
+from outbox.utils.refused_connections import is_refused
 from outbox.utils.safe_text import shown_text
 
 logger = logging.getLogger(__name__)
@@ -394,7 +395,7 @@ class _Poller:
                 passing_over.report(deliveries, results[0])
                 return self._invoker(self._subscription, passing_over.do_nothing, deliveries, generation=_GENERATION)
             away = results[0]
-            if not isinstance(away, (HandlerNotStarted, ServiceUnavailable)) or any(one is not away for one in results):
+            if not _is_away(away) or any(one is not away for one in results):
                 return results
             logger.warning("group %r waits: %s", self._subscription.group, away)
             pause = getattr(away, "pause_seconds", None) or _AWAY_SECONDS
@@ -407,7 +408,7 @@ class _Poller:
         subscription = self._subscription
         reaction = subscription.reaction(error)
         text = f"{type(error).__name__}: {shown_text(error)}"
-        if isinstance(error, (HandlerNotStarted, ServiceUnavailable)):
+        if _is_away(error):
             seconds = 0.0
         elif reaction is OnError.DEAD_LETTER or subscription.retry.exhausted(attempt):
             logger.error("group %r gives up %s after attempt %d: %s", subscription.group, what, attempt, text)
@@ -509,6 +510,13 @@ def observed(invoker: Invoker) -> Invoker:
         return results
 
     return invoke
+
+
+def _is_away(error: object) -> bool:
+    """Whether a database or a service is down, so that no attempt is used up."""
+    return isinstance(error, (HandlerNotStarted, ServiceUnavailable)) or (
+        isinstance(error, Exception) and is_refused(error)
+    )
 
 
 def _ready_at(delivery: Delivery) -> float:

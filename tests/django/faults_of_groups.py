@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from uuid import uuid4
 
+import psycopg
 from django.utils import timezone
 
 from outbox import Delivery, Limits, event
@@ -174,6 +176,27 @@ def outage(world: World) -> None:
     world.stack.callback(thread.join, 20)
     world.stack.callback(stop.set)
     eventually(lambda: world.sql("SELECT 1 FROM outbox.outage"), within_seconds=60, what="the pause")
+
+
+@fault
+def connections_refused(world: World) -> None:
+    """The handlers need a database whose role may open no further connection."""
+    role = f"full_{os.getpid()}"
+    world.sql(f"CREATE ROLE {role} LOGIN CONNECTION LIMIT 0")
+    world.stack.callback(world.sql, f"DROP ROLE {role}")
+
+    @subscriber("orders", group="effects", idempotent=False)
+    def effect(delivery: Delivery) -> None:
+        psycopg.connect(broker_database().conninfo, user=role)
+
+    world.publish(3)
+    stop = threading.Event()
+    thread = threading.Thread(target=consumer_runtime(groups=["effects"]).run, args=[stop])
+    thread.start()
+    world.stack.callback(thread.join, 20)
+    world.stack.callback(stop.set)
+    eventually(lambda: world.sql("SELECT 1 FROM outbox.outage"), within_seconds=60, what="the pause")
+    assert world.sql("SELECT count(*) FROM outbox.failure") == [(0,)], "no attempt was used up"
 
 
 @dataclass

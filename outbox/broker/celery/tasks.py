@@ -12,17 +12,18 @@ import base64
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import wraps
 from inspect import signature as signature_of
 from typing import Any, Final
 
-from celery import Celery, Task, current_task
+from celery import Celery, Task, current_task, signature
 from celery.backends.base import Backend
-from kombu.compression import compress
+from kombu.compression import compress, decompress
 from kombu.entity import Queue
 from kombu.messaging import Producer
 from kombu.pools import producers
-from kombu.serialization import dumps
+from kombu.serialization import dumps, loads
 
 from outbox.errors import UsageError
 
@@ -139,11 +140,20 @@ def record_what_waits(app: Celery) -> None:
             bound = signature_of(send).bind(name, *args, **options).arguments
             options = {key: value for key, value in bound.items() if key not in ("name", "options")}
             options |= bound.get("options", {})
-        if isinstance(options.get("producer"), TaskRecorder) or _is_running(options.get("task_id")):
+        if isinstance(options.get("producer"), TaskRecorder):
             return send(name, **options)
-        task = _recorded_task(app, name, options)
-        if task is None or not task._record_now(name):
+        is_running = _is_running(options.get("task_id"))
+        task = None if is_running and _captured is None else _recorded_task(app, name, options)
+        if task is None:
             return send(name, **options)
+        if is_running or not task._record_now(name):
+            if _captured is None:
+                return send(name, **options)
+            recorder = TaskRecorder(app)
+            result = send(name, **{**options, "producer": recorder, "publisher": None, "connection": None})
+            assert recorder.recorded is not None
+            _captured.append(CapturedTask(app, recorder.recorded))
+            return result
         with task._recording():
             _refuse_what_cannot_wait(app, name, options)
             recorder = TaskRecorder(app)
@@ -238,11 +248,92 @@ def _refuse_what_cannot_wait(app: Celery, name: str, options: Mapping[str, Any])
         )
 
 
+# In a test: the list that gets the calls, instead of Celery's broker.
+_captured: list[CapturedTask] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedTask:
+    """A call of a Celery task that a test has captured, so Celery's broker and its workers do not get it."""
+
+    app: Celery
+    recorded: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        """The name of the task."""
+        return str(self.recorded["headers"]["task"])
+
+    @property
+    def id(self) -> str:
+        """Celery's id of the call."""
+        return str(self.recorded["headers"]["id"])
+
+    @property
+    def args(self) -> list[Any]:
+        """The arguments of the call without names."""
+        return list(self._payload()[0])
+
+    @property
+    def kwargs(self) -> dict[str, Any]:
+        """The arguments of the call with names."""
+        return dict(self._payload()[1])
+
+    def run(self) -> Any:
+        """Run the task in this thread, and return its result. Raises its error.
+
+        The calls of other transactional tasks (also of its chain and links) are captured too.
+        """
+        args, kwargs, embedded = self._payload()
+        task = _task(self.app, self.name)
+        if task is None:
+            raise UsageError(
+                f"the task {self.name!r} is not known to the app {self.app.main!r}, so it cannot run here."
+            )
+        result = task.apply(
+            args,
+            kwargs,
+            task_id=self.id,
+            link=embedded.get("callbacks"),
+            link_error=embedded.get("errbacks"),
+            throw=True,
+        )
+        if chain := embedded.get("chain"):
+            # Celery keeps the tasks of a chain in reverse order, and gives the result of each to the next.
+            following = signature(chain[-1], app=self.app)
+            following.apply_async((result.result,), chain=chain[:-1])
+        return result.result
+
+    def _payload(self) -> Any:
+        body = self.recorded["body"]
+        body = body if self.recorded["is_text"] else base64.b64decode(body)
+        if compression := self.recorded["headers"].get("compression"):
+            body = decompress(body, compression)  # type: ignore[no-untyped-call]
+        return loads(body, self.recorded["content_type"], self.recorded["content_encoding"])  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def capturing() -> Iterator[list[CapturedTask]]:
+    """Capture the calls of recorded tasks inside the block.
+
+    A call in a transaction is captured when its message is handed over, and any other call at once.
+    """
+    global _captured
+    before, _captured = _captured, []
+    try:
+        yield _captured
+    finally:
+        _captured = before
+
+
 def hand_over(app: Celery, recorded: Mapping[str, Any]) -> None:
     """Give a stored message to Celery's broker, and return when the broker has it. Raises kombu's errors.
 
     The caller may repeat the call with the same message, because the task keeps its id.
     """
+    if _captured is not None:
+        _captured.append(CapturedTask(app, recorded))
+        return
     connection = app.connection_for_write()
     if connection.transport.driver_type == "amqp":
         # Without `confirm_publish`, RabbitMQ acknowledges no message, so a broken connection may lose messages that the

@@ -30,7 +30,7 @@ from outbox.broker.consumer.work import (
     OrderlyLane,
     Result,
 )
-from outbox.broker.consumer.worker_pool import STUCK_LIMIT, RunCall, WorkerPool
+from outbox.broker.consumer.worker_pool import STUCK_LIMIT, HandlerThreads, RunCall, WorkerPool
 from outbox.broker.database.executor import Executor
 from outbox.broker.groups import members
 from outbox.broker.groups.members import CallReport, CallsReport
@@ -215,7 +215,9 @@ class SubscriptionRunner:
     Only the dispatching thread uses this class, but any thread may read `is_running_out`.
     """
 
-    def __init__(self, subscribed: Subscribed, run: RunCall, *, sharing_calls: int = 1) -> None:
+    def __init__(
+        self, subscribed: Subscribed, run: RunCall, *, sharing_calls: int = 1, threads: HandlerThreads | None = None
+    ) -> None:
         subscription = subscribed.subscription
         self.subscribed: Final = subscribed
         self.lane: Final = _lane(subscription)
@@ -229,6 +231,7 @@ class SubscriptionRunner:
             f"{subscription.group}-{subscription.topic}",
             subscription.threads,
             run,
+            shared_threads=threads or HandlerThreads([subscription]),
             batches=subscription.batch > 1,
             sharing=Sharing(sharing_calls) if shares else None,
             is_limited=subscription.limits is not None,

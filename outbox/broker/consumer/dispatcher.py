@@ -45,7 +45,7 @@ from outbox.broker.consumer.results import (
     settle_left,
 )
 from outbox.broker.consumer.work import FetchedEntry, HandlerCall, Lane, Result, TimedOut, note_time_limits
-from outbox.broker.consumer.worker_pool import RunCall
+from outbox.broker.consumer.worker_pool import HandlerThreads, RunCall
 from outbox.broker.database.executor import Executor
 from outbox.broker.fastpath.round_trip import RoundTrip
 from outbox.broker.groups import lives, offsets
@@ -333,14 +333,16 @@ class Dispatcher:
         *,
         lease_seconds: float = 10.0,
         sharing_calls: int = 1,
+        threads: int | None = None,
     ) -> None:
         self._instance = instance
         self._lease_seconds = lease_seconds
         self._groups = {group.group_id: group for group in groups}
+        subscribed = [one for group in groups for one in group.subscribed.values()]
+        self._threads = HandlerThreads([one.subscription for one in subscribed], threads)
         self._runners = {
-            subscribed.key: SubscriptionRunner(subscribed, run, sharing_calls=sharing_calls)
-            for group in groups
-            for subscribed in group.subscribed.values()
+            one.key: SubscriptionRunner(one, run, sharing_calls=sharing_calls, threads=self._threads)
+            for one in subscribed
         }
         self._ownership = ownership
         self._life: UUID | None = None
@@ -477,8 +479,7 @@ class Dispatcher:
 
     def stop_threads(self, *, within_seconds: float) -> None:
         """End the threads that call the handlers."""
-        for runner in self._runners.values():
-            runner.pool.stop(within_seconds=within_seconds)
+        self._threads.stop(within_seconds=within_seconds)
 
     # -- events ---------------------------------------------------------------------------------
 

@@ -41,6 +41,7 @@ from outbox.events.declaration import wait_seconds
 from outbox.ports import ClaimedElsewhere, Disposition
 from outbox.subscription import OnError, Subscription
 from outbox.utils import faults, given_up, log_context
+from outbox.utils.refused_connections import is_refused
 
 logger = logging.getLogger(__name__)
 
@@ -581,6 +582,8 @@ def _outage(work: HandlerCall, items: Sequence[FetchedEntry], error: BaseExcepti
         until: float | None = outage.not_started(text, now)
     elif isinstance(error, ServiceUnavailable):
         until = outage.not_started(text, now, error.pause_seconds)
+    elif is_refused(error):
+        until = outage.not_started(text, now)
     elif _is_unexplained(work.subscribed.subscription, error):
         until = outage.failed([(item.queue.key, item.offset) for item in items], text, now)
     else:

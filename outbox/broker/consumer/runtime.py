@@ -187,6 +187,7 @@ class ConsumerSession:
         noted_in: RunningCalls | None = None,
         share: SharingInvoker | None = None,
         sharing_calls: int = 1,
+        threads: int | None = None,
         claim: ClaimingInvoker | None = None,
         claims_seconds: float = math.inf,
         on_request: Callable[[ProcessRequest], None] = lambda _: None,
@@ -231,7 +232,13 @@ class ConsumerSession:
             noted_in.go_on_as(instance)
         caller = Caller(invoker, codecs, self._finished, self.running_calls, share, claim=claim, wake=self.wake_up.set)
         self.dispatcher = Dispatcher(
-            instance, groups, self._ownership, caller.run, lease_seconds=lease_seconds, sharing_calls=sharing_calls
+            instance,
+            groups,
+            self._ownership,
+            caller.run,
+            lease_seconds=lease_seconds,
+            sharing_calls=sharing_calls,
+            threads=threads,
         )
 
     @property
@@ -452,8 +459,9 @@ class ConsumerRuntime:
     queues after `lease_seconds`. `strategy` decides which process consumes which queue: averagely, circle,
     consistent_hash, config:NUMBERS, or a function (groups.rebalance). `session_task` is work that `run` does
     besides consuming (outbox.broker.leading). With `share`, up to `sharing_calls` calls of a subscription may share a
-    transaction (outbox.broker.consumer.shared_calls). `claim` calls the handlers with effects="outside"; a draining
-    process waits `claims_seconds` for these handlers.
+    transaction (outbox.broker.consumer.shared_calls). The subscriptions share `threads` handler threads
+    (outbox.broker.consumer.worker_pool); None: each has its own. `claim` calls the handlers with effects="outside"; a
+    draining process waits `claims_seconds` for these handlers.
     """
 
     def __init__(
@@ -468,6 +476,7 @@ class ConsumerRuntime:
         session_task: SessionTask | None = None,
         share: SharingInvoker | None = None,
         sharing_calls: int = 1,
+        threads: int | None = None,
         claim: ClaimingInvoker | None = None,
         claims_seconds: float = math.inf,
     ) -> None:
@@ -485,6 +494,7 @@ class ConsumerRuntime:
         self._claim = claim
         self._claims_seconds = claims_seconds
         self._sharing_calls = sharing_calls if share is not None else 1
+        self._threads = threads
         groups = sorted({subscription.group for subscription, _ in subscriptions})
         self._note = FailureNote(database, ProcessPart.CONSUMING, of=", ".join(groups))
 
@@ -591,6 +601,7 @@ class ConsumerRuntime:
                 noted_in=noted_in,
                 share=self._share,
                 sharing_calls=self._sharing_calls,
+                threads=self._threads,
                 claim=self._claim,
                 claims_seconds=self._claims_seconds,
                 on_request=on_request,

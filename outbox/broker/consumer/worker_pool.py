@@ -7,7 +7,7 @@ import itertools
 import logging
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from queue import Empty, SimpleQueue
 from typing import Any, Final, TypeAlias
@@ -34,6 +34,7 @@ from outbox.ports import (
     RunAlone,
     SharingInvoker,
 )
+from outbox.subscription import Subscription, threads_of
 from outbox.utils import faults, fence, log_context, measures
 
 logger = logging.getLogger(__name__)
@@ -63,8 +64,102 @@ STUCK_LIMIT: Final = 4
 IDLE_SECONDS: Final = 30.0
 
 
+class HandlerThreads:
+    """At most `most` threads, which run the calls of all subscriptions of a process (pools) in turn.
+
+    A thread belongs to no subscription. It keeps its database connections when it goes on to the next subscription, so
+    a process with many subscriptions has as many sessions as threads. The threads start when needed and end when idle.
+
+    A subscription that has no thread gets the next free one. The last quarter of the threads is reserved for such
+    subscriptions: the slow handlers of one subscription cannot stop all others.
+    """
+
+    def __init__(self, subscriptions: Sequence[Subscription], most: int | None = None) -> None:
+        """`most`: None if each subscription has its own number of threads, whatever the others have."""
+        wanted = sum(one.threads for one in subscriptions)
+        self._most: Final = wanted if most is None else threads_of(subscriptions, most)
+        self._reserved: Final = max(1, self._most // 4) if self._most < wanted and self._most > 1 else 0
+        # The lock for all attributes below. An idle thread waits for its notifications.
+        self._changed = threading.Condition()
+        # The pools that wait for a thread, first come first served; a pool that waits for two threads is there twice.
+        self._waiting: deque[WorkerPool] = deque()
+        # `_alive`: the number of threads, without those of abandoned calls. `_serving`: how many of them serve each
+        # pool. `_busy`: how many of them serve any pool.
+        self._alive = 0
+        self._serving: Counter[WorkerPool] = Counter()
+        self._busy = 0
+        self._started: list[threading.Thread] = []
+        self._numbers = itertools.count(1)
+        self._is_stopped = False
+
+    def ask(self, pool: WorkerPool) -> None:
+        """Let a thread serve this pool as soon as one is free."""
+        with self._changed:
+            self._waiting.append(pool)
+            self._staff()
+
+    @property
+    def are_awaited(self) -> bool:
+        """Whether a pool waits, and no thread is free: then each thread goes on to the next pool after its call."""
+        return bool(self._waiting) and self._busy >= self._alive
+
+    def replace_stuck(self, pool: WorkerPool) -> None:
+        """Replace the thread of an abandoned call of this pool. It ends as soon as its call returns."""
+        with self._changed:
+            self._alive -= 1
+            self._free(pool)
+            self._staff()
+
+    def stop(self, *, within_seconds: float) -> None:
+        """End the threads. Threads that are stuck in a handler remain as daemon threads."""
+        with self._changed:
+            self._is_stopped = True
+            self._changed.notify_all()
+            started, are_stuck = self._started, len(self._started) > self._alive
+        deadline = time.monotonic() + within_seconds
+        for thread in started:
+            thread.join(0.1 if are_stuck else max(0.0, deadline - time.monotonic()))
+
+    def _staff(self) -> None:
+        if len(self._waiting) > self._alive - self._busy and self._alive < self._most:
+            self._alive += 1
+            thread = threading.Thread(target=self._loop, args=[next(self._numbers)], daemon=True)
+            self._started = [*(known for known in self._started if known.is_alive()), thread]
+            thread.start()
+        else:
+            self._changed.notify()
+
+    def _free(self, pool: WorkerPool) -> None:
+        self._busy -= 1
+        self._serving[pool] -= 1
+
+    def _loop(self, number: int) -> None:
+        while (pool := self._next()) is not None:
+            threading.current_thread().name = f"{pool.name}-{number}"
+            if not pool.serve():
+                # Another thread has replaced this one.
+                return
+            with self._changed:
+                self._free(pool)
+
+    def _next(self) -> WorkerPool | None:
+        """Return the next pool for this thread; None if the threads stop, or if this thread was idle for too long."""
+        with self._changed:
+            while not self._is_stopped:
+                for place, pool in enumerate(self._waiting):
+                    if not self._serving[pool] or self._busy < self._most - self._reserved:
+                        del self._waiting[place]
+                        self._busy += 1
+                        self._serving[pool] += 1
+                        return pool
+                if not self._changed.wait(IDLE_SECONDS) and not self._waiting:
+                    break
+            self._alive -= 1
+            return None
+
+
 class WorkerPool:
-    """Up to `threads` threads, which start when needed and end when idle.
+    """The calls of one subscription, of which up to `threads` run at the same time, in the threads of the process.
 
     Only the dispatching thread uses this class.
     """
@@ -75,27 +170,29 @@ class WorkerPool:
         threads: int,
         run: RunCall,
         *,
+        shared_threads: HandlerThreads,
         batches: bool,
         sharing: Sharing | None = None,
         is_limited: bool = False,
     ) -> None:
-        self._name = name
+        self.name: Final = name
         self._threads = threads
+        self.shared_threads: Final = shared_threads
         self._run = run
         self.sharing: Final = sharing
         self._ahead = _AHEAD_BATCH if batches else _AHEAD_SINGLE
-        self._queue: SimpleQueue[HandlerCall | None] = SimpleQueue()
+        self._queue: SimpleQueue[HandlerCall] = SimpleQueue()
         # None if the subscription has no limits.
         self.gate: Final = Gate(self._queue.put) if is_limited else None
         self._enqueue: Final = self._queue.put if self.gate is None else self.gate.put
-        self._started: list[threading.Thread] = []
-        self._numbers = itertools.count(1)
-        # An idle thread holds this lock while it ends. The dispatching thread holds this lock while it checks the
+        # A thread holds this lock while it leaves the pool. The dispatching thread holds this lock while it checks the
         # number of threads.
         self._staffing = threading.Lock()
-        # `_working`: the number of threads that take calls. `_stuck`: the number of threads whose call was abandoned
-        # and has not returned. `_in_hand`: the number of submitted calls that are not over.
+        # `_working`: the number of threads that serve this pool, with those that it waits for. `_asked`: how many it
+        # waits for. `_stuck`: the number of threads whose call was abandoned and has not returned. `_in_hand`: the
+        # number of submitted calls that are not over.
         self._working = 0
+        self._asked = 0
         self._stuck = 0
         self._in_hand = 0
         # `_behind`: the calls that wait for a busy thread. `_busy`: the number of calls in `_queue` and of threads that
@@ -212,8 +309,8 @@ class WorkerPool:
         """Return the submitted calls that no thread has taken."""
         waiting: list[HandlerCall] = []
         with contextlib.suppress(Empty):
-            while (work := self._queue.get_nowait()) is not None:
-                waiting.append(work)
+            while True:
+                waiting.append(self._queue.get_nowait())
         if self.gate is not None:
             passed = len(waiting)
             # First remove the calls at the gate, so that `done` lets none of them pass.
@@ -251,6 +348,7 @@ class WorkerPool:
         self._in_hand -= 1
         with self._staffing:
             self._working -= 1
+        self.shared_threads.replace_stuck(self)
         with self._sharing_lock:
             self._busy -= 1
             self._spread()
@@ -258,7 +356,7 @@ class WorkerPool:
         if self.frozen:
             logger.error(
                 "%s: %d handlers are stuck; outbox starts no more threads for this subscription",
-                self._name,
+                self.name,
                 self._stuck,
             )
         self._staff()
@@ -268,37 +366,51 @@ class WorkerPool:
         self._stuck -= 1
         self._staff()
 
-    def stop(self, *, within_seconds: float) -> None:
-        """End the threads. Threads that are stuck in a handler remain as daemon threads."""
-        for _ in self._started:
-            self._queue.put(None)
-        deadline = time.monotonic() + within_seconds
-        for thread in self._started:
-            thread.join(max(0.0, deadline - time.monotonic()) if not self._stuck else 0.1)
-
     def _staff(self) -> None:
-        """Start threads for the submitted calls, unless too many threads are stuck."""
+        """Ask for threads for the waiting calls, unless too many threads are stuck."""
         with self._staffing:
-            wanted = min(self._in_hand - len(self._behind) - self._at_gate, self._threads)
-            while self._working < wanted and not self.frozen:
+            while self._asked < self._queue.qsize() and self._working < self._threads and not self.frozen:
                 self._working += 1
-                name = f"{self._name}-{next(self._numbers)}"
-                thread = threading.Thread(target=self._loop, name=name, daemon=True)
-                self._started = [*(known for known in self._started if known.is_alive()), thread]
-                thread.start()
+                self._ask()
 
-    def _loop(self) -> None:
+    def _ask(self) -> None:
+        self._asked += 1
+        self.shared_threads.ask(self)
+
+    def serve(self) -> bool:
+        """Run calls in this thread until no call waits, or until another pool waits for a thread.
+
+        Return False if another thread has replaced this one. A thread of `HandlerThreads` uses this method.
+        """
+        with self._staffing:
+            self._asked -= 1
         work = self._next()
         while work is not None:
             self._run(work, self)
             if work.is_given_up:
                 if self.gate is not None:
                     self.gate.done()
-                return
+                return False
+            if self.shared_threads.are_awaited:
+                self._end_turn()
+                return True
             work = self._next_behind() or (self._next() if self.gate is None else self._next_of(self.gate))
+        return True
 
     def _next_of(self, gate: Gate) -> HandlerCall | None:
         return gate.next() or self._next()
+
+    def _end_turn(self) -> None:
+        """Leave the next call of this thread to the thread that serves the pool in its next turn."""
+        if (work := self._next_behind()) is not None:
+            self._queue.put(work)
+        elif self.gate is not None:
+            self.gate.done()
+        with self._staffing:
+            if self._queue.empty():
+                self._working -= 1
+            else:
+                self._ask()
 
     def _next_behind(self) -> HandlerCall | None:
         """Return a call that waits for a busy thread. If no call waits, count this thread as not busy, and return
@@ -312,13 +424,13 @@ class WorkerPool:
             return work
 
     def _next(self) -> HandlerCall | None:
-        """Return the next call for this thread; None if the pool stops, or if the thread was idle for too long."""
+        """Return the next call for this thread; None if no call waits."""
         while True:
             with contextlib.suppress(Empty):
-                return self._queue.get(timeout=IDLE_SECONDS)
+                return self._queue.get_nowait()
             with self._staffing:
-                # This thread ends now. For a call that is submitted later, `_staff` starts another thread, because
-                # `_working` does not count this thread any more.
+                # This thread leaves the pool now. For a call that is submitted later, `_staff` asks for another thread,
+                # because `_working` does not count this thread any more.
                 if self._queue.empty():
                     self._working -= 1
                     return None

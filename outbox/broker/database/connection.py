@@ -24,6 +24,7 @@ from psycopg.rows import TupleRow
 
 from outbox.broker.database.statement import check_schema_name
 from outbox.errors import BrokerUnavailable, ConfigurationError, UsageError
+from outbox.utils.refused_connections import is_refused
 from outbox.utils.safe_text import MASK
 
 # -- connection strings ----------------------------------------------------------------------------
@@ -250,6 +251,11 @@ def _leads_straight(connection: BrokerConnection, timeout_seconds: float) -> boo
 def _unreachable(error: psycopg.Error) -> BrokerUnavailable:
     # libpq puts its hints on separate lines, but a table shows only the first line.
     said = " ".join(str(error).split()).rstrip("?.")
+    if is_refused(error):
+        return BrokerUnavailable(
+            f"the broker's database refuses another connection: {said}. Nothing was published; let processes open "
+            "fewer sessions, or raise the limit (`manage.py outbox_doctor` adds up the sessions)."
+        )
     return BrokerUnavailable(
         f"the broker's database cannot be reached: {said}. Nothing was published; "
         f"check the broker's connection settings and that its PostgreSQL runs."

@@ -33,6 +33,7 @@ from outbox.broker.database.statement import Statement
 from outbox.broker.log.incidents import IncidentKind
 from outbox.errors import BrokerUnavailable
 from outbox.utils.causes import causes
+from outbox.utils.refused_connections import is_refused
 
 logger = logging.getLogger(__name__)
 
@@ -212,7 +213,12 @@ class FailureNote:
 
 
 def _is_about_connecting(error: BaseException) -> bool:
-    """Whether the database was unreachable or ended the session, so that it cannot store a note."""
+    """Whether the database was unreachable or ended the session, so that it cannot store a note.
+
+    A database that refuses one connection may accept the next one, which stores the note.
+    """
+    if is_refused(error):
+        return False
     of_driver = next((one for one in causes(error) if isinstance(one, psycopg.Error)), None)
     if of_driver is None:
         return isinstance(error, BrokerUnavailable)

@@ -163,6 +163,12 @@ CATALOGUE: Final[Mapping[str, ConditionKind]] = {
         "The broker's database does not answer. On the two-phase path, publishing fails.",
         "Check that the broker's PostgreSQL server runs. Check the connection in DATABASES.",
     ),
+    "connections_refused": ConditionKind(
+        "The database server refuses connections, because a limit on their number is reached. Messages wait, and web "
+        "processes may fail.",
+        "Let processes open fewer sessions (fewer workers, OUTBOX['HANDLER_THREADS'], a pool for web processes), or "
+        "raise the limit. `manage.py outbox_doctor` adds up the sessions.",
+    ),
     "schema_version": ConditionKind(
         "The version of the broker's tables does not fit the version of this code.",
         "The evidence says whether to upgrade the tables or the code. For the tables, run `manage.py migrate "

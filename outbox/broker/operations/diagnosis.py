@@ -12,6 +12,7 @@ import psycopg
 from outbox.broker.database.connection import BrokerDatabase
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
+from outbox.broker.operations import sessions
 from outbox.broker.operations.conditions import Condition, Severity, of_text
 from outbox.broker.schema import key_index
 from outbox.errors import BrokerUnavailable
@@ -22,9 +23,8 @@ CLOCK_SECONDS: Final = 2.0
 
 _SETTINGS: Final = Statement("""
 SELECT name, current_setting(name) FROM unnest(ARRAY['server_version_num', 'fsync', 'full_page_writes',
-    'synchronous_commit', 'autovacuum', 'default_transaction_isolation', 'max_connections']) AS name
+    'synchronous_commit', 'autovacuum', 'default_transaction_isolation']) AS name
 """)
-_CONNECTIONS: Final = Statement("SELECT count(*) FROM pg_stat_activity WHERE backend_type = 'client backend'")
 
 # The settings of roles and databases that apply to this session.
 _TIMEOUTS: Final = Statement("""
@@ -122,10 +122,10 @@ def _server(run: Executor) -> Iterator[Condition]:
     yield _judged("isolation", level == "read committed", level, remedy, Severity.WARNING)
     remedy = "Turn autovacuum on: only vacuum removes the dead rows that retention leaves."
     yield _judged("autovacuum", found["autovacuum"] == "on", found["autovacuum"], remedy, Severity.WARNING)
-    [used] = run.one(_CONNECTIONS)
-    most = int(found["max_connections"])
-    remedy = "Raise max_connections, or put a pooler in front of the application."
-    yield _judged("connections", used < 0.8 * most, f"{used} of {most} in use", remedy, Severity.WARNING)
+    tightest = sessions.limits(run)[0]
+    remedy = "Raise the limit, or put a pooler in front of the application."
+    text = f"{tightest.used} of {tightest.allowed} in use ({tightest.limit})"
+    yield _judged("connections", tightest.used < 0.8 * tightest.allowed, text, remedy, Severity.WARNING)
 
 
 def _pooler(run: Executor, database: BrokerDatabase) -> Condition:

@@ -20,7 +20,7 @@ from outbox.broker.fastpath.arrays import texts, xids
 from outbox.broker.log import failing as failing_parts
 from outbox.broker.log.failing import FailingPart, ProcessPart
 from outbox.broker.log.incidents import IncidentKind
-from outbox.broker.operations import audit, presence, topic_limits
+from outbox.broker.operations import audit, presence, sessions, topic_limits
 from outbox.broker.operations import summary as summaries
 from outbox.broker.operations.comparisons import ComparisonKind, DatabaseComparison, every
 from outbox.broker.operations.conditions import (
@@ -40,6 +40,7 @@ from outbox.broker.schedules import schedule
 from outbox.broker.schema.install import check_schema
 from outbox.broker.transaction import turns
 from outbox.errors import SchemaError
+from outbox.utils.refused_connections import is_refused, says_refused
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Conditions of the broker as a whole: leader, ticks, summary, audit, and recorded incidents.
@@ -146,7 +147,7 @@ WHERE kind = ANY (%(kinds)s::text[]) AND at > clock_timestamp() - make_interval(
 def _of_broker(run: Executor, limits: Thresholds, summary: Summary) -> Iterator[Condition]:
     """Return the conditions of the broker as a whole."""
     failing = failing_parts.failing(run)
-    yield from _failing(failing)
+    yield from _failing(run, failing)
     leader, gone_seconds, snapshot, tick_seconds, overdue_seconds, rejects = run.one(_BROKER)
     if leader is None and any(one.part is ProcessPart.SEQUENCING for one in failing):
         # The condition `process_failing` already gives the reason why no process leads. Starting another process would
@@ -204,7 +205,7 @@ def _undelivered(run: Executor, limits: Thresholds, snapshot: str) -> Judged:
     return limits.tick_late_seconds.judge(seconds), {"waiting": "decided", "seconds": seconds}
 
 
-def _failing(parts: Sequence[FailingPart]) -> Iterator[Condition]:
+def _failing(run: Executor, parts: Sequence[FailingPart]) -> Iterator[Condition]:
     facts: list[Fact] = [
         {
             "failing": f"{one.part} of {one.of}" if one.of else str(one.part),
@@ -214,8 +215,25 @@ def _failing(parts: Sequence[FailingPart]) -> Iterator[Condition]:
             "error": one.error,
         }
         for one in parts
+        if not says_refused(one.error)
     ]
     yield from condition("process_failing", [(Severity.CRITICAL, fact) for fact in facts])
+    refused: list[Fact] = [
+        {"refused": one.limit, "open_connections": one.used, "limit": one.allowed}
+        for one in sessions.limits(run)
+        if one.used >= one.allowed
+    ]
+    refused += [
+        {"refused": one.process, "part": str(one.part), "since": one.since, "error": one.error}
+        for one in parts
+        if says_refused(one.error)
+    ]
+    refused += [
+        {"refused": f"handlers of {group}", "topic": topic, "consumers": count, "since_seconds": age, "error": error}
+        for group, topic, count, age, error in run.rows(_OUTAGES)
+        if says_refused(error)
+    ]
+    yield from condition("connections_refused", [(Severity.CRITICAL, fact) for fact in refused])
 
 
 def _passes_late(run: Executor, limits: Thresholds, failing: Sequence[FailingPart]) -> Iterator[Condition]:
@@ -622,6 +640,7 @@ def _of_suspects(run: Executor, limits: Thresholds, summary: Summary) -> Iterato
                 {"group": group, "topic": topic, "consumers": count, "since_seconds": age, "error": error},
             )
             for group, topic, count, age, error in run.rows(_OUTAGES)
+            if not says_refused(error)
         ],
     )
 
@@ -909,4 +928,6 @@ def survey(run: Executor, limits: Thresholds | None = None) -> Survey:
 def unusable(error: Exception) -> ConditionReport:
     """Return the verdict on a broker that does not answer; `error` is a SchemaError or an error of the connection."""
     name = "schema_version" if isinstance(error, SchemaError) else "unreachable"
+    if is_refused(error):
+        name = "connections_refused"
     return worst_first(condition(name, [(Severity.CRITICAL, {"error": str(error).strip()})]), is_complete=False)

@@ -22,16 +22,14 @@ With pytest, the fixtures `outbox` and `outbox_broker` (outbox.pytest_plugin) pr
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from functools import wraps
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, cast
-
-from django.conf import settings as django_settings
-from django.test.utils import override_settings
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from outbox.broker.database.executor import Executor
 from outbox.broker.log.topics import declare_topics
@@ -40,10 +38,17 @@ from outbox.broker.schema.install import install
 from outbox.contrib.django.crashes.kit import CrashKit
 from outbox.contrib.django.database.aliases import broker_connection, broker_database
 from outbox.contrib.django.database.in_tests import running_tests
-from outbox.contrib.django.engine.broker import flush, get_broker, get_codecs, get_engine, reset_broker
+from outbox.contrib.django.engine.broker import (
+    flush,
+    get_broker,
+    get_codecs,
+    get_engine,
+    reset_broker,
+    use_broker,
+)
 from outbox.contrib.django.ledger.ledger_checker import ledger_aliases
 from outbox.contrib.django.operations.scheduling import declared_schedules
-from outbox.contrib.django.settings.conf import chosen, get_settings
+from outbox.contrib.django.settings.conf import chosen, forced, get_settings
 from outbox.contrib.django.subscribers.again import HandledCall, deliver_again, handled_call
 from outbox.contrib.django.subscribers.middleware import with_middleware
 from outbox.contrib.django.subscribers.registry import autodiscover, subscriptions
@@ -55,6 +60,9 @@ from outbox.message import Message
 from outbox.ports import AnyHandler
 from outbox.utils.ids import uuid7
 
+if TYPE_CHECKING:
+    from outbox.broker.celery.tasks import CapturedTask
+
 
 class OutboxForTests(ABC):
     """The interface of a broker in a test: the in-memory broker or a real one."""
@@ -64,6 +72,7 @@ class OutboxForTests(ABC):
         self._groups = groups
         self._errors: list[Exception] = []
         self._handled: list[HandledCall] = []
+        self._tasks = _captured_tasks()
         autodiscover()
 
     @abstractmethod
@@ -90,6 +99,22 @@ class OutboxForTests(ABC):
         if self._errors and raise_errors:
             raise self._errors[0]
         return total
+
+    @property
+    def tasks(self) -> list[CapturedTask]:
+        """The calls of transactional Celery tasks, and of `@subscriber_task`, that Celery's broker would have got.
+
+        A call in a transaction is here after `drain`. `tasks[0].run()` runs one in this process.
+        """
+        return list(self._tasks)
+
+    def run_tasks(self) -> int:
+        """Run the captured tasks, with those that they call, and return their number. Raises the error of a task."""
+        count = 0
+        while self._tasks:
+            self._tasks.pop(0).run()
+            count += 1
+        return count
 
     def run_schedule(self, name: str) -> Message:
         """Publish one message of a declared schedule now, and return the message. `drain` then runs its subscribers.
@@ -137,19 +162,43 @@ class OutboxForTests(ABC):
 class InMemoryOutbox(OutboxForTests):
     """An in-memory broker for tests. `broker.advance(seconds)` moves the broker's clock forward."""
 
-    broker: InMemoryBroker
-
     def __init__(self, groups: Sequence[str] = ()) -> None:
         super().__init__(groups)
+        self._broker: InMemoryBroker | None = None
         self.reset()
+
+    @property
+    def broker(self) -> InMemoryBroker:
+        """The broker. If a test has replaced settings.OUTBOX, it is a new one with the same subscribers."""
+        current = cast(InMemoryBroker, get_broker())
+        if current is not self._broker:
+            self._broker = current
+            self._subscribe(current)
+        return current
+
+    def _subscribe(self, broker: InMemoryBroker) -> None:
+        for subscription, handler in subscriptions(groups=self._groups):
+            broker.subscribe(subscription, self._recording(with_middleware(handler)))
 
     def reset(self) -> None:
         """Replace the broker by a new in-memory broker."""
         self._handled.clear()
+        self._tasks.clear()
         reset_broker()
-        self.broker = cast(InMemoryBroker, get_broker())
-        for subscription, handler in subscriptions(groups=self._groups):
-            self.broker.subscribe(subscription, self._recording(with_middleware(handler)))
+        _ = self.broker
+
+    def saved(self) -> Callable[[], None]:
+        """Return a function that brings back the present state: messages, positions and captured tasks."""
+        self.settle()
+        kept, handled, tasks = self.broker.copy(), list(self._handled), list(self._tasks)
+
+        def bring_back() -> None:
+            self._handled[:], self._tasks[:] = handled, tasks
+            self._errors.clear()
+            self._broker = kept.copy()
+            use_broker(self._broker)
+
+        return bring_back
 
     def messages(self, topic: str) -> list[Message]:
         self.settle()
@@ -157,6 +206,8 @@ class InMemoryOutbox(OutboxForTests):
 
     def _drain_once(self) -> int:
         self.settle()
+        # A test may have registered a subscriber since the broker began.
+        self._subscribe(self.broker)
         return self.broker.drain()
 
     def settle(self) -> None:
@@ -184,6 +235,7 @@ class BrokerOutbox(OutboxForTests):
                 "reset() removes all messages of the broker, so it works only in tests, on a test database."
             )
         self._handled.clear()
+        self._tasks.clear()
         settings = get_settings()
         flush()
         with broker_database(settings).connect(name="outbox-tests", direct=True) as connection:
@@ -259,23 +311,71 @@ def crash_tests(*, groups: Sequence[str] = (), **settings: Any) -> Iterator[Cras
 
 @contextmanager
 def _changed(keys: dict[str, Any]) -> Iterator[None]:
-    configured = getattr(django_settings, "OUTBOX", {})
     with ExitStack() as stack:
-        stack.enter_context(override_settings(OUTBOX={"PRODUCER_GROUP": "tests", **configured, **keys}))
+        stack.enter_context(forced(keys))
+        stack.enter_context(_capturing_tasks())
         reset_broker()
         stack.callback(reset_broker)
         stack.callback(flush)
         yield
 
 
+_tasks: list[CapturedTask] = []
+
+
+def _captured_tasks() -> list[CapturedTask]:
+    return _tasks
+
+
+@contextmanager
+def _capturing_tasks() -> Iterator[None]:
+    """Keep the calls of Celery tasks in this process: a worker of the developer would run them on other databases."""
+    global _tasks
+    if find_spec("celery") is None:
+        yield
+        return
+    from outbox.broker.celery.tasks import capturing
+
+    before = _tasks
+    with capturing() as _tasks:
+        try:
+            yield
+        finally:
+            _tasks = before
+
+
 class OutboxTestMixin:
-    """Gives every test of a TestCase or TransactionTestCase a new in-memory broker as `self.outbox`."""
+    """Gives every test of a TestCase or TransactionTestCase an in-memory broker as `self.outbox`.
 
-    outbox: InMemoryOutbox
+    What `setUpClass` and `setUpTestData` publish is there (`cls.outbox`) when the `setUp` of a test begins, like the
+    rows that they have stored.
+    """
 
-    def setUp(self) -> None:
-        super().setUp()  # type: ignore[misc]
-        self.outbox = self.enterContext(in_memory_outbox())  # type: ignore[attr-defined]
+    outbox: ClassVar[InMemoryOutbox]
+    # None before the first test of the class, and in a class that is skipped.
+    _bring_back: ClassVar[Callable[[], None] | None] = None
+
+    @classmethod
+    def setUpClass(cls) -> None:
+        cls._bring_back = None
+        cls.outbox = cls.enterClassContext(in_memory_outbox())  # type: ignore[attr-defined]
+        super().setUpClass()  # type: ignore[misc]
+
+    def run(self, result: Any = None) -> Any:
+        self._begin()
+        return super().run(result)  # type: ignore[misc]
+
+    def debug(self) -> None:
+        self._begin()
+        super().debug()  # type: ignore[misc]
+
+    def _begin(self) -> None:
+        kind = type(self)
+        if "outbox" not in vars(kind):
+            return
+        if kind._bring_back is None:
+            kind._bring_back = staticmethod(kind.outbox.saved())
+        kind._bring_back()
 
 
 class OutboxBrokerTestMixin:

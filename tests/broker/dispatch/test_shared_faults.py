@@ -153,7 +153,9 @@ def test_random_trouble(orders: ConsumptionBench, pools: list[WorkerPool], seed:
         )
         eventually(lambda: orders.lag("g") == 0)
         eventually(lambda: (pool._busy, pool._in_hand, pool._stuck) == (0, 0, 0), what=lambda: str(vars(pool)))
-        eventually(lambda: pool._working == sum(thread.is_alive() for thread in pool._started))
+        threads = pool.shared_threads
+        eventually(lambda: (pool._working, pool._asked, threads._busy) == (0, 0, 0))
+        eventually(lambda: threads._alive == sum(thread.is_alive() for thread in threads._started))
     charged = {
         int(n)
         for (n,) in orders.rows(

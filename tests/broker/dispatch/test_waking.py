@@ -55,7 +55,7 @@ def line(monkeypatch: pytest.MonkeyPatch) -> Iterator[Line]:
     line = Line()
     yield line
     line.over.set()
-    line.runner.pool.stop(within_seconds=10)
+    line.runner.pool.shared_threads.stop(within_seconds=10)
 
 
 def handled(work: HandlerCall) -> HandlerCall:
@@ -116,4 +116,4 @@ def test_an_ordered_queue_continues_at_once() -> None:
     line.calls.sleep(LONG)
     assert line.calls.finished(handled(work))
     line.over.set()
-    line.runner.pool.stop(within_seconds=10)
+    line.runner.pool.shared_threads.stop(within_seconds=10)

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from outbox.broker.consumer.worker_pool import WorkerPool
+from outbox.broker.consumer.worker_pool import HandlerThreads, WorkerPool
+from outbox.subscription import Subscription
 from tests.support import eventually
 
 
@@ -23,7 +24,8 @@ class Pool:
 
     def __init__(self, threads: int) -> None:
         self.ran: list[threading.Thread] = []
-        self.pool = WorkerPool("idle-test", threads, self._run, batches=False)
+        self.threads = HandlerThreads([Subscription(topic="t", group="g", threads=threads)])
+        self.pool = WorkerPool("idle-test", threads, self._run, shared_threads=self.threads, batches=False)
 
     def _run(self, call: Any, pool: WorkerPool) -> None:
         self.ran.append(threading.current_thread())
@@ -41,7 +43,7 @@ def four() -> Iterator[Pool]:
     """Four threads at most."""
     made = Pool(4)
     yield made
-    made.pool.stop(within_seconds=5)
+    made.threads.stop(within_seconds=5)
     assert made.alive() == 0
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from outbox.broker.consumer.dispatcher import Dispatcher
 from outbox.broker.consumer.owned_queue import OwnedQueue
-from outbox.broker.consumer.worker_pool import WorkerPool
+from outbox.broker.consumer.worker_pool import HandlerThreads, WorkerPool
 from outbox.broker.database.executor import Executor
 from outbox.broker.groups import offsets, registration
 from outbox.broker.operations import changes
@@ -179,25 +179,28 @@ def test_a_queue_whose_position_could_not_be_read_is_given_back_at_once(
 
 
 def test_a_pool_whose_threads_were_all_stuck_works_again_when_they_return() -> None:
-    gates = [threading.Event() for _ in range(6)]
+    gates = [threading.Event() for _ in range(5)]
     done = threading.Event()
 
     class Call:
         """As much of a Work as the pool looks at."""
 
         def __init__(self, gate: threading.Event | None) -> None:
-            self.gate, self.is_given_up = gate, False
+            self.gate, self.is_given_up, self.has_begun = gate, False, threading.Event()
 
     def run(call: Any, pool: WorkerPool) -> None:
+        call.has_begun.set()
         if call.gate is None:
             done.set()
         else:
             call.gate.wait(20)
 
-    pool = WorkerPool("pool", 1, run, batches=False)
+    threads = HandlerThreads([Subscription(topic="orders", group="g", threads=1)])
+    pool = WorkerPool("pool", 1, run, shared_threads=threads, batches=False)
     stuck = [Call(gate) for gate in gates]
     for call in stuck:
         pool.submit(call)  # type: ignore[arg-type]
+        assert call.has_begun.wait(10)
         call.is_given_up = True
         pool.replace_stuck()
     pool.submit(Call(None))  # type: ignore[arg-type]
@@ -206,7 +209,7 @@ def test_a_pool_whose_threads_were_all_stuck_works_again_when_they_return() -> N
         gate.set()
         pool.unstuck()
     assert done.wait(10)
-    pool.stop(within_seconds=5)
+    threads.stop(within_seconds=5)
 
 
 def test_a_reset_of_a_queue_that_does_not_exist_is_refused(one_queue: ConsumptionBench) -> None:

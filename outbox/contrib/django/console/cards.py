@@ -38,7 +38,7 @@ _PLACES: Final[Mapping[str, tuple[str, str, str]]] = {
                     ("incidents", "", "Incidents")),
     **dict.fromkeys(("process_failing", "crash_loop", "hung_handlers", "suspects", "claim_held_long"),
                     ("workers", "", "Workers")),
-    **dict.fromkeys(("no_sequencer", "ticks_late", "summary_late"), ("workers", "", "Workers")),
+    **dict.fromkeys(("no_sequencer", "ticks_late", "summary_late", "connections_refused"), ("workers", "", "Workers")),
     "outage": ("groups", "", "Groups"),
     "limit_binding": ("groups", "state=limited", "Groups that wait for a limit"),
     "saga_stalled": ("dead_letters", "", "Dead letters by error"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import threading
 from collections.abc import Mapping
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.utils.module_loading import import_string
@@ -17,6 +17,9 @@ from outbox.contrib.django.database.in_tests import makes_or_drops_databases, re
 from outbox.contrib.django.engine.engine import Engine
 from outbox.contrib.django.settings.conf import EngineName, OutboxSettings, get_settings
 from outbox.ports import Broker
+
+if TYPE_CHECKING:
+    from outbox.memory import InMemoryBroker
 
 # Dotted paths, because a process needs the memory for one engine only.
 _ENGINES: Final[Mapping[EngineName, str]] = {
@@ -129,6 +132,14 @@ def reset_broker() -> None:
         if _current is not None:
             _current.broker.close()
         _current = None
+
+
+def use_broker(broker: InMemoryBroker) -> None:
+    """Use another broker in memory from now on. Only test helpers call this function."""
+    current = current_engine()
+    current.broker = broker
+    # The engine has built its broker at the first use, and keeps it.
+    vars(current.engine)["broker"] = broker
 
 
 def let_go_of_test_databases(sender: object, connection: BaseDatabaseWrapper, **_: object) -> None:

@@ -87,6 +87,7 @@ class PostgresEngine(Engine):
             claim=invoker.claim,
             claims_seconds=claims_seconds(settings.lease_seconds),
             sharing_calls=settings.messages_per_commit,
+            threads=settings.handler_threads,
             codecs=self.codecs,
             lease_seconds=settings.lease_seconds,
             session_task=LeadingConsumer(database, settings=LeaderSettings(check=settings.check)) if leads else None,

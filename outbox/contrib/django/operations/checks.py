@@ -32,6 +32,7 @@ from outbox.contrib.django.ledger.ledger_checker import ledger_aliases
 from outbox.contrib.django.operations import mariadb
 from outbox.contrib.django.operations.installation import left_behind, unknown_to_broker
 from outbox.contrib.django.operations.scheduling import schedule_problems
+from outbox.contrib.django.operations.sessions import demands
 from outbox.contrib.django.settings.conf import OutboxSettings, PathChoice, get_settings, imported
 from outbox.contrib.django.subscribers.inbox import handler_alias, pool_shortages
 from outbox.contrib.django.subscribers.middleware import with_middleware
@@ -231,7 +232,25 @@ def check_databases(*, databases: Iterable[str] | None = None, **options: Any) -
     for alias in sorted(wanted & set(connections) - {settings.broker}):
         if connections[alias].vendor == "postgresql":
             found.extend(_former_broker(alias, settings))
+    found.extend(_sessions(wanted, settings))
     return found
+
+
+def _sessions(wanted: set[str], settings: OutboxSettings) -> Iterator[CheckMessage]:
+    try:
+        found = [one for one in demands(settings) if wanted.intersection(one.aliases)]
+    except OutboxError as error:
+        # If subscribers cannot be imported, `check_settings` reports the error, so this check reports nothing.
+        logger.debug("the check cannot add up the sessions of the handlers: %s", error)
+        return
+    for one in found:
+        if one.is_too_much:
+            yield Warning(
+                f"the server may refuse connections: {one}.",
+                hint="Reduce OUTBOX['HANDLER_THREADS'], CONSUMER_PROCESSES or the number of workers, use a pooler, or "
+                "raise the limit (docs/operations/connections.md).",
+                id="outbox.W042",
+            )
 
 
 def _application_database(alias: str, settings: OutboxSettings) -> Iterator[CheckMessage]:

@@ -23,6 +23,7 @@ from outbox.contrib.django.ledger.pruning import LEDGER_KEEP_SECONDS
 from outbox.contrib.django.operations import checks
 from outbox.contrib.django.operations.checks import check_databases
 from outbox.contrib.django.operations.granting import check_rights
+from outbox.contrib.django.operations.sessions import demands
 from outbox.contrib.django.operations.watching import with_application
 from outbox.contrib.django.settings.conf import OutboxSettings, get_settings
 from outbox.contrib.django.subscribers.registry import autodiscover, subscriptions
@@ -49,6 +50,10 @@ def examine() -> list[Condition]:
     try:
         settings = get_settings()
         found += _ledgers()
+        # `check_databases` warns of the others.
+        found += [
+            of_text("sessions of workers", Severity.OK, str(one)) for one in demands(settings) if not one.is_too_much
+        ]
         if is_on_rocketmq():
             return [*found, *_rocketmq()]
         with broker_connection() as (connection, schema):

@@ -15,7 +15,8 @@ definition, run `python -m outbox.contrib.django.settings.tables`, which writes 
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from datetime import UTC, datetime
 from typing import Any, Final, TypeVar
@@ -62,7 +63,7 @@ from outbox.contrib.sinks import formats
 from outbox.errors import ConfigurationError, InvalidFilter, InvalidName
 from outbox.filters.filter import parse_filter
 from outbox.names import MAX_BODY_BYTES
-from outbox.subscription import Start
+from outbox.subscription import DEFAULT_THREADS, Start
 from outbox.topic import MessageType, Topic
 from outbox.transaction import CheckSettings
 
@@ -687,6 +688,13 @@ class OutboxSettings:
     consumer_processes: int = setting(
         1, whole(0, "processes"), word="consumer", meaning="consumer processes of one worker"
     )
+    handler_threads: int = setting(
+        DEFAULT_THREADS,
+        whole(1, "threads"),
+        word="consumer",
+        meaning="handler threads of one consumer process, which its subscribers share in turn. Each needs a session of "
+        "the [database](operations/connections.md). A subscriber with `threads` above 8 raises the number",
+    )
     broker_apart: bool = setting(
         False,
         flag,
@@ -869,7 +877,21 @@ class OutboxSettings:
         )
 
 
-_cached: tuple[object, OutboxSettings] | None = None
+_cached: tuple[object, object, OutboxSettings] | None = None
+# Keys that replace those of settings.OUTBOX while test helpers are in use (outbox.contrib.django.testing).
+_forced: Mapping[str, Any] | None = None
+
+
+@contextmanager
+def forced(keys: Mapping[str, Any]) -> Iterator[None]:
+    """Let these keys apply inside the block, also if a test replaces settings.OUTBOX meanwhile."""
+    global _forced
+    before = _forced
+    _forced = {**(before or {}), **keys}
+    try:
+        yield
+    finally:
+        _forced = before
 
 
 def get_settings() -> OutboxSettings:
@@ -880,11 +902,12 @@ def get_settings() -> OutboxSettings:
     """
     global _cached
     raw = getattr(django_settings, "OUTBOX", None)
-    cached = _cached
-    if cached is not None and cached[0] is raw:
-        return cached[1]
-    parsed = parse_settings({} if raw is None else raw)
-    _cached = (raw, parsed)
+    cached, keys = _cached, _forced
+    if cached is not None and cached[0] is raw and cached[1] is keys:
+        return cached[2]
+    given = {} if raw is None else raw
+    parsed = parse_settings(given if keys is None else {"PRODUCER_GROUP": "tests", **given, **keys})
+    _cached = (raw, keys, parsed)
     return parsed
 
 

@@ -38,6 +38,7 @@ from outbox.contrib.django.database.transactions import (
     watch_of,
 )
 from outbox.contrib.django.fastpath.short_transaction import ShortTransaction
+from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.django.subscribers.registry import Subscriber, find_subscriber
 from outbox.contrib.django.subscribers.shared_transaction import (
     LOCK_MILLISECONDS,
@@ -48,7 +49,7 @@ from outbox.contrib.django.subscribers.shared_transaction import (
 from outbox.errors import ConfigurationError, HandlerNotStarted, PartialFailure, PermanentError, TransactionUsageError
 from outbox.message import Delivery
 from outbox.ports import AnyHandler, Disposition, MoreCalls, call_handler
-from outbox.subscription import Effects, Subscription
+from outbox.subscription import Effects, Subscription, threads_of
 from outbox.utils import fence
 from outbox.utils.causes import causes
 from outbox.utils.faults import point
@@ -153,25 +154,31 @@ def handler_alias(subscriber: Subscriber) -> str:
 
 def pool_shortages(subscribers: Iterable[Subscriber]) -> Iterator[str]:
     """Return a warning for each pool that has fewer connections than a consumer process has handler threads."""
-    handlers: dict[str, list[Subscriber]] = {}
-    for item in subscribers:
-        alias = handler_alias(item)
-        if alias in connections and _has_pool(connections[alias].settings_dict):
-            handlers.setdefault(alias, []).append(item)
-    for alias, sharing in handlers.items():
-        options = connections[alias].settings_dict["OPTIONS"]["pool"]
+    for alias, wanted in handler_sessions(subscribers).items():
+        entry = connections[alias].settings_dict if alias in connections else None
+        if entry is None or not _has_pool(entry):
+            continue
+        options = entry["OPTIONS"]["pool"]
         given: Mapping[str, Any] = options if isinstance(options, Mapping) else {}
         size = given.get("max_size") or given.get("min_size", _POOL_SIZE)
-        wanted = sum(item.subscription.threads for item in sharing)
         if wanted > size:
-            each = ", ".join(f"{item.name} {item.subscription.threads}" for item in sharing)
             yield (
-                f"the handlers of one consumer process have {wanted} threads on {alias!r} ({each}), but its connection "
-                f"pool has only {size} connections. So {wanted - size} threads may wait for a connection. If a thread "
-                f"waits longer than the pool's timeout ({given.get('timeout', 30):g} s), the attempt of its message "
-                f"fails. Set DATABASES[{alias!r}]['OPTIONS']['pool']['max_size'] = {wanted}, or reduce threads=… of "
-                f"the subscribers to {size} in total."
+                f"the handlers of one consumer process have {wanted} threads on {alias!r}, but its connection pool has "
+                f"only {size} connections. So {wanted - size} threads may wait for a connection, and after the pool's "
+                f"timeout ({given.get('timeout', 30):g} s) their messages wait too. Set OUTBOX['HANDLER_THREADS'] = "
+                f"{size} (and no threads=… above 8), or DATABASES[{alias!r}]['OPTIONS']['pool']['max_size'] = {wanted}."
             )
+
+
+def handler_sessions(subscribers: Iterable[Subscriber]) -> dict[str, int]:
+    """Return for each alias how many sessions the handlers of one consumer process may open."""
+    found: dict[str, list[Subscription]] = {}
+    for item in subscribers:
+        found.setdefault(handler_alias(item), []).append(item.subscription)
+    every = [one for sharing in found.values() for one in sharing]
+    most = threads_of(every, get_settings().handler_threads)
+    # A thread may go on to a handler of another alias, and then it has a session of both.
+    return {alias: min(most, sum(one.threads for one in sharing)) for alias, sharing in found.items()}
 
 
 # -- rows of the inbox -----------------------------------------------------------------------------

@@ -83,7 +83,10 @@ def run_consumer_role(stop: threading.Event, *, groups: Sequence[str] = (), lead
     """
     wait_for_erasures(stop)
     if not stop.is_set():
-        _consumers(groups, None, leads=leads).run(stop)
+        consumers = _consumers(groups, None, leads=leads)
+        # This thread needs no session any more: each handler thread has its own.
+        connections.close_all()
+        consumers.run(stop)
 
 
 def wait_for_erasures(stop: threading.Event) -> None:
