@@ -12,6 +12,7 @@ from outbox import tracing
 from outbox.ports import Broker, Checker
 from outbox.transaction import Answer, Check, CheckCounts, Decision, EndStatus
 from outbox.utils import measures
+from outbox.utils.safe_text import error_line, printable
 
 logger = logging.getLogger(__name__)
 
@@ -83,9 +84,11 @@ def _ask(checker: Checker, checks: Sequence[Check]) -> Iterator[Answer]:
                 open_checks.discard(answer.transaction_id)
                 yield answer
     except Exception as error:
-        logger.exception(
-            "the checker failed; %d half messages stay undecided and are checked again later", len(open_checks)
+        logger.error(
+            "the checker failed; %d half messages stay undecided and are checked again later",
+            len(open_checks),
+            exc_info=printable(error),
         )
-        problem = f"the checker raised {type(error).__name__}: {error}"
+        problem = f"the checker raised {error_line(error)}"
     for transaction_id in open_checks:
         yield Answer(transaction_id=transaction_id, decision=Decision.UNKNOWN, detail=problem)

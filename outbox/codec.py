@@ -14,7 +14,7 @@ from uuid import UUID
 
 from outbox.erasure import ERASED, ERASED_CONTENT_TYPE, Erased
 from outbox.errors import ConfigurationError, HandlerNotStarted, UndecodableBody, UnserialisableBody
-from outbox.utils.safe_text import shown_text
+from outbox.utils.safe_text import error_line, shown_text
 
 _raw_decode: Final = json.JSONDecoder().raw_decode
 
@@ -134,7 +134,7 @@ class Codecs:
             encoded = codec.encode(body)
         except (TypeError, ValueError, RecursionError) as error:
             raise UnserialisableBody(
-                f"the body for topic {topic!r} cannot be encoded as {codec.content_type}: {error}. "
+                f"the body for topic {topic!r} cannot be encoded as {codec.content_type}: {shown_text(error)}. "
                 f"Nothing was published."
             ) from error
         if not isinstance(encoded, bytes):
@@ -160,10 +160,8 @@ class Codecs:
         except (HandlerNotStarted, UndecodableBody):
             raise
         except ValueError as error:
-            raise UndecodableBody(f"the body is not valid {content_type}: {error}") from error
+            raise UndecodableBody(f"the body is not valid {content_type}: {shown_text(error)}") from error
         except Exception as error:
             # A codec of the application may raise any error. Every engine treats a body that a codec cannot decode like
             # a body for which there is no codec.
-            raise UndecodableBody(
-                f"the codec for {content_type!r} failed with {type(error).__name__}: {error}"
-            ) from error
+            raise UndecodableBody(f"the codec for {content_type!r} failed with {error_line(error)}") from error

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from types import MappingProxyType
 from uuid import UUID
+
+from outbox.utils.safe_text import shown_value
 
 
 class OutboxError(Exception):
@@ -170,6 +173,9 @@ class UnknownEventVersion(HandlerNotStarted):
     The message waits, without an attempt, for a process that knows `version` of `event`.
     """
 
+    event: str = ""
+    version: int = 0
+
     def __init__(self, message: str | None = None, *, event: str, version: int) -> None:
         super().__init__(message)
         self.event = event
@@ -205,6 +211,9 @@ class RetryLater(HandlerError):
     `level` counts from 1 (the first delay of the subscriber's retry policy).
     """
 
+    # A subclass may omit to call the constructor.
+    level: int = 1
+
     def __init__(self, message: str | None = None, *, level: int) -> None:
         super().__init__(message or f"The handler asked for another attempt at delay level {level}.")
         self.level = level
@@ -218,6 +227,8 @@ class ServiceUnavailable(HandlerError):
     The pause starts at one second and grows while the handler raises this error again. `pause_seconds` sets another
     pause.
     """
+
+    pause_seconds: float | None = None
 
     def __init__(self, message: str | None = None, *, pause_seconds: float | None = None) -> None:
         super().__init__(message)
@@ -238,6 +249,18 @@ class PartialFailure(HandlerError):
     messages itself, for example with a savepoint per message.
     """
 
+    errors: Mapping[UUID, Exception] = MappingProxyType({})
+
     def __init__(self, errors: Mapping[UUID, Exception]) -> None:
         super().__init__(f"{len(errors)} messages of the batch failed: {', '.join(map(str, list(errors)[:5]))}")
         self.errors = errors
+
+    def error_of(self, message_id: UUID) -> Exception | None:
+        """Return the error of a message, or None if the message did not fail."""
+        if message_id not in self.errors:
+            return None
+        # A handler may report a text by mistake, which is a failure too.
+        reported: object = self.errors[message_id]
+        if isinstance(reported, Exception):
+            return reported
+        return HandlerError(f"PartialFailure.errors has no exception for message {message_id}: {shown_value(reported)}")

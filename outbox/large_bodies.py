@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, BinaryIO, Final, cast
 
 from outbox.errors import HandlerNotStarted, OutboxError, UndecodableBody
+from outbox.utils.safe_text import error_line, shown_text
 
 LARGE_CONTENT_TYPE: Final = "application/vnd.outbox.large"
 
@@ -46,7 +47,7 @@ class Reference:
             if whole and _NAME.fullmatch(found.name) and _DIGEST.fullmatch(found.sha256):
                 return found
         except TypeError as error:
-            raise ValueError(f"it is not a reference to a large body: {error}") from error
+            raise ValueError(f"it is not a reference to a large body: {shown_text(error)}") from error
         raise ValueError("it is not a reference to a large body")
 
     def encoded(self) -> bytes:
@@ -102,8 +103,7 @@ class _Verified(io.RawIOBase):
             raise
         except Exception as error:
             raise HandlerNotStarted(
-                f"the object {name} of a large body cannot be read now: {type(error).__name__}: {error}. The message "
-                "waits."
+                f"the object {name} of a large body cannot be read now: {error_line(error)}. The message waits."
             ) from error
         self._hash.update(piece)
         self._size += len(piece)

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from outbox.errors import HandlerNotStarted, LeaseLost, ServiceUnavailable
 from outbox.message import Delivery
+from outbox.utils.safe_text import class_name_of
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +35,7 @@ def report(deliveries: Sequence[Delivery], error: object) -> None:
         "delivery.erased is true.",
         deliveries[0].group,
         len(deliveries),
-        type(error).__name__,
+        class_name_of(type(error)),
     )
 
 

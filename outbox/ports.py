@@ -293,7 +293,8 @@ def call_handler(
     try:
         handler(deliveries if subscription.batch > 1 else deliveries[0])  # type: ignore[arg-type]
     except PartialFailure as partial:
-        return [partial.errors.get(d.message_id, Disposition.HANDLED) for d in deliveries]
+        errors = [partial.error_of(one.message_id) for one in deliveries]
+        return [Disposition.HANDLED if error is None else error for error in errors]
     except Exception as error:
         return [error] * len(deliveries)
     return [Disposition.HANDLED] * len(deliveries)

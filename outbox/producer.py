@@ -15,6 +15,7 @@ from outbox.ports import Broker
 from outbox.transaction import Answer, Check, CheckCounts, Decision, EndTransaction, HalfTransaction
 from outbox.utils import log_context
 from outbox.utils.faults import point
+from outbox.utils.safe_text import error_line, printable
 
 logger = logging.getLogger(__name__)
 
@@ -134,6 +135,11 @@ class _ListenerChecker:
                 decision = self._listener.check_local_transaction(check) or Decision.UNKNOWN
                 detail = f"listener answered {decision.name}"
             except Exception as error:
-                logger.exception("checking %s failed", check.transaction_id, extra=log_context.about_check(check))
-                decision, detail = Decision.UNKNOWN, f"listener raised {type(error).__name__}: {error}"
+                logger.error(
+                    "checking %s failed",
+                    check.transaction_id,
+                    extra=log_context.about_check(check),
+                    exc_info=printable(error),
+                )
+                decision, detail = Decision.UNKNOWN, f"listener raised {error_line(error)}"
             yield Answer(transaction_id=check.transaction_id, decision=decision, detail=detail)

@@ -13,12 +13,21 @@ from types import MappingProxyType
 from typing import Any, Final, TypeVar
 
 from outbox import names
-from outbox.errors import InvalidSubscription, PermanentError, RetryLater, UndecodableBody
+from outbox.errors import (
+    HandlerError,
+    InvalidSubscription,
+    PermanentError,
+    RetryLater,
+    ServiceUnavailable,
+    UndecodableBody,
+)
 from outbox.events.declaration import find_event
 from outbox.limits import Limits
 from outbox.retry import RetryPolicy
+from outbox.utils.safe_text import class_name, error_line, show_as, shown_text, traceback_of
 
 Value = TypeVar("Value")
+_LONGEST_PAUSE_SECONDS: Final = 366 * 86400.0
 
 DEFAULT_THREADS: Final = 8
 
@@ -218,6 +227,35 @@ class Subscription:
             if kind in self.on_error:
                 return self.on_error[kind]
         return OnError.DEAD_LETTER if isinstance(error, (PermanentError, UndecodableBody)) else OnError.RETRY
+
+    def contained(self, results: Sequence[Any]) -> Sequence[Any]:
+        """Return the results of a handler call, in which each error can be examined and its text is known.
+
+        An error is a value from outside: its `__str__` may raise or query a database, and `RetryLater.level` may be a
+        text. Call this method in the thread of the handler, so that such an error fails its own message only.
+        """
+        made: dict[int, BaseException] = {}
+        for one in results:
+            if isinstance(one, BaseException) and id(one) not in made:
+                made[id(one)] = self._examined(one)
+        return [made.get(id(one), one) for one in results] if made else results
+
+    def _examined(self, error: BaseException) -> BaseException:
+        """Return the error, or an error that stands for it, if the engine could not decide what to do with it."""
+        text = shown_text(error)
+        try:
+            self.reaction(error)
+            self.retry_delay_seconds(error, 1)
+            pause = error.pause_seconds if isinstance(error, ServiceUnavailable) else None
+            if pause is not None and not 0 <= pause <= _LONGEST_PAUSE_SECONDS:
+                raise ValueError("pause_seconds is not a number of seconds, or longer than a year")
+        except Exception as further:
+            return HandlerError(
+                f"the handler raised {class_name(error)}, which counts as a failed attempt, because it cannot be "
+                f"examined: {error_line(further)}. Its text: {text}"
+            ).with_traceback(traceback_of(error))
+        show_as(error, text)
+        return error
 
     def retry_delay_seconds(self, error: BaseException, attempt: int) -> float:
         """Return the wait in seconds after the attempt with this number (from 1), which has raised `error`."""

@@ -34,6 +34,7 @@ from outbox.transaction import CheckSettings
 from outbox.utils import measures
 from outbox.utils.backoff import Backoff
 from outbox.utils.periodic import BackgroundLoop
+from outbox.utils.safe_text import class_name, printable, shown_text
 
 logger = logging.getLogger(__name__)
 
@@ -252,7 +253,7 @@ class LeadingConsumer(Leader):
             self.note.failed(error)
             if run.connection.closed:
                 raise psycopg.OperationalError(
-                    f"the connection ended while this process made a tick: {error}"
+                    f"the connection ended while this process made a tick: {shown_text(error)}"
                 ) from error
             self._give_up(run, error, pause)
             return False
@@ -280,8 +281,8 @@ class LeadingConsumer(Leader):
         logger.warning(
             "sequencing in a consumer process is interrupted, trying again in %.1f s: %s",
             pause,
-            str(error).strip() or type(error).__name__,
-            exc_info=None if expected else error,
+            shown_text(error) or class_name(error),
+            exc_info=None if expected else printable(error),
         )
 
 

@@ -33,6 +33,7 @@ from outbox.topic import Topic
 from outbox.transaction import Answer, Check, CheckSettings, EndStatus, EndTransaction, HalfTransaction, ProducerEpoch
 from outbox.utils import faults
 from outbox.utils.backoff import Backoff
+from outbox.utils.safe_text import printable
 
 logger = logging.getLogger(__name__)
 
@@ -245,8 +246,12 @@ class PostgresBroker:
             faults.point("producer.before_end")
             self._one_way.send(decisions.end_request(self.database.schema, end), self._wake)
             faults.point("producer.after_end")
-        except Exception:
-            logger.exception("the end message of %s was not sent; check-back will decide", end.transaction_id)
+        except Exception as error:
+            logger.error(
+                "the end message of %s was not sent; check-back will decide",
+                end.transaction_id,
+                exc_info=printable(error),
+            )
 
     def hint_one_way(self, transaction_id: UUID) -> None:
         """Request an early check of one transaction, and return at once like `end_one_way`."""

@@ -19,6 +19,7 @@ from outbox.broker.schema.install import check_schema
 from outbox.errors import BrokerUnavailable, ConfigurationError, SchemaError
 from outbox.utils import heartbeat
 from outbox.utils.backoff import Backoff
+from outbox.utils.safe_text import error_line, printable
 
 logger = logging.getLogger(__name__)
 
@@ -40,8 +41,8 @@ def run_broker(database: BrokerDatabase, stop: threading.Event, *, settings: Lea
             problem = str(error).strip()
             leader.note.failed(error)
         except Exception as error:
-            logger.exception("the broker process failed")
-            problem = f"{type(error).__name__}: {error}"
+            logger.error("the broker process failed", exc_info=printable(error))
+            problem = error_line(error)
             leader.note.failed(error)
         else:
             continue

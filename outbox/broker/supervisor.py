@@ -31,6 +31,7 @@ from outbox.broker.process_log import always
 from outbox.errors import BrokerUnavailable
 from outbox.utils import heartbeat
 from outbox.utils.backoff import Backoff
+from outbox.utils.safe_text import printable
 
 logger = logging.getLogger(__name__)
 
@@ -240,8 +241,13 @@ class Supervisor:
                 failures += 1
                 logger.warning("child %s is not restarted until its death is recorded: %s", name, error)
                 self._stopping.wait(_TELL_AGAIN.pause_seconds(failures))
-            except Exception:
-                logger.exception("the running calls of dead child %s (%s) could not be recorded", name, death.how)
+            except Exception as error:
+                logger.error(
+                    "the running calls of dead child %s (%s) could not be recorded",
+                    name,
+                    death.how,
+                    exc_info=printable(error),
+                )
                 return
 
 

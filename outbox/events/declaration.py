@@ -25,7 +25,7 @@ from outbox.errors import ConfigurationError, UndecodableBody, UnknownEventVersi
 from outbox.events.shapes import Shape, ShapeError, is_shaped, shape_of
 from outbox.large_bodies import UnreadBody
 from outbox.message import Delivery
-from outbox.utils.safe_text import shown_value
+from outbox.utils.safe_text import error_line, shown_text, shown_value
 
 EVENT_HEADER: Final = "outbox-event"
 VERSION_HEADER: Final = "outbox-event-version"
@@ -89,8 +89,9 @@ class EventType:
             return self.shape.write(value)
         except ShapeError as error:
             raise UnserialisableBody(
-                f"event {self.name!r} (version {self.version}) has a value that its readers refuse: {error}. Nothing "
-                f"was published. Correct the value, or the type of the field in {self.kind.__qualname__}."
+                f"event {self.name!r} (version {self.version}) has a value that its readers refuse: "
+                f"{shown_text(error)}. Nothing was published. Correct the value, or the type of the field in "
+                f"{self.kind.__qualname__}."
             ) from None
 
 
@@ -363,8 +364,8 @@ def read_event(expected: tuple[type, ...], topic: str, headers: Mapping[str, str
     except ShapeError as error:
         raise UndecodableBody(
             f"the body is not version {found.version} of event {found.name!r} (published as version {at[1]} of "
-            f"{at[0]!r}): {error}. Correct the publisher, or declare @upcast({at[0]!r}, {at[1]}); then replay the "
-            "message."
+            f"{at[0]!r}): {shown_text(error)}. Correct the publisher, or declare @upcast({at[0]!r}, {at[1]}); then "
+            "replay the message."
         ) from error
 
 
@@ -393,7 +394,7 @@ def _changed(at: Version, target: Version, change: Callable[[Any], Any], body: A
     except Exception as error:
         raise UndecodableBody(
             f"@upcast to version {target[1]} of {target[0]!r}, {change.__module__}.{change.__qualname__}, failed at a "
-            f"body that was published as version {at[1]} of {at[0]!r}: {type(error).__name__}: {error}. Correct the "
+            f"body that was published as version {at[1]} of {at[0]!r}: {error_line(error)}. Correct the "
             "function, then replay the message."
         ) from error
 

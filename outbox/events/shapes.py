@@ -25,6 +25,7 @@ from typing import Any, Final, Literal
 from uuid import UUID
 
 from outbox.errors import ConfigurationError
+from outbox.utils.safe_text import shown_text
 
 Convert = Callable[[Any], Any]
 Schema = dict[str, Any]
@@ -553,7 +554,7 @@ def _record_reader(kind: type, reads: Mapping[str, Convert], required: frozenset
         try:
             return kind(**values)
         except (TypeError, ValueError) as error:
-            raise ShapeError(f"{kind.__qualname__} refused the values: {error}") from error
+            raise ShapeError(f"{kind.__qualname__} refused the values: {shown_text(error)}") from error
 
     return read
 

@@ -22,6 +22,7 @@ from outbox.message import Delivery, Message
 from outbox.ports import AnyHandler, ConsumeCounts, Disposition, Invoker
 from outbox.subscription import OnError, Start, Subscription
 from outbox.utils import given_up, log_context
+from outbox.utils.safe_text import error_line, shown_text
 
 logger = logging.getLogger(__name__)
 
@@ -184,7 +185,7 @@ class ConsumerGroups:
                 if events := consumer.subscription.events:
                     body = read_event(events, message.topic, message.headers, body)
             except UndecodableBody as error:
-                self._give_up(consumer, fetched.entry, str(error))
+                self._give_up(consumer, fetched.entry, shown_text(error))
                 continue
             except UnknownEventVersion as error:
                 self._wait(consumer, fetched, error)
@@ -205,7 +206,7 @@ class ConsumerGroups:
 
     def _call(self, consumer: _Consumer, deliveries: list[Delivery]) -> None:
         with log_context.handling(deliveries):
-            results = self._invoke(consumer, deliveries)
+            results = consumer.subscription.contained(self._invoke(consumer, deliveries))
         first = results[0]
         if len(results) > 1 and isinstance(first, Exception) and all(result is first for result in results):
             # Halve the batch until the failing message is alone, like the real broker.
@@ -238,7 +239,7 @@ class ConsumerGroups:
     def _failed(self, consumer: _Consumer, delivery: Delivery, error: Exception) -> None:
         subscription = consumer.subscription
         entry = self._log.entry(delivery.message_id)
-        text = f"{type(error).__name__}: {error}"
+        text = error_line(error)
         reaction = subscription.reaction(error)
         if reaction is OnError.DEAD_LETTER or subscription.retry.exhausted(delivery.attempt):
             self._give_up(consumer, entry, text)
@@ -251,7 +252,10 @@ class ConsumerGroups:
     def _wait(self, consumer: _Consumer, fetched: _Fetched, error: UnknownEventVersion) -> None:
         """Let a message of an unknown version wait, without an attempt."""
         logger.warning(
-            "group %s: message %s waits: %s", consumer.subscription.group, fetched.entry.message.message_id, error
+            "group %s: message %s waits: %s",
+            consumer.subscription.group,
+            fetched.entry.message.message_id,
+            shown_text(error),
         )
         due_at = self._now() + timedelta(seconds=wait_seconds(self._now(), fetched.entry.message.born_at))
         with self._log.lock:

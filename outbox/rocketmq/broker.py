@@ -59,6 +59,7 @@ from outbox.transaction import (
     HalfTransaction,
     ProducerEpoch,
 )
+from outbox.utils.safe_text import shown_text
 
 logger = logging.getLogger(__name__)
 
@@ -202,7 +203,7 @@ class RocketMQBroker:
                 "message again, it may be stored twice."
             ) from None
         except Exception as error:
-            if "route" in str(error):
+            if "route" in shown_text(error):
                 raise self._unrouted(message.topic, error) from error
             raise OutcomeUnknown(
                 f"{what}: RocketMQ's proxy failed ({client.described(error)}), and RocketMQ may or may not have stored "

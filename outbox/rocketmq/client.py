@@ -21,6 +21,7 @@ from typing import Any, Final
 
 from outbox.errors import BrokerUnavailable, ConfigurationError
 from outbox.rocketmq.address import parse
+from outbox.utils.safe_text import error_line
 
 logger = logging.getLogger(__name__)
 
@@ -285,4 +286,4 @@ def described(error: BaseException) -> str:
     """Return an error of the library as one line."""
     if isinstance(error, grpc.RpcError):
         return f"{error.code().name}: {error.details()}"
-    return f"{type(error).__name__}: {str(error).strip()}"
+    return error_line(error)

@@ -46,7 +46,7 @@ from outbox.topic import Topic
 from outbox.utils import fence, given_up, log_context, measures
 from outbox.utils.backoff import Backoff
 from outbox.utils.refused_connections import is_refused
-from outbox.utils.safe_text import shown_text
+from outbox.utils.safe_text import error_line, printable, shown_text
 
 logger = logging.getLogger(__name__)
 
@@ -292,10 +292,12 @@ class _Poller:
             if held := [one for wire in received if (one := self._decoded(wire, attempt)) is not None]:
                 with fence.attempt(attempt.lost):
                     self._call(held, attempt)
-        except Exception:
+        except Exception as error:
             # After its invisible time, an unacknowledged message becomes visible again without an action of the
             # consumer.
-            logger.exception("group %r failed at %r", self._subscription.group, self._subscription.topic)
+            logger.error(
+                "group %r failed at %r", self._subscription.group, self._subscription.topic, exc_info=printable(error)
+            )
         finally:
             for wire in received:
                 self._release(wire)
@@ -342,7 +344,9 @@ class _Poller:
             try:
                 return read_event(self._subscription.events, message.topic, message.headers, body)
             except UnknownEventVersion as unknown:
-                logger.warning("group %r: message %s waits: %s", self._subscription.group, message.message_id, unknown)
+                logger.warning(
+                    "group %r: message %s waits: %s", self._subscription.group, message.message_id, shown_text(unknown)
+                )
                 pause = wait_seconds(datetime.now(UTC), message.born_at)
                 if self._stopping.wait(min(pause, self._subscription.timeout_seconds / 2)):
                     raise
@@ -390,14 +394,16 @@ class _Poller:
         attempt.
         """
         while True:
-            results = self._invoker(self._subscription, self._handler, deliveries, generation=_GENERATION)
+            results = self._subscription.contained(
+                self._invoker(self._subscription, self._handler, deliveries, generation=_GENERATION)
+            )
             if passing_over.is_to_pass(deliveries, results):
                 passing_over.report(deliveries, results[0])
                 return self._invoker(self._subscription, passing_over.do_nothing, deliveries, generation=_GENERATION)
             away = results[0]
             if not _is_away(away) or any(one is not away for one in results):
                 return results
-            logger.warning("group %r waits: %s", self._subscription.group, away)
+            logger.warning("group %r waits: %s", self._subscription.group, shown_text(away))
             pause = getattr(away, "pause_seconds", None) or _AWAY_SECONDS
             if self._stopping.wait(min(pause, self._subscription.timeout_seconds / 2)):
                 return results
@@ -407,7 +413,7 @@ class _Poller:
         """Set the delay before the next delivery of a failed message, or give the message up."""
         subscription = self._subscription
         reaction = subscription.reaction(error)
-        text = f"{type(error).__name__}: {shown_text(error)}"
+        text = error_line(error)
         if _is_away(error):
             seconds = 0.0
         elif reaction is OnError.DEAD_LETTER or subscription.retry.exhausted(attempt):
@@ -448,7 +454,9 @@ class _Poller:
         try:
             message = from_wire(wire)
         except Exception as unreadable:
-            logger.info("RocketMQ's message %s is not readable and has no id: %s", wire.message_id, unreadable)
+            logger.info(
+                "RocketMQ's message %s is not readable and has no id: %s", wire.message_id, shown_text(unreadable)
+            )
             return None
         return given_up.GivenUp(
             group=self._subscription.group,

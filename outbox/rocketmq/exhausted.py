@@ -22,6 +22,7 @@ from outbox.rocketmq.admin import Admin, end_of_queue, read_stored
 from outbox.rocketmq.declarations import wire_name
 from outbox.rocketmq.wire import CheckProperties, asked
 from outbox.transaction import Answer, Check, Decision, EndStatus
+from outbox.utils.safe_text import printable, shown_text
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +86,7 @@ class ExhaustedChecks:
             try:
                 unsettled = list(self._unsettled(one, producer_group))
             except BrokerError as error:
-                logger.warning("the next pass looks for given-up checks again: %s", error)
+                logger.warning("the next pass looks for given-up checks again: %s", shown_text(error))
                 continue
             for offset, about in unsettled:
                 if about.transaction_id in self._claimed or len(self._claimed) < limit:
@@ -108,7 +109,10 @@ class ExhaustedChecks:
                 try:
                     self._publish(about.message)
                 except OutboxError as error:
-                    self._warn(answer.transaction_id, f"message {about.message.message_id} was not published: {error}")
+                    self._warn(
+                        answer.transaction_id,
+                        f"message {about.message.message_id} was not published: {shown_text(error)}",
+                    )
                     return EndStatus.LEFT_TO_CHECK
             one.done.add(offset)
         return EndStatus.ACCEPTED
@@ -139,7 +143,9 @@ class ExhaustedChecks:
             try:
                 one.broker.store_offset(offsets_of(self._group, one.broker.namespace), TOPIC, settled)
             except BrokerError as error:
-                logger.warning("the next pass stores offset %d of topic %s again: %s", settled, TOPIC, error)
+                logger.warning(
+                    "the next pass stores offset %d of topic %s again: %s", settled, TOPIC, shown_text(error)
+                )
                 continue
             one.offset = settled
             one.done = {offset for offset in one.done if offset >= settled}
@@ -182,9 +188,12 @@ def transactions(broker: Admin, offset: int) -> Iterator[tuple[int, CheckPropert
         try:
             about = asked(message)
             yield message.offset, about if about is None or about.namespace == broker.namespace else None
-        except (ValueError, KeyError, TypeError):
-            logger.exception(
-                "the message with offset %d in topic %s cannot be read, so the worker skips it", message.offset, TOPIC
+        except (ValueError, KeyError, TypeError) as error:
+            logger.error(
+                "the message with offset %d in topic %s cannot be read, so the worker skips it",
+                message.offset,
+                TOPIC,
+                exc_info=printable(error),
             )
             yield message.offset, None
 

@@ -19,6 +19,7 @@ from typing import Final
 from outbox.errors import BrokerError
 from outbox.transaction import EndTransaction
 from outbox.utils.faults import point
+from outbox.utils.safe_text import printable
 
 logger = logging.getLogger(__name__)
 
@@ -107,9 +108,11 @@ class FlushingThread:
                 logger.warning(
                     "%d end messages were not sent, check-back will decide their transactions: %s", len(ends), error
                 )
-            except Exception:
-                logger.exception(
-                    "the flusher failed; check-back will decide the transactions of %d end messages", len(ends)
+            except Exception as error:
+                logger.error(
+                    "the flusher failed; check-back will decide the transactions of %d end messages",
+                    len(ends),
+                    exc_info=printable(error),
                 )
             with self._changed:
                 self._unfinished -= len(ends)

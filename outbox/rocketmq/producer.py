@@ -26,6 +26,7 @@ from outbox.rocketmq import client
 from outbox.rocketmq.declarations import in_namespace, wire_name
 from outbox.rocketmq.wire import CheckProperties, asked
 from outbox.transaction import Decision
+from outbox.utils.safe_text import printable
 
 logger = logging.getLogger(__name__)
 
@@ -129,9 +130,11 @@ class CheckingProducer(client.Producer):  # type: ignore[misc]
         try:
             wire = client.WireMessage().fromProtobuf(msg)
             about = asked(wire)
-        except Exception:
-            logger.exception(
-                "a check about a message on topic %r cannot be read; the server sends the check again", msg.topic.name
+        except Exception as error:
+            logger.error(
+                "a check about a message on topic %r cannot be read; the server sends the check again",
+                msg.topic.name,
+                exc_info=printable(error),
             )
             return
         if about is None:
@@ -294,8 +297,10 @@ class AnsweringThread:
             return
         try:
             CheckBack(self._broker(), group, self._checker()).run_once()
-        except Exception:
-            logger.exception("answering checks of group %r failed; RocketMQ sends the checks again", group)
+        except Exception as error:
+            logger.error(
+                "answering checks of group %r failed; RocketMQ sends the checks again", group, exc_info=printable(error)
+            )
 
     def _complain(self, group: str) -> None:
         """Leave the checks unanswered, because only the group of the message can answer them.

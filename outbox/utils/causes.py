@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any, Final
+
+# The class of an error may define properties of these names, which may raise.
+_cause: Final[Any] = BaseException.__dict__["__cause__"].__get__
+_context: Final[Any] = BaseException.__dict__["__context__"].__get__
 
 
 def causes(error: BaseException, *, contexts: bool = False) -> Iterator[BaseException]:
@@ -16,4 +21,6 @@ def causes(error: BaseException, *, contexts: bool = False) -> Iterator[BaseExce
     while current is not None and id(current) not in seen:
         seen.add(id(current))
         yield current
-        current = current.__cause__ or (current.__context__ if contexts else None)
+        # Not `or`: an error may define `__bool__`, which may raise.
+        cause = _cause(current)
+        current = _context(current) if cause is None and contexts else cause

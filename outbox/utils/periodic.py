@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from outbox.utils.safe_text import printable, shown_text
+
 logger = logging.getLogger(__name__)
 
 
@@ -75,9 +77,11 @@ class BackgroundLoop:
             try:
                 pause = self._run(self._ended.is_set)
             except self._expected as error:
-                logger.warning("%s failed and runs again in %.0f s: %s", self._name, self._every_seconds, error)
-            except Exception:
-                logger.exception("%s failed", self._name)
+                logger.warning(
+                    "%s failed and runs again in %.0f s: %s", self._name, self._every_seconds, shown_text(error)
+                )
+            except Exception as error:
+                logger.error("%s failed", self._name, exc_info=printable(error))
 
     def _is_ended_after(self, pause: float | None) -> bool:
         """Wait for `pause`, `wake` or `stop`, and return whether the loop has ended."""

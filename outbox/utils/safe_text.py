@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Collection, Iterator, Mapping
+import traceback
+from collections.abc import Callable, Collection, Iterator, Mapping
+from types import TracebackType
 from typing import Any, Final
 
 MASK: Final = "***"
@@ -52,17 +55,108 @@ def masked_text(text: str, values: Collection[Any], names: Collection[str]) -> s
     return text
 
 
+# -- errors of other code ------------------------------------------------------------------------------
+#
+# An error of a handler, a codec or a receiver is a value from outside. Its `__str__` may raise, return 100 MB or
+# query a database. Its attributes may be properties that raise, and so may those of its causes. The functions below
+# raise nothing, and what they return is bounded.
+
+LONGEST_TEXT: Final = 4000
+# A log record of a longer traceback would be a burden for every program that reads the log.
+_LONGEST_TRACEBACK: Final = 200_000
+# Read past properties and metaclasses that define these names again.
+class_name_of: Final[Callable[[type], str]] = type.__dict__["__name__"].__get__
+traceback_of: Final[Callable[[BaseException], TracebackType | None]] = BaseException.__dict__["__traceback__"].__get__
+_KEPT: Final = "outbox_shown_text"
+
+
+class UnprintableError(Exception):
+    """Stands for an error in a log record, because Python cannot print the error itself or its causes."""
+
+
+def storable(text: str) -> str:
+    """Return `text` without the characters that PostgreSQL cannot store: NUL and halves of surrogate pairs."""
+    return text.encode(errors="replace").decode().replace("\x00", "\N{REPLACEMENT CHARACTER}")
+
+
 def show_as(error: BaseException, text: str) -> None:
     """Set `text` as the result of `shown_text` for this error.
 
     So `text` is stored and logged in place of the error's own text.
     """
-    error.outbox_shown_text = text  # type: ignore[attr-defined]
+    # An error without a dictionary, or with a data descriptor of this name, is asked for its text each time.
+    with contextlib.suppress(Exception):
+        object.__setattr__(error, _KEPT, text)
 
 
 def shown_text(error: BaseException) -> str:
-    """Return the text of an error that may be stored and logged."""
-    return str(getattr(error, "outbox_shown_text", error))
+    """Return the text of an error that may be stored and logged: bounded, storable, without space at its ends."""
+    with contextlib.suppress(Exception):
+        kept = object.__getattribute__(error, _KEPT)
+        if type(kept) is str:
+            return kept
+    try:
+        # `str` may return an instance of a subclass, whose methods may raise.
+        text = str.__getitem__(str(error), slice(LONGEST_TEXT + 1))
+    except KeyboardInterrupt:
+        # The user's Ctrl-C, whatever runs in that moment.
+        raise
+    except BaseException as further:
+        return f"(its text is unknown, because its __str__ raised {class_name(further)})"
+    return storable(text if len(text) <= LONGEST_TEXT else text[: LONGEST_TEXT - 1] + "…").strip()
+
+
+def class_name(error: BaseException) -> str:
+    """Return the name of the error's class."""
+    return class_name_of(type(error))[:200]
+
+
+def class_path(value: object) -> str:
+    """Return the module and the qualified name of the class of an error."""
+    kind = type(value)
+    try:
+        return str(f"{kind.__module__}.{kind.__qualname__}")[:500]
+    except Exception:
+        return class_name_of(kind)[:500]
+
+
+def error_line(error: BaseException) -> str:
+    """Return the class and the text of an error, as `ValueError: no such order`."""
+    return f"{class_name(error)}: {shown_text(error)}"
+
+
+def shown_value(value: object) -> str:
+    """Return the repr() of a value from outside, for an error text: at most 80 characters, also if the repr() fails."""
+    try:
+        return storable(str.__getitem__(repr(value), slice(80)))
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        return f"<{class_name_of(type(value))[:80]}, whose __repr__ raised {class_name(error)}>"
+
+
+def frames_of(error: BaseException) -> traceback.StackSummary:
+    """Return the frames of an error's traceback, without its causes."""
+    try:
+        return traceback.extract_tb(traceback_of(error))
+    except Exception:
+        # The loader of a module may fail to return its source.
+        return traceback.StackSummary()
+
+
+def printable(error: BaseException) -> BaseException:
+    """Return the error for `exc_info=` of a log record, or a stand-in if Python cannot print the error."""
+    try:
+        # Programs that read records also use these two, as the exporters of traces do.
+        f"{error} {error!r}"
+        printed = traceback.TracebackException.from_exception(error).format()
+        if sum(map(len, printed)) <= _LONGEST_TRACEBACK:
+            return error
+    except KeyboardInterrupt:
+        raise
+    except BaseException:
+        pass
+    return UnprintableError(error_line(error)).with_traceback(traceback_of(error))
 
 
 _SHORTEST: Final = 3

@@ -174,6 +174,28 @@ def test_a_late_refusal_undoes_all_in_reverse(hotel: SimpleNamespace) -> None:
     assert record.charged == 0
 
 
+def test_a_reason_that_no_database_stores_undoes_all_the_same(hotel: SimpleNamespace) -> None:
+    hostile, shown = "a NUL \x00 and half an emoji \ud83d", "a NUL \N{REPLACEMENT CHARACTER} and half an emoji ?"
+
+    def refuse(record: Booking) -> None:
+        raise saga.StepRefused(hostile)
+
+    # The registered handler has this very step.
+    object.__setattr__(hotel.saga._steps[-1], "work", refuse)
+    by_step = hotel.book(hotel.room, "ada")
+    drain()
+    assert hotel.paid(by_step.pk, 80)
+    drain()
+    assert state_of(by_step) == (SagaState.UNDONE, "reserve_room", shown)
+    assert is_free(hotel.room)
+    by_answer = hotel.book(hotel.room, "bob")
+    drain()
+    assert hotel.saga.refuse(by_answer.pk, hostile, at="ask_for_payment")
+    drain()
+    assert state_of(by_answer) == (SagaState.UNDONE, "reserve_room", shown)
+    assert is_free(hotel.room)
+
+
 def test_an_answer_counts_once_and_only_where_it_is_waited_for(hotel: SimpleNamespace) -> None:
     record = hotel.book(hotel.room, "ada")
     assert not hotel.paid(record.pk, 80), "nothing was asked yet"

@@ -23,7 +23,7 @@ from outbox.contrib.django.database.transactions import BlockHalves, BlockWatch
 from outbox.contrib.django.ledger import unique_keys
 from outbox.contrib.django.publishing import checkback, decorators, ends
 from outbox.contrib.django.publishing import publish as publishing
-from outbox.contrib.django.subscribers import claims, outside
+from outbox.contrib.django.subscribers import claims, inbox, outside
 from outbox.contrib.django.subscribers.inbox import InboxEntries
 from outbox.message import UniqueMessage
 from outbox.transaction import HalfTransaction
@@ -80,6 +80,12 @@ def a_failed_handler_stays_in_the_inbox(patch: pytest.MonkeyPatch) -> None:
     """An attempt that committed its inbox row by hand and then failed counts as handled at the next delivery."""
     let_statements_pass(patch)
     patch.setattr(InboxEntries, "still_there", lambda *args: set())
+
+
+def trust_the_text_of_an_error(patch: pytest.MonkeyPatch) -> None:
+    """The text of a handler's error is made by str(), which may raise after the handler has run COMMIT."""
+    let_statements_pass(patch)
+    patch.setattr(inbox, "error_line", lambda error: f"{type(error).__name__}: {error}")
 
 
 def report_every_commit(patch: pytest.MonkeyPatch) -> None:
@@ -202,6 +208,14 @@ MENDS: Final = (
             Kind.NO_EFFECT,
         )
         for world in (TWO_PHASE, SQLITE)
+    ),
+    Control(
+        "a broken exception is described",
+        trust_the_text_of_an_error,
+        "a handler with COMMIT and a broken exception",
+        "consumer",
+        TWO_PHASE,
+        Kind.NO_EFFECT,
     ),
     Control(
         "COMMIT is reported for a row that is there",

@@ -145,7 +145,7 @@ class _Generator:
             (2, lambda: Thread((Write(),))),
             (3, lambda: Finish(())),
             (3, lambda: StepCall((Finish(()),), number=3)),
-            (4, lambda: Raise(exits=self._chance.random() < 0.4)),
+            (4, lambda: self._raise(self._chance.random())),
             (5, lambda: Fail(self._chance.choice(_FAILURES[self._vendor]))),
             (8, lambda: Sql(self._chance.choice(_BY_HAND[self._vendor]), driver=self._chance.random() < 0.5)),
             (4, Close),
@@ -187,13 +187,17 @@ class _Generator:
         make: list[Callable[[], Step]] = [
             lambda: Fail(self._chance.choice(_FAILURES[self._vendor])),
             lambda: Sql(self._chance.choice(_BY_HAND[self._vendor]), driver=self._chance.random() < 0.5),
-            Raise,
+            # Without a further draw, so that the other steps of a seed stay what they were.
+            lambda: Raise(broken=self._numbers % 2 == 1),
             SetRollback,
             Close,
             Kill if self._vendor == "postgresql" else Close,
         ]
         step = self._chance.choices(make, weights=[50, 40, 12, 5, 4, 4])[0]()
         return Try((step,)) if self._chance.random() < 0.65 else step
+
+    def _raise(self, drawn: float) -> Step:
+        return Raise(exits=drawn < 0.4, broken=drawn >= 0.7)
 
     def _block(self, depth: int) -> Step:
         inside = self._body(depth + 1)

@@ -94,9 +94,10 @@ class Kill:
 
 @dataclass(frozen=True)
 class Raise:
-    """An exception of the application, or the exit of the process (SystemExit)."""
+    """An exception of the application, or the exit of the process (SystemExit). `broken`: its `__str__` raises."""
 
     exits: bool = False
+    broken: bool = False
 
 
 # -- blocks -----------------------------------------------------------------------------------------
@@ -290,6 +291,8 @@ def _single(step: Step) -> list[str]:
             return ["pg_terminate_backend(this connection)  # from elsewhere"]
         case Raise(exits=True):
             return ["raise SystemExit"]
+        case Raise(broken=True):
+            return ["raise Broken  # whose __str__ returns a number"]
         case _:
             return ["raise Mistake"]
 

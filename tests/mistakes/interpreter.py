@@ -19,6 +19,7 @@ from outbox.errors import PermanentError
 from outbox.ports import Disposition, RunAlone
 from outbox.subscription import Effects
 from outbox.utils.ids import uuid7
+from outbox.utils.safe_text import error_line
 from tests.django.sharing import Waiting
 from tests.django.shop.models import Effect as EffectRow
 from tests.django.shop.models import Order, Payment
@@ -36,6 +37,13 @@ class Mistake(Exception):
     """What an application raises."""
 
 
+class Broken(Mistake):
+    """An exception whose text is a number."""
+
+    def __str__(self) -> str:
+        return 5  # type: ignore[return-value]
+
+
 def run(program: Program, name: str, others: Others) -> Trace:
     """Run a program to its end, whatever it raises. `name` makes its rows and messages its own."""
     trace = Trace(name=name, program=program)
@@ -46,7 +54,7 @@ def run(program: Program, name: str, others: Others) -> Trace:
         else:
             _consume(program, interpreter)
     except Exception as error:
-        trace.ended_with = f"{type(error).__name__}: {error}"
+        trace.ended_with = error_line(error)
     tidy(connections[others.alias])
     return trace
 
@@ -97,6 +105,8 @@ class _Interpreter:
                 self.others.kill(self.connection)
             case grammar.Raise(exits=True):
                 raise SystemExit
+            case grammar.Raise(broken=True):
+                raise Broken
             case _:
                 raise Mistake
 
@@ -409,7 +419,7 @@ class _Deliver:
 
     def end(self, results: Sequence[Any]) -> bool:
         seen = self.interpreter.attempt
-        seen.error = next((f"{type(item).__name__}: {item}" for item in results if isinstance(item, BaseException)), "")
+        seen.error = next((error_line(item) for item in results if isinstance(item, BaseException)), "")
         seen.counts_as_handled = all(isinstance(item, Disposition) for item in results)
         seen.given_up = any(isinstance(item, PermanentError) for item in results)
         seen.skipped = all(item is Disposition.SKIPPED for item in results)

@@ -66,6 +66,9 @@ EVERYWHERE: Final[dict[str, Program]] = {
     "a closed connection in a decorated function": _request(Decorated((Close(),), number=1)),
     "a handler that closes its connection": _handler(*_EFFECTS, Close()),
     "a handler with COMMIT and an exception": _handler(Sql("COMMIT"), Raise(), *_EFFECTS),
+    "a handler with COMMIT and a broken exception": _handler(Sql("COMMIT"), Raise(broken=True), *_EFFECTS),
+    "a handler with a broken exception": _handler(*_EFFECTS, Raise(broken=True), batch=3),
+    "a finish with a broken exception": _outside(Try((Finish((*_EFFECTS, Raise(broken=True))),))),
     "a handler with COMMIT of the driver and an exception": _handler(
         Effect(1), Sql("COMMIT", driver=True), Raise(), *_EFFECTS
     ),

@@ -38,6 +38,7 @@ from outbox.errors import HandlerTimedOut, UnknownEventVersion
 from outbox.ports import Disposition
 from outbox.subscription import Mode, Subscription
 from outbox.utils.backoff import Backoff
+from outbox.utils.safe_text import shown_text
 
 logger = logging.getLogger(__name__)
 
@@ -188,7 +189,7 @@ class UnknownVersions:
             if isinstance(result, UnknownEventVersion):
                 version = result.event[:_LONGEST_NAME], result.version
                 if version in self._met or len(self._met) < _MOST_VERSIONS:
-                    self._met[version] = str(result)[:_LONGEST_TEXT]
+                    self._met[version] = shown_text(result)[:_LONGEST_TEXT]
 
     def report(self, run: Executor, instance: UUID, key: tuple[int, int]) -> None:
         """Store for operators which versions wait; each version at most once per ten seconds."""

@@ -43,6 +43,7 @@ from outbox.broker.groups.offsets import Position
 from outbox.broker.log.consume_queue import floors, starting_offsets
 from outbox.broker.log.failing import FailureNote, ProcessPart
 from outbox.errors import BrokerUnavailable
+from outbox.utils.safe_text import printable
 
 logger = logging.getLogger(__name__)
 
@@ -251,7 +252,7 @@ class Coordinator:
             except Exception as error:
                 self._note.failed(error)
                 # If the coordinator's thread died, its process would lose all queues without a line in the log.
-                logger.exception("the coordinator failed to keep the leases, trying again")
+                logger.error("the coordinator failed to keep the leases, trying again", exc_info=printable(error))
                 self._disconnect()
                 self._drop_untrusted()
             self._ownership.wait(min(_LOOK_SECONDS, self._term / 3))

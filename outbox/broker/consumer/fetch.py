@@ -157,10 +157,17 @@ _SECONDS_LEFT: Final = f"""
                   + (l.headers ->> '{TIMEOUT_HEADER}')::numeric)::float8 END,
 """.replace("{", "{{").replace("}", "}}")
 
+# Python cannot hold -infinity, nor years before 1 and after 9999, and one such row would fail the whole fetch. So
+# born_at is NULL for a message with such a time, which `unreadable` then refuses.
+_RANGE: Final = "BETWEEN '0001-01-02 UTC'::timestamptz AND '9999-12-30 UTC'::timestamptz"
+_TIMES: Final = f"""
+       CASE WHEN l.born_at {_RANGE} AND (l.deliver_at {_RANGE}) IS NOT FALSE THEN l.born_at END,
+       CASE WHEN l.deliver_at {_RANGE} THEN l.deliver_at END"""
+
 _FETCH: Final = """
 SELECT w.slot, e.queue_offset, e.attempt, e.log_id, l.topic_id, l.passes,
        CASE WHEN l.passes AND octet_length(l.body) <= %(largest)s THEN l.body END,
-       l.message_id, l.key, l.tag, l.headers, l.content_type, l.born_at, l.deliver_at, l.shard,
+       l.message_id, l.key, l.tag, l.headers, l.content_type, {times}, l.shard,
        {seconds_left} nullif(l.transaction_id, l.message_id)
 FROM unnest(%(queue_ids)s::integer[], %(starts)s::bigint[], %(limits)s::integer[], %(filters)s::integer[])
     WITH ORDINALITY AS w (queue_id, start, row_limit, filter, slot)
@@ -194,7 +201,9 @@ class Fetcher:
         )
         # The values of filters are parameters, so the inserted text has no braces that `Statement` could replace.
         self._statement = Statement(
-            _FETCH.replace("{passes}", passes.as_string(None)).replace("{seconds_left}", _SECONDS_LEFT)
+            _FETCH.replace("{passes}", passes.as_string(None))
+            .replace("{seconds_left}", _SECONDS_LEFT)
+            .replace("{times}", _TIMES)
         )
         self._parameters: dict[str, Any] = {**builder.parameters, "largest": LARGEST_BUFFERED_BODY}
         # The wanted queues of the last call, and its parameters. While few messages arrive, the next call often wants
@@ -238,7 +247,9 @@ class Fetcher:
 _LOAD = Statement(
     """
 SELECT e.queue_id, e.queue_offset, e.attempt, e.log_id, l.topic_id, true,
-       l.body, l.message_id, l.key, l.tag, l.headers, l.content_type, l.born_at, l.deliver_at, l.shard,"""
+       l.body, l.message_id, l.key, l.tag, l.headers, l.content_type, """
+    + _TIMES
+    + """, l.shard,"""
     + _SECONDS_LEFT
     + """ nullif(l.transaction_id, l.message_id)
 FROM unnest(%(queue_ids)s::integer[], %(offsets)s::bigint[]) AS w (queue_id, queue_offset)
@@ -264,6 +275,17 @@ def load(run: Executor, places: Sequence[tuple[int, int]]) -> dict[tuple[int, in
     return {(row[SLOT], row[OFFSET]): row for row in run.execute(_LOAD, parameters)}
 
 
+def unreadable(row: Row) -> str:
+    """Return why no handler can get this message; '' if one can. Only code beside outbox stores such a row."""
+    if row[BORN_AT] is None:
+        return "its born_at or deliver_at is a time that Python cannot hold"
+    headers = row[HEADERS]
+    if headers is not None and (type(headers) is not dict or not set(map(type, headers.values())) <= _TEXTS):
+        return "its headers are not an object of texts"
+    return ""
+
+
+_TEXTS: Final = frozenset({str})
 NO_HEADERS: Final[Mapping[str, str]] = MappingProxyType({})
 
 

@@ -42,6 +42,7 @@ from outbox.ports import ClaimedElsewhere, Disposition
 from outbox.subscription import OnError, Subscription
 from outbox.utils import faults, given_up, log_context
 from outbox.utils.refused_connections import is_refused
+from outbox.utils.safe_text import class_name_of, printable
 
 logger = logging.getLogger(__name__)
 
@@ -268,7 +269,7 @@ def _report(failed: Failed, judgement: FailurePlan) -> None:
         item.row[MESSAGE_ID],
         item.queue.name,
         _CONSEQUENCES[judgement.verdict].format(judgement.delay_seconds),
-        exc_info=failed.error,
+        exc_info=printable(failed.error),
         extra=_about(failed, item.row),
     )
 
@@ -404,7 +405,7 @@ def _report_uncounted(work: HandlerCall, error: BaseException) -> None:
         work.subscribed.group.name,
         item.row[MESSAGE_ID],
         item.queue.name,
-        exc_info=error,
+        exc_info=printable(error),
     )
 
 
@@ -617,7 +618,7 @@ def _is_unexplained(subscription: Subscription, error: BaseException) -> bool:
 
 def _violates_a_constraint(error: BaseException) -> bool:
     """Return whether the error is an IntegrityError of Django or of a database driver (PEP 249)."""
-    return any(kind.__name__ == "IntegrityError" for kind in type(error).__mro__)
+    return any(class_name_of(kind) == "IntegrityError" for kind in type(error).__mro__)
 
 
 def _keep(item: FetchedEntry, due: float, booked: CallOutcome) -> None:

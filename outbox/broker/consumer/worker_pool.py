@@ -13,7 +13,16 @@ from queue import Empty, SimpleQueue
 from typing import Any, Final, TypeAlias
 
 from outbox import passing_over, tracing
-from outbox.broker.consumer.fetch import BODY, CONTENT_TYPE, HEADERS, LOG_ID, NO_HEADERS, deliver
+from outbox.broker.consumer.fetch import (
+    BODY,
+    CONTENT_TYPE,
+    HEADERS,
+    LOG_ID,
+    MESSAGE_ID,
+    NO_HEADERS,
+    deliver,
+    unreadable,
+)
 from outbox.broker.consumer.gate import Gate
 from outbox.broker.consumer.owned_queue import Subscribed
 from outbox.broker.consumer.running_calls import RunningCalls
@@ -36,6 +45,7 @@ from outbox.ports import (
 )
 from outbox.subscription import Subscription, threads_of
 from outbox.utils import faults, fence, log_context, measures
+from outbox.utils.safe_text import printable
 
 logger = logging.getLogger(__name__)
 
@@ -485,11 +495,14 @@ class Caller:
 
     def _run_alone(self, work: HandlerCall, sharing: Sharing | None) -> None:
         try:
-            work.results = self._call(work, sharing)
+            results = self._call(work, sharing)
         except BaseException as error:
             # An error of this code or of the invoker must not end the thread. Such an error counts as a failed attempt.
-            logger.exception("calling the handler of group %r failed", work.subscribed.subscription.group)
-            work.results = [error] * len(work.items)
+            logger.error(
+                "calling the handler of group %r failed", work.subscribed.subscription.group, exc_info=printable(error)
+            )
+            results = [error] * len(work.items)
+        work.results = _contained(work, results)
 
     def _run_shared(self, shared: SharedCalls, sharing: Sharing) -> None:
         """Run the first call and the calls that join its transaction. If the transaction does not commit a call, run
@@ -498,7 +511,11 @@ class Caller:
         try:
             results = self._call(shared.calls[0], sharing, shared)
         except BaseException as error:
-            logger.exception("calling the handler of group %r failed", shared.calls[0].subscribed.subscription.group)
+            logger.error(
+                "calling the handler of group %r failed",
+                shared.calls[0].subscribed.subscription.group,
+                exc_info=printable(error),
+            )
             results = [RunAlone.RUN_ALONE] * (len(shared.calls) - 1) + [error]
         if any(result is RunAlone.RUN_ALONE for result in results):
             sharing.failed()
@@ -508,7 +525,7 @@ class Caller:
             work.started_at = None
         for work, result in zip(shared.calls, results, strict=True):
             if result is not RunAlone.RUN_ALONE and not _may_be_passed(work, result):
-                work.results = [result]
+                work.results = _contained(work, [result])
             elif work.is_given_up:
                 # Another thread has replaced this thread. A call that joined in that moment goes back to its lane.
                 work.results = [NOT_STARTED]
@@ -597,11 +614,13 @@ class Caller:
             with self._decoding:
                 deliveries, _ = self._deliveries(work, results)
         except BaseException as error:
-            logger.exception("decoding a message of group %r failed", work.subscribed.subscription.group)
+            logger.error(
+                "decoding a message of group %r failed", work.subscribed.subscription.group, exc_info=printable(error)
+            )
             deliveries, results = [], [error]
         if deliveries:
             return deliveries[0]
-        work.results = results
+        work.results = _contained(work, results)
         return None
 
     @contextlib.contextmanager
@@ -677,6 +696,12 @@ class Caller:
                 continue
             row = item.row
             assert row is not None
+            if reason := unreadable(row):
+                results[place] = UndecodableBody(
+                    f"message {row[MESSAGE_ID]} (log id {row[LOG_ID]}) cannot be read: {reason}. A program beside "
+                    "outbox stored this row. Publish the message again with outbox, and discard this dead letter."
+                )
+                continue
             try:
                 body = decode(row[CONTENT_TYPE], row[BODY])
                 if events:
@@ -688,6 +713,10 @@ class Caller:
             deliveries.append(deliver(row, topic, body, group, item.queue.name, item.offset, attempt))
             places.append(place)
         return deliveries, places
+
+
+def _contained(work: HandlerCall, results: Sequence[Any]) -> list[Any]:
+    return list(work.subscribed.subscription.contained(results))
 
 
 def _may_be_passed(work: HandlerCall, result: Any) -> bool:

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self, TypeVar
+from datetime import UTC, datetime
+from typing import Any, Final, Self, TypeVar
 
 import psycopg
+from psycopg.abc import Buffer
 from psycopg.adapt import Dumper
 from psycopg.pq import Format
 from psycopg.rows import tuple_row
+from psycopg.types.datetime import TimestamptzBinaryLoader
 
 from outbox.broker.database.connection import Connection
 from outbox.broker.database.statement import Statement
 
 _Row = TypeVar("_Row")
+# The type's number in every PostgreSQL.
+_TIMESTAMPTZ: Final = 1184
 
 
 class BinaryValue(bytes):
@@ -31,16 +36,35 @@ class PackedDumper(Dumper):
         return bytes(obj)
 
 
+# Stand for times that Python cannot hold: -infinity, years before 1 and after 9999. Every time zone can show these two.
+EARLIEST: Final = datetime(1, 1, 2, tzinfo=UTC)
+LATEST: Final = datetime(9999, 12, 30, tzinfo=UTC)
+
+
+class _ContainedTime(TimestamptzBinaryLoader):
+    """Loads every time of PostgreSQL, because one row of other code must not fail the rows that are read with it."""
+
+    def load(self, data: Buffer) -> datetime:
+        try:
+            return super().load(data)
+        except psycopg.DataError:
+            return LATEST if int.from_bytes(data, "big", signed=True) > 0 else EARLIEST
+
+
 def cursor_on(connection: Connection) -> psycopg.Cursor[tuple[Any, ...]]:
     """Return a cursor with server-side binding and plain tuples, regardless of the application's settings."""
     cursor = psycopg.Cursor(connection, row_factory=tuple_row)
     cursor.format = Format.BINARY
     cursor.adapters.register_dumper(BinaryValue, PackedDumper)
+    cursor.adapters.register_loader(_TIMESTAMPTZ, _ContainedTime)
     return cursor
 
 
 def raw_cursor_on(connection: Connection) -> psycopg.RawCursor[tuple[Any, ...]]:
-    """Do the same as `cursor_on`, but for statements with numbered parameters (see Statement.numbered)."""
+    """Do the same as `cursor_on`, but for statements with numbered parameters (see Statement.numbered).
+
+    It loads times with the loader of psycopg, which is faster and refuses times that Python cannot hold.
+    """
     cursor = psycopg.RawCursor(connection, row_factory=tuple_row)
     cursor.format = Format.BINARY
     cursor.adapters.register_dumper(BinaryValue, PackedDumper)

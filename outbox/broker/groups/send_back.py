@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import enum
 import os
-import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,9 +22,8 @@ from outbox.broker.fastpath import arrays
 from outbox.broker.groups.leases import Lease, QueueKey
 from outbox.errors import RetryLater
 from outbox.subscription import Mode, OnError, Subscription
-from outbox.utils.safe_text import shown_text
+from outbox.utils.safe_text import LONGEST_TEXT, error_line, frames_of, storable
 
-MAX_ERROR_CHARACTERS: Final = 4000
 # The code of outbox itself.
 _OUTBOX: Final = str(Path(__file__).parents[2]) + os.sep
 # The largest number of attempts that is stored; the column is a smallint and cannot store much more.
@@ -88,14 +86,12 @@ def describe(error: BaseException) -> str:
 
     A line of outbox itself would tell its reader nothing, so the last line of other code is named, if there is one.
     """
-    lines = [f"{type(error).__name__}: {shown_text(error)}"]
+    lines = [error_line(error)]
     # "<string>" is the generated code of a dataclass.
-    frames = traceback.extract_tb(error.__traceback__)
-    places = [one for one in frames if not one.filename.startswith((_OUTBOX, "<"))]
+    places = [one for one in frames_of(error) if not one.filename.startswith((_OUTBOX, "<"))]
     if places:
         lines.append(f"  raised in {places[-1].name}, {places[-1].filename}:{places[-1].lineno}")
-    text = "\n".join(lines).encode(errors="replace").decode().replace("\x00", "\N{REPLACEMENT CHARACTER}")
-    return text[:MAX_ERROR_CHARACTERS]
+    return storable("\n".join(lines))[:LONGEST_TEXT]
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,7 @@ from outbox.broker.log.incidents import IncidentKind
 from outbox.errors import BrokerUnavailable
 from outbox.utils.causes import causes
 from outbox.utils.refused_connections import is_refused
+from outbox.utils.safe_text import class_name, shown_text, storable
 
 logger = logging.getLogger(__name__)
 
@@ -183,8 +184,8 @@ class FailureNote:
 
     def _store(self, error: BaseException) -> None:
         subject = f"{self._what} in process {self._pid} on {socket.gethostname()}"
-        said = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        detail = f"since {self._since}: {said}".replace("\x00", "")
+        said = (shown_text(error).splitlines() or [class_name(error)])[0]
+        detail = storable(f"since {self._since}: {said}")
         with self._telling() as run:
             if self._incident_id is None or not self._refresh(run, detail):
                 logger.warning("incident %s: %s: %s", IncidentKind.PROCESS_FAILING, subject, detail)

@@ -11,6 +11,7 @@ from datetime import datetime
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
 from outbox.broker.fastpath.arrays import texts
+from outbox.utils.safe_text import storable
 
 logger = logging.getLogger(__name__)
 
@@ -78,8 +79,8 @@ def record(run: Executor, incidents: Sequence[Incident]) -> None:
         _RECORD,
         {
             "kinds": texts([incident.kind for incident in incidents]),
-            "subjects": texts([incident.subject for incident in incidents]),
-            "details": texts([incident.detail.replace("\x00", "") for incident in incidents]),
+            "subjects": texts([storable(incident.subject) for incident in incidents]),
+            "details": texts([storable(incident.detail) for incident in incidents]),
         },
     )
 

@@ -295,7 +295,7 @@ def passed(run: Executor, group: str, topic: str) -> list[Passed]:
 # dead, was skipped by on_error, or is still retried. A message that has timed out has no effect either.
 _ENTRIES = Statement("""
 SELECT entry.queue_offset, log.message_id, coalesce(entry.queued_at, log.stored_at) AS queued_at, log.tag,
-       coalesce(log.headers, '{{}}') AS headers
+       CASE WHEN jsonb_typeof(log.headers) = 'object' THEN log.headers ELSE '{{}}' END AS headers
 FROM {schema}.consume_queue entry JOIN {schema}.commit_log log USING (log_id)
 WHERE entry.queue_id = %(queue_id)s AND entry.queue_offset >= %(low)s AND entry.queue_offset < %(high)s
   AND log.stored_at > now() - make_interval(secs => %(keep)s)

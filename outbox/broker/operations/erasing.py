@@ -130,7 +130,8 @@ _PLACES: Final[Sequence[tuple[str, Statement]]] = (
 UPDATE {schema}.commit_log
 SET body = '', content_type = %(erased)s, key = coalesce(%(replacement)s::text, key),
     headers = (SELECT jsonb_object_agg(name, value)
-               FROM jsonb_each(headers) AS given (name, value) WHERE name = ANY(%(kept)s::text[]))
+               FROM jsonb_each(CASE WHEN jsonb_typeof(headers) = 'object' THEN headers END) AS given (name, value)
+               WHERE name = ANY(%(kept)s::text[]))
 WHERE log_id = ANY(%(log_ids)s::bigint[])
   AND (content_type <> %(erased)s OR (%(replacement)s::text IS NOT NULL AND NOT starts_with(key, 'erased:')))
 """)),

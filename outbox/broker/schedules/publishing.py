@@ -30,6 +30,7 @@ from outbox.message import Message
 from outbox.utils.faults import point
 from outbox.utils.ids import uuid7
 from outbox.utils.periodic import BackgroundLoop
+from outbox.utils.safe_text import shown_text
 
 logger = logging.getLogger(__name__)
 
@@ -104,8 +105,8 @@ def run_once(run: Executor, catalog: TopicCatalog, *, now: datetime | None = Non
         try:
             count, lost = _publish_due(run, catalog, group, name, now)
         except (OutboxError, ValueError, *_REFUSED) as error:
-            logger.warning("schedule %r of producer group %r cannot be published: %s", name, group, error)
-            run.execute(_FAIL, {"group": group, "name": name, "error": str(error)})
+            logger.warning("schedule %r of producer group %r cannot be published: %s", name, group, shown_text(error))
+            run.execute(_FAIL, {"group": group, "name": name, "error": shown_text(error)})
             failed += 1
             continue
         published, dropped = published + count, dropped + lost

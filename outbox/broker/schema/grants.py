@@ -52,7 +52,7 @@ PUBLISHING: Final = (
     "uncounted_v28",
 )
 # Functions that only functions with the rights of their owner call.
-_INNER: Final = ("key_lock_number", "key_shard", "may_publish_for", "publish_complaint")
+_INNER: Final = ("key_lock_number", "key_shard", "may_publish_for", "publish_complaint", "undeliverable")
 # By default, PostgreSQL lets every role execute a new function. So the installation revokes this right. It leaves
 # uncounted_v28, which only returns a number, to roles that had been made for reading before it existed.
 GRANTED_ONLY: Final = (*(name for name in PUBLISHING if name != "uncounted_v28"), *_INNER)

@@ -17,7 +17,7 @@ from outbox.broker.log.incidents import Incident, IncidentKind
 from outbox.broker.transaction import half_scan, parking
 from outbox.broker.transaction.decisions import record_ends
 from outbox.broker.transaction.half_scan import ScanCounts
-from outbox.message import Message
+from outbox.message import stored_message
 from outbox.transaction import (
     GROUP_AWAY_SECONDS,
     Answer,
@@ -28,6 +28,7 @@ from outbox.transaction import (
     EndStatus,
     EndTransaction,
 )
+from outbox.utils.safe_text import storable
 
 _MAX_SCANS: Final = 100
 
@@ -149,13 +150,13 @@ class _CheckRow:
 
     def check(self) -> Check:
         assert self.transaction_id is not None
-        message = Message(
+        message = stored_message(
             topic=self.topic,
             body=self.body,
             message_id=self.transaction_id,
             key=self.key,
             tag=self.tag,
-            headers=self.headers or {},
+            headers=self.headers if isinstance(self.headers, dict) else {},
             content_type=self.content_type,
             deliver_at=self.deliver_at,
             shard=self.shard,
@@ -272,7 +273,7 @@ def _postpone(run: Executor, producer_group: str, answers: Sequence[Answer], set
         "group": producer_group,
         "ids": uuids([answer.transaction_id for answer in answers]),
         "counts": integers([int(answer.counts) for answer in answers]),
-        "details": texts([_clean(answer.detail) for answer in answers]),
+        "details": texts([storable(answer.detail) for answer in answers]),
         "max_checks": settings.max_checks,
         "parked_recheck": settings.parked_recheck_seconds,
     }
@@ -294,10 +295,6 @@ def _remember(run: Executor, answers: Sequence[Answer]) -> None:
         {
             "ids": uuids([answer.transaction_id for answer in answers]),
             "answers": texts([answer.decision.name for answer in answers]),
-            "details": texts([_clean(answer.detail) for answer in answers]),
+            "details": texts([storable(answer.detail) for answer in answers]),
         },
     )
-
-
-def _clean(detail: str) -> str:
-    return detail.replace("\x00", "")

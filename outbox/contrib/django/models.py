@@ -3,10 +3,27 @@
 from __future__ import annotations
 
 import uuid
-from typing import ClassVar
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 from django.db import models
 from django.db.models.functions import Now
+
+from outbox.utils.safe_text import storable
+
+
+class StorableTextField(models.TextField):  # type: ignore[type-arg]
+    """A text that other code has chosen, as a reason or an error: characters that no database stores are replaced."""
+
+    def get_prep_value(self, value: Any) -> Any:
+        """Return the text without NUL and halves of surrogate pairs."""
+        value = super().get_prep_value(value)
+        return storable(value) if isinstance(value, str) else value
+
+    def deconstruct(self) -> tuple[str, str, Sequence[Any], dict[str, Any]]:
+        """Return a TextField: the column is the same, so no migration is needed."""
+        name, _, args, kwargs = super().deconstruct()
+        return name, "django.db.models.TextField", args, kwargs
 
 
 class LedgerEntry(models.Model):
@@ -157,7 +174,7 @@ class SagaProgress(models.Model):
     record = models.CharField(max_length=255)
     state = models.CharField(max_length=16, choices=SagaState)
     step = models.CharField(max_length=100)
-    reason = models.TextField(default="")
+    reason = StorableTextField(default="")
     changed_at = models.DateTimeField()
     late_at = models.DateTimeField(null=True)
     message_id = models.UUIDField(null=True)
@@ -224,13 +241,13 @@ class Finding(models.Model):
     finding_class = models.CharField("class", max_length=15, db_column="class")
     severity = models.CharField(max_length=15)
     key = models.TextField()
-    detail = models.TextField(blank=True)
+    detail = StorableTextField(blank=True)
     at = models.DateTimeField(null=True)
     first_seen = models.DateTimeField(null=True)
     message_id = models.CharField(max_length=63, blank=True)
     transaction_id = models.CharField(max_length=63, blank=True)
-    row = models.TextField(blank=True)
-    body = models.TextField(blank=True)
+    row = StorableTextField(blank=True)
+    body = StorableTextField(blank=True)
     # The step of the repair plan for this finding: a line of `outbox-reconcile plan`.
     step = models.JSONField(null=True)
 
@@ -281,10 +298,10 @@ class OperatorAction(models.Model):
     at = models.DateTimeField(db_default=Now())
     ended_at = models.DateTimeField(null=True)
     who = models.CharField(max_length=255)
-    why = models.TextField()
+    why = StorableTextField()
     action = models.CharField(max_length=63)
-    subject = models.TextField()
-    effect = models.TextField()
+    subject = StorableTextField()
+    effect = StorableTextField()
     before = models.JSONField(default=dict)
     after = models.JSONField(default=dict)
     outcome = models.CharField(max_length=15, choices=Outcome, default=Outcome.BEGUN)
@@ -314,12 +331,12 @@ class ForwardEndpoint(models.Model):
     group = models.CharField(max_length=127, primary_key=True, db_column="consumer_group")
     generation = models.IntegerField(default=0)
     disabled_at = models.DateTimeField(null=True)
-    disabled_reason = models.TextField(default="")
+    disabled_reason = StorableTextField(default="")
     delivered = models.BigIntegerField(default=0)
     failed = models.BigIntegerField(default=0)
     last_status = models.CharField(max_length=31, default="")
     last_delivered_at = models.DateTimeField(null=True)
-    last_error = models.TextField(default="")
+    last_error = StorableTextField(default="")
     last_error_at = models.DateTimeField(null=True)
 
     class Meta:
@@ -408,7 +425,7 @@ class Notification(models.Model):
     created_at = models.DateTimeField()
     due_at = models.DateTimeField()
     attempts = models.IntegerField(default=0)
-    error = models.TextField(default="")
+    error = StorableTextField(default="")
 
     class Meta:
         app_label = "outbox"
@@ -431,7 +448,7 @@ class DeadLetterNote(models.Model):
     group = models.CharField(max_length=127, db_column="consumer_group")
     message_id = models.UUIDField()
     attempts = models.IntegerField(default=0)
-    error = models.TextField(default="")
+    error = StorableTextField(default="")
     noted_at = models.DateTimeField()
     settled_until = models.BigIntegerField(default=0)
     settled_at = models.DateTimeField(null=True)
@@ -475,7 +492,7 @@ class RelayEntry(models.Model):
     due_at = models.DateTimeField(db_default=Now())
     taken_at = models.DateTimeField(null=True)
     attempts = models.IntegerField(default=0)
-    error = models.TextField(default="")
+    error = StorableTextField(default="")
     parked_at = models.DateTimeField(null=True)
 
     class Meta:

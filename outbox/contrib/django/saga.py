@@ -52,6 +52,7 @@ from outbox.contrib.django.subscribers.registry import Subscriber, register
 from outbox.errors import ConfigurationError, TransactionUsageError, UsageError
 from outbox.retry import RetryPolicy
 from outbox.subscription import Subscription
+from outbox.utils.safe_text import shown_text
 
 __all__ = ["WAIT", "Saga", "SagaProgress", "SagaState", "Step", "StepAnswer", "StepRefused"]
 
@@ -244,7 +245,7 @@ class Saga(Generic[Record]):
             with transaction.atomic(using=self._alias):
                 answer = step.work(record)
         except StepRefused as refusal:
-            self._turn_back(progress, self._before(step), str(refusal))
+            self._turn_back(progress, self._before(step), shown_text(refusal))
             return
         if answer is None:
             self._go_on(progress, step)

@@ -11,8 +11,9 @@ from typing import Final
 
 from opentelemetry.metrics import MeterProvider, get_meter
 
-from outbox.contrib.opentelemetry.tracer import SYSTEM, error_type
+from outbox.contrib.opentelemetry.tracer import SYSTEM
 from outbox.transaction import CheckCounts
+from outbox.utils.safe_text import class_path
 
 # The version of the semantic conventions that defines the names, units, attributes and buckets of this module.
 CONVENTIONS: Final = "1.44.0"
@@ -77,14 +78,14 @@ class OpenTelemetryRecorder:
         self._published(topics, seconds, {})
 
     def publish_failed(self, topics: Sequence[str], seconds: float, error: BaseException) -> None:
-        self._published(topics, seconds, {"error.type": error_type(error)})
+        self._published(topics, seconds, {"error.type": class_path(error)})
 
     def handled(
         self, group: str, topic: str, waited: list[float], seconds: float, *, count: int, failures: Sequence[object]
     ) -> None:
         about = self._pairs.get((group, topic)) or self._pair(group, topic)
         self._consumed.add(count, about)
-        self._process.record(seconds, {**about, "error.type": error_type(failures[0])} if failures else about)
+        self._process.record(seconds, {**about, "error.type": class_path(failures[0])} if failures else about)
 
     def ticked(self, seconds: float, appended: int) -> None:
         """Record nothing: the conventions have no metric for the work of a broker."""

@@ -22,6 +22,7 @@ from outbox.errors import InvalidMessage, InvalidName
 from outbox.message import Delivery, Message
 from outbox.tracing import Conclude
 from outbox.transaction import Answer, Check, Decision, EndStatus, HalfTransaction
+from outbox.utils.safe_text import class_path, printable, shown_text
 
 logger = logging.getLogger(__name__)
 
@@ -113,11 +114,6 @@ class OpenTelemetryTracer:
         span.end()
 
 
-def error_type(error: object) -> str:
-    """Return the attribute `error.type`: the full name of the error's class."""
-    return f"{type(error).__module__}.{type(error).__qualname__}"
-
-
 def _name(operation: str, messages: Sequence[Message]) -> str:
     topics = {message.topic for message in messages}
     return f"{operation} {topics.pop()}" if len(topics) == 1 else operation
@@ -168,7 +164,9 @@ def _context_of(message: Message) -> Context:
     except Exception as error:
         # Headers from another system, or a custom propagator, can cause any error. Handle the message without its
         # trace.
-        logger.debug("the trace of message %s cannot be read from its headers: %s", message.message_id, error)
+        logger.debug(
+            "the trace of message %s cannot be read from its headers: %s", message.message_id, shown_text(error)
+        )
         return Context()
 
 
@@ -186,9 +184,10 @@ def _conclude(span: Span, outcomes: Sequence[object]) -> None:
     if not failures or not span.is_recording():
         return
     first = failures[0]
-    span.set_attribute("error.type", error_type(first))
+    span.set_attribute("error.type", class_path(first))
     if len(outcomes) > 1:
         span.set_attribute("messaging.outbox.batch.failed_count", len(failures))
-    for failure in dict.fromkeys(failures[:_RECORDED]):
-        span.record_exception(failure)
-    span.set_status(Status(StatusCode.ERROR, str(first)))
+    # By identity: an error may define `__eq__` without `__hash__`, as a dataclass does.
+    for failure in {id(one): one for one in failures[:_RECORDED]}.values():
+        span.record_exception(printable(failure))
+    span.set_status(Status(StatusCode.ERROR, shown_text(first)))

@@ -25,6 +25,7 @@ from outbox.retry import RetryPolicy
 from outbox.subscription import Mode, OnError, Start, Subscription
 from outbox.utils import fence
 from outbox.utils.faults import point
+from outbox.utils.safe_text import shown_text
 
 Format = Callable[[Delivery, str], Outgoing]
 
@@ -106,7 +107,9 @@ class Forwarder:
             try:
                 ready.append((place, self._form(self._whole(delivery), self._topic)))
             except (ValueError, TypeError, UndecodableBody) as error:
-                errors[place] = Rejected(f"message {delivery.message_id} cannot be written in this format: {error}")
+                errors[place] = Rejected(
+                    f"message {delivery.message_id} cannot be written in this format: {shown_text(error)}"
+                )
         try:
             results = self._isolated([outgoing for _, outgoing in ready]) if ready else []
         except ServiceUnavailable as error:
@@ -142,7 +145,9 @@ class Forwarder:
             if len(messages) > 1:
                 return [result for message in messages for result in self._isolated([message])]
             kind = type(error).__name__
-            return [Rejected(f"message {messages[0].message_id} cannot be sent by this sink: {kind}: {error}")]
+            return [
+                Rejected(f"message {messages[0].message_id} cannot be sent by this sink: {kind}: {shown_text(error)}")
+            ]
 
     def _results(self, messages: Sequence[Outgoing]) -> Sequence[Exception | None]:
         if self._endpoint is None:

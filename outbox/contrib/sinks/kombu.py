@@ -20,7 +20,7 @@ from kombu.messaging import Producer
 
 from outbox.contrib.sinks.sink import NotAcknowledged, Outgoing, Rejected, one_by_one
 from outbox.errors import ConfigurationError, ServiceUnavailable
-from outbox.utils.safe_text import mask_passwords
+from outbox.utils.safe_text import error_line, mask_passwords, shown_text
 
 _PERSISTENT: Final = 2
 # The limit of AMQP 0-9-1, in bytes.
@@ -131,9 +131,9 @@ class KombuSink:
         except channel.errors as error:
             # The broker may already have this message. A channel with an unfinished operation cannot be used again.
             channel.close()
-            if isinstance(error, PreconditionFailed) and "message size" in str(error):
-                return Rejected(f"{self._name} refused message {message.message_id}: {error}")
-            raise ServiceUnavailable(f"{self._name} is unavailable: {type(error).__name__}: {error}") from error
+            if isinstance(error, PreconditionFailed) and "message size" in shown_text(error):
+                return Rejected(f"{self._name} refused message {message.message_id}: {shown_text(error)}")
+            raise ServiceUnavailable(f"{self._name} is unavailable: {error_line(error)}") from error
         except Exception:
             # The library could not encode the message, and may have written a part of it to the connection.
             channel.close()

@@ -20,6 +20,7 @@ import httpx
 from outbox.contrib.sinks import signatures
 from outbox.contrib.sinks.sink import EndpointGone, NotAcknowledged, Outgoing, Rejected, one_by_one
 from outbox.errors import ConfigurationError, ServiceUnavailable
+from outbox.utils.safe_text import error_line, shown_text
 
 Address = IPv4Address | IPv6Address
 
@@ -94,9 +95,9 @@ class WebhookSink:
             with self._client.stream("POST", self._url, content=message.body, headers=request) as response:
                 return self._verdict(message, response)
         except (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout, AddressRefused) as error:
-            raise ServiceUnavailable(f"webhook {self._url.host} cannot be reached: {error}") from error
+            raise ServiceUnavailable(f"webhook {self._url.host} cannot be reached: {shown_text(error)}") from error
         except httpx.HTTPError as error:
-            return NotAcknowledged(f"webhook {self._url.host} did not answer: {type(error).__name__}: {error}")
+            return NotAcknowledged(f"webhook {self._url.host} did not answer: {error_line(error)}")
 
     def _request(self, message: Outgoing) -> dict[str, str]:
         stamp, message_id = int(self._clock()), str(message.message_id)
@@ -153,7 +154,7 @@ def _checked(text: str, allow_http: bool) -> httpx.URL:
     try:
         url = httpx.URL(text)
     except (httpx.InvalidURL, TypeError) as error:
-        raise ConfigurationError(f"webhook url={text!r} is not a valid URL: {error}.") from error
+        raise ConfigurationError(f"webhook url={text!r} is not a valid URL: {shown_text(error)}.") from error
     if url.userinfo:
         raise ConfigurationError(
             f"webhook {url.host}: the URL must not contain a user and password. Use the option headers instead."
@@ -202,7 +203,7 @@ def resolve(host: str, port: int) -> list[Address]:
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError as error:
-        raise httpx.ConnectError(f"{host!r} cannot be resolved: {error}") from error
+        raise httpx.ConnectError(f"{host!r} cannot be resolved: {shown_text(error)}") from error
     return list(dict.fromkeys(ip_address(str(entry[4][0]).partition("%")[0]) for entry in found))
 
 

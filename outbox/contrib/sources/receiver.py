@@ -33,6 +33,7 @@ from outbox.names import MAX_BODY_BYTES
 from outbox.ports import Broker
 from outbox.utils.backoff import Backoff
 from outbox.utils.faults import point
+from outbox.utils.safe_text import shown_text, storable
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +101,9 @@ class Receiver:
                 self._source.close()
                 failures += 1
                 pause = _AGAIN.pause_seconds(failures)
-                logger.warning("receiving %r is interrupted, trying again in %.1f s: %s", self._name, pause, error)
+                logger.warning(
+                    "receiving %r is interrupted, trying again in %.1f s: %s", self._name, pause, shown_text(error)
+                )
                 stop.wait(pause)
 
     def run_once(self, *, wait_seconds: float = _WAIT_SECONDS) -> Received:
@@ -147,11 +150,11 @@ class Receiver:
         except (InvalidMessage, InvalidName, ValueError) as error:
             if self._poison_topic is None:
                 raise UnstorableMessage(
-                    f"receiving {self._name!r}: {one.where} cannot be stored in topic {self._topic!r}: {error} The "
-                    "message was not acknowledged. Remove the message at its source and correct the sender, or "
-                    "declare a poison_topic."
+                    f"receiving {self._name!r}: {one.where} cannot be stored in topic {self._topic!r}: "
+                    f"{shown_text(error)} The message was not acknowledged. Remove the message at its source and "
+                    "correct the sender, or declare a poison_topic."
                 ) from error
-            logger.error("receiving %r: %s is stored in the poison topic: %s", self._name, one.where, error)
+            logger.error("receiving %r: %s is stored in the poison topic: %s", self._name, one.where, shown_text(error))
             self._broker.send([self._aside(one, self._poison_topic, error)])
             return False
         return True
@@ -159,7 +162,7 @@ class Receiver:
     def _aside(self, one: Incoming, topic: str, error: Exception) -> Message:
         """Make the message for the poison topic. A long body is cut. A message without an id gets a new id."""
         headers = {
-            "reason": _text(str(error)),
+            "reason": _text(shown_text(error)),
             "received-from": _text(one.where),
             "received-id": _text(identity(one)[1]),
         }
@@ -177,4 +180,4 @@ class Receiver:
 
 
 def _text(value: str) -> str:
-    return value.replace("\x00", "\N{REPLACEMENT CHARACTER}").encode(errors="replace").decode()[:_SHOWN_CHARACTERS]
+    return storable(value)[:_SHOWN_CHARACTERS]

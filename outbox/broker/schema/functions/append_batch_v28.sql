@@ -58,7 +58,21 @@ BEGIN
                                            headers, body)
             SELECT given.born_at, coalesce(given.deliver_at, clock_timestamp() + make_interval(secs => given.delay)),
                    transaction_id, given.message_id, coalesce(given.topic_id, one_topic), given.shard, half,
-                   immunity_seconds, ledger_id, checker, producer_group, given.key, coalesce(given.tag, one_tag),
+                   immunity_seconds, ledger_id, checker, producer_group,
+                   CASE WHEN given.born_at BETWEEN '0001-01-02 UTC' AND '9999-12-30 UTC'
+                             AND (given.deliver_at BETWEEN '0001-01-02 UTC' AND '9999-12-30 UTC') IS NOT FALSE
+                             AND (given.delay BETWEEN 0 AND 2e11) IS NOT FALSE
+                             AND coalesce(given.topic_id, one_topic) > 0 AND (given.shard >= 0) IS NOT FALSE
+                             AND length(given.key) <= 255 AND length(coalesce(given.tag, one_tag)) <= 127
+                             AND length(coalesce(given.content_type, one_type)) <= 255
+                             AND coalesce(given.content_type, one_type) !~ '[[:cntrl:]]'
+                             AND (jsonb_typeof(given.headers) = 'object') IS NOT FALSE
+                        THEN given.key
+                        ELSE undeliverable(given.message_id, coalesce(given.topic_id, one_topic), given.shard,
+                                               given.key, coalesce(given.tag, one_tag),
+                                               coalesce(given.content_type, one_type), given.headers, given.born_at,
+                                               given.deliver_at)
+                   END, coalesce(given.tag, one_tag),
                    coalesce(given.content_type, one_type), given.headers, given.body
             FROM unnest(message_ids, born, deliver, topics, shards, keys, tags, types, header_maps, bodies, delays)
                 AS given (message_id, born_at, deliver_at, topic_id, shard, key, tag, content_type, headers, body, delay)
@@ -73,7 +87,21 @@ BEGIN
                                            headers, body)
             SELECT given.born_at, coalesce(given.deliver_at, clock_timestamp() + make_interval(secs => given.delay)),
                    transaction_id, given.message_id, coalesce(given.topic_id, one_topic), given.shard, half,
-                   immunity_seconds, ledger_id, checker, producer_group, given.key, coalesce(given.tag, one_tag),
+                   immunity_seconds, ledger_id, checker, producer_group,
+                   CASE WHEN given.born_at BETWEEN '0001-01-02 UTC' AND '9999-12-30 UTC'
+                             AND (given.deliver_at BETWEEN '0001-01-02 UTC' AND '9999-12-30 UTC') IS NOT FALSE
+                             AND (given.delay BETWEEN 0 AND 2e11) IS NOT FALSE
+                             AND coalesce(given.topic_id, one_topic) > 0 AND (given.shard >= 0) IS NOT FALSE
+                             AND length(given.key) <= 255 AND length(coalesce(given.tag, one_tag)) <= 127
+                             AND length(coalesce(given.content_type, one_type)) <= 255
+                             AND coalesce(given.content_type, one_type) !~ '[[:cntrl:]]'
+                             AND (jsonb_typeof(given.headers) = 'object') IS NOT FALSE
+                        THEN given.key
+                        ELSE undeliverable(given.message_id, coalesce(given.topic_id, one_topic), given.shard,
+                                               given.key, coalesce(given.tag, one_tag),
+                                               coalesce(given.content_type, one_type), given.headers, given.born_at,
+                                               given.deliver_at)
+                   END, coalesce(given.tag, one_tag),
                    coalesce(given.content_type, one_type), given.headers, given.body
             FROM unnest(message_ids, born, deliver, topics, shards, keys, tags, types, header_maps, bodies, delays)
                 AS given (message_id, born_at, deliver_at, topic_id, shard, key, tag, content_type, headers, body, delay)

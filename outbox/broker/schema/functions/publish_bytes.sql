@@ -32,6 +32,10 @@ BEGIN
         RAISE EXCEPTION 'topic %: body, content_type, key, tag, headers and producer_group cannot be null', topic
             USING ERRCODE = 'null_value_not_allowed';
     END IF;
+    IF length(content_type) NOT BETWEEN 1 AND 255 OR content_type ~ '[[:cntrl:]]' THEN
+        RAISE EXCEPTION 'topic % takes content types of 1 to 255 characters, without control characters', topic
+            USING ERRCODE = 'invalid_parameter_value';
+    END IF;
     complaint := publish_complaint(target, octet_length(body), key, tag, headers, deliver_at);
     IF complaint IS NOT NULL THEN
         RAISE EXCEPTION 'topic % %', topic, complaint USING ERRCODE = 'invalid_parameter_value';

@@ -200,7 +200,7 @@ BEGIN
                                 FROM commit_log WHERE commit_log.log_id = ready.log_id OFFSET 0) AS log
             JOIN topic USING (topic_id)
             JOIN queue ON queue.topic_id = topic.topic_id AND queue.generation = topic.generation
-                      AND queue.number = (log.shard % topic.queue_count)::integer
+                      AND queue.number = abs(log.shard % topic.queue_count)::integer
             WHERE has_waited OR deliver_at IS NULL OR deliver_at <= now()
             UNION ALL
             SELECT * FROM unnest(retried, retry_queues, attempts)

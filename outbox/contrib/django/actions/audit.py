@@ -22,7 +22,7 @@ from outbox.contrib.django.actions.declaration import ActionPlan
 from outbox.contrib.django.database import deadline
 from outbox.contrib.django.models import OperatorAction
 from outbox.errors import OutboxError, UsageError
-from outbox.utils.safe_text import for_people
+from outbox.utils.safe_text import error_line, for_people, shown_text, storable
 
 logger = logging.getLogger(__name__)
 
@@ -58,8 +58,8 @@ def operator() -> str:
 
 def _entry(action: str, plan: ActionPlan, *, who: str, why: str) -> OperatorAction:
     return OperatorAction(
-        at=timezone.now(), who=_storable(who)[:255], why=_storable(why), action=action,
-        subject=_storable(plan.subject), effect=_storable(plan.effect), before=_plain(plan.before),
+        at=timezone.now(), who=storable(who)[:255], why=storable(why), action=action,
+        subject=plan.subject, effect=plan.effect, before=_plain(plan.before),
     )  # fmt: skip
 
 
@@ -72,9 +72,9 @@ def _run(
         _end(entry, OperatorAction.Outcome.DONE, plan.run(entry.why))
     except OutboxError as error:
         failure = error
-        _end(entry, OperatorAction.Outcome.FAILED, {"error": for_people(str(error))})
+        _end(entry, OperatorAction.Outcome.FAILED, {"error": for_people(shown_text(error))})
     except Exception as error:
-        _end(entry, OperatorAction.Outcome.FAILED, {"error": for_people(f"{type(error).__name__}: {error}")})
+        _end(entry, OperatorAction.Outcome.FAILED, {"error": for_people(error_line(error))})
         store(entry)
         raise
     store(entry)
@@ -110,11 +110,7 @@ def _stored_or_logged(entry: OperatorAction) -> None:
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values as JSON, without NUL characters, which PostgreSQL's JSON cannot store."""
-    text = json.dumps(values, cls=DjangoJSONEncoder)
-    plain: dict[str, Any] = json.loads(text.replace("\\u0000", "\\ufffd"))
+    """The values as JSON, without the characters that PostgreSQL's JSON cannot store."""
+    text = json.dumps(values, cls=DjangoJSONEncoder, ensure_ascii=False)
+    plain: dict[str, Any] = json.loads(storable(text).replace("\\u0000", "\\ufffd"))
     return plain
-
-
-def _storable(text: str) -> str:
-    return text.replace("\0", "\N{REPLACEMENT CHARACTER}")

@@ -28,6 +28,7 @@ from outbox.contrib.django.subscribers.registry import subscriptions
 from outbox.errors import HandlerError
 from outbox.ports import AnyHandler
 from outbox.subscription import Mode, OnError
+from outbox.utils.safe_text import error_line
 
 # How long a paused handler waits for another handler that is neither ready nor blocked by a lock.
 _PAUSE_SECONDS: Final = 0.5
@@ -104,7 +105,7 @@ def _printing(handler: AnyHandler, printed: set[str]) -> AnyHandler:
             return handler(given)
         except Exception as error:
             group = handled_call(handler, given).subscription.group
-            text = f"the handler of group {group!r} failed: {type(error).__name__}: {error}\n{failed_at(error)}"
+            text = f"the handler of group {group!r} failed: {error_line(error)}\n{failed_at(error)}"
             if text not in printed:
                 printed.add(text)
                 print(text)

@@ -15,6 +15,7 @@ from django.db.utils import Error
 from outbox.errors import SendFailed
 from outbox.utils import fence
 from outbox.utils.causes import causes
+from outbox.utils.safe_text import shown_text
 
 logger = logging.getLogger(__name__)
 
@@ -125,7 +126,9 @@ def repeated(attempt: Callable[[], Result], name: str) -> Result:
         except Exception as error:
             if not was_in_the_way(error) or fence.is_lost():
                 raise
-            logger.info("%s conflicted with another transaction and starts again (%d): %s", name, tries, error)
+            logger.info(
+                "%s conflicted with another transaction and starts again (%d): %s", name, tries, shown_text(error)
+            )
         # The first repetition starts at once. Later repetitions wait for random times, so that the same transactions do
         # not conflict again.
         time.sleep(random.uniform(0, min(_LONGEST_PAUSE_SECONDS, 0.001 * (2**tries - 2))))
@@ -134,9 +137,13 @@ def repeated(attempt: Callable[[], Result], name: str) -> Result:
 
 def was_in_the_way(error: BaseException) -> bool:
     """Whether the error, or one of its causes, says that another transaction stopped the statement."""
-    return any(
-        getattr(one, "sqlstate", None) in _CONTENDED_STATES
-        or getattr(one, "sqlite_errorcode", 0) & 0xFF in _CONTENDED_SQLITE_CODES
-        or mariadb_number(one) in _CONTENDED_MARIADB_NUMBERS
-        for one in causes(error)
-    )
+    try:
+        return any(
+            getattr(one, "sqlstate", None) in _CONTENDED_STATES
+            or getattr(one, "sqlite_errorcode", 0) & 0xFF in _CONTENDED_SQLITE_CODES
+            or mariadb_number(one) in _CONTENDED_MARIADB_NUMBERS
+            for one in causes(error)
+        )
+    except Exception:
+        # The attributes of a handler's error may raise. No error of a database does so.
+        return False

@@ -27,6 +27,7 @@ from outbox.large_bodies import LARGE_CONTENT_TYPE, Reference, UnreadBody
 from outbox.message import Message
 from outbox.utils.faults import point
 from outbox.utils.ids import uuid7
+from outbox.utils.safe_text import error_line
 
 FOLDER: Final = "outbox"
 
@@ -78,7 +79,7 @@ class Upload:
         except Exception as error:
             raise SendFailed(
                 f"the body of message {self.message_id} ({self.reference.size:,} bytes) could not be stored in the "
-                f"storage {declared.storage!r}: {type(error).__name__}: {error}. Nothing was published. Try again when "
+                f"storage {declared.storage!r}: {error_line(error)}. Nothing was published. Try again when "
                 "the storage answers."
             ) from error
         if stored.replace("\\", "/") != name:
@@ -120,7 +121,7 @@ def _exists(declared: DeclaredLargeBodies, message: Message) -> bool:
     except Exception as error:
         raise SendFailed(
             f"message {message.message_id} for topic {message.topic!r}: the storage {declared.storage!r} does not "
-            f"answer whether it has the body: {type(error).__name__}: {error}. Nothing was published."
+            f"answer whether it has the body: {error_line(error)}. Nothing was published."
         ) from error
 
 
@@ -181,7 +182,7 @@ class LargeBodyCodec:
         except Exception as error:
             raise HandlerNotStarted(
                 f"the object {name} of a large body cannot be read from the storage {declared.storage!r} now: "
-                f"{type(error).__name__}: {error}. The message waits."
+                f"{error_line(error)}. The message waits."
             ) from error
         raise MissingBody(
             f"the object {name} of a large body is not in the storage {declared.storage!r}: it was deleted there, or "

@@ -30,10 +30,9 @@ def note(letter: GivenUp) -> None:
         DeadLetterNote.objects.using(_alias()).update_or_create(
             group=letter.group,
             message_id=letter.message_id,
-            # PostgreSQL stores no NUL character in a text.
             defaults={
                 "attempts": letter.attempts,
-                "error": letter.error.replace("\0", "\N{REPLACEMENT CHARACTER}"),
+                "error": letter.error,
                 "noted_at": timezone.now(),
             },
         )

@@ -32,6 +32,7 @@ from outbox.contrib.django.ledger.check_functions import find_lookup
 from outbox.transaction import STILL_RUNNING, Answer, Check, Decision
 from outbox.utils import log_context
 from outbox.utils.faults import point
+from outbox.utils.safe_text import error_line, printable, shown_text, shown_value
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +74,7 @@ class LedgerChecker:
                         identity = ledger.identity(connection)
                         read_only = ledger.is_read_only(connection)
                 except DatabaseError as error:
-                    unreadable.append(f"{alias!r} ({str(error).strip()})")
+                    unreadable.append(f"{alias!r} ({shown_text(error)})")
                     continue
                 if read_only:
                     unreadable.append(f"{alias!r} (read-only)")
@@ -276,37 +277,44 @@ def _decided(check: Check, state: str) -> Answer:
     """Return the answer from a ledger row. If the check has a look-up, report if its answer contradicts the row."""
     decision = _DECISIONS[state]
     said = f"the ledger says {decision.name}"
-    lookup = find_lookup(check.checker) if check.checker else None
-    if lookup is None:
-        return Answer(transaction_id=check.transaction_id, decision=decision, detail=said)
     try:
+        # This may import the module of the look-up.
+        lookup = find_lookup(check.checker) if check.checker else None
+        if lookup is None:
+            return Answer(transaction_id=check.transaction_id, decision=decision, detail=said)
         found = lookup(check.message)
+        # The result may define `__bool__`, which belongs to the look-up too.
+        disagree = bool(found) != (decision is Decision.COMMIT)
     except Exception as error:
-        logger.exception(
-            "the look-up %s failed; the ledger's answer stands", check.checker, extra=log_context.about_check(check)
+        logger.error(
+            "the look-up %s failed; the ledger's answer stands",
+            check.checker,
+            extra=log_context.about_check(check),
+            exc_info=printable(error),
         )
         return Answer(
             transaction_id=check.transaction_id,
             decision=decision,
-            detail=f"{said}; {check.checker} raised {type(error).__name__}: {error}",
+            detail=f"{said}; {check.checker} raised {error_line(error)}",
         )
-    disagree = bool(found) != (decision is Decision.COMMIT)
-    detail = f"{said}, but {check.checker} says {found!r}" if disagree else f"{said}, {check.checker} agrees"
+    detail = f"{said}, but {check.checker} says {shown_value(found)}" if disagree else f"{said}, {check.checker} agrees"
     return Answer(transaction_id=check.transaction_id, decision=decision, detail=detail, alarm=disagree)
 
 
 def _by_lookup(check: Check) -> Answer:
     """Return the answer for a check without a ledger: COMMIT if the look-up returns True, otherwise UNKNOWN."""
-    lookup = find_lookup(check.checker)
-    if lookup is None:
-        return _unknown(check, f"no look-up {check.checker!r} is registered in this process", counts=False)
     try:
+        lookup = find_lookup(check.checker)
+        if lookup is None:
+            return _unknown(check, f"no look-up {check.checker!r} is registered in this process", counts=False)
         found = lookup(check.message)
     except Exception as error:
-        logger.exception("the look-up %s failed", check.checker, extra=log_context.about_check(check))
-        return _unknown(check, f"{check.checker} raised {type(error).__name__}: {error}")
+        logger.error(
+            "the look-up %s failed", check.checker, extra=log_context.about_check(check), exc_info=printable(error)
+        )
+        return _unknown(check, f"{check.checker} raised {error_line(error)}")
     if not isinstance(found, bool):
-        return _unknown(check, f"{check.checker} returned {found!r}, not True or False")
+        return _unknown(check, f"{check.checker} returned {shown_value(found)}, not True or False")
     if not found:
         return _unknown(check, f"{check.checker} returned False, which does not prove a rollback")
     return Answer(transaction_id=check.transaction_id, decision=Decision.COMMIT, detail=f"{check.checker} says True")
@@ -314,7 +322,7 @@ def _by_lookup(check: Check) -> Answer:
 
 def _all_unknown(checks: Sequence[Check], error: DatabaseError) -> Iterator[Answer]:
     reason = STILL_RUNNING if is_contention(error) else "the ledger could not be read"
-    return (_unknown(check, f"{reason}: {str(error).strip()}", counts=False) for check in checks)
+    return (_unknown(check, f"{reason}: {shown_text(error)}", counts=False) for check in checks)
 
 
 def _elsewhere(check: Check, aliases: Iterable[str], unreadable: Sequence[str]) -> Answer:

@@ -13,6 +13,7 @@ from outbox.contrib.django.subscribers.registry import autodiscover, subscribers
 from outbox.errors import ConfigurationError
 from outbox.events.asyncapi import Service, asyncapi
 from outbox.events.declaration import EventType, events
+from outbox.utils.safe_text import error_line
 
 _MODULE: Final = "events"
 
@@ -30,7 +31,7 @@ def declared_events() -> list[EventType]:
             import_module(f"{app.name}.{_MODULE}")
         except Exception as error:
             raise ConfigurationError(
-                f"the events in {app.name}.{_MODULE} cannot be imported: {type(error).__name__}: {error}."
+                f"the events in {app.name}.{_MODULE} cannot be imported: {error_line(error)}."
             ) from error
     return events()
 

@@ -24,7 +24,7 @@ from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.sinks.sink import EarlierNotAcknowledged, EndpointGone, NotAcknowledged, Rejected
 from outbox.errors import ServiceUnavailable, UsageError
 from outbox.utils.faults import point
-from outbox.utils.safe_text import for_people
+from outbox.utils.safe_text import for_people, shown_text
 
 logger = logging.getLogger(__name__)
 
@@ -147,7 +147,7 @@ class StoredEndpoint:
             last = errors[-1]
             seen.status = next((text for kind, text in _STATUSES if isinstance(last, kind)), _OTHER_STATUS)
             # PostgreSQL stores no NUL character.
-            seen.error = for_people(str(last))[:_LONGEST_ERROR]
+            seen.error = for_people(shown_text(last))[:_LONGEST_ERROR]
             if isinstance(last, EndpointGone):
                 seen.gone = (generation, seen.error)
                 self.closed = f"{seen.error}; `outbox_endpoint enable {self.group}` enables it"
@@ -213,8 +213,8 @@ class ForwardEndpoints:
             except Exception as error:
                 # Without this thread, the process would never see that an endpoint was enabled or disabled.
                 connections[_rows().db].close()
-                if str(error) != said:
-                    said = str(error)
+                if shown_text(error) != said:
+                    said = shown_text(error)
                     logger.warning(
                         "the states of the endpoints %s cannot be stored and read: %s. Trying again every %g s",
                         *(", ".join(self._of), said.strip(), SYNC_SECONDS),

@@ -15,6 +15,7 @@ from django.db import models, router, transaction
 from outbox.broker.operations.conditions import Condition, Judged, Severity, condition
 from outbox.contrib.django.models import Finding, SavedReconciliation
 from outbox.contrib.django.settings.conf import for_column
+from outbox.utils.safe_text import storable
 
 if TYPE_CHECKING:
     from outbox.broker.database.executor import Executor
@@ -75,18 +76,17 @@ def _row(output: str, found: dict[str, Any], steps: Mapping[tuple[str, ...], Any
 def _fitting(name: str, value: str | None) -> str:
     """Return a text that fits the column. None becomes the empty text, and a text that is too long is cut.
 
-    NUL characters are replaced, because PostgreSQL's type `text` cannot store them.
+    Characters that PostgreSQL's type `text` cannot store are replaced.
     """
     field = Finding._meta.get_field(name)
     assert isinstance(field, models.Field)
-    return (value or "").replace("\0", "\N{REPLACEMENT CHARACTER}")[: field.max_length]
+    return storable(value or "")[: field.max_length]
 
 
 def _storable(step: Mapping[str, Any] | None) -> Any:
-    """A step without NUL characters. A step whose key has one cannot be applied from the table."""
-    if step is None or "\\u0000" in json.dumps(step):
-        return None
-    return step
+    """A step that PostgreSQL can store, otherwise None: such a step cannot be applied from the table."""
+    text = json.dumps(step, ensure_ascii=False)
+    return step if storable(text) == text and "\\u0000" not in text else None
 
 
 def rule(run: Executor) -> Sequence[Condition]:

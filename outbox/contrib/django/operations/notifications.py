@@ -37,6 +37,7 @@ from outbox.contrib.django.settings.conf import (
 from outbox.contrib.sinks import signatures
 from outbox.errors import ConfigurationError, ServiceUnavailable
 from outbox.utils.backoff import Backoff
+from outbox.utils.safe_text import error_line, printable, shown_text
 
 logger = logging.getLogger(__name__)
 
@@ -100,8 +101,8 @@ def deliver_soon() -> None:
 def _deliver() -> None:
     try:
         deliver_once()
-    except Exception:
-        logger.exception("notifications could not be sent; the next pass tries again")
+    except Exception as error:
+        logger.error("notifications could not be sent; the next pass tries again", exc_info=printable(error))
     finally:
         connections.close_all()
 
@@ -139,7 +140,7 @@ def deliver_once(now: datetime | None = None) -> dict[str, int]:
 
 def _put_off(one: Notification, error: Exception, now: datetime) -> None:
     rows = Notification.objects.using(router.db_for_write(Notification)).filter(pk=one.pk)
-    text = f"{type(error).__name__}: {error}"[:_LONGEST_ERROR]
+    text = error_line(error)[:_LONGEST_ERROR]
     if now - one.created_at >= timedelta(seconds=GIVE_UP_SECONDS):
         logger.error("the notification %s is given up after %d attempts: %s", one.id, one.attempts + 1, text)
         rows.delete()
@@ -221,7 +222,7 @@ def send_test() -> Iterator[Condition]:
             _send(declared, channel, uuid.uuid4(), report)
         except Exception as error:
             step = f"Correct OUTBOX['NOTIFY'][{channel!r}], or the receiver."
-            said = str(error) if isinstance(error, ServiceUnavailable) else f"{type(error).__name__}: {error}"
+            said = shown_text(error) if isinstance(error, ServiceUnavailable) else error_line(error)
             yield of_text(f"notification by {channel}", Severity.CRITICAL, said, step)
         else:
             yield of_text(f"notification by {channel}", Severity.OK, "the receiver has taken a test notification")

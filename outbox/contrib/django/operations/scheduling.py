@@ -19,6 +19,7 @@ from outbox.contrib.django.settings.conf import DeclaredSchedule, OutboxSettings
 from outbox.contrib.django.subscribers.registry import autodiscover
 from outbox.contrib.django.subscribers.scheduled import scheduled_functions
 from outbox.errors import ConfigurationError, OutboxError
+from outbox.utils.safe_text import shown_text
 
 
 def declared_schedules(settings: OutboxSettings) -> list[Schedule]:
@@ -44,7 +45,7 @@ def schedule_problems(settings: OutboxSettings) -> Iterator[str]:
     try:
         declared = _all(settings)
     except ConfigurationError as error:
-        yield str(error)
+        yield shown_text(error)
         return
     if declared and not settings.producer_group:
         yield (
@@ -64,7 +65,7 @@ def schedule_problems(settings: OutboxSettings) -> Iterator[str]:
             message = _schedule(settings, name, one).message(datetime.now(UTC))
             known.topic.check_accepts(message, transactional=None)
         except OutboxError as error:
-            yield f"the schedule {name!r} cannot be published: {error}"
+            yield f"the schedule {name!r} cannot be published: {shown_text(error)}"
 
 
 def _all(settings: OutboxSettings) -> dict[str, DeclaredSchedule]:

@@ -23,6 +23,7 @@ from django.dispatch import Signal
 
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.utils.given_up import GivenUp
+from outbox.utils.safe_text import printable
 
 logger = logging.getLogger(__name__)
 
@@ -85,8 +86,8 @@ class _SendingThread:
                 close_old_connections()
                 _send_now(one)
                 close_old_connections()
-            except Exception:
-                logger.exception("the receivers of the signal %s could not be called", one[0])
+            except Exception as error:
+                logger.error("the receivers of the signal %s could not be called", one[0], exc_info=printable(error))
             finally:
                 self._waiting.task_done()
 

@@ -42,6 +42,7 @@ from outbox.message import SendReceipt
 from outbox.transaction import Decision, EndTransaction, HalfTransaction
 from outbox.utils import log_context
 from outbox.utils.faults import point
+from outbox.utils.safe_text import shown_text
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +93,11 @@ def _in_ledger(connection: BaseDatabaseWrapper, halves: BlockHalves) -> set[UUID
         except Exception as error:
             # Only log the error of the look-up, because the transaction has already ended. The look-up fails, for
             # example, if a new connection has replaced the connection of the transaction.
-            logger.info("the ledger on %r cannot be read now, so check-back will read it: %s", connection.alias, error)
+            logger.info(
+                "the ledger on %r cannot be read now, so check-back will read it: %s",
+                connection.alias,
+                shown_text(error),
+            )
             halves.in_ledger = set()
     return halves.in_ledger
 
@@ -199,7 +204,7 @@ def _is_rolled_back(connection: BaseDatabaseWrapper, half: HalfTransaction, xid:
             "the outcome of transaction %s on %r could not be read, so check-back will read it: %s",
             half.transaction_id,
             connection.alias,
-            error,
+            shown_text(error),
             extra=log_context.about_half(half),
         )
         return False

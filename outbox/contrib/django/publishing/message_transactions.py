@@ -35,6 +35,7 @@ from outbox.errors import InvalidMessage, LeftoversUndecided, TransactionTimedOu
 from outbox.message import Message, SendReceipt
 from outbox.transaction import ProducerEpoch
 from outbox.utils.backoff import Backoff
+from outbox.utils.safe_text import shown_text
 
 # This process keeps all messages of a transaction in memory, until one statement sends them.
 MAX_BYTES: Final = 64 * 1024 * 1024
@@ -145,7 +146,7 @@ class MessageTransaction:
                 )
                 self._add(built)
             except BaseException as error:
-                self._failure = self._failure or error
+                self._failure = error if self._failure is None else self._failure
                 raise
         return built.message_id
 
@@ -165,7 +166,7 @@ class MessageTransaction:
     def _store(self) -> None:
         if self._failure is not None:
             raise TransactionUsageError(
-                f"a message of this message_transaction() could not be added ({self._failure}), so its "
+                f"a message of this message_transaction() could not be added ({shown_text(self._failure)}), so its "
                 f"{len(self._messages)} other messages were not sent. Let that error leave the `with` block, or "
                 "publish that message outside of the block."
             ) from self._failure

@@ -645,7 +645,7 @@ def _encrypted(subject: object, body: bytes, content_type: str) -> tuple[bytes, 
     try:
         key_id, key = subject_keys().key_for(check_subject(subject))
     except HandlerNotStarted as error:
-        raise BrokerUnavailable(str(error)) from error
+        raise BrokerUnavailable(shown_text(error)) from error
     return encrypt(key_id, key, content_type, body), ENCRYPTED_CONTENT_TYPE
 
 

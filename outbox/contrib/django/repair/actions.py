@@ -31,6 +31,7 @@ from outbox.events.declaration import EVENT_HEADER, VERSION_HEADER, events
 from outbox.message import Message
 from outbox.transaction import Decision, EndStatus
 from outbox.utils.faults import point
+from outbox.utils.safe_text import error_line
 
 Publisher = Callable[[Mapping[str, Any]], Message]
 """A function of your project: it gets a row, and returns the row's message.
@@ -207,7 +208,7 @@ def _built(
     except OutboxError:
         raise
     except Exception as error:
-        raise Refusal(f"the publisher failed: {type(error).__name__}: {error}") from error
+        raise Refusal(f"the publisher failed: {error_line(error)}") from error
     if not isinstance(message, Message):
         raise Refusal(f"the publisher returned {type(message).__name__}, not a message made by message(…)")
     if (message.topic, message.key) != (source.topic, step.key) or source.tag not in (None, message.tag):

@@ -26,6 +26,7 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from outbox.contrib.django.database.columns import SQLITE_NOW, stored_uuid
 from outbox.contrib.django.database.transactions import begun_by_hand
 from outbox.ports import ClaimedElsewhere, Disposition
+from outbox.utils.safe_text import shown_text
 
 logger = logging.getLogger(__name__)
 
@@ -195,7 +196,7 @@ def is_held(connection: BaseDatabaseWrapper, claim: Claim) -> bool:
     try:
         return _found(connection, _HELD, [*claim.key(connection), claim.token])
     except Exception as error:
-        logger.info("the claim of message %s cannot be read after a failure: %s", claim.message_id, error)
+        logger.info("the claim of message %s cannot be read after a failure: %s", claim.message_id, shown_text(error))
         return False
 
 
@@ -230,7 +231,12 @@ def _give_up(connection: BaseDatabaseWrapper, claim: Claim, text: str) -> None:
         with connection.cursor() as cursor:
             cursor.execute(_text(connection, text), [*claim.key(connection), claim.token])
     except Exception as error:
-        logger.info("the claim of message %s ends by itself in %g s: %s", claim.message_id, claim.term_seconds, error)
+        logger.info(
+            "the claim of message %s ends by itself in %g s: %s",
+            claim.message_id,
+            claim.term_seconds,
+            shown_text(error),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -368,7 +374,9 @@ class Renewals:
                     parameters = [claim.term_seconds, *claim.key(connection), claim.token]
                     cursor.execute(_text(connection, _RENEW), parameters)
         except Exception as error:
-            logger.warning("%d claims on %r could not be renewed, trying again: %s", len(due), self.alias, error)
+            logger.warning(
+                "%d claims on %r could not be renewed, trying again: %s", len(due), self.alias, shown_text(error)
+            )
             with suppress(Exception):
                 connection.close()
 

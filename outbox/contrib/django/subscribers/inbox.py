@@ -53,7 +53,7 @@ from outbox.subscription import Effects, Subscription, threads_of
 from outbox.utils import fence
 from outbox.utils.causes import causes
 from outbox.utils.faults import point
-from outbox.utils.safe_text import masked_names, masked_text, show_as
+from outbox.utils.safe_text import error_line, masked_names, masked_text, printable, show_as, shown_text
 
 logger = logging.getLogger(__name__)
 
@@ -396,7 +396,7 @@ class InboxEntries:
         try:
             return self._present(deliveries)
         except Exception as error:
-            logger.info("the inbox on %r cannot be read after a failure: %s", self._connection.alias, error)
+            logger.info("the inbox on %r cannot be read after a failure: %s", self._connection.alias, shown_text(error))
             return set()
 
     def _present(self, deliveries: Sequence[Delivery]) -> set[UUID]:
@@ -467,7 +467,7 @@ class InboxInvoker:
         if self._masked_fields and (names := masked_names(self._masked_fields, subscription.topic)):
             contents = [content for one in deliveries for content in (one.body, one.headers)]
             for error in {id(one): one for one in results if isinstance(one, Exception)}.values():
-                show_as(error, masked_text(str(error), contents, names))
+                show_as(error, masked_text(shown_text(error), contents, names))
 
     def _results(
         self,
@@ -549,7 +549,9 @@ class _Call:
             if not inbox.is_confirmed:
                 return [half_done(name, error) if d.message_id in stayed else error for d in self.deliveries]
             # The error came from an on_commit callback, or from a COMMIT that succeeded and then raised an exception.
-            logger.exception("%s has committed, so the handler is not called again after this error", name)
+            logger.error(
+                "%s has committed, so the handler is not called again after this error", name, exc_info=printable(error)
+            )
         point("consumer.after_inbox_commit")
         called = set(map(id, fresh))
         results = [_result(delivery, id(delivery) in called, failed) for delivery in self.deliveries]
@@ -575,17 +577,17 @@ def _handle(subscription: Subscription, handler: AnyHandler, deliveries: Sequenc
         handler(deliveries if subscription.batch > 1 else deliveries[0])  # type: ignore[arg-type]
     except PartialFailure as partial:
         return {
-            delivery.message_id: partial.errors[delivery.message_id]
+            delivery.message_id: error
             for delivery in deliveries
-            if delivery.message_id in partial.errors
+            if (error := partial.error_of(delivery.message_id)) is not None
         }
     return {}
 
 
 def _not_started(name: str, alias: str, error: Exception) -> HandlerNotStarted:
     return HandlerNotStarted(
-        f"{name} was not called, because its transaction on {alias!r} could not begin: {type(error).__name__}: "
-        f"{str(error).strip()}. The call does not count as an attempt. The messages wait until a transaction on "
+        f"{name} was not called, because its transaction on {alias!r} could not begin: {error_line(error)}. "
+        f"The call does not count as an attempt. The messages wait until a transaction on "
         f"{alias!r} can begin."
     )
 
@@ -596,9 +598,12 @@ _IDLE_LIMIT: Final = "25P03"
 
 def _name_idle_limit(name: str, error: Exception) -> None:
     """If the server ended an idle transaction, add the reason and the remedy to the text of the error."""
-    if any(getattr(one, "sqlstate", None) == _IDLE_LIMIT for one in causes(error)):
+    with contextlib.suppress(Exception):
+        # The attributes of a handler's error may raise. No error of a database does so.
+        if not any(getattr(one, "sqlstate", None) == _IDLE_LIMIT for one in causes(error)):
+            return
         error.args = (
-            f"{str(error).strip()}. The transaction of {name} executed no statement for longer than four fifths of "
+            f"{shown_text(error)}. The transaction of {name} executed no statement for longer than four fifths of "
             "OUTBOX['LEASE_SECONDS'], so the server ended it and rolled its effects back. If the handler waits for "
             "another system, declare it with @subscriber(…, effects='outside'), which runs it without a transaction.",
         )
@@ -607,7 +612,7 @@ def _name_idle_limit(name: str, error: Exception) -> None:
 def half_done(name: str, error: BaseException) -> PermanentError:
     """Return the error of an attempt that has committed by hand and then failed."""
     failure = PermanentError(
-        f"{name} ended its transaction by hand (COMMIT) and then failed: {type(error).__name__}: {error}. The "
+        f"{name} ended its transaction by hand (COMMIT) and then failed: {error_line(error)}. The "
         "committed effects and the inbox row of the message stay, so outbox will not call the handler again for this "
         "message: complete the missing effects by hand. Remove the COMMIT from the handler; outbox commits."
     )

@@ -33,6 +33,7 @@ from outbox.contrib.django.subscribers.callables import (
 )
 from outbox.errors import ConfigurationError
 from outbox.ports import AnyHandler
+from outbox.utils.safe_text import error_line, shown_text
 
 logger = logging.getLogger(__name__)
 
@@ -67,11 +68,11 @@ def _around(handle: Callable[[Any], Any], where: str, path: str) -> Callable[[An
     try:
         made = factory(sync_to_async(handle, thread_sensitive=True) if is_async else handle)
     except MiddlewareNotUsed as reason:
-        logger.debug("%s = %r is not used: %s", where, path, reason)
+        logger.debug("%s = %r is not used: %s", where, path, shown_text(reason))
         return handle
     except Exception as error:
         raise ConfigurationError(
-            f"{where} = {path!r} failed before the first message: {type(error).__name__}: {error}. Correct the "
+            f"{where} = {path!r} failed before the first message: {error_line(error)}. Correct the "
             "function, or let it raise django.core.exceptions.MiddlewareNotUsed."
         ) from error
     if not callable(made) or not _takes_one(made) or is_generator(made):

@@ -54,6 +54,7 @@ from outbox.ports import AnyHandler, ClaimedElsewhere, Disposition
 from outbox.subscription import Effects, Subscription
 from outbox.utils import fence
 from outbox.utils.faults import point
+from outbox.utils.safe_text import error_line, printable, shown_text
 
 logger = logging.getLogger(__name__)
 
@@ -175,7 +176,7 @@ class _Attempt:
         try:
             encoded = _codec.encode(value)
         except (TypeError, ValueError, RecursionError) as error:
-            raise self._cannot_store(name, f"it cannot be written as JSON: {error}") from error
+            raise self._cannot_store(name, f"it cannot be written as JSON: {shown_text(error)}") from error
         if len(encoded) > names.MAX_BODY_BYTES:
             raise self._cannot_store(name, f"it has {len(encoded):,} bytes, the limit is {names.MAX_BODY_BYTES:,}")
         return encoded
@@ -372,7 +373,7 @@ class HandlerInvoker(InboxInvoker):
         except Exception as error:
             return HandlerNotStarted(
                 f"{registered.name} was not called, because message {delivery.message_id} could not be claimed on "
-                f"{connection.alias!r}: {type(error).__name__}: {str(error).strip()}. The call does not count as an "
+                f"{connection.alias!r}: {error_line(error)}. The call does not count as an "
                 f"attempt. The message waits until {connection.alias!r} answers."
             )
         if not isinstance(taken, int):
@@ -399,10 +400,11 @@ class HandlerInvoker(InboxInvoker):
                 attempt.complete(given)
         except BaseException as error:
             if attempt.progress is _Progress.DONE:
-                logger.exception(
+                logger.error(
                     "%s has finished message %s, so the handler is not called again after this error",
                     registered.name,
                     delivery.message_id,
+                    exc_info=printable(error),
                 )
                 return Disposition.HANDLED
             attempt.progress = _Progress.FAILED

@@ -30,6 +30,7 @@ from outbox.filters.filter import parse_filter
 from outbox.ports import AnyHandler
 from outbox.retry import RetryPolicy
 from outbox.subscription import Effects, Mode, OnError, Start, Subscription
+from outbox.utils.safe_text import error_line, shown_text
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Choice = TypeVar("Choice", bound=StrEnum)
@@ -150,9 +151,8 @@ def _evaluated(annotation: str, function: Callable[..., Any]) -> Any:
         return eval(annotation, namespace_of(function))
     except Exception as error:
         raise InvalidSubscription(
-            f"the annotation {annotation!r} of {name_of(function)} cannot be evaluated: {type(error).__name__}: "
-            f"{error}. outbox reads the type of the event from it: import its names at runtime, not only for type "
-            "checking."
+            f"the annotation {annotation!r} of {name_of(function)} cannot be evaluated: {error_line(error)}. "
+            "outbox reads the type of the event from it: import its names at runtime, not only for type checking."
         ) from error
 
 
@@ -310,7 +310,7 @@ def autodiscover() -> list[Subscriber]:
         except Exception as error:
             raise ConfigurationError(
                 f"the subscribers in {app.name}.{module} cannot be imported: {type(error).__name__}: "
-                f"{str(error).rstrip('.')}."
+                f"{shown_text(error).rstrip('.')}."
             ) from error
     for further in _further:
         further()

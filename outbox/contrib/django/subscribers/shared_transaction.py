@@ -34,6 +34,7 @@ from outbox.errors import LeaseLost
 from outbox.message import Delivery
 from outbox.ports import Disposition, MoreCalls, RunAlone
 from outbox.utils.causes import causes
+from outbox.utils.safe_text import printable, shown_text
 
 logger = logging.getLogger(__name__)
 
@@ -162,7 +163,7 @@ class SharedTransaction:
         try:
             is_new = self._inbox.join(number, delivery)
         except DjangoDatabaseError as error:
-            logger.info("message %s runs alone: %s", delivery.message_id, error)
+            logger.info("message %s runs alone: %s", delivery.message_id, shown_text(error))
             self._undo(number, name)
             return RunAlone.RUN_ALONE
         if not is_new:
@@ -198,8 +199,9 @@ class SharedTransaction:
 
     def _is_doubtful(self, error: BaseException) -> bool:
         """Whether earlier messages may have caused the error: the database or outbox stopped the handler."""
+        # `issubclass`, because `isinstance` may ask a property of the error.
         return self._traces.has_conflicts or any(
-            isinstance(one, (DjangoDatabaseError, DriverError, LeaseLost)) for one in causes(error, contexts=True)
+            issubclass(type(one), (DjangoDatabaseError, DriverError, LeaseLost)) for one in causes(error, contexts=True)
         )
 
     def _undo(self, number: int, name: str) -> None:
@@ -242,14 +244,18 @@ class SharedTransaction:
             for _, function, is_robust in callbacks:
                 try:
                     function()
-                except Exception:
+                except Exception as error:
                     if not is_robust:
                         raise
-                    logger.exception("an on_commit callback of %s failed", self._name)
-        except BaseException:
+                    logger.error("an on_commit callback of %s failed", self._name, exc_info=printable(error))
+        except BaseException as error:
             # Also SystemExit and CancelledError: otherwise another message would be charged for them, and the callbacks
             # of the messages after this one would not run.
-            logger.exception("%s has committed, so the handler is not called again after this error", self._name)
+            logger.error(
+                "%s has committed, so the handler is not called again after this error",
+                self._name,
+                exc_info=printable(error),
+            )
 
     def results(self) -> list[Result]:
         """Return the results of the messages that have joined, after COMMIT."""
@@ -271,7 +277,7 @@ class SharedTransaction:
                 self._name,
                 len(stayed),
                 len(first) + len(self.joined),
-                error,
+                shown_text(error),
             )
         done = {id(delivery) for delivery in (*first, *self.handled)}
         results: list[Result] = []
@@ -283,7 +289,7 @@ class SharedTransaction:
             elif id(delivery) in done:
                 results.append(Disposition.HANDLED)
             else:
-                results.append(half_done(self._error or error))
+                results.append(half_done(error if self._error is None else self._error))
         if not first:
             # The inbox had the first message before.
             results.insert(0, Disposition.SKIPPED)

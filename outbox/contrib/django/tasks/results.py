@@ -12,6 +12,8 @@ from django.utils.module_loading import import_string
 from outbox.contrib.django.tasks.api import Task, TaskError, TaskResult, TaskResultStatus
 from outbox.contrib.django.tasks.models import TaskEntry
 from outbox.errors import ConfigurationError
+from outbox.utils.safe_text import class_path, printable
+from outbox.utils.safe_text import storable as storable_text
 
 # Matches an escaped NUL, which PostgreSQL's jsonb refuses. The expression does not match an escaped backslash before
 # "u0000".
@@ -32,11 +34,10 @@ def storable(value: Any) -> Any:
 
 def error_of(error: BaseException) -> dict[str, str]:
     """Return the fields of a TaskError in the form that the table stores."""
-    text = "".join(format_exception(error)).replace("\0", "\N{REPLACEMENT CHARACTER}")
-    kind = type(error)
+    text = "".join(format_exception(printable(error)))
     return {
-        "exception_class_path": f"{kind.__module__}.{kind.__qualname__}",
-        "traceback": text.encode(errors="replace").decode(),
+        "exception_class_path": class_path(error),
+        "traceback": storable_text(text),
     }
 
 

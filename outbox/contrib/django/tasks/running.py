@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import sys
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Final
@@ -23,6 +24,7 @@ from outbox.contrib.django.tasks.models import TaskEntry
 from outbox.contrib.django.tasks.results import error_of, result_of, storable
 from outbox.message import Delivery
 from outbox.retry import RetryPolicy
+from outbox.utils.safe_text import printable
 
 logger = logging.getLogger(__name__)
 
@@ -144,6 +146,11 @@ def _call(result: TaskResult[..., Any]) -> Any:
     return result.task.call(*context, *result.args, **result.kwargs)
 
 
+def _current_error() -> BaseException | None:
+    error = sys.exception()
+    return None if error is None else printable(error)
+
+
 def _finish(backend: OutboxBackend, entry: TaskEntry, *, using: str, known: bool = True) -> None:
     entry.finished_at = timezone.now()
     entry.save(using=using)
@@ -154,7 +161,7 @@ def _finish(backend: OutboxBackend, entry: TaskEntry, *, using: str, known: bool
             "task %s (%s) FAILED, because this process could not load the task",
             entry.id,
             entry.task_path,
-            exc_info=True,
+            exc_info=_current_error(),
         )
 
 
@@ -163,4 +170,6 @@ def _try_again(backend: OutboxBackend, entry: TaskEntry, wait: timedelta, *, usi
     entry.is_due = False
     backend.announce(entry, timezone.now() + wait, using=using)
     entry.save(using=using)
-    logger.warning("task %s (%s) failed; its next attempt is in %s", entry.id, entry.task_path, wait, exc_info=True)
+    logger.warning(
+        "task %s (%s) failed; its next attempt is in %s", entry.id, entry.task_path, wait, exc_info=_current_error()
+    )

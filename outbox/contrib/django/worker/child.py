@@ -40,6 +40,7 @@ from outbox.contrib.django.worker.workers import (
     run_monitor_role,
 )
 from outbox.errors import HandlersHung, OutboxError
+from outbox.utils.safe_text import printable
 
 # If handlers hang, the process is killed after this number of seconds.
 _HUNG_SECONDS: Final = 5.0
@@ -78,8 +79,8 @@ def main(arguments: list[str] | None = None) -> int:
     except OutboxError as error:
         logger.error("%s cannot work: %s", name, error)
         return 2
-    except Exception:
-        logger.exception("%s failed", name)
+    except Exception as error:
+        logger.error("%s failed", name, exc_info=printable(error))
         return 1
     return _EXIT_CODES[stop.request]
 

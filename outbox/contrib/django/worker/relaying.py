@@ -39,6 +39,7 @@ from outbox.ports import Broker
 from outbox.utils import heartbeat
 from outbox.utils.backoff import Backoff
 from outbox.utils.faults import point
+from outbox.utils.safe_text import error_line
 
 if TYPE_CHECKING:
     from outbox.contrib.django.models import RelayEntry, RelayLease
@@ -260,7 +261,7 @@ class Relay:
         changed, parked = [], 0
         for row, error in failed:
             row.attempts += 1
-            row.error = f"{type(error).__name__}: {error}".replace("\0", "\N{REPLACEMENT CHARACTER}")
+            row.error = error_line(error)
             if self._rejects(error):
                 parked += 1
                 row.parked_at = Now()

@@ -29,6 +29,7 @@ from outbox.errors import BrokerUnavailable, OutboxError, ServiceUnavailable
 from outbox.ports import AnyHandler, Consumers
 from outbox.utils import heartbeat
 from outbox.utils.periodic import PeriodicPass
+from outbox.utils.safe_text import printable, shown_text
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +114,7 @@ def wait_for_erasures(stop: threading.Event) -> None:
                 "consuming cannot begin yet, trying again in %.1f s: the list of erasures cannot be compared with the "
                 "databases: %s",
                 pause,
-                error,
+                shown_text(error),
             )
             stop.wait(pause)
 
@@ -172,9 +173,13 @@ def run_pass(item: PeriodicPass) -> Mapping[str, Any]:
         logger.debug("%s: %s", item.name, counts)
         return counts
     except OutboxError as error:
-        logger.warning("the pass %s failed and runs again in %.0f s: %s", item.name, item.interval_seconds, error)
-    except Exception:
-        logger.exception("the pass %s failed and runs again in %.0f s", item.name, item.interval_seconds)
+        logger.warning(
+            "the pass %s failed and runs again in %.0f s: %s", item.name, item.interval_seconds, shown_text(error)
+        )
+    except Exception as error:
+        logger.error(
+            "the pass %s failed and runs again in %.0f s", item.name, item.interval_seconds, exc_info=printable(error)
+        )
     return {}
 
 

@@ -1,0 +1,151 @@
+"""Broken exceptions of handlers and look-ups: each fails its own message or transaction, in every form of handler."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+
+from outbox import Check, Decision, Delivery, Message
+from outbox.checkback import CheckBack
+from outbox.contrib.django import subscriber
+from outbox.contrib.django.ledger.check_functions import register_lookup
+from outbox.contrib.django.ledger.ledger_checker import LedgerChecker
+from outbox.contrib.django.subscribers import registry
+from outbox.contrib.django.subscribers.inbox import InboxInvoker
+from outbox.contrib.django.subscribers.outside import HandlerInvoker
+from outbox.contrib.django.tasks.results import error_of
+from outbox.errors import PartialFailure
+from outbox.memory import InMemoryBroker
+from outbox.ports import Disposition
+from outbox.utils.ids import uuid7
+from outbox.utils.safe_text import LONGEST_TEXT, error_line, printable
+from tests.django.shop.models import Effect
+from tests.hostile import FAILURES, BrokenText, Value
+
+pytestmark = pytest.mark.usefixtures("application", "no_subscribers")
+
+MASKED = {"*": frozenset({"iban"})}
+
+
+def delivery(key: str) -> Delivery:
+    message = Message(topic="orders", body=b"{}", key=key, message_id=uuid7())
+    return Delivery(message=message, body={"iban": "DE12"}, group="effects", queue="orders/0", offset=0)
+
+
+def call(given: Sequence[Delivery]) -> list[Any]:
+    """Hand deliveries to the registered subscriber, as the dispatcher does."""
+    [registered] = registry.subscribers()
+    subscription = registered.subscription
+    if subscription.effects == "outside":
+        claiming = HandlerInvoker(masked_fields=MASKED)
+        results: Sequence[Any] = [
+            claiming.claim(subscription, registered.handler, one, lambda term: None, generation=1) for one in given
+        ]
+    else:
+        results = InboxInvoker(masked_fields=MASKED)(subscription, registered.handler, given, generation=1)
+    return list(subscription.contained(results))
+
+
+@pytest.mark.parametrize("form", ["plain", "batch", "partial", "outside", "without an inbox"])
+def test_a_broken_exception_fails_its_own_message(form: str) -> None:
+    forms: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "batch": {"batch": 10},
+        "partial": {"batch": 10},
+        "outside": {"effects": "outside"},
+        "without an inbox": {"idempotent": False},
+    }
+
+    @subscriber("orders", group="effects", using="default", **forms[form])
+    def effect(given: Any) -> None:
+        errors: dict[Any, Any] = {}
+        for one in given if isinstance(given, list) else [given]:
+            if form == "partial" and one.key in FAILURES:
+                errors[one.message_id] = FAILURES[one.key]()
+            elif one.key in FAILURES:
+                raise FAILURES[one.key]()
+            elif form != "outside":
+                Effect.objects.create(number=one.key)
+        if errors:
+            raise PartialFailure(errors)
+
+    for name in FAILURES:
+        together = [delivery(name), delivery("good")] if form == "partial" else [delivery(name)]
+        failed, *rest = call(together)
+        assert isinstance(failed, Exception), name
+        assert len(error_line(failed)) < LONGEST_TEXT + 300
+        shown = printable(failed)
+        assert logging.Formatter().formatException((type(shown), shown, shown.__traceback__))
+        assert rest == ([Disposition.HANDLED] if form == "partial" else [])
+    assert call([delivery("last")]) == [Disposition.HANDLED]
+
+
+def test_a_text_in_the_place_of_an_error_is_a_failure() -> None:
+    @subscriber("orders", group="effects", using="default", batch=10)
+    def effect(given: Sequence[Delivery]) -> None:
+        raise PartialFailure({given[0].message_id: "no such order", given[1].message_id: Value()})  # type: ignore[dict-item]
+
+    first, second, third = call([delivery("a"), delivery("b"), delivery("c")])
+    assert isinstance(first, Exception) and "'no such order'" in error_line(first)
+    assert isinstance(second, Exception) and "whose __repr__ raised LookupError" in error_line(second)
+    assert third is Disposition.HANDLED
+
+
+class _Doubtful:
+    """An answer that is neither true nor false, and cannot be shown."""
+
+    def __bool__(self) -> bool:
+        raise ValueError("neither")
+
+    __repr__ = BrokenText.__str__
+
+
+def check_of(checker: str) -> Check:
+    message = Message(topic="orders", body=b"{}")
+    return Check(
+        transaction_id=message.message_id,
+        producer_group="shop",
+        ledger_id=None,
+        checker=checker,
+        message=message,
+        stored_at=datetime.now(UTC),
+        age_seconds=60.0,
+        checks=0,
+    )
+
+
+def test_a_broken_look_up_leaves_only_its_own_transaction_undecided() -> None:
+    def raising(name: str) -> Callable[[Message], bool]:
+        def look_up(message: Message) -> bool:
+            raise FAILURES[name]()
+
+        return look_up
+
+    for name in FAILURES:
+        register_lookup(f"hostile:{name}", raising(name))
+    register_lookup("hostile:doubtful", lambda message: _Doubtful())  # type: ignore[arg-type, return-value]
+    register_lookup("hostile:good", lambda message: True)
+    names = [*FAILURES, "doubtful"]
+    checks = [check_of(f"hostile:{name}") for name in [*names, "good"]]
+    answers = list(LedgerChecker([]).check_local_transactions(checks))
+    assert [answer.decision for answer in answers] == [Decision.UNKNOWN] * len(names) + [Decision.COMMIT]
+    assert all(answer.detail.isprintable() and len(answer.detail) <= LONGEST_TEXT + 300 for answer in answers)
+
+
+def test_a_broken_checker_leaves_the_pass_alive() -> None:
+    class Checker:
+        def check_local_transactions(self, checks: Sequence[Check]) -> Any:
+            raise BrokenText
+
+    assert CheckBack(InMemoryBroker(), "shop", Checker()).run_once().unknown == 0
+
+
+def test_a_task_stores_each_broken_exception() -> None:
+    for name, make in FAILURES.items():
+        stored = error_of(make())
+        assert "\x00" not in stored["traceback"], name
+        assert len(stored["traceback"]) < 250_000 and stored["exception_class_path"]
