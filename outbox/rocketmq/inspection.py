@@ -390,7 +390,11 @@ def _named(broker: Admin) -> str:
 
 
 def _moment(milliseconds: int) -> datetime:
-    return datetime.fromtimestamp(milliseconds / 1000, UTC)
+    try:
+        return datetime.fromtimestamp(milliseconds / 1000, UTC)
+    except (ValueError, OverflowError, OSError):
+        # Any client may have sent it, and it must not hide the other messages.
+        return datetime.max.replace(tzinfo=UTC)
 
 
 def _require(status: int, answer: Mapping[str, object], what: str) -> None:

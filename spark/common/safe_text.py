@@ -10,11 +10,11 @@ import unicodedata
 from typing import Final
 
 MASK: Final = "***"
-# The pattern matches up to the last @ of the line, because in a malformed URL the password may contain any character.
-_URL: Final = re.compile(r"(://[^\s:/@]*:)[^\n]*@")
+# The patterns take a time in proportion to the text's length, because the text of an error may be one long word.
+_USER: Final = re.compile(r"://[^\s:/@]*:")
 _URL_WITHOUT_HOST: Final = re.compile(r"(://[^\s:/@]*:)(?!\d+(?:[/?\s]|$)|\*)[^\s/@]+")
 _NAMED: Final = re.compile(
-    r"""(\w*(?:password|passwd|pwd|secret)\w*(?:\s*=|['"]\s*[:=])\s*)
+    r"""((?<!\w)(?=\w*(?:password|passwd|pwd|secret))\w++(?:\s*=|['"]\s*[:=])\s*)
         (?: '(?:[^'\\\n]|\\.)*'? | "(?:[^"\\\n]|\\.)*"? | [^\s&,;)}]+ )""",
     re.IGNORECASE | re.VERBOSE,
 )
@@ -29,10 +29,18 @@ _UNREADABLE: Final = re.compile(
 
 def mask_passwords(text: str) -> str:
     """`text` with *** in place of every password in a URL (malformed or not) or after a name such as `password=`."""
-    text = _URL.sub(rf"\1{MASK}@", text)
+    if "://" in text:
+        text = "\n".join(map(_without_password, text.split("\n")))
     text = _URL_WITHOUT_HOST.sub(rf"\1{MASK}", text)
     text = _UNREADABLE.sub(rf'\1"{MASK}"', text)
     return _NAMED.sub(rf"\1{MASK}", text)
+
+
+def _without_password(line: str) -> str:
+    """A line with *** up to its last @: in a malformed URL the password may contain any character."""
+    end = line.rfind("@")
+    found = _USER.search(line, 0, max(end, 0))
+    return line if found is None else f"{line[: found.end()]}{MASK}{line[end:]}"
 
 
 def for_people(text: str) -> str:

@@ -108,13 +108,16 @@ def failing(run: Executor) -> list[FailingPart]:
     longest = max(part.held_seconds for part in ProcessPart)
     parameters = {"seconds": longest, "kind": str(IncidentKind.PROCESS_FAILING)}
     found = (_parsed(*row) for row in run.rows(_FAILING, parameters))
-    return [one for one in found if one.seen_seconds <= one.part.held_seconds]
+    return [one for one in found if one is not None and one.seen_seconds <= one.part.held_seconds]
 
 
-def _parsed(subject: str, detail: str, seen_seconds: float) -> FailingPart:
+def _parsed(subject: str, detail: str, seen_seconds: float) -> FailingPart | None:
+    """Return the part; None for a row that no process has written, because every publisher may insert incidents."""
     what, _, process = subject.rpartition(" in ")
     name, _, of = what.partition(" of ")
     since, _, error = detail.partition(": ")
+    if name not in set(ProcessPart):
+        return None
     return FailingPart(ProcessPart(name), of, process, since.removeprefix("since "), seen_seconds, error)
 
 

@@ -247,8 +247,9 @@ CATALOGUE: Final[Mapping[str, ConditionKind]] = {
     ),
     "lag": ConditionKind(
         "A group is behind: its messages wait too long, or too many messages wait.",
-        "`outbox_group offsets GROUP` shows which queues are behind. Add consumers, or fix the slow or blocked "
-        "handler.",
+        "If the evidence names a limit, the group waits for its own limit: raise it with `outbox_group limits` if the "
+        "service behind the handler allows it. Otherwise add consumers, or fix the slow or blocked handler: "
+        "`outbox_group offsets GROUP` shows which queues are behind.",
     ),
     "blocked_queue": ConditionKind(
         "An ordered handler fails on one message again and again, and the messages behind this message wait.",

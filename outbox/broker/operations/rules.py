@@ -6,7 +6,7 @@ that the rules find.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Final
@@ -34,7 +34,7 @@ from outbox.broker.operations.conditions import (
     condition,
     worst_first,
 )
-from outbox.broker.operations.limits import list_limits
+from outbox.broker.operations.limits import SubscriptionLimits, list_limits
 from outbox.broker.operations.summary import GroupProgress, Summary, lags_of
 from outbox.broker.schedules import schedule
 from outbox.broker.schema.install import check_schema
@@ -447,7 +447,8 @@ WHERE stopped IS NOT NULL ORDER BY 1, 2, 3
 def _of_groups(run: Executor, limits: Thresholds, summary: Summary) -> Iterator[Condition]:
     """Return the conditions of consumer groups, and of messages that retention has not removed in time."""
     yield from _no_worker(run, limits, summary.groups)
-    yield from _lag(limits, summary)
+    limited = {(one.group, one.topic): one for one in list_limits(run) if one.waiting_for} if summary.groups else {}
+    yield from _lag(limits, summary, limited)
     yield from condition(
         "stopped_queue",
         [
@@ -498,7 +499,9 @@ def _no_worker(run: Executor, limits: Thresholds, groups: Iterable[GroupProgress
     yield from condition("no_worker", judged)
 
 
-def _lag(limits: Thresholds, summary: Summary) -> Iterator[Condition]:
+def _lag(
+    limits: Thresholds, summary: Summary, limited: Mapping[tuple[str, str], SubscriptionLimits]
+) -> Iterator[Condition]:
     behind: list[Judged] = []
     paused: list[Judged] = []
     for one in summary.groups:
@@ -509,6 +512,8 @@ def _lag(limits: Thresholds, summary: Summary) -> Iterator[Condition]:
         severity = Severity.WARNING if one.paused else max(filter(None, severities), default=None)
         if severity:
             fact: Fact = {"group": one.group, "topic": one.topic, "messages": one.lag, "oldest_seconds": age}
+            if (limit := limited.get((one.group, one.topic))) is not None:
+                fact = {**fact, "waiting_for": limit.waiting_for, "limits": str(limit.limits)}
             (paused if one.paused else behind).append((severity, fact))
     for judged in (behind, paused):
         judged.sort(key=lambda one: -float(one[1]["oldest_seconds"] or 0.0))

@@ -389,9 +389,10 @@ class Summary:
     def seconds_since(self, at: float | None) -> float | None:
         """The seconds from `at` until the figures were counted; None if `at` is None.
 
-        The result ends at the time of the count, because messages may have been consumed after the count.
+        The result ends at the time of the count, because messages may have been consumed after the count. It is finite:
+        JSON holds an infinite time as a text, and times before 1970 count as 1970.
         """
-        return None if at is None else max(0.0, self.at - at)
+        return None if at is None else max(0.0, self.at - max(0.0, float(at)))
 
 
 @dataclass(frozen=True, slots=True)

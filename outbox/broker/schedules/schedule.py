@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 import hashlib
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from itertools import islice
@@ -124,11 +125,11 @@ class ScheduleRow:
 
     def upcoming(self, count: int) -> list[datetime]:
         """Return `next_at` and the due moments after it, in ascending order."""
-        try:
-            cron = Cron(self.expression, self.timezone)
-        except ConfigurationError:
-            return [self.next_at]
-        return [self.next_at, *islice(cron.after(self.next_at), count - 1)]
+        found = [self.next_at]
+        # OverflowError: the year 9999 has no further moment.
+        with suppress(ConfigurationError, OverflowError):
+            found += islice(Cron(self.expression, self.timezone).after(self.next_at), count - 1)
+        return found
 
     def late_seconds(self, now: datetime) -> float:
         """Return how long `next_at` is past. A paused schedule is not late."""

@@ -6,10 +6,10 @@ from typing import Final
 
 from django.db import Error as DatabaseError
 from django.http import HttpRequest, HttpResponse, JsonResponse
-from django.views.decorators.cache import never_cache
 from django.views.decorators.http import require_safe
 
 from outbox.broker.operations.conditions import Severity
+from outbox.contrib.django.console.access import with_headers
 from outbox.contrib.django.console.asking import SECONDS
 from outbox.contrib.django.console.rendering import SEE, may
 from outbox.contrib.django.database import deadline
@@ -22,7 +22,7 @@ _REFUSED: Final = (
 )
 
 
-@never_cache
+@with_headers
 @require_safe
 def health(request: HttpRequest) -> HttpResponse:
     """Answer 200 while messages are delivered, else 503.
@@ -37,7 +37,7 @@ def health(request: HttpRequest) -> HttpResponse:
     return JsonResponse(body, status=200 if found.is_healthy else 503)
 
 
-@never_cache
+@with_headers
 @require_safe
 def status(request: HttpRequest) -> HttpResponse:
     """Answer with the verdict and the overview as JSON. The HTTP status is 503 if the verdict is critical, else 200.
@@ -51,7 +51,7 @@ def status(request: HttpRequest) -> HttpResponse:
     return JsonResponse(found.as_json(), status=503 if found.verdict.severity is Severity.CRITICAL else 200)
 
 
-@never_cache
+@with_headers
 @require_safe
 def metrics(request: HttpRequest) -> HttpResponse:
     """Answer with the metrics for Prometheus.

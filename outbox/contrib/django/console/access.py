@@ -9,13 +9,15 @@ from urllib.parse import urlencode, urlsplit
 
 import psycopg
 from django.conf import settings
+from django.core.handlers.exception import response_for_exception
 from django.db import Error as DatabaseError
+from django.db import connections, transaction
 from django.http import HttpRequest, HttpResponse
 from django.shortcuts import redirect, resolve_url
 from django.templatetags.static import static
 from django.urls import NoReverseMatch, reverse
-from django.views.decorators.cache import never_cache
-from django.views.decorators.csrf import csrf_protect
+from django.utils.cache import add_never_cache_headers
+from django.views.decorators.csrf import csrf_exempt, csrf_protect
 from django.views.decorators.http import require_POST, require_safe
 
 from outbox.contrib.django.actions.catalogue import ACTIONS
@@ -52,14 +54,41 @@ def _guarded(method: Callable[[View], View], view: View, permissions: list[str])
     @wraps(view)
     def wrapped(request: HttpRequest, *args: Any, **kwargs: Any) -> HttpResponse:
         with deadline.within(SECONDS):
-            response = _answer(view, permissions, request, *args, **kwargs)
+            return _answer(view, permissions, request, *args, **kwargs)
+
+    # The middleware would refuse a POST without its token before this view, and so without the page's headers.
+    return csrf_exempt(with_headers(method(csrf_protect(wrapped))))
+
+
+def with_headers(view: View) -> View:
+    """Wrap a view of outbox: each of its answers has the page's headers and is not cached, an error's answer too.
+
+    With ATOMIC_REQUESTS, Django would begin a transaction before the view, which then could not answer while the
+    database is away. A view that needs a transaction begins its own.
+    """
+
+    @wraps(view)
+    def headed(request: HttpRequest, *args: Any, **kwargs: Any) -> HttpResponse:
+        # A charset that the client names may have no text, or texts that cannot be encoded again.
+        request.encoding = "utf-8"
+        try:
+            response = view(request, *args, **kwargs)
+        except Exception as error:
+            if settings.DEBUG:
+                # The policy would hide the styles of Django's debug page.
+                raise
+            # Report the error, and answer it with the project's handler500, as Django does after the view.
+            response = response_for_exception(request, error)
         # Keep a header that the response already has.
         response.headers.setdefault("Content-Security-Policy", _policy())
         response.headers.setdefault("Referrer-Policy", "same-origin")
         response.headers.setdefault("X-Content-Type-Options", "nosniff")
+        add_never_cache_headers(response)
         return response
 
-    return method(never_cache(csrf_protect(wrapped)))
+    for alias in connections:
+        transaction.non_atomic_requests(using=alias)(headed)
+    return headed
 
 
 def _refusal(request: HttpRequest, permissions: list[str]) -> HttpResponse | None:

@@ -27,6 +27,7 @@ SECONDS: Final = 5.0
 # The time limit for a confirmed action. This limit is longer than the limit of a page, because the action makes the
 # plan again and commits its changes.
 ACTION_SECONDS: Final = 20.0
+_DIGITS: Final = len(str(2**63))
 
 
 @contextmanager
@@ -55,8 +56,8 @@ def text(given: Mapping[str, str], name: str) -> str | None:
     Raises UsageError for a text that PostgreSQL cannot store.
     """
     value = given.get(name, "")
-    if "\0" in value:
-        raise UsageError(f"{name}: PostgreSQL cannot store a text with a NUL character; remove it.")
+    if any(one == "\0" or "\ud800" <= one <= "\udfff" for one in value):
+        raise UsageError(f"{name}: PostgreSQL cannot store a text with a NUL character or half a character; remove it.")
     return value or None
 
 
@@ -90,7 +91,8 @@ def number(given: Mapping[str, str], name: str) -> int | None:
     value = text(given, name)
     if value is None:
         return None
-    if not value.isascii() or not value.isdigit() or int(value) >= 2**63:
+    # Python refuses to read thousands of digits.
+    if not (value.isascii() and value.isdigit() and len(value) <= _DIGITS) or int(value) >= 2**63:
         raise UsageError(f"{name}: {value!r} is not a whole number, at least 0.")
     return int(value)
 

@@ -44,6 +44,9 @@ _PLACES: Final[Mapping[str, tuple[str, str, str]]] = {
     "saga_stalled": ("dead_letters", "", "Dead letters by error"),
 }  # fmt: skip
 
+# The evidence of a lag that waits for a limit of the group itself is settled like this.
+_LIMITED: Final = "limit of the group"
+
 # The next step on the page, for conditions whose next step in the catalogue is a command that the page has as a button
 # or a list. The card shows the command second.
 _STEPS: Final[Mapping[str, str]] = {
@@ -59,6 +62,8 @@ _STEPS: Final[Mapping[str, str]] = {
     "decide it there without asking the ledger.",
     "lag": "The page of the group shows which queues are behind, and the other conditions of the group. If one of them "
     "stops the group, settle that one. Otherwise add consumers, or fix the slow handler.",
+    _LIMITED: "These groups wait for their own limits, so more consumers do not help. If the service behind the "
+    "handler allows it, change the limits with the button. Otherwise the group catches up at this speed.",
     "blocked_queue": "Fix the handler, or skip the message with the button.",
     "stopped_queue": "Fix the cause of the handler's error, then resume the group with the button.",
     "group_paused": "When the reason for the pause is gone, resume the group with the button.",
@@ -85,6 +90,7 @@ _STEPS: Final[Mapping[str, str]] = {
 _SETTLED_ON: Final[Mapping[str, tuple[str, Mapping[str, str], str, str]]] = {
     "limit_binding": ("group", {"name": "group", "topic": "topic"}, "limits", "Change the limits …"),
     "lag": ("group", {"name": "group", "topic": "topic"}, "queues", "Its queues"),
+    _LIMITED: ("group", {"name": "group", "topic": "topic"}, "limits", "Change the limits …"),
     "lost_effects": ("group", {"name": "group", "topic": "topic"}, "reset", "Reset …"),
     "unanswered": ("undecided", {"group": "producer_group"}, "", "Its transactions"),
     "outage": ("group", {"name": "group"}, "", "Its errors"),
@@ -263,11 +269,12 @@ def _card(condition: Condition, facts: Sequence[Fact], *, count: int) -> Conditi
     for fact in facts:
         remedies = [remedy for remedy in _remedies(condition.name, fact) if remedy not in offered]
         offered += remedies
-        evidence.append(Evidence(list(_items(fact)), remedies, *_settled_on(condition.name, fact)))
+        evidence.append(Evidence(list(_items(fact)), remedies, *_settled_on(_settled_as(condition.name, fact), fact)))
     shown = Condition(
         condition.name, condition.severity, facts, count, condition.meaning, condition.next_step
     )  # fmt: skip
-    step = _STEPS.get(condition.name)
+    settled = {_settled_as(condition.name, fact) for fact in facts}
+    step = _STEPS.get(settled.pop() if len(settled) == 1 else condition.name)
     return ConditionCard(
         condition=shown,
         severity=condition.severity.name.lower(),
@@ -277,6 +284,10 @@ def _card(condition: Condition, facts: Sequence[Fact], *, count: int) -> Conditi
         next_step=step or condition.next_step,
         in_a_shell=condition.next_step if step and "`" in condition.next_step else "",
     )
+
+
+def _settled_as(name: str, fact: Fact) -> str:
+    return _LIMITED if name == "lag" and fact.get("waiting_for") else name
 
 
 def _settled_on(name: str, fact: Fact) -> tuple[str, str]:
@@ -302,8 +313,7 @@ def _items(fact: Fact) -> Iterator[EvidenceItem]:
     for name, value in fact.items():
         if value in (None, ""):
             continue
-        is_span = name.endswith("seconds") and isinstance(value, (int, float))
-        shown = duration(float(value)) if is_span and value is not None else readable(value)
+        shown = duration(value) if name.endswith("seconds") and isinstance(value, (int, float)) else readable(value)
         yield EvidenceItem(words(name.removesuffix("_seconds")), shown, _url(name, str(value), fact))
 
 

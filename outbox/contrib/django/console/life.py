@@ -9,7 +9,7 @@ from itertools import groupby
 from typing import Final
 
 from outbox.broker.operations.trace import EntryState, Trace, TracedEntry, TracedFailure, TracedMessage
-from outbox.contrib.django.console.readable import readable
+from outbox.contrib.django.console.readable import parsed, readable
 
 _DECIDERS: Final = {"P": "the producer", "K": "check-back", "O": "an operator"}
 _DECISIONS: Final = {"C": "Committed", "R": "Rolled back"}
@@ -243,7 +243,7 @@ def _folded(alike: Sequence[TracedFailure], queued_at: str | None) -> FailedAtte
 
 def at(text: str) -> datetime:
     """Parse a time of a trace."""
-    return datetime.fromisoformat(text)
+    return parsed(text)
 
 
 def _attempts(count: int) -> str:

@@ -60,13 +60,13 @@ def _body(content: Content, names: Collection[str]) -> tuple[str, str]:
         return content.body[:_UNREADABLE].hex(" "), f"Not UTF-8 text: its first {_UNREADABLE:,} bytes in hexadecimal."
     try:
         found = json.loads(text)
+        masked = masked_value(found, names)
+        note = "Fields named in OUTBOX['MASKED_FIELDS'] are masked." if masked != found else ""
+        return json.dumps(masked, indent=2, ensure_ascii=False), note
     except (ValueError, RecursionError):
         if names:
             return "", "The body is not shown: it is not JSON, so its masked fields cannot be found."
         return text, ""
-    masked = masked_value(found, names)
-    note = "Fields named in OUTBOX['MASKED_FIELDS'] are masked." if masked != found else ""
-    return json.dumps(masked, indent=2, ensure_ascii=False), note
 
 
 def _reference(content: Content) -> Reference | None:

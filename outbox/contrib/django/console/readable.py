@@ -30,8 +30,7 @@ def readable(value: object, name: str = "") -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, datetime):
-        aware = value if value.tzinfo is not None else value.replace(tzinfo=UTC)
-        return f"{timezone.localtime(aware):%Y-%m-%d %H:%M:%S}"
+        return second(value)
     if isinstance(value, float):
         return f"{value:,.3g}" if abs(value) < 1000 else f"{value:,.0f}"
     if isinstance(value, Mapping):
@@ -39,6 +38,32 @@ def readable(value: object, name: str = "") -> str:
     if not isinstance(value, str) and isinstance(value, Iterable):
         return ", ".join(map(readable, value)) or NOTHING
     return NOTHING if value in (None, "") else _RETRY.sub(_retries, _TIME.sub(_moment, _FOLDERS.sub("", str(value))))
+
+
+def local(at: datetime) -> datetime:
+    """Return a time in Django's time zone. A time without a zone is in UTC.
+
+    A time that Django's zone cannot express, within a day of the first or last year, stays in its own zone.
+    """
+    aware = at if at.tzinfo is not None else at.replace(tzinfo=UTC)
+    try:
+        return timezone.localtime(aware)
+    except (OverflowError, ValueError):
+        return aware
+
+
+def second(at: datetime) -> str:
+    """Return a time in Django's time zone as text, without fractions of a second."""
+    return local(at).replace(tzinfo=None).isoformat(" ", "seconds")
+
+
+def parsed(text: str) -> datetime:
+    """Return a time that PostgreSQL has written. A time that Python cannot hold is its first or last one."""
+    try:
+        return datetime.fromisoformat(text)
+    except ValueError:
+        is_early = text.startswith("-") or text.endswith("BC")
+        return datetime.min.replace(tzinfo=UTC) if is_early else datetime.max.replace(tzinfo=UTC)
 
 
 def words(name: str) -> str:

@@ -97,7 +97,8 @@ def render(request: HttpRequest, name: str, context: Mapping[str, Any], *, statu
         **context,
     }
     text = loader.render_to_string(f"outbox/console/{name}.html", values, request)
-    return HttpResponse(text, status=status)
+    # The pages are in English, whatever LocaleMiddleware chooses.
+    return HttpResponse(text, status=status, headers={"Content-Language": "en"})
 
 
 def _permitted(request: HttpRequest) -> dict[str, Any]:

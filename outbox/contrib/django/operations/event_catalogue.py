@@ -20,6 +20,8 @@ from outbox.utils.safe_text import masked_names, masked_value
 
 # The number of newest messages in which `last seen` looks. The log has no index by event.
 LOOKED_AT: Final = 1_000
+# A longer text in the header is no version, and Python refuses to read thousands of digits.
+_LONGEST_VERSION: Final = 18
 
 
 class VersionState(StrEnum):
@@ -138,7 +140,8 @@ def _versions(name: str, declared: Sequence[EventType], messages: Sequence[SeenE
     counted: dict[int, list[SeenEvent]] = {}
     for message in messages:
         text = message.version or "1"
-        counted.setdefault(int(text) if text.isascii() and text.isdigit() else 0, []).append(message)
+        is_number = text.isascii() and text.isdigit() and len(text) <= _LONGEST_VERSION
+        counted.setdefault(int(text) if is_number else 0, []).append(message)
     known = set(versions_of(name))
     for number in sorted({*types, *known, *counted}, reverse=True):
         of_type, of_number = types.get(number), counted.get(number, [])

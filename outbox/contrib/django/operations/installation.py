@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -22,7 +23,7 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from outbox.broker.database import timeouts
 from outbox.broker.database.connection import Connection
 from outbox.broker.database.executor import Executor
-from outbox.broker.log.topics import declare_topics
+from outbox.broker.log.topics import declare_topics, list_topics
 from outbox.broker.operations.audit import count_messages
 from outbox.broker.operations.presence import is_used_by, unknown_transactions
 from outbox.broker.operations.summary import has_leader, live_consumers
@@ -46,6 +47,7 @@ from outbox.contrib.django.operations.granting import renew
 from outbox.contrib.django.settings.conf import OutboxSettings, get_settings
 from outbox.contrib.django.subscribers.registry import subscribers
 from outbox.errors import OutboxError, SchemaError, UsageError
+from outbox.topic import Topic
 
 logger = logging.getLogger(__name__)
 
@@ -68,8 +70,9 @@ def after_migrate(
     if using == settings.key_database:
         create_key_table(using)
     if using == settings.broker and settings.has_database:
+        out = options.get("stdout")
         try:
-            install_broker(settings)
+            install_broker(settings, report=out.write if out and options.get("verbosity") else logger.warning)
         except OutboxError as error:
             raise CommandError(str(error)) from error
 
@@ -106,7 +109,7 @@ def install_broker(
 ) -> tuple[int, int]:
     """Install or upgrade the broker's tables, declare the topics of the settings, and build the indexes of keys.
 
-    A second call changes nothing.
+    A second call changes nothing. `report` gets a line for each topic that was declared differently before.
 
     Returns the versions of the schema before and after the call. The parameters `patience_seconds` and `report` are
     passed to `install`. Raises SchemaError, BrokerUnavailable or ConfigurationError.
@@ -115,12 +118,26 @@ def install_broker(
         before = installed_version(connection, settings.schema)
         version = install(connection, settings.schema, patience_seconds=patience_seconds, report=report)
         run = Executor(connection, settings.schema)
+        known = {one.name: one for one in list_topics(run)}
         declare_topics(run, [declared.topic for declared in settings.topics.values()])
+        for name, declared in sorted(settings.topics.items()):
+            if name in known and (changes := _changes(known[name], declared.topic)):
+                report(f"topic {name!r} is changed: {changes}.")
         key_index.adapt(run, report=report)
     logger.info("broker on %r: schema %r at version %d", settings.broker, settings.schema, version)
     # The topics that this process has cached may be out of date.
     reset_broker()
     return before, version
+
+
+def _changes(before: Topic, after: Topic) -> str:
+    """Return what differs between two declarations of a topic, as `queue_count from 4 to 8`."""
+
+    def shown(value: object) -> str:
+        return ", ".join(sorted(map(str, value))) if isinstance(value, frozenset) else str(value)
+
+    pairs = [(one.name, getattr(before, one.name), getattr(after, one.name)) for one in dataclasses.fields(before)]
+    return "; ".join(f"{name} from {shown(old)} to {shown(new)}" for name, old, new in pairs if old != new)
 
 
 def planned_installation(settings: OutboxSettings) -> tuple[int, int]:

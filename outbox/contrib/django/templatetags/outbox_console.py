@@ -43,6 +43,12 @@ def first_line(value: object) -> str:
 
 
 @register.filter
+def shortened(text: str, length: int) -> str:
+    """Return at most `length` characters of a text. Django's truncatechars would translate the ellipsis."""
+    return text if len(text) <= length else f"{text[: length - 1]}…"
+
+
+@register.filter
 def marked(text: str) -> SafeString:
     """Return a sentence as HTML, with the parts between backticks as <code>."""
     return format_html_join(
@@ -105,10 +111,9 @@ def moment(value: datetime | None) -> SafeString | str:
     """Return a time as HTML, in Django's time zone. Only the HTML title shows fractions of a second."""
     if value is None:
         return "–"
-    aware = value if value.tzinfo is not None else value.replace(tzinfo=UTC)
-    local = timezone.localtime(aware)
+    local = texts.local(value)
     return format_html(
-        '<time datetime="{}" title="{}">{}</time>', local.isoformat(), local.isoformat(), f"{local:%Y-%m-%d %H:%M:%S}"
+        '<time datetime="{}" title="{}">{}</time>', local.isoformat(), local.isoformat(), texts.second(value)
     )
 
 
@@ -117,7 +122,7 @@ def clock(value: datetime | None) -> SafeString | str:
     """Return the time of day in Django's time zone as HTML. The HTML title shows the day."""
     if value is None:
         return "–"
-    local = timezone.localtime(value)
+    local = texts.local(value)
     return format_html(
         '<time datetime="{}" title="{}">{}</time>', local.isoformat(), local.isoformat(), f"{local:%H:%M:%S}"
     )
@@ -128,10 +133,10 @@ def ago(value: datetime | None) -> SafeString | str:
     """Return the time since a past moment, or until a future moment. The HTML title shows the moment."""
     if value is None:
         return "–"
-    aware = value if value.tzinfo is not None else value.replace(tzinfo=UTC)
-    seconds = (datetime.now(UTC) - aware).total_seconds()
+    local = texts.local(value)
+    seconds = (datetime.now(UTC) - local).total_seconds()
     text = f"{duration(seconds)} ago" if seconds >= 0 else f"in {duration(-seconds)}"
-    return format_html('<time datetime="{}" title="{}">{}</time>', aware.isoformat(), timezone.localtime(aware), text)
+    return format_html('<time datetime="{}" title="{}">{}</time>', local.isoformat(), local, text)
 
 
 @register.inclusion_tag("outbox/console/button.html", takes_context=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-from django.db import transaction
 from django.http import HttpRequest, HttpResponse
 from django.shortcuts import redirect
 
@@ -25,8 +24,6 @@ def view_of(action: DeclaredAction) -> Callable[..., HttpResponse]:
 
     assert action.permission is not None
 
-    # The audit entry must stay committed even if the request fails.
-    @transaction.non_atomic_requests
     @acting(action.permission)
     def view(request: HttpRequest) -> HttpResponse:
         given = request.POST

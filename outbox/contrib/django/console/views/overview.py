@@ -34,6 +34,8 @@ _GAP: Final = 3.0
 # Kept points are a multiple of their resolution apart, and a leader may store one of them a few seconds late.
 _GAP_KEPT: Final = 1.5
 _MOST_HALVES: Final = 50
+# Without a tick for longer than this, a broker that is led and in time is idle.
+_IDLE_SECONDS: Final = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,8 +258,16 @@ def _figures(broker: Overview, conditions: Sequence[Condition]) -> Iterator[Tile
     yield Tile(
         "Sequencer",
         "leads" if broker.leader else "no leader",
-        f"last tick {duration(broker.last_tick_seconds_ago)} ago"
+        _last_tick(broker, conditions)
         + (f", process {broker.leading.pid} on {broker.leading.host}" if broker.leading else ""),
         f"{reverse('outbox:workers')}",
         tone_of(conditions, "no_sequencer", "ticks_late"),
     )
+
+
+def _last_tick(broker: Overview, conditions: Sequence[Condition]) -> str:
+    """When the last tick was. The leader makes one only if there is something to queue, so an idle broker has none."""
+    said = f"last tick {duration(broker.last_tick_seconds_ago)} ago"
+    is_late = any(one.name in ("no_sequencer", "ticks_late", "unreachable") for one in conditions)
+    is_idle = broker.leader is not None and not is_late and broker.last_tick_seconds_ago > _IDLE_SECONDS
+    return f"{said}: no message to queue since then" if is_idle else said

@@ -114,7 +114,7 @@ def _over_by(last: Span, found: Timeline) -> datetime | None:
 
     An operator may have ended it after it was last seen, so both times are shown.
     """
-    at = min(found.until, last.ended_at + timedelta(seconds=CONDITIONS_INTERVAL_SECONDS))
+    at = min(found.until, min(found.until, last.ended_at) + timedelta(seconds=CONDITIONS_INTERVAL_SECONDS))
     return None if last.holds or any(began <= at < ended for began, ended in found.unwatched) else at
 
 

@@ -72,5 +72,5 @@ def _local(one: ScheduleRow, at: datetime | None) -> str:
         return "-"
     try:
         return at.astimezone(ZoneInfo(one.timezone)).isoformat(sep=" ", timespec="minutes")
-    except (KeyError, ValueError, OSError):
+    except (KeyError, ValueError, OSError, OverflowError):
         return at.isoformat(sep=" ", timespec="minutes")

@@ -1,0 +1,84 @@
+"""The pages are the same in every language of the project: values for programs are never localised."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+from django.conf import settings
+from django.test import Client
+from django.test.utils import override_settings
+from django.utils import translation
+
+from outbox.contrib.django.models import ForwardEndpoint, PastCondition, RaisedCondition
+from tests.django.broker_world import World
+from tests.django.console.support import Site
+from tests.django.console.test_hostile_values import crowd
+from tests.sample.browser import Browser
+
+pytestmark = pytest.mark.usefixtures("no_subscribers")
+
+EVERY = tuple((code, grouping) for code, _ in settings.LANGUAGES for grouping in (False, True))
+# These group and separate numbers by a comma, a dot, a space, and in groups of two digits.
+TELLING = (("de", False), ("de", True), ("fr", True), ("ar", True), ("hi", True), ("en-gb", True))
+
+
+def stable(html: str) -> str:
+    """Without the token of forms, and without what the time changes."""
+    html = re.sub(r'name="csrfmiddlewaretoken" value="\w*"', "", html)
+    html = re.sub(r">(?:[^<>]* ago|in [^<>]*)</time>", "></time>", html)
+    return re.sub(r"\d+ (?:ms|s|min)\b|\d+\.\d s|\d\d:\d\d:\d\d(?!\d)", "", html)
+
+
+@pytest.mark.parametrize("languages", [TELLING, pytest.param(EVERY, marks=pytest.mark.slow)])
+def test_every_page_is_the_same_in_every_language(
+    world: World, operator: Client, languages: Sequence[tuple[str, bool]]
+) -> None:
+    """Each page is asked for once, and its context is rendered in each language, with groups of digits and without."""
+    assert len(EVERY) >= 2 * 99
+    numbers = 0
+    for address in crowd(world, ["no answer", "9999-12-31T23:59:59+00:00"]):
+        answer = operator.get(address)
+        if not answer.context:
+            continue
+        template: Any = answer.templates[0]
+        context: Any = next(iter(answer.context))
+        english = stable(template.render(copy.copy(context)))
+        numbers += len(re.findall(r"[/\"=-]12345\d\d\b", english))
+        for language, grouping in languages:
+            with override_settings(USE_THOUSAND_SEPARATOR=grouping), translation.override(language):
+                assert stable(template.render(copy.copy(context))) == english, (address, language, grouping)
+    assert numbers > 1, "numbers of more than three digits are in attributes"
+
+
+@pytest.fixture(autouse=True)
+def emptied(world: World) -> Iterator[None]:
+    """Leave no row in the application's database."""
+    yield
+    for model in (ForwardEndpoint, PastCondition, RaisedCondition):
+        model.objects.all().delete()
+
+
+def test_a_request_in_another_language_gets_the_english_page(world: World, operator: Client) -> None:
+    middleware = ["django.middleware.locale.LocaleMiddleware", *settings.MIDDLEWARE]
+    with override_settings(MIDDLEWARE=middleware, USE_THOUSAND_SEPARATOR=True):
+        for part in ({}, {"Outbox-Part": "true"}):
+            answer = operator.get("/outbox/", headers={"Accept-Language": "de", **part})
+            assert answer["Content-Language"] == "en"
+            assert part or b'data-check-every="1.0"' in answer.content
+        assert operator.get("/outbox/liveness/", headers={"Accept-Language": "ar"}).json()["at"].isascii()
+    with override_settings(LANGUAGE_CODE="de"):
+        assert 'data-check-every="1.0"' in operator.get("/outbox/").content.decode()
+
+
+@pytest.mark.browser
+def test_a_page_in_german_keeps_up_in_a_browser(world: World, site: Site) -> None:
+    """It asks every second, and greys nothing out."""
+    with override_settings(LANGUAGE_CODE="de", USE_THOUSAND_SEPARATOR=True), Browser() as browser:
+        site.open(browser)
+        before = browser.wait_for("document.querySelector('#looked time')?.textContent")
+        browser.wait_for(f"document.querySelector('#looked time').textContent !== {before!r}")
+        assert browser.evaluate("document.querySelectorAll('.stale, .stale-note:not([hidden])').length") == 0
