@@ -64,7 +64,7 @@ def command(folder: Path, name: str, master: str) -> None:
 
 def program(folder: Path, master: str, *, joins: bool) -> None:
     """A whole program by hand: the start of Python and of Spark, then the plain join or a job over one row."""
-    spark = session.start(master, is_small=True)
+    spark = session.start(master)
     if joins:
         plain_join(spark, folder)
     else:

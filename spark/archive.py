@@ -32,6 +32,7 @@ from .common.progress import Progress
 from .common.store import Store
 from .rules.rule import Rules, SourceKind
 from .sources import sql
+from .sources.adbc import NAME
 from .sources.archived import (
     DEAD,
     FOLDER,
@@ -50,7 +51,7 @@ from .sources.archived import (
     read_timed_out,
     removed_by_topic,
 )
-from .sources.base import ColumnKind
+from .sources.base import ColumnKind, released
 from .sources.postgres import PostgresSource
 
 if TYPE_CHECKING:
@@ -79,7 +80,8 @@ class Archive:
         self.messages_per_pass = MESSAGES_PER_PASS
         self._spark, self._progress, self._schema = spark, progress, database.schema
         self._store = Store(rules.archive, rules.output_mode)
-        self._source = PostgresSource(spark, database)
+        # Each pass has a name of its own, so that it ends only its own sessions if another session waits for them.
+        self._source = PostgresSource(spark, database, f"{NAME} archive {uuid.uuid4().hex[:6]}")
 
     def run(self) -> tuple[list[Pass], list[Gap]]:
         """Archive the messages that were settled since the last pass. Return the new passes and the new gaps.
@@ -121,7 +123,7 @@ class Archive:
         Yields the manifest and the watermark of the snapshot.
         """
         self._store.check_writable()
-        try:
+        with released([self._source]):
             with readable_errors("taking a snapshot"):
                 reading = self._source.open([])
                 if not self._source.query(_LOCK)[0][0]:
@@ -138,8 +140,6 @@ class Archive:
             self._remove_unnamed(manifest)
             assert reading.watermark is not None
             yield manifest, reading.watermark.isoformat()
-        finally:
-            self._source.close()
 
     def verify(self) -> list[str]:
         """Read all passes again, and return an error text for each pass whose count or checksum has changed.

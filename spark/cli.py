@@ -189,7 +189,7 @@ def _run(given: argparse.Namespace) -> int:
     if may_need_none and given.remote is None and not session.is_submitted():
         spark = session.deferred(lambda: _start(given, progress))
     else:
-        spark = _start(given, progress, is_small=session.is_small(rules))
+        spark = _start(given, progress)
     from . import run
 
     result = run.run(spark, options, progress)
@@ -200,9 +200,9 @@ def _run(given: argparse.Namespace) -> int:
     return run.exit_code(result)
 
 
-def _start(given: argparse.Namespace, progress: Progress, *, is_small: bool = False) -> SparkSession:
+def _start(given: argparse.Namespace, progress: Progress) -> SparkSession:
     progress.say("stage start: Spark")
-    return session.start(given.master, dict(given.conf), given.remote, is_small=is_small)
+    return session.start(given.master, dict(given.conf), given.remote)
 
 
 def _finding_lines(given: argparse.Namespace) -> Iterator[str]:

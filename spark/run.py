@@ -25,8 +25,9 @@ from .output import history, metrics, report
 from .output.result import SAMPLES_PER_CAUSE, compose, publish, shown
 from .output.table import FindingsTable
 from .rules.rule import Rule
+from .session import settings_of_a_run
 from .sources.adbc import NAME
-from .sources.base import SourceBoundary
+from .sources.base import SourceBoundary, released
 from .sources.databases import Sources
 from .sources.staged import Staging
 from .stages import checksums, confirm, findings
@@ -42,12 +43,15 @@ if TYPE_CHECKING:
 def run(spark: SparkSession, options: RunOptions, progress: Progress | None = None) -> dict[str, Any]:
     """Reconcile once, and return the result that is now in force. `exit_code` computes the exit code from this result.
 
+    `spark` may be any session, for example that of a notebook: the run sets what it needs, and restores it at the end.
+    Do not use the session in another thread meanwhile.
+
     If the run fails, it raises ReconcileError and publishes nothing; the previous result stays in force. If another
     process writes into the output folder, the run raises RunIncomplete before any other work.
     """
     job = Job.of(options)
     job.store.check_writable()
-    with lock.hold(job.store):
+    with lock.hold(job.store), settings_of_a_run(spark):
         return run_job(spark, job, progress)
 
 
@@ -55,20 +59,23 @@ def run_job(spark: SparkSession, job: Job, progress: Progress | None = None) -> 
     """Like `run`, for a caller that holds the lock of the output folder."""
     options = job.options
     progress = progress or Progress()
+    is_unknown = options.look_back is not None and options.look_back.seconds is None
+    if is_unknown and all(rule.look_back_seconds is None for rule in job.rules.rules):
+        raise UsageProblem(
+            'no rule says how far to look back: write look_back = "7d" in the rules, or give --look-back 7d.'
+        )
     sources = Sources(spark, job.rules, f"{NAME} {job.name}", lambda database: Staging(job.store, job.name, database))
     metrics_file = None if options.metrics is None else metrics.target(options.metrics, options.rules)
     table = None if options.output_table is None else FindingsTable(spark, options.output_table)
     previous, past = _previous_result(job), _past_runs(job)
     if table is not None:
         table.make_up(job.store, job.store.result())
-    try:
+    with released(sources.all):
         snapshots = _open(sources, "taking snapshots", progress)
         prepared = [_prepare(rule, job, snapshots, previous, sources) for rule in job.rules.rules]
         scanned = [_scan(spark, each, job, sources, progress) for each in prepared]
         still_open = _still_open(spark, job, previous)
         confirmed, confirmed_by = _confirm(spark, scanned, still_open, job, sources, progress)
-    finally:
-        sources.close_all()
     with progress.step("stage write: findings"), readable_errors("writing the findings"):
         found = findings.collect(spark, confirmed, still_open, job)
         samples = [] if found.written is None else report.samples(found.written, SAMPLES_PER_CAUSE)
@@ -85,8 +92,9 @@ def run_job(spark: SparkSession, job: Job, progress: Progress | None = None) -> 
 
 
 def exit_code(result: dict[str, Any]) -> int:
-    """Return 0 for a clean result, 1 for a result with findings."""
-    return FINDINGS if result["status"] == "findings" else CLEAN
+    """Return 0 for a clean result, 1 for a result with more findings than `fail_above` tolerates."""
+    # A result of an older release, which `watch` may find in force, tolerates none.
+    return FINDINGS if result["status"] == "findings" and not result.get("is_tolerated") else CLEAN
 
 
 def _previous_result(job: Job) -> dict[str, Any] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import importlib.util
 import logging
@@ -14,12 +15,11 @@ import sys
 import tempfile
 import uuid
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from .common.errors import UsageProblem
-from .rules.rule import Rules, SourceKind
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -36,6 +36,8 @@ exec "{java}" "$@"
 FIXED_SETTINGS: Final = {
     # Spark shows times in UTC, whatever the time zone of the machine.
     "spark.sql.session.timeZone": "UTC",
+    # With TIMESTAMP_NTZ, a time that is read would have no time zone.
+    "spark.sql.timestampType": "TIMESTAMP_LTZ",
     # Without this setting, Spark tries to infer filters from wide rows of CASE expressions. The attempt takes minutes
     # and gigabytes of memory, and finds no filter.
     "spark.sql.constraintPropagation.enabled": "false",
@@ -46,6 +48,8 @@ FIXED_SETTINGS: Final = {
     # The second look gives whole bodies to Python. The limit of a batch is in bytes, because rows may have any size.
     "spark.sql.execution.arrow.maxBytesPerBatch": "8m",
 }
+# A run changes this setting if a Parquet file has times in nanoseconds (sources/files.py).
+_CHANGED: Final = "spark.sql.legacy.parquet.nanosAsLong"
 # These settings apply only if this process starts Spark. If spark-submit starts Spark, the configuration of
 # spark-submit applies.
 LOCAL_SETTINGS: Final = {
@@ -71,14 +75,6 @@ LOCAL_SETTINGS: Final = {
 # does not need short pauses.
 COLLECTOR: Final = "-XX:+UseParallelGC"
 _CHOSEN: Final = re.compile(r"-XX:\+Use\w+GC\b")
-# Java's second compiler makes faster code of methods that run often. A small run spends up to a third of its CPU time
-# in this compiler, and ends before the faster code has saved as much (decision 298).
-FIRST_COMPILER: Final = "-XX:TieredStopAtLevel=1"
-_CHOSEN_COMPILER: Final = re.compile(r"-XX:[+-]?Tiered|-Xint\b|-Xcomp\b")
-# About 1.5 million pairs of a row and a message as Parquet.
-SMALL_BYTES: Final = 128 * 2**20
-_MOST_FILES: Final = 10_000
-_FOLDERS: Final = (SourceKind.PARQUET, SourceKind.CSV, SourceKind.DELTA, SourceKind.ICEBERG)
 
 
 def find_java(environment: Mapping[str, str] | None = None) -> Path | None:
@@ -144,48 +140,22 @@ def bundled_java() -> Path:
     return home
 
 
-def is_small(rules: Rules) -> bool:
-    """Whether all databases are local folders with few bytes in total. If a folder has many files, the answer is False,
-    because a look at each file would take too long."""
-    found = files = 0
-    for database in rules.databases.values():
-        folder = Path(database.location)
-        if database.kind not in _FOLDERS or not folder.is_dir():
-            return False
-        try:
-            for path in folder.rglob("*"):
-                found, files = found + path.stat().st_size, files + 1
-                if found > SMALL_BYTES or files > _MOST_FILES:
-                    return False
-        except OSError:
-            return False  # Another process is changing the folder.
-    return True
-
-
-def java_options(
-    environment: Mapping[str, str], settings: Mapping[str, str], *, is_small: bool = False
-) -> dict[str, str]:
-    """The Spark setting that chooses Java's garbage collector, and for a small run the compiler. Without the collector
-    or compiler if the user has chosen one.
+def java_options(environment: Mapping[str, str], settings: Mapping[str, str]) -> dict[str, str]:
+    """The Spark setting that chooses Java's garbage collector; empty if the user has chosen one.
 
     Java refuses to start with two collectors.
     """
     given = (*settings.values(), environment.get("JAVA_TOOL_OPTIONS", ""), environment.get("JDK_JAVA_OPTIONS", ""))
-    options = [] if any(map(_CHOSEN.search, given)) else [COLLECTOR]
-    if is_small and not any(map(_CHOSEN_COMPILER.search, given)):
-        options.append(FIRST_COMPILER)
-    return {"spark.driver.defaultJavaOptions": " ".join(options)} if options else {}
+    return {} if any(map(_CHOSEN.search, given)) else {"spark.driver.defaultJavaOptions": COLLECTOR}
 
 
 def start(
     master: str | None = None,
     settings: Mapping[str, str] | None = None,
     remote: str | None = None,
-    *,
-    is_small: bool = False,
 ) -> SparkSession:
     """The Spark session of this process (from spark-submit or Spark Connect), else a new local session. With `remote`,
-    a session of the Spark Connect server at this URL. A new session with `is_small` is for one run over few rows.
+    a session of the Spark Connect server at this URL.
 
     Raises UsageProblem.
     """
@@ -201,7 +171,7 @@ def start(
             os.environ["JAVA_HOME"] = str(home)
         os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
         builder = builder.master(master or "local[*]")
-        options = java_options(os.environ, settings or {}, is_small=is_small)
+        options = java_options(os.environ, settings or {})
         for name, value in {**LOCAL_SETTINGS, **options}.items():
             builder = builder.config(name, value)
     for name, value in {**FIXED_SETTINGS, **(settings or {})}.items():
@@ -233,6 +203,25 @@ def deferred(begin: Callable[[], SparkSession]) -> SparkSession:
     """
     find_java()
     return cast("SparkSession", _Deferred(begin))
+
+
+@contextlib.contextmanager
+def settings_of_a_run(spark: SparkSession) -> Iterator[None]:
+    """Give the session the settings that a run needs, and restore its own settings at the end. A session that a user
+    has made, as in a notebook, may for example show times in another time zone."""
+    if isinstance(spark, _Deferred):
+        yield  # `start` gives it the settings, and nobody else uses it.
+        return
+    before = {name: spark.conf.get(name, None) for name in (*FIXED_SETTINGS, _CHANGED)}
+    try:
+        for name, value in FIXED_SETTINGS.items():
+            spark.conf.set(name, value)
+        yield
+    finally:
+        for name, own in before.items():
+            # If Spark's Java process has ended, the error of the run says so.
+            with contextlib.suppress(Exception):
+                spark.conf.unset(name) if own is None else spark.conf.set(name, own)
 
 
 class _Deferred:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import ClassVar, Final
@@ -15,6 +18,7 @@ FAILURE: Final = "outbox-reconcile read failed:"
 """An executor's error about a source starts with this text. By this text, the driver finds the executor's error inside
 of Spark's error."""
 _STACK: Final = re.compile(r"\s+(at |\.\.\. \d+ more)|Driver stacktrace|JVM stacktrace")
+_END_SECONDS: Final = 5.0
 # Spark's error texts for a damaged file. Another attempt to read the file would fail too.
 _DAMAGED: Final = ("FAILED_READ_FILE", "is not a Parquet file", "MALFORMED_")
 
@@ -68,12 +72,33 @@ def _incomplete(what: str, error: Exception) -> RunIncomplete:
         if "snapshot" in reason:
             reason = f"the run lost its snapshot ({reason}), because the connection that holds the snapshot was closed"
     else:
-        reason = causes(text)
+        reason = java_end(error) or causes(text)
     remedy = "Run it again."
     if any(sign in text for sign in _DAMAGED):
         remedy = "Another run would fail too: correct the damaged file, or export the file again."
     return RunIncomplete(
         f"{what} failed: {reason}. Nothing was published; the previous result stays in force. {remedy}"
+    )
+
+
+def java_end(error: Exception) -> str:
+    """How Spark's Java process ended, if this process started it and it has ended; else ''. Without this text, an error
+    would only say that the connection to Java was refused."""
+    context = sys.modules.get("pyspark.core.context")
+    # The process is not public. pyspark 4.1 stores it in java_gateway.py, for Windows.
+    process = getattr(getattr(getattr(context, "SparkContext", None), "_gateway", None), "proc", None)
+    is_network = isinstance(error, ConnectionError) or type(error).__name__ == "Py4JNetworkError"
+    if process is None or not is_network:
+        return ""
+    try:
+        code = process.wait(_END_SECONDS)  # Java closes its connections a moment before it has ended.
+    except subprocess.TimeoutExpired:
+        return ""
+    how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+    return (
+        f"Spark's Java process has ended ({how}): the cause is in its last lines on standard error, or in a file "
+        f"hs_err_pid{process.pid}.log of this folder. SIGKILL is most often a lack of memory (spark.driver.memory, and "
+        f"the memory of the machine or container)"
     )
 
 

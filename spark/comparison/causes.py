@@ -25,6 +25,8 @@ from .remedies import REMEDIES, UUID
 
 _SEVERITIES: Final = ("critical", "warning", "info")
 _ORDER: Final = {name.value: place for place, name in enumerate(classify.CLASSES)}
+# The classes for which a plan has a step that `outbox_repair` applies.
+_MENDABLE: Final = (FindingClass.LOST.value, FindingClass.HALF_STUCK.value, FindingClass.DEAD.value)
 CLOSED: Final = (FindingClass.RECOVERED.value, FindingClass.EXPIRED.value)
 
 
@@ -125,7 +127,7 @@ def causes(counts: Iterable[FindingCounts]) -> list[Cause]:
     """The causes, the most urgent first.
 
     Causes with open (not acknowledged) findings come first. Among them, the order is: severity; LATE last, because
-    nothing is missing; causes with new findings first; the class; the number of findings.
+    nothing is missing; causes with new findings first; what a repair can mend; the class; the number of findings.
     """
     found: dict[str, Cause] = {}
     for each in counts:
@@ -154,7 +156,8 @@ def _urgency(cause: Cause) -> tuple[Any, ...]:
     is_late = cause.finding_class == FindingClass.LATE.value
     return (
         cause.finding_class in CLOSED, not is_open, severity, is_late, not cause.new,
-        _ORDER[cause.finding_class], -cause.findings, cause.rule, cause.group, cause.detail,
+        cause.finding_class not in _MENDABLE, _ORDER[cause.finding_class], -cause.findings,
+        cause.rule, cause.group, cause.detail,
     )  # fmt: skip
 
 

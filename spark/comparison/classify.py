@@ -176,9 +176,9 @@ def _unhandled(rule: Rule, number: int, window: Window) -> tuple[Column, Column]
     """Two conditions for a rule whose rows may have several messages, each with effects of its own. First: the group
     has not handled one of the messages. Second: the group has not handled a message whose limit has passed.
 
-    Effects without message ids do not show whether the group writes one effect per message or one effect for all
-    messages. A message is counted as unhandled if there are fewer effects than messages, and no effect came after the
-    message.
+    One effect without a message id may be the effect of all messages. So if a key has one effect, a message counts as
+    unhandled if no effect came after it. If a key has several effects, the group writes one per message, and the
+    numbers are compared.
     """
     if not rule.counts_each_message:
         return F.lit(False), F.lit(False)
@@ -188,10 +188,12 @@ def _unhandled(rule: Rule, number: int, window: Window) -> tuple[Column, Column]
         age = F.unix_micros(F.lit(window.watermark)) - F.unix_micros(waiting)
         return waiting.isNotNull(), F.coalesce(age > _micros(group.within_seconds), F.lit(False))
     effects, newest = F.col(f"effects_{number}"), F.col(f"newest_effect_{number}")
-    is_short = (effects > 0) & (effects + F.col(f"timed_out_{number}") < F.col(f"owing_{number}"))
+    handled = effects + F.col(f"timed_out_{number}")
+    is_short = (effects > 0) & (handled < F.col(f"owing_{number}"))
+    is_lost = (effects > 1) & (handled < F.col(f"overdue_count_{number}"))
     return (
-        F.coalesce(is_short & (F.col(f"newest_due_{number}") > newest), F.lit(False)),
-        F.coalesce(is_short & (F.col(f"overdue_{number}") > newest), F.lit(False)),
+        F.coalesce(is_short & ((effects > 1) | (F.col(f"newest_due_{number}") > newest)), F.lit(False)),
+        F.coalesce(is_lost, F.lit(False)) | F.coalesce(is_short & (F.col(f"overdue_{number}") > newest), F.lit(False)),
     )
 
 

@@ -56,7 +56,7 @@ def of(rule: Rule) -> Column:
             ),
         ).otherwise("the row has no message"),
         "UNREADABLE": _unreadable(),
-        "DUPLICATE": F.when(is_group, _counted("effects of one message by", "group", rule)).otherwise(
+        "DUPLICATE": F.when(is_group, _surplus_effects(rule)).otherwise(
             F.format_string(
                 "messages: %d (the oldest %s, the newest %s), rows: %d",
                 "committed",
@@ -91,11 +91,12 @@ def _more(count: str, what: str) -> Column:
     )
 
 
-def _counted(text: str, column: str, rule: Rule) -> Column:
+def _surplus_effects(rule: Rule) -> Column:
     count = F.lit(None).cast("bigint")
     for number, group in enumerate(rule.groups):
         count = F.when(F.col("group") == group.name, F.col(f"effects_{number}")).otherwise(count)
-    return F.concat_ws(" ", count.cast("string"), F.lit(text), F.col(column))
+    messages = F.when(F.col("committed") == 1, "one message").otherwise(F.format_string("%d messages", "committed"))
+    return F.format_string("%d effects of %s by %s", count, messages, "group")
 
 
 def mismatched(rule: Rule) -> Column:

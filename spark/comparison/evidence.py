@@ -429,6 +429,7 @@ def _of_each_message(rule: Rule, number: int, watermark: datetime) -> Iterator[C
     yield F.max(due).alias(f"newest_due_{number}")
     overdue = due < F.lit(watermark - timedelta(seconds=group.within_seconds))
     yield F.max(F.when(overdue, due)).alias(f"overdue_{number}")
+    yield F.count_if(F.coalesce(overdue, F.lit(False))).alias(f"overdue_count_{number}")
     yield F.max_by("ord", F.when(overdue, due)).alias(f"overdue_log_id_{number}")
     yield F.max(F.when(kind == EFFECT + number, F.col("at"))).alias(f"newest_effect_{number}")
 

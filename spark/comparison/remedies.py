@@ -43,7 +43,7 @@ REMEDIES: Final = {
         "A half message is parked, or undecided for too long: no check-back has found out how its transaction ended.",
         "does the business row exist, and does a worker of the producer group run (`python manage.py outbox_status`)?",
         "if the row is there, `python manage.py outbox_transaction decide {transaction_id} commit`; if it is not "
-        "there, the same command with rollback.",
+        "there, the same command with rollback. If the command says that the ledger proves no outcome, add --force.",
     ),
     FindingClass.LOST: Remedy(
         "A business row without any message: no subscriber gets it.",
@@ -74,7 +74,8 @@ REMEDIES: Final = {
         "does the group run, lag or make no progress (`python manage.py outbox_group offsets {group}`)? The finding "
         "shows how far the message got.",
         "start or resume the group's consumers. If the group has passed the message, its handler wrote no effect: "
-        "`python manage.py outbox_group reset {group} {topic} --to-time … --reprocess`.",
+        "`python manage.py outbox_group reset {group} {topic} --to-time {since} --reprocess --dry-run` counts the "
+        "messages that the group would handle again, from this one on. Without --dry-run, it gets them.",
     ),
     FindingClass.MISMATCH: Remedy(
         "Row and message body differ.",
@@ -108,6 +109,9 @@ def with_remedies(findings: DataFrame, trace: str) -> DataFrame:
         text = F.when(is_traceable, known.text.replace("{trace}", trace)).otherwise(untraced)
         remedy = F.when(F.col("class") == name.value, text).otherwise(remedy)
     # People copy a command into a shell. So only values that are certainly ids or names go into a command.
+    # The broker queues a message after it was stored, so the time of the message is never too late.
+    since = F.date_format(F.date_trunc("second", "message_at"), "yyyy-MM-dd'T'HH:mm:ss'Z'")
+    remedy = F.when(since.isNotNull(), F.replace(remedy, F.lit("{since}"), since)).otherwise(remedy)
     for column, safe in _FILLED.items():
         filled = F.replace(remedy, F.lit(f"{{{column}}}"), F.col(column))
         remedy = F.when(F.col(column).rlike(safe), filled).otherwise(remedy)

@@ -45,6 +45,7 @@ def compose(
         "interval": job.interval,
         "batch": None if batch is None else asdict(batch),
         "status": "findings" if faults else "clean",
+        "is_tolerated": faults > 0 and job.rules.fail_above.covers(faults, sum(totals.values())),
         "started_at": job.started.isoformat(),
         "finished_at": datetime.now(UTC).isoformat(),
         "snapshots": [_plain(each) for each in snapshots],

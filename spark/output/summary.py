@@ -37,6 +37,8 @@ def lines(result: Mapping[str, Any]) -> list[str]:
         texts += [f"   {_one_line(command)}" for command in cause["commands"]]
     if len(causes) > SHOWN_ACTIONS:
         texts.append(f"Further causes in the report: {len(causes) - SHOWN_ACTIONS:,}.")
+    if result.get("is_tolerated"):
+        texts.append("Warning: there are findings, but not more than fail_above of the rules, so the exit code is 0.")
     return [*texts, boundary(result)]
 
 

@@ -37,6 +37,7 @@ from .rule import (
     Rule,
     Rules,
     SourceKind,
+    Tolerance,
 )
 from .toml import Path as TomlPath
 from .toml import TomlTable, dotted, line_of, lines_by_path
@@ -114,6 +115,7 @@ class _Reader:
             _acknowledgement(TomlTable(self.problem, value, path, _ACKNOWLEDGE_KEYS), names)
             for value, path in top.tables("acknowledge")
         ]
+        output = TomlTable(self.problem, document.get("output", {}), ("output",), ("mode", "fail_above"))
         return Rules(
             title=top.text("title") or "Reconciliation",
             databases=databases,
@@ -121,7 +123,8 @@ class _Reader:
             trace=broker.text("trace") or DEFAULT_TRACE,
             rules=rules,
             archive=broker.text("archive"),
-            output_mode=self._output_mode(document.get("output", {})),
+            output_mode=self._output_mode(output),
+            fail_above=self._fail_above(output),
             acknowledged=tuple(known),
         )
 
@@ -154,8 +157,20 @@ class _Reader:
             table.problem("event", str(error), error.remedy)
             return None, {}
 
-    def _output_mode(self, value: Any) -> int:
-        table = TomlTable(self.problem, value, ("output",), ("mode",))
+    @staticmethod
+    def _fail_above(table: TomlTable) -> Tolerance:
+        given = table.values.get("fail_above", 0)
+        share = re.fullmatch(r"(\d{1,3}(?:\.\d{1,6})?) ?%", given) if isinstance(given, str) else None
+        if share is not None and float(share[1]) <= 100:
+            return Tolerance(float(share[1]) / 100, is_share=True)
+        if isinstance(given, int) and not isinstance(given, bool) and given >= 0:
+            return Tolerance(given)
+        text = f"must be a number of findings, or a share of the judged keys, got {given!r}"
+        table.problem("fail_above", text, 'write fail_above = 10 or fail_above = "0.1 %"')
+        return Tolerance()
+
+    @staticmethod
+    def _output_mode(table: TomlTable) -> int:
         given = table.text("mode") if "mode" in table.values else None
         if given is None:
             return DEFAULT_OUTPUT_MODE

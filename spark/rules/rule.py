@@ -273,6 +273,18 @@ class Acknowledgement:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """The number of open findings up to which a run succeeds, or with `is_share` their share of all judged subjects."""
+
+    limit: float = 0.0
+    is_share: bool = False
+
+    def covers(self, faults: int, subjects: int) -> bool:
+        """Whether the run succeeds in spite of its findings."""
+        return faults <= (self.limit * subjects if self.is_share else self.limit)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rules:
     """The contents of a rules file."""
@@ -285,5 +297,6 @@ class Rules:
     acknowledged: tuple[Acknowledgement, ...] = ()
     output_mode: int = DEFAULT_OUTPUT_MODE
     """The permissions of output files. Users who may read output files may also enter the output folders."""
+    fail_above: Tolerance = Tolerance()
     archive: str | None = None
     """Folder or URI of the archive, which keeps the messages that retention removes from the broker's log."""

@@ -56,6 +56,9 @@ _SETTINGS: Final = (
     "statement_timeout = 0",
     "idle_in_transaction_session_timeout = 0",
 )
+# A run that waits for a lock gives up: another session may wait for the run's snapshot (module `blocking`).
+LOCK_SECONDS: Final = 5
+_LOCK_TIMEOUT: Final = "55P03"
 READING: Final = (
     "work_mem = '128MB'",
     # Decisions are stored in the order of their messages. Reading the decisions by index is faster than scanning all
@@ -127,7 +130,7 @@ class PostgresReader(DataSourceReader):
             yield from self._batches(partition.query)
         except adbc_driver_manager.Error as error:
             read = partition.query.partition(" FROM ")[2][:_SHOWN_QUERY]
-            raise RuntimeError(f"{FAILURE} {one_line(error)} (reading {read})") from None
+            raise RuntimeError(f"{FAILURE} {reason(error)} (reading {read})") from None
 
     def _batches(self, query: str) -> Iterator[pa.RecordBatch]:
         with connect(self._url) as connection, connection.cursor() as cursor:
@@ -165,9 +168,15 @@ def begin(mode: str, name: str, *, snapshot: str = "", settings: Sequence[str] =
         mode,
         *([f"SET TRANSACTION SNAPSHOT '{snapshot}'"] if snapshot else []),
         f"SET LOCAL application_name = '{shown}'",
+        f"SET LOCAL lock_timeout = '{LOCK_SECONDS}s'",
         *(f"SET LOCAL {setting}" for setting in (*_SETTINGS, *settings)),
-        f"SELECT pg_advisory_xact_lock_shared({LOCK_CLASS}, {crc32(name.encode()) >> 1})",
+        f"SELECT pg_advisory_xact_lock_shared({LOCK_CLASS}, {lock_of(name)})",
     ]
+
+
+def lock_of(name: str) -> int:
+    """The second number of the advisory lock of all transactions with this application_name."""
+    return crc32(name.encode()) >> 1
 
 
 def conform(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
@@ -185,11 +194,21 @@ def one_line(error: BaseException) -> str:
     return re.sub(r"^.*?\bERROR: *", "", re.sub(r" LINE \d+: .*$", "", text)).rstrip(". ")
 
 
+def reason(error: Any) -> str:
+    """The reason of a driver's error, in one line."""
+    if error.sqlstate == _LOCK_TIMEOUT:
+        return (
+            f"the run waited {LOCK_SECONDS} s for a lock, because another session changes the table, or waits to "
+            f"change it ({one_line(error)})"
+        )
+    return one_line(error)
+
+
 def translated(database: str, error: Any, about: str) -> ReconcileError:
     """The ReconcileError for a driver's error that occurred while reading `about`."""
     state = error.sqlstate or ""
-    detail = f"{about} in database {database!r}: {one_line(error)}"
+    detail = f"{about} in database {database!r}: {reason(error)}"
     if state in _USAGE_STATES or state[:2] in _USAGE_CLASSES:
-        reason = _USAGE_STATES.get(state, "the database does not accept an expression of the rule")
-        return UsageProblem(f"{reason}: {detail}. Correct the rules file or the connection.")
+        problem = _USAGE_STATES.get(state, "the database does not accept an expression of the rule")
+        return UsageProblem(f"{problem}: {detail}. Correct the rules file or the connection.")
     return RunIncomplete(f"reading failed, {detail}. Run the reconciliation again; the previous result stays in force.")

@@ -4,7 +4,8 @@ is complete."""
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Protocol
@@ -12,6 +13,7 @@ from typing import Protocol
 from pyspark.sql import DataFrame
 from pyspark.sql.types import BinaryType, DataType, LongType, StringType, StructField, StructType, TimestampType
 
+from ..common.errors import RunIncomplete
 from ..rules.rule import FieldType
 
 
@@ -94,6 +96,9 @@ class DataSource(Protocol):
     def close(self) -> None:
         """Release the snapshot. After `close`, Spark cannot evaluate data frames of this source any more."""
 
+    def gave_way(self) -> RunIncomplete | None:
+        """The error of the run, if the source has ended its snapshot because another session waited for its locks."""
+
     def check(self, selection: TableSelection) -> None:
         """Raise UsageProblem if the table or a column does not exist, or if a column cannot be compared as its type."""
 
@@ -121,3 +126,19 @@ class DataSource(Protocol):
         """The time before which retention may have removed messages of the topic; None if retention has removed no
         message. A run calls this method only for the source of the broker.
         """
+
+
+@contextmanager
+def released(sources: Collection[DataSource]) -> Iterator[None]:
+    """Close the sources at the end of the block. If the block fails because a source gave way to another session, the
+    error names this session."""
+    try:
+        yield
+    except Exception as error:
+        for each in sources:
+            if (gave_way := each.gave_way()) is not None:
+                raise gave_way from error
+        raise
+    finally:
+        for each in sources:
+            each.close()

@@ -55,9 +55,14 @@ class Sources:
                 readings.append(self[name].open(self._timed(name)))
         return readings
 
+    @property
+    def all(self) -> list[DataSource]:
+        """Each source once."""
+        return list(dict.fromkeys(self._by_name.values()))
+
     def close_all(self) -> None:
         """Release all snapshots."""
-        for source in self._by_name.values():
+        for source in self.all:
             source.close()
 
     def _timed(self, name: str) -> list[TableSelection]:

@@ -80,6 +80,9 @@ class FrameSource:
         """See DataSource."""
         self._tables.clear()
 
+    def gave_way(self) -> None:
+        """See DataSource. Files have no locks."""
+
     def check(self, selection: TableSelection) -> None:
         """See DataSource."""
         try:
@@ -238,8 +241,8 @@ def _read_parquet(spark: SparkSession, path: str) -> DataFrame:
         except AnalysisException as error:
             if "TIMESTAMP(NANOS" not in str(error):
                 raise
-        # Spark reads this setting again when it reads the rows, so the setting must not be reset. With this setting,
-        # only the footers of the files show which columns are times.
+        # Spark reads this setting again when it reads the rows, so only the end of the run resets it
+        # (session.settings_of_a_run).
         spark.conf.set(_AS_NUMBERS, "true")
     frame = spark.read.parquet(path)
     return frame.withColumns(
@@ -260,12 +263,15 @@ def _nanosecond_columns(path: str, files: Iterable[str]) -> set[str]:
     found: set[str] | None = None
     for file in files:
         schema = _footer(file)
-        here = {field.name for field in schema if _is_nanoseconds(field.type)}
-        for field in schema:
-            if field.name not in here and "timestamp[ns" in str(field.type):
-                raise UsageProblem(
-                    f"{path}: column {field.name!r} has times in nanoseconds inside a nested value. {_REMEDY}"
-                )
+        leaves = [schema.column(number) for number in range(len(schema.names))]
+        # Arrow shows INT96 as nanoseconds too, but Spark reads INT96 as times, whatever _AS_NUMBERS is.
+        nanos = {leaf.path for leaf in leaves if leaf.physical_type == "INT64" and "nanos" in str(leaf.logical_type)}
+        times = {field.name for field in schema.to_arrow_schema() if pa.types.is_timestamp(field.type)}
+        here = nanos & times
+        if nested := sorted(nanos - here):
+            raise UsageProblem(
+                f"{path}: column {nested[0]!r} has times in nanoseconds inside a nested value. {_REMEDY}"
+            )
         if found is not None and found != here:
             names = ", ".join(sorted(found ^ here))
             raise UsageProblem(
@@ -275,17 +281,13 @@ def _nanosecond_columns(path: str, files: Iterable[str]) -> set[str]:
     return found or set()
 
 
-def _is_nanoseconds(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_timestamp(kind)) and kind.unit == "ns"
-
-
-def _footer(file: str) -> pa.Schema:
+def _footer(file: str) -> pq.ParquetSchema:
     uri = re.sub(r"^s3[an]://", "s3://", file)
     parts = urlsplit(uri)
     if parts.scheme == "file":
-        return pq.read_schema(unquote(parts.path))
+        return pq.read_metadata(unquote(parts.path)).schema
     filesystem, name = pafs.FileSystem.from_uri(uri)
-    return pq.read_schema(name, filesystem=filesystem)
+    return pq.read_metadata(name, filesystem=filesystem).schema
 
 
 MAX_TEXT: Final = 2**31 - 1

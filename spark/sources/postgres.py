@@ -19,6 +19,7 @@ from ..common.options import parse_moment
 from ..rules.rule import DatabaseRule, FieldType
 from . import adbc, partitions, sql, watermark
 from .base import Column, SourceBoundary, TableSelection
+from .blocking import BlockingWatch
 from .staged import Staging
 
 ROWS_PER_PARTITION: Final = 500_000
@@ -58,6 +59,7 @@ class PostgresSource:
         self._spark, self._database, self._name = spark, database, name
         self._staging = staging
         self._coordinator: Any = None
+        self._blocking: BlockingWatch | None = None
         self._snapshot = ""
         self._types: dict[str, dict[str, str]] = {}
 
@@ -78,6 +80,7 @@ class PostgresSource:
             connection.close()
             raise
         self._coordinator, self._snapshot = connection, str(exported[0])
+        self._blocking = BlockingWatch(self._database.location, self._name, self._database.name)
         if self._database.watermark:
             complete = replace(complete, watermark=min(complete.watermark, parse_moment(self._database.watermark)))
         return SourceBoundary(
@@ -146,8 +149,14 @@ class PostgresSource:
             with contextlib.suppress(adbc_driver_manager.Error):
                 self._coordinator.close()
             self._coordinator, self._snapshot = None, ""
+        if self._blocking is not None:
+            self._blocking.close()
         if self._staging is not None:
             self._staging.clear()
+
+    def gave_way(self) -> RunIncomplete | None:
+        """See DataSource."""
+        return None if self._blocking is None else self._blocking.gave_way
 
     def check(self, selection: TableSelection) -> None:
         """See DataSource."""

@@ -36,8 +36,10 @@ SCHEMA: Final = (
     "undecided bigint, effects bigint, message_id string, "
     "transaction_id string, log_id bigint, tag string, decided_by string, delivery string, row string, body string, "
     "evidence string, "
-    "carry boolean"
+    "values string, carry boolean"
 )
+# The columns that only later stages use, and that the findings file does not have.
+INTERNAL: Final = "values string, carry boolean"
 
 
 OPEN_SCHEMA: Final = "rule string, key string, group string, class string, first_seen timestamp, at timestamp"
@@ -295,8 +297,25 @@ def _as_findings(found: DataFrame, rule: Rule) -> DataFrame:
         F.col("row.json").alias("row"),
         F.col("about.body").alias("body"),
         _evidence(rule),
+        _values(rule).alias("values"),
         "carry",
     )
+
+
+def _values(rule: Rule) -> Column:
+    """A digest of the compared values of a LOST row or of an ORPHAN message, else null. If both have equal values, the
+    row is probably the row of the message, and its key was changed."""
+    exact = [number for number, field in enumerate(rule.fields) if field.tolerance is None]
+    if not exact:
+        return F.lit(None).cast("string")
+
+    def digest(side: str) -> Column:
+        values = [F.col(f"{side}.v{number}") for number in exact]
+        return F.when(F.coalesce(*values).isNotNull(), F.md5(F.to_json(F.struct(*values))))
+
+    is_single = (F.col("class") == FindingClass.LOST.value) & (F.col("rows") == 1)
+    is_message = (F.col("class") == FindingClass.ORPHAN.value) & (F.col("group") == "")
+    return F.when(is_single, digest("row")).when(is_message, digest("about"))
 
 
 def _cut(value: Column) -> Column:

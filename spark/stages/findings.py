@@ -13,6 +13,7 @@ from itertools import pairwise
 from typing import Final
 
 from pyspark.sql import Column, DataFrame, SparkSession
+from pyspark.sql import Window as Frame
 from pyspark.sql import functions as F
 
 from ..common.errors import RunIncomplete
@@ -29,9 +30,11 @@ from .scan import SUSPECT_SCHEMA, Counts, Volume
 SUBJECT: Final = ["rule", "key", "group"]
 OPEN_COLUMNS: Final = ("rule", "key", "group", "class", "first_seen", "at")
 FINDINGS_SCHEMA: Final = (
-    confirm.SCHEMA.removesuffix("carry boolean")
+    confirm.SCHEMA.removesuffix(confirm.INTERNAL)
     + "first_seen timestamp, was string, acknowledged string, remedy string"
 )
+# A message is stored at most this long before its row is written: check-back parks an older half message.
+PAIR_SECONDS: Final = 72 * 3600
 _FAULTS: Final = [name.value for name in classify.FAULTS]
 
 
@@ -104,6 +107,10 @@ def _write(
 ) -> tuple[DataFrame, list[FindingCounts], int]:
     earlier = empty_frame(spark, OPEN_SCHEMA) if still_open is None else still_open
     confirmed, target = _confirmed(spark, rules), job.path("findings")
+    if still_open is not None or all(
+        any(each.scanned.saw(name) for each in rules) for name in (FindingClass.LOST, FindingClass.ORPHAN)
+    ):
+        confirmed = with_changed_keys(confirmed)
     waiting = pending(_suspects(spark, rules).where("class = 'PENDING'"), confirmed, earlier)
     windows = {each.scanned.prepared.rule.name: each.scanned.prepared.window for each in rules}
     found = compared(confirmed, earlier, waiting, windows)
@@ -134,6 +141,53 @@ def _confirmed(spark: SparkSession, rules: Sequence[ConfirmedRule]) -> DataFrame
     return spark.read.schema(confirm.SCHEMA).parquet(*paths) if paths else empty_frame(spark, confirm.SCHEMA)
 
 
+def with_changed_keys(confirmed: DataFrame) -> DataFrame:
+    """The confirmed subjects, in which an ORPHAN and a LOST with equal values and close times are one finding.
+
+    Such a pair is probably one row whose key was changed, or one message that was sent under another key. If the row
+    were published again, all groups would act twice. The ORPHAN stays and names the other key. The LOST becomes
+    PENDING, so that the next run judges its key again.
+    """
+    is_lost = F.col("class") == FindingClass.LOST.value
+    is_orphan = (F.col("class") == FindingClass.ORPHAN.value) & (F.col("group") == "")
+    moment = F.when(is_lost, F.col("row_at")).otherwise(F.coalesce("message_at", "at"))
+    candidates = confirmed.where(F.col("values").isNotNull()).withColumn("moment", moment)
+    by_time = Frame.partitionBy("rule", "values").orderBy("moment", "key")
+    lost = F.when(is_lost, F.struct("key", "moment"))
+    before = F.last(lost, ignorenulls=True).over(by_time.rowsBetween(Frame.unboundedPreceding, Frame.currentRow))
+    after = F.first(lost, ignorenulls=True).over(by_time.rowsBetween(Frame.currentRow, Frame.unboundedFollowing))
+
+    def distance(side: str) -> Column:
+        return F.abs(F.unix_micros("moment") - F.unix_micros(f"{side}.moment"))
+
+    nearer = F.coalesce(distance("before") <= distance("after"), F.col("before").isNotNull())
+    pairs = (
+        candidates.withColumns({"before": before, "after": after})
+        .where(is_orphan)
+        .withColumn("other", F.when(nearer, F.col("before")).otherwise(F.col("after")))
+        .where(distance("other") <= PAIR_SECONDS * 1_000_000)
+        .select("rule", "key", F.lit("").alias("group"), F.lit(FindingClass.ORPHAN.value).alias("class"), "other.key")
+        .toDF("rule", "key", "group", "class", "other_key")
+    )
+    halves = pairs.select("rule", F.col("other_key").alias("key"), F.lit(FindingClass.LOST.value).alias("class"))
+    halves = halves.distinct().withColumn("is_half", F.lit(True))
+    joined = confirmed.join(pairs, [*SUBJECT, "class"], "left").join(halves, ["rule", "key", "class"], "left")
+    is_half = F.coalesce("is_half", F.lit(False))
+    text = F.concat(
+        F.col("detail"), F.lit(". The row with key "), F.col("other_key"),
+        F.lit(
+            " has the same values and no message: probably its key was changed, or the message was sent under another "
+            "key. Do not publish the row again: the groups that handled this message would act twice"
+        ),
+    )  # fmt: skip
+    columns = {
+        "detail": F.coalesce(text, "detail"),
+        "class": F.when(is_half, FindingClass.PENDING.value).otherwise(F.col("class")),
+        "carry": F.col("carry") | is_half,
+    }
+    return joined.withColumns(columns).drop("other_key", "is_half")
+
+
 def compared(confirmed: DataFrame, earlier: DataFrame, pending: DataFrame, windows: Mapping[str, Window]) -> DataFrame:
     """The findings of this run, and RECOVERED or EXPIRED for each earlier finding that does not hold any more.
 
@@ -143,7 +197,7 @@ def compared(confirmed: DataFrame, earlier: DataFrame, pending: DataFrame, windo
     `earlier` has the open subjects of the previous result, `pending` has the pending subjects of this run, and
     `windows` has the window of each rule.
     """
-    faults = confirmed.where(F.col("class").isin(_FAULTS)).drop("carry")
+    faults = confirmed.where(F.col("class").isin(_FAULTS)).drop("values", "carry")
     known = earlier.where(F.col("class").isNotNull()).select(
         *SUBJECT, F.col("first_seen").alias("known_since"), F.col("class").alias("was")
     )
@@ -283,7 +337,8 @@ def _dismissed(spark: SparkSession, rules: Sequence[ConfirmedRule], findings: Da
         return {}
     suspects = _suspects(spark, rules).where("class NOT IN ('PENDING', 'ERASED')").select(*SUBJECT)
     none = suspects.join(findings.select(*SUBJECT), SUBJECT, "left_anti")
-    waiting = _confirmed(spark, rules).where("class IN ('PENDING', 'ERASED')")
+    # A LOST that is not among the findings is a part of an ORPHAN (`with_changed_keys`), and counted there.
+    waiting = _confirmed(spark, rules).where("class IN ('PENDING', 'ERASED', 'LOST')")
     waiting = waiting.select(*SUBJECT, F.col("class").alias("is"))
     counted = none.join(waiting, SUBJECT, "left").groupBy("rule", "group", F.coalesce("is", F.lit("OK")))
     return {tuple(row)[:-1]: int(row["count"]) for row in counted.count().collect()}

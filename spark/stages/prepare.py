@@ -147,17 +147,13 @@ def _look_back(
     """The length of the run's look back. The run judges again all rows whose time is at most this length before
     `boundary`, the end of the run's window.
 
-    The result is None if the command has no --look-back and no look back of the rule is due.
+    The result is None if the rule has no look back and --look-back names none, or if the command has no --look-back and
+    no look back of the rule is due.
     """
     seconds = rule.look_back_seconds
     if options.look_back is not None:
         seconds = options.look_back.seconds or seconds
-        if seconds is None:
-            raise UsageProblem(
-                f'rule {rule.name!r} does not say how far to look back: write look_back = "7d" in the rule, or '
-                f"--look-back 7d."
-            )
-        return timedelta(seconds=seconds)
+        return None if seconds is None else timedelta(seconds=seconds)
     last = None if previous is None else previous.get("looked_back")
     every = timedelta(seconds=rule.look_back_every_seconds)
     if seconds is None or (last is not None and boundary - datetime.fromisoformat(last["at"]) < every):

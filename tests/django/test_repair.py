@@ -55,7 +55,7 @@ def sequence() -> None:
 
 def test_a_lost_row_is_published_once_under_its_derived_id(repair: Repair) -> None:
     Order.objects.create(number="7")
-    shown = "14 bytes of application/json with the fields number"
+    shown = '14 bytes of application/json: {"number": "7"}'
     what = f"publish to 'orders' as {derived_id('orders', '7', AT)}: {shown}"
     assert repair.run(lost("7"), apply=False) == [("would be done", what)]
     assert stored() == [], "without --apply nothing is done"
@@ -224,7 +224,7 @@ def test_a_message_of_a_versioned_event_needs_its_type(repair: Repair) -> None:
     ((outcome, detail),) = repair.run(lost("7"), apply=False)
     assert (outcome, detail.partition(": ")[2]) == (
         "would be done",
-        "event 'order.lost' version 2, 14 bytes of application/json with the fields number",
+        'event \'order.lost\' version 2, 14 bytes of application/json: {"number": "7"}',
     )
     assert repair.outcomes(lost("7")) == ["done"]
 

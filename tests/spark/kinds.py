@@ -145,9 +145,9 @@ def _orphans() -> Iterator[Kind]:
 
     def change_key(case: Case) -> list[Found]:
         case.row("id = %s", _RENAMED + case.number)
-        return [(case.key, "", "ORPHAN"), (str(_RENAMED + case.number), "", "LOST")]
+        return [(case.key, "", "ORPHAN")]
 
-    yield Kind(name="ORPHAN and LOST: the row got another key", plant=change_key)
+    yield Kind(name="ORPHAN: the row got another key", plant=change_key)
     keys: dict[str, Callable[[Case], str]] = {
         "a space after it": lambda case: f"{case.key} ",
         "zeros before it": lambda case: f"00{case.key}",
@@ -167,12 +167,12 @@ def _orphans() -> Iterator[Kind]:
         def plant(case: Case) -> list[Found]:
             key = made(case)
             case.message("key = %s", key)
-            return [(key, "", "ORPHAN"), (case.key, "", "LOST")]
+            return [(key, "", "ORPHAN")]
 
         return plant
 
     for name, made in keys.items():
-        yield Kind(name=f"ORPHAN and LOST: the message's key is {name}", plant=renamed(made))
+        yield Kind(name=f"ORPHAN: the message's key is {name}", plant=renamed(made))
 
 
 def _halves() -> Iterator[Kind]:

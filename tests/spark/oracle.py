@@ -237,7 +237,12 @@ def group_flags(history: History, number: int, kind: Messages = Messages.EXACTLY
     if kind is Messages.AT_LEAST_ONE and len(effects) < sent:
         dues = [max(m.stored_at, m.deliver_at or m.stored_at) for m in live(committed)]
         later = [at for at in dues if at > max(effects)]
-        flags |= {"UNDELIVERED"} if any(WATERMARK - at > WITHIN for at in later) else {"PENDING"} if later else set()
+        overdue = sum(WATERMARK - at > WITHIN for at in dues)
+        is_lost = len(effects) > 1 and len(effects) < overdue
+        if is_lost or any(WATERMARK - at > WITHIN for at in later):
+            flags.add("UNDELIVERED")
+        elif later or len(effects) > 1:
+            flags.add("PENDING")
     if min(effects) - due > WITHIN:
         flags.add("LATE")
     return flags

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import subprocess
 import sys
+import types
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,12 +13,11 @@ import psycopg
 import pytest
 
 from spark import cli, run, session
-from spark.common.errors import ReconcileError, RunIncomplete, UsageProblem
+from spark.common.errors import ReconcileError, RunIncomplete, UsageProblem, readable_errors
 from spark.common.options import RunOptions
 from spark.common.progress import Progress
-from spark.rules import file as rules_file
 from tests.spark.conftest import Reconciler
-from tests.spark.world import RULES, Order, World
+from tests.spark.world import Order, World
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -157,26 +157,28 @@ def test_java_starts_whatever_collector_somebody_has_chosen(chosen: str) -> None
     assert session.java_options({}, {"spark.driver.extraJavaOptions": chosen}) == session.java_options(environment, {})
 
 
-def test_only_a_run_over_small_local_folders_leaves_out_the_second_compiler(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    text = RULES.format(extra="", groups="").replace('schema = "outbox"\n', "")
-    for name in ("APP", "BROKER"):
-        text = text.replace(f'env = "RECONCILE_{name}"', f'kind = "parquet"\npath = "{tmp_path / name}"')
-        (tmp_path / name / "table").mkdir(parents=True)
-    path = tmp_path / "reconcile.toml"
-    path.write_text(text)
-    rules = rules_file.load(path)
-    assert session.is_small(rules)
-    with (tmp_path / "APP" / "table" / "part-0.parquet").open("wb") as file:
-        file.truncate(session.SMALL_BYTES + 1)
-    assert not session.is_small(rules)
-    (tmp_path / "APP").rename(tmp_path / "gone")
-    assert not session.is_small(rules), "a location that is no local folder"
-    (options,) = session.java_options({}, {}, is_small=True).values()
-    assert options == f"{session.COLLECTOR} {session.FIRST_COMPILER}"
-    chosen = {"JAVA_TOOL_OPTIONS": "-XX:-TieredCompilation"}
-    assert list(session.java_options(chosen, {}, is_small=True).values()) == [session.COLLECTOR]
+def test_the_error_says_how_java_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    from py4j.protocol import Py4JNetworkError  # type: ignore[import-untyped]
+    from pyspark import SparkContext
+
+    process = subprocess.Popen([sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"])
+    process.wait()
+    monkeypatch.setattr(SparkContext, "_gateway", types.SimpleNamespace(proc=process))
+    for error in (ConnectionRefusedError(111, "refused"), Py4JNetworkError("Answer from Java side is empty")):
+        with pytest.raises(RunIncomplete) as raised, readable_errors("writing the findings"):
+            raise error
+        assert "Spark's Java process has ended (SIGKILL)" in str(raised.value)
+        assert "its last lines on standard error" in str(raised.value)
+    process = subprocess.Popen([sys.executable, "-c", "import sys; sys.exit(134)"])
+    process.wait()
+    monkeypatch.setattr(SparkContext, "_gateway", types.SimpleNamespace(proc=process))
+    with pytest.raises(RunIncomplete, match=r"has ended \(exit code 134\)"), readable_errors("writing the findings"):
+        raise ConnectionRefusedError(111, "Connection refused")
+
+
+def test_no_option_makes_java_weaker_than_its_defaults() -> None:
+    """With one compiler, Java has a code cache of 48 MB, which ten ordinary rules fill."""
+    assert session.java_options({}, {}) == {"spark.driver.defaultJavaOptions": session.COLLECTOR}
 
 
 @pytest.mark.parametrize(

@@ -314,12 +314,17 @@ def test_each_of_several_messages_owes_an_effect(spark_session: SparkSession) ->
     histories = {
         "the older one alone": replace(FINE, messages=(MESSAGE, newer), effects=((of_older,), (of_older, of_newer))),
         "one effect for all of them": replace(FINE, messages=(MESSAGE, newer), effects=((of_newer,), (of_newer,))),
+        # A burst of which the effect of the middle, or of the newest message is missing.
+        "two effects of three": replace(
+            FINE, messages=(MESSAGE, MESSAGE, newer), effects=((of_older, of_newer), (of_older, of_older, of_newer))
+        ),
         "within its limit": replace(FINE, messages=(MESSAGE, young), effects=((of_older,), (of_older, UNTIL))),
         "recalled": replace(FINE, messages=(MESSAGE, replace(newer, state="recalled"))),
     }
     found = frames.classes(spark_session, histories, Messages.AT_LEAST_ONE)
     assert {subject: name for subject, (name, _) in found.items()} == {
         ("the older one alone", "logistics"): "UNDELIVERED",
+        ("two effects of three", "logistics"): "UNDELIVERED",
         ("within its limit", "logistics"): "PENDING",
     }
 

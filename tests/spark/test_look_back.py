@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 
 from spark.cli import parser
 from spark.common.errors import UsageProblem
-from spark.common.options import LookBack
+from spark.common.options import LookBack, RunOptions
 from spark.rules.file import parse
+from spark.stages import prepare
 from tests.spark.conftest import Reconciler
 from tests.spark.world import RULES, START, Order, World
 
@@ -58,7 +60,7 @@ def test_a_look_back_sees_what_a_full_run_sees(reconcile: Reconciler, world: Wor
     page = (reconcile.folder / "out" / "report.html").read_text()
     assert f"judged the rows from <b>{rule['since'][:10]}" in page
     assert set(reconcile.findings(reconcile.run())) == FAULTS, "they stay open"
-    with pytest.raises(UsageProblem, match="does not say how far to look back: write look_back"):
+    with pytest.raises(UsageProblem, match="no rule says how far to look back: write look_back"):
         reconcile.run(look_back=LookBack())
 
 
@@ -102,3 +104,13 @@ def test_one_setting_schedules_a_look_back(extra: str, hours: int) -> None:
     text = RULES.format(extra=f'look_back = "7d"\n{extra}', groups="")
     (rule,) = parse(text, environment={"RECONCILE_APP": "dbname=a", "RECONCILE_BROKER": "dbname=b"}).rules
     assert (rule.look_back_seconds, rule.look_back_every_seconds) == (7 * 86_400, hours * 3_600)
+
+
+def test_a_rule_without_look_back_runs_without_it() -> None:
+    text = RULES.format(extra='look_back = "7d"', groups="")
+    second = text[text.index("[[rule]]") :].replace('name = "order-paid"', 'name = "other"').replace("look_back", "# ")
+    environment = {"RECONCILE_APP": "dbname=a", "RECONCILE_BROKER": "dbname=b"}
+    looking, other = parse(text + second, environment=environment).rules
+    options = RunOptions(rules=Path("reconcile.toml"), output="out", look_back=LookBack())
+    assert prepare._look_back(looking, options, START, None) == timedelta(days=7)
+    assert prepare._look_back(other, options, START, None) is None

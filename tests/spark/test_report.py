@@ -244,6 +244,12 @@ def test_every_run_of_the_history_is_a_bar_or_its_bucket_is() -> None:
     assert "of each 1 d" in drawn
 
 
+def test_what_a_repair_can_mend_comes_before_what_a_person_must_judge() -> None:
+    counts = [counted("ORPHAN", findings=3), counted("LOST"), counted("HALF_STUCK"), counted("LATE"), counted("DEAD")]
+    shown = [cause["class"] for cause in summary.urgent({"causes": described(counts)})]
+    assert shown == ["HALF_STUCK", "LOST", "DEAD", "ORPHAN", "LATE"]
+
+
 def test_a_page_says_first_what_to_do_and_how_far_it_judged() -> None:
     """The boundary, then the three most urgent causes, each with its number and its commands."""
     counts = [

@@ -11,6 +11,7 @@ from spark import cli
 from spark.common.errors import RulesInvalid, UsageProblem
 from spark.rules import file as rules_file
 from spark.rules.rule import FieldType, FindingSeverity, Messages, SourceKind
+from spark.run import exit_code
 from tests.documents import DOCS, blocks
 from tests.spark.world import RULES, group_rules
 
@@ -47,6 +48,21 @@ def test_everything_that_is_declared_arrives() -> None:
         ("points", "points_entry", "order_id", 600),
         ("cart", "cart_clearance", "order_id", 600),
     ]
+
+
+def test_findings_up_to_a_number_or_a_share_do_not_fail_a_run() -> None:
+    def tolerated(value: str, faults: int, subjects: int) -> bool:
+        rules = rules_file.parse(f"{TEXT}\n[output]\nfail_above = {value}\n", environment=ENVIRONMENT)
+        return rules.fail_above.covers(faults, subjects)
+
+    assert [tolerated("10", faults, 1_000_000) for faults in (10, 11)] == [True, False]
+    assert [tolerated('"0.1 %"', faults, 10_000) for faults in (10, 11)] == [True, False]
+    assert not rules_file.parse(TEXT, environment=ENVIRONMENT).fail_above.covers(1, 10)
+    for value in ("-1", "true", '"10"', '"101 %"', "0.5"):
+        with pytest.raises(RulesInvalid, match=r'write fail_above = 10 or fail_above = "0.1 %"'):
+            tolerated(value, 1, 1)
+    assert exit_code({"status": "findings", "is_tolerated": True}) == 0
+    assert exit_code({"status": "findings", "is_tolerated": False}) == exit_code({"status": "findings"}) == 1
 
 
 def test_the_rules_of_the_sample_are_valid() -> None:

@@ -26,12 +26,13 @@ from outbox.contrib.django.engine.broker import get_broker
 from outbox.contrib.django.publishing.publish import lock_keys
 from outbox.contrib.django.repair import evidence
 from outbox.contrib.django.repair.plan import RepairAction, RepairStep, RuleSource
+from outbox.contrib.django.settings.conf import get_settings
 from outbox.errors import OutboxError, UsageError
 from outbox.events.declaration import EVENT_HEADER, VERSION_HEADER, events
 from outbox.message import Message
 from outbox.transaction import Decision, EndStatus
 from outbox.utils.faults import point
-from outbox.utils.safe_text import error_line
+from outbox.utils.safe_text import error_line, masked_names, masked_value
 
 Publisher = Callable[[Mapping[str, Any]], Message]
 """A function of your project: it gets a row, and returns the row's message.
@@ -39,6 +40,7 @@ Publisher = Callable[[Mapping[str, Any]], Message]
 The function gets the row's columns as a mapping, and makes the message with `outbox.contrib.django.message`.
 """
 
+_SHOWN_BODY: Final = 1_000
 _LIVE: Final = ("committed", "recalled")
 _OPEN: Final = ("undecided", "parked")
 
@@ -234,16 +236,16 @@ def _refuse_without_version(message: Message) -> None:
 
 
 def _described(message: Message) -> str:
-    """Describe the message without the values of its body, which a reader of the result may not be allowed to see."""
-    size = f"{len(message.body)} bytes of {message.content_type}"
+    """Describe the message with its body, in which the settings' masked fields are masked."""
     version = message.headers.get(VERSION_HEADER)
     typed = "" if version is None else f"event {message.headers.get(EVENT_HEADER)!r} version {version}, "
+    names = masked_names(get_settings().masked_fields, message.topic)
     try:
-        body = json.loads(message.body)
+        body = json.dumps(masked_value(json.loads(message.body), names), ensure_ascii=False)
     except ValueError:
-        body = None
-    fields = f" with the fields {', '.join(sorted(body))}" if isinstance(body, dict) and body else ""
-    return f"{typed}{size}{fields}"
+        body = "not shown" if names else message.body[:_SHOWN_BODY].decode("utf-8", "backslashreplace")
+    shown = body if len(body) <= _SHOWN_BODY else f"{body[:_SHOWN_BODY]} …"
+    return f"{typed}{len(message.body)} bytes of {message.content_type}: {shown}"
 
 
 # -- DEAD: the message is replayed ------------------------------------------------------------------------
@@ -267,8 +269,9 @@ def _replay(step: RepairStep, dry_run: bool) -> Result:
 
 def _ask(step: RepairStep, dry_run: bool) -> Result:
     assert step.transaction_id is not None
-    # The id of a transaction is the id of its first message.
-    half = evidence.message(step.transaction_id)
+    # A transaction may have an id that none of its messages has, so the message is found by its own id. A plan of an
+    # older release may lack it; the id of a transaction is usually the id of its first message.
+    half = evidence.message(step.message_id or step.transaction_id)
     if half is None or half.state not in _OPEN:
         state = "gone" if half is None else half.state
         return Result(StepOutcome.SETTLED, f"the half message is {state}", {"state": state})

@@ -17,6 +17,7 @@ from uuid import UUID
 from django.db import DataError, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
 from psycopg import sql
+from psycopg.types.json import JsonbLoader
 
 from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.repair.plan import Effects, RepairStep, RuleSource
@@ -45,6 +46,9 @@ _COUNTED: Final = (
     "GROUP BY key HAVING count(*) > 1"
 )
 MOST_NAMING: Final = 10_000
+# A repair reads several databases while its transaction holds the lock of a row. If a migration waits for that lock,
+# and a read of the repair waits for the migration, PostgreSQL sees no deadlock.
+_LIMIT_WAITING: Final = "SET LOCAL lock_timeout = '5s'"
 _HAS_ROW: Final = "SELECT 1 FROM {table} WHERE {key} = %s AND ({key})::text = %s{when} LIMIT 1"
 _OF_IDS: Final = "SELECT message_id, state FROM {view} WHERE message_id = ANY(%(ids)s) ORDER BY log_id"
 _DEAD: Final = (
@@ -62,9 +66,14 @@ class BrokerMessage:
 
 
 def lock_row(connection: BaseDatabaseWrapper, source: RuleSource, key: str) -> list[dict[str, Any]]:
-    """Return the rows of the key that satisfy the rule (at most two), locked until the transaction ends."""
+    """Return the rows of the key that satisfy the rule (at most two), locked until the transaction ends.
+
+    The values have the types of a Django model's fields.
+    """
     statement = _ROW.format(table=_literal(source.table), key=_literal(source.key), when=_and(source.when))
     with connection.cursor() as cursor:
+        # Django leaves jsonb to its JSONField, so its cursors read jsonb as text.
+        cursor.adapters.register_loader("jsonb", JsonbLoader)
         cursor.execute(statement, [key, key])
         names = [column[0] for column in cursor.description]
         return [dict(zip(names, row, strict=True)) for row in cursor.fetchall()]
@@ -121,6 +130,7 @@ def _is_there(connection: BaseDatabaseWrapper, table: str, key: str, when: str |
     statement = _HAS_ROW.format(table=_literal(table), key=_literal(key), when=_and(when))
     # If the text is not a valid value of the column's type, no row has this key.
     with suppress(DataError), transaction.atomic(using=connection.alias), connection.cursor() as cursor:
+        cursor.execute(_LIMIT_WAITING)
         cursor.execute(statement, [value, value])
         return cursor.fetchone() is not None
     return False
@@ -201,4 +211,6 @@ def _rows(statement: str, view: str, values: Mapping[str, Any]) -> Sequence[tupl
         # The statement contains SQL of the rules unchanged. This is safe, because the author of a plan may also write
         # the rules.
         text = sql.SQL(statement).format(view=sql.Identifier(schema, view))
-        return connection.execute(text, values).fetchall()
+        with connection.transaction():
+            connection.execute(_LIMIT_WAITING)
+            return connection.execute(text, values).fetchall()
