@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from types import MappingProxyType
@@ -220,6 +220,8 @@ class Delivery(Generic[Body_co]):
     offset: int
     attempt: int = 1
     transaction_id: UUID | None = None
+    # Decodes the body of `message` once more (see `afresh`). It is None for a delivery that the application has made.
+    _decode: Callable[[Message], Any] | None = field(default=None, repr=False, compare=False)
     # A slot without a value, except for a large body. So other messages cost nothing.
     _unread: UnreadBody | None = field(init=False, repr=False, compare=False)
 
@@ -303,3 +305,15 @@ class Delivery(Generic[Body_co]):
         The key is the same on every attempt, after a replay, and with every engine. Another group has another key.
         """
         return str(uuid5(self.message_id, self.group))
+
+
+def afresh(deliveries: Sequence[Delivery]) -> list[Delivery]:
+    """Return the deliveries for another call of the handler, each with a body of its own.
+
+    The body is decoded again, because the earlier call may have changed the object that it got. Raises UndecodableBody,
+    UnknownEventVersion or HandlerNotStarted as the first decoding does.
+    """
+    return [
+        one if one._decode is None else Delivery(**{**one.fields(), "body": one._decode(one.message)})
+        for one in deliveries
+    ]

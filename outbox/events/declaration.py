@@ -24,7 +24,7 @@ from outbox.erasure import ERASED
 from outbox.errors import ConfigurationError, UndecodableBody, UnknownEventVersion, UnserialisableBody, UsageError
 from outbox.events.shapes import Shape, ShapeError, is_shaped, shape_of
 from outbox.large_bodies import UnreadBody
-from outbox.message import Delivery
+from outbox.message import Delivery, Message
 from outbox.utils.safe_text import error_line, shown_text, shown_value
 
 EVENT_HEADER: Final = "outbox-event"
@@ -367,6 +367,19 @@ def read_event(expected: tuple[type, ...], topic: str, headers: Mapping[str, str
             f"{at[0]!r}): {shown_text(error)}. Correct the publisher, or declare @upcast({at[0]!r}, {at[1]}); then "
             "replay the message."
         ) from error
+
+
+def body_decoder(decode: Callable[[str, bytes], Any], expected: tuple[type, ...]) -> Callable[[Message], Any]:
+    """Return a function that decodes the body of a message for a handler that expects these types of events.
+
+    `decode` is `Codecs.decode`. The function raises the errors of `decode` and of `read_event`.
+    """
+
+    def decode_body(message: Message) -> Any:
+        body = decode(message.content_type, message.body)
+        return read_event(expected, message.topic, message.headers, body) if expected else body
+
+    return decode_body
 
 
 def _read(body: Any) -> Any:

@@ -7,6 +7,7 @@ import logging
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Sequence
+from contextvars import Context, copy_context
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Final
@@ -15,10 +16,10 @@ from uuid import UUID
 from outbox import passing_over, tracing
 from outbox.codec import Codecs
 from outbox.errors import UndecodableBody, UnknownEventVersion
-from outbox.events.declaration import read_event, wait_seconds
+from outbox.events.declaration import body_decoder, wait_seconds
 from outbox.filters.filter import Filter, parse_filter
 from outbox.memory.log import Entry, Log
-from outbox.message import Delivery, Message
+from outbox.message import Delivery, Message, afresh
 from outbox.ports import AnyHandler, ConsumeCounts, Disposition, Invoker
 from outbox.subscription import OnError, Start, Subscription
 from outbox.utils import given_up, log_context
@@ -144,7 +145,8 @@ class ConsumerGroups:
     def _drain_one(self, consumer: _Consumer) -> int:
         count = 0
         while batch := self._fetch(consumer):
-            self._deliver(consumer, batch)
+            # As in a consumer process, the handler meets no context variables of other code.
+            Context().run(self._deliver, consumer, batch)
             count += len(batch)
         return count
 
@@ -175,15 +177,14 @@ class ConsumerGroups:
 
     def _deliver(self, consumer: _Consumer, batch: list[_Fetched]) -> None:
         deliveries: list[Delivery] = []
+        decode = body_decoder(self._codecs.decode, consumer.subscription.events)
         for fetched in batch:
             message = fetched.entry.message
             if fetched.entry.is_timed_out(self._now()):
                 self.counts["timed_out"] += 1
                 continue
             try:
-                body = self._codecs.decode(message.content_type, message.body)
-                if events := consumer.subscription.events:
-                    body = read_event(events, message.topic, message.headers, body)
+                body = decode(message)
             except UndecodableBody as error:
                 self._give_up(consumer, fetched.entry, shown_text(error))
                 continue
@@ -199,6 +200,7 @@ class ConsumerGroups:
                     offset=fetched.offset,
                     attempt=fetched.attempt,
                     transaction_id=fetched.entry.transaction.transaction_id,
+                    _decode=decode,
                 )
             )
         if deliveries:
@@ -211,8 +213,9 @@ class ConsumerGroups:
         if len(results) > 1 and isinstance(first, Exception) and all(result is first for result in results):
             # Halve the batch until the failing message is alone, like the real broker.
             middle = (len(deliveries) + 1) // 2
-            self._call(consumer, deliveries[:middle])
-            self._call(consumer, deliveries[middle:])
+            again = afresh(deliveries)
+            self._call(consumer, again[:middle])
+            self._call(consumer, again[middle:])
             return
         for delivery, result in zip(deliveries, results, strict=True):
             if isinstance(result, Disposition):
@@ -230,7 +233,8 @@ class ConsumerGroups:
         return results
 
     def _results(self, consumer: _Consumer, deliveries: list[Delivery]) -> Sequence[Disposition | Exception]:
-        results = self._invoker(consumer.subscription, consumer.handler, deliveries, generation=1)
+        call = copy_context()
+        results = call.run(self._invoker, consumer.subscription, consumer.handler, deliveries, generation=1)
         if not passing_over.is_to_pass(deliveries, results):
             return results
         passing_over.report(deliveries, results[0])

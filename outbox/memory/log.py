@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
+from types import MappingProxyType
 from uuid import UUID
 
 from outbox.errors import InvalidMessage, UnknownTopic
@@ -124,6 +125,8 @@ class Log:
         for message in messages:
             if message.delay is not None:
                 message = replace(message, deliver_at=self._now() + message.delay, delay=None)
+            # Neither the publisher nor a handler can change the stored message.
+            message = replace(message, headers=MappingProxyType(dict(message.headers)))
             entry = self._entries[message.message_id] = Entry(next(self._log_ids), message, transaction)
             transaction.entries.append(entry)
         return transaction

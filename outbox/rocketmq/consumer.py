@@ -16,7 +16,8 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from contextvars import Context, copy_context
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any, Final
@@ -32,9 +33,9 @@ from outbox.errors import (
     UndecodableBody,
     UnknownEventVersion,
 )
-from outbox.events.declaration import read_event, wait_seconds
+from outbox.events.declaration import body_decoder, wait_seconds
 from outbox.filters.filter import parse_filter
-from outbox.message import Delivery, Message
+from outbox.message import Delivery, Message, afresh
 from outbox.ports import AnyHandler, ConsumeCounts, Disposition, Invoker, call_handler
 from outbox.rocketmq import client
 from outbox.rocketmq.address import parse
@@ -191,7 +192,7 @@ class _Poller:
         self._subscription = subscription
         self._handler = handler
         self._invoker = invoker
-        self._codecs = codecs
+        self._decode = body_decoder(codecs.decode, subscription.events)
         self._tls = tls
         self._namespace = namespace
         self._note = note
@@ -259,7 +260,8 @@ class _Poller:
                 self._stopping.wait(_BACKOFF.pause_seconds(failures))
                 continue
             if received:
-                self._handle(received)
+                # Context variables that a handler leaves behind must not reach the next message of this thread.
+                Context().run(self._handle, received)
 
     def _renew(self) -> None:
         """Extend the invisible time of messages whose handlers run, until the handlers' time limit."""
@@ -323,9 +325,7 @@ class _Poller:
             self._quietly(wire, partial(self._consumer.ack, wire))
             return None
         try:
-            body = self._codecs.decode(message.content_type, message.body)
-            if self._subscription.events:
-                body = self._event(message, body, attempt)
+            body = self._body(message, attempt)
         except UnknownEventVersion:
             # This process stops. The message stays unacknowledged, so the server delivers it again.
             return None
@@ -334,15 +334,15 @@ class _Poller:
             return None
         return _Held(wire, self._delivery(message, body, wire))
 
-    def _event(self, message: Message, body: Any, attempt: Attempt) -> Any:
-        """Return the event of a message. Wait while this process does not know its version.
+    def _body(self, message: Message, attempt: Attempt) -> Any:
+        """Return the body of a message. Wait while this process does not know the version of its event.
 
         The message stays in this process, because a new delivery would use up an attempt. Raises UndecodableBody, or
         UnknownEventVersion if this process stops.
         """
         while True:
             try:
-                return read_event(self._subscription.events, message.topic, message.headers, body)
+                return self._decode(message)
             except UnknownEventVersion as unknown:
                 logger.warning(
                     "group %r: message %s waits: %s", self._subscription.group, message.message_id, shown_text(unknown)
@@ -370,16 +370,19 @@ class _Poller:
             # The library does not report the offset of a message.
             offset=-1,
             attempt=wire.delivery_attempt or 1,
+            _decode=self._decode,
         )
 
     def _call(self, held: Sequence[_Held], attempt: Attempt) -> None:
-        results = self._invoked([one.delivery for one in held], attempt)
+        deliveries = [one.delivery for one in held]
+        results = self._invoked(deliveries, attempt)
         first = results[0]
         if len(results) > 1 and isinstance(first, Exception) and all(result is first for result in results):
             # Halve the batch until the failing message is alone.
             middle = (len(held) + 1) // 2
-            self._call(held[:middle], attempt)
-            self._call(held[middle:], attempt)
+            again = [replace(one, delivery=new) for one, new in zip(held, afresh(deliveries), strict=True)]
+            self._call(again[:middle], attempt)
+            self._call(again[middle:], attempt)
             return
         for one, result in zip(held, results, strict=True):
             if isinstance(result, Disposition):
@@ -394,8 +397,9 @@ class _Poller:
         attempt.
         """
         while True:
+            call = copy_context()
             results = self._subscription.contained(
-                self._invoker(self._subscription, self._handler, deliveries, generation=_GENERATION)
+                call.run(self._invoker, self._subscription, self._handler, deliveries, generation=_GENERATION)
             )
             if passing_over.is_to_pass(deliveries, results):
                 passing_over.report(deliveries, results[0])
@@ -408,6 +412,7 @@ class _Poller:
             if self._stopping.wait(min(pause, self._subscription.timeout_seconds / 2)):
                 return results
             attempt.begin()
+            deliveries = afresh(deliveries)
 
     def _let_go(self, wire: Any, error: Exception, attempt: int, what: str) -> None:
         """Set the delay before the next delivery of a failed message, or give the message up."""

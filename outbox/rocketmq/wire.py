@@ -13,6 +13,7 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from types import MappingProxyType
 from typing import Any, Final
 from uuid import UUID
 
@@ -149,7 +150,7 @@ def from_wire(wire: Any) -> Message:
         message_id=UUID(noted["id"]) if noted else uuid.uuid5(_FOREIGN, wire.message_id),
         key=noted.get("key", "") if noted else (wire.message_group or ""),
         tag=wire.tag or "",
-        headers=headers or {},
+        headers=MappingProxyType(headers or {}),
         content_type=noted.get("content_type", "application/json"),
         deliver_at=datetime.fromtimestamp(due / 1000, UTC) if due else None,
         born_at=_born(noted, wire),

@@ -25,6 +25,7 @@ from outbox.contrib.django.publishing import checkback, decorators, ends
 from outbox.contrib.django.publishing import publish as publishing
 from outbox.contrib.django.subscribers import claims, inbox, outside
 from outbox.contrib.django.subscribers.inbox import InboxEntries
+from outbox.contrib.django.subscribers.shared_transaction import SharedTransaction
 from outbox.message import UniqueMessage
 from outbox.transaction import HalfTransaction
 from tests.mistakes.generator import Side
@@ -150,7 +151,50 @@ def find_no_step(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(claims, "find_step", lambda *args: None)
 
 
+def repeat_with_the_same_body(patch: pytest.MonkeyPatch) -> None:
+    """A repeated call gets the objects of the first call."""
+    patch.setattr(inbox, "afresh", list)
+
+
+def repeat_in_the_same_context(patch: pytest.MonkeyPatch) -> None:
+    """A repeated call runs with the context variables of the first call."""
+    patch.setattr(inbox._Call, "once", inbox._Call._run)
+
+
+def join_in_the_same_context(patch: pytest.MonkeyPatch) -> None:
+    """A message that joins a transaction runs with the context variables of the messages before it."""
+
+    def extend(shared: SharedTransaction, handle: Callable[[Delivery], Exception | None]) -> None:
+        while shared._may_go_on() and shared._join_next(handle):
+            pass
+
+    patch.setattr(SharedTransaction, "extend", extend)
+
+
+def keep_every_session(patch: pytest.MonkeyPatch) -> None:
+    """A connection stays open although a handler has changed its session."""
+    patch.setattr(inbox, "is_session_changed", lambda connection: False)
+
+
+_LEFTOVERS: Final[tuple[tuple[str, Switch, str, Side], ...]] = (
+    ("a body for each call", repeat_with_the_same_body, "a changed body and a conflict", "consumer"),
+    ("a context for each call", repeat_in_the_same_context, "an activated language and a conflict", "consumer"),
+    ("a context for each message", join_in_the_same_context, "an activated time zone before other messages", "sharing"),
+    (
+        "a session for the next message",
+        keep_every_session,
+        "a changed session before a failure outside of a transaction",
+        "outside",
+    ),
+)
+
 MENDS: Final = (
+    *(
+        Control(f"leftovers, {part}", switch, specimen, side, world, Kind.LEFTOVER)
+        for world in (TWO_PHASE, SQLITE)
+        for part, switch, specimen, side in _LEFTOVERS
+        if world is TWO_PHASE or side != "sharing"
+    ),
     *(
         Control(part, switch, specimen, "outside", world, kind)
         for world in (TWO_PHASE, ATOMIC, SQLITE)

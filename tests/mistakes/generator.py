@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Final, Literal
 
 from tests.mistakes.grammar import (
@@ -18,6 +19,8 @@ from tests.mistakes.grammar import (
     FailKind,
     Finish,
     Kill,
+    Leave,
+    LeaveKind,
     Many,
     OnCommit,
     Pair,
@@ -59,7 +62,27 @@ _BY_HAND: Final = {
 def generate(seed: int, side: Side, vendor: str) -> Program:
     """The program of a seed."""
     name = f"{seed} {side} {vendor}"
-    return _Generator(random.Random(name), random.Random(f"{name} unique"), vendor).program(side)
+    program = _Generator(random.Random(name), random.Random(f"{name} unique"), vendor).program(side)
+    return program if isinstance(program, Producer) else _leaving(program, random.Random(f"{name} left"))
+
+
+_LEFT: Final[tuple[LeaveKind, ...]] = ("body", "language", "time zone", "variable", "session")
+
+
+def _leaving(program: Consumer, chance: random.Random) -> Consumer:
+    """The handler also leaves something behind in some attempts, and may then meet a conflict.
+
+    Separate chances, for the same reason as those of unique keys.
+    """
+    attempts = []
+    for attempt in program.attempts:
+        body = list(attempt)
+        if chance.random() < 0.4:
+            body.insert(chance.randint(0, len(body)), Leave(chance.choice(_LEFT)))
+            if not program.outside and chance.random() < 0.5:
+                body.insert(chance.randint(0, len(body)), Fail("conflict"))
+        attempts.append(tuple(body))
+    return replace(program, attempts=tuple(attempts))
 
 
 class _Generator:

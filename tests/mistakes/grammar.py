@@ -57,13 +57,24 @@ class Effect:
 
 
 FailKind = Literal[
-    "select", "table", "unique", "raw unique", "statement timeout", "lock timeout", "nowait", "constraint at commit"
+    "select",
+    "table",
+    "unique",
+    "raw unique",
+    "statement timeout",
+    "lock timeout",
+    "nowait",
+    "constraint at commit",
+    "conflict",
 ]
 
 
 @dataclass(frozen=True)
 class Fail:
-    """A statement that the database refuses; with "constraint at commit" it is COMMIT that it refuses."""
+    """A statement that the database refuses; with "constraint at commit" it is COMMIT that it refuses.
+
+    "conflict" is a serialization failure in the first call of an attempt.
+    """
 
     how: FailKind
 
@@ -75,6 +86,16 @@ class Sql:
     text: str
     # Past Django's cursors, on the driver's own connection.
     driver: bool = False
+
+
+LeaveKind = Literal["body", "language", "time zone", "variable", "session"]
+
+
+@dataclass(frozen=True)
+class Leave:
+    """Something that the handler leaves behind: a changed body, or a state of its thread or of its session."""
+
+    what: LeaveKind
 
 
 @dataclass(frozen=True)
@@ -179,7 +200,7 @@ class Finish(Block):
         return any(isinstance(step, Effect) for step in self.body)
 
 
-Step = Pair | Many | Write | Effect | Fail | Sql | SetRollback | Close | Kill | Raise | Block
+Step = Pair | Many | Write | Effect | Fail | Leave | Sql | SetRollback | Close | Kill | Raise | Block
 
 
 @dataclass(frozen=True)
@@ -234,6 +255,14 @@ _SINGLE = {
     "raw unique": "INSERT INTO shop_order … -- a duplicate",
     "statement timeout": "SET LOCAL statement_timeout = 1; SELECT pg_sleep(0.05)",
     "lock timeout": "SET LOCAL lock_timeout = 1; UPDATE shop_order … -- a row locked elsewhere",
+    "conflict": "… -- a serialization failure, once",
+}
+_LEFT = {
+    "body": "delivery.body['amount'] += 1",
+    "language": "translation.activate('de')",
+    "time zone": "timezone.activate('Asia/Tokyo')",
+    "variable": "variable.set('left')",
+    "session": "execute('SET app.left = …')  # SQLite: a PRAGMA",
 }
 
 
@@ -281,6 +310,8 @@ def _single(step: Step) -> list[str]:
             return ["Payment.objects.create(duplicate)  # deferred: COMMIT will fail"]
         case Fail():
             return [f"execute({_SINGLE[step.how]!r})"]
+        case Leave():
+            return [_LEFT[step.what]]
         case Sql():
             return [f"{'connection.connection.' if step.driver else ''}execute({step.text!r})"]
         case SetRollback():

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import sqlite3
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final
+from contextvars import ContextVar, copy_context
+from dataclasses import replace
+from typing import Any, Final, cast
 
+from django.conf import settings
 from django.db import connections, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
+from django.db.utils import OperationalError
+from django.utils import timezone, translation
 
 from outbox import Delivery, Message, SendReceipt
 from outbox.contrib.django import ClaimedDelivery, publish, publish_many, subscriber, transactional_message
@@ -18,6 +25,7 @@ from outbox.contrib.django.subscribers.registry import Subscriber, subscribers
 from outbox.errors import PermanentError
 from outbox.ports import Disposition, RunAlone
 from outbox.subscription import Effects
+from outbox.utils import log_context
 from outbox.utils.ids import uuid7
 from outbox.utils.safe_text import error_line
 from tests.django.sharing import Waiting
@@ -31,6 +39,16 @@ from tests.mistakes.traces import AttemptSeen, PairSeen, Trace
 
 # No program publishes to this topic: the interpreter makes the deliveries for the handlers.
 HANDLED_TOPIC: Final = "payments"
+
+BODY: Final = {"amount": 1}
+
+# What a handler may leave behind. In the session it is a parameter on PostgreSQL, and a pragma on SQLite.
+_variable: Final[ContextVar[str]] = ContextVar("mistakes", default="")
+_SET: Final = {"postgresql": "SET app.left_behind = '1'", "sqlite": "PRAGMA recursive_triggers = 1"}
+_SHOW: Final = {
+    "postgresql": "SELECT coalesce(current_setting('app.left_behind', true), '') = '1'",
+    "sqlite": "PRAGMA recursive_triggers",
+}
 
 
 class Mistake(Exception):
@@ -70,6 +88,8 @@ class _Interpreter:
         self.given: ClaimedDelivery | None = None
         self._writable = 0
         self._rows = 0
+        # The bodies that the running call has got.
+        self.bodies: list[dict[str, int]] = []
 
     @property
     def connection(self) -> BaseDatabaseWrapper:
@@ -95,6 +115,8 @@ class _Interpreter:
                 self._effect(step.part)
             case grammar.Fail():
                 self._fail(step.how)
+            case grammar.Leave():
+                self._leave(step.what)
             case grammar.Sql():
                 self._by_hand(step)
             case grammar.SetRollback():
@@ -221,8 +243,48 @@ class _Interpreter:
                 )
             case "nowait":
                 Order.objects.using(self.alias).select_for_update(nowait=True).get(number=LOCKED)
+            case "conflict":
+                self._conflict()
             case "constraint at commit":
                 Payment.objects.using(self.alias).create(reference=DUPLICATE)
+
+    def _conflict(self) -> None:
+        if self.attempt.has_conflicted:
+            return
+        self.attempt.has_conflicted = True
+        if self.connection.vendor == "sqlite":
+            error = sqlite3.OperationalError("database is locked")
+            error.sqlite_errorcode = sqlite3.SQLITE_BUSY
+            raise OperationalError("database is locked") from error
+        self._execute("DO $$ BEGIN RAISE EXCEPTION 'conflict' USING ERRCODE = '40001'; END $$")
+
+    def _leave(self, what: grammar.LeaveKind) -> None:
+        match what:
+            case "body":
+                for one in self.bodies:
+                    one["amount"] += 1
+            case "language":
+                translation.activate("de")
+            case "time zone":
+                timezone.activate("Asia/Tokyo")
+            case "variable":
+                _variable.set("left")
+            case "session":
+                self._execute(_SET[self.connection.vendor])
+
+    def look(self, deliveries: Sequence[Delivery]) -> None:
+        """Note what a call of a handler meets of earlier calls."""
+        self.bodies = [one.body for one in deliveries]
+        met = {
+            "a changed body": any(body != BODY for body in self.bodies),
+            "a language": translation.get_language() != settings.LANGUAGE_CODE,
+            "a time zone": timezone.get_current_timezone_name() != settings.TIME_ZONE,
+            "a variable": bool(_variable.get()),
+        }
+        with self.connection.cursor() as cursor:
+            cursor.execute(_SHOW[self.connection.vendor])
+            met["a changed session"] = bool(cursor.fetchone()[0])
+        self.trace.leftovers += [what for what, is_met in met.items() if is_met]
 
     def _by_hand(self, step: grammar.Sql) -> None:
         # SQLite takes one statement at a time.
@@ -371,8 +433,19 @@ def _consume(program: Consumer, interpreter: _Interpreter) -> None:
 
 
 def _delivery(key: str, group: str, offset: int = 0) -> Delivery:
-    message = Message(topic=HANDLED_TOPIC, body=b"{}", key=key, message_id=uuid7())
-    return Delivery(message=message, body={}, group=group, queue=f"{HANDLED_TOPIC}/0", offset=offset)
+    message = Message(topic=HANDLED_TOPIC, body=json.dumps(BODY).encode(), key=key, message_id=uuid7())
+    return _decoded(
+        Delivery(message=message, body=None, group=group, queue=f"{HANDLED_TOPIC}/0", offset=offset, _decode=_decode)
+    )
+
+
+def _decode(message: Message) -> Any:
+    return json.loads(message.body)
+
+
+def _decoded(delivery: Delivery) -> Delivery:
+    """A delivery as an engine makes it for each call."""
+    return replace(delivery, body=_decode(delivery.message))
 
 
 def _share(program: Consumer, place: int, deliver: _Deliver, delivery: Delivery) -> None:
@@ -430,9 +503,15 @@ class _Deliver:
 
     def alone(self, deliveries: Sequence[Delivery]) -> list[Any]:
         assert self.registered is not None
-        if self.registered.subscription.effects is Effects.OUTSIDE:
-            return [self._claim(self.registered, deliveries[0])]
-        return list(self._invoker(self.registered.subscription, self.registered.handler, deliveries, generation=1))
+        given = [_decoded(one) for one in deliveries]
+        # A thread of a consumer calls the invoker in this way, too.
+        with log_context.handling(given):
+            return cast(list[Any], copy_context().run(self._alone, self.registered, given))
+
+    def _alone(self, registered: Subscriber, deliveries: Sequence[Delivery]) -> list[Any]:
+        if registered.subscription.effects is Effects.OUTSIDE:
+            return [self._claim(registered, deliveries[0])]
+        return list(self._invoker(registered.subscription, registered.handler, deliveries, generation=1))
 
     def _claim(self, registered: Subscriber, delivery: Delivery) -> object:
         def claimed(term_seconds: float) -> None:
@@ -448,7 +527,10 @@ class _Deliver:
         """Return a result for each delivery; a delivery that never joined runs alone."""
         assert self.registered is not None
         first, more = deliveries[0], Waiting(deliveries[1:])
-        results = self._invoker.share(self.registered.subscription, self.registered.handler, first, more, generation=1)
+        subscription, handler = self.registered.subscription, self.registered.handler
+        with log_context.handling([first]):
+            call = copy_context()
+            results = call.run(self._invoker.share, subscription, handler, first, more, generation=1)
         return [*results, *[RunAlone.RUN_ALONE] * (len(deliveries) - len(results))]
 
 
@@ -461,9 +543,13 @@ def _handling(group: str, interpreter: _Interpreter) -> Iterator[_Deliver]:
     @subscriber(HANDLED_TOPIC, group=group, using=interpreter.alias, batch=batch, effects=effects)
     def handler(given: Any) -> None:
         interpreter.given = given if isinstance(given, ClaimedDelivery) else None
+        interpreter.look(given if isinstance(given, list) else [given])
         if isinstance(given, Delivery) and given.key in interpreter.trace.others:
             EffectRow.objects.using(interpreter.alias).create(number=given.key)
         else:
+            if interpreter.attempt.has_conflicted:
+                # The rows and messages of a repeated call have names of their own.
+                interpreter.prefix = f"{interpreter.trace.name}.a{len(interpreter.trace.attempts)}.again"
             interpreter.body(deliver.steps)
 
     deliver.registered = next(item for item in subscribers() if item.subscription.group == group)

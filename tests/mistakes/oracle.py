@@ -48,12 +48,17 @@ For a handler with effects="outside", whose parts are in one `finish`, rules 7 t
 15. If the handler returns before the `finish` with the parts, or another `finish` comes first, the message is done, and
     the parts are the application's own. A message is also given up if the result of a step cannot be stored.
 
+Every call of a handler, also a repeated one, and those of the messages that share its transaction:
+
+16. It gets the published body, and meets no language, time zone, context variable or setting of the session that an
+    earlier call has left behind. (LEFTOVER)
+
 For messages with a unique key, whose time does not end while a program runs:
 
-16. At most one message of a key is delivered, and none of a key that another session holds. (UNIQUE)
-17. A duplicate is not delivered, and its bound row needs no message of its own. If the row exists, the message that the
+17. At most one message of a key is delivered, and none of a key that another session holds. (UNIQUE)
+18. A duplicate is not delivered, and its bound row needs no message of its own. If the row exists, the message that the
     receipt names was delivered. (PHANTOM, UNIQUE)
-18. A bound row without its message exists only if another message of its key was delivered. (LOST)
+19. A bound row without its message exists only if another message of its key was delivered. (LOST)
 """
 
 from __future__ import annotations
@@ -82,6 +87,7 @@ class Kind(StrEnum):
     TWICE = "an effect that happened twice, or in an attempt that failed"
     STRAY = "a write outside of steps and finish that stayed"
     REPEATED = "a step that was called again although it had returned, or may be called once only"
+    LEFTOVER = "a call of a handler that met what an earlier call had left behind"
     UNIQUE = "two messages of one unique key, or a duplicate of no message"
 
 
@@ -130,6 +136,7 @@ def judge(trace: Trace, state: State) -> list[Finding]:
     for key in trace.keys:
         found += [Finding(kind, where) for kind, where in _handled(key, trace.attempts, state)]
     found += [Finding(Kind.STRAY, row) for row in trace.strays if row in state.rows]
+    found += [Finding(Kind.LEFTOVER, f"{what} of {trace.name}") for what in sorted(set(trace.leftovers))]
     found += [Finding(Kind.REPEATED, f"{name} of {trace.name}") for name in _repeated(trace.attempts)]
     return found
 

@@ -14,6 +14,7 @@ from tests.mistakes.grammar import (
     Fail,
     Finish,
     Kill,
+    Leave,
     Many,
     OnCommit,
     Pair,
@@ -109,6 +110,14 @@ EVERYWHERE: Final[dict[str, Program]] = {
     ),
     "publish_many in a savepoint that is rolled back": _request(
         Atomic((Savepoint((Many(1, unique=(1, 2)),), always=True), Many(2, unique=(2, 1))))
+    ),
+    "a changed body and a conflict": _handler(*_EFFECTS, Leave("body"), Fail("conflict")),
+    "a changed body and a conflict in a batch": _handler(*_EFFECTS, Leave("body"), Fail("conflict"), batch=3),
+    "an activated language and a conflict": _handler(*_EFFECTS, Leave("language"), Fail("conflict")),
+    "an activated time zone before other messages": Consumer(((*_EFFECTS, Leave("time zone")),), place=0),
+    "a variable before other messages": Consumer(((*_EFFECTS, Leave("variable")),), place=1),
+    "a changed session before a failure outside of a transaction": Consumer(
+        ((Leave("session"), Raise()), (Finish(_EFFECTS),)), outside=True
     ),
     "a handler that publishes, with ROLLBACK; BEGIN": _handler(*_EFFECTS, Pair(1), Sql("ROLLBACK; BEGIN")),
 }

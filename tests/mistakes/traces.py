@@ -43,6 +43,8 @@ class AttemptSeen:
     reached_finish: bool | None = None
     # For each `finish` that returned: whether it had the handler's effects.
     finishes: list[bool] = field(default_factory=list)
+    # Whether the database has reported a conflict in this attempt.
+    has_conflicted: bool = False
     # For each step: its name, and "called" or "returned".
     steps: list[tuple[str, str]] = field(default_factory=list)
 
@@ -62,4 +64,6 @@ class Trace:
     committed_after_refusal: bool = False
     # The rows that a handler with effects="outside" has tried to write outside of its steps and `finish`.
     strays: list[str] = field(default_factory=list)
+    # What calls of handlers have met of earlier calls.
+    leftovers: list[str] = field(default_factory=list)
     ended_with: str = ""

@@ -7,7 +7,7 @@ messages by log id.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from decimal import Decimal
@@ -322,10 +322,20 @@ class _OpenDelivery(Generic[Body_co]):
     offset: int
     attempt: int
     transaction_id: UUID | None
+    _decode: Callable[[Message], Any] | None
 
 
-def deliver(row: Row, topic: str, body: Any, group: str, queue: str, offset: int, attempt: int) -> Delivery:
-    """Return a `Delivery` with the message of this row and the decoded body."""
+def deliver(
+    row: Row,
+    topic: str,
+    body: Any,
+    group: str,
+    queue: str,
+    offset: int,
+    attempt: int,
+    decode: Callable[[Message], Any] | None = None,
+) -> Delivery:
+    """Return a `Delivery` with the message of this row and the decoded body. `decode` decodes the body once more."""
     _, _, _, _, _, _, encoded, message_id, key, tag, headers, content_type, born_at, deliver_at, shard, _, its = row
     message = _OpenMessage()
     message.topic = topic
@@ -348,6 +358,7 @@ def deliver(row: Row, topic: str, body: Any, group: str, queue: str, offset: int
     delivery.offset = offset
     delivery.attempt = attempt
     delivery.transaction_id = its or message_id
+    delivery._decode = decode
     delivery.__class__ = Delivery  # type: ignore[assignment]
     opened = cast(Delivery, delivery)
     if body.__class__ is UnreadBody:

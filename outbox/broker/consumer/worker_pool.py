@@ -9,6 +9,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
+from contextvars import Context
 from queue import Empty, SimpleQueue
 from typing import Any, Final, TypeAlias
 
@@ -31,7 +32,7 @@ from outbox.broker.consumer.work import NOT_STARTED, FetchedEntry, HandlerCall, 
 from outbox.codec import Codecs
 from outbox.erasure import ENCRYPTED_CONTENT_TYPE, ERASED_CONTENT_TYPE
 from outbox.errors import HandlerNotStarted, OutboxError, UndecodableBody
-from outbox.events.declaration import read_event
+from outbox.events.declaration import body_decoder, read_event
 from outbox.large_bodies import LARGE_CONTENT_TYPE
 from outbox.message import Delivery
 from outbox.ports import (
@@ -495,7 +496,9 @@ class Caller:
 
     def _run_alone(self, work: HandlerCall, sharing: Sharing | None) -> None:
         try:
-            results = self._call(work, sharing)
+            # Context variables that a handler leaves behind, and with them Django's active language and time zone, must
+            # not reach the next message of this thread.
+            results = Context().run(self._call, work, sharing)
         except BaseException as error:
             # An error of this code or of the invoker must not end the thread. Such an error counts as a failed attempt.
             logger.error(
@@ -509,7 +512,7 @@ class Caller:
         this call again in its own transaction."""
         results: list[Result | RunAlone]
         try:
-            results = self._call(shared.calls[0], sharing, shared)
+            results = Context().run(self._call, shared.calls[0], sharing, shared)
         except BaseException as error:
             logger.error(
                 "calling the handler of group %r failed",
@@ -680,6 +683,7 @@ class Caller:
         """
         group, topic = work.subscribed.group.name, work.subscribed.subscription.topic
         decode, events = self._codecs.decode, work.subscribed.subscription.events
+        decode_again = body_decoder(decode, events)
         # Check the leases after the fault point. If a test freezes the process at the fault point, no handler starts
         # with an expired lease.
         slots = work.subscribed.slots
@@ -710,7 +714,7 @@ class Caller:
                 results[place] = error
                 continue
             attempt = item.retries + item.in_place + 1
-            deliveries.append(deliver(row, topic, body, group, item.queue.name, item.offset, attempt))
+            deliveries.append(deliver(row, topic, body, group, item.queue.name, item.offset, attempt, decode_again))
             places.append(place)
         return deliveries, places
 

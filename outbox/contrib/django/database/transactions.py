@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import re
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -19,6 +21,7 @@ from outbox.broker.fastpath import switch
 from outbox.contrib.django.database.database_errors import mariadb_number
 from outbox.contrib.django.fastpath.atomic_blocks import BlockMark, WatchedBlocks, is_test_case
 from outbox.errors import ConfigurationError, TransactionUsageError
+from outbox.utils import log_context
 from outbox.utils.safe_text import shown_text, shown_value
 
 # -- the watch of a block --------------------------------------------------------------------------
@@ -62,6 +65,28 @@ _BEGINS_MARIADB: Final = re.compile(
     r"(?:begin(?!\s+not\s+atomic)|start\s+transaction|set\s+(?:session\s+|@@)?autocommit\s*=\s*(?:0|off))\b",
     re.IGNORECASE | re.DOTALL,
 )
+# For each vendor: matches a statement that changes the session beyond the transaction.
+_CHANGES_SESSION: Final = {
+    vendor: re.compile(rf"(?:\s|--[^\n]*\n|/\*.*?\*/|#[^\n]*\n)*(?:{words})", re.IGNORECASE | re.DOTALL)
+    for vendor, words in {
+        "postgresql": r"set\s+(?!(?:local|transaction|constraints)\b)|reset\b|discard\b|do\b"
+        r"|create\s+(?:or\s+replace\s+)?(?:(?:global|local)\s+)?temp(?:orary)?\b(?!.*\bon\s+commit\s+drop\b)",
+        "mysql": r"set\s+(?!(?:transaction|statement)\b)|use\b|create\s+(?:or\s+replace\s+)?temporary\b",
+        "sqlite": r"pragma\s+[\w.]+\s*=|attach\b|detach\b|create\s+temp(?:orary)?\b",
+    }.items()
+}
+# Matches a call of set_config for the transaction only.
+_SET_FOR_TRANSACTION: Final = re.compile(
+    r"\bset_config\s*\((?:[^(),']|'[^']*')+,(?:[^(),']|'[^']*'|\([^()]*\))+,\s*true\s*\)", re.IGNORECASE
+)
+_SET_CONFIG: Final = re.compile(r"\bset_config\s*\(", re.IGNORECASE)
+# Statements of Django's ORM begin like this. Except for a call of set_config, they change nothing in the session.
+_OF_ORM: Final = (
+    *(f"{words} {quote}" for words in ("SELECT", "INSERT INTO", "UPDATE", "DELETE FROM") for quote in '"`'),
+    *("SAVEPOINT ", "RELEASE "),
+)
+# The function in which Django opens a connection and calls the receivers of connection_created.
+_CONNECT: Final = inspect.unwrap(BaseDatabaseWrapper.connect).__code__
 # Errors of MariaDB: a missing table, a lock timeout, and two after which the server has rolled the transaction back
 # (ER_CHECKREAD and ER_LOCK_DEADLOCK).
 _NO_SUCH_TABLE: Final = 1146
@@ -124,6 +149,8 @@ class BlockWatch:
         self._is_mariadb = connection.vendor == "mysql"
         # MariaDB: the driver's connection on which a statement outside of a block has begun a transaction.
         self.begun_on: Any = None
+        # The driver's connection whose session a handler has changed.
+        self.changed_on: Any = None
         # The number of statements other than SELECT that this connection has executed.
         self.written = 0
         self.begin()
@@ -145,6 +172,8 @@ class BlockWatch:
         """Check a statement, then execute it (see "Database instrumentation" in Django's documentation)."""
         if not (isinstance(sql, str) and sql.startswith("SELECT")):
             self.written += 1
+        if not (isinstance(sql, str) and sql.startswith(_OF_ORM) and "set_config" not in sql):
+            self._note_session(statement_text(sql, self._connection))
         if self._connection.in_atomic_block:
             if not switch.enabled:
                 self.notice_block()
@@ -192,6 +221,11 @@ class BlockWatch:
             traces.has_conflicts = True
             raise
 
+    def _note_session(self, text: str) -> None:
+        """Record that a handler changes the session. What is set while Django opens the connection stays."""
+        if _changes_session(text, self._connection.vendor) and log_context.is_handling() and not _is_being_opened():
+            self.changed_on = self._connection.connection
+
     def notice_block(self) -> None:
         """Call `begin` if a new outermost block has begun. Used while the fast paths are off."""
         if self._mark.is_new(self._connection):
@@ -230,6 +264,36 @@ class BlockWatch:
         elif self._connection.vendor == "sqlite" and raw is not None and not raw.in_transaction:
             return "the transaction of the block was ended by hand"
         return ""
+
+
+def _changes_session(text: str, vendor: str) -> bool:
+    """Whether a statement, or one of several with semicolons between them, changes the session for later transactions.
+
+    A semicolon in a constant also divides the text, so a statement may count as a change although it is none.
+    """
+    parts = text.split(";") if ";" in text else (text,)
+    pattern = _CHANGES_SESSION.get(vendor)
+    if pattern is not None and any(map(pattern.match, parts)):
+        return True
+    return "set_config" in text.lower() and bool(_SET_CONFIG.search(_SET_FOR_TRANSACTION.sub("", text)))
+
+
+def _is_being_opened() -> bool:
+    """Whether Django opens a connection in this moment, so that the statement belongs to every new connection."""
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code is _CONNECT:
+            return True
+    return False
+
+
+def is_session_changed(connection: BaseDatabaseWrapper) -> bool:
+    """Whether a handler has changed the session of the connection, by a statement of one of Django's cursors."""
+    raw = connection.connection
+    return raw is not None and any(
+        isinstance(wrapper, BlockWatch) and wrapper.changed_on is raw for wrapper in connection.execute_wrappers
+    )
 
 
 def watch_connection(sender: object, connection: BaseDatabaseWrapper, **_: object) -> None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
+from contextvars import Context
 from typing import Final
 from uuid import UUID
 
@@ -282,7 +283,7 @@ def _decided(check: Check, state: str) -> Answer:
         lookup = find_lookup(check.checker) if check.checker else None
         if lookup is None:
             return Answer(transaction_id=check.transaction_id, decision=decision, detail=said)
-        found = lookup(check.message)
+        found = Context().run(lookup, check.message)
         # The result may define `__bool__`, which belongs to the look-up too.
         disagree = bool(found) != (decision is Decision.COMMIT)
     except Exception as error:
@@ -307,7 +308,7 @@ def _by_lookup(check: Check) -> Answer:
         lookup = find_lookup(check.checker)
         if lookup is None:
             return _unknown(check, f"no look-up {check.checker!r} is registered in this process", counts=False)
-        found = lookup(check.message)
+        found = Context().run(lookup, check.message)
     except Exception as error:
         logger.error(
             "the look-up %s failed", check.checker, extra=log_context.about_check(check), exc_info=printable(error)

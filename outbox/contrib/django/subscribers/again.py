@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
+from contextvars import Context
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -12,7 +13,7 @@ from django.db import connections, transaction
 from outbox.contrib.django.subscribers.inbox import handler_alias
 from outbox.contrib.django.subscribers.outside import HandlerInvoker
 from outbox.contrib.django.subscribers.registry import find_subscriber, subscriptions
-from outbox.message import Delivery
+from outbox.message import Delivery, afresh
 from outbox.ports import AnyHandler, Disposition, call_handler
 from outbox.subscription import Effects, Subscription
 
@@ -50,8 +51,8 @@ def deliver_again(calls: Iterable[HandledCall], *, bypass_inbox: bool = False) -
     """
     handled = 0
     for call in list(calls):
-        deliveries = [replace(one, attempt=one.attempt + 1) for one in call.deliveries]
-        for result in _results(call, deliveries, bypass_inbox):
+        deliveries = [replace(one, attempt=one.attempt + 1) for one in afresh(call.deliveries)]
+        for result in Context().run(_results, call, deliveries, bypass_inbox):
             if isinstance(result, Exception):
                 raise result
             handled += result is Disposition.HANDLED

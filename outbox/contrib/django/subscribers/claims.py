@@ -341,6 +341,16 @@ class Renewals:
             with self._changed:
                 self._claims.pop(claim, None)
 
+    def holds(self, claim: Claim) -> bool:
+        """Whether an attempt at the message runs in this process, within its time limit."""
+        wanted = (claim.group, claim.generation, claim.message_id)
+        now = time.monotonic()
+        with self._changed:
+            return any(
+                (held.group, held.generation, held.message_id) == wanted and now < renewal.until
+                for held, renewal in self._claims.items()
+            )
+
     def _loop(self) -> None:
         while True:
             with self._changed:
@@ -383,6 +393,16 @@ class Renewals:
 
 renewals: Final[dict[str, Renewals]] = {}
 """The renewals of this process, by alias."""
+
+
+def runs_here(claim: Claim) -> bool:
+    """Whether an attempt at the message runs in this process.
+
+    A process that got no CPU time for a while, or was frozen, may be given its own message again before it has renewed
+    the claim. The term of the claim is then over, although its handler is alive.
+    """
+    known = renewals.get(claim.alias)
+    return known is not None and known.holds(claim)
 
 
 @contextmanager

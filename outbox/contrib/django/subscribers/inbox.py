@@ -16,12 +16,14 @@ import math
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextvars import Context, copy_context
+from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Final, cast
 from uuid import UUID
 
+from django.conf import settings
 from django.db import InternalError, connections, router, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.utils import IntegrityError, OperationalError
@@ -33,6 +35,7 @@ from outbox.contrib.django.database.database_errors import repeated
 from outbox.contrib.django.database.transactions import (
     begun_by_hand,
     cause_of_rollback,
+    is_session_changed,
     lost,
     sync_pipeline,
     watch_of,
@@ -47,7 +50,7 @@ from outbox.contrib.django.subscribers.shared_transaction import (
     SharedTransaction,
 )
 from outbox.errors import ConfigurationError, HandlerNotStarted, PartialFailure, PermanentError, TransactionUsageError
-from outbox.message import Delivery
+from outbox.message import Delivery, afresh
 from outbox.ports import AnyHandler, Disposition, MoreCalls, call_handler
 from outbox.subscription import Effects, Subscription, threads_of
 from outbox.utils import fence
@@ -96,8 +99,22 @@ class _OfThread(threading.local):
 _of_thread = _OfThread()
 
 
-def refresh_connections() -> None:
+def begin_call() -> None:
+    """Refresh this thread's connections. With DEBUG, also empty the query log, as Django does for each request."""
+    refresh_connections()
+    if settings.DEBUG:
+        for connection in connections.all(initialized_only=True):
+            # Inside CaptureQueriesContext, which is assertNumQueries too, a test reads the log.
+            if not connection.force_debug_cursor:
+                connection.queries_log.clear()
+
+
+def refresh_connections(*, in_handler: bool = False) -> None:
     """Return this thread's connections to Django's pool. Close connections that are broken or past CONN_MAX_AGE.
+
+    Also close a connection whose session a handler has changed, so that the next message does not meet the setting.
+    RESET ALL would not do: it would also undo what Django and the project set when the connection was opened. With
+    `in_handler`, the handler that has changed the session goes on, so it keeps its connection.
 
     A pool may have fewer connections than there are threads, so a thread that keeps a connection would block another
     thread. Without a pool, connections with CONN_MAX_AGE = 0 are kept. Django's close_old_connections would close such
@@ -117,7 +134,12 @@ def refresh_connections() -> None:
         # True if a handler or its on_commit callback has executed BEGIN by hand. On such a connection, the transaction
         # of the next message could not begin.
         left_open = begun_by_hand(connection)
-        if expired or broken or left_open or _has_pool(connection.settings_dict):
+        has_pool = _has_pool(connection.settings_dict)
+        changed = is_session_changed(connection) and (has_pool or not in_handler)
+        if changed and has_pool:
+            # The pool drops a connection that is closed.
+            connection.connection.close()
+        if expired or broken or left_open or changed or has_pool:
             connection.close()
         connection.errors_occurred = False
 
@@ -464,9 +486,11 @@ class InboxInvoker:
 
     def _mask(self, subscription: Subscription, deliveries: Sequence[Delivery], results: Sequence[object]) -> None:
         """Remove the values of masked fields from the errors."""
-        if self._masked_fields and (names := masked_names(self._masked_fields, subscription.topic)):
-            contents = [content for one in deliveries for content in (one.body, one.headers)]
-            for error in {id(one): one for one in results if isinstance(one, Exception)}.values():
+        errors = {id(one): one for one in results if isinstance(one, Exception)}
+        if errors and self._masked_fields and (names := masked_names(self._masked_fields, subscription.topic)):
+            given = [*deliveries, *_as_published(deliveries)]
+            contents = [content for one in given for content in (one.body, one.headers)]
+            for error in errors.values():
                 show_as(error, masked_text(shown_text(error), contents, names))
 
     def _results(
@@ -479,7 +503,7 @@ class InboxInvoker:
         joined: list[Delivery],
     ) -> Sequence[Result]:
         registered = find_subscriber(subscription)
-        refresh_connections()
+        begin_call()
         try:
             if registered is None or not registered.idempotent:
                 if more is not None:
@@ -494,7 +518,16 @@ class InboxInvoker:
             refresh_connections()
 
 
-@dataclass(frozen=True, slots=True)
+def _as_published(deliveries: Sequence[Delivery]) -> list[Delivery]:
+    """Return the deliveries with the bodies before the handler has changed them; none if they cannot be decoded."""
+    try:
+        return afresh(deliveries)
+    except Exception as error:
+        logger.info("the bodies cannot be decoded again, to mask an error: %s", type(error).__name__)
+        return []
+
+
+@dataclass(slots=True)
 class _Call:
     """One call of a handler with the inbox. `joined`: the messages that have joined the call's transaction."""
 
@@ -506,9 +539,27 @@ class _Call:
     lease_seconds: float
     more: MoreCalls | None
     joined: list[Delivery]
+    # The context variables before the handler changes them.
+    _clean: Context = field(default_factory=copy_context)
+    _has_run: bool = False
 
     def once(self) -> Sequence[Result]:
-        """Run the transaction. Return a result for each message of the call and for each message that has joined."""
+        """Run the transaction. Return a result for each message of the call and for each message that has joined.
+
+        When another transaction has stopped the transaction, `once` is called again. What the handler has changed in
+        its delivery, in context variables or in the session must not reach the second call.
+        """
+        if not self._has_run:
+            self._has_run = True
+            return self._run()
+        return self._clean.copy().run(self._run_again)
+
+    def _run_again(self) -> Sequence[Result]:
+        begin_call()
+        self.deliveries = afresh(self.deliveries)
+        return self._run()
+
+    def _run(self) -> Sequence[Result]:
         name = self.registered.name
         connection = connections[handler_alias(self.registered)]
         inbox = InboxEntries(connection, self.subscription.group, self.generation)
@@ -525,7 +576,7 @@ class _Call:
                 )
                 watch_of(connection).bind(name)
                 if self.more is not None and inbox.can_share:
-                    shared = SharedTransaction(connection, inbox, self.more, name, self.joined)
+                    shared = SharedTransaction(connection, inbox, self.more, name, self.joined, self._clean)
                 fresh = entered
                 failed = self._handle(fresh)
                 inbox.leave(failed)

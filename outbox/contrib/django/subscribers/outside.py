@@ -34,6 +34,7 @@ from outbox.contrib.django.subscribers.claims import Claim
 from outbox.contrib.django.subscribers.inbox import (
     InboxEntries,
     InboxInvoker,
+    begin_call,
     half_done,
     handler_alias,
     one_writer,
@@ -159,7 +160,7 @@ class _Attempt:
         if once:
             self._store(name, None)
         # While the other system works, another thread may use the connection of a pool.
-        refresh_connections()
+        refresh_connections(in_handler=True)
         token = _in_step.set(True)
         try:
             with effects.allowed():
@@ -332,7 +333,7 @@ class HandlerInvoker(InboxInvoker):
     ) -> Disposition | Exception | ClaimedElsewhere:
         """Claim the message and call the handler (ports.ClaimingInvoker)."""
         result: Disposition | Exception | ClaimedElsewhere
-        refresh_connections()
+        begin_call()
         try:
             result = self._claimed(subscription, handler, delivery, claimed, generation)
         except Exception as error:
@@ -365,6 +366,8 @@ class HandlerInvoker(InboxInvoker):
             attempt=delivery.attempt,
             term_seconds=TERM_LEASES * self._lease_seconds,
         )
+        if claims.runs_here(claim):
+            return ClaimedElsewhere(claim.term_seconds / 3)
         try:
             require_claims(connection)
             point("claim.before_take")

@@ -105,7 +105,7 @@ class SharedTransaction:
     """The messages that join the transaction of a first message, after the handler of the first has returned.
 
     Make the object before the first handler runs, because it watches that handler too. Messages that join are added to
-    `joined`.
+    `joined`. `clean`: the context variables before the first handler runs.
     """
 
     def __init__(
@@ -115,19 +115,21 @@ class SharedTransaction:
         more: MoreCalls,
         name: str,
         joined: list[Delivery],
+        clean: Context,
     ) -> None:
         self._connection = connection
         self._inbox = inbox
         self._more = more
         self._traces = Traces(connection)
         self._name = name
+        self._clean = clean
         # The on_commit callbacks of each message, as Django keeps them; the first list is that of the first message.
         self._callbacks: list[list[Any]] = []
         # All messages that have joined, and those of them whose handlers have returned without an error.
         self.joined = joined
         self.handled: list[Delivery] = []
-        # For each message that has joined: the context (contextvars) of its handler, in which its callbacks run. So the
-        # log records and the traces of the callbacks belong to their own message.
+        # For each message that has joined: the context (contextvars) at the end of its handler, in which its callbacks
+        # run. So the log records and the traces of the callbacks belong to their own message.
         self._contexts: list[Context] = []
         # The ids (`id`) of the deliveries that were handled before.
         self._skipped: set[int] = set()
@@ -140,15 +142,22 @@ class SharedTransaction:
 
         After a message that must run alone, or whose handler has failed, no further message joins.
         """
-        while self._may_go_on() and (delivery := self._more.next()) is not None:
-            self._end_of_callbacks()
-            self.joined.append(delivery)
-            self._contexts.append(copy_context())
-            # If `_run` raises an exception, RUN_ALONE stays the result of this message.
-            self._results.append(RunAlone.RUN_ALONE)
-            self._results[-1] = result = self._run(delivery, handle)
-            if not isinstance(result, Disposition):
-                return
+        # Each message has a context of its own, as if it had not joined.
+        while self._may_go_on() and self._clean.copy().run(self._join_next, handle):
+            pass
+
+    def _join_next(self, handle: Callable[[Delivery], Exception | None]) -> bool:
+        """Run the next message, if there is one. Return whether another message may join."""
+        delivery = self._more.next()
+        if delivery is None:
+            return False
+        self._end_of_callbacks()
+        self.joined.append(delivery)
+        self._contexts.append(copy_context())
+        # If `_run` raises an exception, RUN_ALONE stays the result of this message.
+        self._results.append(RunAlone.RUN_ALONE)
+        self._results[-1] = result = self._run(delivery, handle)
+        return isinstance(result, Disposition)
 
     def _may_go_on(self) -> bool:
         if reason := self._traces.why_never():
@@ -173,8 +182,8 @@ class SharedTransaction:
         self._connection.savepoint_ids.append(name)
         try:
             with self._more.running(delivery):
-                self._contexts[-1] = copy_context()
                 failure = handle(delivery)
+                self._contexts[-1] = copy_context()
             sync_pipeline(self._connection)
         except Exception as error:
             self._error = error

@@ -1,0 +1,298 @@
+"""What a handler leaves behind on its thread: the next message meets none of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextvars import ContextVar, copy_context
+from typing import Any, Final
+
+import pytest
+from asgiref.sync import sync_to_async
+from django.conf import settings
+from django.db import connections, transaction
+from django.db.backends.signals import connection_created
+from django.test.utils import CaptureQueriesContext, override_settings
+from django.utils import timezone, translation
+
+from outbox import Delivery
+from outbox.broker.fastpath import switch
+from outbox.contrib.django import ClaimedDelivery, publish, subscriber
+from outbox.contrib.django.database.transactions import _changes_session
+from outbox.contrib.django.subscribers import registry
+from outbox.contrib.django.testing import in_memory_outbox
+from outbox.contrib.django.worker.workers import consumer_runtime
+from outbox.utils import log_context
+from tests.django import configured
+from tests.django.shop.models import Effect
+from tests.django.support import sequence
+from tests.django.test_inbox import delivery, run
+from tests.django.test_shared_transactions import HANDLED, deliveries, share
+
+pytestmark = pytest.mark.usefixtures("databases", "no_subscribers")
+
+_left: Final[ContextVar[str]] = ContextVar("left", default="")
+
+# Each changes the session of the connection.
+CHANGES: Final = (
+    "SET search_path TO pg_temp, public",
+    "SET statement_timeout = '1h'",
+    "SET ROLE pg_monitor",
+    "/* a comment */ set session timezone to 'Asia/Tokyo'",
+    "SELECT set_config('app.tenant', 'a', false)",
+    "SELECT 1; SET app.tenant = 'a'",
+    "DO $$ BEGIN PERFORM set_config('app.tenant', 'a', false); END $$",
+    "CREATE TEMP TABLE left_behind (a int)",
+    "RESET ALL",
+)
+STATE: Final = """
+SELECT current_setting('search_path'), current_setting('statement_timeout'), current_user, current_setting('timezone'),
+       coalesce(current_setting('app.tenant', true), ''), to_regclass('left_behind') IS NULL
+"""
+
+
+@pytest.fixture(params=[True, False], ids=["fast paths", "plain"])
+def paths(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """With the fast paths, and without."""
+    monkeypatch.setattr(switch, "enabled", request.param)
+    return bool(request.param)
+
+
+def execute(*statements: str) -> list[Any]:
+    with connections["default"].cursor() as cursor:
+        for statement in statements:
+            cursor.execute(statement)
+        return cursor.fetchall() if cursor.description else []
+
+
+def observed() -> tuple[Any, ...]:
+    """What a handler finds on its thread."""
+    [state] = execute(STATE)
+    return (*state, translation.get_language(), timezone.get_current_timezone_name(), _left.get())
+
+
+def pollute(given: Delivery, seen: list[tuple[Any, ...]]) -> None:
+    """Note what there is, then leave everything behind that a handler can leave."""
+    seen.append(observed())
+    Effect.objects.create(number=given.key)
+    translation.activate("de")
+    timezone.activate("Asia/Tokyo")
+    _left.set(given.key)
+
+
+def handle(*given: Delivery) -> list[Any]:
+    """As a consumer's thread does: log records know the message."""
+    with log_context.handling(given):
+        return run(given)
+
+
+def test_the_next_message_meets_no_language_time_zone_or_variable() -> None:
+    """With both engines; several messages of a subscription with one thread, alone and in a shared transaction."""
+    for per_commit in (1, 16):
+        seen: list[tuple[Any, ...]] = []
+        later: list[tuple[str, str]] = []
+
+        def note(given: Delivery, seen: list[tuple[Any, ...]] = seen, later: list[tuple[str, str]] = later) -> None:
+            pollute(given, seen)
+            transaction.on_commit(lambda: later.append((given.key, f"{translation.get_language()} {_left.get()}")))
+
+        async def note_async(given: Delivery, note: Callable[[Delivery], None] = note) -> None:
+            await sync_to_async(note)(given)
+
+        keys = [f"k{number}" for number in range(6)]
+        for function in (note, note_async):
+            subscriber("orders", group="effects", threads=1)(function)
+            for key in keys:
+                publish("orders", {}, key=key)
+            sequence()
+            with override_settings(OUTBOX={**configured.OUTBOX, "MESSAGES_PER_COMMIT": per_commit}):
+                consumer_runtime().run_once()
+            with in_memory_outbox() as outbox, translation.override("fr"):
+                for key in keys:
+                    publish("orders", {}, key=key)
+                outbox.drain()
+            registry.unregister_all()
+            Effect.objects.all().delete()
+        assert len(seen) == 4 * len(keys)
+        assert {one[-3:] for one in seen} == {(settings.LANGUAGE_CODE, settings.TIME_ZONE, "")}
+        # The callbacks of a message belong to its handler.
+        assert sorted(later) == sorted([(key, f"de {key}") for key in keys] * 4)
+
+
+def test_a_message_that_joins_has_a_context_of_its_own(paths: bool) -> None:
+    """Its spans and log records, too."""
+    seen: list[tuple[Any, ...]] = []
+    later: list[str] = []
+
+    @subscriber("orders", group="effects")
+    def note(given: Delivery) -> None:
+        pollute(given, seen)
+        transaction.on_commit(lambda: later.append(f"{translation.get_language()} {_left.get()}"))
+
+    outside = copy_context()
+    given = deliveries("a", "b", "c")
+    results, _ = outside.run(share, *given)
+    assert results[0] is HANDLED
+    # Without the fast paths, no message joins.
+    joined = [one for one, result in zip(given, results, strict=False) if result is HANDLED]
+    assert len(joined) == (3 if paths else 1)
+    assert {one[-3:] for one in seen} == {(settings.LANGUAGE_CODE, settings.TIME_ZONE, "")}
+    assert later == [f"de {one.key}" for one in joined]
+
+
+def test_a_session_that_a_handler_has_changed_is_closed(paths: bool) -> None:
+    expected: list[tuple[Any, ...]] = []
+
+    @subscriber("orders", group="effects")
+    def clean(given: Delivery) -> None:
+        expected.append(observed())
+
+    assert handle(delivery("clean")) == [HANDLED]
+    for changes in CHANGES:
+        for is_later in (False, True):
+            registry.unregister_all()
+            seen: list[tuple[Any, ...]] = []
+
+            def change(changes: str = changes) -> None:
+                execute(changes)
+
+            @subscriber("orders", group="effects")
+            def effect(
+                given: Delivery,
+                seen: list[tuple[Any, ...]] = seen,
+                change: Callable[[], None] = change,
+                # The other role may not read the inbox.
+                is_later: bool = is_later or "ROLE" in changes,
+            ) -> None:
+                seen.append(observed())
+                transaction.on_commit(change) if is_later else change()
+
+            assert [handle(delivery(key)) for key in "ab"] == [[HANDLED]] * 2
+            assert seen == expected * 2, changes
+
+
+def test_a_setting_for_the_transaction_keeps_the_connection(paths: bool) -> None:
+    sessions: list[Any] = []
+
+    @subscriber("orders", group="effects")
+    def effect(given: Delivery) -> None:
+        execute(
+            "SET LOCAL search_path TO public",
+            "SELECT set_config('app.tenant', 'a', true), lower('set x')",
+            "SET CONSTRAINTS ALL IMMEDIATE",
+            "CREATE TEMP TABLE dropped (a int) ON COMMIT DROP",
+        )
+        publish("orders", {}, key="next")
+        Effect.objects.create(number=given.key)
+        sessions.extend(execute("SELECT pg_backend_pid()"))
+
+    assert [handle(delivery(key)) for key in "abc"] == [[HANDLED]] * 3
+    assert len(sessions) == 3
+    assert len(set(sessions)) == 1
+
+
+def test_what_the_project_sets_when_a_connection_is_opened_stays() -> None:
+    """It is not taken for a change of the handler, although the handler opens the connection."""
+
+    def prepare(connection: Any, **_: Any) -> None:
+        with connection.cursor() as cursor:
+            cursor.execute("SET app.tenant = 'of the project'")
+
+    sessions: list[Any] = []
+
+    @subscriber("orders", group="effects")
+    def effect(given: Delivery) -> None:
+        with connections["other"].cursor() as cursor:
+            cursor.execute("SELECT pg_backend_pid(), current_setting('app.tenant')")
+            sessions.extend(cursor.fetchall())
+
+    connection_created.connect(prepare)
+    try:
+        connections.close_all()
+        assert [handle(delivery(key)) for key in "ab"] == [[HANDLED]] * 2
+    finally:
+        connection_created.disconnect(prepare)
+        connections.close_all()
+    assert sessions[0][1] == "of the project"
+    assert sessions[0] == sessions[1]
+
+
+def test_handlers_without_inbox_or_transaction_leave_nothing() -> None:
+    """In effects="outside", in an on_commit callback, and without the inbox."""
+    for options in ({"idempotent": False}, {"effects": "outside"}, {"batch": 2}):
+        registry.unregister_all()
+        seen: list[tuple[Any, ...]] = []
+
+        @subscriber("orders", group="effects", threads=1, **options)  # type: ignore[arg-type]
+        def effect(given: Any, seen: list[tuple[Any, ...]] = seen) -> None:
+            if not isinstance(given, ClaimedDelivery):
+                pollute(given[0] if isinstance(given, list) else given, seen)
+                transaction.on_commit(lambda: execute("SET search_path TO pg_catalog") and None)
+                return
+            seen.append(observed())
+            execute("SET app.tenant = 'mine'")
+            given.step("look", lambda: None)
+            # The handler keeps its session during a step.
+            assert execute("SELECT current_setting('app.tenant')") == [("mine",)]
+
+        for key in ("a", "b"):
+            publish("orders", {}, key=key)
+            sequence()
+            consumer_runtime().run_once()
+        assert len(seen) == 2
+        assert seen[0] == seen[1], options
+
+
+def test_the_query_log_does_not_grow() -> None:
+    @subscriber("orders", group="effects")
+    def effect(given: Delivery) -> None:
+        Effect.objects.create(number=given.key)
+        logged.append(len(connections["default"].queries_log))
+
+    logged: list[int] = []
+    with override_settings(DEBUG=True):
+        for number in range(5):
+            handle(delivery(str(number)))
+        assert logged[0] > 0
+        assert set(logged[1:]) == {logged[1]}
+        # A test that captures queries still sees all of them.
+        with CaptureQueriesContext(connections["default"]) as captured:
+            handle(delivery("captured 1"))
+            handle(delivery("captured 2"))
+    assert sum("shop_effect" in query["sql"] for query in captured.captured_queries) == 2
+
+
+def test_which_statements_change_the_session() -> None:
+    for vendor, changes, does_not in (
+        (
+            "postgresql",
+            [*CHANGES, "set role x", "DISCARD ALL", "SELECT set_config('a.b', f(1, true), %s)"],
+            [
+                *("SET LOCAL ROLE x", "SET TRANSACTION READ ONLY", "UPDATE t SET a = 1", "SELECT 'set x'", "SETTLE"),
+                "SELECT set_config('a.b', coalesce(%s, ''), true), set_config(%s, 'x', TRUE)",
+                "CREATE TABLE temp_x (a int)",
+                "-- SET a = 1\nSELECT 1",
+            ],
+        ),
+        (
+            "mysql",
+            [
+                "SET SESSION sql_mode = ''",
+                "SET @a = 1",
+                "set names latin1",
+                "USE other",
+                "CREATE TEMPORARY TABLE t (a int)",
+            ],
+            [
+                "SET TRANSACTION READ ONLY",
+                "SET STATEMENT innodb_lock_wait_timeout = 1 FOR SELECT 1",
+                "UPDATE t SET a = 1",
+            ],
+        ),
+        (
+            "sqlite",
+            ["PRAGMA foreign_keys = OFF", "ATTACH DATABASE 'x' AS y", "CREATE TEMP TABLE t (a int)"],
+            ["PRAGMA table_info(t)", "UPDATE t SET a = 1"],
+        ),
+    ):
+        assert [text for text in changes if not _changes_session(text, vendor)] == [], vendor
+        assert [text for text in does_not if _changes_session(text, vendor)] == [], vendor
