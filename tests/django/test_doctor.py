@@ -206,3 +206,15 @@ def test_a_pooler_in_between(world: World) -> None:
             with database.connect() as connection:
                 looked = {one.name: one for one in diagnose(Executor(connection, "outbox"), database)}
             assert looked["pooler"].severity is severity
+
+
+def test_what_only_informs_is_shown_and_is_no_fault(world: World, settings: Any) -> None:
+    @subscriber("orders", group="slow", timeout_seconds=3600)
+    def slow(delivery: Delivery) -> None: ...
+
+    world.subscribe("slow", "orders")
+    shown = {one.name: one.severity for one in examine()}
+    assert shown["check outbox.I035"] is Severity.OK
+    assert "check outbox.I035" not in found()
+    settings.SILENCED_SYSTEM_CHECKS = ["outbox.I035"]
+    assert "check outbox.I035" not in {one.name for one in examine()}

@@ -292,8 +292,21 @@ def passed(run: Executor, group: str, topic: str) -> list[Passed]:
 
 
 # The statement leaves out messages that have ever failed. A message that has failed may have no effect, because it is
-# dead, was skipped by on_error, or is still retried. A message that has timed out has no effect either.
-_ENTRIES = Statement("""
+# dead, was skipped by on_error, or is still retried. A message that has timed out has no effect either. A message may
+# also have left its queue without a failure, because its handler runs without a transaction or it waits for newer code:
+# then it waits in `scheduled` or in a retry queue of the group, or its redelivery was recalled.
+_ENTRIES = Statement(
+    """
+WITH waiting AS MATERIALIZED (
+    SELECT entry.log_id
+    FROM {schema}.topic JOIN {schema}.queue USING (topic_id)
+    LEFT JOIN LATERAL """
+    + newest_offset("%(group_id)s", "queue.queue_id")
+    + """ AS newest ON true
+    JOIN {schema}.consume_queue entry
+      ON entry.queue_id = queue.queue_id AND entry.queue_offset >= coalesce(newest.next_offset, 0)
+    WHERE topic.retry_of = %(group_id)s
+)
 SELECT entry.queue_offset, log.message_id, coalesce(entry.queued_at, log.stored_at) AS queued_at, log.tag,
        CASE WHEN jsonb_typeof(log.headers) = 'object' THEN log.headers ELSE '{{}}' END AS headers
 FROM {schema}.consume_queue entry JOIN {schema}.commit_log log USING (log_id)
@@ -304,8 +317,15 @@ WHERE entry.queue_id = %(queue_id)s AND entry.queue_offset >= %(low)s AND entry.
                   WHERE dead.group_id = %(group_id)s AND dead.log_id = log.log_id)
   AND NOT EXISTS (SELECT FROM {schema}.timed_out
                   WHERE timed_out.group_id = %(group_id)s AND timed_out.log_id = log.log_id)
+  AND NOT EXISTS (SELECT FROM {schema}.scheduled JOIN {schema}.queue away ON away.queue_id = scheduled.queue_id
+                  JOIN {schema}.topic ON topic.topic_id = away.topic_id
+                  WHERE scheduled.log_id = log.log_id AND topic.retry_of = %(group_id)s)
+  AND NOT EXISTS (SELECT FROM {schema}.recalled_retry taken
+                  WHERE taken.group_id = %(group_id)s AND taken.log_id = log.log_id)
+  AND log.log_id NOT IN (SELECT log_id FROM waiting)
 ORDER BY entry.queue_offset
-""")
+"""
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,7 +340,7 @@ class QueuedMessage:
 
 
 def finished_entries(run: Executor, queue: Passed, low: int, high: int, *, keep_seconds: float) -> list[QueuedMessage]:
-    """Return the messages at offsets from `low` to `high - 1` that never failed and did not time out.
+    """Return the messages at offsets from `low` to `high - 1` that the group has finished without any failure.
 
     Messages older than `keep_seconds` are left out.
     """

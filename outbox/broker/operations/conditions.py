@@ -49,7 +49,7 @@ class Condition:
     `evidence` names at most twenty groups, queues, messages or sessions; `count` is the number of all of them.
 
     `meaning`: one to three sentences for the operator. `next_step`: what the operator does next. If `meaning` is empty,
-    `meaning` and `next_step` come from the catalogue.
+    `meaning` and `next_step` come from the catalogue. `is_unknown`: it could not be read whether the condition holds.
     """
 
     name: str
@@ -58,6 +58,7 @@ class Condition:
     count: int = 0
     meaning: str = ""
     next_step: str = ""
+    is_unknown: bool = False
 
     def __post_init__(self) -> None:
         if not self.meaning:
@@ -130,6 +131,14 @@ def of_text(name: str, severity: Severity, meaning: str, next_step: str = "") ->
     A condition with severity OK needs no next step.
     """
     return Condition(name, severity, meaning=meaning, next_step=next_step)
+
+
+def unknown(name: str, error: Exception) -> Condition:
+    """Return a warning that says that nobody knows whether the condition `name` holds, because of this error."""
+    meaning = "It is unknown whether this condition holds, because its tables could not be read."
+    step = "Correct the error; the next look reads the tables again."
+    facts: list[Fact] = [{"error": str(error).strip()}]
+    return Condition(name, Severity.WARNING, facts, 1, meaning=meaning, next_step=step, is_unknown=True)
 
 
 def worst_first(conditions: Iterable[Condition], *, is_complete: bool = True) -> ConditionReport:

@@ -125,7 +125,16 @@ def _text(table: LiteralString, column: LiteralString, linked: LiteralString) ->
     )  # fmt: skip
 
 
+# The keys of the messages, if they are to be replaced. The statements that need them come before that of `commit_log`.
+_OLD_KEYS: Final = """(
+    SELECT key FROM {schema}.commit_log
+    WHERE log_id = ANY(%(log_ids)s::bigint[]) AND %(replacement)s::text IS NOT NULL AND NOT starts_with(key, 'erased:')
+)"""
 _PLACES: Final[Sequence[tuple[str, Statement]]] = (
+    # A consumer process notices at its next heartbeat that it has lost a slot, as after a crash of the server.
+    ("slot", Statement("DELETE FROM {schema}.slot WHERE topic_id = %(topic_id)s AND key IN " + _OLD_KEYS)),
+    ("slot_demand", Statement("""
+UPDATE {schema}.slot_demand SET keys = '{{}}' WHERE topic_id = %(topic_id)s AND keys && ARRAY""" + _OLD_KEYS)),
     ("commit_log", Statement("""
 UPDATE {schema}.commit_log
 SET body = '', content_type = %(erased)s, key = coalesce(%(replacement)s::text, key),
@@ -150,6 +159,9 @@ WHERE log_id = ANY(%(log_ids)s::bigint[]) AND %(replacement)s::text IS NOT NULL 
     SELECT queue_id FROM {schema}.queue JOIN {schema}.topic USING (topic_id)
     WHERE topic_id = %(topic_id)s OR retry_of IN (SELECT group_id FROM {schema}.subscription
                                                   WHERE subscription.topic_id = %(topic_id)s))"""),
+    # These texts are about declarations, so they are erased only where they contain one of the texts.
+    _error("unknown_version", "error", "false"),
+    _error("schedule", "error", "false"),
 )  # fmt: skip
 
 

@@ -36,10 +36,12 @@ class QueueProgress:
 
     `lag` counts the entries from the position to the end of the queue, including the entries in running handlers.
     `oldest_at` is the time from which the entry at the position could be consumed. `queued` and the fields after
-    `queued` are totals from the start of the group. `owner` is None if no process holds a live lease. If an error has
-    stopped the queue, `stopped` is this error. If the queue is consumed in order and an attempt at its next message has
-    failed, `blocked_by` is the id of this message, `blocked_error` is the last error of the message, and
-    `blocked_since` is the time of its first failure.
+    `queued` are totals from the start of the group. `handled` counts each entry whose message the group has done;
+    `skipped` is the part of `handled` that the inbox knew already, because the process had died before it stored
+    the offset, because the message came back from its claim, or because a reset let the group read it again.
+    `owner` is None if no process holds a live lease. If an error has stopped the queue, `stopped` is this error. If
+    the queue is consumed in order and an attempt at its next message has failed, `blocked_by` is the id of this
+    message, `blocked_error` is the last error of the message, and `blocked_since` is the time of its first failure.
     """
 
     group: str
@@ -125,7 +127,7 @@ place AS (
            coalesce(newest.next_offset, 0) AS next_offset,
            greatest(coalesce(newest.next_offset, 0), queue.floor) AS first,
            ends.head - coalesce(newest.start_offset + newest.moved, 0) AS queued,
-           coalesce(newest.handled, 0) AS handled, coalesce(newest.filtered, 0) AS filtered,
+           coalesce(newest.handled + newest.skipped, 0) AS handled, coalesce(newest.filtered, 0) AS filtered,
            coalesce(newest.skipped, 0) AS skipped, coalesce(newest.sent_back, 0) AS sent_back,
            coalesce(newest.dead, 0) AS dead,
            coalesce(newest.expired, 0) + greatest(0, queue.floor - coalesce(newest.next_offset, 0)) AS expired,

@@ -547,9 +547,16 @@ def _dead_letters(limits: Thresholds, summary: Summary) -> Iterator[Condition]:
 
 def _retry_storms(run: Executor, limits: Thresholds) -> Iterator[Condition]:
     judged: list[Judged] = []
-    for one in summaries.growth(run, window_seconds=_RATE_WINDOW_SECONDS):
+    storms = [
+        one
+        for one in summaries.growth(run, window_seconds=_RATE_WINDOW_SECONDS)
+        if limits.retry_messages.judge(one.sent_back)
+    ]
+    # Messages that wait for newer code leave their queue as if they were sent back, but have not failed.
+    waiting = {group for group, *_ in run.rows(_UNKNOWN_VERSIONS, {"seconds": _UNKNOWN_SECONDS})} if storms else set()
+    for one in storms:
         finished = one.handled + one.sent_back + one.dead
-        if finished and limits.retry_messages.judge(one.sent_back):
+        if finished and one.group not in waiting:
             share = one.sent_back / finished
             fact: Fact = {
                 "group": one.group,

@@ -108,7 +108,7 @@ SELECT given.log_id,
        (SELECT count(*) FROM {schema}.consumer_group JOIN {schema}.dead_letter letter USING (group_id)
         WHERE letter.log_id = given.log_id AND letter.replayed_at IS NULL) AS dead,
        (SELECT count(*) FROM {schema}.scheduled
-        WHERE scheduled.log_id = given.log_id AND queue_id IS NOT NULL) AS retrying,
+        WHERE scheduled.log_id = given.log_id AND queue_id IS NOT NULL AND NOT claimed) AS retrying,
        EXISTS (SELECT FROM {schema}.scheduled
                WHERE scheduled.log_id = given.log_id AND queue_id IS NULL) AS is_delayed
 FROM unnest(%(log_ids)s::bigint[]) AS given (log_id)

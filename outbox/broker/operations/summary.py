@@ -28,6 +28,7 @@ from outbox.broker.database.connection import BrokerDatabase, Connection
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
 from outbox.broker.database.timeouts import lock_limited
+from outbox.broker.fastpath import arrays
 from outbox.broker.groups.members import code_version
 from outbox.broker.log.failing import FailureNote, ProcessPart
 from outbox.broker.operations import topic_limits
@@ -255,8 +256,8 @@ class GroupProgress:
     """A consumer group on one topic, or on its retry queue. `lag` counts queued and unfinished messages.
 
     `oldest_at` is the time from which the first unfinished message could be consumed. `queued` and the fields after
-    `queued` are totals from the start of the group. `blocked` and `stopped` count queues. A broadcast group has no
-    `GroupProgress`, because a broadcast group stores no positions.
+    `queued` are totals from the start of the group; see QueueProgress for `handled` and `skipped`. `blocked` and
+    `stopped` count queues. A broadcast group has no `GroupProgress`, because a broadcast group stores no positions.
     """
 
     group: str
@@ -338,6 +339,30 @@ class BlockedQueue:
     since: float
 
 
+# A stored summary has neither keys nor errors of messages, because an erasure would not find them there.
+_TEXTS_OF_BLOCKED: Final = Statement("""
+SELECT given.place, log.key,
+       coalesce((SELECT error FROM {schema}.failure WHERE failure.group_id = known.group_id
+                 AND failure.log_id = log.log_id ORDER BY attempt DESC LIMIT 1), '')
+FROM unnest(%(groups)s::text[], %(messages)s::uuid[]) WITH ORDINALITY AS given (name, message_id, place)
+JOIN {schema}.consumer_group known ON known.name = given.name
+JOIN {schema}.commit_log log ON log.message_id = given.message_id
+""")
+
+
+def _with_texts(run: Executor, blocked: Sequence[BlockedQueue]) -> list[BlockedQueue]:
+    """Return the queues of a stored summary with the present keys and errors of their messages."""
+    if not blocked:
+        return []
+    values = {
+        "groups": arrays.texts([one.group for one in blocked]),
+        "messages": arrays.uuids([UUID(one.message) for one in blocked]),
+    }
+    found = {place - 1: (key, error) for place, key, error in run.rows(_TEXTS_OF_BLOCKED, values)}
+    texts = [found.get(place, ("", "")) for place in range(len(blocked))]
+    return [replace(one, key=key, error=error) for one, (key, error) in zip(blocked, texts, strict=True)]
+
+
 @dataclass(frozen=True, slots=True)
 class LeadingProcess:
     """The leader that stored a summary. `counts`: the number of summaries that it has stored since it leads.
@@ -397,7 +422,10 @@ class Summary:
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """How many messages a group has handled, sent back or given up as dead letters in the last `seconds`."""
+    """How many messages a group has handled, sent back or given up as dead letters in the last `seconds`.
+
+    Messages that left their queue for a claim count as handled when they are done, and not as sent back.
+    """
 
     group: str
     seconds: float
@@ -514,7 +542,9 @@ def _limited(connection: Connection) -> Iterator[None]:
 def refresh(run: Executor, leader: LeadingProcess | None = None) -> Summary:
     """Count, and store the summary. `leader`: the process that counts, if it leads."""
     summary = count(run)
-    facts: dict[str, Any] = {name: _packed(row_type, getattr(summary, name)) for name, row_type in _PARTS.items()}
+    parts = {name: getattr(summary, name) for name in _PARTS}
+    parts["blocked"] = [replace(one, key="", error="") for one in summary.blocked]
+    facts: dict[str, Any] = {name: _packed(row_type, parts[name]) for name, row_type in _PARTS.items()}
     if leader is not None:
         facts["leader"] = dataclasses.asdict(leader)
     values = {"took": summary.took_seconds, "facts": json.dumps(facts), "totals": json.dumps(_totals(summary))}
@@ -540,10 +570,11 @@ def stored(run: Executor) -> Summary | None:
     """Return the newest stored summary, however old it is; None if there is none."""
     with lock_limited(run.connection):
         row = run.row(_NEWEST)
-    if row is None:
-        return None
-    at, took, now, facts = row
-    parts: dict[str, Any] = {name: _unpacked(row_type, facts[name]) for name, row_type in _PARTS.items()}
+        if row is None:
+            return None
+        at, took, now, facts = row
+        parts: dict[str, Any] = {name: _unpacked(row_type, facts[name]) for name, row_type in _PARTS.items()}
+        parts["blocked"] = _with_texts(run, parts["blocked"])
     return Summary(
         at=at,
         now=now,
@@ -600,12 +631,18 @@ def _totals(summary: Summary) -> dict[str, Any]:
     The key `all` has the five figures of all groups together.
     """
     found: dict[str, list[float]] = {}
+    claimed = {one.group: one.claimed for one in summary.rests}
     for one in summary.groups:
-        known = found.setdefault(one.group, [0, 0, 0, 0, 0.0])
-        for place, number in enumerate((one.handled, one.sent_back, one.dead, 0 if one.is_retry else one.lag)):
+        # A claimed message leaves its queue as one that is sent back, although it has not failed. When its handler is
+        # done, the redelivery is skipped.
+        known = found.setdefault(one.group, [0, -claimed.get(one.group, 0), 0, 0, 0.0])
+        sent_back = one.sent_back - one.skipped if one.is_retry else one.sent_back
+        for place, number in enumerate((one.handled, sent_back, one.dead, 0 if one.is_retry else one.lag)):
             known[place] += number
         if not one.is_retry:
             known[4] = max(known[4], summary.seconds_since(one.oldest_at) or 0.0)
+    for row in found.values():
+        row[1] = max(0, row[1])
     rows = list(found.values())
     together = [*(sum(row[place] for row in rows) for place in range(4)), max((row[4] for row in rows), default=0.0)]
     queued = sum(topic.queued for topic in summary.topics)
@@ -661,8 +698,9 @@ WHERE expires_at > clock_timestamp() GROUP BY name ORDER BY name
 class GroupOverview:
     """One consumer group over all its topics.
 
-    `claimed`: messages that have left their queue while their handler runs. `retrying`: messages that wait for another
-    attempt, queued or not.
+    `handled`: messages that the group has done, also if its process died before it stored the offset. Messages that a
+    reset lets the group read again count again. `claimed`: messages that have left their queue while their handler
+    runs. `retrying`: messages that wait for another attempt, queued or not.
     """
 
     name: str

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import enum
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any, Final
 from uuid import UUID
 
@@ -14,6 +15,9 @@ from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
 from outbox.broker.groups.offsets import newest_offset
 from outbox.filters.filter import parse_filter
+
+# The log id of a message, and a group.
+_Place = tuple[int, str | None]
 
 
 class EntryState(enum.StrEnum):
@@ -33,8 +37,15 @@ class EntryState(enum.StrEnum):
     """A handler with effects="outside" runs, and the message has left its queue. The entry is not finished."""
     SENT_BACK = "sent back"
     """The handling of the message failed, and the message was put into the group's retry queue."""
+    LEFT = "left its queue"
+    """The message left the queue without a failed attempt, and is delivered again by a later entry.
+
+    A handler with effects="outside" had claimed it, or it waits for newer code.
+    """
     DEAD = "dead"
-    """The handling of the message failed, and the message became a dead letter."""
+    """The handling of the message failed, and the message became a dead letter. A later entry may have replayed it."""
+    RECALLED = "recalled"
+    """The retry of the message was recalled, so the group does not get the message again."""
     TIMED_OUT = "timed out"
     """The time limit of the message was over before an attempt, so the group did not handle the entry."""
     HANDLED = "handled"
@@ -72,7 +83,7 @@ class EntryFacts:
     headers: str | None
 
     @property
-    def place(self) -> tuple[int, str | None]:
+    def place(self) -> _Place:
         """The log id of the message, and the group."""
         return self.log_id, self.group
 
@@ -86,17 +97,21 @@ class EntryFacts:
 def state_of(
     entry: EntryFacts,
     later: Sequence[EntryFacts],
-    retrying: Collection[tuple[int, str | None]],
-    dead: Collection[tuple[int, str | None]],
+    retrying: Mapping[_Place, int],
+    dead: Collection[_Place],
     timed_out: Collection[tuple[str | None, int, int]] = (),
-    claimed: Collection[tuple[int, str | None]] = (),
+    claimed: Collection[_Place] = (),
+    died: Mapping[_Place, datetime] | None = None,
+    recalled: Collection[_Place] = (),
 ) -> EntryState:
     """Return the state of an entry. `later` has newer entries of the same message for the group.
 
-    If a dead letter was replayed, its new entry has attempt number 0. `retrying` has (log id, group) of messages that
-    wait for another attempt. `dead` has (log id, group) of dead letters that were not replayed. `timed_out` has
-    (group, queue id, offset) of entries whose message timed out. `claimed` has (log id, group) of messages that have
-    left their queue while their handler runs.
+    A failed attempt raises the attempt number of the next entry, and a replayed dead letter begins with 0 again. If the
+    number stays, the message left its queue without an attempt. `retrying` has the attempt numbers of messages that
+    wait for another attempt, by (log id, group). `dead` has (log id, group) of dead letters that were not replayed.
+    `timed_out` has (group, queue id, offset) of entries whose message timed out. `claimed` has (log id, group) of
+    messages that have left their queue while their handler runs. `died` has the time of the last death of each dead
+    letter, replayed or not. `recalled` has (log id, group) of recalled retries.
     """
     if entry.group is None:
         return EntryState.NO_GROUP
@@ -108,17 +123,29 @@ def state_of(
         return EntryState.DEAD
     if not later and entry.place in claimed:
         return EntryState.CLAIMED
-    if not later and entry.place in retrying:
-        return EntryState.SENT_BACK
+    has_died = _died_since(entry, (died or {}).get(entry.place))
+    if not later and (attempt := retrying.get(entry.place)) is not None:
+        return EntryState.LEFT if attempt == entry.attempt and not has_died else EntryState.SENT_BACK
+    if not later and entry.place in recalled:
+        return EntryState.RECALLED
     if entry.offset >= entry.next_offset:
         return EntryState.EXPIRED if entry.offset < entry.floor else EntryState.WAITING
     if entry.offset < entry.start_offset:
         return EntryState.BEFORE_START
+    if later and later[0].attempt == entry.attempt and not has_died:
+        return EntryState.LEFT
     if later:
         return EntryState.DEAD if later[0].attempt == 0 else EntryState.SENT_BACK
     if entry.is_filtered:
         return EntryState.FILTERED
     return EntryState.PASSED if entry.passed_over else EntryState.HANDLED
+
+
+def _died_since(entry: EntryFacts, died_at: datetime | None) -> bool:
+    """Whether the message became a dead letter after the entry was queued."""
+    if died_at is None:
+        return False
+    return entry.queued_at is None or datetime.fromisoformat(entry.queued_at) <= died_at
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -264,6 +291,11 @@ SELECT scheduled.log_id, consumer_group.name AS group, scheduled.attempt, schedu
 FROM {schema}.scheduled JOIN {schema}.queue USING (queue_id) JOIN {schema}.topic USING (topic_id)
 JOIN {schema}.consumer_group ON consumer_group.group_id = topic.retry_of
 WHERE log_id = ANY (%(log_ids)s) ORDER BY due_at
+""")
+
+_RECALLED: Final = Statement("""
+SELECT log_id, consumer_group.name FROM {schema}.recalled_retry JOIN {schema}.consumer_group USING (group_id)
+WHERE log_id = ANY (%(log_ids)s)
 """)
 
 _DEAD: Final = Statement("""
@@ -428,12 +460,13 @@ def trace(run: Executor, message_or_transaction_id: UUID) -> Trace | None:
     retries = run.objects(TracedRetry, _RETRIES, rows)
     dead_letters = run.objects(TracedDeath, _DEAD, rows)
     timed_out = run.objects(TracedTimeout, _TIMED_OUT, rows)
+    recalled = {(log_id, group) for log_id, group in run.rows(_RECALLED, rows)}
     return Trace(
         messages=messages,
         decision=decisions[0] if decisions else None,
         pending=pending[0] if pending and not decisions else None,
         answers=run.objects(TracedAnswer, _CHECKS, transaction),
-        entries=_entries(run.objects(EntryFacts, _ENTRIES, rows), retries, dead_letters, timed_out),
+        entries=_entries(run.objects(EntryFacts, _ENTRIES, rows), retries, dead_letters, timed_out, recalled),
         failures=run.objects(TracedFailure, _FAILURES, rows),
         retries=retries,
         dead_letters=dead_letters,
@@ -446,12 +479,14 @@ def _entries(
     retries: Sequence[TracedRetry],
     letters: Sequence[TracedDeath],
     timeouts: Sequence[TracedTimeout],
+    recalled: Collection[_Place],
 ) -> list[TracedEntry]:
-    retrying = {(retry.log_id, retry.group) for retry in retries}
+    retrying: dict[_Place, int] = {(retry.log_id, retry.group): retry.attempt for retry in retries}
     claimed = {(retry.log_id, retry.group) for retry in retries if retry.claimed}
     # A discarded dead letter is in `dead`, too. So its last entry has the state DEAD, and the field of the dead letter
     # shows that an operator discarded it.
     dead = {(letter.log_id, letter.group) for letter in letters if letter.replayed_at is None}
+    died: dict[_Place, datetime] = {(one.log_id, one.group): datetime.fromisoformat(one.dead_at) for one in letters}
     timed_out = {(one.group, one.queue_id, one.offset) for one in timeouts}
     found = []
     for index, entry in enumerate(facts):
@@ -466,7 +501,7 @@ def _entries(
                 attempt=entry.attempt,
                 queued_at=entry.queued_at,
                 group=entry.group,
-                state=state_of(entry, later, retrying, dead, timed_out, claimed),
+                state=state_of(entry, later, retrying, dead, timed_out, claimed, died, recalled),
             )
         )
     return found

@@ -134,12 +134,13 @@ def _shared(name: str, labels: Sequence[str], rows: Sequence[tuple[Sequence[str]
 
 
 def _conditions(state: ScrapeState) -> Iterator[Metric]:
-    held = {condition.name: int(condition.severity) for condition in state.verdict.conditions}
     # A condition whose state is unknown has no sample. A sample 0 would resolve the alert while the broker is
     # unreachable.
-    known = state.judged if state.verdict.is_complete else held
+    unknown = {condition.name for condition in state.verdict.conditions if condition.is_unknown}
+    held = {one.name: int(one.severity) for one in state.verdict.conditions if not one.is_unknown}
+    known = [name for name in (state.judged if state.verdict.is_complete else held) if name not in unknown]
     rows = [([name], held.get(name, 0)) for name in known]
-    text = "0: the condition does not hold, 1: warning, 2: critical; no sample while the broker does not answer."
+    text = "0: the condition does not hold, 1: warning, 2: critical; no sample while it is unknown."
     yield _family("outbox_condition", text, ["name"], rows)
 
 
@@ -173,9 +174,9 @@ def _pairs(summary: Summary) -> Iterator[Metric]:
     ages = [(pair, age) for pair, of in pairs.items() if (age := _lag_seconds(summary, of)) is not None]
     yield _shared("outbox_lag_seconds", labels, ages)
     for name, text in (
-        ("handled", "Messages handled."),
+        ("handled", "Messages that the group has done."),
         ("filtered", "Messages that do not match the group's filter."),
-        ("skipped", "Messages that a handler or an operator skipped."),
+        ("skipped", "Deliveries of messages that the group had done before; they count as handled, too."),
         ("sent_back", "Messages sent back for another attempt."),
         ("dead", "Messages given up: dead letters, and messages whose time limit was over."),
         ("expired", "Messages that retention removed before the group handled them."),

@@ -247,7 +247,9 @@ def _with_consequences(found: Sequence[ConditionCard]) -> Iterator[ConditionCard
 
 def _causes(one: ConditionCard, shown: Mapping[str, ConditionCard]) -> list[str]:
     """The names of the causes that hold. If a group of the condition has no cause, the condition has none."""
-    causes = [name for name in _CAUSES.get(one.condition.name, ()) if name in shown]
+    causes = [
+        name for name in _CAUSES.get(one.condition.name, ()) if name in shown and not shown[name].condition.is_unknown
+    ]
     groups = _groups(one)
     known = {name: _groups(shown[name]) for name in causes}
     of_each = [{name for name in causes if not known[name] or group in known[name]} for group in groups]
@@ -270,11 +272,9 @@ def _card(condition: Condition, facts: Sequence[Fact], *, count: int) -> Conditi
         remedies = [remedy for remedy in _remedies(condition.name, fact) if remedy not in offered]
         offered += remedies
         evidence.append(Evidence(list(_items(fact)), remedies, *_settled_on(_settled_as(condition.name, fact), fact)))
-    shown = Condition(
-        condition.name, condition.severity, facts, count, condition.meaning, condition.next_step
-    )  # fmt: skip
+    shown = replace(condition, evidence=facts, count=count)
     settled = {_settled_as(condition.name, fact) for fact in facts}
-    step = _STEPS.get(settled.pop() if len(settled) == 1 else condition.name)
+    step = None if condition.is_unknown else _STEPS.get(settled.pop() if len(settled) == 1 else condition.name)
     return ConditionCard(
         condition=shown,
         severity=condition.severity.name.lower(),

@@ -65,6 +65,8 @@ _TONES: Final = {
     EntryState.TIMED_OUT: "warn",
     EntryState.CLAIMED: "plain",
     EntryState.SENT_BACK: "warn",
+    EntryState.LEFT: "warn",
+    EntryState.RECALLED: "plain",
     EntryState.WAITING: "warn",
 }
 
@@ -76,7 +78,9 @@ _WORST_FIRST: Final = (
     (EntryState.TIMED_OUT, "timed out"),
     (EntryState.SENT_BACK, "retrying"),
     (EntryState.CLAIMED, "claimed"),
+    (EntryState.LEFT, "waiting"),
     (EntryState.WAITING, "waiting"),
+    (EntryState.RECALLED, "recalled"),
 )
 
 

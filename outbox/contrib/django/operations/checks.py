@@ -36,7 +36,7 @@ from outbox.contrib.django.operations.sessions import demands
 from outbox.contrib.django.settings.conf import OutboxSettings, PathChoice, get_settings, imported
 from outbox.contrib.django.subscribers.inbox import handler_alias, pool_shortages
 from outbox.contrib.django.subscribers.middleware import with_middleware
-from outbox.contrib.django.subscribers.outside import TERM_LEASES, claims_seconds, no_claims
+from outbox.contrib.django.subscribers.outside import no_claims
 from outbox.contrib.django.subscribers.registry import Subscriber, autodiscover
 from outbox.errors import BrokerError, ConfigurationError, OutboxError, SchemaError
 from outbox.subscription import Effects, Mode, Subscription
@@ -189,15 +189,6 @@ def _slow_calls(item: Subscriber, settings: OutboxSettings) -> Iterator[CheckMes
         alias = handler_alias(item)
         if alias in connections and (reason := no_claims(connections[alias])):
             yield Error(f"{item.name}: {reason}", id="outbox.E034")
-        waited = claims_seconds(settings.lease_seconds)
-        if seconds > waited and settings.has_database:
-            yield Info(
-                f"{item.name} may run for {seconds:g} s, but a worker that is told to stop waits only {waited:g} s for "
-                "a handler with effects='outside'. Another worker then runs the handler again when the claim has "
-                f"ended, at most {TERM_LEASES * settings.lease_seconds:g} s later.",
-                hint="Put each slow call into a delivery.step(…), so that the second run does not repeat it.",
-                id="outbox.I036",
-            )
     elif item.idempotent and seconds > _DEFAULT_TIMEOUT_SECONDS:
         yield Info(
             f"{item.name} has timeout_seconds={seconds:g}, but the server ends its transaction if the transaction "

@@ -90,12 +90,24 @@ def _rocketmq() -> Iterator[Condition]:
 def _system_checks() -> Iterator[Condition]:
     """Return the messages of `manage.py check` about outbox; the checks that read databases are included."""
     aliases = {*ledger_aliases(), *_broker_alias()}
-    messages = [*checks.check_settings(), *check_databases(databases=aliases)]
+    found = [*checks.check_settings(), *check_databases(databases=aliases)]
+    messages = [message for message in found if not message.is_silenced()]
     for message in messages:
-        bad = Severity.CRITICAL if message.level >= django_checks.ERROR else Severity.WARNING
-        yield of_text(f"check {message.id}", bad, message.msg, message.hint or "Do what the text of this check says.")
+        yield of_text(
+            f"check {message.id}",
+            _severity_of(message.level),
+            message.msg,
+            message.hint or "Do what the text of this check says.",
+        )
     if not messages:
         yield of_text("settings and aliases", Severity.OK, f"checked for {', '.join(sorted(aliases))}")
+
+
+def _severity_of(level: int) -> Severity:
+    """The severity of a message of `manage.py check`. What only informs is no fault."""
+    if level >= django_checks.ERROR:
+        return Severity.CRITICAL
+    return Severity.WARNING if level >= django_checks.WARNING else Severity.OK
 
 
 def _broker_alias() -> list[str]:

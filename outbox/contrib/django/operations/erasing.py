@@ -465,10 +465,12 @@ def repeat_erasures() -> dict[str, int]:
         keys: dict[str, set[str]] = {}
         for topic, part in _by_topic(missing).items():
             for again in _again(run, topic, part):
+                replacement = again.entry.replacement
+                patterns = _patterns([again.key] if again.key is not None and replacement is not None else [])
                 for batch in _parts(again.messages):
-                    counts = erasing.erase(run, topic, batch, replacement=again.entry.replacement)
+                    counts = erasing.erase(run, topic, batch, replacement=replacement, patterns=patterns)
                     rows.update({f"broker.{table}": count for table, count in counts.items()})
-                if again.key is not None and again.entry.replacement is not None:
+                if again.key is not None and replacement is not None:
                     keys.setdefault(topic, set()).add(again.key)
                 found = (replace(again.entry, kind="message", value=str(one.message_id)) for one in again.messages)
                 new.update({one.place: one for one in found if one.place not in places})

@@ -121,6 +121,9 @@ def by_subject(conditions: Iterable[Condition]) -> tuple[dict[tuple[str, str], C
     found: dict[tuple[str, str], Condition] = {}
     unsure = set()
     for one in conditions:
+        if one.is_unknown:
+            unsure.add(one.name)
+            continue
         if len(one.evidence) >= EVIDENCE or one.count > len(one.evidence):
             unsure.add(one.name)
         found |= dict.fromkeys(((one.name, subject_of(fact)) for fact in one.evidence or [{}]), one)

@@ -12,12 +12,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from django.db.utils import DatabaseError
+from django.db import connections
+from django.db.utils import Error
 
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.timeouts import lock_limited
 from outbox.broker.operations import audit, rules
-from outbox.broker.operations.conditions import Condition, ConditionReport, Severity, condition, worst_first
+from outbox.broker.operations.conditions import Condition, ConditionReport, unknown, worst_first
 from outbox.broker.operations.rules import survey, unusable
 from outbox.broker.operations.summary import Overview, Summary, overview
 from outbox.broker.schema.refusals import naming
@@ -40,16 +41,20 @@ def with_application(verdict: ConditionReport, run: Executor) -> ConditionReport
 
 
 def _all(run: Executor) -> Iterator[Condition]:
+    # Django renews the connections of a thread only at the start of a request. A command that looks again and again
+    # would keep a connection that a restart of the server has closed.
+    for connection in connections.all(initialized_only=True):
+        if connection.errors_occurred:
+            connection.close_if_unusable_or_obsolete()
     for name, rule in additions.rules.items():
         try:
             yield from rule(run)
-        except DatabaseError as error:
-            # The table cannot be read, so it is unknown whether the condition holds. Without a report, an operator
-            # would think that the condition does not hold.
+        except Error as error:
+            # Without a report, an operator would think that the condition does not hold.
             logger.warning(
                 "it is unknown whether the condition %r holds, because its table could not be read: %s", name, error
             )
-            yield from condition(name, [(Severity.WARNING, {"unknown": str(error).strip()})])
+            yield unknown(name, error)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,10 @@ from outbox.errors import ConfigurationError
 class Command(OutboxCommand):
     """Parses the arguments, calls `examine` or `send_test`, and prints the results."""
 
-    help = "Examine settings, databases, ledgers, server and declarations. Exits with 0, 1 (warning) or 2 (critical)."
+    help = (
+        "Examine settings, databases, ledgers, server and declarations. Exit codes: 0 (also if a result only informs), "
+        "1 (warning) or 2 (critical)."
+    )
 
     def add_arguments(self, parser: CommandParser) -> None:
         self.add_json(parser)

@@ -24,7 +24,9 @@ class Command(OutboxCommand):
 
     help = (
         "Show the conditions that need attention, the topics and the groups. Exit codes: 0, 1 (warning) or 2 "
-        "(critical). --probe, --live and --ready are cheap probes with the exit codes 0 (healthy) and 1."
+        "(critical). The column `handled` counts the messages that a group has done since its start; messages that a "
+        "reset lets it read again count again. --probe, --live and --ready are cheap probes with the exit codes 0 "
+        "(healthy) and 1."
     )
 
     def add_arguments(self, parser: CommandParser) -> None:
