@@ -19,7 +19,7 @@ WORKERS ?= 4
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test slow matrix matrix-postgres matrix-mariadb lint format docs bench bench-quick goals tables faults clean
+.PHONY: help install demo test slow matrix matrix-postgres matrix-mariadb lint format docs bench bench-quick goals tables faults oracle clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -84,6 +84,9 @@ bench-quick: $(STAMP) ## The web job beside its peers in five minutes, with a pi
 
 faults: $(STAMP) ## The longest runs: every fault many times
 	$(BIN)/python -m pytest -m soak --timeout 1800
+
+oracle: $(STAMP) ## Random storms, judged from outside by their histories: ten minutes (MINUTES=3, HOURS=2)
+	$(BIN)/python -W ignore -m tests.oracle --minutes $(if $(HOURS),$$(($(HOURS) * 60)),$(or $(MINUTES),10))
 
 docs: $(STAMP) ## The site of the documents, into var/site/index.html; a warning fails
 	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going -b html docs var/site

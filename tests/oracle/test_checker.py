@@ -1,0 +1,251 @@
+"""Each rule of the checker finds what breaks it, and nothing in a history that breaks nothing."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.oracle.checker import GROUPS, RULES, Tables, check
+
+Line = dict[str, Any]
+MAKERS: list[tuple[str, Callable[[Built], None]]] = []
+
+
+class Built:
+    """A correct history, which a test then breaks."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self.lines: list[Line] = []
+        self.orders: set[str] = set()
+        self.effects: list[tuple[str, str, int]] = []
+        self.bookings = {"b1": (False, 1, 1), "b2": (True, 0, 0)}
+        for name in ("a", "b"):
+            self.commit(name, "orders", key="k")
+        self.commit("s1", "steps", key="s", number=1)
+        self.commit("s2", "steps", key="s", number=2)
+        self.commit("d", "later")
+        self.commit("u1", "orders", unique="u")
+        self.write("try", name="u2", topic="orders", unique="u", by_hand=False, key=None)
+        self.write("duplicate", name="u2", of="x")
+        self.orders.add("u2")
+        self.write("try", name="undone", topic="orders", unique=None, by_hand=False, key=None)
+        self.write("status", began=self.now, code=0, answer={"severity": "ok", "conditions": []})
+        self.write("audit", code=0, text="")
+
+    def write(self, event: str, **fields: Any) -> None:
+        self.now += 1
+        self.lines.append({"event": event, "at": self.now, "pid": 1, **fields})
+
+    def call(self, group: str, name: str, **fields: Any) -> None:
+        self.write("begin", group=group, name=name, attempt=1, **fields)
+        self.write("end", group=group, name=name)
+
+    def commit(self, name: str, topic: str, *, key: str = "", unique: str | None = None, number: int = 0) -> None:
+        self.write("try", name=name, topic=topic, unique=unique, by_hand=False, key=key)
+        self.write("published", name=name, id=name)
+        self.write("committed", names=[name], program="commit", by_hand=False)
+        self.orders.add(name)
+        for group in (*GROUPS[topic], *(["books"] if topic == "orders" else [])):
+            more: dict[str, Any] = {"mail": {"limit": 1}, "remind": {"due": self.now}}.get(group, {})
+            self.call(group, name, **more)
+            self.effects.append((group, name, number))
+        if topic == "orders":
+            self.write("charge", name=name, key=name)
+
+    def condition(self, name: str) -> None:
+        found = [{"name": name, "severity": "critical"}]
+        self.write("status", began=self.now, code=2, answer={"severity": "critical", "conditions": found})
+
+    def judged(self) -> set[str]:
+        found = check(self.lines, Tables(self.orders, self.effects, self.bookings))
+        return {sentence.partition(":")[0] for sentence in found}
+
+
+def breaks(rule: str) -> Callable[[Callable[[Built], None]], Callable[[Built], None]]:
+    """The function breaks a correct history in a way that this rule must find."""
+
+    def add(maker: Callable[[Built], None]) -> Callable[[Built], None]:
+        MAKERS.append((rule, maker))
+        return maker
+
+    return add
+
+
+@breaks("lost")
+def _no_effect(built: Built) -> None:
+    built.effects.remove(("ship", "a", 0))
+
+
+@breaks("lost")
+def _no_invoice(built: Built) -> None:
+    built.effects.remove(("books", "a", 0))
+
+
+@breaks("lost")
+def _a_row_whose_publish_was_refused(built: Built) -> None:
+    built.write("try", name="r", topic="orders", unique=None, by_hand=False, key=None)
+    built.write("refused", name="r", error="SendFailed")
+    built.orders.add("r")
+
+
+@breaks("phantom")
+def _an_effect_without_a_row(built: Built) -> None:
+    built.effects.append(("ship", "undone", 0))
+
+
+@breaks("phantom")
+def _a_call_without_a_row(built: Built) -> None:
+    built.call("ship", "undone")
+
+
+@breaks("twice")
+def _a_second_effect(built: Built) -> None:
+    built.effects.append(("points", "b", 0))
+
+
+@breaks("silent")
+def _a_block_that_returned(built: Built) -> None:
+    built.write("committed", names=["undone"], program="decorated", by_hand=False)
+
+
+@breaks("order")
+def _a_swapped_pair(built: Built) -> None:
+    first, second = [place for place, effect in enumerate(built.effects) if effect[0] == "track"]
+    built.effects[first], built.effects[second] = built.effects[second], built.effects[first]
+
+
+@breaks("early")
+def _before_its_time(built: Built) -> None:
+    built.call("remind", "d", due=built.now + 10)
+
+
+@breaks("unique")
+def _both_of_a_unique_key(built: Built) -> None:
+    built.effects += [(group, "u2", 0) for group in (*GROUPS["orders"], "books")]
+
+
+@breaks("unique")
+def _none_of_a_unique_key(built: Built) -> None:
+    built.effects = [effect for effect in built.effects if effect[1] != "u1"]
+
+
+@breaks("charge")
+def _another_key(built: Built) -> None:
+    built.write("charge", name="a", key="another")
+
+
+@breaks("limit")
+def _two_at_once(built: Built) -> None:
+    built.write("begin", group="mail", name="a", attempt=2, limit=1)
+    built.call("mail", "b", limit=1)
+    built.write("end", group="mail", name="a")
+
+
+@breaks("saga")
+def _a_reservation_that_stays(built: Built) -> None:
+    built.bookings["b2"] = (True, 1, 0)
+
+
+@breaks("conserved")
+def _an_audit_that_disagrees(built: Built) -> None:
+    built.write("audit", code=1, text="orders: sent 5, found 4")
+
+
+@breaks("untrue")
+def _a_condition_that_is_not_so(built: Built) -> None:
+    built.condition("lost_effects")
+
+
+@breaks("untrue")
+def _a_dead_letter_that_is_none(built: Built) -> None:
+    built.condition("dead_letters")
+
+
+@breaks("untrue")
+def _a_fault_of_long_ago(built: Built) -> None:
+    built.write("fault", kind="connections cut", count=1)
+    built.now += 600
+    built.condition("unreachable")
+
+
+@breaks("unseen")
+def _a_dead_letter_that_nothing_names(built: Built) -> None:
+    built.write("fail", group="audit", name="a", error="PermanentError")
+    built.write("status", began=built.now, code=0, answer={"severity": "ok", "conditions": []})
+
+
+@breaks("unseen")
+def _green_without_a_server(built: Built) -> None:
+    built.write("fault", kind="crash of the server")
+    built.now += 1
+    built.write("status", began=built.now, code=0, answer={"severity": "ok", "conditions": []})
+    built.write("server_up")
+
+
+def test_a_correct_history_breaks_nothing() -> None:
+    assert Built().judged() == set()
+
+
+@pytest.mark.parametrize(("rule", "breaking"), [pytest.param(*one, id=one[1].__name__) for one in MAKERS])
+def test_a_rule_finds_what_breaks_it(rule: str, breaking: Callable[[Built], None]) -> None:
+    built = Built()
+    breaking(built)
+    assert rule in built.judged()
+
+
+def test_every_rule_has_something_that_breaks_it() -> None:
+    assert {rule for rule, _ in MAKERS} == {rule.__name__ for rule in RULES}
+
+
+def test_what_an_interruption_leaves_open_is_not_claimed() -> None:
+    """A killed client, a publish call refused after a COMMIT by hand, and a frozen call over its limit."""
+    built = Built()
+    built.write("try", name="killed", topic="orders", unique=None, by_hand=False, key=None)
+    built.write("try", name="by hand", topic="orders", unique=None, by_hand=True, key=None)
+    built.write("refused", name="by hand", error="TransactionUsageError")
+    built.orders.add("by hand")
+    built.write("begin", group="mail", name="a", attempt=2, limit=1)
+    built.write("fault", kind="freeze", victim=1)
+    built.now += 10
+    built.call("mail", "b", limit=1)
+    built.write("end", group="mail", name="a")
+    assert built.judged() == set()
+
+
+PUBLIC = {"outbox", "outbox.contrib.django", "outbox.errors"}
+
+
+def imported(path: Path) -> Iterator[str]:
+    """What a module imports of the product."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        for name in names:
+            if name.split(".")[0] == "outbox":
+                yield from (
+                    [f"{name}.{alias.name}" for alias in node.names] if isinstance(node, ast.ImportFrom) else [name]
+                )
+
+
+def test_the_oracle_imports_public_names_only() -> None:
+    """Those of docs/names.md, which another test compares with the product."""
+    root = Path(__file__).parent
+    public = (root.parents[1] / "docs" / "names.md").read_text(encoding="utf-8")
+    for path in [*root.glob("*.py"), *root.glob("shop/*.py")]:
+        for name in imported(path):
+            home, _, last = name.rpartition(".")
+            known = f"`{name}`" in public or (home in PUBLIC and f"`{last}`" in public) or f"`{home}.{last}." in public
+            assert known or name in ALSO_DOCUMENTED, f"{path.name} imports {name}, which docs/names.md does not list"
+
+
+# Named by the pages of docs/ as what a project imports: the quick start, and the page about Celery.
+ALSO_DOCUMENTED = {
+    "outbox.contrib.django.databases.database_from_url",
+    "outbox.contrib.django.celery",
+    "outbox.broker.embedded",
+}
