@@ -80,6 +80,13 @@ def shares(path: Path) -> bool:
     return 'scope="module"' in text or "rabbitmq" in text or path.as_posix().endswith(SOURCES)
 
 
+@functools.cache
+def gate() -> frozenset[str]:
+    """The tests that gate.txt lists, without parameters."""
+    lines = Path(__file__).with_name("gate.txt").read_text(encoding="utf-8").splitlines()
+    return frozenset(f"tests/{line}" for line in lines if line and not line.startswith("#"))
+
+
 _folder = pytest.StashKey[Path]()
 _left = pytest.StashKey[list[str]]()
 
@@ -120,8 +127,14 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         leftovers.remove_folder(folder)
 
 
+# Before pytest selects by markers.
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """In a parallel run the longest units come first, and the shortest last: no worker waits for another at the end."""
+    """Mark what is listed in gate.txt; in a parallel run the longest units come first, and the shortest last."""
+    listed = gate()
+    for item in items:
+        if item.nodeid.partition("[")[0] in listed:
+            item.add_marker("gate")
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: _turn(item.nodeid, config.rootpath))
 

@@ -46,7 +46,7 @@ SELECT datdba, datacl, datconnlimit, datallowconn, dattablespace,
 FROM pg_database WHERE datname = current_database()
 """
 _TABLES: Final = """
-SELECT oid::regclass::text, pg_total_relation_size(oid), relpages, reltuples FROM pg_class
+SELECT oid::regclass::text, pg_relation_size(oid), pg_total_relation_size(oid), relpages, reltuples FROM pg_class
 WHERE relkind = 'r' AND relnamespace NOT IN ('pg_catalog'::regnamespace, 'information_schema'::regnamespace)
 """
 _STATISTICS: Final = "DELETE FROM pg_catalog.pg_statistic WHERE starelid >= %s"
@@ -66,7 +66,7 @@ class Data:
     tables: Mapping[str, tuple[Any, ...]]
     "Sizes and the planner's figures."
     rows: Mapping[str, list[bytes]]
-    "Of tables that have any page in the template."
+    "Of tables that have any page in the template. Without one, and with the same sizes, there is no row."
     sequences: Mapping[str, tuple[int, bool]]
 
 

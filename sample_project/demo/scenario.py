@@ -396,7 +396,7 @@ def _of_crashes(stage: Stage, kills: _Kills) -> list[Verdict]:
 
 def _reconcile(stage: Stage, paid: int) -> list[Verdict]:
     if not reconcile.is_installed():
-        stage.display.step("installing Spark for the report: some 600 MB to download, once")
+        stage.display.step("installing Spark for the report: some 590 MB to download, once")
         with stage.display.waiting("pip installs Spark; the shop stays open meanwhile"):
             reconcile.install(stage.services)
     stage.display.step("Spark compares the orders with the broker's messages and with the effects of the subscribers")

@@ -76,9 +76,10 @@ print(json.dumps([sorted(name for name in app.tasks if name.startswith("outbox."
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "early",
-    [pytest.param(True, id="finalised before"), pytest.param(False, id="finalised after", marks=pytest.mark.slow)],
+    [pytest.param(True, id="finalised before"), pytest.param(False, id="finalised after")],
 )
 def test_passes_are_there_however_early_the_app_is_finalised(shop: Project, early: bool) -> None:
     if early:

@@ -55,6 +55,7 @@ def test_migrating_fresh_databases_warns_of_nothing(shop: Project, new_database:
     assert said == ""
 
 
+@pytest.mark.slow
 def test_a_second_interrupt_ends_a_worker_without_celery_at_once(shop: Project) -> None:
     """Its handler runs for longer than this test may, and so may the drain."""
     shop.write("shop/settings.py", "OUTBOX |= {'DRAIN_SECONDS': 600, 'LEASE_SECONDS': 600}\n")

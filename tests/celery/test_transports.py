@@ -45,12 +45,13 @@ def note(value, text):
 DONE = ["chain 12", "group 1", "group 2", "invoice for kept", "invoice for kept, in a savepoint", "own queue 0"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "shop",
     [
         "sqlalchemy",
         pytest.param("redis", marks=pytest.mark.soak),
-        pytest.param("rabbitmq", marks=pytest.mark.slow),
+        "rabbitmq",
     ],
     indirect=True,
 )

@@ -203,6 +203,7 @@ def test_sigterm_drains(url: str, broker: PostgresBroker, start: Callable[..., W
     assert (offsets, leases) == ((1,), (0,))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("second", [pytest.param("QUIT", marks=pytest.mark.soak), "INT"])
 def test_a_second_signal_ends_the_drain(
     url: str, broker: PostgresBroker, start: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch, second: str
@@ -223,6 +224,7 @@ def test_a_second_signal_ends_the_drain(
     assert handled(url) == set()
 
 
+@pytest.mark.slow
 def test_roles_choose_the_children(start: Callable[..., Worker]) -> None:
     wrong = start("--outbox-roles=brocker")
     assert wrong.process.wait(40) == 2

@@ -227,6 +227,7 @@ def test_a_slow_call_delays_neither_offsets_nor_the_end_of_its_process(other: Pr
             wait_until_done(other, ["quick", "slow"])
 
 
+@pytest.mark.slow
 def test_a_call_that_ends_while_its_process_drains_is_done(other: Provider) -> None:
     other.held.add("charge/slow")
     place("slow")
@@ -259,6 +260,7 @@ def test_a_process_that_was_frozen_cannot_finish_what_another_has_taken_over(oth
     assert (other.calls["charge/frozen"], other.calls["mail/frozen"]) == (1, 1)
 
 
+@pytest.mark.slow
 def test_a_slow_call_that_fails_is_an_attempt_and_ends_as_a_dead_letter(other: Provider) -> None:
     other.held.add("charge/bad")
     other.failing.add("mail/bad")
@@ -296,6 +298,7 @@ def test_a_claimed_message_blocks_only_its_key(other: Provider) -> None:
             eventually(lambda: not differences() and charging().lag == 0)
 
 
+@pytest.mark.slow
 def test_a_claimed_message_holds_neither_its_queue_nor_other_keys_when_the_queue_is_handed_over(
     other: Provider,
 ) -> None:
@@ -337,6 +340,7 @@ def owners() -> set[Any]:
     return {owner for (owner,) in found}
 
 
+@pytest.mark.slow
 def test_a_claimed_message_is_shown_as_claimed_and_is_not_recalled(other: Provider) -> None:
     other.held.add("charge/slow")
     receipt = publish("orders", {}, key="slow", at_once=True)
@@ -368,6 +372,7 @@ def is_redelivered_now(deliveries: int) -> bool:
     return bool(rows(f"SELECT 1 FROM outbox.consume_queue GROUP BY log_id HAVING count(*) >= {deliveries}"))
 
 
+@pytest.mark.slow
 def test_a_slow_call_that_lasts_longer_than_the_time_limit_is_handled_once(other: Provider) -> None:
     other.held.add("charge/late")
     with process("broker", other), process("consumer", other):
@@ -385,6 +390,7 @@ def test_a_slow_call_that_lasts_longer_than_the_time_limit_is_handled_once(other
     assert other.calls["charge/late"] == 1
 
 
+@pytest.mark.slow
 def test_no_attempt_begins_after_the_time_limit(other: Provider) -> None:
     other.held.add("charge/killed")
     publish("orders", {}, key="killed", timeout=3600, at_once=True)

@@ -111,6 +111,7 @@ def test_killed_at_every_step(path: str, driver: subprocess.Popen[str]) -> None:
     kill_everywhere(driver, path, times=3)
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment(path: str, driver: subprocess.Popen[str]) -> None:
     ends = [run(driver, f"any-{number}", ("plain", "decorated")[number % 2], "random:0.15") for number in range(20)]
     settle()

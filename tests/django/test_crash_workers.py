@@ -169,9 +169,8 @@ class Scene:
         self._next += 8
 
 
-@pytest.mark.parametrize(
-    "name", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("sequencer", "consumer")), "check"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["sequencer", "consumer", "check"])
 def test_a_worker_killed_at_every_step(name: str) -> None:
     with contextlib.ExitStack() as stack:
         scene = Scene(name, stack)

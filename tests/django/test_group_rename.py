@@ -118,7 +118,7 @@ def test_a_renamed_group_handles_nothing_twice_and_loses_nothing(
         pytest.param("rename.reserved", marks=pytest.mark.slow),
         "rename.copying",
         pytest.param("rename.copied", marks=pytest.mark.slow),
-        "rename.renamed",
+        pytest.param("rename.renamed", marks=pytest.mark.slow),
     ],
 )
 def test_killed_in_the_middle_and_run_again(moment: str, names: tuple[str, str]) -> None:

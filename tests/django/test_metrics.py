@@ -368,6 +368,7 @@ def test_the_audit_is_a_periodic_pass_that_is_not_repeated(world: World) -> None
     assert "left_out" in audit_when_due()
 
 
+@pytest.mark.slow
 def test_a_worker_serves_what_its_processes_measure(databases: None, tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

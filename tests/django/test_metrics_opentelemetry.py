@@ -197,6 +197,7 @@ def run(code: str, **outbox: Any) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_web_process_and_worker_record_their_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "metrics.jsonl"
     monkeypatch.setenv("TEST_METRICS", str(file))

@@ -50,6 +50,7 @@ def place(number: str) -> None:
         publish("orders", {"number": number}, key=number)
 
 
+@pytest.mark.slow
 def test_a_drained_process_stays_away_until_its_worker_starts_again() -> None:
     with process(WORKER, outbox=QUICK) as worker:
         place("one")

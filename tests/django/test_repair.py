@@ -322,7 +322,9 @@ def test_a_stuck_half_is_decided_as_its_ledger_proves(
 # -- killed --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("action", ["publish", "replay", "ask"])
+@pytest.mark.parametrize(
+    "action", ["publish", *(pytest.param(action, marks=pytest.mark.slow) for action in ("replay", "ask"))]
+)
 @pytest.mark.parametrize("point", STEPS)
 def test_killed_at_any_step_and_run_again_has_one_effect(repair: Repair, point: str, action: str) -> None:
     if action != "replay":

@@ -296,6 +296,7 @@ def _table() -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in rows.splitlines()]
 
 
+@pytest.mark.parametrize("path", ["two_phase", pytest.param("atomic", marks=pytest.mark.slow)], indirect=True)
 def test_the_table_of_the_page(logins: dict[Role, str]) -> None:
     """Each operation as each login; the same on both paths."""
     _compare_with_the_page(logins)

@@ -37,6 +37,14 @@ def fires(folder: Path, alert: str, *cases: tuple[Samples, list[dict[str, Any]]]
     _test(folder, tests, rule_files=[str(ALERTS)])
 
 
+def fire(folder: Path, samples: Samples, expected: Mapping[str, list[dict[str, Any]]]) -> None:
+    """The same for several alerts with the same samples: alert -> what is expected of it."""
+    asked = [
+        {"eval_time": "10m", "alertname": alert, "exp_alerts": alerts} for alert, alerts in sorted(expected.items())
+    ]
+    _test(folder, [(samples, {"alert_rule_test": asked})], rule_files=[str(ALERTS)])
+
+
 def gives(folder: Path, samples: Samples, expression: str, expected: float) -> None:
     """After ten minutes of these samples the sum of the expression's series has this value."""
     value = [{"labels": "{}", "value": expected}]

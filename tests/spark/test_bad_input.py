@@ -82,7 +82,7 @@ def test_a_jdbc_driver_that_is_missing(reconcile: Reconciler, monkeypatch: pytes
     fails(reconcile, UsageProblem, "no JDBC driver", "spark.jars.packages=org.postgresql", rules=path)
 
 
-@pytest.mark.parametrize("side", ["rows", "messages"])
+@pytest.mark.parametrize("side", ["rows", pytest.param("messages", marks=pytest.mark.slow)])
 def test_an_empty_side_is_not_clean(reconcile: Reconciler, world: World, side: str) -> None:
     if side == "messages":
         world.pay(Order(number=1))

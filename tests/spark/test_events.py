@@ -137,6 +137,7 @@ def send(world: World, order: Order, version: int, **values: str) -> None:
         headers(world, log_id, "order.paid", str(version))
 
 
+@pytest.mark.slow
 def test_mixed_versions_are_compared_by_the_functions_of_the_project(
     reconcile: Reconciler, world: World, events: Path
 ) -> None:

@@ -118,6 +118,7 @@ test "$1" = -version && echo 'openjdk version "17.0.15"' >&2
 """
 
 
+@pytest.mark.slow
 def test_spark_starts_only_if_a_checksum_differs(world: World, tmp_path: Path) -> None:
     """This Java tells its version, and cannot start Spark."""
     java = tmp_path / "home" / "bin" / "java"

@@ -201,6 +201,7 @@ def test_incremental_runs_carry_over_what_was_pending_and_see_late_commits(recon
     assert set(reconcile.findings(third)) == {("800", "", "RECOVERED"), ("900", "logistics", "RECOVERED")}
 
 
+@pytest.mark.slow
 def test_row_updated_and_rows_committed_between_the_two_snapshots(reconcile: Reconciler, world: World) -> None:
     """The first look is misled, the second is not; a transaction open across the snapshot is no finding either."""
     path = reconcile.rules(groups=())

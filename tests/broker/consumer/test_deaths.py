@@ -43,7 +43,13 @@ def kill_after_the_time_to_drain(bench: ConsumptionBench, supervisor: Supervisor
     supervisor.stop()
 
 
-@pytest.mark.parametrize("end", [kill_at_work, kill_while_it_drains, kill_after_the_time_to_drain])
+@pytest.mark.parametrize(
+    "end",
+    [
+        kill_at_work,
+        *(pytest.param(end, marks=pytest.mark.slow) for end in (kill_while_it_drains, kill_after_the_time_to_drain)),
+    ],
+)
 def test_another_consumer_takes_the_queues_of_a_killed_one(
     bench: ConsumptionBench, tmp_path: Path, end: Callable[[ConsumptionBench, Supervisor], None]
 ) -> None:

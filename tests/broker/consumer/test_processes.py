@@ -41,7 +41,7 @@ def each_once(bench: ConsumptionBench, expected: int) -> None:
     [
         pytest.param("concurrent", 3, marks=pytest.mark.soak),
         pytest.param("orderly", 2, marks=pytest.mark.slow),
-        ("key_ordered", 3),
+        pytest.param("key_ordered", 3, marks=pytest.mark.slow),
     ],
 )
 def test_one_of_several_consumers_killed_midway(orders: ConsumptionBench, mode: str, count: int) -> None:
@@ -90,7 +90,11 @@ def test_leaving_hands_over_at_once_and_costs_no_redelivery(orders: ConsumptionB
 
 @pytest.mark.parametrize(
     "step",
-    ["before_handler@20", "before_inbox_commit@20", "after_inbox_commit@20", "before_offset@3", "after_offset@3"],
+    [
+        *(pytest.param(step, marks=pytest.mark.slow) for step in ("before_handler@20", "after_inbox_commit@20")),
+        *("before_inbox_commit@20", "before_offset@3"),
+        pytest.param("after_offset@3", marks=pytest.mark.slow),
+    ],
 )
 def test_killed_at_every_step_takes_effect_once(orders: ConsumptionBench, step: str) -> None:
     point, visit = step.split("@")

@@ -91,6 +91,7 @@ def test_fewer_slots_than_processes_go_round(orders: ConsumptionBench, spawn: Sp
     assert orders.rows(MOST) == [(1,)]
 
 
+@pytest.mark.slow
 def test_a_key_is_exact_with_retries_in_other_processes(orders: ConsumptionBench, spawn: Spawn) -> None:
     """The retry queue of the topic belongs to one process, and the queues of most keys to others."""
     with orders.sequencing():
@@ -108,6 +109,7 @@ def test_a_key_is_exact_with_retries_in_other_processes(orders: ConsumptionBench
     assert orders.rows(together) != [(0,)]
 
 
+@pytest.mark.slow
 def test_control_without_the_limit_keys_overlap(orders: ConsumptionBench, spawn: Spawn) -> None:
     with orders.sequencing():
         for n in range(2):

@@ -233,7 +233,7 @@ ZONES = st.sampled_from(
 )
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(fields=FIELDS, timezone=ZONES, begin=BEGINS)
 def test_due_moments_are_those_of_a_clock_that_is_read_every_minute(
     fields: Fields, timezone: str, begin: datetime
