@@ -202,6 +202,8 @@ def _commands(cause: Cause, example: Mapping[str, Any], output: str, rules: str,
         check = f"{manage} outbox_group offsets {group}"
         if cause.detail != "passed" or not cause.oldest:
             return [check]
+        if cause.findings == 1 and re.fullmatch(UUID, message_id):
+            return [check, f"{manage} outbox_message redeliver {message_id} --group {group}"]
         return [check, f"{manage} outbox_group reset {group} {topic} --to-time {cause.oldest} --reprocess --dry-run"]
     if name is FindingClass.LATE:
         return [f"{manage} outbox_status"]

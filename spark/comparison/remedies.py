@@ -74,8 +74,8 @@ REMEDIES: Final = {
         "does the group run, lag or make no progress (`python manage.py outbox_group offsets {group}`)? The finding "
         "shows how far the message got.",
         "start or resume the group's consumers. If the group has passed the message, its handler wrote no effect: "
-        "`python manage.py outbox_group reset {group} {topic} --to-time {since} --reprocess --dry-run` counts the "
-        "messages that the group would handle again, from this one on. Without --dry-run, it gets them.",
+        "`python manage.py outbox_message redeliver {message_id} --group {group}` delivers this message to this group "
+        "again.",
     ),
     FindingClass.MISMATCH: Remedy(
         "Row and message body differ.",
@@ -109,9 +109,6 @@ def with_remedies(findings: DataFrame, trace: str) -> DataFrame:
         text = F.when(is_traceable, known.text.replace("{trace}", trace)).otherwise(untraced)
         remedy = F.when(F.col("class") == name.value, text).otherwise(remedy)
     # People copy a command into a shell. So only values that are certainly ids or names go into a command.
-    # The broker queues a message after it was stored, so the time of the message is never too late.
-    since = F.date_format(F.date_trunc("second", "message_at"), "yyyy-MM-dd'T'HH:mm:ss'Z'")
-    remedy = F.when(since.isNotNull(), F.replace(remedy, F.lit("{since}"), since)).otherwise(remedy)
     for column, safe in _FILLED.items():
         filled = F.replace(remedy, F.lit(f"{{{column}}}"), F.col(column))
         remedy = F.when(F.col(column).rlike(safe), filled).otherwise(remedy)

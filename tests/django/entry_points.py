@@ -111,6 +111,7 @@ CHANGING: Final = (
     "outbox_group delete effects --no-input",
     f"outbox_message recall {SOME}",
     "outbox_message recall --topic orders --key k",
+    f"outbox_message redeliver {SOME} --group effects --no-input",
     "outbox_topic create another",
     "outbox_topic alter orders --queue-count 3",
     "outbox_topic delete orders --no-input",

@@ -223,6 +223,16 @@ def _recall(world: World) -> Given:
     return {"ids": [str(receipt.message_id)]}
 
 
+@case("redeliver", rows("SELECT count(*) FROM outbox.scheduled"))
+def _redeliver(world: World) -> Given:
+    world.subscribe("mail")
+    world.publish()
+    call_command("outbox_group", "reset", "mail", "orders", "--to-latest", "--no-input", stdout=StringIO())
+    OperatorAction.objects.all().delete()
+    [(message_id,)] = world.sql("SELECT message_id FROM outbox.commit_log")
+    return {"id": str(message_id), "group": "mail"}
+
+
 @case("pause", GROUPS)
 def _pause(world: World) -> Given:
     world.subscribe("mail")

@@ -303,7 +303,8 @@ def park() -> None:
         connection.execute(
             "INSERT INTO outbox.pending_check AS p (transaction_id, log_id, producer_group, stored_at, immune_until, "
             "due_at, parked_at) SELECT transaction_id, log_id, producer_group, stored_at, now(), now(), now() "
-            "FROM outbox.commit_log WHERE half ON CONFLICT (transaction_id) DO UPDATE SET parked_at = now()"
+            "FROM outbox.commit_log WHERE half AND message_id = transaction_id "
+            "ON CONFLICT (transaction_id) DO UPDATE SET parked_at = now()"
         )
 
 

@@ -322,7 +322,7 @@ def test_a_mismatch_in_several_columns_has_a_cause_for_each() -> None:
 
 
 def test_the_commands_fit_the_cause() -> None:
-    """A group that has passed its messages needs a reset from the oldest one on; any other group has to run."""
+    """A group that has passed a message needs it again, or several from the oldest on; any other group has to run."""
     oldest = {"topic": "order.paid", "message_id": "01a202f2-5fd4-7b8d-af32-bfa2220cf44e"}
 
     def commands(each: FindingCounts, **changed: Any) -> list[str]:
@@ -334,6 +334,10 @@ def test_the_commands_fit_the_cause() -> None:
     offsets = "python manage.py outbox_group offsets logistics"
     assert commands(counted("UNDELIVERED", "waiting", **group)) == [offsets]
     assert commands(counted("UNDELIVERED", "passed", **group)) == [
+        offsets,
+        f"python manage.py outbox_message redeliver {oldest['message_id']} --group logistics",
+    ]
+    assert commands(counted("UNDELIVERED", "passed", findings=2, **group)) == [
         offsets,
         "python manage.py outbox_group reset logistics order.paid --to-time 2025-06-01T12:00:00Z --reprocess --dry-run",
     ]

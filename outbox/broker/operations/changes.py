@@ -1,9 +1,9 @@
-"""Changes by an operator: pause, resume, reset and rename groups; skip a message; end a process; refuse messages."""
+"""Changes by an operator: pause, reset, rename groups; skip or redeliver a message; end a process; refuse."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Final
@@ -17,12 +17,13 @@ from outbox.broker.fastpath.arrays import integers
 from outbox.broker.groups import offsets
 from outbox.broker.groups.members import ProcessRequest
 from outbox.broker.groups.offsets import OffsetRow, Position
-from outbox.broker.groups.registration import group_id_of, unknown_group
+from outbox.broker.groups.registration import ensure_retry_queue, group_id_of, unknown_group
 from outbox.broker.groups.send_back import forget_sent_away
 from outbox.broker.log.consume_queue import starting_offsets
 from outbox.broker.log.topics import TopicCatalog
 from outbox.broker.operations.deletion import delete_group, refuse_live
 from outbox.broker.operations.progress import list_queues
+from outbox.broker.operations.trace import Whereabouts, whereabouts
 from outbox.errors import UsageError
 from outbox.subscription import Start
 
@@ -217,6 +218,68 @@ def skip(run: Executor, group: str, topic: str, message_id: UUID, *, dry_run: bo
     if not dry_run:
         notify(run, Channel.SHARED)
     return QueueReset(queue.topic, queue.layout, queue.number, queue.queue_id, queue.next_offset, target)
+
+
+_PASSED_ENTRY = Statement("""
+SELECT log.log_id, log.topic_id, entry.queue_id
+FROM {schema}.commit_log log
+JOIN {schema}.subscription ON subscription.topic_id = log.topic_id
+JOIN {schema}.consumer_group USING (group_id)
+JOIN {schema}.queue ON queue.topic_id = log.topic_id
+JOIN {schema}.consume_queue entry ON entry.log_id = log.log_id AND entry.queue_id = queue.queue_id
+WHERE log.message_id = %(message_id)s AND group_id = %(group_id)s AND NOT consumer_group.broadcast
+""")
+_DELIVER_AGAIN = Statement("""
+WITH restored AS (
+    UPDATE {schema}.dead_letter SET discarded_at = NULL WHERE group_id = %(group_id)s AND log_id = %(log_id)s
+)
+INSERT INTO {schema}.scheduled (log_id, due_at, queue_id, attempt) VALUES (%(log_id)s, now(), %(retry_queue)s, 0)
+""")
+
+
+def redeliver(
+    run: Executor, group: str, message_id: UUID, *, forget: Callable[[], None] = lambda: None, dry_run: bool = False
+) -> None:
+    """Deliver one message that a group has passed to this group again, through the group's retry queue.
+
+    `forget` deletes what the group's inbox knows of the message, or the inbox would skip it. It is called when it is
+    certain that the group cannot receive the message otherwise, and before the message is delivered. The counters say
+    that a reset let the group read the entry again, and that the group sent it back. With `dry_run`, the function
+    changes nothing. Raises UnknownGroup. Raises UsageError if the group has not passed the message. To have the message
+    delivered at once, the caller then sends a notification on Channel.DECIDED.
+    """
+    with run.connection.transaction(force_rollback=dry_run):
+        group_id = group_id_of(run, group)
+        found = run.row(_PASSED_ENTRY, {"group_id": group_id, "message_id": message_id})
+        if found is None:
+            raise _not_passed(group, message_id, Whereabouts.GONE)
+        log_id, topic_id, queue_id = found
+        # The former owner is fenced, so the position stays. A second call for the same message waits here.
+        epochs = dict(run.execute(_FENCE, {"group_id": group_id, "queue_ids": integers([queue_id])}).fetchall())
+        where = whereabouts(run, group, [message_id])[message_id]
+        if where not in (Whereabouts.PASSED, Whereabouts.DISCARDED):
+            raise _not_passed(group, message_id, where)
+        position = offsets.load(run, group_id, [queue_id])[queue_id]
+        again = replace(position, sent_back=position.sent_back + 1, moved=position.moved - 1)
+        offsets.place(run, [OffsetRow((group_id, queue_id), epochs[queue_id], 0, again)])
+        if not dry_run:
+            forget()
+        retry_queue = ensure_retry_queue(run, group_id, topic_id)
+        run.execute(_DELIVER_AGAIN, {"group_id": group_id, "log_id": log_id, "retry_queue": retry_queue})
+    if not dry_run:
+        notify(run, Channel.SHARED)
+
+
+_NOT_PASSED: Final = {
+    Whereabouts.WAITING: "the group still gets it without this command. `outbox_group offsets` shows the group's lag",
+    Whereabouts.DEAD: "it is a dead letter. Deliver it again with `outbox_dead_letter replay`",
+    Whereabouts.GONE: "no queue of this group has it: it was not published or not committed, retention has removed it, "
+    "or the group does not consume its topic or is a broadcast group. `outbox_message show` shows where it is",
+}
+
+
+def _not_passed(group: str, message_id: UUID, where: Whereabouts) -> UsageError:
+    return UsageError(f"message {message_id} was not delivered again to group {group!r}, because {_NOT_PASSED[where]}.")
 
 
 def _does_not_block(group: str, topic: str, message_id: UUID) -> UsageError:

@@ -81,7 +81,8 @@ ORDER BY claimed.stored_at
 """
 )
 
-# Reads one undecided transaction, parked or not, in the columns of _CLAIM. The statement claims nothing.
+# Reads one undecided transaction, parked or not, in the columns of _CLAIM. The statement claims nothing. The id may be
+# that of any message of the transaction; the transaction has the id of its first message.
 _UNDECIDED = Statement(
     _ASKED_ABOUT
     + """log.stored_at, extract(epoch FROM now() - log.stored_at)::double precision AS age_seconds,
@@ -89,7 +90,7 @@ _UNDECIDED = Statement(
 FROM {schema}.commit_log log
 JOIN {schema}.topic USING (topic_id)
 LEFT JOIN {schema}.pending_check pending USING (transaction_id)
-WHERE log.message_id = %(id)s AND log.half
+WHERE log.message_id = (SELECT transaction_id FROM {schema}.commit_log WHERE message_id = %(id)s) AND log.half
   AND NOT EXISTS (SELECT FROM {schema}.op_log WHERE op_log.transaction_id = log.transaction_id)
 """
 )
@@ -218,9 +219,9 @@ def claim_checks(
             return checks
 
 
-def find_undecided(run: Executor, transaction_id: UUID) -> Check | None:
+def find_undecided(run: Executor, message_or_transaction_id: UUID) -> Check | None:
     """Return a check that may write a tombstone, for an operator; None if the transaction is not undecided."""
-    found = run.objects(_CheckRow, _UNDECIDED, {"id": transaction_id})
+    found = run.objects(_CheckRow, _UNDECIDED, {"id": message_or_transaction_id})
     return found[0].check() if found else None
 
 

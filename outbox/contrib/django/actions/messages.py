@@ -1,4 +1,4 @@
-"""Actions on messages: recall waiting messages, and replay or discard dead letters."""
+"""Actions on messages: recall waiting messages, deliver a handled one again, and replay or discard dead letters."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
 from outbox.broker.log import recall
 from outbox.broker.log.topics import TopicCatalog
-from outbox.broker.operations import dead_letters
+from outbox.broker.operations import changes, dead_letters
 from outbox.broker.operations.dead_letters import LetterSelection
 from outbox.contrib.django.actions.declaration import (
     LEFT,
@@ -26,6 +26,8 @@ from outbox.contrib.django.actions.declaration import (
 from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.engine.broker import get_broker
 from outbox.contrib.django.engine.operator_table import is_on_rocketmq
+from outbox.contrib.django.ledger import handled
+from outbox.contrib.django.operations.renaming import on_each_inbox
 from outbox.errors import UsageError
 from outbox.recall import Recall
 
@@ -235,6 +237,39 @@ def _counted(outcomes: Sequence[Recall]) -> Mapping[str, Any]:
     )
 
 
+# -- redeliver ------------------------------------------------------------------------------------------
+
+
+def _redeliver(values: Values) -> ActionPlan:
+    message_id, group = values["id"], values["group"]
+    forgotten: list[int] = []
+
+    def forget() -> None:
+        consequence = "so the message was not delivered again, because the inbox would skip it"
+        rows = on_each_inbox(lambda inbox: handled.forget(inbox, group, message_id), consequence)
+        forgotten.append(sum(rows.values()))
+
+    def redelivered(*, dry_run: bool) -> None:
+        with broker_connection() as (connection, schema):
+            changes.redeliver(Executor(connection, schema), group, message_id, forget=forget, dry_run=dry_run)
+
+    def do() -> Mapping[str, Any]:
+        redelivered(dry_run=False)
+        get_broker().notify_decided()
+        return {"delivered_again": 1, "inbox_rows_removed": sum(forgotten)}
+
+    redelivered(dry_run=True)
+    return ActionPlan(
+        subject=f"messages {message_id}",
+        effect=f"Deliver message {message_id} again to group {group}, and to no other group. The group handles it even "
+        "if it is in the group's inbox.",
+        caution="If the effect of the message exists, it happens a second time. The order of the message's key is not "
+        "kept.",
+        dangerous=True,
+        do=do,
+    )
+
+
 _GROUP = ActionField(name="group", required=True, positional=True, help="consumer group")
 _MESSAGES = ActionField(name="ids", kind=FieldKind.ID, positional=True, many=True, help="message ids")
 
@@ -293,5 +328,15 @@ ACTIONS: Final = (
             ActionField(name="key", help="together with a topic: all waiting messages of this topic and key"),
         ),
         plan=_recall,
+    ),
+    DeclaredAction(
+        name="redeliver",
+        title="Deliver a message again to a group that has passed it",
+        command="outbox_message redeliver",
+        fields=(
+            ActionField(name="id", kind=FieldKind.ID, required=True, positional=True, help="message id"),
+            ActionField(name="group", required=True, help="the consumer group that gets the message again"),
+        ),
+        plan=_redeliver,
     ),
 )

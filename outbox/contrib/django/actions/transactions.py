@@ -58,7 +58,7 @@ def decide(transaction_id: UUID, decision: Decision, *, force: bool = False) -> 
         if answer.decision is not decision:
             raise UsageError(_not_proven(check, decision, answer))
     end = EndTransaction(
-        transaction_id=transaction_id,
+        transaction_id=check.transaction_id,
         decision=decision,
         producer_group=check.producer_group,
         decided_by=DecidedBy.OPERATOR,
@@ -85,12 +85,16 @@ def ask_again(
         run = Executor(connection, schema)
         wanted = sorted(set(ids)) or list_waiting(run, group, parked=parked, limit=limit)
         if hint_checks(run, wanted, settings=settings) != len(wanted):
-            strangers = [one for one in wanted if find_undecided(run, one) is None]
-            raise UsageError(
-                f"these transactions are not undecided: {', '.join(map(str, strangers))}. No check was requested. "
-                "`outbox_transaction list` lists undecided transactions, and `outbox_message show ID` shows the "
-                "outcome of a transaction."
-            )
+            known = {one: find_undecided(run, one) for one in wanted}
+            if strangers := [one for one, check in known.items() if check is None]:
+                raise UsageError(
+                    f"these transactions are not undecided: {', '.join(map(str, strangers))}. No check was requested. "
+                    "`outbox_transaction list` lists undecided transactions, and `outbox_message show ID` shows the "
+                    "outcome of a transaction."
+                )
+            # Some of the ids are those of further messages of their transactions.
+            wanted = sorted({check.transaction_id for check in known.values() if check is not None})
+            hint_checks(run, wanted, settings=settings)
         silent = silent_groups(run, wanted)
     return wanted, " ".join(_silence(name, seconds) for name, seconds in silent.items())
 
@@ -123,6 +127,7 @@ def _abort(values: Values) -> ActionPlan:
 
 def _decision(transaction_id: UUID, decision: Decision, force: bool, running: bool) -> ActionPlan:
     check = _undecided(transaction_id)
+    transaction_id = check.transaction_id
     if force and not running:
         _refuse_running(transaction_id)
     answer = _asked(replace(check, may_write=False))
@@ -276,7 +281,9 @@ def _switch(rejecting: bool, effect: str) -> ActionPlan:
     return ActionPlan(subject="the broker", effect=effect, before={"rejecting": now}, do=do, nothing=now is rejecting)
 
 
-_ID = ActionField(name="id", kind=FieldKind.ID, required=True, positional=True, help="transaction id")
+_ID = ActionField(
+    name="id", kind=FieldKind.ID, required=True, positional=True, help="id of the transaction or a message"
+)
 
 ACTIONS: Final = (
     DeclaredAction(
@@ -316,7 +323,7 @@ ACTIONS: Final = (
         title="Request checks of undecided transactions",
         command="outbox_transaction ask",
         fields=(
-            ActionField(name="ids", kind=FieldKind.ID, positional=True, many=True, help="transaction ids"),
+            ActionField(name="ids", kind=FieldKind.ID, positional=True, many=True, help="transaction or message ids"),
             ActionField(name="group", help="only transactions of this producer group"),
             ActionField(name="parked", kind=FieldKind.FLAG, help="only parked transactions"),
             ActionField(name="all", kind=FieldKind.FLAG, help="transactions of every group, parked or not"),

@@ -1,4 +1,4 @@
-"""The statements that prune the inbox (table outbox_inbox, or one of its partitions); the caller passes the connection.
+"""The statements that remove rows of the inbox or of one of its partitions; the caller passes the connection.
 
 See decision 175.
 """
@@ -136,3 +136,18 @@ def delete(connection: BaseDatabaseWrapper, rows: Sequence[Handled], *, table: s
 
 def _inbox(row: Handled) -> tuple[str, int]:
     return row.group, row.generation
+
+
+_FORGET: Final = "DELETE FROM {table} WHERE consumer_group = %s AND message_id = %s"
+
+
+def forget(connection: BaseDatabaseWrapper, group: str, message_id: UUID) -> int:
+    """Remove a message's inbox row and steps of a group, in every generation. Returns the number of removed inbox rows.
+
+    The group then handles the message as if for the first time.
+    """
+    values = [group, stored_uuid(connection, message_id)]
+    with without_timeouts(connection), connection.cursor() as cursor:
+        cursor.execute(_FORGET.format(table="outbox_step"), values)
+        cursor.execute(_FORGET.format(table="outbox_inbox"), values)
+        return int(cursor.rowcount)

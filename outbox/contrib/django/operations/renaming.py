@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from django.db import router
 from django.db.backends.base.base import BaseDatabaseWrapper
@@ -24,6 +24,11 @@ from outbox.errors import LedgerUnavailable
 from outbox.utils.faults import point
 
 T = TypeVar("T")
+
+_STILL_OLD: Final = (
+    "so the group still has its former name: without its inbox rows, it would handle its messages again under the new "
+    "name"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,15 +53,15 @@ def rename_group(old: str, new: str, *, dry_run: bool = False) -> Renamed:
     with broker_connection() as (connection, schema):
         run = Executor(connection, schema)
         if changes.is_renamed(run, old, new):
-            if not any(_on_each(lambda inbox: rows.has_copies(inbox, old, new)).values()):
+            if not any(on_each_inbox(lambda inbox: rows.has_copies(inbox, old, new), _STILL_OLD).values()):
                 raise unknown_group(old)
             return Renamed(False, {})
         reserved = changes.reserve(run, old, new, dry_run=dry_run)
     if dry_run:
         return Renamed(False, {})
     point("rename.reserved")
-    _on_each(rows.wait_for_writers)
-    copied = _on_each(lambda inbox: rows.copy(inbox, old, new))
+    on_each_inbox(rows.wait_for_writers, _STILL_OLD)
+    copied = on_each_inbox(lambda inbox: rows.copy(inbox, old, new), _STILL_OLD)
     point("rename.copied")
     # Copying the rows may take long, so the first connection to the broker may be closed by now.
     with broker_connection() as (connection, schema):
@@ -65,8 +70,11 @@ def rename_group(old: str, new: str, *, dry_run: bool = False) -> Renamed:
     return Renamed(True, copied)
 
 
-def _on_each(work: Callable[[BaseDatabaseWrapper], T]) -> dict[str, T]:
-    """Call `work` with a connection to each database that has an inbox; return the results by alias."""
+def on_each_inbox(work: Callable[[BaseDatabaseWrapper], T], consequence: str) -> dict[str, T]:
+    """Call `work` with a connection to each database that has an inbox; return the results by alias.
+
+    Raises LedgerUnavailable with `consequence` if one of the databases cannot be reached.
+    """
     from outbox.contrib.django.models import InboxEntry
 
     found: dict[str, T] = {}
@@ -78,8 +86,7 @@ def _on_each(work: Callable[[BaseDatabaseWrapper], T]) -> dict[str, T]:
                         found[alias] = work(connection)
             except DatabaseError as error:
                 raise LedgerUnavailable(
-                    f"the inbox on {alias!r} cannot be read or written ({str(error).strip()}), so the group still "
-                    "has its former name: without its inbox rows, it would handle its messages again under the new "
-                    "name. Make the database reachable, and run this command again."
+                    f"the inbox on {alias!r} cannot be read or written ({str(error).strip()}), {consequence}. Make "
+                    "the database reachable, and run this command again."
                 ) from error
     return found

@@ -12,7 +12,7 @@ from django.shortcuts import redirect
 from outbox.broker.log.topics import list_topics
 from outbox.broker.operations.listings import open_transaction
 from outbox.broker.operations.search import STATES, content_of, find_messages, unfinished
-from outbox.broker.operations.trace import Trace, TracedMessage, trace
+from outbox.broker.operations.trace import EntryState, Trace, TracedMessage, trace
 from outbox.broker.transaction.turns import silent_groups
 from outbox.contrib.django.console import life
 from outbox.contrib.django.console.access import seeing
@@ -137,6 +137,10 @@ def _context(found: Trace, one: TracedMessage) -> dict[str, object]:
         "events": life.events(found, one),
         "parts": life.parts(found, one),
         "dead_groups": sorted(dead),
+        "passed_groups": sorted(
+            {entry.group for entry in found.entries
+             if entry.log_id == one.log_id and entry.group and entry.state in (EntryState.HANDLED, EntryState.PASSED)}
+        ),
         "can_recall": bool(
             one.scheduled_for
             or [retry for retry in found.retries if retry.log_id == one.log_id and not retry.claimed]

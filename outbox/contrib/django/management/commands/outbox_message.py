@@ -1,4 +1,4 @@
-"""`manage.py outbox_message list|show|recall`."""
+"""`manage.py outbox_message list|show|recall|redeliver`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ _SHOWN_CHARACTERS = 60
 class Command(ActionCommand):
     """Parses the arguments, then calls the function of the chosen subcommand."""
 
-    help = "List the stored messages of a topic or key, show the path of one message, or recall waiting messages."
+    help = (
+        "List the stored messages of a topic or key, show the path of one message, recall waiting messages, or "
+        "deliver a message again to one group."
+    )
 
     def add_arguments(self, parser: CommandParser) -> None:
         subcommands = self.add_subcommands(parser)
