@@ -6,7 +6,7 @@ import functools
 import itertools
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +101,16 @@ def pytest_configure(config: pytest.Config) -> None:
     """Give the run a folder of its own; workers have it from the process that started them."""
     if not hasattr(config, "workerinput"):
         config.stash[_folder] = leftovers.make_folder()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Escape halves of surrogate pairs in what a test printed: a worker could not pass them on, and would end."""
+    report = yield
+    report.sections = [(name, text.encode(errors="backslashreplace").decode()) for name, text in report.sections]
+    if report.failed and not str(report.longrepr).isascii():
+        report.longrepr = str(report.longrepr).encode(errors="backslashreplace").decode()
+    return report
 
 
 @pytest.hookimpl(trylast=True)

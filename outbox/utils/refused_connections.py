@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Final
 
 from outbox.utils.causes import causes
+from outbox.utils.safe_text import shown_text
 
 # libpq gives no SQLSTATE for an error of a connection that it could not open, so the text decides. A server whose
 # `lc_messages` is another language than English is not recognized.
@@ -40,6 +41,14 @@ def says_refused(text: str) -> bool:
 
 
 def _is_refusal(error: BaseException) -> bool:
+    try:
+        return _is_refusal_of_driver(error)
+    except Exception:
+        # An attribute of another error, or the name of its class, may be a property that raises.
+        return False
+
+
+def _is_refusal_of_driver(error: BaseException) -> bool:
     kind = type(error)
     if kind.__module__.startswith(_POOL[0]) and kind.__name__ in _POOL[1]:
         return True
@@ -47,4 +56,4 @@ def _is_refusal(error: BaseException) -> bool:
     if not any(base.__name__ == "OperationalError" for base in kind.__mro__):
         return False
     number = error.args[0] if error.args else None
-    return getattr(error, "sqlstate", None) == _STATE or number in _MARIADB_NUMBERS or says_refused(str(error))
+    return getattr(error, "sqlstate", None) == _STATE or number in _MARIADB_NUMBERS or says_refused(shown_text(error))

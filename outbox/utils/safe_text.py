@@ -157,8 +157,9 @@ def printable(error: BaseException) -> BaseException:
     try:
         # Programs that read records also use these two, as the exporters of traces do.
         f"{error} {error!r}"
-        printed = traceback.TracebackException.from_exception(error).format()
-        if sum(map(len, printed)) <= _LONGEST_TRACEBACK:
+        printed = "".join(traceback.TracebackException.from_exception(error).format())
+        # A handler that writes to a file would lose a record with half a surrogate pair.
+        if len(printed.encode()) <= _LONGEST_TRACEBACK:
             return error
     except KeyboardInterrupt:
         raise
@@ -200,11 +201,3 @@ def inert(text: str, *, keep: str = "") -> str:
 def for_people(text: str) -> str:
     """Return a text of several lines for a terminal or a log, with masked passwords and escaped control characters."""
     return inert(mask_passwords(text), keep="\n")
-
-
-def shown_value(value: object) -> str:
-    """Return the repr() of a value from outside, for an error text: at most 80 characters, also if the repr() fails."""
-    try:
-        return f"{value!r:.80}"
-    except Exception as error:
-        return f"<{type(value).__name__:.80}, whose __repr__ raised {type(error).__name__}>"

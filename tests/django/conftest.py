@@ -22,6 +22,7 @@ from outbox.broker import embedded
 from outbox.contrib.django.databases import database_from_url
 from outbox.contrib.django.engine import broker as broker_access
 from outbox.contrib.django.ledger import pruning
+from outbox.contrib.django.models import ClaimEntry, StepEntry
 from outbox.contrib.django.operations.installation import install_broker
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.django.subscribers import registry
@@ -153,15 +154,15 @@ def _empty_log(alias: str) -> None:
         alias,
         *("outbox.consume_queue", "outbox.held", "outbox.scheduled", "outbox.op_log", "outbox.commit_log"),
         *("outbox.pending_check", "outbox.check_history", "outbox.incident", "outbox.recalled"),
+        "outbox.producer_epoch",
     )
 
 
 def _delete(alias: str, *tables: str) -> None:
-    statements = [f"DELETE FROM {table}" for table in tables]
     with connections[alias].cursor() as cursor:
-        # PostgreSQL takes all of them in one round trip and one transaction.
-        for statement in ["; ".join(statements)] if connections[alias].vendor == "postgresql" else statements:
-            cursor.execute(statement)
+        # One by one: a connection that prepares its statements takes no two of them at once.
+        for table in tables:
+            cursor.execute(f"DELETE FROM {table}")
 
 
 def _empty_ledger(alias: str) -> None:
@@ -220,6 +221,15 @@ def no_events() -> Iterator[None]:
     with declaration.restored():
         declaration.forget()
         yield
+
+
+@pytest.fixture
+def no_claims() -> Iterator[None]:
+    """Claims and steps are removed after the test."""
+    yield
+    for alias in ("default", "lite"):
+        ClaimEntry.objects.using(alias).all().delete()
+        StepEntry.objects.using(alias).all().delete()
 
 
 __all__ = ["configured"]

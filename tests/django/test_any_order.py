@@ -67,7 +67,7 @@ class _Data:
         self.check("two")
 
     async def test_async(self) -> None:
-        await apublish("orders", {}, key="async")
+        await apublish("orders", {}, key="async", at_once=True)
         assert await sync_to_async(keys)(self.outbox) == sorted([*self.expected, "own", "async"])
 
     def test_a_replaced_setting_keeps_the_messages_here(self) -> None:
@@ -183,13 +183,13 @@ app.conf.task_publish_retry = False
 ran: list[Any] = []
 
 
-@app.task(name="any_order.double")  # type: ignore[untyped-decorator]
+@app.task(name="any_order.double")
 def double(number: int) -> int:
     ran.append(number)
     return 2 * number
 
 
-@app.task(name="any_order.mail")  # type: ignore[untyped-decorator]
+@app.task(name="any_order.mail")
 def mail(body: Any) -> None:
     ran.append(body)
 
@@ -214,7 +214,7 @@ def test_tasks_never_reach_the_transport(request: pytest.FixtureRequest) -> None
         with rolled_back():
             double.delay(99)
         double.delay(3)
-        publish("orders", {"n": 4}, key="4")
+        publish("orders", {"n": 4}, key="4", at_once=True)
         outbox.drain()
         found = sorted((one.name.removeprefix("any_order."), str(one.args)) for one in outbox.tasks)
         assert found == [("double", "[1]"), ("double", "[2]"), ("double", "[3]"), ("mail", "[{'n': 4}]")]

@@ -176,7 +176,12 @@ def test_while_the_database_is_away_the_last_known_state_counts_and_no_count_is_
         point_alias("default", url)
     known.sync()
     [row] = list_endpoints()
-    assert (row.delivered, row.failed, row.last_status, row.last_error) == (1, 1, "not acknowledged", "no\\x00answer")
+    assert (row.delivered, row.failed, row.last_status, row.last_error) == (
+        1,
+        1,
+        "not acknowledged",
+        "no\N{REPLACEMENT CHARACTER}answer",
+    )
 
 
 @pytest.mark.timeout(300)

@@ -102,13 +102,13 @@ def test_the_next_message_meets_no_language_time_zone_or_variable() -> None:
         for function in (note, note_async):
             subscriber("orders", group="effects", threads=1)(function)
             for key in keys:
-                publish("orders", {}, key=key)
+                publish("orders", {}, key=key, at_once=True)
             sequence()
             with override_settings(OUTBOX={**configured.OUTBOX, "MESSAGES_PER_COMMIT": per_commit}):
                 consumer_runtime().run_once()
             with in_memory_outbox() as outbox, translation.override("fr"):
                 for key in keys:
-                    publish("orders", {}, key=key)
+                    publish("orders", {}, key=key, at_once=True)
                 outbox.drain()
             registry.unregister_all()
             Effect.objects.all().delete()
@@ -222,7 +222,7 @@ def test_handlers_without_inbox_or_transaction_leave_nothing() -> None:
         registry.unregister_all()
         seen: list[tuple[Any, ...]] = []
 
-        @subscriber("orders", group="effects", threads=1, **options)  # type: ignore[arg-type]
+        @subscriber("orders", group="effects", threads=1, **options)
         def effect(given: Any, seen: list[tuple[Any, ...]] = seen) -> None:
             if not isinstance(given, ClaimedDelivery):
                 pollute(given[0] if isinstance(given, list) else given, seen)
@@ -235,7 +235,7 @@ def test_handlers_without_inbox_or_transaction_leave_nothing() -> None:
             assert execute("SELECT current_setting('app.tenant')") == [("mine",)]
 
         for key in ("a", "b"):
-            publish("orders", {}, key=key)
+            publish("orders", {}, key=key, at_once=True)
             sequence()
             consumer_runtime().run_once()
         assert len(seen) == 2

@@ -120,7 +120,7 @@ def shop(
     try:
         with psycopg.connect(server, autocommit=True) as connection:
             for role in ("shop", "other"):
-                connection.execute(f"CREATE ROLE {role} LOGIN")  # type: ignore[call-overload]
+                connection.execute(f"CREATE ROLE {role} LOGIN")
             connection.execute("CREATE DATABASE shop OWNER shop")
         url = make_conninfo(server, dbname="shop", user="shop")
         for alias in ("default", "broker"):

@@ -176,7 +176,7 @@ from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from django.db import transaction
 from outbox.contrib.django import publish
 # Without a provider, a publish call works and records nothing.
-publish("orders", {}, key="before")
+publish("orders", {}, key="before", at_once=True)
 # Gunicorn's post_fork hook sets the provider as late as this.
 reader = InMemoryMetricReader()
 set_meter_provider(MeterProvider([reader]))
@@ -235,7 +235,7 @@ OFF = """
 import sys, django
 django.setup()
 from outbox.contrib.django import publish
-publish("orders", {}, key="one")
+publish("orders", {}, key="one", at_once=True)
 from outbox.utils import measures
 print(measures.recorder, [name for name in sys.modules if name.startswith("opentelemetry")])
 """

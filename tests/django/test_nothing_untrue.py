@@ -110,7 +110,7 @@ class States:
 
 
 def published(tag: str, **options: object) -> UUID:
-    return publish("orders", {}, key=tag, tag=tag, **options).message_id  # type: ignore[arg-type]
+    return publish("orders", {}, key=tag, tag=tag, at_once=True, **options).message_id  # type: ignore[arg-type]
 
 
 def looked(name: str) -> GroupOverview:
@@ -152,9 +152,9 @@ def test_a_message_in_each_state_is_neither_lost_nor_counted_as_another(world: W
         group="claimed_elsewhere", generation=1, message_id=ids["claimed_elsewhere"], token=1, attempt=1,
         claimed_by="another", claimed_at=timezone.now(), expires_at=timezone.now() + timedelta(hours=1),
     )  # fmt: skip
-    publish("payments", {}, key="paused")
-    publish("reminders", {}, key="delayed", delay=3600)
-    recalled = publish("reminders", {}, key="recalled", delay=3600).message_id
+    publish("payments", {}, key="paused", at_once=True)
+    publish("reminders", {}, key="delayed", delay=3600, at_once=True)
+    recalled = publish("reminders", {}, key="recalled", delay=3600, at_once=True).message_id
     recall.recall(world.run, [recalled])
     world.half()
     sequence()

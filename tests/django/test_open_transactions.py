@@ -74,7 +74,7 @@ def test_open_ones_are_listed_before_and_after_the_half_scan() -> None:
 def test_those_of_a_fenced_producer_are_marked() -> None:
     older = fenced_producer("nightly")
     with transaction.atomic():
-        send(older, "slow")
+        send(older, "slow", at_once=False)
         with pytest.raises(LeftoversUndecided):
             in_thread(lambda: fenced_producer("nightly", wait_seconds=0.1))
         publish("orders", 1, key="another")

@@ -22,7 +22,7 @@ from asgiref.sync import async_to_sync
 from django.conf import settings as django_settings
 from django.core import mail
 from django.core.management import call_command
-from django.db import connection
+from django.db import connection, transaction
 from django.test.utils import override_settings
 
 from outbox import Delivery
@@ -262,7 +262,9 @@ def test_changing_messages(page: Page) -> None:
 def test_the_first_example(page: Page, name: str) -> None:
     page.names |= {"transactional_message": transactional_message, "subscriber": subscriber}
     page.names |= {"Shipment": models.Shipment}
-    [text] = [text for language, text in blocks(name) if language == "python"]
+    page.names |= {"transaction": transaction, "publish": publish}
+    # README shows the code that loses a message first.
+    *_, text = (text for language, text in blocks(name) if language == "python")
     page.run_python(text)
     order = paid()
     page.names["pay"](order)

@@ -29,7 +29,7 @@ class Broken:
 
 class BrokenText(str):
     __slots__ = ()
-    __repr__ = __str__ = __hash__ = __eq__ = __format__ = __len__ = encode = fail
+    __repr__ = __str__ = __hash__ = __eq__ = __format__ = __len__ = encode = fail  # type: ignore[assignment]
 
 
 class BrokenInt(int):
@@ -54,6 +54,9 @@ class FarZone(tzinfo):
         return timedelta(days=3)
 
     dst = utcoffset
+
+    def tzname(self, _: datetime | None) -> str:
+        return "far"
 
 
 NOW = datetime.now(UTC)

@@ -55,14 +55,14 @@ class Doubling:
 
 
 def on_the_broker() -> None:
-    publish("orders", {"amount": 10}, key="one")
+    publish("orders", {"amount": 10}, key="one", at_once=True)
     sequence()
     consumer_runtime().run_once()
 
 
 def in_memory() -> None:
     with in_memory_outbox() as outbox:
-        publish("orders", {"amount": 10}, key="one")
+        publish("orders", {"amount": 10}, key="one", at_once=True)
         # The test's outbox also reports the errors of calls that were repeated.
         outbox.drain(raise_errors=False)
 
@@ -137,7 +137,7 @@ def test_each_half_of_a_batch_gets_the_published_bodies() -> None:
 
         def place() -> None:
             for key in ("poison", "good"):
-                publish("orders", {"amount": 10}, key=key)
+                publish("orders", {"amount": 10}, key=key, at_once=True)
 
         if is_in_memory:
             with in_memory_outbox() as outbox:
@@ -163,7 +163,7 @@ def test_a_redelivery_in_a_test_gets_the_published_body() -> None:
 
     doubling = Doubling(lambda: None)
     with in_memory_outbox() as outbox:
-        publish("orders", {"amount": 10}, key="one")
+        publish("orders", {"amount": 10}, key="one", at_once=True)
         outbox.drain()
         assert [outbox.redeliver(bypass_inbox=True) for _ in range(2)] == [2, 2]
     assert effects() == ["20 nothing"] * 6
@@ -184,10 +184,10 @@ def test_nobody_changes_the_headers_of_a_stored_message() -> None:
         seen.append(dict(given.headers))
 
     with in_memory_outbox() as outbox:
-        publish("orders", {}, key="one", headers=headers)
+        publish("orders", {}, key="one", headers=headers, at_once=True)
         headers["kind"] = "changed"
         outbox.drain()
-    publish("orders", {}, key="one", headers={"kind": "new"})
+    publish("orders", {}, key="one", headers={"kind": "new"}, at_once=True)
     sequence()
     consumer_runtime().run_once()
     assert seen == [{"kind": "new"}] * 4
@@ -214,7 +214,7 @@ def test_a_masked_field_stays_masked_although_the_handler_removes_it() -> None:
         raise Refused(given.body.pop("card"))
 
     with override_settings(OUTBOX={**configured.OUTBOX, "MASKED_FIELDS": {"orders": ["card"]}}):
-        publish("orders", {"card": "4111-1111"}, key="one")
+        publish("orders", {"card": "4111-1111"}, key="one", at_once=True)
         sequence()
         consumer_runtime().run_once()
     with broker_connection() as (connection, _):

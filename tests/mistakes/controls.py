@@ -300,6 +300,7 @@ MENDS: Final = (
 def send_at_once(patch: pytest.MonkeyPatch) -> None:
     """publish() does not join the transaction."""
     patch.setattr(publishing, "current_transaction", lambda using: None)
+    patch.setattr(publishing, "refuse_without_transaction", lambda *given: None)
 
 
 def lose_and_roll_back(patch: pytest.MonkeyPatch) -> None:

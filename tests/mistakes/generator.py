@@ -62,7 +62,8 @@ _BY_HAND: Final = {
 def generate(seed: int, side: Side, vendor: str) -> Program:
     """The program of a seed."""
     name = f"{seed} {side} {vendor}"
-    program = _Generator(random.Random(name), random.Random(f"{name} unique"), vendor).program(side)
+    chance, keys, texts = (random.Random(name + of) for of in ("", " unique", " texts"))
+    program = _Generator(chance, keys, texts, vendor).program(side)
     return program if isinstance(program, Producer) else _leaving(program, random.Random(f"{name} left"))
 
 
@@ -86,10 +87,12 @@ def _leaving(program: Consumer, chance: random.Random) -> Consumer:
 
 
 class _Generator:
-    def __init__(self, chance: random.Random, keys: random.Random, vendor: str) -> None:
+    def __init__(self, chance: random.Random, keys: random.Random, texts: random.Random, vendor: str) -> None:
         self._chance = chance
         # Separate chances: a seed gives the same steps, whatever keys the messages have.
         self._keys = keys
+        # Likewise for exceptions without a text.
+        self._texts = texts
         self._vendor = vendor
         self._numbers = 0
 
@@ -210,8 +213,7 @@ class _Generator:
         make: list[Callable[[], Step]] = [
             lambda: Fail(self._chance.choice(_FAILURES[self._vendor])),
             lambda: Sql(self._chance.choice(_BY_HAND[self._vendor]), driver=self._chance.random() < 0.5),
-            # Without a further draw, so that the other steps of a seed stay what they were.
-            lambda: Raise(broken=self._numbers % 2 == 1),
+            lambda: Raise(broken=self._texts.random() < 0.6),
             SetRollback,
             Close,
             Kill if self._vendor == "postgresql" else Close,

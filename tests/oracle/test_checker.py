@@ -51,8 +51,8 @@ class Built:
         self.write("committed", names=[name], program="commit", by_hand=False)
         self.orders.add(name)
         for group in (*GROUPS[topic], *(["books"] if topic == "orders" else [])):
-            more: dict[str, Any] = {"mail": {"limit": 1}, "remind": {"due": self.now}}.get(group, {})
-            self.call(group, name, **more)
+            more: dict[str, dict[str, Any]] = {"mail": {"limit": 1}, "remind": {"due": self.now}}
+            self.call(group, name, **more.get(group, {}))
             self.effects.append((group, name, number))
         if topic == "orders":
             self.write("charge", name=name, key=name)

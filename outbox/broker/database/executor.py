@@ -51,6 +51,14 @@ class _ContainedTime(TimestamptzBinaryLoader):
             return LATEST if int.from_bytes(data, "big", signed=True) > 0 else EARLIEST
 
 
+def time_of(text: str) -> datetime:
+    """Return a time that PostgreSQL has written as text; EARLIEST or LATEST for a time that Python cannot hold."""
+    try:
+        return datetime.fromisoformat(text)
+    except ValueError:
+        return EARLIEST if text.startswith("-") or text.endswith("BC") else LATEST
+
+
 def cursor_on(connection: Connection) -> psycopg.Cursor[tuple[Any, ...]]:
     """Return a cursor with server-side binding and plain tuples, regardless of the application's settings."""
     cursor = psycopg.Cursor(connection, row_factory=tuple_row)

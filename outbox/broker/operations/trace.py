@@ -11,7 +11,7 @@ from datetime import datetime
 from typing import Any, Final
 from uuid import UUID
 
-from outbox.broker.database.executor import Executor
+from outbox.broker.database.executor import Executor, time_of
 from outbox.broker.database.statement import Statement
 from outbox.broker.groups.offsets import newest_offset
 from outbox.filters.filter import parse_filter
@@ -486,7 +486,7 @@ def _entries(
     # A discarded dead letter is in `dead`, too. So its last entry has the state DEAD, and the field of the dead letter
     # shows that an operator discarded it.
     dead = {(letter.log_id, letter.group) for letter in letters if letter.replayed_at is None}
-    died: dict[_Place, datetime] = {(one.log_id, one.group): datetime.fromisoformat(one.dead_at) for one in letters}
+    died: dict[_Place, datetime] = {(one.log_id, one.group): time_of(one.dead_at) for one in letters}
     timed_out = {(one.group, one.queue_id, one.offset) for one in timeouts}
     found = []
     for index, entry in enumerate(facts):

@@ -176,7 +176,7 @@ def _pairs(summary: Summary) -> Iterator[Metric]:
     for name, text in (
         ("handled", "Messages that the group has done."),
         ("filtered", "Messages that do not match the group's filter."),
-        ("skipped", "Deliveries of messages that the group had done before; they count as handled, too."),
+        ("skipped", "Messages delivered again after the group had done them; they count as handled, too."),
         ("sent_back", "Messages sent back for another attempt."),
         ("dead", "Messages given up: dead letters, and messages whose time limit was over."),
         ("expired", "Messages that retention removed before the group handled them."),

@@ -51,7 +51,7 @@ def test_the_lag_of_a_group_that_waits_for_its_own_limit_names_the_limit(world: 
 
 def test_an_idle_broker_says_that_nothing_is_to_be_queued(world: World, operator: Client) -> None:
     idle = "last tick 6 min ago: no message to queue since then"
-    world.sql("UPDATE outbox.tick SET at = at - interval '6 minutes'")
+    world.sql("UPDATE outbox.tick SET at = now() - interval '6 minutes'")
     html = text_of(page(operator))
     assert idle in html and "No fault" in html
     world.sql("UPDATE outbox.tick SET at = now() - interval '6 minutes'")

@@ -68,7 +68,7 @@ def test_an_open_transaction_of_a_fenced_producer_is_listed_before_its_first_che
 ) -> None:
     older = fenced_producer("import")
     with transaction.atomic():
-        send(older, "order-8")
+        send(older, "order-8", at_once=False)
         with pytest.raises(LeftoversUndecided):
             in_thread(lambda: fenced_producer("import", wait_seconds=0.1))
         page = operator.get("/outbox/undecided/").content.decode()

@@ -8,8 +8,9 @@ from datetime import datetime
 from itertools import groupby
 from typing import Final
 
+from outbox.broker.database.executor import time_of
 from outbox.broker.operations.trace import EntryState, Trace, TracedEntry, TracedFailure, TracedMessage
-from outbox.contrib.django.console.readable import parsed, readable
+from outbox.contrib.django.console.readable import readable
 
 _DECIDERS: Final = {"P": "the producer", "K": "check-back", "O": "an operator"}
 _DECISIONS: Final = {"C": "Committed", "R": "Rolled back"}
@@ -247,7 +248,7 @@ def _folded(alike: Sequence[TracedFailure], queued_at: str | None) -> FailedAtte
 
 def at(text: str) -> datetime:
     """Parse a time of a trace."""
-    return parsed(text)
+    return time_of(text)
 
 
 def _attempts(count: int) -> str:

@@ -57,15 +57,6 @@ def second(at: datetime) -> str:
     return local(at).replace(tzinfo=None).isoformat(" ", "seconds")
 
 
-def parsed(text: str) -> datetime:
-    """Return a time that PostgreSQL has written. A time that Python cannot hold is its first or last one."""
-    try:
-        return datetime.fromisoformat(text)
-    except ValueError:
-        is_early = text.startswith("-") or text.endswith("BC")
-        return datetime.min.replace(tzinfo=UTC) if is_early else datetime.max.replace(tzinfo=UTC)
-
-
 def words(name: str) -> str:
     """Return the name of a field as words."""
     return name.replace("_", " ")

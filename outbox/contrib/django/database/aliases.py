@@ -6,17 +6,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import Any, Final
 
 from django.db import connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.utils.connection import ConnectionDoesNotExist
-from psycopg import DataError
-from psycopg.abc import Buffer
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg.pq import TransactionStatus
-from psycopg.types.datetime import TimestamptzBinaryLoader
 
 from outbox.broker.database.connection import BrokerConnection, BrokerDatabase, Connection
 from outbox.broker.schema.install import check_schema
@@ -95,24 +91,6 @@ def one_connection() -> Iterator[None]:
             shared.connection.close()
 
 
-class _NearestTime(TimestamptzBinaryLoader):
-    """Reads a time that Python cannot hold as its first or last one, so that one row does not hide all others."""
-
-    def load(self, data: Buffer) -> datetime:
-        try:
-            return super().load(data)
-        except DataError:
-            # PostgreSQL counts microseconds from the year 2000.
-            is_early = bytes(data)[0] & 0x80
-            return datetime.min.replace(tzinfo=UTC) if is_early else datetime.max.replace(tzinfo=UTC)
-
-
-def _opened(settings: OutboxSettings, name: str) -> BrokerConnection:
-    connection = broker_database(settings).open(name=name)
-    connection.adapters.register_loader("timestamptz", _NearestTime)
-    return connection
-
-
 @contextmanager
 def opened(settings: OutboxSettings, *, name: str) -> Iterator[BrokerConnection]:
     """A connection to the broker without an open transaction: that of `one_connection`, or a new one.
@@ -121,11 +99,11 @@ def opened(settings: OutboxSettings, *, name: str) -> Iterator[BrokerConnection]
     """
     shared = _shared.get()
     if shared is None or shared.is_in_use:
-        with _opened(settings, name) as connection:
+        with broker_database(settings).open(name=name) as connection:
             yield connection
         return
     if shared.connection is None:
-        shared.connection = _opened(settings, name)
+        shared.connection = broker_database(settings).open(name=name)
     shared.is_in_use = True
     is_whole = False
     try:

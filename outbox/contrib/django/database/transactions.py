@@ -164,7 +164,7 @@ class BlockWatch:
         self.halves = BlockHalves()
         if not self._connection.needs_rollback:
             # Django keeps the error of an earlier block, which is not the cause of anything in this block.
-            self._connection.rollback_exc = None
+            self._connection.rollback_exc = None  # type: ignore[attr-defined]
         # Set while several handlers may share the block's transaction; otherwise None.
         self.traces: BlockTraces | None = None
 
@@ -333,7 +333,7 @@ def require_whole(connection: BaseDatabaseWrapper, what: Callable[[], str]) -> B
         raise TransactionUsageError(
             f"{what()} was not done: the atomic block on {connection.alias!r} is marked for rollback{cause}. Let that "
             "error leave the block, or put the code that may fail into an inner atomic()."
-        ) from connection.rollback_exc
+        ) from connection.rollback_exc  # type: ignore[attr-defined]
     try:
         sync_pipeline(connection)
         reason = watch.what_ended()
@@ -466,13 +466,13 @@ def mark_for_rollback(using: str | None, cause: BaseException) -> None:
         connection = current_transaction(using)
         if connection is not None:
             if not connection.needs_rollback and isinstance(cause, Exception):
-                connection.rollback_exc = cause
+                connection.rollback_exc = cause  # type: ignore[attr-defined]
             connection.set_rollback(True)
 
 
 def cause_of_rollback(connection: BaseDatabaseWrapper) -> str:
     """Return the cause why the block is marked for rollback, as a part of a sentence; '' if it is not known."""
-    cause = connection.rollback_exc
+    cause = connection.rollback_exc  # type: ignore[attr-defined]
     if cause is None:
         return ""
     return f", because of an earlier error: {type(cause).__name__}: {shown_text(cause).rstrip('.')}"

@@ -387,7 +387,7 @@ class InboxEntries:
                 f"{name} raised no error, but its transaction was marked for rollback or its connection was closed"
                 f"{cause_of_rollback(self._connection)}. So the message has failed. Raise the error that caused the "
                 "rollback."
-            ) from self._connection.rollback_exc
+            ) from self._connection.rollback_exc  # type: ignore[attr-defined]
         gone = "a ROLLBACK was executed in this transaction, so the transaction has lost its inbox row"
         if self._short is not None and self.is_whole():
             self.is_confirmed = True

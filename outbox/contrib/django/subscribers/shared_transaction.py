@@ -218,7 +218,7 @@ class SharedTransaction:
         fails."""
         self._inbox.roll_back_to(number)
         self._connection.needs_rollback = False
-        self._connection.rollback_exc = None
+        self._connection.rollback_exc = None  # type: ignore[attr-defined]
         self._connection.run_on_commit = [entry for entry in self._connection.run_on_commit if name not in entry[0]]
 
     def _end_of_callbacks(self) -> None:
