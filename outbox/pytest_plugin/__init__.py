@@ -33,13 +33,24 @@ def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any], request: pytest.Fix
         fixturedef.scope == "function"
         and isinstance(item, pytest.Item)
         and _in_memory not in item.stash
-        and (fixturedef.argname == "outbox" or "outbox" in getattr(item, "fixturenames", ()))
+        and (_is_outbox(fixturedef) or _uses_outbox(item))
     ):
         from outbox.contrib.django.testing import in_memory_outbox
 
         entered = in_memory_outbox()
         item.stash[_in_memory] = entered.__enter__()
         item.addfinalizer(lambda: entered.__exit__(None, None, None))
+
+
+def _uses_outbox(item: pytest.Item) -> bool:
+    # pytest has no public way to ask which of several fixtures of a name a test gets.
+    known = getattr(getattr(item, "_fixtureinfo", None), "name2fixturedefs", {}).get("outbox", ())
+    return bool(known) and _is_outbox(known[-1])
+
+
+def _is_outbox(fixturedef: pytest.FixtureDef[Any]) -> bool:
+    """Whether it is the fixture `outbox` below, and not one of the project with the same name."""
+    return fixturedef.argname == "outbox" and fixturedef.func.__module__ == __name__
 
 
 @pytest.fixture

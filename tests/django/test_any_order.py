@@ -14,6 +14,7 @@ from django.test import TestCase, TransactionTestCase, override_settings
 from outbox import Delivery
 from outbox.contrib.django import apublish, publish, subscriber
 from outbox.contrib.django.celery import TransactionalTask, subscriber_task
+from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.django.testing import InMemoryOutbox, OutboxTestMixin
 from tests.django.shop.models import Effect, Order
 from tests.django.state import rolled_back
@@ -173,6 +174,17 @@ def test_a_fixture_after_the_outbox(outbox: InMemoryOutbox, early: None) -> None
 def test_a_fixture_that_commits(early_committed: None, outbox: InMemoryOutbox) -> None:
     assert keys(outbox) == ["early"]
     assert outbox.drain() == 1
+
+
+class TestOfAProjectsOwnFixture:
+    """A project may have a fixture of this name, which has nothing to do with the broker in memory."""
+
+    @pytest.fixture
+    def outbox(self) -> str:
+        return "of the project"
+
+    def test_it_leaves_the_settings_alone(self, outbox: str) -> None:
+        assert (outbox, get_settings().in_memory) == ("of the project", False)
 
 
 # -- tasks of Celery ------------------------------------------------------------------------------------
