@@ -1,4 +1,4 @@
-"""A run in a session that somebody else has made, with settings of their own."""
+"""A run in a session that the caller has made, with settings of its own."""
 
 from __future__ import annotations
 

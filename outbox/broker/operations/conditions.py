@@ -134,7 +134,7 @@ def of_text(name: str, severity: Severity, meaning: str, next_step: str = "") ->
 
 
 def unknown(name: str, error: Exception) -> Condition:
-    """Return a warning that says that nobody knows whether the condition `name` holds, because of this error."""
+    """Return a warning that it is unknown whether the condition `name` holds, because of this error."""
     meaning = "It is unknown whether this condition holds, because its tables could not be read."
     step = "Correct the error; the next look reads the tables again."
     facts: list[Fact] = [{"error": str(error).strip()}]
