@@ -16,6 +16,7 @@ from psycopg import sql
 from tests.django import configured  # isort: skip
 from django.core.management import call_command
 from django.db import connections
+from django.db.backends.postgresql.base import DatabaseWrapper as PostgresWrapper
 from django.test.utils import override_settings
 
 from outbox.broker import embedded
@@ -119,6 +120,8 @@ def application(django_db_setup: None, django_db_blocker: Any) -> Iterator[None]
         # A pass that was cut short would continue behind the rows of the next test.
         pruning._sweeps.clear()
         connections.close_all()
+        # A pool that a test has left would serve the next one with sessions that were ended meanwhile.
+        assert not PostgresWrapper._connection_pools, "close the pool at the end of the test"
 
 
 @pytest.fixture

@@ -59,7 +59,8 @@ class Together:
     ) -> Sequence[Disposition | Exception]:
         results = ports.call_handler(subscription, handler, deliveries, generation=generation)
         with self._lock:
-            if results == [Disposition.HANDLED]:
+            # A result may be an error, and it may compare itself in its own way.
+            if len(results) == 1 and results[0] is Disposition.HANDLED:
                 self.transactions.append([deliveries[0].body["n"]])
         return results
 
