@@ -118,6 +118,8 @@ def _work_and(call: Callable[[], object]) -> None:
 
 @pytest.mark.usefixtures("databases")
 def test_the_crash_kit_refuses_a_pool_of_connections(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(connections["default"].settings_dict, "OPTIONS", {"pool": True})
-    with pytest.raises(UsageError, match="'default', because it has a connection pool"):
-        Baseline(["default"], broker_schema="outbox")
+    with monkeypatch.context() as patch:
+        patch.setitem(connections["default"].settings_dict, "OPTIONS", {"pool": True})
+        with pytest.raises(UsageError, match="'default', because it has a connection pool"):
+            Baseline(["default"], broker_schema="outbox")
+        connections["default"].close_pool()  # type: ignore[attr-defined]

@@ -165,15 +165,16 @@ def test_connection_settings(options: dict[str, Any], shares: bool, monkeypatch:
     is_pool = "pool" in options.get("OPTIONS", {})
     if is_pool:
         connection.close()
-    for key, value in options.items():
-        monkeypatch.setitem(connections.settings["default"], key, value)
-    try:
-        with running(leading(), consuming()):
-            each_once(120)
-    finally:
-        if is_pool:
-            connection.close()
-            connection.close_pool()  # type: ignore[attr-defined]
+    with monkeypatch.context() as patch:
+        for key, value in options.items():
+            patch.setitem(connections.settings["default"], key, value)
+        try:
+            with running(leading(), consuming()):
+                each_once(120)
+        finally:
+            if is_pool:
+                connection.close()
+                connection.close_pool()  # type: ignore[attr-defined]
     assert (noted.largest > 1) is shares
     # Transactions of a stricter isolation level may stop each other; their messages are then delivered again.
     assert failed() == [] or not shares

@@ -100,7 +100,7 @@ def test_the_parameters_of_pages_are_found() -> None:
     assert sum(len(parameters(name)) for name in PAGES) >= 40
 
 
-@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
 def test_no_parameter_makes_a_page_fail(world: World, operator: Client, every: bool) -> None:
     world.subscribe("mail")
     world.publish()
@@ -120,7 +120,7 @@ def test_a_number_of_5000_digits_and_a_far_date_are_refused_with_a_sentence(worl
         assert answer.status_code == 400 and "is not a whole number" in checked(answer)
 
 
-@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
 def test_no_field_of_a_form_makes_an_action_fail(world: World, operator: Client, every: bool) -> None:
     world.subscribe("mail")
     world.publish()
