@@ -19,7 +19,7 @@ WORKERS ?= 4
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test gate oracle slow matrix matrix-postgres matrix-mariadb lint format docs bench bench-quick goals tables faults clean
+.PHONY: help install demo test gate oracle sizes slow matrix matrix-postgres matrix-mariadb lint format docs bench bench-quick goals tables faults clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -71,6 +71,9 @@ lint: $(STAMP) ## Style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+sizes: ## Lines by room, and how much there is to know
+	@$(PYTHON) -m tests.house.sizes
 
 bench: $(STAMP) ## Measure throughput and latency on this machine (nothing else should be running)
 	$(BIN)/python -m benchmarks.web_peers --install

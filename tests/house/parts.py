@@ -1,0 +1,208 @@
+"""The parts of the package, and every line of the core that still names one.
+
+The core is what every message needs. A part serves some projects and can be taken out. So the core names no part; the
+lines that still do are counted in allowed.txt, whose numbers only fall. `python -m tests.house.parts` lowers them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Final, NamedTuple
+
+ROOT: Final = Path(__file__).resolve().parent.parent.parent
+ALLOWED: Final = Path(__file__).parent / "allowed.txt"
+_KINDS: Final = {".py", ".sql", ".html", ".txt"}
+
+
+class Part(NamedTuple):
+    """A part: the words by which code, SQL or a template names it, and its files below outbox/."""
+
+    name: str
+    words: str
+    paths: tuple[str, ...]
+    "Folders end with a slash."
+
+
+_DJANGO: Final = "contrib/django"
+PARTS: Final = (
+    Part(
+        "console",
+        r"\bconsole\b",
+        (
+            f"{_DJANGO}/console/",
+            f"{_DJANGO}/templates/",
+            f"{_DJANGO}/templatetags/",
+            f"{_DJANGO}/static/",
+            f"{_DJANGO}/admin.py",
+        ),
+    ),
+    Part("crash kit", r"\bcrash_?kit|\bcrashes\b(?= import)|django\.crashes", (f"{_DJANGO}/crashes/",)),
+    Part(
+        "encryption",
+        r"encrypt|subject_?key",
+        (
+            "contrib/encryption/",
+            f"{_DJANGO}/database/subject_keys.py",
+            f"{_DJANGO}/management/commands/outbox_subject_key.py",
+        ),
+    ),
+    Part(
+        "erasure",
+        r"\beras|_eras",
+        (
+            "broker/operations/erasing.py",
+            f"{_DJANGO}/operations/erasing.py",
+            f"{_DJANGO}/operations/erasure_list.py",
+            f"{_DJANGO}/actions/erasing.py",
+            f"{_DJANGO}/management/commands/outbox_erase.py",
+        ),
+    ),
+    Part(
+        "events",
+        r"outbox\.events|\bevent_types?\b|EventType|upcast|unknown_version|event_catalogue",
+        (
+            "events/",
+            f"{_DJANGO}/publishing/events.py",
+            f"{_DJANGO}/operations/contracts.py",
+            f"{_DJANGO}/operations/event_catalogue.py",
+            f"{_DJANGO}/console/views/events.py",
+            f"{_DJANGO}/management/commands/outbox_contract.py",
+        ),
+    ),
+    Part(
+        "forwarding",
+        r"\bsinks?\b|endpoint|forward_|forwarder|\bforward\(",
+        (
+            "contrib/sinks/",
+            f"{_DJANGO}/worker/forwarding.py",
+            f"{_DJANGO}/operations/endpoints.py",
+            f"{_DJANGO}/actions/endpoints.py",
+            f"{_DJANGO}/console/views/endpoints.py",
+            f"{_DJANGO}/management/commands/outbox_endpoint.py",
+        ),
+    ),
+    Part(
+        "large bodies", r"large_?bod", (f"{_DJANGO}/database/large_bodies.py", f"{_DJANGO}/operations/large_bodies.py")
+    ),
+    Part(
+        "limits",
+        r"\blimiter\b|\bLimits\b|groups\.limits|operations\.limits|limit_bucket|rate_limit",
+        ("broker/groups/limits.py", "broker/consumer/limiter.py", "broker/operations/limits.py"),
+    ),
+    Part(
+        "memory",
+        r"outbox\.memory|engine\.memory|\bin_memory|InMemory|MemoryBroker",
+        ("memory/", f"{_DJANGO}/engine/memory.py"),
+    ),
+    Part(
+        "metrics",
+        r"prometheus|opentelemetry|telemetry",
+        (
+            "contrib/prometheus/",
+            "contrib/opentelemetry/",
+            f"{_DJANGO}/operations/instrumentation.py",
+            f"{_DJANGO}/operations/telemetry.py",
+        ),
+    ),
+    Part(
+        "receiving",
+        r"contrib\.sources|\bSource\b|\breceivers?\b",
+        ("contrib/sources/", f"{_DJANGO}/worker/receiving.py"),
+    ),
+    Part(
+        "reconciliation",
+        r"repair|reconcil|\bfindings?\b",
+        (
+            f"{_DJANGO}/repair/",
+            f"{_DJANGO}/operations/findings.py",
+            f"{_DJANGO}/actions/findings.py",
+            f"{_DJANGO}/management/commands/outbox_finding.py",
+            f"{_DJANGO}/management/commands/outbox_reconcile.py",
+            f"{_DJANGO}/management/commands/outbox_repair.py",
+        ),
+    ),
+    Part(
+        "rocketmq",
+        r"rocketmq|\brelay|_relay",
+        (
+            "rocketmq/",
+            f"{_DJANGO}/engine/rocketmq.py",
+            f"{_DJANGO}/operations/rocketmq.py",
+            f"{_DJANGO}/worker/relaying.py",
+            f"{_DJANGO}/ledger/relay_rows.py",
+            f"{_DJANGO}/actions/relay.py",
+            f"{_DJANGO}/management/commands/outbox_relay.py",
+        ),
+    ),
+    Part("saga", r"saga", (f"{_DJANGO}/saga.py",)),
+    Part(
+        "schedules",
+        r"schedule",
+        (
+            "broker/schedules/",
+            f"{_DJANGO}/operations/scheduling.py",
+            f"{_DJANGO}/actions/schedules.py",
+            f"{_DJANGO}/subscribers/scheduled.py",
+            f"{_DJANGO}/console/views/schedules.py",
+            f"{_DJANGO}/management/commands/outbox_schedule.py",
+        ),
+    ),
+    Part("tasks", r"django\.tasks\b|TaskEntry|outbox_task", (f"{_DJANGO}/tasks/",)),
+    Part("unique", r"unique_?key|outbox_unique|UniqueEntry", (f"{_DJANGO}/ledger/unique_keys.py",)),
+)
+
+
+def files(root: Path) -> Iterator[tuple[str, Path]]:
+    """The files of the package that people write, by their path below outbox/."""
+    package = root / "outbox"
+    for path in sorted(package.rglob("*")):
+        if path.suffix in _KINDS and "__pycache__" not in path.parts and "vendor" not in path.parts:
+            yield path.relative_to(package).as_posix(), path
+
+
+def owner(path: str) -> str | None:
+    """The part that a file belongs to; a file of two parts belongs to the one with the longest path."""
+    owners = [
+        (len(own), part.name)
+        for part in PARTS
+        for own in part.paths
+        if path == own or (own.endswith("/") and path.startswith(own))
+    ]
+    return max(owners)[1] if owners else None
+
+
+def mentions(root: Path = ROOT) -> dict[tuple[str, str], int]:
+    """(part, file of the core) -> the lines of this file that name the part."""
+    found: dict[tuple[str, str], int] = {}
+    for path, file in files(root):
+        if owner(path) is not None:
+            continue
+        lines = file.read_text(encoding="utf-8").splitlines()
+        for part in PARTS:
+            words = re.compile(part.words, re.IGNORECASE)
+            if count := sum(words.search(line) is not None for line in lines):
+                found[part.name, path] = count
+    return found
+
+
+def allowed(text: str | None = None) -> dict[tuple[str, str], int]:
+    """What allowed.txt says: a line each, `number  part: file`."""
+    given = ALLOWED.read_text(encoding="utf-8") if text is None else text
+    result: dict[tuple[str, str], int] = {}
+    for line in given.splitlines():
+        count, _, rest = line.strip().partition("  ")
+        part, _, path = rest.partition(": ")
+        result[part, path] = int(count)
+    return result
+
+
+def lowered(now: Mapping[tuple[str, str], int], before: Mapping[tuple[str, str], int]) -> str:
+    """The text of allowed.txt with the numbers of now where they are lower, and nothing new."""
+    lines = [f"{min(now[one], before[one])}  {one[0]}: {one[1]}" for one in sorted(before) if one in now]
+    return "".join(f"{line}\n" for line in lines)
+
+
+if __name__ == "__main__":
+    ALLOWED.write_text(lowered(mentions(), allowed()), encoding="utf-8")

@@ -1,0 +1,114 @@
+"""What users see, as one text: names, commands with their arguments, settings, tables, conditions, pages.
+
+surface.txt holds it. After a deliberate change, told in CHANGELOG.md, `python -m tests.house.surface` writes it anew.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from argparse import ArgumentParser
+from collections.abc import Iterable, Iterator
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Any, Final
+
+from tests.django import configured  # isort: skip
+from django.apps import apps
+from django.core.management import find_commands, load_command_class
+from django.core.management.base import DjangoHelpFormatter
+
+import outbox
+import outbox.contrib.django as django_side
+from outbox import errors
+from outbox.broker.operations.conditions import CATALOGUE, Thresholds
+from outbox.contrib.django import urls
+from outbox.contrib.django.settings.conf import OutboxSettings, TopicOptions
+from tests.house.parts import ROOT
+
+SURFACE: Final = Path(__file__).parent / "surface.txt"
+# Options that every command of Django has.
+_OF_DJANGO: Final = set(ArgumentParser(formatter_class=DjangoHelpFormatter)._option_string_actions) | {
+    *("--version", "-v", "--verbosity", "--settings", "--pythonpath", "--traceback", "--no-color", "--force-color"),
+    "--skip-checks",
+}
+
+
+def surface() -> str:
+    assert configured.OUTBOX
+    sections = {
+        "names": [*_names(outbox), *_names(django_side)],
+        "errors": sorted(
+            name for name, one in vars(errors).items() if isinstance(one, type) and one.__module__ == errors.__name__
+        ),
+        "settings": [_setting(item) for kind in (OutboxSettings, TopicOptions, Thresholds) for item in fields(kind)],
+        "commands": sorted(_commands()),
+        "conditions": sorted(CATALOGUE),
+        "pages": sorted(str(one.pattern) for one in urls.urlpatterns),
+        "tables of the broker": sorted(_tables()),
+        "tables of an application": sorted(
+            f"{model._meta.db_table}: {', '.join(map(_column, model._meta.local_fields))}"
+            for app in apps.get_app_configs()
+            if app.name.startswith("outbox")
+            for model in app.get_models()
+        ),
+    }
+    return "\n".join("\n".join([f"== {title}", *lines, ""]) for title, lines in sections.items())
+
+
+def _names(module: Any) -> Iterator[str]:
+    for name in sorted(module.__all__):
+        found = getattr(module, name)
+        # The text of an annotation differs between versions of Python; names, kinds and defaults do not.
+        parameters = inspect.signature(found).parameters.values() if inspect.isfunction(found) else None
+        yield f"{module.__name__}.{name}{'' if parameters is None else f'({_shown(parameters)})'}"
+
+
+def _shown(parameters: Iterable[inspect.Parameter]) -> str:
+    shown: list[str] = []
+    for one in parameters:
+        if one.kind is one.KEYWORD_ONLY and "*" not in shown:
+            shown.append("*")
+        stars = "**" if one.kind is one.VAR_KEYWORD else "*" if one.kind is one.VAR_POSITIONAL else ""
+        shown.append(f"{stars}{one.name}{'' if one.default is one.empty else '=…'}")
+    return ", ".join(shown)
+
+
+def _setting(item: Any) -> str:
+    given = sorted(item.default) if isinstance(item.default, frozenset) else item.default
+    default = "made anew" if given is MISSING else re.sub(" at 0x[0-9a-f]+", "", repr(given))[:80]
+    return f"{item.name.upper()} = {default}"
+
+
+def _commands() -> Iterator[str]:
+    for name in find_commands(str(Path(django_side.__path__[0]) / "management")):
+        parser = load_command_class("outbox.contrib.django", name).create_parser("manage.py", name)
+        yield from _arguments(name, parser)
+
+
+def _arguments(name: str, parser: ArgumentParser) -> Iterator[str]:
+    own = []
+    for action in parser._actions:
+        if isinstance(action.choices, dict):
+            for word, below in action.choices.items():
+                yield from _arguments(f"{name} {word}", below)
+        elif not action.option_strings:
+            own.append(str(action.metavar or action.dest).upper())
+        elif not _OF_DJANGO & set(action.option_strings):
+            own.append(action.option_strings[-1])
+    yield " ".join([name, *own])
+
+
+def _column(field: Any) -> str:
+    return field.column or "+".join(field.columns)
+
+
+def _tables() -> Iterator[str]:
+    text = (ROOT / "outbox/broker/schema/current.sql").read_text(encoding="utf-8")
+    for name, body in re.findall(r"^CREATE (?:UNLOGGED )?TABLE (\w+) \(\n(.*?)^\)", text, re.MULTILINE | re.DOTALL):
+        columns = re.findall(r"^    ([a-z_]\w*) ", body, re.MULTILINE)
+        yield f"{name}: {', '.join(columns)}"
+
+
+if __name__ == "__main__":
+    SURFACE.write_text(surface(), encoding="utf-8")
