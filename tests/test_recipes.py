@@ -123,9 +123,9 @@ def test_every_statement_that_appends_fills_every_column_of_the_log(broker_url: 
     files = [path for kind in ("*.py", "*.sql") for path in (ROOT / "outbox").rglob(kind)]
     found = {path.name: each for path in files if (each := columns(path.read_text(encoding="utf-8")))}
     assert found == {
-        "append_batch_v28.sql": [wanted, wanted],
-        "append_half_v28.sql": [wanted],
-        "append_one_v14.sql": [wanted - OF_HALVES],
+        "append_batch.sql": [wanted, wanted],
+        "append_half.sql": [wanted],
+        "append_one.sql": [wanted - OF_HALVES],
         "publish_bytes.sql": [wanted - OF_HALVES],
     }
 

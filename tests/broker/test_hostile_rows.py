@@ -43,15 +43,15 @@ UNREADABLE = {
     "a number as header": {"headers": Jsonb({"a": 1})},
 }
 _ONE = """
-SELECT outbox.append_one_v14(%(message_id)s, %(topic_id)s, %(shard)s, %(key)s, %(tag)s, %(content_type)s, '{}',
+SELECT outbox.append_one(%(message_id)s, %(topic_id)s, %(shard)s, %(key)s, %(tag)s, %(content_type)s, '{}',
     %(headers)s, %(born_at)s, %(deliver_at)s, NULL, '', false)
 """
 _HALF = """
-SELECT outbox.append_half_v28(%(message_id)s, %(topic_id)s, %(shard)s, %(key)s, %(tag)s, %(content_type)s, '{}',
+SELECT outbox.append_half(%(message_id)s, %(topic_id)s, %(shard)s, %(key)s, %(tag)s, %(content_type)s, '{}',
     %(headers)s, %(born_at)s, %(deliver_at)s, NULL, 'shop', NULL, 60, NULL)
 """
 _BATCH = """
-SELECT outbox.append_batch_v28(%(message_id)s, ARRAY[%(message_id)s::uuid, %(other)s], ARRAY[%(born_at)s::timestamptz,
+SELECT outbox.append_batch(%(message_id)s, ARRAY[%(message_id)s::uuid, %(other)s], ARRAY[%(born_at)s::timestamptz,
     now()], ARRAY[%(deliver_at)s::timestamptz, NULL], ARRAY[%(topic_id)s::integer, 1], ARRAY[%(shard)s::integer, NULL],
     ARRAY[%(key)s, ''], ARRAY[%(tag)s, ''], ARRAY[%(content_type)s, 'a/b'], ARRAY[%(headers)s::jsonb, NULL],
     ARRAY['{}'::bytea, '{}'], ARRAY[NULL::float8, NULL], 1, '', '', '', false, false, NULL, NULL, NULL, %(all_new)s)

@@ -8,9 +8,8 @@ from pathlib import Path
 import psycopg
 import pytest
 
-from tests.broker.schema import version_0_1
 from tests.broker.schema.promise import finish, grows
-from tests.broker.schema.version_0_1 import ROOT
+from tests.broker.schema.versions import ROOT, processes
 
 STEPS = {
     "sequence": ("sequencer.before_tick", "sequencer.mid_tick", "sequencer.after_tick"),
@@ -24,15 +23,15 @@ STEPS = {
 def test_killed_at_every_step(role: str, new_database: Callable[..., str], tmp_path: Path) -> None:
     url = new_database()
     with (
-        version_0_1.processes(url, tmp_path) as processes,
+        processes(url, tmp_path) as team,
         psycopg.connect(url, autocommit=True) as connection,
     ):
-        processes.run(ROOT, "setup")
+        team.run(ROOT, "setup")
         others = [one for one in ("produce", "consume", "sequence", "check") if one != role]
-        processes.start(ROOT, *others)
+        team.start(ROOT, *others)
         for visit in (1, 2, 5):
             for step in STEPS[role]:
-                processes.killed_by(ROOT, role, f"{step}=kill@{visit}")
-        processes.start(ROOT, role)
+                team.killed_by(ROOT, role, f"{step}=kill@{visit}")
+        team.start(ROOT, role)
         grows(connection, 10)
-        finish(processes, connection)
+        finish(team, connection)

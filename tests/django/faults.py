@@ -40,8 +40,8 @@ def unreachable(world: World) -> None:
 
 @fault
 def schema_version(world: World) -> None:
-    """The code needs a schema change that the tables do not have yet."""
-    world.sql("UPDATE outbox.schema_version SET change = 1")
+    """A newer version of the code has changed the tables so that this one cannot use them."""
+    world.sql("UPDATE outbox.schema_version SET minimum_code = 99")
 
 
 @fault

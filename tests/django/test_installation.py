@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from io import StringIO
+from pathlib import Path
 from uuid import UUID
 
 import psycopg
@@ -21,10 +22,12 @@ from outbox.contrib.django import message, publish, publish_messages, run_check_
 from outbox.contrib.django.database.aliases import alias_conninfo, broker_database
 from outbox.contrib.django.databases import database_from_url
 from outbox.contrib.django.engine.broker import engine_of, flush, reset_broker
+from outbox.contrib.django.operations import installation
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.django.worker.drain import drain
 from outbox.retry import RetryPolicy
 from outbox.utils.ids import uuid7
+from tests.broker.schema import versions
 from tests.django.conftest import BROKER_TEMPLATE, point_alias
 from tests.django.shop.models import Effect, Order
 from tests.django.state import decisions
@@ -45,7 +48,9 @@ def tables(alias: str = "broker") -> set[str]:
     return {f"{schema}.{name}" for schema, name in rows if schema not in ("pg_catalog", "information_schema")}
 
 
-def test_it_installs_upgrades_and_reports_it(new_database: Callable[..., str]) -> None:
+def test_it_installs_upgrades_and_reports_it(
+    new_database: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     point_alias("broker", new_database())
     said = call("--dry-run")
     assert f"would be brought from version 0 to {SCHEMA_VERSION}" in said
@@ -53,12 +58,12 @@ def test_it_installs_upgrades_and_reports_it(new_database: Callable[..., str]) -
     assert tables() == set()
     assert f"brought from version 0 to {SCHEMA_VERSION}" in call()
     assert "outbox.commit_log" in tables()
-    with broker_database().connect() as connection:
-        connection.execute(f"UPDATE outbox.schema_version SET change = {SCHEMA_VERSION - 1}")
-    assert f"would be brought from version {SCHEMA_VERSION - 1} to {SCHEMA_VERSION}" in call("--dry-run")
-    with broker_database().connect() as connection:
-        connection.execute(f"UPDATE outbox.schema_version SET change = {SCHEMA_VERSION}")
     assert f"is at version {SCHEMA_VERSION}" in call()
+    versions.become_next(tmp_path / "schema", monkeypatch)
+    monkeypatch.setattr(installation, "SCHEMA_VERSION", versions.NEXT)
+    assert f"would be brought from version {SCHEMA_VERSION} to {versions.NEXT}" in call("--dry-run")
+    assert f"brought from version {SCHEMA_VERSION} to {versions.NEXT}" in call()
+    assert "outbox.extra" in tables()
 
 
 def test_sessions_in_the_way_are_named_and_patience_is_given(caplog: pytest.LogCaptureFixture) -> None:

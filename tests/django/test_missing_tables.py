@@ -51,7 +51,7 @@ def test_consuming_without_the_inbox(no_subscribers: None) -> None:
 
 def test_publishing_to_tables_newer_than_the_code() -> None:
     with broker_connection() as (connection, _):
-        connection.execute("INSERT INTO outbox.schema_version (version) VALUES (99)")
+        connection.execute("UPDATE outbox.schema_version SET minimum_code = 99")
         try:
             reset_broker()
             with pytest.raises(SchemaError, match="newer than this code"), transaction.atomic():
@@ -59,6 +59,6 @@ def test_publishing_to_tables_newer_than_the_code() -> None:
             with pytest.raises(CommandError, match="newer than this code"):
                 call_command("migrate", database="broker", verbosity=0)
         finally:
-            connection.execute("DELETE FROM outbox.schema_version WHERE version = 99")
+            connection.execute("UPDATE outbox.schema_version SET minimum_code = 1")
             reset_broker()
     assert stored() == []

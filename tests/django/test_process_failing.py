@@ -63,16 +63,16 @@ def wait_until_named(part: str, error: str) -> Condition:
 
 def test_a_leader_whose_ticks_fail(databases: None) -> None:
     """It holds the lease at times: with and without it no condition says that a worker is missing."""
-    sql("ALTER FUNCTION outbox.tick_v18 RENAME TO away")
+    sql("ALTER FUNCTION outbox.make_tick RENAME TO away")
     with child("broker", quiet=True) as process:
-        named = wait_until_named("sequencing", "function outbox.tick_v18")
+        named = wait_until_named("sequencing", "function outbox.make_tick")
         assert named.severity is Severity.CRITICAL
         assert str(process.pid) in str(named.evidence[0]["process"])
         sql("UPDATE outbox.leader_lease SET expires_at = '-infinity'")
         assert "no_sequencer" not in conditions()
         _, said = say("outbox_status")
         assert "process_failing" in said and "Start a worker" not in said
-        sql("ALTER FUNCTION outbox.away RENAME TO tick_v18")
+        sql("ALTER FUNCTION outbox.away RENAME TO make_tick")
         eventually(lambda: conditions() == {}, what=lambda: str(look()))
     assert [kind for kind, _ in incidents()] == ["process_failed"]
 

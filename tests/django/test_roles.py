@@ -6,6 +6,7 @@ import contextlib
 import json
 import re
 import shlex
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from datetime import UTC, datetime, timedelta
@@ -23,7 +24,7 @@ from django.db.utils import ProgrammingError
 from django.test import Client
 
 from outbox import Delivery
-from outbox.broker.schema import grants
+from outbox.broker.schema import grants, install
 from outbox.broker.schema.grants import Role
 from outbox.broker.schema.install import SCHEMA_VERSION
 from outbox.contrib.django import publish, publish_many, subscriber, transactional_message
@@ -124,12 +125,16 @@ def _create_topic() -> None:
 
 
 def _upgrade() -> None:
-    """Apply the last change of the schema again."""
-    _as_owner("UPDATE outbox.schema_version SET change = change - 1")
-    try:
-        _command("outbox_install")()
-    finally:
-        _as_owner(f"UPDATE outbox.schema_version SET change = {SCHEMA_VERSION}")
+    """Upgrade the tables to a next version, whose change leaves them as they are."""
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        change = Path(folder) / "next.sql"
+        change.write_text("-- Locks: held\nALTER TABLE held SET (fillfactor = 100);\n")
+        patch.setattr(install, "_CHANGES", {SCHEMA_VERSION + 1: change})
+        patch.setattr(install, "SCHEMA_VERSION", SCHEMA_VERSION + 1)
+        try:
+            _command("outbox_install")()
+        finally:
+            _as_owner(f"UPDATE outbox.schema_version SET version = {SCHEMA_VERSION}")
 
 
 def _consume() -> None:

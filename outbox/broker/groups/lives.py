@@ -23,8 +23,8 @@ from uuid import UUID
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
 
-_LASTING = Statement("SELECT {schema}.lasting_life_v18()")
-_BEGIN = Statement("SELECT {schema}.begin_life_v18()")
+_LASTING = Statement("SELECT {schema}.present_life()")
+_BEGIN = Statement("SELECT {schema}.begin_life()")
 
 
 def current(run: Executor) -> UUID:

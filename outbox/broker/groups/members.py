@@ -302,7 +302,7 @@ _LOOK = Statement(f"""
 SELECT (SELECT coalesce(jsonb_agg(to_jsonb(found)), '[]') FROM ({_SWITCHES}) AS found),
        (SELECT coalesce(jsonb_agg(to_jsonb(found)), '[]') FROM ({_LIVE}) AS found),
        (SELECT coalesce(jsonb_agg(to_jsonb(found)), '[]') FROM ({_SHARED}) AS found),
-       {{schema}}.lasting_life_v18()
+       {{schema}}.present_life()
 """)
 
 

@@ -44,7 +44,7 @@ _Value = TypeVar("_Value")
 # All messages of a call, as half messages or with the decision COMMIT. The functions in outbox/broker/schema/functions/
 # have the INSERTs: a publisher may execute the functions, and needs no right on the tables (docs/decisions/235).
 _BATCH: Final = Statement("""
-SELECT * FROM {schema}.append_batch_v28(
+SELECT * FROM {schema}.append_batch(
     %(transaction_id)s, %(message_ids)s::uuid[], %(born)s::timestamptz[], %(deliver)s::timestamptz[],
     %(topics)s::integer[], %(shards)s::integer[], %(keys)s::text[], %(tags)s::text[], %(types)s::text[],
     %(headers)s::jsonb[], %(bodies)s::bytea[], %(delays)s::float8[], %(one_topic)s, %(one_tag)s::text,
@@ -59,7 +59,7 @@ _ONE: Final = (UUID_, INTEGER, INTEGER, TEXT, TEXT, TEXT, BYTEA, TEXT, TIMESTAMP
 # The statement has numbered parameters, because psycopg would translate named parameters on each execution.
 _DECIDED_ONE: Final = TypedStatement(
     """
-    SELECT * FROM {schema}.append_one_v14($1, $2, $3, $4, $5, $6, $7, $8::text::jsonb, $9, $10, $11, $12, $13)
+    SELECT * FROM {schema}.append_one($1, $2, $3, $4, $5, $6, $7, $8::text::jsonb, $9, $10, $11, $12, $13)
     """,
     (*_ONE, TEXT, BOOLEAN),
     (BIGINT, NUMERIC, TEXT),
@@ -68,14 +68,14 @@ _DECIDED_ONE: Final = TypedStatement(
 
 _HALF_ONE: Final = TypedStatement(
     """
-    SELECT {schema}.append_half_v28($1, $2, $3, $4, $5, $6, $7, $8::text::jsonb, $9, $10, $11, $12, $13, $14, $15)
+    SELECT {schema}.append_half($1, $2, $3, $4, $5, $6, $7, $8::text::jsonb, $9, $10, $11, $12, $13, $14, $15)
     """,
     (*_ONE, TEXT, TEXT, INTEGER, UUID_),
     (BIGINT,),
 )
 
 _FIND: Final = Statement("""
-SELECT message_id, log_id, transaction_id, half, decision FROM {schema}.stored_v28(%(message_ids)s::uuid[])
+SELECT message_id, log_id, transaction_id, half, decision FROM {schema}.stored_messages(%(message_ids)s::uuid[])
 """)
 
 

@@ -60,7 +60,7 @@ WHERE topic_id = %(topic_id)s AND generation < %(generation)s AND closed_at IS N
 _ALL = Statement("""
 SELECT topic_id, name, message_types, queue_count, key_lock, on_park, retention_seconds, backlog_limit,
        space_limit_bytes, on_limit, searchable, over_limit ->> 'reason' AS over_limit,
-       CASE WHEN backlog_limit IS NOT NULL THEN {schema}.uncounted_v28() END AS uncounted
+       CASE WHEN backlog_limit IS NOT NULL THEN {schema}.uncounted_messages() END AS uncounted
 FROM {schema}.topic WHERE retry_of IS NULL AND deleted_at IS NULL
 """)
 

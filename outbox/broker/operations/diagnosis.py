@@ -61,7 +61,7 @@ FROM (
     FROM pg_proc
     WHERE pronamespace = '{schema}'::regnamespace AND NOT has_function_privilege(oid, 'EXECUTE')
       AND proname NOT IN ('publish', 'publish_bytes', 'publish_complaint', 'key_lock_number', 'key_shard',
-                          'may_publish_for', 'undeliverable')
+                          'may_publish_for', 'refuse_undeliverable')
 ) AS missing (name, privilege, is_needed)
 GROUP BY name ORDER BY bool_and(is_needed) DESC, name
 """)

@@ -47,7 +47,7 @@ WITH log AS (
     WHERE relnamespace = to_regnamespace('{{schema}}') AND relkind IN ('r', 'p')
 )
 SELECT name AS topic, backlog_limit, space_limit_bytes, on_limit, over_limit AS mark,
-       {{schema}}.uncounted_v28() AS uncounted,
+       {{schema}}.uncounted_messages() AS uncounted,
        CASE WHEN space_limit_bytes IS NOT NULL THEN
            (SELECT least(rows * (newest.bytes + {_FIXED_BYTES}), files.bytes)::bigint
             FROM log, newest, files) END AS bytes

@@ -1,11 +1,8 @@
 -- The tables of the broker, as they are now. A new database gets this file and the functions in functions/; a database
--- of an earlier version gets the files in changes/. A test holds both results equal
--- (tests/broker/schema/test_current.py). Columns stand in the order in which a database of version 0.1 has them after
--- its upgrade.
+-- of an earlier release gets the files in changes/. A new column comes last in its table, where the change adds it.
 --
--- A function's number (tick_v18) is the change that gave it its parameters: code calls the function that it came with.
--- If parameters change, the function gets a new number beside the old one, which stays as long as the release before
--- needs it. Functions look up names where these tables are, whatever the session's search_path.
+-- Functions look up names where these tables are, whatever the session's search_path. If the parameters of a released
+-- function change, the function gets a new name, because the code of the release before still calls the old one.
 --
 -- Executed with search_path set to the broker's schema. docs/internals/storage.md says which process writes and deletes
 -- the rows of each table.
@@ -31,13 +28,15 @@ CREATE TABLE broker (
     created_at           timestamptz NOT NULL DEFAULT now()
 );
 
+-- One row.
 CREATE TABLE schema_version (
-    -- The lowest version of code that works with these tables. Code refuses a greater version than its own. So only a
-    -- change that breaks the code before it inserts a row with a greater version.
-    version    integer     PRIMARY KEY,
-    applied_at timestamptz NOT NULL DEFAULT now(),
-    -- The last file of changes/ that was applied. Code needs the changes that it comes with, and accepts later ones.
-    change     integer     NOT NULL DEFAULT 1
+    -- 1 for this file, then the number of the last file of changes/ that was applied. Code needs the version that it
+    -- comes with, and accepts later ones.
+    version      integer     PRIMARY KEY,
+    applied_at   timestamptz NOT NULL DEFAULT now(),
+    -- The lowest version of code that works with these tables; earlier code refuses them. Only a change that breaks the
+    -- code of the release before raises it.
+    minimum_code integer     NOT NULL DEFAULT 1
 );
 
 -- Events for an operator: contradicting or refused ends, wrong ledgers, parked transactions, deaths of processes.

@@ -41,23 +41,23 @@ def role_name(schema: str, role: Role) -> str:
 
 # The functions through which a publisher writes. They run with the rights of their owner.
 PUBLISHING: Final = (
-    "append_batch_v28",
-    "append_half_v28",
-    "append_one_v14",
-    "end_one_v15",
-    "hint_checks_v28",
+    "append_batch",
+    "append_half",
+    "append_one",
+    "make_checks_due",
     "publish",
     "publish_bytes",
-    "stored_v28",
-    "uncounted_v28",
+    "record_end",
+    "stored_messages",
+    "uncounted_messages",
 )
 # Functions that only functions with the rights of their owner call.
-_INNER: Final = ("key_lock_number", "key_shard", "may_publish_for", "publish_complaint", "undeliverable")
-# By default, PostgreSQL lets every role execute a new function. So the installation revokes this right. It leaves
-# uncounted_v28, which only returns a number, to roles that had been made for reading before it existed.
-GRANTED_ONLY: Final = (*(name for name in PUBLISHING if name != "uncounted_v28"), *_INNER)
+_INNER: Final = ("key_lock_number", "key_shard", "may_publish_for", "publish_complaint", "refuse_undeliverable")
+# By default, PostgreSQL lets every role execute a new function. So the installation revokes this right. It does not for
+# uncounted_messages, which only returns a number: a role with rights on the tables alone can still read the status.
+GRANTED_ONLY: Final = (*(name for name in PUBLISHING if name != "uncounted_messages"), *_INNER)
 # A function with the rights of its owner that the status calls.
-_READING: Final = ("uncounted_v28",)
+_READING: Final = ("uncounted_messages",)
 # Workers do not publish from SQL.
 _NOT_OF_WORKERS: Final = ("publish", "publish_bytes", *_INNER)
 

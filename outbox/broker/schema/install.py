@@ -31,14 +31,19 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-# current.sql creates the tables of a new database. changes/ has the numbered files that bring the tables of version 0.1
-# to the same state. Each file in changes/ lists the existing tables that its change locks. functions/ has one file per
-# function (docs/decisions/196).
+# current.sql creates the tables of a new database, and functions/ has one file per function. When the tables of a
+# released version change, changes/ gets a file, such as changes/0002_title.sql, which brings them to the state of
+# current.sql. The file lists the existing tables that it locks (docs/decisions/196).
 _FOLDER: Final = resources.files("outbox.broker.schema")
-_CHANGES: Final = {
-    int(file.name[:4]): file for file in _FOLDER.joinpath("changes").iterdir() if file.name.endswith(".sql")
-}
-SCHEMA_VERSION: Final = max(_CHANGES)
+
+
+def _numbered(folder: Traversable) -> dict[int, Traversable]:
+    files = folder.iterdir() if folder.is_dir() else ()
+    return {int(file.name[:4]): file for file in files if file.name.endswith(".sql")}
+
+
+_CHANGES: Final = _numbered(_FOLDER.joinpath("changes"))
+SCHEMA_VERSION: Final = max(_CHANGES, default=1)
 _LOCKS: Final = re.compile(r"^-- Locks: (.+)$", re.MULTILINE)
 
 # PostgreSQL 15 introduced UNIQUE NULLS NOT DISTINCT.
@@ -62,9 +67,10 @@ _NAMED: Final = 5
 
 _LOCK = Statement("SELECT pg_advisory_xact_lock(hashtextextended('outbox.install', 0))")
 _EXISTS = Statement("SELECT to_regclass(%(table)s) IS NOT NULL")
-# The statement also works on tables without the column `change`, because only the second change added this column.
+# The statement also works on tables from before the first release, which have no column `minimum_code`.
 _VERSION = Statement("""
-SELECT coalesce(max(version), 0), coalesce(max((to_jsonb(known) ->> 'change')::integer), max(version), 0)
+SELECT coalesce(max((to_jsonb(known) ->> 'change')::integer), max(version), 0) AS version,
+       max((to_jsonb(known) ->> 'minimum_code')::integer) AS minimum_code
 FROM {schema}.schema_version known
 """)
 _CREATE_SCHEMA = Statement("CREATE SCHEMA IF NOT EXISTS {schema}")
@@ -73,26 +79,21 @@ _GET_SEARCH_PATH = Statement("SELECT current_setting('search_path')")
 _SET_SEARCH_PATH = Statement("SELECT set_config('search_path', %(path)s, true)")
 # A function may call another function that is created after it.
 _UNCHECKED_BODIES = Statement("SET LOCAL check_function_bodies TO off")
-_FUNCTIONS = Statement("SELECT proname::text, prosecdef FROM pg_proc WHERE pronamespace = to_regnamespace(%(schema)s)")
-# The roles that may write decisions, besides the owner: they could publish before publishing was a function.
-_WRITERS = Statement("""
-SELECT DISTINCT pg_get_userbyid(grantee)::text
-FROM pg_class CROSS JOIN LATERAL aclexplode(relacl) AS right_of
-WHERE oid = to_regclass(%(table)s) AND privilege_type = 'INSERT' AND grantee NOT IN (0, relowner)
-""")
-_RECORD_FIRST = Statement("INSERT INTO {schema}.schema_version (version, change) VALUES (1, %(version)s)")
-_RECORD = Statement("UPDATE {schema}.schema_version SET change = %(version)s")
+_FUNCTIONS = Statement("SELECT proname::text FROM pg_proc WHERE pronamespace = to_regnamespace(%(schema)s)")
+_RECORD_FIRST = Statement("INSERT INTO {schema}.schema_version (version) VALUES (%(version)s)")
+_RECORD = Statement("UPDATE {schema}.schema_version SET version = %(version)s, applied_at = now()")
 
 
 @dataclass(frozen=True, slots=True)
 class _Installed:
     """Two numbers from the installed tables.
 
-    `needs`: the lowest version of code that may use the tables. `change`: the number of the last applied change.
+    `version`: 1 for current.sql, then the number of the last applied change; 0 if the tables are missing.
+    `minimum_code`: the lowest SCHEMA_VERSION of code that may use the tables.
     """
 
-    needs: int
-    change: int
+    version: int
+    minimum_code: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,14 +117,14 @@ def install(
     """Create or upgrade the broker's tables, and return their new version.
 
     Several processes may call this function at the same time. A new database gets the present tables (current.sql). A
-    database with older tables gets the changes that are missing there. Code of the previous version keeps working on
-    the upgraded tables: upgrade the tables first, then deploy the code. Each change is a separate transaction, so it
-    locks few tables, and only for a short time. The next call finishes an interrupted upgrade. `report` receives the
-    sessions that block the upgrade.
+    database with the tables of an earlier release gets the changes that are missing there. Code of the previous version
+    keeps working on the upgraded tables: upgrade the tables first, then deploy the code. Each change is a separate
+    transaction, so it locks few tables, and only for a short time. The next call finishes an interrupted upgrade.
+    `report` receives the sessions that block the upgrade.
 
-    Raises SchemaError when this code is too old for the tables. Also raises SchemaError when all attempts of a change
-    to lock its tables have failed for `patience_seconds`, because other transactions used the tables. Raises
-    ConfigurationError when the server is too old.
+    Raises SchemaError when this code is too old for the tables, or the tables are from before the first release. Also
+    raises SchemaError when all attempts of a change to lock its tables have failed for `patience_seconds`, because
+    other transactions used the tables. Raises ConfigurationError when the server is too old.
     """
     check_schema_name(schema)
     check_server(connection.info.server_version)
@@ -249,32 +250,32 @@ def locked_tables(version: int) -> list[str]:
 
 
 def installed_version(connection: Connection, schema: str = "outbox") -> int:
-    """Return the number of the last change that was applied to the tables; 0 if the tables are missing.
+    """Return the version of the tables; 0 if they are missing.
 
-    The number may belong to a change that this code does not have yet.
+    The version may be later than SCHEMA_VERSION. Raises SchemaError when the tables are from before the first release.
     """
-    return _installed(Executor(connection, schema)).change
+    return _installed(Executor(connection, schema)).version
 
 
 def check_schema(connection: Connection, schema: str = "outbox") -> int:
     """Return the version of the installed tables: the version of this code, or a later version that this code can use.
 
-    Raises SchemaError when the tables are missing, lack a change that this code needs, or are too new for this code.
-    Raises ConfigurationError when the server is too old.
+    Raises SchemaError when the tables are missing, lack a change that this code needs, are too new for this code, or
+    are from before the first release. Raises ConfigurationError when the server is too old.
     """
     check_server(connection.info.server_version)
     installed = _installed(Executor(connection, schema))
-    if installed.needs == 0:
+    if installed.version == 0:
         raise missing(schema)
-    if installed.needs > SCHEMA_VERSION:
+    if installed.minimum_code > SCHEMA_VERSION:
         raise _too_new(schema, installed)
-    if installed.change < SCHEMA_VERSION:
+    if installed.version < SCHEMA_VERSION:
         raise SchemaError(
-            f"the broker's tables in schema {schema!r} have version {installed.change}, but this code needs "
+            f"the broker's tables in schema {schema!r} have version {installed.version}, but this code needs "
             f"{SCHEMA_VERSION}: run `manage.py migrate --database=ALIAS` with the alias of the broker (outside Django: "
             f"outbox.broker.schema.install.install). Code of the previous version keeps working on the upgraded tables."
         )
-    return installed.change
+    return installed.version
 
 
 def check_server(server_version: int) -> None:
@@ -297,47 +298,47 @@ def missing(schema: str) -> SchemaError:
 
 def _too_new(schema: str, installed: _Installed) -> SchemaError:
     return SchemaError(
-        f"the broker's tables in schema {schema!r} have version {installed.change} and need code of at least version "
-        f"{installed.needs}, which is newer than this code ({SCHEMA_VERSION}): upgrade the package."
+        f"the broker's tables in schema {schema!r} have version {installed.version} and need code of at least version "
+        f"{installed.minimum_code}, which is newer than this code ({SCHEMA_VERSION}): upgrade the package."
     )
 
 
 def _installed(run: Executor) -> _Installed:
     [exists] = run.one(_EXISTS, {"table": f"{run.schema}.schema_version"})
     if not exists:
-        return _Installed(needs=0, change=0)
-    needs, change = run.one(_VERSION)
-    return _Installed(needs=needs, change=change)
+        return _Installed(version=0, minimum_code=0)
+    version, minimum_code = run.one(_VERSION)
+    if version > 0 and minimum_code is None:
+        raise SchemaError(
+            f"the broker's tables in schema {run.schema!r} are from before the first release (change {version}), and "
+            f"no upgrade begins there. Let the code that made them deliver the messages in them. Then drop them with "
+            f"DROP SCHEMA {run.schema} CASCADE, and install anew: `manage.py migrate --database=ALIAS` with the alias "
+            f"of the broker."
+        )
+    return _Installed(version=version, minimum_code=minimum_code or 0)
 
 
 def _plan_next(run: Executor) -> Planned[int]:
     """Plan the first missing change. The plan's function `change` applies this change, and returns its number."""
     installed = _installed(run)
-    if installed.needs > SCHEMA_VERSION:
+    if installed.minimum_code > SCHEMA_VERSION:
         raise _too_new(run.schema, installed)
-    if installed.change >= SCHEMA_VERSION:
-        return Planned((), lambda: installed.change)
-    if installed.change == 0:
+    if installed.version >= SCHEMA_VERSION:
+        return Planned((), lambda: installed.version)
+    if installed.version == 0:
         return Planned((), lambda: create(run))
-    version = min(number for number in _CHANGES if number > installed.change)
+    version = min(number for number in _CHANGES if number > installed.version)
     return Planned(locked_tables(version), lambda: apply(run, version))
 
 
 def _create_functions(run: Executor) -> None:
-    before = dict(run.rows(_FUNCTIONS, {"schema": run.schema}))
+    before = {name for (name,) in run.rows(_FUNCTIONS, {"schema": run.schema})}
     run.execute(_UNCHECKED_BODIES)
     _execute(run, *sorted(_FOLDER.joinpath("functions").iterdir(), key=lambda file: file.name))
-    writers = [name for (name,) in run.rows(_WRITERS, {"table": f"{run.schema}.op_log"})]
-    for name in grants.GRANTED_ONLY:
-        # A function that was closed before keeps its present rights, because an operator may have granted more.
-        is_public = name not in before or (name in grants.PUBLISHING and not before[name])
-        if is_public:
-            function = sql.Identifier(run.schema, name)
-            run.connection.execute(sql.SQL("REVOKE ALL ON FUNCTION {} FROM PUBLIC").format(function))
-            if name in grants.PUBLISHING:
-                for writer in writers:
-                    granted = sql.SQL("GRANT EXECUTE ON FUNCTION {} TO {}").format(function, sql.Identifier(writer))
-                    run.connection.execute(granted)
+    # A function of earlier tables keeps its present rights, because an operator may have granted more.
+    for name in sorted(set(grants.GRANTED_ONLY) - before):
+        function = sql.Identifier(run.schema, name)
+        run.connection.execute(sql.SQL("REVOKE ALL ON FUNCTION {} FROM PUBLIC").format(function))
 
 
 def _execute(run: Executor, *files: Traversable) -> None:

@@ -39,11 +39,11 @@ from outbox.utils import faults
 
 logger = logging.getLogger(__name__)
 
-# This statement calls an SQL function whose source is outbox/broker/schema/functions/tick_v18.sql.
+# This statement calls an SQL function whose source is outbox/broker/schema/functions/make_tick.sql.
 _TICK: Final = Statement("""
 SELECT obstacle, seen, stored, more, decision_count, appended_count, held_count, released_count, scheduled_count,
        due_count, next_due_seconds, nothing_due_before, met
-FROM {schema}.tick_v18(
+FROM {schema}.make_tick(
     own_life => %(life)s, last_tick => %(tick_id)s, own_incarnation => %(incarnation)s,
     seen_xmax => %(xmax)s, seen_xip => %(xip)s,
     half_xmax => %(half_xmax)s, half_xip => %(half_xip)s, known_fifo => %(fifo_topics)s, known_parked => %(parked)s,
@@ -72,7 +72,7 @@ _ROLLBACK: Final = Statement("ROLLBACK")
 #   d: a delayed message that is due
 _READ_FIFO: Final = Statement("""
 WITH edge AS MATERIALIZED (
-    SELECT {schema}.decisions_cut_v13(%(xmax)s::xid8, %(batch)s::bigint) AS cut
+    SELECT {schema}.decisions_cut(%(xmax)s::xid8, %(batch)s::bigint) AS cut
 ), fifo AS MATERIALIZED (
     SELECT topic_id FROM {schema}.topic WHERE 'FIFO' = ANY (message_types)
 ), fresh AS (

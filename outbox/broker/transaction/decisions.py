@@ -53,7 +53,7 @@ CROSS JOIN (SELECT set_config(
 # Records one end message whose sender does not wait for the answer. The SQL function also records contradictions and
 # refusals. Like _DECIDE, the function chooses whether its commit waits for the disk.
 _END_ONE = Statement("""
-SELECT {schema}.end_one_v15(%(transaction_id)s, %(decision)s, %(producer_group)s)
+SELECT {schema}.record_end(%(transaction_id)s, %(decision)s, %(producer_group)s)
 """)
 
 # OFFSET 0 makes PostgreSQL look up each id by index, and keeps the planner from reading the whole table for some

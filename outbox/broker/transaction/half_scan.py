@@ -116,7 +116,7 @@ ORDER BY pending.transaction_id LIMIT %(limit)s
 """)
 
 # A function with its owner's rights: a publisher may ask for a check, but may not read or write the tables.
-_HINT = Statement("SELECT {schema}.hint_checks_v28(%(ids)s::uuid[], %(immunity)s::integer)")
+_HINT = Statement("SELECT {schema}.make_checks_due(%(ids)s::uuid[], %(immunity)s::integer)")
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,7 +54,7 @@ def test_rights_on_views_functions_and_sequences_are_looked_at(
             new_sequencer(limited).run_once(opened)
     found = examined(limited)["grants"]
     assert found.severity is Severity.CRITICAL
-    for named in ("SELECT on queue_head", "SELECT on message_v1", "EXECUTE on tick_v18", "EXECUTE on end_one_v15"):
+    for named in ("SELECT on queue_head", "SELECT on message_v1", "EXECUTE on make_tick", "EXECUTE on record_end"):
         assert named in found.meaning
     assert "SELECT on commit_log_log_id_seq" in found.meaning
     assert "EXECUTE on publish" not in found.meaning, "only for roles that publish from SQL"
@@ -93,6 +93,6 @@ def test_the_role_of_the_direct_connection_is_examined_too(
     """Ticks run on the direct connection, whose role may be another one."""
     found = examined(BrokerDatabase(database.conninfo, listen_conninfo=limited.conninfo))
     assert found["grants"].severity is Severity.OK
-    assert "EXECUTE on tick_v18" in found["grants of LISTEN_URL"].meaning
+    assert "EXECUTE on make_tick" in found["grants of LISTEN_URL"].meaning
     away = BrokerDatabase(database.conninfo, listen_conninfo="host=localhost port=1 dbname=nowhere")
     assert "cannot be reached" in examined(away)["grants of LISTEN_URL"].meaning

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import psycopg
@@ -20,11 +21,12 @@ from outbox.broker.operations.rules import survey
 from outbox.broker.postgres import PostgresBroker
 from outbox.broker.schema import grants
 from outbox.broker.schema.grants import Logins, Role
-from outbox.broker.schema.install import SCHEMA_VERSION, install
+from outbox.broker.schema.install import install
 from outbox.errors import ConfigurationError, OutboxError, SendFailed
 from outbox.topic import Topic
 from outbox.transaction import Decision, EndStatus
-from tests.broker.support import TOPICS, end, half, message, new_sequencer, process, queued_ids
+from tests.broker.schema import versions
+from tests.broker.support import end, half, message, new_sequencer, process, queued_ids
 from tests.support import eventually
 
 
@@ -170,7 +172,7 @@ def test_a_publisher_adds_no_message_to_the_transaction_of_another_group(
             """
             WITH given AS (SELECT CASE WHEN %(first)s THEN ARRAY[%(id)s::uuid] ELSE '{}' END
                                   || ARRAY[gen_random_uuid(), gen_random_uuid()] AS ids)
-            SELECT outbox.append_batch_v28(
+            SELECT outbox.append_batch(
                 %(id)s, ids, array_fill(now(), ARRAY[cardinality(ids)]), '{}', '{}', '{}',
                 array_fill(''::text, ARRAY[cardinality(ids)]), '{}', '{}', '{}',
                 array_fill(''::bytea, ARRAY[cardinality(ids)]), '{}', %(topic)s, '', '',
@@ -202,11 +204,11 @@ def test_the_role_of_the_session_counts_not_the_one_that_logged_in(
         connection.execute(sql.SQL("SET ROLE {}").format(login))
         with pytest.raises(psycopg.errors.InsufficientPrivilege, match="may not publish for producer group 'billing'"):
             connection.execute(
-                "SELECT outbox.append_half_v28(gen_random_uuid(), 1, 0, '', '', '', '', NULL, now(), NULL, NULL,"
+                "SELECT outbox.append_half(gen_random_uuid(), 1, 0, '', '', '', '', NULL, now(), NULL, NULL,"
                 " 'billing', NULL, 60, NULL)"
             )
         connection.execute(sql.SQL("SET ROLE {}").format(member))
-        outcome = connection.execute("SELECT outbox.end_one_v15(%s, 'C', 'shop')", [ended.transaction_id]).fetchall()
+        outcome = connection.execute("SELECT outbox.record_end(%s, 'C', 'shop')", [ended.transaction_id]).fetchall()
         assert outcome == [("applied",)]
     finally:
         connection.execute("RESET ROLE")
@@ -226,7 +228,7 @@ def test_a_worker_leads_and_sequences_and_a_watcher_only_reads(
         run = Executor(opened, "outbox")
         assert survey(run).summary is not None
         assert opened.execute("SELECT count(*) FROM outbox.message_v1").fetchall() == [(2,)]
-        for statement in ("DELETE FROM outbox.commit_log", "SELECT outbox.hint_checks_v28('{}', 1)"):
+        for statement in ("DELETE FROM outbox.commit_log", "SELECT outbox.make_checks_due('{}', 1)"):
             with pytest.raises(psycopg.errors.InsufficientPrivilege):
                 opened.execute(statement.encode())
     for role in (Role.WATCH, Role.PUBLISH):
@@ -236,13 +238,14 @@ def test_a_worker_leads_and_sequences_and_a_watcher_only_reads(
         broker.send([message()])
 
 
-def test_an_upgrade_by_an_owner_gives_the_rights_on_what_is_new(granted: Granted, connection: BrokerConnection) -> None:
+def test_an_upgrade_by_an_owner_gives_the_rights_on_what_is_new(
+    granted: Granted, connection: BrokerConnection, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A new table that the worker may not use stopped consumption."""
-    connection.execute("DROP TABLE outbox.unknown_version")
-    connection.execute("UPDATE outbox.schema_version SET change = %s", [SCHEMA_VERSION - 1])
-    connection.execute("REVOKE EXECUTE ON FUNCTION outbox.append_half_v28 FROM outbox_publish")
+    versions.become_next(tmp_path / "schema", monkeypatch)
+    connection.execute("REVOKE EXECUTE ON FUNCTION outbox.append_half FROM outbox_publish")
     with session(granted.as_role(Role.OWN)) as opened:
-        assert install(opened, "outbox") == SCHEMA_VERSION
+        assert install(opened, "outbox") == versions.NEXT
         declare_topics(Executor(opened, "outbox"), [Topic(name="more")])
     owners = connection.execute(
         "SELECT DISTINCT pg_get_userbyid(relowner)::text FROM pg_class WHERE relnamespace = 'outbox'::regnamespace"
@@ -283,34 +286,9 @@ def test_each_missing_right_is_named_with_the_statement_that_grants_it(
         connection.execute(sql.SQL("DROP ROLE {}").format(login))
 
 
-def test_roles_that_wrote_decisions_before_keep_publishing(new_database: Callable[..., str]) -> None:
-    """A login with rights on the tables from before the functions ran with their owner's rights."""
-    from tests.broker.schema.test_install import install_first_version
-
-    url = new_database()
-    name = f"old_{conninfo_to_dict(url)['dbname']}"
-    login = sql.Identifier(name)
-    with psycopg.connect(url, autocommit=True) as connection:
-        install_first_version(connection)
-        connection.execute(sql.SQL("CREATE ROLE {} LOGIN").format(login))
-        try:
-            connection.execute(sql.SQL("GRANT USAGE ON SCHEMA outbox TO {}").format(login))
-            tables = "GRANT SELECT, INSERT, UPDATE, DELETE ON ALL TABLES IN SCHEMA outbox TO {}"
-            connection.execute(sql.SQL(tables).format(login))
-            install(connection, "outbox")
-            declare_topics(Executor(connection, "outbox"), TOPICS)
-            broker = PostgresBroker(BrokerDatabase(make_conninfo(url, user=name)))
-            transaction = half(message(), message())
-            broker.send([message()])
-            broker.send_half(transaction)
-            assert broker.end([end(transaction.transaction_id)]) == [EndStatus.APPLIED]
-            broker.close()
-        finally:
-            connection.execute(sql.SQL("DROP OWNED BY {}").format(login))
-            connection.execute(sql.SQL("DROP ROLE {}").format(login))
-
-
-def test_an_installer_without_superuser_makes_the_roles_and_upgrades(new_database: Callable[..., str]) -> None:
+def test_an_installer_without_superuser_makes_the_roles_and_upgrades(
+    new_database: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As on a managed server: a role with CREATEROLE, and CREATE on its database."""
     url = new_database()
     name = conninfo_to_dict(url)["dbname"]
@@ -331,8 +309,8 @@ def test_an_installer_without_superuser_makes_the_roles_and_upgrades(new_databas
                             as_deploy.execute(statement.encode())
                 later = grants.plan(run, members)
                 assert [one for one in later if one.startswith(("DO", "ALTER"))] == []
-                as_deploy.execute("UPDATE outbox.schema_version SET change = change - 1")
-                assert install(as_deploy, "outbox") == SCHEMA_VERSION
+                versions.become_next(tmp_path / "schema", monkeypatch)
+                assert install(as_deploy, "outbox") == versions.NEXT
             with session(BrokerDatabase(make_conninfo(url, user=web))) as opened:
                 assert grants.missing_rights(Executor(opened, "outbox"), Role.PUBLISH, producer_group="shop") == []
         finally:

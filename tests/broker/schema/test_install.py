@@ -7,7 +7,7 @@ import re
 import threading
 from collections.abc import Callable
 from functools import partial
-from importlib import resources
+from pathlib import Path
 
 import psycopg
 import pytest
@@ -20,6 +20,7 @@ from outbox.broker.schema import install as schema_install
 from outbox.broker.schema.install import SCHEMA_VERSION, check_schema, check_server, install, installed_version
 from outbox.broker.schema.uninstall import uninstall
 from outbox.errors import ConfigurationError, SchemaError
+from tests.broker.schema import versions
 from tests.broker.support import TOPICS, in_threads, message, new_sequencer
 from tests.support import eventually
 
@@ -69,9 +70,9 @@ def test_missing_tables_say_what_to_run(new_database: Callable[..., str]) -> Non
 
 @pytest.mark.parametrize(
     ("change", "complaint"),
-    [("version = 99", "newer than this code"), ("version = 0", "not installed"), ("change = 1", "this code needs")],
+    [("minimum_code = 99", "newer than this code"), ("version = 0", "not installed")],
 )
-def test_tables_too_new_or_too_old(broker_url: str, change: str, complaint: str) -> None:
+def test_tables_too_new_or_without_a_version(broker_url: str, change: str, complaint: str) -> None:
     with psycopg.connect(broker_url, autocommit=True) as connection:
         connection.execute(f"UPDATE outbox.schema_version SET {change}".encode())
         with pytest.raises(SchemaError, match=complaint):
@@ -83,36 +84,43 @@ def test_tables_too_new_or_too_old(broker_url: str, change: str, complaint: str)
 
 def test_changes_of_later_code_are_accepted(broker_url: str) -> None:
     with psycopg.connect(broker_url, autocommit=True) as connection:
-        connection.execute("UPDATE outbox.schema_version SET change = change + 1")
+        connection.execute("UPDATE outbox.schema_version SET version = version + 1")
         assert check_schema(connection, "outbox") == install(connection, "outbox") == SCHEMA_VERSION + 1
 
 
-def test_a_change_locks_the_tables_that_it_declares(new_database: Callable[..., str]) -> None:
+@pytest.fixture
+def old_url(new_database: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A database with the tables of the present version. The code of this process is that of the next one."""
+    url = new_database()
+    with psycopg.connect(url, autocommit=True) as connection:
+        install(connection, "outbox")
+    versions.become_next(tmp_path / "schema", monkeypatch)
+    return url
+
+
+def test_a_change_locks_the_tables_that_it_declares(old_url: str) -> None:
     """For no older table does it take a lock that stops readers or writers and was not taken with all the others."""
     found = {}
-    with psycopg.connect(new_database(), autocommit=True) as connection:
-        install_first_version(connection)
+    with psycopg.connect(old_url, autocommit=True) as connection:
         run = Executor(connection, "outbox")
-        for version in sorted(schema_install._CHANGES)[1:]:
+        for version in sorted(schema_install._CHANGES):
             with connection.transaction():
                 before = {name for (name,) in connection.execute(TABLES.encode()).fetchall()}
                 schema_install.apply(run, version)
                 locked = {name for (name,) in connection.execute(LOCKED.encode()).fetchall()}
             found[version] = locked & before
     assert found == {version: set(schema_install.locked_tables(version)) for version in found}
-    assert {"op_log"} in found.values()
+    assert found[versions.NEXT] == {"commit_log", "subscription"}
 
 
-def test_install_gives_up_behind_an_open_transaction(new_database: Callable[..., str]) -> None:
+def test_install_gives_up_behind_an_open_transaction(old_url: str) -> None:
     """It names the session, before it tries and in the error, and leaves nothing half done."""
-    url = new_database()
     reports: list[str] = []
     with (
-        psycopg.connect(url, application_name="the shop") as holder,
-        psycopg.connect(url, autocommit=True) as connection,
-        psycopg.connect(url, autocommit=True) as watching,
+        psycopg.connect(old_url, application_name="the shop") as holder,
+        psycopg.connect(old_url, autocommit=True) as connection,
+        psycopg.connect(old_url, autocommit=True) as watching,
     ):
-        install_first_version(connection)
         holder.execute("SELECT * FROM outbox.subscription")
         pid = holder.info.backend_pid
         old = "SELECT clock_timestamp() - xact_start > interval '1 second' FROM pg_stat_activity WHERE pid = %s"
@@ -123,16 +131,14 @@ def test_install_gives_up_behind_an_open_transaction(new_database: Callable[...,
         assert re.search(named + "uses .*subscription", reports[0])
         assert re.search(named + "uses .*subscription", str(raised.value))
         # The changes before the one that touches the table are applied, and no part of that one.
-        assert installed_version(connection, "outbox") == 4
+        assert installed_version(connection, "outbox") == versions.NEXT - 1
         holder.rollback()
-        assert install(connection, "outbox", report=reports.append) == SCHEMA_VERSION
+        assert install(connection, "outbox", report=reports.append) == versions.NEXT
     assert len(reports) == 1, "a missing message is not named"
 
 
-def test_a_prepared_transaction_in_the_way_is_named(new_database: Callable[..., str]) -> None:
-    url = new_database()
-    with psycopg.connect(url, autocommit=True) as connection, psycopg.connect(url, autocommit=True) as other:
-        install_first_version(connection)
+def test_a_prepared_transaction_in_the_way_is_named(old_url: str) -> None:
+    with psycopg.connect(old_url, autocommit=True) as connection, psycopg.connect(old_url, autocommit=True) as other:
         other.execute("BEGIN; DELETE FROM outbox.subscription; PREPARE TRANSACTION 'forgotten'")
         try:
             with pytest.raises(SchemaError, match=r"prepared transaction 'forgotten': prepared, open for"):
@@ -143,24 +149,22 @@ def test_a_prepared_transaction_in_the_way_is_named(new_database: Callable[..., 
 
 @pytest.mark.parametrize("work", [install, uninstall])
 def test_no_transaction_is_ended_for_a_change(
-    new_database: Callable[..., str], caplog: pytest.LogCaptureFixture, work: Callable[..., object]
+    old_url: str, caplog: pytest.LogCaptureFixture, work: Callable[..., object]
 ) -> None:
     """A transaction uses a table that the change wants, and then one that the change would have locked before."""
     caplog.set_level("DEBUG", "outbox.broker.schema.install")
-    url = new_database()
     waits_for_it = "SELECT count(*) FROM pg_stat_activity WHERE %s = ANY(pg_blocking_pids(pid))"
     with (
-        psycopg.connect(url) as running,
-        psycopg.connect(url, autocommit=True) as connection,
-        psycopg.connect(url, autocommit=True) as watching,
+        psycopg.connect(old_url) as running,
+        psycopg.connect(old_url, autocommit=True) as connection,
+        psycopg.connect(old_url, autocommit=True) as watching,
     ):
-        install_first_version(connection)
         if work is uninstall:
             install(connection, "outbox")
         # In any deadlock, the upgrade is the one that is ended.
         running.execute("SET deadlock_timeout = '1ms'")
         running.commit()
-        running.execute("SELECT FROM outbox.topic")
+        running.execute("SELECT FROM outbox.subscription")
         pid = running.info.backend_pid
 
         def is_tried() -> bool:
@@ -176,13 +180,12 @@ def test_no_transaction_is_ended_for_a_change(
         in_threads([go_on, partial(work, connection, "outbox")])
 
 
-def test_install_finds_its_gap_among_transactions_that_follow_one_another(new_database: Callable[..., str]) -> None:
+def test_install_finds_its_gap_among_transactions_that_follow_one_another(old_url: str) -> None:
     """In any order in which an upgrade locks its tables, one of these takes the opposite one; none may fail."""
-    url = new_database()
     stop = threading.Event()
 
     def work(*tables: str) -> None:
-        with psycopg.connect(url, autocommit=True, options="-c deadlock_timeout=1ms") as connection:
+        with psycopg.connect(old_url, autocommit=True, options="-c deadlock_timeout=1ms") as connection:
             while not stop.is_set():
                 with connection.transaction():
                     for table in tables:
@@ -190,21 +193,13 @@ def test_install_finds_its_gap_among_transactions_that_follow_one_another(new_da
 
     def upgrade() -> None:
         try:
-            assert install(connection, "outbox") == SCHEMA_VERSION
+            assert install(connection, "outbox") == versions.NEXT
         finally:
             stop.set()
 
-    with psycopg.connect(url, autocommit=True) as connection:
-        install_first_version(connection)
-        tables = ("consume_queue", "dead_letter", "subscription", "topic", "pending_check", "op_log")
+    with psycopg.connect(old_url, autocommit=True) as connection:
+        tables = ("consume_queue", "dead_letter", "subscription", "op_log", "pending_check", "commit_log")
         in_threads([upgrade, partial(work, *tables), partial(work, *reversed(tables))])
-
-
-def install_first_version(connection: psycopg.Connection) -> None:
-    first = resources.files("outbox.broker.schema").joinpath("changes/0001_initial.sql").read_bytes()
-    connection.execute("CREATE SCHEMA outbox; SET search_path TO outbox")
-    connection.execute(first)
-    connection.execute("INSERT INTO schema_version VALUES (1); RESET search_path")
 
 
 @pytest.mark.parametrize(("server_version", "said"), [(140_000, "14.0"), (140_021, "14.21"), (130_004, "13.4")])

@@ -1,115 +1,154 @@
-"""Schema first, then code: version 0.1 works on while the tables are upgraded under it, and the new code takes over."""
+"""Schema first, then code: the present code works on while the next version upgrades the tables under it, and then the
+next version's code takes over."""
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import threading
 from collections.abc import Callable
-from importlib import resources
 from pathlib import Path
 
 import psycopg
 import pytest
 
 from outbox.broker.database.connection import BrokerDatabase
+from outbox.broker.database.executor import Executor
+from outbox.broker.log.topics import declare_topics
 from outbox.broker.postgres import PostgresBroker
 from outbox.broker.process import run_broker
-from outbox.broker.schema.install import SCHEMA_VERSION, check_schema, install
+from outbox.broker.schema.install import SCHEMA_VERSION, check_schema, install, installed_version
 from outbox.errors import SchemaError
-from tests.broker.schema import version_0_1
+from tests.broker.schema import versions
 from tests.broker.schema.promise import count, finish, grows
 from tests.broker.schema.test_current import catalogue, differing
-from tests.broker.support import message
+from tests.broker.support import TOPICS, half, message
 from tests.support import eventually
 
 TEAM = ("sequence", "consume", "produce", "check")
+OLD = versions.ROOT
+FILLED = "SELECT count(*) FROM outbox.commit_log WHERE stored_by = 'append_one'"
 
 
 @pytest.fixture(scope="module")
-def old(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of version 0.1."""
-    return version_0_1.unpack(tmp_path_factory.mktemp("version"))
+def new(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the next version."""
+    return versions.make_next(tmp_path_factory.mktemp("version"))
 
 
 @pytest.fixture
-def url(new_database: Callable[..., str], old: Path, tmp_path: Path) -> str:
-    """A database with the tables of version 0.1."""
+def url(new_database: Callable[..., str], tmp_path: Path) -> str:
+    """A database with the tables of the present version, and the application's."""
     found = new_database()
-    with version_0_1.processes(found, tmp_path) as processes:
-        processes.run(old, "setup")
+    with versions.processes(found, tmp_path) as processes:
+        processes.run(OLD, "setup")
     return found
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.slow
-def test_upgrade_under_load(url: str, old: Path, tmp_path: Path) -> None:
+def test_upgrade_under_load(url: str, new: Path, tmp_path: Path) -> None:
     (logs := tmp_path / "logs").mkdir()
-    with (
-        psycopg.connect(url, autocommit=True) as connection,
-        version_0_1.processes(url, logs) as processes,
-    ):
-        processes.start(old, *TEAM)
+    with psycopg.connect(url, autocommit=True) as connection, versions.processes(url, logs) as processes:
+        processes.start(OLD, *TEAM)
         grows(connection, 30)
-        assert install(connection, "outbox") == SCHEMA_VERSION
+        assert count(connection, "SELECT version FROM outbox.schema_version") == SCHEMA_VERSION
+        processes.run(new, "upgrade", "upgrade")
+        assert count(connection, "SELECT version FROM outbox.schema_version") == versions.NEXT
         grows(connection, 30)
+        # Only old code has published so far: it calls the changed function.
+        assert count(connection, FILLED) > 0
         # The old code also starts on the new tables, and installing again with it changes nothing.
-        processes.run(old, "setup")
-        processes.start(old, *TEAM)
+        processes.run(OLD, "setup")
+        processes.start(OLD, *TEAM)
         grows(connection, 30)
-        processes.start(version_0_1.ROOT, *TEAM)
+        processes.start(new, *TEAM)
         grows(connection, 30)
-        processes.stop(path=old)
+        processes.stop(path=OLD)
         grows(connection, 30)
         finish(processes, connection)
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.slow
-def test_the_old_code_takes_over_again_on_the_upgraded_tables(url: str, old: Path, tmp_path: Path) -> None:
+def test_the_old_code_takes_over_again_on_the_upgraded_tables(url: str, new: Path, tmp_path: Path) -> None:
     """Messages of the new code included, which the old code finds in the log and in the queues."""
     (logs := tmp_path / "logs").mkdir()
-    with (
-        psycopg.connect(url, autocommit=True) as connection,
-        version_0_1.processes(url, logs) as processes,
-    ):
-        install(connection, "outbox")
-        processes.start(version_0_1.ROOT, *TEAM)
+    with psycopg.connect(url, autocommit=True) as connection, versions.processes(url, logs) as processes:
+        processes.run(new, "upgrade")
+        processes.start(new, *TEAM)
         grows(connection, 30)
         # What is under way stays for the old code.
         processes.stop(role="consume")
         processes.stop(role="check")
         processes.stop(role="sequence")
         processes.stop()
-        processes.start(old, *TEAM)
+        processes.start(OLD, *TEAM)
         grows(connection, 30)
         finish(processes, connection)
 
 
-def test_an_upgraded_database_of_version_0_1_has_the_present_schema(url: str, broker_url: str) -> None:
-    with psycopg.connect(url, autocommit=True) as connection, psycopg.connect(broker_url) as fresh:
-        # What its installation declared.
-        connection.execute("TRUNCATE outbox.topic, outbox.queue, outbox.subscription RESTART IDENTITY")
-        assert install(connection, "outbox") == SCHEMA_VERSION
-        assert differing(catalogue(connection), catalogue(fresh)) == []
+def test_a_killed_upgrade_is_finished_by_the_next_one(
+    broker_url: str, new: Path, tmp_path: Path, new_database: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed between its two changes. The result is that of a new installation."""
+    (logs := tmp_path / "logs").mkdir()
+    with (
+        psycopg.connect(broker_url) as holder,
+        psycopg.connect(broker_url, autocommit=True) as connection,
+        versions.processes(broker_url, logs) as processes,
+    ):
+        holder.execute("SELECT FROM outbox.subscription")
+        processes.start(new, "upgrade")
+        eventually(lambda: installed_version(connection) == versions.NEXT - 1, what="the first change")
+        processes.kill()
+        # The old code works on the tables of an upgrade that is not finished.
+        assert check_schema(connection, "outbox") == versions.NEXT - 1
+        holder.rollback()
+        processes.run(new, "upgrade")
+        versions.become_next(tmp_path / "schema", monkeypatch)
+        with psycopg.connect(new_database(), autocommit=True) as fresh:
+            assert install(fresh, "outbox") == versions.NEXT
+            assert differing(catalogue(connection), catalogue(fresh)) == []
 
 
-def test_the_new_code_names_the_command_to_run_on_the_old_tables(url: str) -> None:
-    with psycopg.connect(url, autocommit=True) as connection:
-        with pytest.raises(SchemaError, match=r"this code needs .*manage\.py migrate --database"):
+def test_the_old_code_publishes_on_the_upgraded_tables(
+    broker_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with psycopg.connect(broker_url, autocommit=True) as connection:
+        with monkeypatch.context() as patch:
+            versions.become_next(tmp_path / "schema", patch)
+            declare_topics(Executor(connection, "outbox"), TOPICS)
+            assert install(connection, "outbox") == versions.NEXT
+        assert install(connection, "outbox") == check_schema(connection, "outbox") == versions.NEXT > SCHEMA_VERSION
+        with contextlib.closing(PostgresBroker(BrokerDatabase(broker_url))) as broker:
+            broker.send([message()])
+            broker.send_half(half())
+        assert count(connection, FILLED) == 1
+        assert count(connection, "SELECT count(*) FROM outbox.commit_log") == 2
+
+
+def test_the_new_code_names_the_command_to_run_on_the_old_tables(
+    broker_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    versions.become_next(tmp_path / "schema", monkeypatch)
+    with psycopg.connect(broker_url, autocommit=True) as connection:
+        with pytest.raises(SchemaError, match=rf"version {SCHEMA_VERSION}, .*this code needs {versions.NEXT}: run"):
             check_schema(connection, "outbox")
-    with contextlib.closing(PostgresBroker(BrokerDatabase(url))) as broker:
+    with contextlib.closing(PostgresBroker(BrokerDatabase(broker_url))) as broker:
         with pytest.raises(SchemaError, match=r"manage\.py migrate --database"):
-            broker.send([message("versions")])
+            broker.send([message()])
 
 
-def test_the_new_broker_process_waits_for_the_tables(url: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_new_broker_process_waits_for_the_tables(
+    broker_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    versions.become_next(tmp_path / "schema", monkeypatch)
     stop = threading.Event()
-    process = threading.Thread(target=run_broker, args=(BrokerDatabase(url), stop))
+    process = threading.Thread(target=run_broker, args=(BrokerDatabase(broker_url), stop))
     process.start()
     try:
         eventually(lambda: "manage.py migrate --database" in caplog.text)
-        with psycopg.connect(url, autocommit=True) as connection:
+        with psycopg.connect(broker_url, autocommit=True) as connection:
             install(connection, "outbox")
             leader = "SELECT count(*) FROM outbox.leader_lease WHERE owner IS NOT NULL"
             eventually(lambda: count(connection, leader) == 1, what="it leads")
@@ -118,8 +157,30 @@ def test_the_new_broker_process_waits_for_the_tables(url: str, caplog: pytest.Lo
         process.join(20)
 
 
-def test_released_files_of_the_schema_do_not_change() -> None:
-    folder = resources.files("outbox.broker.schema").joinpath("changes")
-    for name, expected in version_0_1.SCHEMA_SHA256.items():
-        content = folder.joinpath(name).read_bytes()
-        assert hashlib.sha256(content).hexdigest() == expected, f"{name} is released: write a further file"
+def test_a_change_can_refuse_the_code_before_it(
+    broker_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with psycopg.connect(broker_url, autocommit=True) as connection:
+        with monkeypatch.context() as patch:
+            folder = tmp_path / "schema"
+            versions.become_next(folder, patch)
+            last = folder / "changes" / f"{versions.NEXT:04}_next.sql"
+            last.write_text(f"{last.read_text()}UPDATE schema_version SET minimum_code = {versions.NEXT};\n")
+            assert install(connection, "outbox") == check_schema(connection, "outbox") == versions.NEXT
+        for work in (check_schema, install):
+            with pytest.raises(
+                SchemaError, match=rf"need code of at least version {versions.NEXT}.*upgrade the package"
+            ):
+                work(connection, "outbox")
+
+
+def test_tables_from_before_the_first_release_are_named(broker_url: str) -> None:
+    """Of 0.1, which counted no changes, and of the steps after it."""
+    with psycopg.connect(broker_url, autocommit=True) as connection:
+        connection.execute("ALTER TABLE outbox.schema_version DROP COLUMN minimum_code")
+        for change in (1, 18):
+            if change > 1:
+                connection.execute("ALTER TABLE outbox.schema_version ADD COLUMN change integer NOT NULL DEFAULT 18")
+            for work in (check_schema, install, installed_version):
+                with pytest.raises(SchemaError, match=rf"\(change {change}\).*DROP SCHEMA outbox CASCADE.*migrate"):
+                    work(connection, "outbox")

@@ -1,12 +1,11 @@
 """One process of a running system, for whichever version of the package is on its path: role and URL as arguments.
 
-It uses only what version 0.1 has. Runs until SIGTERM, then finishes what it holds.
+Runs until SIGTERM, then finishes what it holds.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib
 import itertools
 import json
 import logging
@@ -14,13 +13,18 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import psycopg
 from psycopg.errors import UniqueViolation
 
 from outbox.broker import process
+from outbox.broker.consumer.runtime import ConsumerRuntime
+from outbox.broker.database.connection import BrokerDatabase
+from outbox.broker.database.executor import Executor
+from outbox.broker.log import commit_log, topics
 from outbox.broker.postgres import PostgresBroker
+from outbox.broker.process import LeaderSettings
+from outbox.broker.schema.install import install
 from outbox.checkback import CheckBack
 from outbox.message import Delivery, Message
 from outbox.retry import RetryPolicy
@@ -28,21 +32,6 @@ from outbox.subscription import Subscription
 from outbox.topic import MessageType, Topic
 from outbox.transaction import Answer, Check, CheckSettings, Decision, EndTransaction, HalfTransaction
 
-
-def either(new: str, old: str) -> Any:
-    """A module by its name of today, or by the name it had in version 0.1."""
-    try:
-        return importlib.import_module(f"outbox.broker.{new}")
-    except ImportError:
-        return importlib.import_module(f"outbox.broker.{old}")
-
-
-commit_log = either("log.commit_log", "log")
-topics = either("log.topics", "topics")
-ConsumerRuntime = either("consumer.runtime", "consumer").ConsumerRuntime
-BrokerDatabase = either("database.connection", "database").BrokerDatabase
-install = either("schema.install", "install").install
-LeaderSettings: Any = getattr(process, "LeaderSettings" if hasattr(process, "LeaderSettings") else "ProcessSettings")
 GROUP = "shop"
 TOPIC = Topic(
     name="versions", types=frozenset({MessageType.NORMAL, MessageType.DELAY, MessageType.TRANSACTION}), queue_count=4
@@ -56,24 +45,21 @@ CREATE TABLE IF NOT EXISTS effect (message_id uuid PRIMARY KEY);
 """
 
 
-def bound(connection: Any, schema: str) -> tuple[Any, ...]:
-    """The first parameters of functions of the log: an `Executor` today, a connection and a schema in version 0.1."""
-    try:
-        executor = importlib.import_module("outbox.broker.database.executor")
-    except ImportError:
-        return connection, schema
-    return (executor.Executor(connection, schema),)
-
-
-def setup(database: Any, stop: threading.Event) -> None:
+def setup(database: BrokerDatabase, stop: threading.Event) -> None:
     """Install the tables of this version, and the application's."""
     with psycopg.connect(database.conninfo, autocommit=True) as connection:
         install(connection, database.schema)
-        topics.declare_topics(*bound(connection, database.schema), [TOPIC])
+        topics.declare_topics(Executor(connection, database.schema), [TOPIC])
         connection.execute(TABLES)
 
 
-def produce(database: Any, stop: threading.Event) -> None:
+def upgrade(database: BrokerDatabase, stop: threading.Event) -> None:
+    """Install or upgrade the tables, and nothing else."""
+    with psycopg.connect(database.conninfo, autocommit=True) as connection:
+        install(connection, database.schema)
+
+
+def produce(database: BrokerDatabase, stop: threading.Event) -> None:
     """Publish on both paths in turn; every fifth transaction rolls back, every third end message is lost."""
     broker = PostgresBroker(database, check=CHECKS)
     catalog = topics.TopicCatalog(database.schema)
@@ -94,12 +80,12 @@ def produce(database: Any, stop: threading.Event) -> None:
 def _publish_atomic(
     connection: psycopg.Connection[tuple[object, ...]],
     schema: str,
-    catalog: Any,
+    catalog: topics.TopicCatalog,
     message: Message,
     *,
     commit: bool,
 ) -> None:
-    commit_log.append_decided(*bound(connection, schema), catalog, [message])
+    commit_log.append_decided(Executor(connection, schema), catalog, [message])
     connection.execute("INSERT INTO business VALUES (%s, 'atomic')", [message.message_id])
     connection.commit() if commit else connection.rollback()
 
@@ -144,7 +130,7 @@ def _decide(connection: psycopg.Connection[tuple[object, ...]], check: Check) ->
     return Decision.COMMIT if row[0] == "C" else Decision.ROLLBACK
 
 
-def check(database: Any, stop: threading.Event) -> None:
+def check(database: BrokerDatabase, stop: threading.Event) -> None:
     """Answer for the group."""
     broker = PostgresBroker(database, check=CHECKS)
     while not stop.wait(0.2):
@@ -152,7 +138,7 @@ def check(database: Any, stop: threading.Event) -> None:
     broker.close()
 
 
-def consume(database: Any, stop: threading.Event) -> None:
+def consume(database: BrokerDatabase, stop: threading.Event) -> None:
     """Store one effect per message, once. Every eleventh fails at first and comes back from the retry queue."""
 
     def handle(delivery: Delivery) -> None:
@@ -165,13 +151,14 @@ def consume(database: Any, stop: threading.Event) -> None:
     ConsumerRuntime(database, [(subscription, handle)], lease_seconds=3.0).run(stop)
 
 
-def sequence(database: Any, stop: threading.Event) -> None:
+def sequence(database: BrokerDatabase, stop: threading.Event) -> None:
     """Be a broker process."""
     process.run_broker(database, stop, settings=LeaderSettings(maintenance_seconds=0.5, check=CHECKS))
 
 
-ROLES: dict[str, Callable[[Any, threading.Event], None]] = {
+ROLES: dict[str, Callable[[BrokerDatabase, threading.Event], None]] = {
     "setup": setup,
+    "upgrade": upgrade,
     "produce": produce,
     "check": check,
     "consume": consume,
@@ -184,9 +171,8 @@ def main() -> None:
     import outbox
 
     logging.basicConfig(level=logging.WARNING)
-    for name in ("consumer.results", "dispatch_failures"):
-        # Handlers fail on purpose; everything else that is logged with a traceback is a fault.
-        logging.getLogger(f"outbox.broker.{name}").setLevel(logging.CRITICAL)
+    # Handlers fail on purpose; everything else that is logged with a traceback is a fault.
+    logging.getLogger("outbox.broker.consumer.results").setLevel(logging.CRITICAL)
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     print(outbox.__file__, flush=True)

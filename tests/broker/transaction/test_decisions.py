@@ -208,5 +208,5 @@ def test_a_decision_is_commit_or_rollback(broker: PostgresBroker, connection: Br
     one = half(message())
     broker.send_half(one)
     with pytest.raises(CheckViolation, match="neither C nor R"):
-        connection.execute("SELECT outbox.end_one_v15(%s, 'X', %s)", [one.transaction_id, one.producer_group])
+        connection.execute("SELECT outbox.record_end(%s, 'X', %s)", [one.transaction_id, one.producer_group])
     assert connection.execute("SELECT FROM outbox.op_log").fetchall() == []

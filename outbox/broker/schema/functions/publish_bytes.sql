@@ -1,6 +1,6 @@
 -- Publish a message with any content type from SQL; otherwise as publish().
 --
--- It has an INSERT of its own: calling append_one_v14() would take 8 to 13 % more CPU (docs/decisions/196).
+-- It has an INSERT of its own: calling append_one() would take 8 to 13 % more CPU (docs/decisions/196).
 CREATE OR REPLACE FUNCTION publish_bytes(
     topic          text,
     body           bytea,

@@ -7,7 +7,7 @@
 --   overtaken   another leader has ticked since `last_tick`
 --   topics      other topics than `known_fifo` are FIFO now
 --   order       there are FIFO messages: the caller first looks at them and names those that must wait
-CREATE OR REPLACE FUNCTION tick_v18(
+CREATE OR REPLACE FUNCTION make_tick(
     own_life        uuid,
     last_tick       bigint,
     own_incarnation integer,
@@ -120,7 +120,7 @@ BEGIN
               SELECT decision, log_ids, relaxed FROM op_log WHERE xid = ANY (seen_xip)) AS fresh
         LEFT JOIN LATERAL unnest(log_ids) WITH ORDINALITY AS one (log_id, number) ON true;
         EXIT WHEN few IS NULL OR (decision_count < few AND cardinality(decided) + cardinality(rolled_back) <= batch);
-        cut := decisions_cut_v13(seen_xmax, batch);
+        cut := decisions_cut(seen_xmax, batch);
         few := NULL;
     END LOOP;
 

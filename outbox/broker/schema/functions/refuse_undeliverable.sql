@@ -3,7 +3,7 @@
 --
 -- The checks stand in these functions and not in a CHECK of the table, because each INSERT would prepare the expression
 -- of the CHECK anew. The result has the type of a key, so that an INSERT can call it in place of the key.
-CREATE OR REPLACE FUNCTION undeliverable(
+CREATE OR REPLACE FUNCTION refuse_undeliverable(
     message_id   uuid,
     topic_id     integer,
     shard        integer,

@@ -5,7 +5,7 @@
 -- A function, because connections of applications prepare nothing, and planning the statement takes longer than running
 -- it. The session keeps the plans of a function. It runs with the rights of its owner, so that a publisher needs no
 -- right on the tables (docs/decisions/235).
-CREATE OR REPLACE FUNCTION append_one_v14(
+CREATE OR REPLACE FUNCTION append_one(
     message_id     uuid,
     topic_id       integer,
     shard          integer,
@@ -36,7 +36,7 @@ BEGIN
        OR NOT deliver_at BETWEEN '0001-01-02 UTC' AND '9999-12-30 UTC'
        OR NOT delay_seconds BETWEEN 0 AND 2e11 OR topic_id < 1 OR shard < 0 OR length(key) > 255 OR length(tag) > 127
        OR length(content_type) > 255 OR content_type ~ '[[:cntrl:]]' OR jsonb_typeof(headers) <> 'object' THEN
-        PERFORM undeliverable(message_id, topic_id, shard, key, tag, content_type, headers, born_at, deliver_at);
+        PERFORM refuse_undeliverable(message_id, topic_id, shard, key, tag, content_type, headers, born_at, deliver_at);
     END IF;
     SELECT * INTO STRICT here FROM broker;
     started_at := extract(epoch FROM pg_postmaster_start_time())::numeric;

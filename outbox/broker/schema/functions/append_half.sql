@@ -1,6 +1,6 @@
 -- Store one half message, and return its position in the log; null if its id is stored already, or if the operator has
 -- switched transactional messages off. It runs with the rights of its owner (docs/decisions/235).
-CREATE OR REPLACE FUNCTION append_half_v28(
+CREATE OR REPLACE FUNCTION append_half(
     message_id       uuid,
     topic_id         integer,
     shard            integer,
@@ -30,7 +30,7 @@ BEGIN
        OR NOT deliver_at BETWEEN '0001-01-02 UTC' AND '9999-12-30 UTC'
        OR NOT delay_seconds BETWEEN 0 AND 2e11 OR topic_id < 1 OR shard < 0 OR length(key) > 255 OR length(tag) > 127
        OR length(content_type) > 255 OR content_type ~ '[[:cntrl:]]' OR jsonb_typeof(headers) <> 'object' THEN
-        PERFORM undeliverable(message_id, topic_id, shard, key, tag, content_type, headers, born_at, deliver_at);
+        PERFORM refuse_undeliverable(message_id, topic_id, shard, key, tag, content_type, headers, born_at, deliver_at);
     END IF;
     INSERT INTO commit_log AS stored (born_at, deliver_at, transaction_id, message_id, topic_id, shard, half,
                                       immunity_seconds, ledger_id, checker, producer_group, key, tag, content_type,

@@ -1,8 +1,8 @@
 -- Begin a life unless one is present; returns the present life. Do not call it in a transaction with an older snapshot.
-CREATE OR REPLACE FUNCTION begin_life_v18() RETURNS uuid
+CREATE OR REPLACE FUNCTION begin_life() RETURNS uuid
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 DECLARE
-    lasting  uuid;
+    present  uuid;
     own_mark xid;
     own_oid  oid := (SELECT oid FROM pg_database WHERE datname = current_database());
     copied   boolean;
@@ -10,22 +10,22 @@ BEGIN
     -- In this order, as a reset of offsets does. A transaction that stores positions or failures under an older lease
     -- ends first, and a later one finds its lease gone.
     LOCK TABLE life, queue_lease, consumer_offset, finished_ahead IN SHARE ROW EXCLUSIVE MODE;
-    lasting := lasting_life_v18();
-    IF lasting IS NOT NULL THEN
-        RETURN lasting;
+    present := present_life();
+    IF present IS NOT NULL THEN
+        RETURN present;
     END IF;
-    lasting := gen_random_uuid();
+    present := gen_random_uuid();
     PERFORM set_config('synchronous_commit', 'on', true);
-    -- Rows of copied lives; without marks they report the copy only once. A life that older code began has no marks.
+    -- Rows of copied lives; without marks they report the copy only once.
     UPDATE life SET mark = NULL, table_oid = NULL, database_oid = NULL
     WHERE mark <> xmin OR table_oid <> tableoid OR database_oid <> own_oid;
     copied := FOUND;
     DELETE FROM life_sign;
-    INSERT INTO life_sign (life_id, server) VALUES (lasting, this_server_v15()) RETURNING xmin INTO own_mark;
+    INSERT INTO life_sign (life_id, server) VALUES (present, this_server()) RETURNING xmin INTO own_mark;
     -- Not the sequence's next number: a restore takes that back too.
     INSERT INTO life (life_id, ordinal, server, queue_ids, heads, mark, database_oid, table_oid, is_copy, stored_until)
     OVERRIDING SYSTEM VALUE
-    SELECT lasting, (SELECT coalesce(max(ordinal), 0) + 1 FROM life), this_server_v15(),
+    SELECT present, (SELECT coalesce(max(ordinal), 0) + 1 FROM life), this_server(),
            coalesce(array_agg(queue_id), '{}'), coalesce(array_agg(head), '{}'),
            own_mark, own_oid, 'life'::regclass, copied,
            (SELECT stored_at FROM commit_log ORDER BY log_id DESC LIMIT 1)
@@ -50,6 +50,6 @@ BEGIN
     WHERE next_offset > head;
     DELETE FROM finished_ahead USING queue_head
     WHERE queue_head.queue_id = finished_ahead.queue_id AND queue_offset >= head;
-    DELETE FROM life WHERE began_at < now() - interval '30 days' AND life_id <> lasting;
-    RETURN lasting;
+    DELETE FROM life WHERE began_at < now() - interval '30 days' AND life_id <> present;
+    RETURN present;
 END $$;

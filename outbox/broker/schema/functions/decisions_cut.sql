@@ -2,7 +2,7 @@
 --
 -- About `batch` messages are below it; the decisions of one transaction stay together. The snapshot bounds the query,
 -- because rows from before a restore may carry higher ids than the present ones.
-CREATE OR REPLACE FUNCTION decisions_cut_v13(seen_xmax xid8, batch bigint) RETURNS xid8
+CREATE OR REPLACE FUNCTION decisions_cut(seen_xmax xid8, batch bigint) RETURNS xid8
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 DECLARE
     upto    xid8 := pg_snapshot_xmax(pg_current_snapshot());

@@ -8,7 +8,7 @@
 -- If all messages have the same topic, tag or content type, the array is empty and the value is in one_topic, one_tag or
 -- one_type. With `all_new`, an id that is stored already is an error: ON CONFLICT takes a quarter more CPU
 -- (docs/decisions/204).
-CREATE OR REPLACE FUNCTION append_batch_v28(
+CREATE OR REPLACE FUNCTION append_batch(
     transaction_id   uuid,
     message_ids      uuid[],
     born             timestamptz[],
@@ -68,10 +68,10 @@ BEGIN
                              AND coalesce(given.content_type, one_type) !~ '[[:cntrl:]]'
                              AND (jsonb_typeof(given.headers) = 'object') IS NOT FALSE
                         THEN given.key
-                        ELSE undeliverable(given.message_id, coalesce(given.topic_id, one_topic), given.shard,
-                                               given.key, coalesce(given.tag, one_tag),
-                                               coalesce(given.content_type, one_type), given.headers, given.born_at,
-                                               given.deliver_at)
+                        ELSE refuse_undeliverable(given.message_id, coalesce(given.topic_id, one_topic), given.shard,
+                                                  given.key, coalesce(given.tag, one_tag),
+                                                  coalesce(given.content_type, one_type), given.headers, given.born_at,
+                                                  given.deliver_at)
                    END, coalesce(given.tag, one_tag),
                    coalesce(given.content_type, one_type), given.headers, given.body
             FROM unnest(message_ids, born, deliver, topics, shards, keys, tags, types, header_maps, bodies, delays)
@@ -97,10 +97,10 @@ BEGIN
                              AND coalesce(given.content_type, one_type) !~ '[[:cntrl:]]'
                              AND (jsonb_typeof(given.headers) = 'object') IS NOT FALSE
                         THEN given.key
-                        ELSE undeliverable(given.message_id, coalesce(given.topic_id, one_topic), given.shard,
-                                               given.key, coalesce(given.tag, one_tag),
-                                               coalesce(given.content_type, one_type), given.headers, given.born_at,
-                                               given.deliver_at)
+                        ELSE refuse_undeliverable(given.message_id, coalesce(given.topic_id, one_topic), given.shard,
+                                                  given.key, coalesce(given.tag, one_tag),
+                                                  coalesce(given.content_type, one_type), given.headers, given.born_at,
+                                                  given.deliver_at)
                    END, coalesce(given.tag, one_tag),
                    coalesce(given.content_type, one_type), given.headers, given.body
             FROM unnest(message_ids, born, deliver, topics, shards, keys, tags, types, header_maps, bodies, delays)

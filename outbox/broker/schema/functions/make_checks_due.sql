@@ -1,6 +1,6 @@
 -- Make undecided transactions (parked ones too) due for a check now, and return their number. Before its immunity ends,
 -- the check of a transaction writes no tombstone. It runs with the rights of its owner (docs/decisions/235).
-CREATE OR REPLACE FUNCTION hint_checks_v28(ids uuid[], default_immunity_seconds integer) RETURNS integer
+CREATE OR REPLACE FUNCTION make_checks_due(ids uuid[], default_immunity_seconds integer) RETURNS integer
 LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT AS $$
 DECLARE
     hinted integer;

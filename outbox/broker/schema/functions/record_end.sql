@@ -5,7 +5,7 @@
 --
 -- It runs with the rights of its owner, and refuses an end message of a role that may not decide for the group
 -- (docs/decisions/235).
-CREATE OR REPLACE FUNCTION end_one_v15(ended uuid, reported "char", reporter text) RETURNS text
+CREATE OR REPLACE FUNCTION record_end(ended uuid, reported "char", reporter text) RETURNS text
 LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT AS $$
 DECLARE
     half     record;

@@ -1,1 +1,0 @@
--- Change 12: publishing from SQL (functions only).

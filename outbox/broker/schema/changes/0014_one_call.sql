@@ -1,1 +1,0 @@
--- Change 14: a producer stores one message by one call (a function only).
