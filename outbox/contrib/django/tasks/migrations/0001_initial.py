@@ -1,5 +1,21 @@
+from typing import Any
+
 import outbox.utils.ids
 from django.db import migrations, models
+
+# As the migration of outbox: MariaDB compares the texts of the table as PostgreSQL does. By default, it would take two
+# tasks whose names differ in case only for one.
+_CONVERT = "ALTER TABLE {} CONVERT TO CHARACTER SET utf8mb4 COLLATE utf8mb4_nopad_bin"
+
+
+def prepare_mariadb(apps: Any, schema_editor: Any) -> None:
+    """Let texts be compared as on PostgreSQL."""
+    connection = schema_editor.connection
+    if connection.vendor == 'mysql' and connection.mysql_is_mariadb:
+        tables = set(connection.introspection.table_names())
+        for model in apps.get_app_config('outbox_tasks').get_models():
+            if model._meta.db_table in tables:
+                schema_editor.execute(_CONVERT.format(schema_editor.quote_name(model._meta.db_table)), params=None)
 
 
 class Migration(migrations.Migration):
@@ -31,11 +47,15 @@ class Migration(migrations.Migration):
                 ('worker_ids', models.JSONField(default=list)),
                 ('errors', models.JSONField(default=list)),
                 ('return_value', models.JSONField(null=True)),
+                ('message_id', models.UUIDField(editable=False, null=True)),
+                ('announced_at', models.DateTimeField(editable=False, null=True)),
             ],
             options={
                 'verbose_name': 'task',
                 'db_table': 'outbox_task',
-                'indexes': [models.Index(fields=['backend', 'queue_name', 'status', 'is_due', '-priority', 'enqueued_at'], name='outbox_task_next'), models.Index(fields=['finished_at'], name='outbox_task_finished_at')],
+                'indexes': [models.Index(fields=['backend', 'queue_name', 'status', 'is_due', '-priority', 'enqueued_at'], name='outbox_task_next'), models.Index(fields=['finished_at'], name='outbox_task_finished_at'), models.Index(fields=['status', 'announced_at'], name='outbox_task_announced_at')],
             },
         ),
+        # MariaDB ends a transaction at each of these statements, and Django refuses them in one.
+        migrations.RunPython(prepare_mariadb, migrations.RunPython.noop, atomic=False),
     ]
