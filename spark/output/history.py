@@ -74,8 +74,7 @@ def of_result(store: Store, result: Mapping[str, Any]) -> Entries:
 def _changes(found: pa.Table | None, run: str, finished: datetime) -> pa.Table:
     """The findings of a run that are new, changed their class, or ended."""
     schema = SCHEMAS[FINDINGS]
-    # The findings of an old version have no column `was`.
-    if found is None or "was" not in found.column_names:
+    if found is None:
         return schema.empty_table()
     name, was = found["class"], found["was"]
     is_closed = pc.is_in(name, pa.array(_CLOSED))

@@ -15,10 +15,9 @@ _LAGGING: Final = timedelta(seconds=60)
 
 def urgent(result: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """The causes with open findings, the most urgent first."""
-    # A result of 0.1 has no causes. `watch` prints such a result if it is in force already.
     return [
         cause
-        for cause in result.get("causes", ())
+        for cause in result["causes"]
         if cause["class"] not in CLOSED and cause["findings"] > cause["acknowledged"]
     ]
 

@@ -40,7 +40,6 @@ from outbox.broker.consumer.results import (
     leave,
     postpone,
     put_back,
-    send_on,
     settle,
     settle_left,
 )
@@ -172,7 +171,6 @@ class Prefetcher:
         # The queues that may have more messages to fetch, in the order of the notifications about them.
         self._hungry: dict[OwnedQueue, None] = {}
         # Messages from a retry queue that were published to topics without a subscription in this process.
-        self._foreign: list[tuple[FetchedEntry, Row]] = []
 
     def mark_grown(self, grown: Collection[int] | None) -> None:
         """Note that the queues with these ids have grown. None means that any queue may have grown."""
@@ -204,8 +202,6 @@ class Prefetcher:
                     self._ingest(queue, rows, more=len(rows) == room)
                 else:
                     queue.rest()
-        if self._foreign:
-            self._send_on(run)
 
     def _ingest(self, queue: OwnedQueue, rows: Sequence[Row], *, more: bool) -> None:
         """Put the next entries of a queue into its window and its lanes."""
@@ -244,25 +240,9 @@ class Prefetcher:
         """Give messages of the retry queue to the subscription of the topic to which they were published."""
         for item in items:
             assert item.row is not None
-            runner = self._runners.get((queue.group.group_id, item.row[TOPIC_ID]))
-            if runner is not None:
-                _leave_out_large([item])
-                runner.retry_lane.offer([item])
-            else:
-                self._foreign.append((item, item.row))
-
-    def _send_on(self, run: Executor) -> None:
-        """Move retried messages to the retry queues of their topics.
-
-        This process does not subscribe to these topics, but another instance may.
-        """
-        foreign = [(item, row) for item, row in self._foreign if item.queue.phase is Phase.ACTIVE]
-        if foreign:
-            send_on(run, self._instance, foreign)
-        for item, _ in foreign:
-            item.queue.unbuffer()
-            self._dirty.add(item.queue)
-        self._foreign.clear()
+            runner = self._runners[queue.group.group_id, item.row[TOPIC_ID]]
+            _leave_out_large([item])
+            runner.retry_lane.offer([item])
 
     def load(self, run: Executor, work: HandlerCall) -> None:
         """Load the messages of a call that are not in memory.

@@ -19,7 +19,7 @@ from uuid import UUID
 import psycopg
 
 from outbox.broker.consumer.calls import Outage
-from outbox.broker.consumer.fetch import BORN_AT, KEY, LOG_ID, MESSAGE_ID, TOPIC_ID, TRANSACTION_ID, Row
+from outbox.broker.consumer.fetch import BORN_AT, KEY, LOG_ID, MESSAGE_ID, TRANSACTION_ID, Row
 from outbox.broker.consumer.owned_queue import ConsumingGroup, EntryOutcome, OwnedQueue, Phase, Subscribed
 from outbox.broker.consumer.work import FetchedEntry, HandlerCall, Postponed, Result, TimedOut, divide
 from outbox.broker.database.executor import Executor
@@ -105,35 +105,6 @@ def _tell(failed: Failed, listener: given_up.Listener) -> None:
                 error=describe(failed.error),
             )
         )
-
-
-def send_on(run: Executor, instance: UUID, foreign: Sequence[tuple[FetchedEntry, Row]]) -> None:
-    """Move retried messages whose topics this process does not subscribe to: each goes to the retry queue of its topic.
-
-    The move does not count as an attempt. The moved messages come from retry queue number 0, which version 0.1 fills
-    with messages of all topics.
-    """
-    judgement = FailurePlan(FailureAction.SEND_BACK)
-    error = "delivered to an instance of the group that does not subscribe to the message's topic"
-    failures = {
-        (item.queue.key[0], row[LOG_ID]): Failure(
-            lease=item.queue.lease,
-            offset=item.offset,
-            stored_offset=item.queue.stored_offset,
-            swept_offset=item.queue.swept_offset,
-            log_id=row[LOG_ID],
-            attempts=item.attempt,
-            error=error,
-            judgement=judgement,
-            retry_queue_id=_retry_queue(run, item.queue.group, row[TOPIC_ID]),
-            next_attempt=item.retries,
-        )
-        for item, row in foreign
-    }
-    send_back.record(run, instance, list(failures.values()))
-    for item, row in foreign:
-        logger.info("message %s: %s; it goes to the retry queue of its topic", row[MESSAGE_ID], error)
-        item.queue.window.finish(item.offset, EntryOutcome.SENT_BACK)
 
 
 def _judge(failed: Failed) -> FailurePlan:

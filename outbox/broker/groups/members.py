@@ -49,8 +49,7 @@ class GroupState:
 class QueueState:
     """A queue of a group as the database shows it.
 
-    `topic` is None for a retry queue. For a retry queue, `retried_topic` is the topic whose messages the queue has, or
-    None if the queue has messages of all topics.
+    For a retry queue, `topic` is None, and `retried_topic` is the topic whose messages the queue has.
     """
 
     group_id: int

@@ -98,20 +98,15 @@ def share(
 def _owners_of_retries(
     assign: Strategy, members: Sequence[Member], queues: Sequence[QueueState]
 ) -> dict[QueueKey, UUID]:
-    """Divide all retry queues among the members that subscribe to the most topics, in the same way as version 0.1.
+    """Divide the retry queues of all topics together, because each topic has one, and few members would get them all.
 
     If the owner of a retry queue does not subscribe to the topic of the queue, the queue goes to a member that
-    subscribes to this topic. If all members have the same topics, instances of version 0.1 and of this version compute
-    the same owners.
+    subscribes to this topic.
     """
-    topics = {member.instance_id: member.topics for member in members}
-    most = max(map(len, topics.values()), default=0)
-    wide = [instance for instance, known in topics.items() if len(known) == most]
-    owners = assign(wide, queues) if wide else {}
+    owners = assign([member.instance_id for member in members], queues) if members else {}
     for index, queue in enumerate(queues):
-        topic, owner = queue.retried_topic, owners.get(queue.key)
-        if topic is not None and owner is not None and topic not in topics[owner]:
-            able = _able(members, topic)
+        able = _able(members, queue.retried_topic)
+        if queue.key in owners and owners[queue.key] not in able:
             owners.pop(queue.key)
             if able:
                 owners[queue.key] = able[index % len(able)]

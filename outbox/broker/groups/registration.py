@@ -1,11 +1,9 @@
 """Register a subscription with its group and its start position, and make the group's retry queues.
 
-A group has one retry queue per topic. A process makes the retry queue of a topic when a message of this topic fails for
-the first time. Processes of one group may subscribe to different topics, and the retries of a topic go to a process
-that subscribes to the topic. The retry queues belong to the retry topic of the group. The number of a retry queue is
-the id of the topic that it serves. Queue number 0, which version 0.1 made, has retries of all topics. The owner of
-queue 0 handles the messages of topics to which it subscribes, and moves all other messages to the retry queues of their
-topics (docs/decisions/071).
+A group has one retry queue per topic, because processes of one group may subscribe to different topics, and the retries
+of a topic need a process that subscribes to it. A process makes the retry queue of a topic when a message of this topic
+fails for the first time. The retry queues belong to the retry topic of the group. The number of a retry queue is the id
+of the topic that it serves.
 """
 
 from __future__ import annotations

@@ -60,28 +60,6 @@ WITH RECURSIVE search (queue_id, low, high) AS (
 SELECT queue_id, low FROM search WHERE low >= high
 """)
 
-# Entries that were stored before the column queued_at existed have no time of queueing. For an entry without this time,
-# use the earliest moment at which it can have been queued. These estimated times do not follow the order of the
-# entries, so the statement reads all entries without a time of queueing. Retention removes these old entries sooner or
-# later.
-_OLD_SINCE = Statement("""
-SELECT entry.queue_id, min(entry.queue_offset)
-FROM {schema}.consume_queue entry
-JOIN {schema}.queue USING (queue_id)
-JOIN {schema}.commit_log log USING (log_id)
-LEFT JOIN {schema}.op_log op USING (transaction_id)
-WHERE queue.topic_id = %(topic_id)s AND entry.queued_at IS NULL AND entry.queue_offset >= queue.floor
-  AND greatest(log.stored_at, log.deliver_at, op.decided_at) >= %(time)s
-GROUP BY entry.queue_id
-""")
-_HAS_OLD = Statement("""
-SELECT true FROM {schema}.queue
-WHERE topic_id = %(topic_id)s
-  AND EXISTS (SELECT FROM {schema}.consume_queue entry
-              WHERE entry.queue_id = queue.queue_id AND entry.queue_offset = queue.floor AND entry.queued_at IS NULL)
-LIMIT 1
-""")
-
 
 def starting_offsets(run: Executor, topic_id: int, start: Start | datetime) -> dict[int, int]:
     """Return the start offset of a new group by queue id, for the queues that the topic has now.
@@ -95,21 +73,15 @@ def starting_offsets(run: Executor, topic_id: int, start: Start | datetime) -> d
         return begins
     ends = heads(run, begins)
     if isinstance(start, datetime):
-        return _queued_since(run, topic_id, start, begins, ends)
+        return _queued_since(run, start, begins, ends)
     return ends
 
 
-def _queued_since(
-    run: Executor, topic_id: int, time: datetime, begins: dict[int, int], ends: dict[int, int]
-) -> dict[int, int]:
+def _queued_since(run: Executor, time: datetime, begins: dict[int, int], ends: dict[int, int]) -> dict[int, int]:
     parameters = {
         "queue_ids": integers(list(begins)),
         "floors": bigints(list(begins.values())),
         "heads": bigints([ends[queue_id] for queue_id in begins]),
         "time": time,
     }
-    found: dict[int, int] = dict(run.rows(_QUEUED_SINCE, parameters))
-    of_topic = {"topic_id": topic_id, "time": time}
-    if run.row(_HAS_OLD, of_topic) is not None:
-        found |= run.rows(_OLD_SINCE, of_topic)
-    return found
+    return dict(run.rows(_QUEUED_SINCE, parameters))

@@ -15,8 +15,7 @@ from outbox.broker.log.incidents import Incident, IncidentKind
 
 # The queues with entries to clear, and for each queue the offset up to which its entries can be cleared. An entry is
 # cleared after its topic's retention time if every group has consumed it, and after the hard cap in any case. The
-# retention time counts from the time at which the message was stored, and the cap counts from the time of queueing. If
-# an old version has stored the entry without the time of queueing, the cap counts from the last event of the message.
+# retention time counts from the time at which the message was stored, and the cap counts from the time of queueing.
 # The entries of a deleted topic are cleared at once. `consumed` is the smallest position of the groups that read the
 # queue. If no group reads the queue, no entry counts as consumed. Broadcast groups store no positions, so retention
 # does not wait for them. The statement reads each queue in order and stops at the first entry that stays. So the
@@ -47,22 +46,14 @@ WITH place AS (
                 FROM (SELECT queue_offset, log_id, queued_at FROM {schema}.consume_queue
                       WHERE consume_queue.queue_id = place.queue_id AND queue_offset >= place.floor
                       ORDER BY queue_offset LIMIT %(batch)s) AS entry
-                LEFT JOIN LATERAL (SELECT transaction_id, stored_at, deliver_at FROM {schema}.commit_log
+                LEFT JOIN LATERAL (SELECT stored_at FROM {schema}.commit_log
                                    WHERE commit_log.log_id = entry.log_id OFFSET 0) AS log ON true
                 WHERE (CASE WHEN stored_at IS NULL THEN queue_offset < consumed.position
                             WHEN queued_at <= deleted_at THEN true
                             WHEN stored_at >= kept_since THEN false
                             WHEN queue_offset < consumed.position OR deleted_at IS NOT NULL THEN true
                             WHEN stored_at >= capped THEN false
-                            WHEN queued_at IS NOT NULL THEN queued_at < capped
-                            ELSE greatest(
-                                deliver_at,
-                                (SELECT decided_at FROM {schema}.op_log op
-                                 WHERE op.transaction_id = log.transaction_id),
-                                (SELECT max(failed_at) FROM {schema}.failure
-                                 WHERE failure.group_id = place.retry_of AND failure.log_id = entry.log_id),
-                                (SELECT max(replayed_at) FROM {schema}.dead_letter dead
-                                 WHERE dead.group_id = place.retry_of AND dead.log_id = entry.log_id)) < capped
+                            ELSE queued_at < capped
                        END) IS NOT TRUE
                 ORDER BY entry.queue_offset LIMIT 1),
                (SELECT max(queue_offset) + 1

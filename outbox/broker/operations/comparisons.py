@@ -307,7 +307,7 @@ WITH waiting AS MATERIALIZED (
       ON entry.queue_id = queue.queue_id AND entry.queue_offset >= coalesce(newest.next_offset, 0)
     WHERE topic.retry_of = %(group_id)s
 )
-SELECT entry.queue_offset, log.message_id, coalesce(entry.queued_at, log.stored_at) AS queued_at, log.tag,
+SELECT entry.queue_offset, log.message_id, entry.queued_at, log.tag,
        CASE WHEN jsonb_typeof(log.headers) = 'object' THEN log.headers ELSE '{{}}' END AS headers
 FROM {schema}.consume_queue entry JOIN {schema}.commit_log log USING (log_id)
 WHERE entry.queue_id = %(queue_id)s AND entry.queue_offset >= %(low)s AND entry.queue_offset < %(high)s

@@ -85,14 +85,9 @@ SELECT (SELECT count(*) FROM {schema}.held WHERE topic_id = %(topic_id)s)
           AND NOT EXISTS (SELECT FROM {schema}.op_log op WHERE op.transaction_id = pending.transaction_id))
 """)
 
-# Retry queue 0 has retries of all topics, so it is deleted together with the group's last subscription.
 _RETRY_QUEUES = Statement("""
-SELECT queue_id, number,
-       EXISTS (SELECT FROM {schema}.consume_queue entry WHERE entry.queue_id = queue.queue_id)
-       OR EXISTS (SELECT FROM {schema}.scheduled WHERE scheduled.queue_id = queue.queue_id)
-       OR EXISTS (SELECT FROM {schema}.consumer_offset stored
-                  WHERE stored.queue_id = queue.queue_id AND next_offset > 0) AS was_used
-FROM {schema}.queue JOIN {schema}.topic USING (topic_id) WHERE retry_of = %(group_id)s
+SELECT queue_id FROM {schema}.queue JOIN {schema}.topic USING (topic_id)
+WHERE retry_of = %(group_id)s AND number = %(topic_id)s
 """)
 _OF_LIMITS: Final = ("subscription_limit", "slot", "slot_demand", "bucket")
 _FORGET = [
@@ -179,7 +174,7 @@ def delete_group(run: Executor, group: str, *, topic: str | None = None, dry_run
                 f"group {group!r} has no subscription to {topic!r}; it has: {', '.join(subscribed) or 'none'}."
             )
         losses = [
-            _unsubscribe(run, group, group_id, name, topic_id, whole=topic is None)
+            _unsubscribe(run, group, group_id, name, topic_id)
             for name, topic_id in subscribed.items()
             if topic in (None, name)
         ]
@@ -222,33 +217,14 @@ def refuse_live(run: Executor, *, group_id: int | None = None, topic: str | None
         raise UsageError(text)
 
 
-def _unsubscribe(run: Executor, group: str, group_id: int, topic: str, topic_id: int, *, whole: bool = False) -> Loss:
+def _unsubscribe(run: Executor, group: str, group_id: int, topic: str, topic_id: int) -> Loss:
     values: dict[str, Any] = {"group_id": group_id, "topic_id": topic_id}
     lag = sum(queue.lag for queue in list_queues(run, group) if queue.topic == topic)
     loss = Loss(group, topic, lag, int(run.one(_RETRYING, values)[0]), int(run.one(_DEAD, values)[0]))
-    values["retry_queues"] = integers(_retry_queues_of(run, group, values, whole=whole))
+    values["retry_queues"] = integers([queue_id for (queue_id,) in run.rows(_RETRY_QUEUES, values)])
     for statement in _FORGET:
         run.execute(statement, values)
     return loss
-
-
-def _retry_queues_of(run: Executor, group: str, values: dict[str, Any], *, whole: bool) -> list[int]:
-    """Return the retry queues that are deleted together with a subscription.
-
-    The list has the retry queue of the subscription's topic. If this is the group's last subscription, the list also
-    has retry queue 0.
-    """
-    is_last = whole or len(run.rows(_SUBSCRIBED, values)) == 1
-    found = []
-    for queue_id, number, was_used in run.rows(_RETRY_QUEUES, values):
-        if number == values["topic_id"] or (number == 0 and is_last):
-            found.append(queue_id)
-        elif number == 0 and was_used:
-            raise UsageError(
-                f"group {group!r} has a retry queue of version 0.1, in which the messages of all its topics are "
-                f"mixed: delete the whole group, or its other subscriptions too."
-            )
-    return found
 
 
 # ---------------------------------------------------------------------------------------------------------------------

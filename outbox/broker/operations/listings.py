@@ -177,7 +177,7 @@ class ConsumerProcess:
 
     `is_alive` is False if the membership of the process has ended without a renewal. `seen_at`: the time at which the
     process last renewed its membership. At this time, `calls` handler calls were running, and `longest` has the longest
-    of them, the longest first. For a process of an older version, `version` is '' and `seen_at` is None.
+    of them, the longest first. Until its first report, `version` is '' and `seen_at` is None.
 
     `asked`: an operator has asked the process to drain or to stop, at `asked_at`. `draining`: the process had begun to
     end at `seen_at`, because of such a request or of a signal. `is_silent`: its last sign of life is older than one and

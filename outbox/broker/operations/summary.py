@@ -158,13 +158,12 @@ def _keep(resolution: int, source: str, *, ready: str = "true") -> str:
     """
 
 
-# An older version stored no figures of all groups together.
 _KEEP_SUMMARIES: Final = _keep(
     60,
     """
     SELECT at, totals - 'groups' || jsonb_build_object('at', extract(epoch FROM at)) AS totals,
            totals -> 'groups' AS groups
-    FROM {schema}.summary WHERE totals ? 'all'
+    FROM {schema}.summary
     """,
 )
 

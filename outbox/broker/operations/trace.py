@@ -71,7 +71,7 @@ class EntryFacts:
     queue: int
     offset: int
     attempt: int
-    queued_at: str | None
+    queued_at: str
     group: str | None
     is_retry: bool
     floor: int
@@ -145,7 +145,7 @@ def _died_since(entry: EntryFacts, died_at: datetime | None) -> bool:
     """Whether the message became a dead letter after the entry was queued."""
     if died_at is None:
         return False
-    return entry.queued_at is None or datetime.fromisoformat(entry.queued_at) <= died_at
+    return datetime.fromisoformat(entry.queued_at) <= died_at
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -275,7 +275,7 @@ LEFT JOIN LATERAL """
     + newest_offset("consumer_group.group_id", "queue.queue_id")
     + """ AS newest ON true
 WHERE entry.log_id = ANY (%(log_ids)s)
-ORDER BY entry.log_id, topic.retry_of NULLS FIRST, entry.queued_at NULLS FIRST, entry.attempt, queue.queue_id,
+ORDER BY entry.log_id, topic.retry_of NULLS FIRST, entry.queued_at, entry.attempt, queue.queue_id,
          entry.queue_offset, consumer_group.name
 """
 )
@@ -370,7 +370,7 @@ class TracedAnswer:
 
 @dataclass(frozen=True, slots=True)
 class TracedEntry:
-    """A queue entry and one group's state on this entry. `queued_at` is None if an old version stored the entry."""
+    """A queue entry and one group's state on this entry."""
 
     log_id: int
     topic: str
@@ -378,7 +378,7 @@ class TracedEntry:
     queue: int
     offset: int
     attempt: int
-    queued_at: str | None
+    queued_at: str
     group: str | None
     state: EntryState
 

@@ -100,7 +100,7 @@ CREATE TABLE queue (
     UNIQUE (topic_id, generation, number)
 );
 COMMENT ON COLUMN queue.number IS
-    'In a retry topic (retry_of): the id of the topic whose failed messages the queue carries; 0: of all topics';
+    'In a retry topic (retry_of): the id of the topic whose failed messages the queue carries';
 CREATE INDEX queue_closing ON queue (queue_id) WHERE closing;
 
 -- ---------------------------------------------------------------------------------------------------
@@ -169,9 +169,8 @@ CREATE TABLE consume_queue (
     queue_id     integer  NOT NULL,
     -- 0 for the first delivery; n for the n-th retry of a consumer group.
     attempt      smallint NOT NULL,
-    -- A message may be queued long after it was stored: decided late, delayed, held. Null: queued before the column was
-    -- added (docs/decisions/070).
-    queued_at    timestamptz DEFAULT now(),
+    -- A message may be queued long after it was stored: decided late, delayed, held (docs/decisions/070).
+    queued_at    timestamptz NOT NULL DEFAULT now(),
     PRIMARY KEY (queue_id, queue_offset)
 );
 ALTER TABLE consume_queue SET (autovacuum_vacuum_scale_factor = 0.05);
@@ -230,7 +229,7 @@ CREATE TABLE recalled_retry (
 CREATE INDEX recalled_retry_message ON recalled_retry (log_id);
 
 -- One row per incarnation: when it began, all decisions were compared with all queues, and transaction ids of another
--- server were taken out of op_log. If the broker's incarnation has no row, the next leader resynchronises.
+-- server were taken out of op_log.
 CREATE TABLE resync (
     incarnation  integer     PRIMARY KEY,
     reason       text        NOT NULL,
@@ -304,7 +303,7 @@ CREATE TABLE pending_check (
     checks         integer     NOT NULL DEFAULT 0,
     parked_at      timestamptz,
     last_answer    text,
-    -- Why it was parked (outbox.transaction.ParkReason); null when version 0.1 parked it.
+    -- Why it was parked (outbox.transaction.ParkReason).
     park_reason    text,
     -- When it was last handed to a producer of its group.
     asked_at       timestamptz

@@ -45,7 +45,6 @@ _BROKER: Final = Statement("""
 SELECT incarnation, system_identifier, timeline, pg_current_snapshot()::text AS snapshot,
        (SELECT snapshot::text FROM {schema}.half_scan ORDER BY scan_id DESC LIMIT 1) AS half_scan,
        ARRAY(SELECT topic_id FROM {schema}.topic WHERE 'FIFO' = ANY (message_types) ORDER BY topic_id) AS fifo_topics,
-       EXISTS (SELECT FROM {schema}.resync WHERE resync.incarnation = broker.incarnation) AS is_compared,
        EXISTS (SELECT FROM {schema}.op_log WHERE xid >= pg_snapshot_xmax(pg_current_snapshot())) AS has_foreign_ids,
        EXISTS (SELECT FROM {schema}.life WHERE is_copy
                AND ordinal > (SELECT max(life_ordinal) FROM {schema}.resync)) AS is_copy
@@ -201,7 +200,6 @@ class _Broker:
     snapshot: str
     half_scan: str
     fifo_topics: list[int]
-    is_compared: bool
     has_foreign_ids: bool
     is_copy: bool
 
@@ -298,8 +296,6 @@ def _resync_if_needed(run: Executor, check: CheckSettings, life: UUID, *, local:
         reasons.append("there are decisions with transaction ids that this server has not reached")
     if broker.is_copy:
         reasons.append("a restore or a copy has written the tables")
-    if not broker.is_compared:
-        reasons.append(f"version 0.1 began incarnation {broker.incarnation}")
     if reasons:
         heartbeat.busy(_RESYNC_SECONDS)
         _resync(run, check, reached, "; ".join(reasons), local=local)

@@ -63,7 +63,7 @@ def test_a_killed_process_is_listed_as_vanished(orders: ConsumptionBench) -> Non
     assert list_processes(orders.run, "another") == []
 
 
-def test_a_process_of_an_older_version_is_listed_without_a_report(orders: ConsumptionBench) -> None:
+def test_a_process_is_listed_without_a_report(orders: ConsumptionBench) -> None:
     orders.spawn("c0", lease_seconds=30.0)
     orders.wait_for_shares(6)
     orders.connection.execute("DELETE FROM outbox.consumer_process")

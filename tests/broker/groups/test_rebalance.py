@@ -26,8 +26,12 @@ def members(count: int, topics: Iterable[str] = ("orders",)) -> list[Member]:
     return [Member(instance, frozenset(topics)) for instance in INSTANCES[:count]]
 
 
-def queues(count: int, topic: str | None = "orders", first: int = 0) -> list[QueueState]:
+def queues(count: int, topic: str = "orders", first: int = 0) -> list[QueueState]:
     return [QueueState(1, first + n, topic, n, None, 0, True, None) for n in range(count)]
+
+
+def retry_queue(topic: str, queue_id: int) -> QueueState:
+    return QueueState(1, queue_id, None, 7, None, 0, True, None, topic)
 
 
 def shares(strategy: str, member_count: int, queue_count: int) -> list[set[tuple[int, int]]]:
@@ -67,7 +71,7 @@ def test_consistent_hash_moves_only_what_the_newcomer_takes() -> None:
 
 def test_config_consumes_the_numbers_it_is_given() -> None:
     chosen = rebalance.by_name("config:0,3")
-    both = [*queues(4), *queues(1, None, first=90)]
+    both = [*queues(4), retry_queue("orders", 90)]
     assert rebalance.share(INSTANCES[1], chosen, members(2), both) == {(1, 0), (1, 3)}
     # The retry queue has no number of its own to configure: it is shared like anything else.
     assert rebalance.share(INSTANCES[0], chosen, members(2), both) == {(1, 0), (1, 3), (1, 90)}
@@ -80,11 +84,10 @@ def test_unknown_strategy_is_named() -> None:
 
 def test_queues_go_to_members_that_subscribe_to_their_topic() -> None:
     mixed = [*members(1), Member(INSTANCES[1], frozenset({"orders", "bills"}))]
-    every = [*queues(4), *queues(2, "bills", first=10), *queues(1, None, first=20)]
+    every = [*queues(4), *queues(2, "bills", first=10), retry_queue("bills", 20)]
     first = rebalance.share(INSTANCES[0], rebalance.averagely, mixed, every)
     second = rebalance.share(INSTANCES[1], rebalance.averagely, mixed, every)
     assert first == {(1, 0), (1, 1)}
-    # The retry queue carries messages of all topics: to the one that knows them all.
     assert second == {(1, 2), (1, 3), (1, 10), (1, 11), (1, 20)}
 
 

@@ -1,4 +1,4 @@
-"""Retry queues: one per group and topic, made at the first failure; that of all topics is drained."""
+"""Retry queues: one per group and topic, made at the first failure."""
 
 from __future__ import annotations
 
@@ -24,28 +24,6 @@ def _topic_id(bench: ConsumptionBench, topic: str) -> int:
     return TopicCatalog("outbox").get(bench.connection, topic).topic_id
 
 
-def _with_the_queue_of_all_topics(bench: ConsumptionBench, *topics: str) -> int:
-    """Group g as version 0.1 registers it; the id of its retry queue."""
-    for topic in topics:
-        group_id = registration.register(bench.run, Subscription(group="g", topic=topic)).group_id
-    bench.connection.execute(
-        "INSERT INTO outbox.topic (name, message_types, queue_count, retry_of)"
-        " VALUES ('%%RETRY%%g', '{NORMAL}', 1, %s)",
-        [group_id],
-    )
-    [(queue_id,)] = bench.rows(
-        "INSERT INTO outbox.queue (topic_id, number) SELECT topic_id, 0 FROM outbox.topic WHERE retry_of = %s"
-        " RETURNING queue_id",
-        group_id,
-    )
-    bench.connection.execute(
-        "INSERT INTO outbox.consumer_offset (group_id, queue_id, epoch, ordinal, next_offset, start_offset)"
-        " VALUES (%s, %s, 0, 0, 0, 0)",
-        [group_id, queue_id],
-    )
-    return int(queue_id)
-
-
 def test_processes_of_a_group_with_different_topics_each_retry_their_own(bench: ConsumptionBench) -> None:
     bench.declare("orders", queues=1)
     bench.declare("points", queues=1)
@@ -62,33 +40,6 @@ def test_processes_of_a_group_with_different_topics_each_retry_their_own(bench: 
         " JOIN outbox.topic USING (topic_id) WHERE instance = name AND attempt = 3 GROUP BY instance ORDER BY instance"
     )
     assert handled == [("orders", 20), ("points", 20)]
-    assert _differences(bench) == []
-
-
-def test_the_queue_of_all_topics_is_drained_by_processes_with_different_topics(bench: ConsumptionBench) -> None:
-    bench.declare("orders", queues=1)
-    bench.declare("points", queues=1)
-    messages = [*keyed("orders", 10, 5), *keyed("points", 10, 5)]
-    bench.publish(messages)
-    shared = _with_the_queue_of_all_topics(bench, "orders", "points")
-    # All failed once under version 0.1.
-    bench.connection.execute(
-        "INSERT INTO outbox.scheduled (log_id, due_at, queue_id, attempt)"
-        " SELECT log_id, now(), %s, 1 FROM outbox.commit_log",
-        [shared],
-    )
-    bench.connection.execute(
-        "INSERT INTO outbox.consumer_offset (group_id, queue_id, epoch, ordinal, next_offset, start_offset, sent_back)"
-        " SELECT group_id, queue_id, 0, 1, max(queue_offset) + 1, 0, max(queue_offset) + 1"
-        " FROM outbox.consume_queue, outbox.consumer_group GROUP BY 1, 2"
-    )
-    bench.sequence()
-    for topic in ("orders", "points"):
-        bench.spawn(topic, topic=topic)
-    with bench.sequencing():
-        eventually(lambda: bench.effect_count() == 20 and bench.retrying() == 0)
-        eventually(lambda: bench.lag("g") == 0)
-    assert bench.rows("SELECT instance, count(*) FROM effect GROUP BY 1 ORDER BY 1") == [("orders", 10), ("points", 10)]
     assert _differences(bench) == []
 
 
@@ -121,13 +72,13 @@ def test_a_group_without_failures_has_none(bench: ConsumptionBench) -> None:
     assert bench.rows("SELECT count(*) FROM outbox.topic WHERE retry_of IS NOT NULL") == [(0,)]
 
 
-def _retry_queue(queue_id: int, topic: str | None) -> QueueState:
+def _retry_queue(queue_id: int, topic: str) -> QueueState:
     return QueueState(1, queue_id, None, queue_id, None, 0, True, None, topic)
 
 
 def test_a_retry_queue_goes_to_a_member_that_knows_its_topic() -> None:
     a, b, c = (uuid.UUID(int=n) for n in (1, 2, 3))
-    queues = [_retry_queue(0, None), _retry_queue(1, "orders"), _retry_queue(2, "points"), _retry_queue(3, "nobody's")]
+    queues = [_retry_queue(1, "orders"), _retry_queue(2, "points"), _retry_queue(3, "nobody's")]
 
     def shares(*members: Member) -> list[list[int]]:
         every = sorted(members, key=lambda member: member.instance_id)
@@ -137,11 +88,6 @@ def test_a_retry_queue_goes_to_a_member_that_knows_its_topic() -> None:
         ]
 
     both = frozenset({"orders", "points"})
-    assert shares(Member(a, frozenset({"orders"})), Member(b, frozenset({"points"}))) == [[0, 1], [2]]
-    # As version 0.1 shares them, so that every queue has an owner while both versions run.
-    assert shares(Member(a, both), Member(b, both)) == [[0, 1], [2]]
-    assert shares(Member(a, both), Member(b, frozenset({"orders"})), Member(c, frozenset({"points"}))) == [
-        [0, 1, 2],
-        [],
-        [],
-    ]
+    assert shares(Member(a, frozenset({"orders"})), Member(b, frozenset({"points"}))) == [[1], [2]]
+    assert shares(Member(a, both), Member(b, both)) == [[1, 2], []]
+    assert shares(Member(a, both), Member(b, frozenset({"orders"})), Member(c, frozenset({"points"}))) == [[1], [], [2]]

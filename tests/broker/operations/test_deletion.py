@@ -104,22 +104,6 @@ def test_what_waits_for_a_retry_is_counted_and_goes(shop: ConsumptionBench) -> N
     assert shop.rows("SELECT count(*) FROM outbox.consume_queue WHERE attempt = 7") == [(0,)]
 
 
-def test_a_queue_of_all_topics_that_was_used_is_not_taken_apart(shop: ConsumptionBench) -> None:
-    shop.connection.execute(
-        "WITH made AS (INSERT INTO outbox.queue (topic_id, number) SELECT topic_id, 0 FROM outbox.topic"
-        " WHERE retry_of IS NOT NULL RETURNING queue_id)"
-        " INSERT INTO outbox.consumer_offset (group_id, queue_id, epoch, ordinal, next_offset, start_offset, handled)"
-        " SELECT retry_of, queue_id, 1, 1, 2, 0, 2 FROM made, outbox.topic WHERE retry_of IS NOT NULL"
-    )
-    with pytest.raises(UsageError, match=r"retry queue of version 0\.1"):
-        delete_group(shop.run, "g", topic="points")
-    with pytest.raises(UsageError, match=r"retry queue of version 0\.1"):
-        delete_topic(shop.run, "points")
-    delete_group(shop.run, "g")
-    assert shop.rows("SELECT count(*) FROM outbox.queue WHERE number = 0 AND topic_id NOT IN"
-                     " (SELECT topic_id FROM outbox.topic)") == [(0,)]  # fmt: skip
-
-
 def test_live_consumers_are_not_deleted_under_their_feet(shop: ConsumptionBench) -> None:
     with shop.running((subscription(), lambda _: None)):
         eventually(lambda: shop.members() == 1)

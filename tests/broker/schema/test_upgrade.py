@@ -175,7 +175,7 @@ def test_a_change_can_refuse_the_code_before_it(
 
 
 def test_tables_from_before_the_first_release_are_named(broker_url: str) -> None:
-    """Of 0.1, which counted no changes, and of the steps after it."""
+    """Of code that counted no changes, and of code that did."""
     with psycopg.connect(broker_url, autocommit=True) as connection:
         connection.execute("ALTER TABLE outbox.schema_version DROP COLUMN minimum_code")
         for change in (1, 18):

@@ -78,8 +78,8 @@ def _living(instance_id: UUID) -> ConsumerProcess:
         )
     if process.seen_at is None:
         raise UsageError(
-            f"process {instance_id} ({process.pid} on {process.host}) runs an older version of outbox, which reads no "
-            "requests. Send SIGTERM to its worker."
+            f"process {instance_id} ({process.pid} on {process.host}) has not reported yet, so it may read no "
+            "requests. Try again in some seconds, or send SIGTERM to its worker."
         )
     return process
 

@@ -171,7 +171,7 @@ def _consumed(trace: Trace, message: TracedMessage) -> Iterator[tuple[datetime, 
     decided_at = at(trace.decision.decided_at) if trace.decision else at(message.stored_at)
     queued = set()
     for entry in trace.entries:
-        if entry.log_id == message.log_id and entry.queued_at and (entry.queue_id, entry.offset) not in queued:
+        if entry.log_id == message.log_id and (entry.queue_id, entry.offset) not in queued:
             queued.add((entry.queue_id, entry.offset))
             again = f"for attempt {entry.attempt + 1} of {entry.group}, " if entry.topic.startswith("%RETRY%") else ""
             place = f"{again}queue {entry.queue} of {readable(entry.topic)}, offset {entry.offset}"
@@ -219,17 +219,13 @@ def parts(trace: Trace, message: TracedMessage) -> list[GroupDelivery]:
     If a group has several queue entries of the message, the newest entry gives the state.
     """
     newest = _newest_entries(trace, message)
-    queued = {
-        entry.group: entry.queued_at
-        for entry in reversed(trace.entries)
-        if entry.log_id == message.log_id and entry.queued_at
-    }
+    queued = {entry.group: entry.queued_at for entry in reversed(trace.entries) if entry.log_id == message.log_id}
     due = {
         retry.group: at(retry.due_at) for retry in trace.retries if retry.log_id == message.log_id and not retry.claimed
     }
     found = []
     for group, entry in sorted(newest.items()):
-        first = queued.get(group)
+        first = queued[group]
         failed = [one for one in trace.failures if one.log_id == message.log_id and one.group == group]
         failures = [_folded(list(alike), first) for _, alike in groupby(failed, key=lambda one: one.error)]
         place = f"queue {entry.queue} of {readable(entry.topic)}, offset {entry.offset}"
@@ -239,9 +235,9 @@ def parts(trace: Trace, message: TracedMessage) -> list[GroupDelivery]:
     return found
 
 
-def _folded(alike: Sequence[TracedFailure], queued_at: str | None) -> FailedAttempts:
+def _folded(alike: Sequence[TracedFailure], queued_at: str) -> FailedAttempts:
     first_at = at(alike[0].failed_at)
-    seconds = (first_at - at(queued_at)).total_seconds() if queued_at else None
+    seconds = (first_at - at(queued_at)).total_seconds()
     numbers = (alike[0].attempt + 1, alike[-1].attempt + 1)
     return FailedAttempts(*numbers, first_at, at(alike[-1].failed_at), seconds, alike[0].error)
 

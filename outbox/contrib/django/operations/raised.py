@@ -236,7 +236,6 @@ def _remember(over: Sequence[RaisedCondition], now: datetime, alias: str) -> Non
         PastCondition(
             name=row.name,
             subject=row.subject,
-            # A row that an older version has stored has no `worst`.
             severity=max(row.worst, row.severity),
             raised_at=row.raised_at,
             seen_at=row.seen_at,
