@@ -16,7 +16,7 @@ from benchmarks.harness import server
 # The web path first, then the parts behind it, then comparisons.
 NAMES = (
     *("web_peers", "slow_disk", "wal", "sizing", "bulk", "modes", "inbox", "claims"),
-    *("ticks", "growth", "held_open", "checkback", "retention", "pruning", "upgrade", "status", "metrics", "tracing"),
+    *("ticks", "growth", "held_open", "checkback", "retention", "pruning", "status", "metrics", "tracing"),
     *("limits", "fairness", "branches", "celery_worker", "engines", "forward"),
 )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from benchmarks.bulk import CLAIM, DRAIN, FIFO_ROW, RAW_ROW
+from benchmarks.bulk import CLAIM, DRAIN, RAW_ROW
 from benchmarks.peers.ways import (
     ATOMIC,
     ATOMIC_INBOX,
@@ -29,8 +29,6 @@ PLAIN_BLOCK, BLOCK, BLOCK_RATIO = "plain block, µs", "publishing block, µs", "
 MEMORY = "RSS, MB"
 WORKER, WEB, NO_OUTBOX = "worker, {}", "web process, {}", "web process without outbox"
 KINDS = ("inbox", "no inbox")
-# The same row of version 0.1, in the parts "bulk" and "memory".
-BEFORE = "{}, version 0.1"
 
 # A row and a column.
 Cell = tuple[str, str]
@@ -137,16 +135,6 @@ GOALS = (
         "bulk",
         (_least(1.7, DRAIN.format(2), DRAIN.format(1)), _least(1.0, DRAIN.format(4), DRAIN.format(2))),
         (_least(1.7, CLAIM.format(2), CLAIM.format(1)), _least(1.0, CLAIM.format(4), CLAIM.format(2))),
-    ),
-    Goal(
-        "FIFO in bulk, two-phase, messages/s against version 0.1",
-        "bulk",
-        (_least(1.0, FIFO_ROW, BEFORE.format(FIFO_ROW)),),
-    ),
-    Goal(
-        "RSS of a worker (all processes), against version 0.1: inbox; no inbox",
-        "memory",
-        tuple(_most(1.2, WORKER.format(kind), BEFORE.format(WORKER.format(kind)), MEMORY) for kind in KINDS),
     ),
     Goal(
         "RSS that outbox and one publish add to a web process: inbox; no inbox",

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -17,10 +15,21 @@ from psycopg.sql import SQL, Identifier
 
 from benchmarks import goal_list as goals
 from benchmarks import processes
-from benchmarks.bulk import CLAIM, DRAIN, FIFO_ROW, MESSAGES, RAW_ROW, claim_by, drain_joined, raw_insert_then_delete
+from benchmarks.bulk import (
+    CLAIM,
+    DRAIN,
+    FIFO,
+    FIFO_ROW,
+    MESSAGES,
+    RAW_ROW,
+    all_at_once,
+    claim_by,
+    drain_joined,
+    raw_insert_then_delete,
+    send_two_phase,
+)
 from benchmarks.harness import Usage, percentile
 from benchmarks.peers import ways
-from benchmarks.peers.environments import ROOT
 from benchmarks.peers.run import Job, Running, one_publish, running
 from benchmarks.peers.ways import Way
 from benchmarks.web_peers import BEHIND, RATE_PER_SECOND
@@ -56,7 +65,7 @@ def raw_notify(url: str) -> float:
 # -- the web job -----------------------------------------------------------------------------------
 
 
-def web(url: str, run: int, before: Path) -> Values:
+def web(url: str, run: int) -> Values:
     """All ways in turn. Each round begins with another one."""
     found: Values = {}
     chosen = [way for way in WAYS if not way.left_out()]
@@ -112,15 +121,12 @@ def _stretch(it: Running, *, plain: bool) -> float:
 # -- bulk ------------------------------------------------------------------------------------------
 
 
-def bulk(url: str, run: int, before: Path) -> Values:
+def bulk(url: str, run: int) -> Values:
     measures: dict[str, Callable[[str], float]] = {RAW_ROW: partial(_rate, raw_insert_then_delete)}
     for count in (1, 2, 4):
         measures[CLAIM.format(count)] = partial(_rate, claim_by(count))
         measures[DRAIN.format(count)] = partial(_rate, drain_joined(count))
-    versions = [(FIFO_ROW, ROOT), (goals.BEFORE.format(FIFO_ROW), before)]
-    # Neither version is always the first one.
-    for row, checkout in versions[:: 1 if run % 2 else -1]:
-        measures[row] = partial(_fifo, checkout)
+    measures[FIFO_ROW] = partial(_rate, all_at_once(send_two_phase, FIFO))
     found: Values = {}
     for number, (row, measure) in enumerate(measures.items()):
         name = f"bulk_{run}_{number}"
@@ -132,47 +138,22 @@ def bulk(url: str, run: int, before: Path) -> Values:
     return found
 
 
-# Version 0.1 has the same functions, and no variable for the size.
-_FIFO = f"""
-import sys
-from benchmarks import bulk
-bulk.MESSAGES = {MESSAGES}
-bulk.wait_for.__defaults__ = ({MESSAGES},)
-print(bulk.all_at_once(bulk.send_two_phase, bulk.FIFO)(sys.argv[1])[0])
-"""
-
-
 def _rate(measure: Callable[[str], tuple[float, Usage]], database: str) -> float:
     return measure(database)[0]
-
-
-def _fifo(checkout: Path, database: str) -> float:
-    """Messages per second from end to end, by the code of a checkout."""
-    done = subprocess.run(
-        [sys.executable, "-c", _FIFO, database],
-        cwd=checkout,
-        env=os.environ | {"PYTHONPATH": str(checkout)},
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
-    return float(done.stdout.split()[-1])
 
 
 # -- memory ----------------------------------------------------------------------------------------
 
 
-def memory(url: str, run: int, before: Path) -> Values:
-    """Workers of both versions, each after 500 messages; web processes after one block with and without outbox."""
+def memory(url: str, run: int) -> Values:
+    """Workers, each after 500 messages; web processes after one block with and without outbox."""
     found: Values = {}
     for kind, way in zip(goals.KINDS, (ways.ATOMIC_INBOX, ways.ATOMIC), strict=True):
         row = goals.WORKER.format(kind)
-        versions = [(row, way), (goals.BEFORE.format(row), ways.before(way, before))]
-        for name, version in versions[:: 1 if run % 2 else -1]:
-            with running(url, version, f"memory_{run}_{len(found)}") as it:
-                it.job(int(SIZES["memory"]["messages"]))
-                found[name] = {goals.MEMORY: sum(_rss(one.pid) for one in processes.tree(it.worker.pid))}
-            _progress(name, goals.MEMORY, found[name])
+        with running(url, way, f"memory_{run}_{len(found)}") as it:
+            it.job(int(SIZES["memory"]["messages"]))
+            found[row] = {goals.MEMORY: sum(_rss(one.pid) for one in processes.tree(it.worker.pid))}
+        _progress(row, goals.MEMORY, found[row])
     web = {goals.WEB.format(goals.KINDS[0]): ways.ATOMIC_INBOX, goals.WEB.format(goals.KINDS[1]): ways.ATOMIC}
     for name, way in (web | {goals.NO_OUTBOX: ways.PLAIN_DJANGO}).items():
         with TemporaryDirectory(prefix="outbox-bench-") as folder:
@@ -196,4 +177,4 @@ def _progress(row: str, column: str, values: Columns) -> None:
     print(f"  {time.strftime('%H:%M:%S')}  {row}: {values[column]:,.4g} {column}", flush=True)
 
 
-PARTS: dict[str, Callable[[str, int, Path], Values]] = {"web": web, "bulk": bulk, "memory": memory}
+PARTS: dict[str, Callable[[str, int], Values]] = {"web": web, "bulk": bulk, "memory": memory}

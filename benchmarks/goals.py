@@ -14,21 +14,14 @@ Nothing else should be running.
 from __future__ import annotations
 
 import argparse
-import io
 import os
-import subprocess
-import tarfile
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 from benchmarks import results, slowed, tables
 from benchmarks.goal_parts import PARTS, SIZES, WAYS, Values, raw_notify
 from benchmarks.harness import server
-from benchmarks.peers.environments import ROOT
 from benchmarks.peers.run import MEASURING
-
-VERSION_0_1 = "9e02822"
 
 
 def main() -> None:
@@ -36,7 +29,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--slowed", action="store_true", help=f"beside busy neighbours; as {slowed.VARIABLE}=1")
     parser.add_argument("--part", action="append", choices=PARTS, help="only this part (repeatable)")
-    parser.add_argument("--before", type=Path, metavar="CHECKOUT", help="version 0.1 (default: taken from git)")
     options = parser.parse_args()
     if options.slowed:
         os.environ[slowed.VARIABLE] = "1"
@@ -45,11 +37,11 @@ def main() -> None:
         if way.left_out():
             print(f"left out: {way.name}: {way.left_out()}")
     with slowed.if_wanted():
-        measure(options.part or list(PARTS), options.rounds, options.before or version_0_1())
+        measure(options.part or list(PARTS), options.rounds)
     print(f"\n{tables.goals_text()}\npython -m benchmarks.tables writes these figures into the documents")
 
 
-def measure(parts: Sequence[str], rounds: int, before: Path) -> None:
+def measure(parts: Sequence[str], rounds: int) -> None:
     found: dict[str, list[Values]] = {part: [] for part in parts}
     with server() as url:
         speed = raw_notify(url)
@@ -58,22 +50,9 @@ def measure(parts: Sequence[str], rounds: int, before: Path) -> None:
             for part in parts:
                 started = time.monotonic()
                 print(f"round {run + 1} of {rounds}, {part}", flush=True)
-                found[part].append(PARTS[part](url, run, before))
+                found[part].append(PARTS[part](url, run))
                 results.store_rounds(f"goals_{part}", found[part], raw_notify=speed, n=SIZES[part])
                 print(f"  {time.monotonic() - started:.0f} s", flush=True)
-
-
-def version_0_1() -> Path:
-    """The package and the benchmarks of version 0.1, below var."""
-    folder = ROOT / "var" / "version_0_1"
-    if not (folder / "benchmarks").is_dir():
-        command = ["git", "-C", str(ROOT), "archive", VERSION_0_1, "outbox", "benchmarks"]
-        done = subprocess.run(command, check=False, stdout=subprocess.PIPE)
-        if done.returncode:
-            raise SystemExit(f"git has no commit {VERSION_0_1}: fetch the whole history, or give --before CHECKOUT")
-        with tarfile.open(fileobj=io.BytesIO(done.stdout)) as archive:
-            archive.extractall(folder, filter="data")
-    return folder
 
 
 if __name__ == "__main__":
