@@ -21,9 +21,9 @@ from outbox.broker import process
 from outbox.broker.consumer.runtime import ConsumerRuntime
 from outbox.broker.database.connection import BrokerDatabase
 from outbox.broker.database.executor import Executor
+from outbox.broker.leading import LeaderSettings
 from outbox.broker.log import commit_log, topics
 from outbox.broker.postgres import PostgresBroker
-from outbox.broker.process import LeaderSettings
 from outbox.broker.schema.install import install
 from outbox.checkback import CheckBack
 from outbox.message import Delivery, Message
