@@ -49,7 +49,7 @@ INSTALLED_APPS = [
     "sample_project.storefront",
 ]
 BROKER = os.environ.get("SAMPLE_BROKER") or ("broker" if SAMPLE_PATH == "two-phase" else "default")
-# RocketMQ refuses effects="outside", limits, schedules and NOTIFY, so there the shop works without them.
+# RocketMQ refuses effects="outside", limits and schedules, so there the shop works without them.
 ON_POSTGRESQL = "://" not in BROKER
 if ON_POSTGRESQL:
     INSTALLED_APPS += ["sample_project.payments", "sample_project.offers"]
@@ -114,10 +114,8 @@ OUTBOX: dict[str, Any] = {
     "CHECK_INTERVAL_SECONDS": float(os.environ.get("SAMPLE_CHECK_INTERVAL_SECONDS", "30")),
     "CHECK_RETRY_SECONDS": int(os.environ.get("SAMPLE_CHECK_RETRY_SECONDS", "60")),
 }
-SITE = os.environ.get("SAMPLE_BIND", "127.0.0.1:8000")
 if ON_POSTGRESQL:
     OUTBOX["TOPICS"] |= {"statement.due": {"queue_count": 1}, "offer.made": {"queue_count": 1}}
-    OUTBOX["NOTIFY"] = {"mail": ["operators@example.org"], "page_url": f"http://{SITE}/operations/"}
 
 # Mails are printed, so they are in the worker's log.
 EMAIL_BACKEND = "django.core.mail.backends.console.EmailBackend"

@@ -34,7 +34,7 @@ def running(options: Options, display: Display, directory: Path) -> Iterator[Pri
     try:
         server = PrivateRocketMQ(folder, fetch_programs(directory / "rocketmq"), broker=_CHECK_BACK)
         server.start()
-        display.note("RocketMQ refuses effects='outside', limits, schedules and NOTIFY (docs/engines.md),")
+        display.note("RocketMQ refuses effects='outside', limits and schedules (docs/engines.md),")
         display.note("so this shop has no apps payments and offers: no order is charged, and no mail is sent")
     except OutboxError as error:
         raise DemoFailed(str(error)) from error

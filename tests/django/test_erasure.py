@@ -34,7 +34,6 @@ from outbox.contrib.django.models import (
     Finding,
     ForwardEndpoint,
     InboxEntry,
-    Notification,
     OperatorAction,
     PastCondition,
     RaisedCondition,
@@ -79,7 +78,7 @@ FORWARD: Final = {
 def clean(databases: None) -> Iterator[None]:
     yield
     for model in (
-        *(DeadLetterNote, ErasureEntry, Finding, Notification, PastCondition, RaisedCondition, SagaProgress),
+        *(DeadLetterNote, ErasureEntry, Finding, PastCondition, RaisedCondition, SagaProgress),
         *(RelayEntry, SavedReconciliation, StepEntry, TaskEntry),
     ):
         model._base_manager.using("default").all().delete()
@@ -176,10 +175,6 @@ def fill(world: World) -> list[UUID]:
     RaisedCondition.objects.create(
         kind="condition", name="stopped", subject=MARK, severity=1, raised_at=now, seen_at=now
     )  # fmt: skip
-    Notification.objects.create(
-        channel="mail", content={"event": "raised", "name": "n", "severity": "x", "meaning": "m", "next_step": "s",
-        "facts": [f"the newest: {MARK}"]}, created_at=now, due_at=now, error=MARK,
-    )  # fmt: skip
     PastCondition.objects.create(name="stopped", subject=MARK, severity=1, raised_at=now, seen_at=now)
     DeadLetterNote.objects.create(group="mail", message_id=queued.message_id, error=f"KeyError: {MARK}", noted_at=now)
     RelayEntry.objects.create(
@@ -217,7 +212,7 @@ EVERYWHERE: Final = {
         "outage", "queue_lease", "unknown_version", "schedule", "slot", "slot_demand",
     )),
     *(f"default:public.outbox_{name}" for name in (
-        "step", "unique", "saga", "finding", "endpoint", "raised_condition", "notification", "operator_action", "task",
+        "step", "unique", "saga", "finding", "endpoint", "raised_condition", "operator_action", "task",
         "past_condition", "dead_letter_note", "reconciliation", "relay",
     )),
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""The models of the tables in the application's own databases, from the ledger to the notifications."""
+"""The models of the tables in the application's own databases, from the ledger to the dead letters."""
 
 from __future__ import annotations
 
@@ -350,18 +350,15 @@ class ForwardEndpoint(models.Model):
 class RaisedCondition(models.Model):
     """A condition that holds now for one subject, since `raised_at`. The pass `conditions` writes and deletes the rows.
 
-    All processes of the service share the rows. So one process reports that a condition was raised, and one process
-    reports that it was cleared. A row of the kind ERROR is about the unsettled dead letters of one group with one type
-    of error: `count` letters are reported, the newest of them at `newest_at`. A row of the kind TRANSACTION is a parked
-    transaction, which was reported by a signal. The row of the kind PASS is about the pass itself: since `raised_at`
-    the pass has run without a gap, the last time at `seen_at`.
+    All processes of the service share the rows, so one process reports each change. A row of the kind TRANSACTION is a
+    parked transaction, which was reported by a signal. The row of the kind PASS is about the pass itself: since
+    `raised_at` the pass has run without a gap, the last time at `seen_at`.
     """
 
     class Kind(models.TextChoices):
         """What the row is about."""
 
         CONDITION = "condition", "condition"
-        ERROR = "error", "error of dead letters"
         TRANSACTION = "transaction", "parked transaction"
         PASS = "pass", "run of the pass"
 
@@ -371,8 +368,6 @@ class RaisedCondition(models.Model):
     severity = models.SmallIntegerField()
     # The highest severity since `raised_at`.
     worst = models.SmallIntegerField(db_default=0)
-    count = models.BigIntegerField(default=0)
-    newest_at = models.DateTimeField(null=True)
     raised_at = models.DateTimeField()
     seen_at = models.DateTimeField()
 
@@ -409,31 +404,6 @@ class PastCondition(models.Model):
 
     def __str__(self) -> str:
         return f"{self.name} {self.subject}"
-
-
-class Notification(models.Model):
-    """A notification that a channel of OUTBOX['NOTIFY'] has not confirmed yet.
-
-    The transaction that stores a change of `RaisedCondition` also writes the notifications about it. A process that
-    sends a notification first moves `due_at`, so that no other process sends it at the same time. A confirmed
-    notification is deleted.
-    """
-
-    id = models.UUIDField(primary_key=True, default=uuid.uuid4)
-    channel = models.CharField(max_length=15)
-    content = models.JSONField()
-    created_at = models.DateTimeField()
-    due_at = models.DateTimeField()
-    attempts = models.IntegerField(default=0)
-    error = StorableTextField(default="")
-
-    class Meta:
-        app_label = "outbox"
-        db_table = "outbox_notification"
-        indexes: ClassVar = [models.Index(fields=["due_at"], name="outbox_notification_due_at")]
-
-    def __str__(self) -> str:
-        return f"{self.channel} {self.id}"
 
 
 class DeadLetterNote(models.Model):

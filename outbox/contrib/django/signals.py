@@ -1,8 +1,7 @@
 """Django signals: dead letters, conditions, parked transactions, and the processes of a worker (docs/hooks.md)."""
 
 from outbox.contrib.django.operations.signals import (
-    condition_cleared,
-    condition_raised,
+    condition_changed,
     message_dead_lettered,
     transaction_parked,
     worker_started,
@@ -10,8 +9,7 @@ from outbox.contrib.django.operations.signals import (
 )
 
 __all__ = [
-    "condition_cleared",
-    "condition_raised",
+    "condition_changed",
     "message_dead_lettered",
     "transaction_parked",
     "worker_started",

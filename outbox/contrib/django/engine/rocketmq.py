@@ -122,11 +122,6 @@ class RocketMQEngine(Engine):
                 "not know which stored bodies are still needed. Store large data in your own tables or storage, and "
                 "publish its name; or keep the topics with large bodies on PostgreSQL."
             )
-        if settings.notify is not None:
-            yield (
-                "OUTBOX['NOTIFY'] reports the conditions of the bundled broker, and RocketMQ has its own monitoring: "
-                "leave NOTIFY out. The signal message_dead_lettered works on RocketMQ."
-            )
         if schedules := sorted({*settings.schedules, *scheduled_functions()}):
             yield (
                 f"the schedules {', '.join(map(repr, schedules))} are published by the leader of the bundled broker, "

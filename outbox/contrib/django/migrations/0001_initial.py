@@ -315,31 +315,13 @@ class Migration(migrations.Migration):
             },
         ),
         migrations.CreateModel(
-            name='Notification',
-            fields=[
-                ('id', models.UUIDField(default=uuid.uuid4, primary_key=True, serialize=False)),
-                ('channel', models.CharField(max_length=15)),
-                ('content', models.JSONField()),
-                ('created_at', models.DateTimeField()),
-                ('due_at', models.DateTimeField()),
-                ('attempts', models.IntegerField(default=0)),
-                ('error', models.TextField(default='')),
-            ],
-            options={
-                'db_table': 'outbox_notification',
-                'indexes': [models.Index(fields=['due_at'], name='outbox_notification_due_at')],
-            },
-        ),
-        migrations.CreateModel(
             name='RaisedCondition',
             fields=[
                 ('id', models.BigAutoField(auto_created=True, primary_key=True, serialize=False, verbose_name='ID')),
-                ('kind', models.CharField(choices=[('condition', 'condition'), ('error', 'error of dead letters'), ('transaction', 'parked transaction'), ('pass', 'run of the pass')], max_length=15)),
+                ('kind', models.CharField(choices=[('condition', 'condition'), ('transaction', 'parked transaction'), ('pass', 'run of the pass')], max_length=15)),
                 ('name', models.CharField(max_length=63)),
                 ('subject', models.CharField(max_length=400)),
                 ('severity', models.SmallIntegerField()),
-                ('count', models.BigIntegerField(default=0)),
-                ('newest_at', models.DateTimeField(null=True)),
                 ('raised_at', models.DateTimeField()),
                 ('seen_at', models.DateTimeField()),
                 ('worst', models.SmallIntegerField(db_default=0)),

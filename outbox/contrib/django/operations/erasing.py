@@ -35,7 +35,6 @@ from outbox.contrib.django.models import (
     ErasureEntry,
     Finding,
     ForwardEndpoint,
-    Notification,
     OperatorAction,
     PastCondition,
     RaisedCondition,
@@ -301,18 +300,6 @@ def _endpoints(rows: _Rows, scope: _Scope) -> int:
     )
 
 
-def _notifications(rows: _Rows, scope: _Scope) -> int:
-    """Erase the facts of all notifications that wait to be sent: they quote errors without naming their messages."""
-    return _saved(
-        rows,
-        lambda row: any(one not in ("", ERASED_TEXT) for one in (row.error, *row.content.get("facts", ()))),
-        lambda row: {
-            "content": {**row.content, "facts": [ERASED_TEXT for _ in row.content.get("facts", ())]},
-            "error": row.error and ERASED_TEXT,
-        },
-    )
-
-
 def _conditions(rows: _Rows, scope: _Scope) -> int:
     return _saved(
         rows, lambda row: scope.mentions(row.subject), lambda row: {"subject": scope.cleaned(row.subject)}
@@ -403,7 +390,6 @@ _TABLES: Final[Mapping[type[models.Model], Callable[[_Rows, _Scope], int]]] = {
     SagaProgress: _sagas,
     Finding: _findings,
     ForwardEndpoint: _endpoints,
-    Notification: _notifications,
     RaisedCondition: _conditions,
     PastCondition: _conditions,
     DeadLetterNote: _dead_letter_notes,

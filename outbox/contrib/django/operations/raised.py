@@ -1,15 +1,18 @@
-"""Finds the conditions that were raised or cleared since the last pass, once for all processes of the service.
+"""Reports each change of a condition once for all processes of the service: as a log record and as a Django signal.
 
-The rows of `RaisedCondition` are the conditions that are reported. One transaction stores a change and the
-notifications about it. Of several processes that see the same change, the one whose statement changes the row reports
-the change. The signals follow after COMMIT. A condition that is over becomes a row of `PastCondition`, which the
-operations page shows as a timeline.
+    raised.run_once()  # {"changes": 2}
 
-See decisions 208 and 230.
+The rows of `RaisedCondition` are the conditions that are reported. Of several processes that see the same change, the
+one whose statement changes the row reports the change, after COMMIT. A process that dies in between loses the report,
+so a change is reported at most once; the condition itself stays visible in every status. A condition that is over
+becomes a row of `PastCondition`, which the operations page shows as a timeline.
+
+See decision 230.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
@@ -23,26 +26,27 @@ from django.utils import timezone
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.timeouts import lock_limited
 from outbox.broker.operations.conditions import EVIDENCE, Condition, Fact, Severity
-from outbox.broker.operations.listings import ErrorGroup, OpenTransaction, list_errors, list_open
+from outbox.broker.operations.listings import OpenTransaction, list_open
 from outbox.broker.operations.rules import survey, unusable
 from outbox.contrib.django.models import PastCondition, RaisedCondition
-from outbox.contrib.django.operations import notifications, signals
+from outbox.contrib.django.operations import signals
 from outbox.contrib.django.operations.watching import asking, with_application
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.errors import BrokerUnavailable, SchemaError
+
+logger = logging.getLogger(__name__)
 
 Kind = RaisedCondition.Kind
 
 # A condition is cleared when no pass has seen it for this time. A condition that holds on and off is reported once.
 CLEAR_SECONDS: Final = 60.0
-# New dead letters of a group with the same type of error are reported again after this time at the earliest.
-REPEAT_SECONDS: Final = 600.0
 # Past conditions are kept for this time, but only the newest KEPT_ROWS of them.
 KEPT_SECONDS: Final = 7 * 24 * 3600.0
 KEPT_ROWS: Final = 10_000
 # The largest number of parked transactions that a pass reads.
 _MOST_PARKED: Final = 1000
 _LONGEST_SUBJECT: Final = 400
+_LOG_LEVELS: Final = {Severity.WARNING: logging.WARNING, Severity.CRITICAL: logging.ERROR}
 
 # The facts that name the subject of a condition. Other facts are measured values, which differ from pass to pass, or
 # single messages, which are too many.
@@ -52,16 +56,7 @@ _SUBJECTS: Final = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class _Held:
-    """What holds at the time of a pass: one future row of `RaisedCondition`."""
-
-    severity: Severity
-    condition: Condition | None = None
-    error: ErrorGroup | None = None
-    transaction: OpenTransaction | None = None
-
-
+_Held = Condition | OpenTransaction
 _Key = tuple[str, str, str]
 
 
@@ -75,7 +70,7 @@ class _Seen:
 
 
 def run_once(now: datetime | None = None) -> dict[str, int]:
-    """Compare what holds now with the stored rows, store the changes, and send their signals. Return the counts.
+    """Compare what holds now with the stored rows, store the changes, and report them. Return the counts.
 
     If the broker does not answer, the condition `unreachable` is raised, and no condition is cleared. Raises
     ConfigurationError, and Django's DatabaseError if the application's database does not answer.
@@ -83,8 +78,7 @@ def run_once(now: datetime | None = None) -> dict[str, int]:
     now = now or timezone.now()
     changes = _stored(_seen(), now)
     for change in changes:
-        _signal(change)
-    notifications.deliver_soon()
+        _report(change)
     return {"changes": len(changes)}
 
 
@@ -100,7 +94,6 @@ def _seen() -> _Seen:
                 return _of(found.verdict.conditions, is_complete=False)
             with lock_limited(run.connection):
                 seen = _of(with_application(found.verdict, run).conditions, is_complete=found.verdict.is_complete)
-                _add_errors(seen, list_errors(run))
                 _add_parked(seen, run)
                 return seen
     except (BrokerUnavailable, SchemaError) as error:
@@ -110,7 +103,7 @@ def _seen() -> _Seen:
 def _of(conditions: Iterable[Condition], *, is_complete: bool) -> _Seen:
     found, unsure = by_subject(conditions)
     return _Seen(
-        {(Kind.CONDITION, *key): _Held(one.severity, condition=one) for key, one in found.items()},
+        {(Kind.CONDITION, *key): one for key, one in found.items()},
         {(Kind.CONDITION, name) for name in unsure},
         is_complete,
     )
@@ -136,12 +129,6 @@ def subject_of(fact: Fact) -> str:
     return ", ".join(named)[:_LONGEST_SUBJECT]
 
 
-def _add_errors(seen: _Seen, errors: Sequence[ErrorGroup]) -> None:
-    for one in errors:
-        subject = f"group {one.group}, error {one.error_type}"[:_LONGEST_SUBJECT]
-        seen.held[Kind.ERROR, "dead_letters", subject] = _Held(Severity.WARNING, error=one)
-
-
 def _add_parked(seen: _Seen, run: Executor) -> None:
     group = get_settings().producer_group
     if not group or not signals.transaction_parked.has_listeners(None):
@@ -150,7 +137,7 @@ def _add_parked(seen: _Seen, run: Executor) -> None:
     if len(found) >= _MOST_PARKED:
         seen.unsure.add((Kind.TRANSACTION, "parked"))
     for one in found:
-        seen.held[Kind.TRANSACTION, "parked", str(one.transaction_id)] = _Held(Severity.WARNING, transaction=one)
+        seen.held[Kind.TRANSACTION, "parked", str(one.transaction_id)] = one
 
 
 # -- changes ---------------------------------------------------------------------------------------
@@ -158,7 +145,7 @@ def _add_parked(seen: _Seen, run: Executor) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A row that was raised or cleared. `held` is None if it was cleared."""
+    """A row that was raised, has another severity, or was cleared. `held` is None if it was cleared."""
 
     row: RaisedCondition
     held: _Held | None
@@ -174,7 +161,6 @@ def _stored(seen: _Seen, now: datetime) -> list[Change]:
         cleared = _cleared(seen, known, now, alias)
         changes += cleared
         _remember([change.row for change in cleared if change.row.kind == Kind.CONDITION], now, alias)
-        notifications.store(_reports(changes), now)
     return changes
 
 
@@ -182,35 +168,18 @@ def _raised(seen: _Seen, known: dict[_Key, RaisedCondition], now: datetime, alia
     rows = RaisedCondition.objects.using(alias)
     for key in sorted(seen.held):
         held, row = seen.held[key], known.get(key)
-        count, newest = (held.error.letters, held.error.last_at) if held.error else (0, None)
+        severity = held.severity if isinstance(held, Condition) else Severity.WARNING
         if row is None:
             kind, name, subject = key
-            values = {
-                "severity": held.severity,
-                "worst": held.severity,
-                "count": count,
-                "newest_at": newest,
-                "raised_at": now,
-                "seen_at": now,
-            }
+            values = {"severity": severity, "worst": severity, "raised_at": now, "seen_at": now}
             row, is_new = rows.get_or_create(kind=kind, name=name, subject=subject, defaults=values)
             if is_new:
                 yield Change(row, held)
-            continue
-        same = rows.filter(pk=row.pk, severity=row.severity, count=row.count, newest_at=row.newest_at)
-        if held.error is not None and row.newest_at is not None:
-            has_more = count > row.count or held.error.last_at > row.newest_at
-            # `raised_at` of an error is the time of its last report.
-            if has_more and now - row.raised_at >= timedelta(seconds=REPEAT_SECONDS):
-                if same.update(count=count, newest_at=newest, raised_at=now):
-                    row.count, row.newest_at = count, newest
-                    yield Change(row, held)
-            elif count < row.count:
-                same.update(count=count)
-        elif held.severity != row.severity:
-            grows = held.severity > row.severity
-            if same.update(severity=held.severity, worst=Greatest(F("worst"), int(held.severity))) and grows:
-                row.severity = held.severity
+        elif severity != row.severity:
+            # Another process may have stored the change meanwhile.
+            same = rows.filter(pk=row.pk, severity=row.severity)
+            if same.update(severity=severity, worst=Greatest(F("worst"), int(severity))):
+                row.severity = severity
                 yield Change(row, held)
 
 
@@ -261,72 +230,36 @@ def _gap(now: datetime, alias: str) -> list[RaisedCondition]:
     return [row] if is_mine and begins_again else []
 
 
-def _signal(change: Change) -> None:
+def _report(change: Change) -> None:
     row, held = change.row, change.held
-    severity = Severity(row.severity).name.lower()
-    if row.kind == Kind.CONDITION and held is None:
-        signals.send("condition_cleared", name=row.name, subject=row.subject, severity=severity, since=row.raised_at)
-    elif row.kind == Kind.CONDITION and held is not None and held.condition is not None:
-        signals.send(
-            "condition_raised",
-            name=row.name,
-            subject=row.subject,
-            severity=severity,
-            text=held.condition.text,
-            since=row.raised_at,
-        )
-    elif held is not None and held.transaction is not None:
-        one = held.transaction
+    if isinstance(held, OpenTransaction):
         signals.send(
             "transaction_parked",
-            transaction_id=one.transaction_id,
+            transaction_id=held.transaction_id,
             producer_group=get_settings().producer_group,
-            topics=one.topics,
-            key=one.key,
-            checks=one.checks,
-            last_answer=one.last_answer,
+            topics=held.topics,
+            key=held.key,
+            checks=held.checks,
+            last_answer=held.last_answer,
+        )
+    elif row.kind == Kind.CONDITION:
+        severity = Severity(row.severity) if held else Severity.OK
+        text, next_step = (held.text, held.next_step) if held else ("", "")
+        _log(severity, row, text, next_step)
+        signals.send(
+            "condition_changed",
+            name=row.name,
+            subject=row.subject,
+            severity=severity.name.lower(),
+            text=text,
+            next_step=next_step,
+            since=row.raised_at,
         )
 
 
-def _reports(changes: Sequence[Change]) -> Iterator[notifications.Report]:
-    """Fold the changes of one condition into one report.
-
-    Dead letters are reported by their errors. Their condition is reported too if it is critical, because an error is a
-    warning.
-    """
-    settings = get_settings()
-    if settings.notify is None:
-        return
-    folded: dict[tuple[str, str], list[Change]] = {}
-    for change in changes:
-        row, is_over = change.row, change.held is None
-        # Before its end, a critical condition may have become a warning.
-        severity = Severity(max(row.worst, row.severity) if is_over else row.severity)
-        by_condition = row.name != "dead_letters" or severity is Severity.CRITICAL or row.kind == Kind.ERROR
-        is_wanted = _is_reported(row.name, severity, settings.notify.conditions)
-        if row.kind in (Kind.CONDITION, Kind.ERROR) and by_condition and is_wanted:
-            folded.setdefault((row.name, "cleared" if is_over else "raised"), []).append(change)
-    for (name, event), of in folded.items():
-        worst = Severity(max(change.row.severity for change in of))
-        conditions = [change.held.condition for change in of if change.held and change.held.condition]
-        kind = conditions[0] if conditions else Condition(name, worst)
-        yield notifications.Report(
-            event=event,
-            name=name,
-            severity=worst.name.lower(),
-            meaning=kind.meaning,
-            next_step=kind.next_step,
-            facts=[_fact(change) for change in of],
-        )
-
-
-def _is_reported(name: str, severity: Severity, wanted: str | frozenset[str]) -> bool:
-    return severity >= Severity[wanted.upper()] if isinstance(wanted, str) else name in wanted
-
-
-def _fact(change: Change) -> str:
-    error = change.held.error if change.held else None
-    if error is None:
-        return change.row.subject or change.row.name
-    more = "at least " if error.is_cut else ""
-    return f"group {error.group}: {more}{error.letters} dead letters, the newest: {error.example.splitlines()[0]}"
+def _log(severity: Severity, row: RaisedCondition, text: str, next_step: str) -> None:
+    of = f" ({row.subject})" if row.subject else ""
+    if severity is Severity.OK:
+        logger.info("condition %s%s is over; it held since %s", row.name, of, row.raised_at)
+    else:
+        logger.log(_LOG_LEVELS[severity], "condition %s%s: %s What to do: %s", row.name, of, text, next_step)

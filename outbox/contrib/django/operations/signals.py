@@ -30,11 +30,9 @@ logger = logging.getLogger(__name__)
 # Arguments: group, topic, key, message_id, attempts, error. Sent by the consumer process that gave the message up,
 # after the dead letter is committed.
 message_dead_lettered = Signal()
-# Arguments: name, subject, severity ("warning" or "critical"), text, since. Sent by one process with the role check.
-# Sent again if a warning becomes critical.
-condition_raised = Signal()
-# Arguments: name, subject, severity, since. Sent by one process with the role check.
-condition_cleared = Signal()
+# Arguments: name, subject, severity ("warning" or "critical"; "ok" when the condition is over), text, next_step,
+# since. Sent by one process with the role check.
+condition_changed = Signal()
 # Arguments: transaction_id, producer_group, topics, key, checks, last_answer. Sent by one process of the producer group
 # with the role check.
 transaction_parked = Signal()

@@ -7,9 +7,9 @@
     }
 
 Every key of OUTBOX is the name of a field of `OutboxSettings` in capitals. The keys of nested dictionaries are names of
-fields of `TopicOptions`, `DeclaredForward`, `DeclaredReceive`, `DeclaredNotify`, `NotifyWebhook`, `DeclaredSchedule`
-and `Thresholds`; the keys of TASKS[alias]["OPTIONS"] are names of fields of `TaskOptions`. After a change to a
-definition, run `python -m outbox.contrib.django.settings.tables`, which writes the tables in the documents.
+fields of `TopicOptions`, `DeclaredForward`, `DeclaredReceive`, `DeclaredSchedule` and `Thresholds`; the keys of
+TASKS[alias]["OPTIONS"] are names of fields of `TaskOptions`. After a change to a definition, run
+`python -m outbox.contrib.django.settings.tables`, which writes the tables in the documents.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from django.db import DEFAULT_DB_ALIAS, connections
 from django.utils import timezone
 from django.utils.module_loading import import_string
 
-from outbox.broker.operations.conditions import CATALOGUE, Threshold, Thresholds
+from outbox.broker.operations.conditions import Threshold, Thresholds
 from outbox.broker.schedules.cron import Cron
 from outbox.broker.schedules.schedule import Missed
 from outbox.contrib.django.settings.definition import (
@@ -319,109 +319,6 @@ class DeclaredLargeBodies:
 
 def _large_bodies(where: str, value: Any) -> DeclaredLargeBodies | None:
     return None if value is None else read(DeclaredLargeBodies, where, value)
-
-
-# -- OUTBOX["NOTIFY"] ------------------------------------------------------------------------------
-
-MAIL: Final = "mail"
-WEBHOOK: Final = "webhook"
-JSON_FORM: Final = "json"
-SLACK_FORM: Final = "slack"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class NotifyWebhook:
-    """The entry NOTIFY["webhook"]."""
-
-    url: str = required(text("URL"), meaning="the URL that gets one POST per notification")
-    secrets: Sequence[str] = setting(
-        (),
-        texts("a list of `whsec_…` texts"),
-        secret=True,
-        shown="none",
-        meaning="sign each request with these secrets, as [the webhook sink](webhooks.md) does; the form "
-        "`json` needs one",
-    )
-    form: str = setting(
-        JSON_FORM,
-        one_of(JSON_FORM, SLACK_FORM),
-        meaning="the body: all facts as `json`, or the text of an incoming webhook of Slack (`slack`)",
-    )
-    options: Mapping[str, Any] = setting(
-        {},
-        keywords,
-        secret=True,
-        meaning="further options of the webhook sink: `headers`, `ca_file`, `allow_private`, `allow_http`, "
-        "`timeout_seconds`",
-    )
-
-
-def _webhook(where: str, value: Any) -> NotifyWebhook | None:
-    if value is None:
-        return None
-    found = read(NotifyWebhook, where, value)
-    if found.form == JSON_FORM and not found.secrets:
-        raise ConfigurationError(
-            f"{where} lacks 'secrets': without a signature, the receiver cannot tell your notifications from others. "
-            f"Create a secret with `echo whsec_$(openssl rand -base64 32)`."
-        )
-    return found
-
-
-def _addresses(where: str, value: Any) -> Sequence[str]:
-    if not isinstance(value, (list, tuple)) or not all(isinstance(one, str) and "@" in one for one in value):
-        raise wrong(where, value, "a list of mail addresses, like ['ops@example.org']")
-    return tuple(value)
-
-
-def _notified(where: str, value: Any) -> str | frozenset[str]:
-    """Return "warning" or "critical", or a set of names of conditions."""
-    if value in ("warning", "critical"):
-        return str(value)
-    if not isinstance(value, (list, tuple, set, frozenset)) or not all(isinstance(one, str) for one in value):
-        raise wrong(where, value, "'warning', 'critical', or a list of names of conditions")
-    for place, name in enumerate(value):
-        if name not in CATALOGUE:
-            raise unknown(f"{where}[{place}]", name, "condition", CATALOGUE)
-    return frozenset(value)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DeclaredNotify:
-    """The entry NOTIFY."""
-
-    mail: Sequence[str] = setting(
-        (),
-        Rule("a list of mail addresses", _addresses),
-        shown="`[]`",
-        meaning="these addresses get a mail per notification, by Django's mail settings",
-    )
-    webhook: NotifyWebhook | None = setting(
-        None, Rule("`{option: value}`, or `None`", _webhook), secret=True, meaning="the next table lists its options"
-    )
-    conditions: str | frozenset[str] = setting(
-        "warning",
-        Rule('`"warning"`, `"critical"`, or a list of [conditions](reference/conditions.md)', _notified),
-        meaning="the conditions to report: from this severity on, or these names. New dead letters are a warning; "
-        "`dead_letters` is critical from 1,000 dead letters of a group on",
-    )
-    page_url: str = setting(
-        "", any_text, shown="none", meaning="the URL of the operations page, which each notification shows"
-    )
-
-    @property
-    def channels(self) -> Sequence[str]:
-        """The channels that are declared."""
-        return [name for name, declared in ((MAIL, self.mail), (WEBHOOK, self.webhook)) if declared]
-
-
-def _notify(where: str, value: Any) -> DeclaredNotify | None:
-    if value is None:
-        return None
-    found = read(DeclaredNotify, where, value)
-    if not found.channels:
-        raise ConfigurationError(f"{where} names no channel: set 'mail', 'webhook', or both.")
-    return found
 
 
 # -- OUTBOX["SCHEDULES"][name] and @scheduled -------------------------------------------------------
@@ -748,14 +645,6 @@ class OutboxSettings:
         word="threshold",
         meaning="the limits at which a condition becomes a warning or critical",
         section="observing",
-    )
-    notify: DeclaredNotify | None = setting(
-        None,
-        Rule("`{option: value}`, or `None`", _notify),
-        bundled_only=True,
-        secret=True,
-        word="notification",
-        meaning="where outbox [reports conditions and dead letters](hooks.md#notifications)",
     )
     repair_publishers: Mapping[str, str] = setting(
         {},

@@ -16,7 +16,7 @@ from outbox.broker.transaction.turns import CHECK_BACK
 from outbox.contrib.django.database.aliases import broker_database
 from outbox.contrib.django.engine.broker import engine_of, get_engine
 from outbox.contrib.django.ledger.pruning import run_prune
-from outbox.contrib.django.operations import additions, signals
+from outbox.contrib.django.operations import additions
 from outbox.contrib.django.operations.comparing import compare_when_due
 from outbox.contrib.django.operations.large_bodies import INTERVAL_SECONDS, TURN_SECONDS, remove_orphans
 from outbox.contrib.django.operations.scheduling import declare_schedules
@@ -57,8 +57,7 @@ def passes() -> list[PeriodicPass]:
     audit = PeriodicPass(name="audit", interval_seconds=audit_seconds, run=partial(_watched, "audit", audit_when_due))
     always = [_in_turn("compare", _LOOK_INTERVAL_SECONDS, _compared), prune, audit]
     if settings.has_database:
-        conditions = partial(_watched, "conditions", _conditions)
-        always.append(PeriodicPass(name="conditions", interval_seconds=CONDITIONS_INTERVAL_SECONDS, run=conditions))
+        always.append(_in_turn("conditions", CONDITIONS_INTERVAL_SECONDS, _conditions))
     if settings.large_bodies is not None and settings.has_database:
         orphans = partial(remove_orphans, max_seconds=TURN_SECONDS)
         always.append(_in_turn("large_bodies", INTERVAL_SECONDS, lambda: asdict(orphans())))
@@ -80,17 +79,7 @@ def passes() -> list[PeriodicPass]:
     return [_in_turn(CHECK_BACK, seconds, lambda: asdict(check_back())), *of_engine, *always]
 
 
-def _reports_conditions() -> bool:
-    """Whether notifications are configured, or a receiver is connected to one of the signals of the pass."""
-    found = (signals.condition_raised, signals.condition_cleared, signals.transaction_parked)
-    return get_settings().notify is not None or any(signal.has_listeners(None) for signal in found)
-
-
 def _conditions() -> Mapping[str, Any]:
-    # A report takes no turn, because the broker may be what fails: the stored rows let one process report a change. For
-    # the timeline alone, one process of the service is enough.
-    if not _reports_conditions() and not is_my_turn("conditions", CONDITIONS_INTERVAL_SECONDS):
-        return _LEFT
     # A Celery app may list the passes before Django has loaded the models that this module imports.
     from outbox.contrib.django.operations import raised
 

@@ -11,12 +11,11 @@ from outbox.broker.operations.conditions import Severity
 from outbox.broker.schema.grants import Role
 from outbox.contrib.django.management.output import OutboxCommand
 from outbox.contrib.django.operations.doctor import examine, examine_rights
-from outbox.contrib.django.operations.notifications import send_test
 from outbox.errors import ConfigurationError
 
 
 class Command(OutboxCommand):
-    """Parses the arguments, calls `examine` or `send_test`, and prints the results."""
+    """Parses the arguments, calls `examine`, and prints the results."""
 
     help = (
         "Examine settings, databases, ledgers, server and declarations. Exit codes: 0 (also if a result only informs), "
@@ -32,18 +31,10 @@ class Command(OutboxCommand):
             type=Role,
             help="only check the rights of the connected roles: to publish, to work, to watch or to own the tables",
         )
-        parser.add_argument(
-            "--notify",
-            action="store_true",
-            help="only send a test notification by each channel of OUTBOX['NOTIFY'], and show the results",
-        )
 
     def handle(self, *args: Any, **options: Any) -> None:
         try:
-            if options["notify"]:
-                results = list(send_test())
-            else:
-                results = examine_rights(options["role"]) if options["role"] else examine()
+            results = examine_rights(options["role"]) if options["role"] else examine()
         except ConfigurationError as error:
             raise CommandError(str(error)) from error
         found = sorted(results, key=lambda one: -one.severity)
