@@ -50,7 +50,7 @@ class HalfTransaction:
 
     `transaction_id` is the id of the first message (as in RocketMQ). `producer_group` names a group of producers, of
     which each can answer a check. `ledger_id` is the id of the ledger in which a check must look for the answer; it is
-    None if there is no ledger. `checker` names the registered look-up that answers the check, or is empty.
+    None if the producer keeps no ledger. `checker` names the registered look-up that answers the check, or is empty.
     `immunity_seconds` is the minimum age before the first check that may write. If `immunity_seconds` is None, the
     broker's default applies. If the producer has a transactional id, `producer` is the sending instance, so that the
     broker can refuse an older instance.
@@ -83,7 +83,7 @@ class ParkReason(enum.StrEnum):
     """Why an undecided transaction was parked. The status lists parked transactions, which the broker checks rarely."""
 
     CHECKS = "checks"
-    """The producer group gave MAX_CHECKS answers that count, and no answer was a decision."""
+    """The producer group gave `max_checks` answers that count, and no answer was a decision."""
     UNANSWERED = "unanswered"
     """The transaction is past the age limit, and no process of its producer group runs and asks for checks."""
     AGE = "age"

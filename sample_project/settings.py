@@ -12,7 +12,6 @@ SAMPLE_ORDER_PAID=1             the code from before version 2 of the event orde
 SAMPLE_CELERY_BROKER            Celery's transport, e.g. redis://localhost (default: a database of its own)
 SAMPLE_CHECK_INTERVAL_SECONDS   the interval of beat's check-back (default 30)
 SAMPLE_IMMUNITY_SECONDS         minimum age of a half message before its first check (default 6)
-SAMPLE_CHECK_RETRY_SECONDS      the wait before another check after an UNKNOWN answer (default 60)
 SAMPLE_RECONCILE_OUTPUT         the folder of outbox-reconcile's report (default: reconcile)
 SAMPLE_SECRET_KEY, SAMPLE_ALLOWED_HOSTS, SAMPLE_DEBUG=1
 """
@@ -112,7 +111,6 @@ OUTBOX: dict[str, Any] = {
     "LEASE_SECONDS": float(os.environ.get("SAMPLE_LEASE_SECONDS", "10")),
     "IMMUNITY_SECONDS": int(os.environ.get("SAMPLE_IMMUNITY_SECONDS", "6")),
     "CHECK_INTERVAL_SECONDS": float(os.environ.get("SAMPLE_CHECK_INTERVAL_SECONDS", "30")),
-    "CHECK_RETRY_SECONDS": int(os.environ.get("SAMPLE_CHECK_RETRY_SECONDS", "60")),
 }
 if ON_POSTGRESQL:
     OUTBOX["TOPICS"] |= {"statement.due": {"queue_count": 1}, "offer.made": {"queue_count": 1}}

@@ -18,9 +18,7 @@ from tests.servers import RabbitMQ, private_redis
 
 _numbers = itertools.count()
 # Quick enough for a test; the pass of a worker runs once at its start and then as each test needs it.
-QUICK = (
-    "OUTBOX |= {'IMMUNITY_SECONDS': 0, 'CHECK_RETRY_SECONDS': 1, 'CHECK_INTERVAL_SECONDS': 0.5, 'LEASE_SECONDS': 3}\n"
-)
+QUICK = "OUTBOX |= {'IMMUNITY_SECONDS': 0, 'CHECK_INTERVAL_SECONDS': 0.5, 'LEASE_SECONDS': 3}\n"
 
 
 @pytest.fixture(scope="session")

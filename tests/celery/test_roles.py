@@ -30,9 +30,8 @@ def test_roles_choose_the_processes(shop: Project) -> None:
     ]
 
 
-@pytest.mark.parametrize("setting", ["'CONSUMER_PROCESSES': 2", "'BROKER_APART': True"])
-def test_the_broker_process_leads_with_broker_apart_or_several_consumers(shop: Project, setting: str) -> None:
-    shop.write("shop/settings.py", f"OUTBOX |= {{{setting}}}\n")
+def test_the_broker_process_leads_several_consumers(shop: Project) -> None:
+    shop.write("shop/settings.py", "OUTBOX |= {'CONSUMER_PROCESSES': 2}\n")
     said = shop.python(SPECS)
     assert "consumer-1(consumer)" in said and "--shared-lead" not in said
 

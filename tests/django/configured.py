@@ -25,7 +25,7 @@ OUTBOX: dict[str, Any] = {
         "reminders": {"types": ["DELAY", "NORMAL", "TRANSACTION"], "queue_count": 1},
     },
     "IMMUNITY_SECONDS": 0,
-    "CHECK_RETRY_SECONDS": 1,
+    "CHECK_INTERVAL_SECONDS": 0.5,
 }
 
 TASKS: dict[str, Any] = {

@@ -23,6 +23,7 @@ from outbox.contrib.django.database.aliases import broker_database
 from outbox.contrib.django.engine.broker import flush, get_broker
 from outbox.contrib.django.operations.comparing import run_compare
 from outbox.contrib.django.publishing.checkback import run_check_back
+from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.django.worker.periodic import passes
 from outbox.contrib.django.worker.receiving import ReceiverHeartbeat
 from outbox.errors import WrongDatabase
@@ -107,11 +108,12 @@ def unanswered(world: World) -> None:
 @fault
 def parked(world: World) -> None:
     """Check-back cannot find out the outcome of a transaction."""
-    world.change_settings(MAX_CHECKS=1)
     world.half()
-    claimed = get_broker().claim_checks("shop")
-    answers = [Answer(transaction_id=one.transaction_id, decision=Decision.UNKNOWN) for one in claimed]
-    get_broker().report_answers("shop", answers)
+    for _ in range(get_settings().check.max_checks):
+        world.sql("UPDATE outbox.pending_check SET due_at = now()")
+        claimed = get_broker().claim_checks("shop")
+        answers = [Answer(transaction_id=one.transaction_id, decision=Decision.UNKNOWN) for one in claimed]
+        get_broker().report_answers("shop", answers)
 
 
 @fault
@@ -204,10 +206,14 @@ def replica_lag(world: World) -> None:
 
 @fault
 def path_flipped(world: World) -> None:
-    """A connection reaches a database that is not the broker's database."""
-    world.change_settings(PATH="atomic")
-    with pytest.raises(WrongDatabase), transaction.atomic():
-        publish("orders", {})
+    """The alias of the broker has an open connection to another database, as after an unfinished failover."""
+    connections["default"].ensure_connection()
+    with pytest.MonkeyPatch.context() as moved:
+        moved.setitem(connections["default"].settings_dict, "NAME", connections["broker"].settings_dict["NAME"])
+        world.change_settings(BROKER="default")
+        with pytest.raises(WrongDatabase), transaction.atomic():
+            publish("orders", {})
+    world.change_settings(BROKER="broker")
 
 
 @fault

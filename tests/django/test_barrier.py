@@ -12,7 +12,6 @@ from uuid import UUID, uuid4
 
 import pytest
 from django.db import DatabaseError, connections, transaction
-from django.test.utils import override_settings
 
 from outbox import Answer, Check, CheckBack, Decision, Message
 from outbox.contrib.django import get_broker, publish
@@ -22,7 +21,6 @@ from outbox.contrib.django.ledger.ledger_checker import LedgerChecker, answer_by
 from outbox.contrib.django.models import LedgerEntry, LedgerIdentity
 from outbox.utils import faults
 from outbox.utils.ids import uuid7
-from tests.django.configured import OUTBOX
 from tests.django.shop.models import Order
 from tests.django.state import decisions, incidents
 
@@ -153,9 +151,8 @@ def test_two_projects_with_one_group_name() -> None:
         flush(within_seconds=5)
     finally:
         faults.arm("")
-    with override_settings(OUTBOX={**OUTBOX, "CHECK_RETRY_SECONDS": 1}):
-        second = LedgerChecker(aliases=["other", "lite"])
-        counts = CheckBack(get_broker(), "shop", second).run_once()
+    second = LedgerChecker(aliases=["other", "lite"])
+    counts = CheckBack(get_broker(), "shop", second).run_once()
     assert (counts.unknown, counts.rolled_back) == (1, 0)
     assert [kind for kind, _ in incidents()] == ["alarm"]
     assert decisions() == {"paid": None}

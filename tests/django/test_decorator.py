@@ -15,7 +15,7 @@ from django.test.utils import CaptureQueriesContext
 from outbox.contrib.django import run_check_back, transactional_message
 from outbox.errors import ConfigurationError, SendFailed, TransactionUsageError, UnknownTopic
 from tests.django.shop.models import Order, Payment
-from tests.django.state import decisions, incidents, savepoint, stored
+from tests.django.state import decisions, incidents, stored
 from tests.django.support import end_messages_lost
 from tests.django.urls import Refused
 
@@ -236,47 +236,6 @@ def test_a_check_runs_with_the_ledger_and_a_disagreement_is_reported() -> None:
     run_check_back()
     assert decisions() == {"checked": "R", "lost-end": "C"}
     assert [kind for kind, detail in incidents() if "says False" in detail] == ["alarm"]
-
-
-def test_without_a_ledger_the_check_decides(outbox_settings: Callable[..., None]) -> None:
-    outbox_settings(LEDGER=False)
-
-    @transactional_message(
-        "orders",
-        key=lambda number: number,
-        body={},
-        check=lambda message: Order.objects.filter(number=message.key).exists(),
-    )
-    def place(number: str, *, fail: bool) -> None:
-        Order.objects.create(number=number)
-        if fail:
-            connections["default"].close()
-            raise Refused
-
-    with end_messages_lost():
-        place("kept", fail=False)
-        with pytest.raises(Refused):
-            place("dropped", fail=True)
-    counts = run_check_back()
-    assert (counts.committed, counts.unknown) == (1, 1)
-    assert decisions() == {"kept": "C", "dropped": None}
-
-
-def test_without_a_ledger_savepoints_leave_the_end_to_the_check(outbox_settings: Callable[..., None]) -> None:
-    outbox_settings(LEDGER=False)
-
-    @transactional_message(
-        "orders", key="undone", body={}, check=lambda message: Order.objects.filter(number=message.key).exists()
-    )
-    def place() -> None:
-        Order.objects.create(number="undone")
-
-    with transaction.atomic():
-        point = savepoint()
-        place()
-        transaction.savepoint_rollback(point)
-    assert decisions() == {"undone": None}
-    assert run_check_back().unknown == 1
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,6 @@ def test_a_project_that_it_can_run_has_no_problem() -> None:
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"PATH": "atomic"}, "PATH"),
         ({"PRODUCER_GROUP": ""}, "PRODUCER_GROUP"),
         ({"AUTO_CREATE_TOPICS": True}, "AUTO_CREATE_TOPICS"),
         ({"BROKER": "rocketmq://"}, "'' must be HOST:PORT"),

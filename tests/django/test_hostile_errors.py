@@ -14,6 +14,7 @@ from outbox.checkback import CheckBack
 from outbox.contrib.django import subscriber
 from outbox.contrib.django.ledger.check_functions import register_lookup
 from outbox.contrib.django.ledger.ledger_checker import LedgerChecker
+from outbox.contrib.django.models import LedgerEntry, LedgerIdentity
 from outbox.contrib.django.subscribers import registry
 from outbox.contrib.django.subscribers.inbox import InboxInvoker
 from outbox.contrib.django.subscribers.outside import HandlerInvoker
@@ -105,11 +106,13 @@ class _Doubtful:
 
 
 def check_of(checker: str) -> Check:
+    """A check of a transaction that the ledger knows as committed."""
     message = Message(topic="orders", body=b"{}")
+    LedgerEntry.objects.create(transaction_id=message.message_id, state="C")
     return Check(
         transaction_id=message.message_id,
         producer_group="shop",
-        ledger_id=None,
+        ledger_id=LedgerIdentity.objects.get().ledger_id,
         checker=checker,
         message=message,
         stored_at=datetime.now(UTC),
@@ -118,7 +121,7 @@ def check_of(checker: str) -> Check:
     )
 
 
-def test_a_broken_look_up_leaves_only_its_own_transaction_undecided() -> None:
+def test_a_broken_look_up_changes_no_answer_of_the_ledger() -> None:
     def raising(name: str) -> Callable[[Message], bool]:
         def look_up(message: Message) -> bool:
             raise FAILURES[name]()
@@ -131,8 +134,10 @@ def test_a_broken_look_up_leaves_only_its_own_transaction_undecided() -> None:
     register_lookup("hostile:good", lambda message: True)
     names = [*FAILURES, "doubtful"]
     checks = [check_of(f"hostile:{name}") for name in [*names, "good"]]
-    answers = list(LedgerChecker([]).check_local_transactions(checks))
-    assert [answer.decision for answer in answers] == [Decision.UNKNOWN] * len(names) + [Decision.COMMIT]
+    answers = list(LedgerChecker(["default"]).check_local_transactions(checks))
+    assert [answer.decision for answer in answers] == [Decision.COMMIT] * len(checks)
+    details = {answer.transaction_id: answer.detail for answer in answers}
+    assert ["raised" in details[one.transaction_id] for one in checks] == [True] * len(names) + [False]
     assert all(answer.detail.isprintable() and len(answer.detail) <= LONGEST_TEXT + 300 for answer in answers)
 
 

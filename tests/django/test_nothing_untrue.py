@@ -18,7 +18,7 @@ from outbox.broker import deaths
 from outbox.broker.consumer.running_calls import LastCalls
 from outbox.broker.groups.quarantine import RunningCall
 from outbox.broker.log import recall
-from outbox.broker.operations import changes, summary
+from outbox.broker.operations import changes, rules, summary
 from outbox.broker.operations.conditions import CATALOGUE, Severity
 from outbox.broker.operations.dead_letters import LetterSelection
 from outbox.broker.operations.search import unfinished
@@ -128,7 +128,9 @@ def figures(name: str) -> dict[str, int]:
     return {name: min(number, 1) for name in names if (number := getattr(group, name))}
 
 
-def test_a_message_in_each_state_is_neither_lost_nor_counted_as_another(world: World) -> None:
+def test_a_message_in_each_state_is_neither_lost_nor_counted_as_another(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     world.stack.enter_context(declaration.restored())
     states = States()
     states.declare()
@@ -137,7 +139,7 @@ def test_a_message_in_each_state_is_neither_lost_nor_counted_as_another(world: W
     consumers.run_once()
     changes.pause(world.run, "paused")
     assert run_compare() == CompareCounts()
-    world.limits(RETRY_MESSAGES=(1, 1))
+    monkeypatch.setattr(rules, "_FEW_SENT_BACK", 1)
     summary.refresh(world.run)
     world.sql("UPDATE outbox.summary SET at = at - interval '90 seconds'")
 

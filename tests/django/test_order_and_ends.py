@@ -23,7 +23,7 @@ from outbox.contrib.django.database.aliases import alias_conninfo, broker_connec
 from outbox.contrib.django.engine.broker import flush
 from outbox.contrib.django.ledger.ledger_checker import LedgerChecker
 from outbox.contrib.django.settings.conf import get_settings
-from outbox.errors import BrokerUnavailable, SchemaError, WrongDatabase
+from outbox.errors import BrokerUnavailable, SchemaError
 from outbox.utils import faults
 from outbox.utils.ids import uuid7
 from tests.django.configured import OUTBOX
@@ -142,15 +142,9 @@ def place(number: str) -> None:
     publish("orders", {}, key=number)
 
 
-def test_a_forced_path_to_a_database_without_a_broker_is_an_error(outbox_settings: Callable[..., None]) -> None:
-    outbox_settings(BROKER="default", PATH="atomic", SCHEMA="nowhere")
+def test_a_database_without_the_schema_of_the_broker_is_an_error(outbox_settings: Callable[..., None]) -> None:
+    outbox_settings(BROKER="default", SCHEMA="nowhere")
     with pytest.raises(SchemaError, match="nowhere"), transaction.atomic():
-        publish("orders", {}, key="lost")
-
-
-def test_a_forced_path_to_another_database_is_an_error(outbox_settings: Callable[..., None]) -> None:
-    outbox_settings(PATH="atomic")
-    with pytest.raises(WrongDatabase, match="does not allow"), transaction.atomic():
         publish("orders", {}, key="lost")
 
 

@@ -16,7 +16,7 @@ from outbox.contrib.django import publish, run_check_back, subscriber, transacti
 from outbox.contrib.django.ledger import ledger
 from outbox.errors import OutboxError, PermanentError, TransactionUsageError
 from outbox.ports import Disposition
-from tests.django.ordinary_mistakes import MISTAKES, execute, swallowed
+from tests.django.ordinary_mistakes import MISTAKES, execute
 from tests.django.shop.models import Effect, Order
 from tests.django.state import decisions, stored
 from tests.django.test_inbox import delivery, effects, run
@@ -189,22 +189,6 @@ def test_sqlite_a_rollback_by_hand_then_publish_is_not_sent_at_once() -> None:
         with pytest.raises(TransactionUsageError, match="by hand"):
             publish("orders", {}, key="k", using="lite")
     assert stored() == []
-
-
-def test_without_a_ledger_there_is_only_a_hint(outbox_settings: Callable[..., None]) -> None:
-    outbox_settings(LEDGER=False)
-
-    @transactional_message("orders", key="k", body={}, check=lambda m: Order.objects.filter(number=m.key).exists())
-    def work(*, swallow: bool) -> None:
-        Order.objects.create(number="k")
-        if swallow:
-            swallowed("SELECT 1/0")
-
-    work(swallow=True)
-    assert decisions() == {"k": None}
-    work(swallow=False)
-    assert list(decisions().values()) == [None]
-    assert pending() == 2
 
 
 def test_a_row_that_was_read_on_a_replica_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -155,15 +155,6 @@ def test_a_physical_copy_of_the_brokers_server_is_another_server(twins: Twins) -
     assert (orders(twins.original), orders(twins.clone)) == (["at home"], ["on the copy"])
 
 
-def test_a_forced_path_is_refused_on_the_copy(twins: Twins, outbox_settings: Callable[..., None]) -> None:
-    outbox_settings(PATH="atomic")
-    order("at home")
-    with _pointed(default=twins.clone):
-        swallowed(WrongDatabase, lambda: publish("orders", {}), match="'default'.*PATH")
-    assert sent() == {"at home": "atomic"}
-    assert orders(twins.clone) == []
-
-
 def test_the_alias_of_the_broker_may_lead_two_connections_to_two_servers(
     twins: Twins, outbox_settings: Callable[..., None]
 ) -> None:

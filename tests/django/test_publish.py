@@ -340,12 +340,6 @@ def test_two_phase_needs_a_producer_group(outbox_settings: Callable[..., None]) 
             publish("orders", {})
 
 
-def test_without_ledger_a_check_is_needed(outbox_settings: Callable[..., None]) -> None:
-    outbox_settings(LEDGER=False)
-    with pytest.raises(ConfigurationError, match="check="), transaction.atomic():
-        publish("orders", {})
-
-
 def test_what_one_publish_costs_on_the_applications_connection(path: str) -> None:
     """Two-phase: the ledger row, and after COMMIT the look whether it is there. Atomic: only the driver's own."""
     with transaction.atomic():

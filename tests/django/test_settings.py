@@ -26,7 +26,7 @@ from outbox.contrib.django.database.aliases import alias_conninfo, broker_databa
 from outbox.contrib.django.engine.broker import get_codecs, reset_broker
 from outbox.contrib.django.models import LedgerEntry, LedgerIdentity
 from outbox.contrib.django.routers import BrokerRouter
-from outbox.contrib.django.settings.conf import PathChoice, get_settings, parse_settings
+from outbox.contrib.django.settings.conf import get_settings, parse_settings
 from outbox.contrib.django.subscribers.registry import autodiscover, unregister_all
 from outbox.errors import ConfigurationError
 from tests.django.configured import OUTBOX
@@ -36,7 +36,7 @@ from tests.django.state import decisions
 
 def test_every_setting_has_a_default() -> None:
     settings = parse_settings({})
-    assert (settings.broker, settings.path, settings.in_memory) == ("default", PathChoice.AUTO, False)
+    assert (settings.broker, settings.in_memory) == ("default", False)
     with pytest.raises(ConfigurationError, match="PRODUCER_GROUP"):
         settings.required_producer_group()
 
@@ -55,11 +55,10 @@ def test_topics_become_declared_topics() -> None:
         ({"broker": "x"}, "Did you mean 'BROKER'"),
         ({"SCHEMA": "a b"}, r"OUTBOX\['SCHEMA'\].*'a b'"),
         ({"LISTEN_URL": "not a url"}, r"OUTBOX\['LISTEN_URL'\] cannot be read"),
-        ({"QUUX": 1}, "The settings are AUDIT_INTERVAL_SECONDS, AUTO_CREATE_TOPICS, BROKER"),
+        ({"QUUX": 1}, "The settings are AUTO_CREATE_TOPICS, BROKER"),
         ({"BROKER": 3}, r"OUTBOX\['BROKER'\] must be a text.*3 \(int\)"),
         ({"PRODUCER_GROUP": "a b"}, r"OUTBOX\['PRODUCER_GROUP'\]: group name 'a b'"),
-        ({"PATH": "direct"}, "'auto', 'two_phase', 'atomic'"),
-        ({"LEDGER": "yes"}, "True or False"),
+        ({"AUTO_CREATE_TOPICS": "yes"}, "True or False"),
         ({"SUBSCRIBER_MODULE": "my-module"}, "the name of a module"),
         ({"IMMUNITY_SECONDS": 1.5}, "whole number of seconds, at least 0"),
         ({"IMMUNITY_SECONDS": True}, "whole number"),
@@ -168,7 +167,6 @@ def test_a_sound_project_has_nothing_to_complain_about(application: None) -> Non
         ({"OUTBOX": {"BORKER": "x"}}, {"outbox.E001"}),
         ({"OUTBOX": {**OUTBOX, "BROKER": "nowhere"}}, {"outbox.E002"}),
         ({"OUTBOX": {**OUTBOX, "BROKER": "lite"}}, {"outbox.E002"}),
-        ({"OUTBOX": {**OUTBOX, "PATH": "atomic"}}, {"outbox.E003"}),
         ({"OUTBOX": {"BROKER": "broker"}}, {"outbox.E004"}),
         ({"OUTBOX": {**OUTBOX, "TOPICS": {"orders": {"selector": "no.where"}}}}, {"outbox.E005"}),
         ({"DATABASE_ROUTERS": []}, {"outbox.W008"}),
@@ -237,13 +235,6 @@ def test_servers_that_may_forget_are_named(application: None) -> None:
     with connections["default"].cursor() as cursor:
         cursor.execute("SET synchronous_commit = off")
     assert found(databases=["default"]) == {"outbox.W022"}
-
-
-def test_a_forced_path_is_held_against_the_live_connection(
-    application: None, outbox_settings: Callable[..., None]
-) -> None:
-    outbox_settings(PATH="atomic")
-    assert found(databases=["default"]) >= {"outbox.E024"}
 
 
 # -- migrate --------------------------------------------------------------------------------------------

@@ -661,26 +661,6 @@ def test_one_key_for_all_bodies_is_refused() -> None:
         publish_many("orders", [{}, {}], unique=one_key, within=60)
 
 
-def test_without_the_ledger_it_is_refused_on_the_two_phase_path(outbox_settings: Callable[..., None]) -> None:
-    outbox_settings(LEDGER=False)
-
-    @transactional_message("orders", body={}, unique="a", within=60, check=lambda message: True)
-    def place() -> None:
-        Order.objects.create(number="1")
-
-    with pytest.raises(ConfigurationError, match="needs the ledger"):
-        place()
-    assert (stored(), holders(), Order.objects.count()) == ([], {}, 0)
-
-
-@pytest.mark.parametrize("path", ["atomic"], indirect=True)
-def test_without_the_ledger_it_works_on_the_atomic_path(path: str, outbox_settings: Callable[..., None]) -> None:
-    outbox_settings(LEDGER=False, BROKER="default")
-    with transaction.atomic():
-        first = once()
-        assert once().duplicate_of == first.message_id
-
-
 def test_a_decorator_with_half_of_the_arguments_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="only one of unique= and within="):
         transactional_message("orders", body={}, unique="a")

@@ -47,7 +47,6 @@ OUTBOX = {
         "steps": {"types": ["FIFO", "TRANSACTION"], "queue_count": 4},
     },
     "IMMUNITY_SECONDS": 0,
-    "CHECK_RETRY_SECONDS": 1,
     "CHECK_INTERVAL_SECONDS": 0.5,
     "LEASE_SECONDS": 2,
     **json.loads(os.environ.get("TEST_OUTBOX", "{}")),

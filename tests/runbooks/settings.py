@@ -30,7 +30,6 @@ OUTBOX |= {
         "orders.v2": {"types": ["NORMAL", "TRANSACTION"], "queue_count": 4},
     },
     "IMMUNITY_SECONDS": 0,
-    "CHECK_RETRY_SECONDS": 1,
     "CHECK_INTERVAL_SECONDS": 0.5,
     "LEASE_SECONDS": 2,
 }

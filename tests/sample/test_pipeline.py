@@ -67,7 +67,6 @@ def _environment(server_url: str, provider_url: str) -> Iterator[dict[str, str]]
         "SAMPLE_PAYMENT_PROVIDER": provider_url,
         "SAMPLE_IMMUNITY_SECONDS": "0",
         "SAMPLE_CHECK_INTERVAL_SECONDS": "0.5",
-        "SAMPLE_CHECK_RETRY_SECONDS": "1",
         "RECONCILE_ORDERS": embedded.database_url(server_url, f"{PREFIX}_orders"),
         "RECONCILE_BROKER": embedded.database_url(server_url, f"{PREFIX}_broker"),
     }

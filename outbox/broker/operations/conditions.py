@@ -502,13 +502,8 @@ class Thresholds:
         0.5,
         0.9,
         "share",
-        "messages sent back for another attempt, divided by all messages that the group finished in the last minute",
-    )
-    retry_messages: Threshold = _limits(
-        100,
-        100,
-        "messages",
-        "messages sent back in a minute; if a group sent back fewer messages, `RETRY_SHARE` has no effect",
+        "messages sent back for another attempt, divided by all messages that the group finished in the last minute; a "
+        "group that sent back fewer than 100 messages is not judged",
     )
     retention_behind_seconds: Threshold = _limits(
         3600,
@@ -526,13 +521,9 @@ class Thresholds:
         "transactions",
         "age of the oldest row, counted in transactions; at an age of 2^31, the transaction ids wrap around",
     )
-    sequence_share: Threshold = _limits(0.5, 0.9, "share", "used part of an identity column's numbers")
     replica_lag_bytes: Threshold = _limits(
         _GIBIBYTE / 4,
         4 * _GIBIBYTE,
         "bytes",
         "WAL that a replica has not replayed, or that is kept for a disconnected replica",
-    )
-    window_seconds: Threshold = _limits(
-        _DAY, _DAY, "seconds", "time for which an event (an incident, a new dead letter) is shown"
     )

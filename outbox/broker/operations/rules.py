@@ -30,6 +30,7 @@ from outbox.broker.operations.conditions import (
     Fact,
     Judged,
     Severity,
+    Threshold,
     Thresholds,
     condition,
     worst_first,
@@ -133,7 +134,9 @@ _OF_INCIDENT: Final = {
     ("expired", False): ("expired", Severity.CRITICAL),
     ("path", False): ("path_flipped", Severity.CRITICAL),
 }
-# The conditions of events: such a condition holds for `WINDOW_SECONDS`, or until an operator settles it. The condition
+# The time for which an event (an incident, a new dead letter) is shown. An operator who has seen it sooner settles it.
+_EVENT_SECONDS: Final = 24 * 3600.0
+# The conditions of events: such a condition holds for `_EVENT_SECONDS`, or until an operator settles it. The condition
 # `wrong_ledger` is not among them, because it ends when its transaction is decided.
 SETTLED_BY_OPERATORS: Final = {name: kind for (kind, is_open), (name, _) in _OF_INCIDENT.items() if not is_open}
 
@@ -165,7 +168,7 @@ def _of_broker(run: Executor, limits: Thresholds, summary: Summary) -> Iterator[
         yield from condition("rejecting", [(Severity.WARNING, {})])
     yield from _passes_late(run, limits, failing)
     yield from condition("pruning_behind", [_pruning(one, limits) for one in presence.pruning_behind(run)])
-    yield from _incidents(run, limits)
+    yield from _incidents(run)
     names = ("session", "application", "state", "age_seconds")
     still_open: list[Fact] = [dict(zip(names, row, strict=True)) for row in run.rows(_OPEN_SINCE_RESYNC)]
     yield from condition("open_since_resync", [(Severity.WARNING, fact) for fact in still_open])
@@ -281,9 +284,8 @@ def _pruning(one: presence.PruningBehind, limits: Thresholds) -> Judged:
     return limits.retention_behind_seconds.judge(one.seconds) and Severity.WARNING, fact
 
 
-def _incidents(run: Executor, limits: Thresholds) -> Iterator[Condition]:
-    window = limits.window_seconds.warning
-    for kind, is_open, count, subjects, detail, newest in run.rows(_INCIDENTS, {"window": window}):
+def _incidents(run: Executor) -> Iterator[Condition]:
+    for kind, is_open, count, subjects, detail, newest in run.rows(_INCIDENTS, {"window": _EVENT_SECONDS}):
         known = _OF_INCIDENT.get((kind, is_open))
         if known is not None:
             name, severity = known
@@ -291,16 +293,15 @@ def _incidents(run: Executor, limits: Thresholds) -> Iterator[Condition]:
             yield Condition(name, severity, facts, count)
 
 
-def settleable(run: Executor, limits: Thresholds) -> dict[str, int]:
+def settleable(run: Executor) -> dict[str, int]:
     """Return the conditions of events that hold now, each with its number of incidents."""
-    return {one.name: one.count for one in _incidents(run, limits) if one.name in SETTLED_BY_OPERATORS}
+    return {one.name: one.count for one in _incidents(run) if one.name in SETTLED_BY_OPERATORS}
 
 
-def settle_incidents(run: Executor, limits: Thresholds, names: Iterable[str]) -> int:
+def settle_incidents(run: Executor, names: Iterable[str]) -> int:
     """Settle the incidents of these conditions, so that the conditions end. Return the number of incidents."""
     kinds = texts([SETTLED_BY_OPERATORS[name] for name in names])
-    window = limits.window_seconds.warning
-    return run.count(_SETTLE, {"kinds": kinds, "window": window, "settled": str(IncidentKind.SETTLED)})
+    return run.count(_SETTLE, {"kinds": kinds, "window": _EVENT_SECONDS, "settled": str(IncidentKind.SETTLED)})
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -415,6 +416,8 @@ def _parked(run: Executor, limits: Thresholds, summary: Summary) -> Iterator[Con
 # time.
 
 _RATE_WINDOW_SECONDS: Final = 60.0
+# If a group sent back fewer messages in a minute, their share says nothing.
+_FEW_SENT_BACK: Final = 100
 
 # Broadcast groups store no positions, so no message waits if none of their instances runs. A consumer that leaves its
 # group sets the `expires_at` of its leases to the present time. The time without a consumer is null if the group has
@@ -534,13 +537,12 @@ def _blocked(one: summaries.BlockedQueue, summary: Summary) -> Fact:
 
 
 def _dead_letters(limits: Thresholds, summary: Summary) -> Iterator[Condition]:
-    window = limits.window_seconds.warning or 0.0
     yield from condition(
         "dead_letters",
         [
             (limits.dead_letters.judge(one.dead), {"group": one.group, "unsettled": one.dead, "newest_seconds": age})
             for one in summary.rests
-            if (age := summary.seconds_since(one.newest_dead_at)) is not None and age <= window
+            if (age := summary.seconds_since(one.newest_dead_at)) is not None and age <= _EVENT_SECONDS
         ],
     )
 
@@ -548,9 +550,7 @@ def _dead_letters(limits: Thresholds, summary: Summary) -> Iterator[Condition]:
 def _retry_storms(run: Executor, limits: Thresholds) -> Iterator[Condition]:
     judged: list[Judged] = []
     storms = [
-        one
-        for one in summaries.growth(run, window_seconds=_RATE_WINDOW_SECONDS)
-        if limits.retry_messages.judge(one.sent_back)
+        one for one in summaries.growth(run, window_seconds=_RATE_WINDOW_SECONDS) if one.sent_back >= _FEW_SENT_BACK
     ]
     # Messages that wait for newer code leave their queue as if they were sent back, but have not failed.
     waiting = {group for group, *_ in run.rows(_UNKNOWN_VERSIONS, {"seconds": _UNKNOWN_SECONDS})} if storms else set()
@@ -854,6 +854,10 @@ def _space(run: Executor, limits: Thresholds) -> Iterator[Condition]:
     yield from condition("space", [(limits.space_bytes.judge(total), {"bytes": total, "largest": largest})])
 
 
+# The used part of an identity column's numbers. The last number is fixed by the type of the column.
+_USED_SHARE: Final = Threshold(0.5, 0.9)
+
+
 def _ages(run: Executor, limits: Thresholds) -> Iterator[Condition]:
     xid_age, mxid_age = run.one(_AGES)
     yield from condition(
@@ -865,10 +869,7 @@ def _ages(run: Executor, limits: Thresholds) -> Iterator[Condition]:
     )
     yield from condition(
         "sequence_age",
-        [
-            (limits.sequence_share.judge(share), {"sequence": name, "used_share": share})
-            for name, share in run.rows(_SEQUENCES)
-        ],
+        [(_USED_SHARE.judge(share), {"sequence": name, "used_share": share}) for name, share in run.rows(_SEQUENCES)],
     )
 
 

@@ -270,7 +270,7 @@ def in_memory_outbox(*, groups: Sequence[str] = (), **settings: Any) -> Iterator
 
     The parameter `settings` contains further keys of OUTBOX.
     """
-    with _changed({**settings, "IN_MEMORY": True, "LEDGER": True}):
+    with _changed({**settings, "IN_MEMORY": True}):
         yield InMemoryOutbox(groups)
 
 
@@ -295,7 +295,7 @@ def crash_tests(*, groups: Sequence[str] = (), **settings: Any) -> Iterator[Cras
     """
     with TemporaryDirectory(prefix="outbox-crashes-") as folder:
         # Chance decides which messages share a transaction. So each message has a transaction of its own.
-        alone = {"IMMUNITY_SECONDS": 0, "CHECK_RETRY_SECONDS": 1, "MESSAGES_PER_COMMIT": 1}
+        alone = {"IMMUNITY_SECONDS": 0, "CHECK_INTERVAL_SECONDS": 0.5, "MESSAGES_PER_COMMIT": 1}
         with _changed({**alone, **settings, "IN_MEMORY": False}):
             get_engine().refusals.require("run_once", "a crash test")
             broker = BrokerOutbox(groups)

@@ -46,7 +46,6 @@ OUTBOX: dict[str, Any] = {
     "LEASE_SECONDS": 3,
     "IMMUNITY_SECONDS": 2,
     "CHECK_INTERVAL_SECONDS": 1,
-    "CHECK_RETRY_SECONDS": 2,
     "CELERY_APP": "tests.oracle.shop.celery.app",
 }
 

@@ -165,13 +165,12 @@ def _settle(values: Values) -> ActionPlan:
 
 
 def _settle_conditions(names: Sequence[str]) -> ActionPlan:
-    limits = get_settings().thresholds
     with broker_connection() as (connection, schema):
-        held = settleable(Executor(connection, schema), limits)
+        held = settleable(Executor(connection, schema))
 
     def do() -> Mapping[str, Any]:
         with broker_connection() as (connection, schema):
-            return {"settled": settle_incidents(Executor(connection, schema), limits, names)}
+            return {"settled": settle_incidents(Executor(connection, schema), names)}
 
     return ActionPlan(
         subject=f"conditions {', '.join(names)}",

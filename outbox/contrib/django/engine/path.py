@@ -28,8 +28,8 @@ from outbox.broker.log.incidents import Incident, IncidentKind
 from outbox.contrib.django.database.aliases import broker_database
 from outbox.contrib.django.database.in_tests import refuse_in_tests
 from outbox.contrib.django.engine.broker import CurrentEngine
-from outbox.contrib.django.settings.conf import OutboxSettings, PathChoice
-from outbox.errors import ConfigurationError, OutboxError, SendFailed, WrongDatabase
+from outbox.contrib.django.settings.conf import OutboxSettings
+from outbox.errors import OutboxError, SendFailed, WrongDatabase
 
 logger = logging.getLogger(__name__)
 
@@ -37,26 +37,19 @@ logger = logging.getLogger(__name__)
 def takes_atomic_path(connection: BaseDatabaseWrapper, current: CurrentEngine) -> bool:
     """Whether this connection's open transaction writes the messages itself (the atomic path).
 
-    Raises WrongDatabase if only the atomic path is allowed, but the connection does not reach the broker. Raises
-    BrokerUnavailable or SendFailed if the path could not be determined. Raises ConfigurationError if PATH is 'atomic'
-    and the database is not PostgreSQL.
+    That is so if the connection reaches the broker's own database; otherwise publishing takes the two-phase path.
+    Raises WrongDatabase if OUTBOX['BROKER'] names the alias of this connection, but the connection does not reach the
+    broker. Raises BrokerUnavailable or SendFailed if the path could not be determined.
     """
     settings = current.settings
-    if not settings.has_database or settings.path is PathChoice.TWO_PHASE:
-        return False
-    if connection.vendor != "postgresql":
-        if settings.path is PathChoice.ATOMIC:
-            raise ConfigurationError(
-                f"OUTBOX['PATH'] is 'atomic', but {connection.alias!r} is a {connection.display_name} database and "
-                "the broker is not in it: set PATH to 'auto'."
-            )
+    if not settings.has_database or connection.vendor != "postgresql":
         return False
     refuse_in_tests(settings.broker)
     paths = current.paths
     named = current.place_of(connection.alias)
     if named not in paths:
         proven = prove(connection, settings)
-        if proven is None and (settings.path is PathChoice.ATOMIC or connection.alias == settings.broker):
+        if proven is None and connection.alias == settings.broker:
             raise _reported(_elsewhere(connection, settings), connection.alias, current)
         paths.setdefault(named, proven)
     return paths[named] is not None
@@ -119,9 +112,7 @@ def _reported(error: WrongDatabase, alias: str, current: CurrentEngine) -> Wrong
 
 
 def _elsewhere(connection: BaseDatabaseWrapper, settings: OutboxSettings) -> WrongDatabase:
-    if settings.path is PathChoice.ATOMIC:
-        expected = "which OUTBOX['PATH'] = 'atomic' does not allow: set PATH to 'auto', or"
-    elif connection.alias == settings.broker:
+    if connection.alias == settings.broker:
         expected = "although OUTBOX['BROKER'] names this alias (a pooler, a list of hosts, an unfinished failover?):"
     else:
         expected = (

@@ -11,16 +11,13 @@ from contextlib import closing
 from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar, Final
 
-from django.core.checks import CheckMessage, Error, Warning
-from django.db import connections
+from django.core.checks import CheckMessage, Error
 
 from outbox.broker.database.executor import Executor
 from outbox.broker.postgres import PostgresBroker
 from outbox.broker.schema.refusals import naming
 from outbox.contrib.django.database.aliases import alias_conninfo, broker_database, database_of
 from outbox.contrib.django.engine.engine import Engine, HeldQueue
-from outbox.contrib.django.ledger.ledger_checker import ledger_aliases
-from outbox.contrib.django.settings.conf import PathChoice
 from outbox.contrib.django.subscribers.registry import subscribers
 from outbox.errors import ConfigurationError
 from outbox.ports import AnyHandler, Consumers, LeftoverWork
@@ -49,27 +46,10 @@ class PostgresEngine(Engine):
         return PostgresBroker(database_of(self.settings), catalog=self.catalog, check=self.settings.check)
 
     def check(self) -> Iterator[CheckMessage]:
-        settings = self.settings
         try:
-            alias_conninfo(settings.broker)
+            alias_conninfo(self.settings.broker)
         except ConfigurationError as error:
             yield Error(str(error), id="outbox.E002")
-            return
-        if settings.path is PathChoice.TWO_PHASE and ledger_aliases() == [settings.broker]:
-            yield Warning(
-                f"OUTBOX['PATH'] is 'two_phase', but the broker is in the only database, {settings.broker!r}: every "
-                "message costs a half message and an end message, which the atomic path saves.",
-                hint="Set PATH to 'auto'.",
-                id="outbox.W012",
-            )
-        others = [alias for alias in ledger_aliases() if connections[alias].vendor != "postgresql"]
-        if settings.path is PathChoice.ATOMIC and others:
-            yield Error(
-                f"OUTBOX['PATH'] is 'atomic', but {', '.join(others)} is not a PostgreSQL database: publishing in "
-                "its transactions cannot work.",
-                hint="Set PATH to 'auto'.",
-                id="outbox.E003",
-            )
 
     def consumers(self, wanted: Sequence[tuple[Subscription, AnyHandler]], *, leads: bool = False) -> Consumers:
         from outbox.broker.consumer.runtime import ConsumerRuntime

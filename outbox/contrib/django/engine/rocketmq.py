@@ -16,7 +16,6 @@ from outbox.contrib.django.engine import dead_letter_notes
 from outbox.contrib.django.engine.engine import Engine
 from outbox.contrib.django.ledger import relay_rows
 from outbox.contrib.django.ledger.ledger_checker import LedgerChecker, ledger_aliases
-from outbox.contrib.django.settings.conf import PathChoice
 from outbox.contrib.django.subscribers.inbox import InboxInvoker
 from outbox.contrib.django.subscribers.registry import subscribers
 from outbox.contrib.django.subscribers.scheduled import scheduled_functions
@@ -88,8 +87,6 @@ class RocketMQEngine(Engine):
 
         settings = self.settings
         configuration(settings.broker)
-        if settings.path is PathChoice.ATOMIC:
-            yield "OUTBOX['PATH'] is 'atomic', but RocketMQ is not in a database: leave PATH out."
         if not settings.producer_group:
             yield "OUTBOX['PRODUCER_GROUP'] is not set: RocketMQ asks this group for outcomes of transactions. Set it."
         if settings.auto_create_topics:

@@ -63,8 +63,7 @@ class LedgerChecker:
 
         The checker reads each ledger on a new connection to the primary that the ledger's alias names.
         """
-        yield from map(_by_lookup, [check for check in checks if check.ledger_id is None])
-        waiting = [check for check in checks if check.ledger_id is not None]
+        waiting = list(checks)
         unreadable: list[str] = []
         for alias in self._aliases:
             if not waiting:
@@ -300,25 +299,6 @@ def _decided(check: Check, state: str) -> Answer:
         )
     detail = f"{said}, but {check.checker} says {shown_value(found)}" if disagree else f"{said}, {check.checker} agrees"
     return Answer(transaction_id=check.transaction_id, decision=decision, detail=detail, alarm=disagree)
-
-
-def _by_lookup(check: Check) -> Answer:
-    """Return the answer for a check without a ledger: COMMIT if the look-up returns True, otherwise UNKNOWN."""
-    try:
-        lookup = find_lookup(check.checker)
-        if lookup is None:
-            return _unknown(check, f"no look-up {check.checker!r} is registered in this process", counts=False)
-        found = Context().run(lookup, check.message)
-    except Exception as error:
-        logger.error(
-            "the look-up %s failed", check.checker, extra=log_context.about_check(check), exc_info=printable(error)
-        )
-        return _unknown(check, f"{check.checker} raised {error_line(error)}")
-    if not isinstance(found, bool):
-        return _unknown(check, f"{check.checker} returned {shown_value(found)}, not True or False")
-    if not found:
-        return _unknown(check, f"{check.checker} returned False, which does not prove a rollback")
-    return Answer(transaction_id=check.transaction_id, decision=Decision.COMMIT, detail=f"{check.checker} says True")
 
 
 def _all_unknown(checks: Sequence[Check], error: DatabaseError) -> Iterator[Answer]:

@@ -24,16 +24,14 @@ from outbox.broker.schema.install import check_schema
 from outbox.broker.schema.refusals import naming
 from outbox.broker.transaction import turns
 from outbox.contrib.django.database.aliases import broker_connection, broker_database
-from outbox.contrib.django.database.in_tests import refuse_in_tests
 from outbox.contrib.django.database.large_bodies import storage_of
 from outbox.contrib.django.engine.broker import engine_of
-from outbox.contrib.django.engine.path import prove
 from outbox.contrib.django.ledger.ledger_checker import ledger_aliases
 from outbox.contrib.django.operations import mariadb
 from outbox.contrib.django.operations.installation import left_behind, unknown_to_broker
 from outbox.contrib.django.operations.scheduling import schedule_problems
 from outbox.contrib.django.operations.sessions import demands
-from outbox.contrib.django.settings.conf import OutboxSettings, PathChoice, get_settings, imported
+from outbox.contrib.django.settings.conf import OutboxSettings, get_settings, imported
 from outbox.contrib.django.subscribers.inbox import handler_alias, pool_shortages
 from outbox.contrib.django.subscribers.middleware import with_middleware
 from outbox.contrib.django.subscribers.outside import no_claims
@@ -70,8 +68,8 @@ def check_settings(**options: Any) -> list[CheckMessage]:
 
 
 def _producer_group(settings: OutboxSettings) -> Iterator[CheckMessage]:
-    may_be_two_phase = settings.path is PathChoice.TWO_PHASE or ledger_aliases() != [settings.broker]
-    if not settings.producer_group and may_be_two_phase and settings.path is not PathChoice.ATOMIC:
+    may_be_two_phase = ledger_aliases() != [settings.broker]
+    if not settings.producer_group and may_be_two_phase:
         yield Error(
             "OUTBOX['PRODUCER_GROUP'] is not set, but messages may take the two-phase path.",
             hint="Set a name that no other service on the same broker uses, for example 'orders'.",
@@ -268,8 +266,6 @@ def _application_database(alias: str, settings: OutboxSettings) -> Iterator[Chec
     yield from unfit
     if not durable:
         yield _not_durable(alias)
-    if settings.path is PathChoice.ATOMIC and connection.vendor == "postgresql" and settings.has_database:
-        yield from _forced_path(alias)
     if not missing and settings.has_database:
         yield from _foreign_ledger(alias, settings)
 
@@ -288,28 +284,6 @@ def _not_durable(alias: str) -> Warning:
         hint="Turn on both parameters.",
         id="outbox.W022",
     )
-
-
-def _forced_path(alias: str) -> Iterator[CheckMessage]:
-    connection = connections[alias]
-    connection.ensure_connection()
-    try:
-        refuse_in_tests(get_settings().broker)
-    except ConfigurationError:
-        # Django creates test databases for this test run, but none for the broker. So no test can publish through this
-        # alias, and there is nothing to check.
-        return
-    try:
-        same = prove(connection, get_settings()) is not None
-    except OutboxError as error:
-        yield Error(str(error), id="outbox.E023")
-        return
-    if not same:
-        yield Error(
-            f"OUTBOX['PATH'] is 'atomic', but {alias!r} is connected to a database that is not the broker's database.",
-            hint="Set PATH to 'auto'.",
-            id="outbox.E024",
-        )
 
 
 def _broker_database(settings: OutboxSettings) -> Iterator[CheckMessage]:

@@ -305,10 +305,10 @@ def transactional_message(
     yields any number of messages, of any topics, made by `message(…)`. The messages become visible together or never.
 
     `check` is a look-up function that gets the message, or the first of several messages, for example `lambda m:
-    Order.objects.filter(pk=m.key, status="paid").exists()`. With the ledger, check-back also calls the look-up, and
-    raises an alarm if ledger and look-up disagree. Without the ledger, a true result of the look-up proves that the
-    transaction committed, and a false result proves nothing. `immunity_seconds` is how long the broker waits before the
-    first check (default OUTBOX['IMMUNITY_SECONDS']). Choose a larger number for a function that runs for a long time.
+    Order.objects.filter(pk=m.key, status="paid").exists()`. Check-back
+    answers from the ledger, and also calls the look-up to raise an alarm if both disagree. `immunity_seconds` is how
+    long the broker waits before the first check (default OUTBOX['IMMUNITY_SECONDS']). Choose a larger number for a
+    function that runs for a long time.
     `using` is the alias of the transaction. Without `using`, the database routers choose the alias, and a write to
     another alias is refused. With `durable`, a call inside another transaction is refused.
 

@@ -75,7 +75,7 @@ def report_after_commit(connection: BaseDatabaseWrapper, half: HalfTransaction) 
 
 def _after_commit(alias: str, half: HalfTransaction, halves: BlockHalves) -> None:
     point("producer.after_local_commit")
-    if half.ledger_id is not None and half.transaction_id in _in_ledger(connections[alias], halves):
+    if half.transaction_id in _in_ledger(connections[alias], halves):
         _end_soon(half, Decision.COMMIT)
     else:
         _check_soon(half.transaction_id)
@@ -133,9 +133,6 @@ def _is_there(connection: BaseDatabaseWrapper, published: Published) -> bool:
 
 
 def _is_half_there(connection: BaseDatabaseWrapper, half: HalfTransaction) -> bool:
-    if half.ledger_id is None:
-        # The ledger is off, so there is no ledger row to read. After COMMIT, the producer only requests a check.
-        return True
     halves = watch_of(connection).halves
     found = ledger.committed(connection, halves.ids)
     if len(connection.atomic_blocks) == 1 and not in_pipeline(connection):
@@ -184,7 +181,7 @@ def report_rollback(connection: BaseDatabaseWrapper, half: HalfTransaction, xid:
 
     Call this function after a block of this package has ended without a commit.
     """
-    if half.ledger_id is not None and _is_rolled_back(connection, half, xid):
+    if _is_rolled_back(connection, half, xid):
         _end_soon(half, Decision.ROLLBACK)
     else:
         _check_soon(half.transaction_id)

@@ -496,23 +496,10 @@ def _publish_halves(
 ) -> Published:
     settings = current.settings
     group = settings.required_producer_group()
-    if not settings.ledger and not terms.checker:
-        raise ConfigurationError(
-            "OUTBOX['LEDGER'] is off, so no process could answer a check of the half message for topic "
-            f"{messages[0].topic!r}. Publish through @transactional_message(check=…), or turn the ledger on."
-        )
-    if not settings.ledger and (unique := [item for item in messages if isinstance(item, UniqueMessage)]):
-        raise ConfigurationError(
-            f"unique={unique[0].unique!r} for topic {unique[0].topic!r} needs the ledger, but OUTBOX['LEDGER'] is off: "
-            "after a rollback and a second attempt, check= could confirm both messages. Nothing was published. Turn "
-            "the ledger on, or publish without unique."
-        )
     if not settings.in_memory and in_test_case(connection):
         raise leak_from_test(f"a half message for {messages[0].topic!r}")
     _lock_keys(connection, [_topic(current, item.topic) for item in messages], messages)
-    xid, ledger_id = "", None
-    if settings.ledger:
-        xid, ledger_id = _enter_in_ledger(connection, messages[0])
+    xid, ledger_id = _enter_in_ledger(connection, messages[0])
     half = HalfTransaction(
         producer_group=group,
         messages=messages,

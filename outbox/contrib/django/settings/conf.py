@@ -399,23 +399,6 @@ def _limits(where: str, value: Any) -> Threshold:
 # -- OUTBOX ----------------------------------------------------------------------------------------
 
 
-class PathChoice(enum.StrEnum):
-    """How a publish call inside a transaction reaches the broker."""
-
-    AUTO = "auto"
-    """A connection to the broker's own database uses the atomic path.
-
-    Every other connection uses the two-phase path.
-    """
-    TWO_PHASE = "two_phase"
-    """Every publish call inside a transaction uses the two-phase path."""
-    ATOMIC = "atomic"
-    """Every publish call inside a transaction uses the atomic path, on the application's connection.
-
-    If the broker is in another database, publishing fails.
-    """
-
-
 class EngineName(enum.StrEnum):
     """The engine that the settings choose. `outbox.contrib.django.engine.broker` maps each name to its class."""
 
@@ -522,13 +505,6 @@ class OutboxSettings:
         "answer checks of its transactions",
         section="publishing",
     )
-    path: PathChoice = setting(
-        PathChoice.AUTO,
-        member(PathChoice),
-        word="path: two-phase or atomic",
-        meaning="the way of a message to the broker: always `two_phase`, always `atomic`, or chosen per connection "
-        "(`auto`)",
-    )
     send_timeout_seconds: float = setting(
         3.0, seconds(0.05), word="send: pass a message to the broker", meaning="how long `publish` waits for the broker"
     )
@@ -536,22 +512,11 @@ class OutboxSettings:
         6, whole(0, "seconds"), word="immunity (RocketMQ)", meaning="the age at which a half message is first checked"
     )
     check_interval_seconds: float = setting(
-        30.0, seconds(0.1), word="interval: the time between two passes", meaning="time between two check-back passes"
-    )
-    check_retry_seconds: int = setting(
-        60,
-        whole(1, "seconds"),
-        bundled_only=True,
-        word="retry: check the same half message again",
-        meaning="time between two checks of one half message",
-    )
-    max_checks: int = setting(
-        15,
-        whole(1, "checks"),
-        bundled_only=True,
-        word="check",
-        meaning="after this number of answers without an outcome, a half message is "
-        "[parked](transactions.md#parked-messages)",
+        30.0,
+        seconds(0.1),
+        word="interval: the time between two passes",
+        meaning="time between two check-back passes. After an answer without an outcome, a half message is checked "
+        "again when twice this time has passed",
     )
     max_check_age_seconds: int = setting(
         int(3 * _DAY),
@@ -560,13 +525,6 @@ class OutboxSettings:
         word="check",
         meaning="a half message is parked if it is still undecided when this time has passed since the end of its "
         "immunity",
-    )
-    ledger: bool = setting(
-        True,
-        flag,
-        word="ledger: the table of the local transactions",
-        meaning="`False`: there is no ledger, so every transactional message needs a look-up function, "
-        "`@transactional_message(check=…)`",
     )
 
     subscriber_module: str = setting(
@@ -591,14 +549,6 @@ class OutboxSettings:
         word="consumer",
         meaning="handler threads of one consumer process, which its subscribers share in turn. Each needs a session of "
         "the [database](operations/connections.md). A subscriber with `threads` above 8 raises the number",
-    )
-    broker_apart: bool = setting(
-        False,
-        flag,
-        bundled_only=True,
-        word="broker",
-        meaning="`True`: the only consumer process of a worker does not run the sequencer. Use `True` if handlers "
-        "compute for long or kill their process",
     )
     lease_seconds: float = setting(
         10.0,
@@ -653,13 +603,6 @@ class OutboxSettings:
         word="publisher",
         meaning="for each rule of a reconciliation, the dotted path of the function that makes the message of a row "
         "again ([repair](reconciliation/findings.md#repair))",
-    )
-    audit_interval_seconds: float = setting(
-        _DAY,
-        seconds(1),
-        bundled_only=True,
-        word="interval: the time between two audits; audit (bookkeeping)",
-        meaning="time between two audits of conservation",
     )
     metrics: bool = setting(
         False,
@@ -760,8 +703,8 @@ class OutboxSettings:
         """The settings that determine when the broker checks a half message, and when it parks the message."""
         return CheckSettings(
             immunity_seconds=self.immunity_seconds,
-            recheck_seconds=self.check_retry_seconds,
-            max_checks=self.max_checks,
+            # A check that answered UNKNOWN is asked again by the pass after the next one.
+            recheck_seconds=2 * self.check_interval_seconds,
             max_age_seconds=self.max_check_age_seconds,
         )
 

@@ -36,6 +36,10 @@ PRUNE_TURN_SECONDS: Final = 2.0
 # due, the pass runs only one query.
 _LOOK_INTERVAL_SECONDS: Final = 60.0
 
+# After a restart, a worker begins the interval of each pass again. So the pass `audit` runs every hour, and counts the
+# messages only if the last audit is a day old.
+_AUDIT_LOOK_SECONDS: Final = 3600.0
+
 _LEFT: Final = {"left_to": "another process, which has just begun this pass"}
 
 # The names of passes that ended before their work was complete. In this process such a pass runs again at once,
@@ -51,10 +55,9 @@ def passes() -> list[PeriodicPass]:
     """
     settings = get_settings()
     prune = _in_turn("prune", PRUNE_INTERVAL_SECONDS, lambda: asdict(run_prune(max_seconds=PRUNE_TURN_SECONDS)))
-    # After a restart, a worker begins the interval of each pass again. So the pass `audit` runs at least once an hour,
-    # and counts the messages only if the last audit is too old.
-    audit_seconds = min(3600.0, settings.audit_interval_seconds)
-    audit = PeriodicPass(name="audit", interval_seconds=audit_seconds, run=partial(_watched, "audit", audit_when_due))
+    audit = PeriodicPass(
+        name="audit", interval_seconds=_AUDIT_LOOK_SECONDS, run=partial(_watched, "audit", audit_when_due)
+    )
     always = [_in_turn("compare", _LOOK_INTERVAL_SECONDS, _compared), prune, audit]
     if settings.has_database:
         always.append(_in_turn("conditions", CONDITIONS_INTERVAL_SECONDS, _conditions))

@@ -90,16 +90,16 @@ def child_specs(roles: Sequence[str] = ()) -> list[ChildSpec]:
     if Role.RELAY in wanted:
         processes["relay"] = [Role.RELAY]
     left = prepare_health_files(processes)
-    options = [SHARED_LEAD] if _shares_lead(processes, apart=settings.broker_apart) else []
+    options = [SHARED_LEAD] if _shares_lead(processes) else []
     specs = [_child(name, [*its_roles, *options], left[name]) for name, its_roles in processes.items()]
     if settings.health_address is not None or Role.MONITOR in wanted:
         specs.append(_child("monitor", [Role.MONITOR], monitor_environment()))
     return specs
 
 
-def _shares_lead(processes: Mapping[str, Sequence[Role]], *, apart: bool) -> bool:
+def _shares_lead(processes: Mapping[str, Sequence[Role]]) -> bool:
     consumers = [name for name, roles in processes.items() if Role.CONSUMER in roles]
-    return len(consumers) == 1 and Role.BROKER in processes and not apart
+    return len(consumers) == 1 and Role.BROKER in processes
 
 
 def _child(name: str, arguments: Sequence[str], environment: Mapping[str, str]) -> ChildSpec:
