@@ -54,7 +54,7 @@ class OnError(enum.StrEnum):
 
     RETRY = "retry"
     """In concurrent mode, put the message into the retry queue. In ordered modes, wait, then try the message again."""
-    SKIP = "skip"
+    RETRY_LATER = "retry_later"
     """Put the message into the retry queue.
 
     The group handles the next messages before this message, so an ordered mode loses its order.
@@ -130,7 +130,7 @@ class Subscription:
     )
     on_error: Mapping[type[BaseException], OnError] = _option(
         MappingProxyType({}),
-        'per exception type: `"retry"`, `"skip"`, `"dead_letter"` or `"stop"`. The most specific '
+        'per exception type: `"retry"`, `"retry_later"`, `"dead_letter"` or `"stop"`. The most specific '
         "type decides; an error of an unlisted type is retried",
         shown="`{}`",
     )
@@ -169,7 +169,7 @@ class Subscription:
         if not isinstance(self.retry, RetryPolicy):
             yield f"retry={self.retry!r} must be a RetryPolicy, for example RetryPolicy(max_attempts=3)"
         if not isinstance(self.on_error, Mapping) or not all(map(_is_error, self.on_error)):
-            yield f"on_error={self.on_error!r} must map exception classes to reactions, as in {{ValueError: 'skip'}}"
+            yield f"on_error={self.on_error!r} must map exception classes to reactions, as in {{ValueError: 'stop'}}"
         if not _is_seconds(self.suspend_seconds) or self.suspend_seconds < 0:
             yield f"suspend_seconds={self.suspend_seconds!r} must be a number of seconds, 0 or more"
         if not _is_seconds(self.timeout_seconds) or self.timeout_seconds <= 0:

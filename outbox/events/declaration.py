@@ -354,7 +354,7 @@ def read_event(expected: tuple[type, ...], topic: str, headers: Mapping[str, str
             raise _unreadable(at, wanted)
         body = _read(body)
         for target, change in chain:
-            body = _changed(at, target, change, body)
+            body = _apply_change(at, target, change, body)
             if type(body) in _by_kind:
                 return _checked(at, body, expected)
             found = wanted.get(target)
@@ -401,7 +401,7 @@ def _version_of(wanted: Mapping[Version, EventType], topic: str, headers: Mappin
     return name, int(text)
 
 
-def _changed(at: Version, target: Version, change: Callable[[Any], Any], body: Any) -> Any:
+def _apply_change(at: Version, target: Version, change: Callable[[Any], Any], body: Any) -> Any:
     try:
         return change(body)
     except Exception as error:

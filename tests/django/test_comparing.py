@@ -141,7 +141,9 @@ def test_vanished_effects_are_counted_and_a_reset_brings_them_back() -> None:
 def test_what_has_no_inbox_row_for_a_reason_is_no_loss() -> None:
     """Filtered out, given up, passed over by a reset, handled before the first comparison."""
 
-    @subscriber("payments", group="effects", tag="wanted", on_error={ValueError: "skip", KeyError: "dead_letter"})
+    @subscriber(
+        "payments", group="effects", tag="wanted", on_error={ValueError: "retry_later", KeyError: "dead_letter"}
+    )
     def effect(delivery: Delivery) -> None:
         if delivery.key == "skipped":
             raise ValueError

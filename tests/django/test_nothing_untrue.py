@@ -95,7 +95,7 @@ class States:
         @subscriber("orders", group="retried", tag="retried", retry=LATER)
         @subscriber("orders", group="retry_recalled", tag="retry_recalled", retry=LATER)
         @subscriber("orders", group="erased", tag="erased", retry=LATER)
-        @subscriber("orders", group="behind", tag="behind", on_error={ValueError: "skip"})
+        @subscriber("orders", group="behind", tag="behind", on_error={ValueError: "retry_later"})
         @subscriber("orders", group="blocked", tag="blocked", mode="orderly")
         @subscriber("orders", group="stopped", tag="stopped", mode="orderly", on_error={ValueError: "stop"})
         def fail(delivery: Delivery) -> None:

@@ -18,13 +18,13 @@ pytestmark = pytest.mark.usefixtures("application", "no_subscribers")
 
 def test_the_arguments_of_subscriber_become_its_subscription() -> None:
     @subscriber(
-        "orders", group="g", tag=["paid", "refunded"], mode="orderly", on_error={Refused: "skip"}, start="latest"
+        "orders", group="g", tag=["paid", "refunded"], mode="orderly", on_error={Refused: "retry_later"}, start="latest"
     )
     def handler(given: Delivery) -> None: ...
 
     subscription = registry.subscribers()[-1].subscription
     assert subscription.filter == "paid || refunded"
-    assert subscription.reaction(Refused()) is OnError.SKIP
+    assert subscription.reaction(Refused()) is OnError.RETRY_LATER
     assert subscription.start is Start.LATEST
 
     @subscriber("orders", group="h", filter="amount > 10")

@@ -127,7 +127,7 @@ def test_each_half_of_a_batch_gets_the_published_bodies() -> None:
     for is_in_memory in (False, True):
         calls: list[list[int]] = []
 
-        @subscriber("orders", group="accounts", batch=4, on_error={Refused: "skip"})
+        @subscriber("orders", group="accounts", batch=4, on_error={Refused: "retry_later"})
         def account(given: list[Delivery], calls: list[list[int]] = calls) -> None:
             for one in given:
                 one.body["amount"] *= 2

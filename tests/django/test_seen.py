@@ -46,7 +46,7 @@ def world(databases: None, outbox_settings: Callable[..., None], monkeypatch: py
 CRITICAL = {"unreachable", "schema_version", "no_sequencer", "process_failing", "check_back_late", "receiver_late"}
 CRITICAL |= {"schedule_late", "contradicted", "wrong_ledger", "no_worker", "blocked_queue", "stopped_queue"}
 CRITICAL |= {"connections_refused"}
-CRITICAL |= {"crash_loop", "suspects", "retry_storm", "retention_behind", "expired", "lock_held", "sequence_age"}
+CRITICAL |= {"crash_loop", "quarantined", "retry_storm", "retention_behind", "expired", "lock_held", "sequence_age"}
 CRITICAL |= {
     "reconciliation_findings",
     "path_flipped",
@@ -92,7 +92,7 @@ def test_every_condition_has_its_fault() -> None:
 
 
 # Processes have to die for these.
-DEATHS = ("crash_loop", "suspects")
+DEATHS = ("crash_loop", "quarantined")
 
 
 @pytest.mark.parametrize(

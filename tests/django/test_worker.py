@@ -95,7 +95,7 @@ def test_a_message_that_kills_its_process_is_named_and_given_up() -> None:
         eventually(is_given_up, within_seconds=90)
         eventually(lambda: effects() == sorted(["one", "step-one", "three", "step-three"]), within_seconds=30)
         assert worker.poll() is None
-    assert "kills-two" in {fact["key"] for one in named if one.name == "suspects" for fact in one.evidence}
+    assert "kills-two" in {fact["key"] for one in named if one.name == "quarantined" for fact in one.evidence}
     # Once among others and three times alone: a crash loop, for as long as that is recent.
     [loop] = [one for one in look().verdict.conditions if one.name == "crash_loop"]
     assert [(str(fact["process"]).split()[0], fact["deaths"]) for fact in loop.evidence] == [("consumer-1", 4)]

@@ -112,21 +112,21 @@ def every_exception_is_a_rollback(patch: pytest.MonkeyPatch) -> None:
 
 def take_no_key(patch: pytest.MonkeyPatch) -> None:
     """No row holds a unique key."""
-    patch.setattr(unique_keys, "take", lambda connection, messages: {})
+    patch.setattr(unique_keys, "reserve", lambda connection, messages: {})
 
 
 def hold_keys_of_rolled_back_messages(patch: pytest.MonkeyPatch) -> None:
     """The row of a unique key commits on its own, so a rollback does not free the key."""
-    take = unique_keys.take
+    reserve = unique_keys.reserve
 
-    def take_elsewhere(connection: BaseDatabaseWrapper, messages: Sequence[UniqueMessage]) -> dict[UUID, UUID]:
+    def reserve_elsewhere(connection: BaseDatabaseWrapper, messages: Sequence[UniqueMessage]) -> dict[UUID, UUID]:
         # This alias names the same database.
         other = connections["other"]
         with other.cursor() as cursor:
             cursor.execute("SET lock_timeout = '20ms'")
-        return take(other, messages)
+        return reserve(other, messages)
 
-    patch.setattr(unique_keys, "take", take_elsewhere)
+    patch.setattr(unique_keys, "reserve", reserve_elsewhere)
 
 
 def let_writes_pass(patch: pytest.MonkeyPatch) -> None:

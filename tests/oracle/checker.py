@@ -230,7 +230,7 @@ EXPLAINED: dict[str, tuple[set[str], float]] = {
     "connections_refused": (_AWAY, 90),
     "lag": (_AWAY | _DEATHS, 120),
     "crash_loop": (_AWAY | _DEATHS, 700),
-    "suspects": (_DEATHS | {"crash of the server"}, 300),
+    "quarantined": (_DEATHS | {"crash of the server"}, 300),
     "outage": (_AWAY, 120),
     "retry_storm": (_AWAY, 600),
     "blocked_queue": (_AWAY | _DEATHS, 120),

@@ -418,9 +418,10 @@ class Coordinator:
             self._queues.pop(lease.key, None)
 
     def _follow(self, run: Executor, states: Mapping[int, GroupState]) -> None:
-        suspected = quarantine.of_groups(run, [group_id for group_id, state in states.items() if state.has_quarantined])
+        affected = [group_id for group_id, state in states.items() if state.has_quarantined]
+        quarantined = quarantine.of_groups(run, affected)
         for group_id, state in states.items():
-            switched = GroupChanged(group_id, state.paused, state.generation, suspected.get(group_id, {}))
+            switched = GroupChanged(group_id, state.paused, state.generation, quarantined.get(group_id, {}))
             if self._switches.get(group_id) != switched:
                 self._switches[group_id] = switched
                 self._ownership.emit(switched)

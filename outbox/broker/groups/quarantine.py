@@ -130,8 +130,8 @@ def of_groups(run: Executor, group_ids: Sequence[int]) -> dict[int, dict[int, Qu
     found: dict[int, dict[int, QuarantinedMessage]] = {group_id: {} for group_id in group_ids}
     if not found:
         return found
-    for suspect in run.objects(QuarantinedMessage, _OF_GROUPS, {"group_ids": arrays.integers(group_ids)}):
-        found[suspect.group_id][suspect.log_id] = suspect
+    for message in run.objects(QuarantinedMessage, _OF_GROUPS, {"group_ids": arrays.integers(group_ids)}):
+        found[message.group_id][message.log_id] = message
     return found
 
 

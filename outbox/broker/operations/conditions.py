@@ -262,8 +262,8 @@ CATALOGUE: Final[Mapping[str, ConditionKind]] = {
     ),
     "blocked_queue": ConditionKind(
         "An ordered handler fails on one message again and again, and the messages behind this message wait.",
-        "Fix the handler, let its on_error policy skip the message or make it a dead letter, or skip the message with "
-        "`outbox_group skip GROUP TOPIC MESSAGE`.",
+        "Fix the handler, let its on_error policy retry the message later or make it a dead letter, or skip the "
+        "message with `outbox_group skip GROUP TOPIC MESSAGE`.",
     ),
     "stopped_queue": ConditionKind(
         "The on_error policy of a handler stopped its queue.",
@@ -275,11 +275,11 @@ CATALOGUE: Final[Mapping[str, ConditionKind]] = {
     ),
     "crash_loop": ConditionKind(
         "A process of a worker has died three times or more within ten minutes.",
-        "Check the log of the process, the condition `suspects` and new dead letters. The evidence says how the "
+        "Check the log of the process, the condition `quarantined` and new dead letters. The evidence says how the "
         "process died (signal 9 often means out of memory). The condition ends when fewer than three deaths are in the "
         "last ten minutes.",
     ),
-    "suspects": ConditionKind(
+    "quarantined": ConditionKind(
         "A process died while it handled these messages. Consumers now handle each of these messages alone. After "
         "the third death the message becomes a dead letter.",
         "`outbox_message show ID` shows the message. Fix the handler before the message becomes a dead letter, or "

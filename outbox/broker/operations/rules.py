@@ -583,9 +583,9 @@ FROM (SELECT * FROM {schema}.incident
 GROUP BY subject HAVING count(*) >= %(deaths)s ORDER BY 2 DESC
 """)
 
-# Suspects are of two kinds: messages that kill their process, and messages whose handler hangs. The statement returns
-# the first suspects of each kind, so that many suspects of one kind do not hide a suspect of the other kind.
-_SUSPECTS: Final = Statement("""
+# Messages in quarantine are of two kinds: they kill their process, or their handler hangs. The statement returns the
+# first messages of each kind, so that many of one kind do not hide one of the other kind.
+_QUARANTINED: Final = Statement("""
 SELECT hung, consumer_group.name, log.message_id::text, log.key, deaths,
        extract(epoch FROM clock_timestamp() - suspected_at)::double precision, evidence, total
 FROM (SELECT *, count(*) OVER (PARTITION BY hung) AS total,
@@ -619,7 +619,7 @@ GROUP BY 1, 2, 3, 4 ORDER BY 6 DESC
 """)
 
 
-def _of_suspects(run: Executor, limits: Thresholds, summary: Summary) -> Iterator[Condition]:
+def _of_quarantine(run: Executor, limits: Thresholds, summary: Summary) -> Iterator[Condition]:
     """Return the conditions of handlers that kill or hang their process, and of subscriptions in an outage."""
     yield from condition(
         "crash_loop",
@@ -631,18 +631,18 @@ def _of_suspects(run: Executor, limits: Thresholds, summary: Summary) -> Iterato
     crashing: list[Judged] = []
     hanging: list[Judged] = []
     totals: dict[bool, int] = {}
-    for hung, group, message, key, deaths, age, evidence, total in run.rows(_SUSPECTS, {"limit": EVIDENCE}):
+    for hung, group, message, key, deaths, age, evidence, total in run.rows(_QUARANTINED, {"limit": EVIDENCE}):
         totals[hung] = total
         fact: Fact = {
             "group": group,
             "message": message,
             "key": key,
             "deaths": deaths,
-            "suspected_seconds": age,
+            "quarantined_seconds": age,
             "evidence": evidence,
         }
         (hanging if hung else crashing).append((Severity.CRITICAL if deaths else Severity.WARNING, fact))
-    for found in (*condition("suspects", crashing), *condition("hung_handlers", hanging)):
+    for found in (*condition("quarantined", crashing), *condition("hung_handlers", hanging)):
         yield Condition(found.name, found.severity, found.evidence, totals[found.name == "hung_handlers"])
     yield from condition(
         "outage",
@@ -901,7 +901,7 @@ _RULES: Final[Sequence[Rules]] = (
     _of_restores,
     _of_transactions,
     _of_groups,
-    _of_suspects,
+    _of_quarantine,
     _of_events,
     _of_schedules,
     _of_limits,

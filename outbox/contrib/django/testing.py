@@ -270,7 +270,7 @@ def in_memory_outbox(*, groups: Sequence[str] = (), **settings: Any) -> Iterator
 
     The parameter `settings` contains further keys of OUTBOX.
     """
-    with _changed({**settings, "IN_MEMORY": True}):
+    with _changed_settings({**settings, "IN_MEMORY": True}):
         yield InMemoryOutbox(groups)
 
 
@@ -282,7 +282,7 @@ def broker_outbox(*, groups: Sequence[str] = (), **settings: Any) -> Iterator[Br
 
     Raises ConfigurationError if the broker's alias is not among the databases of the running test.
     """
-    with _changed({**settings, "IN_MEMORY": False}):
+    with _changed_settings({**settings, "IN_MEMORY": False}):
         yield BrokerOutbox(groups)
 
 
@@ -296,7 +296,7 @@ def crash_tests(*, groups: Sequence[str] = (), **settings: Any) -> Iterator[Cras
     with TemporaryDirectory(prefix="outbox-crashes-") as folder:
         # Chance decides which messages share a transaction. So each message has a transaction of its own.
         alone = {"IMMUNITY_SECONDS": 0, "CHECK_INTERVAL_SECONDS": 0.5, "MESSAGES_PER_COMMIT": 1}
-        with _changed({**alone, **settings, "IN_MEMORY": False}):
+        with _changed_settings({**alone, **settings, "IN_MEMORY": False}):
             get_engine().refusals.require("run_once", "a crash test")
             broker = BrokerOutbox(groups)
             yield CrashKit(
@@ -310,7 +310,7 @@ def crash_tests(*, groups: Sequence[str] = (), **settings: Any) -> Iterator[Cras
 
 
 @contextmanager
-def _changed(keys: dict[str, Any]) -> Iterator[None]:
+def _changed_settings(keys: dict[str, Any]) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(forced(keys))
         stack.enter_context(_capturing_tasks())

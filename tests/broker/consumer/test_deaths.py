@@ -70,13 +70,13 @@ def test_another_consumer_takes_the_queues_of_a_killed_one(
         with bench.running((Subscription(group="g", topic="orders"), heir), lease_seconds=LEASE_SECONDS):
             eventually(lambda: bench.shares() == [2] and dead not in bench.owners().values(), what="it has the queues")
             eventually(lambda: sorted(heir.ns) == list(range(8)), what="it has handled what the other one held")
-            assert accused(bench) == (4 if end is kill_at_work else 0), (
+            assert quarantined(bench) == (4 if end is kill_at_work else 0), (
                 "a process that was stopped puts no message into quarantine"
             )
             assert members_of(bench, dead) == 0
 
 
-def accused(bench: ConsumptionBench) -> int:
+def quarantined(bench: ConsumptionBench) -> int:
     # A message leaves quarantine as soon as its handler has returned; the incident stays.
     rows = bench.rows("SELECT detail FROM outbox.incident WHERE kind = 'process_died'")
     return sum(int(detail.split(" messages")[0].split()[-1]) for (detail,) in rows)

@@ -145,7 +145,7 @@ def test_reaction_per_error_type_the_most_specific_wins(orders: ConsumptionBench
         raise errors[delivery.body["n"]]
 
     orders.publish([message(n) for n in range(3)])
-    on_error = {KeyError: OnError.RETRY, LookupError: OnError.DEAD_LETTER, ValueError: OnError.SKIP}
+    on_error = {KeyError: OnError.RETRY, LookupError: OnError.DEAD_LETTER, ValueError: OnError.RETRY_LATER}
     orders.runtime((subscribe(retry=LATER, on_error=on_error), fail)).run_once()
     assert len(scheduled(orders)) == 2
     (letter,) = dead_letters.list_dead_letters(orders.run)

@@ -217,7 +217,7 @@ def test_a_poisoned_key_keeps_no_bodies_in_memory(steps: ConsumptionBench, monke
 
 
 @pytest.mark.parametrize("mode", ORDERED)
-def test_skip_goes_to_the_retry_topic_and_is_handled_later(steps: ConsumptionBench, mode: Mode) -> None:
+def test_retry_later_goes_to_the_retry_topic_and_is_handled_later(steps: ConsumptionBench, mode: Mode) -> None:
     order: list[tuple[int, str]] = []
     healed = False
 
@@ -227,7 +227,7 @@ def test_skip_goes_to_the_retry_topic_and_is_handled_later(steps: ConsumptionBen
         order.append((delivery.body["n"], delivery.queue.split("/")[0]))
 
     subscription = subscribe(
-        mode, on_error={TimeoutError: OnError.SKIP}, retry=RetryPolicy(delays_seconds=[0.0], max_attempts=5)
+        mode, on_error={TimeoutError: OnError.RETRY_LATER}, retry=RetryPolicy(delays_seconds=[0.0], max_attempts=5)
     )
     steps.publish([Message(topic="steps", key="k", body=encode({"n": n})) for n in range(4)])
     runtime = steps.runtime((subscription, handle))

@@ -45,7 +45,7 @@ class Case:
     def die(self, instance: UUID, *calls: RunningCall, hung: bool = False) -> None:
         quarantine.record_death(self.run, instance, calls, evidence="c1 on here died", hung=hung)
 
-    def accuse(self) -> None:
+    def put_into_quarantine(self) -> None:
         """By a death among others."""
         self.die(
             self.instance(), RunningCall(self.group_id, [self.log_id], False), RunningCall(self.group_id, [7], False)
@@ -80,8 +80,8 @@ def case(bench: ConsumptionBench) -> Case:
 
 
 def test_only_deaths_alone_count_and_the_pause_grows(case: Case) -> None:
-    case.accuse()
-    case.accuse()
+    case.put_into_quarantine()
+    case.put_into_quarantine()
     assert case.row() == (0, 0, 0)
     for deaths, pause in [(1, 1), (2, 4)]:
         instance = case.instance()
@@ -110,7 +110,7 @@ def test_a_death_lets_the_queues_of_the_dead_go_at_once(case: Case) -> None:
 
 def test_one_of_a_group_is_tried_at_a_time(case: Case) -> None:
     first, second = case.instance(), case.instance()
-    case.accuse()
+    case.put_into_quarantine()
     case.die(case.instance(), RunningCall(case.group_id, [case.log_ids[1]], False))
     assert case.tries(first) == QuarantineAttempt()
     assert quarantine.begin_attempt(case.run, second, "there", case.group_id, [case.log_ids[1]]).wait_seconds > 0
@@ -121,7 +121,7 @@ def test_one_of_a_group_is_tried_at_a_time(case: Case) -> None:
 
 
 def test_vanishing_alone_counts_only_on_two_hosts(case: Case) -> None:
-    case.accuse()
+    case.put_into_quarantine()
     for vanished, pause in [(1, 1), (2, 4), (3, 16), (4, 64)]:
         instance = case.instance()
         assert case.tries(instance, "here") == QuarantineAttempt()
@@ -138,7 +138,7 @@ def test_vanishing_alone_counts_only_on_two_hosts(case: Case) -> None:
 
 
 def test_an_instance_that_beats_again_has_not_vanished(case: Case) -> None:
-    case.accuse()
+    case.put_into_quarantine()
     gone = []
     for host in ("here", "there", "here"):
         gone.append(instance := case.instance())
@@ -152,7 +152,7 @@ def test_an_instance_that_beats_again_has_not_vanished(case: Case) -> None:
 
 
 def test_what_a_parent_saw_is_not_counted_as_vanishing_too(case: Case) -> None:
-    case.accuse()
+    case.put_into_quarantine()
     instance = case.instance()
     assert case.tries(instance) == QuarantineAttempt()
     case.vanish(instance)
@@ -164,7 +164,7 @@ def test_what_a_parent_saw_is_not_counted_as_vanishing_too(case: Case) -> None:
 
 
 def test_an_attempt_that_never_began_or_was_not_alone_proves_nothing(case: Case) -> None:
-    case.accuse()
+    case.put_into_quarantine()
     instance = case.instance()
     assert case.tries(instance) == QuarantineAttempt()
     # It died between the note and the call, or after the call had come back.
@@ -180,7 +180,7 @@ def test_an_attempt_that_never_began_or_was_not_alone_proves_nothing(case: Case)
 
 
 def test_the_status_names_messages_in_quarantine(case: Case) -> None:
-    case.accuse()
+    case.put_into_quarantine()
     (problem,) = [text for text in map(str, quarantine.list_quarantined(case.run)) if "suspected" in text]
     assert "group 'g'" in problem and "killing its process: 0 of 3 deaths alone" in problem
     assert "c1 on here died" in problem
@@ -189,7 +189,7 @@ def test_the_status_names_messages_in_quarantine(case: Case) -> None:
 @pytest.mark.parametrize("mode", list(Mode))
 def test_a_message_with_three_deaths_is_given_up_and_its_queue_continues(bench: ConsumptionBench, mode: Mode) -> None:
     case = Case(bench)
-    case.accuse()
+    case.put_into_quarantine()
     bench.connection.execute("UPDATE outbox.suspect SET deaths = 3")
     seen: list[str] = []
 

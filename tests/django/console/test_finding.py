@@ -113,7 +113,7 @@ def test_many_crashing_handlers_hide_no_hanging_one(world: World, operator: Clie
         " FROM outbox.consumer_group, generate_series(1, 121) AS number WHERE name = 'mail'"
     )
     page = operator.get("/outbox/").content.decode()
-    assert "</span> hung_handlers" in page and "</span> suspects" in page and "× 120" in page
+    assert "</span> hung_handlers" in page and "</span> quarantined" in page and "× 120" in page
 
 
 def test_findings_that_were_cut_say_so(world: World, operator: Client, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ def _state(alias: str, row: RelayEntry | None) -> Mapping[str, Any]:
     return {"state": row.state, "database": alias, "topic": row.topic, "attempts": row.attempts, "error": row.error}
 
 
-def _changed(message_id: UUID, change: Callable[[str, UUID], Any], alias: str) -> Mapping[str, Any]:
+def _change_row(message_id: UUID, change: Callable[[str, UUID], Any], alias: str) -> Mapping[str, Any]:
     change(alias, message_id)
     return _state(alias, relay_rows.rows_on(alias).defer("body").filter(message_id=message_id).first())
 
@@ -41,7 +41,7 @@ def _retry(values: Values) -> ActionPlan:
         "it, the later messages of its key follow.",
         before=_state(alias, row),
         nothing=row.parked_at is None,
-        do=lambda: _changed(row.message_id, relay_rows.retry, alias),
+        do=lambda: _change_row(row.message_id, relay_rows.retry, alias),
     )
 
 
@@ -60,7 +60,7 @@ def _discard(values: Values) -> ActionPlan:
         dangerous=True,
         before=_state(alias, row),
         refusal="" if row.state != "taken" else "The relay has taken the message, and may have sent it.",
-        do=lambda: _changed(row.message_id, discard, alias),
+        do=lambda: _change_row(row.message_id, discard, alias),
     )
 
 

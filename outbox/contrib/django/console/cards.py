@@ -36,7 +36,7 @@ _PLACES: Final[Mapping[str, tuple[str, str, str]]] = {
     "retention_behind": ("topics", "", "Topics"),
     **dict.fromkeys(("contradicted", "refused", "wrong_ledger", "checker_disagrees", "expired", "path_flipped"),
                     ("incidents", "", "Incidents")),
-    **dict.fromkeys(("process_failing", "crash_loop", "hung_handlers", "suspects", "claim_held_long"),
+    **dict.fromkeys(("process_failing", "crash_loop", "hung_handlers", "quarantined", "claim_held_long"),
                     ("workers", "", "Workers")),
     **dict.fromkeys(("no_sequencer", "ticks_late", "summary_late", "connections_refused"), ("workers", "", "Workers")),
     "outage": ("groups", "", "Groups"),
@@ -67,8 +67,8 @@ _STEPS: Final[Mapping[str, str]] = {
     "blocked_queue": "Fix the handler, or skip the message with the button.",
     "stopped_queue": "Fix the cause of the handler's error, then resume the group with the button.",
     "group_paused": "When the reason for the pause is gone, resume the group with the button.",
-    "suspects": "Open the message, and fix the handler before the message becomes a dead letter. Until then, pause the "
-    "group with the button.",
+    "quarantined": "Open the message, and fix the handler before the message becomes a dead letter. Until then, pause "
+    "the group with the button.",
     "claim_held_long": "Open the message: it shows the steps that are done. Find the call of another system for which "
     "the handler waits, and give this call a timeout.",
     "endpoint_disabled": "If the endpoint exists again, enable it with the button. If it is gone for good, remove its "
@@ -101,7 +101,7 @@ _SETTLED_ON: Final[Mapping[str, tuple[str, Mapping[str, str], str, str]]] = {
 _CAUSES: Final[Mapping[str, Sequence[str]]] = {
     "lag": (
         *("no_worker", "stopped_queue", "blocked_queue", "endpoint_disabled", "limit_binding", "outage"),
-        *("hung_handlers", "suspects", "unknown_version", "retry_storm", "no_sequencer"),
+        *("hung_handlers", "quarantined", "unknown_version", "retry_storm", "no_sequencer"),
     ),
     "outage": ("endpoint_disabled",),
     "retry_storm": ("outage",),
@@ -149,7 +149,7 @@ _REMEDIES: Final[Mapping[str, Sequence[_RemedyRow]]] = {
     "blocked_queue": (_SKIP, _PAUSE),
     "retry_storm": (_PAUSE,),
     "outage": (_PAUSE,),
-    "suspects": (_PAUSE,),
+    "quarantined": (_PAUSE,),
     "hung_handlers": (_PAUSE,),
     "endpoint_disabled": (("enable_endpoint", "Enable {group} …", "good", {"group": "group"}),),
     "rejecting": (("accept", "Accept messages again …", "good", {}),),

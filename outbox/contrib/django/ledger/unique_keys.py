@@ -66,7 +66,7 @@ RETURNING held.message_id
 """
 
 
-def take(connection: BaseDatabaseWrapper, messages: Sequence[UniqueMessage]) -> dict[UUID, UUID]:
+def reserve(connection: BaseDatabaseWrapper, messages: Sequence[UniqueMessage]) -> dict[UUID, UUID]:
     """Take the keys of these messages for the open transaction, and return the duplicates.
 
     For each message whose key another message holds, the result has the id of the other message. If several of the
@@ -101,7 +101,7 @@ def _take_postgresql(connection: BaseDatabaseWrapper, wanted: Mapping[_Key, Uniq
     held: dict[_Key, UUID] = {}
     left = dict(wanted)
     for _ in range(_MAX_ROUNDS):
-        left = _without(left, _changed(connection, _INSERT_POSTGRESQL, left))
+        left = _without(left, _write_keys(connection, _INSERT_POSTGRESQL, left))
         if not left:
             return held
         expired = {}
@@ -113,7 +113,7 @@ def _take_postgresql(connection: BaseDatabaseWrapper, wanted: Mapping[_Key, Uniq
                 del left[key]
         if expired:
             left = _without(
-                left, _changed(connection, _REPLACE_POSTGRESQL, {key: left[key] for key in sorted(expired)})
+                left, _write_keys(connection, _REPLACE_POSTGRESQL, {key: left[key] for key in sorted(expired)})
             )
         if not left:
             return held
@@ -131,7 +131,7 @@ def _without(messages: Mapping[_Key, UniqueMessage], taken: Collection[UUID]) ->
     return {key: item for key, item in messages.items() if item.message_id not in taken}
 
 
-def _changed(connection: BaseDatabaseWrapper, statement: str, wanted: Mapping[_Key, UniqueMessage]) -> set[UUID]:
+def _write_keys(connection: BaseDatabaseWrapper, statement: str, wanted: Mapping[_Key, UniqueMessage]) -> set[UUID]:
     """Execute an INSERT or UPDATE for these keys. Returns the messages that hold their keys now."""
     ids = [item.message_id for item in wanted.values()]
     seconds = [item.within.total_seconds() for item in wanted.values()]

@@ -392,7 +392,7 @@ def _publish_unique(
 
 def _take(connection: BaseDatabaseWrapper, wanted: Sequence[UniqueMessage]) -> dict[UUID, UUID]:
     try:
-        return unique_keys.take(connection, wanted)
+        return unique_keys.reserve(connection, wanted)
     except (ProgrammingError, OperationalError) as error:
         if not is_missing_table(error):
             raise

@@ -84,14 +84,14 @@ class Refusal(Exception):
     """The step cannot be done; the text of the exception is the reason."""
 
 
-def take(step: RepairStep, means: PublishSources, *, dry_run: bool) -> Result:
+def run_step(step: RepairStep, config: PublishSources, *, dry_run: bool) -> Result:
     """Verify one step, and do the step if `dry_run` is false.
 
     If the broker or a database refuses the step, the outcome is REFUSED.
     """
     try:
         if step.action is RepairAction.PUBLISH:
-            return _publish(step, means, dry_run)
+            return _publish(step, config, dry_run)
         if step.action is RepairAction.REPLAY:
             return _replay(step, dry_run)
         if step.action is RepairAction.ASK:
@@ -121,15 +121,15 @@ def derived_id(rule: str, key: str, row_at: datetime) -> UUID:
     return UUID(int=milliseconds << 80 | 0x7 << 76 | high << 64 | 0b10 << 62 | low)
 
 
-def _publish(step: RepairStep, means: PublishSources, dry_run: bool) -> Result:
+def _publish(step: RepairStep, config: PublishSources, dry_run: bool) -> Result:
     assert step.row_at is not None
-    source, publisher = means.sources[step.rule], means.publishers.get(step.rule)
+    source, publisher = config.sources[step.rule], config.publishers.get(step.rule)
     if publisher is None:
         raise Refusal(
             f"the function that makes the message of a row is not known: set OUTBOX['REPAIR_PUBLISHERS'], or pass "
             f"--publisher {json.dumps(step.rule)}=dotted.path to outbox_repair"
         )
-    connection = connections[means.aliases[source.database]]
+    connection = connections[config.aliases[source.database]]
     with transaction.atomic(using=connection.alias):
         # This transaction locks the key until the message is stored. Until then, publishers of this key on a FIFO topic
         # and other runs of `apply` wait for the lock.
@@ -138,7 +138,7 @@ def _publish(step: RepairStep, means: PublishSources, dry_run: bool) -> Result:
         if isinstance(result, Result):
             return result
         row, before = result
-        _refuse_what_was_handled(step, source, means, connection)
+        _refuse_what_was_handled(step, source, config, connection)
         message_id = derived_id(step.rule, step.key, step.row_at)
         message = _built(publisher, row, step, source, message_id)
         if dry_run:
@@ -175,7 +175,7 @@ def _settled(
 
 
 def _refuse_what_was_handled(
-    step: RepairStep, source: RuleSource, means: PublishSources, connection: BaseDatabaseWrapper
+    step: RepairStep, source: RuleSource, config: PublishSources, connection: BaseDatabaseWrapper
 ) -> None:
     """Raise Refusal if the row's message may exist under another key, or if a group has already acted on the row.
 
@@ -192,7 +192,7 @@ def _refuse_what_was_handled(
     acted = [
         each.group
         for each in source.effects
-        if evidence.has_effect(connections[means.aliases[each.database]], each, step.key)
+        if evidence.has_effect(connections[config.aliases[each.database]], each, step.key)
     ]
     if acted:
         raise Refusal(

@@ -12,7 +12,7 @@ from typing import Any
 
 from outbox.contrib.django.actions.audit import recorded_command
 from outbox.contrib.django.actions.declaration import ActionPlan
-from outbox.contrib.django.repair.actions import PublishSources, Result, StepOutcome, take
+from outbox.contrib.django.repair.actions import PublishSources, Result, StepOutcome, run_step
 from outbox.contrib.django.repair.plan import RepairAction, RepairPlan, RepairStep
 from outbox.contrib.django.repair.saved import subject_of
 from outbox.errors import UsageError
@@ -56,7 +56,7 @@ class RateLimiter:
 
 def apply(
     plan: RepairPlan,
-    means: PublishSources,
+    config: PublishSources,
     limits: ApplyLimits,
     *,
     reason: str | None,
@@ -71,26 +71,26 @@ def apply(
     acted = 0
     for step in plan.steps:
         if step.action is RepairAction.REPORT:
-            yield step, take(step, means, dry_run=True)
+            yield step, run_step(step, config, dry_run=True)
             continue
         if acted >= limits.most:
             yield step, Result(StepOutcome.LEFT, f"--most {limits.most} was reached")
             continue
         pace.turn()
-        result = take(step, means, dry_run=True)
+        result = run_step(step, config, dry_run=True)
         if reason is not None and result.outcome is StepOutcome.WOULD_BE_DONE:
-            result = _done(plan, step, means, result, reason)
+            result = _done(plan, step, config, result, reason)
         acted += result.outcome in (StepOutcome.DONE, StepOutcome.WOULD_BE_DONE)
         yield step, result
 
 
-def _done(plan: RepairPlan, step: RepairStep, means: PublishSources, verified: Result, reason: str) -> Result:
+def _done(plan: RepairPlan, step: RepairStep, config: PublishSources, verified: Result, reason: str) -> Result:
     """Do a verified step and record the step in the audit. The step is verified again while its locks are held."""
     results: list[Result] = []
 
     def do() -> Mapping[str, Any]:
         point("repair.after_intent")
-        result = take(step, means, dry_run=False)
+        result = run_step(step, config, dry_run=False)
         results.append(result)
         if result.outcome is StepOutcome.REFUSED:
             raise UsageError(result.detail)

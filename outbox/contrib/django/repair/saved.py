@@ -9,7 +9,7 @@ from django.db import connections
 
 from outbox.contrib.django.actions.declaration import ActionPlan
 from outbox.contrib.django.models import Finding, SavedReconciliation
-from outbox.contrib.django.repair.actions import PublishSources, StepOutcome, take
+from outbox.contrib.django.repair.actions import PublishSources, StepOutcome, run_step
 from outbox.contrib.django.repair.plan import RepairAction, RepairStep, source_of, step_of
 from outbox.contrib.django.settings.conf import get_settings, imported
 from outbox.errors import UsageError
@@ -25,11 +25,11 @@ def plan(values: Mapping[str, Any]) -> ActionPlan:
             f"there is no saved finding {values['finding']}: a later run may have replaced it. `outbox_finding list` "
             "shows the present ones."
         )
-    step, means = _step(finding)
-    result = take(step, means, dry_run=True)
+    step, config = _step(finding)
+    result = run_step(step, config, dry_run=True)
 
     def do() -> Mapping[str, Any]:
-        done = take(step, means, dry_run=False)
+        done = run_step(step, config, dry_run=False)
         if done.outcome in _FOR_PEOPLE:
             raise UsageError(done.detail)
         return {"outcome": done.outcome.value, "detail": done.detail, **done.after}

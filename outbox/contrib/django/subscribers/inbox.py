@@ -592,13 +592,13 @@ class _Call:
             if fresh is None:
                 raise _not_started(name, connection.alias, error) from error
             if shared is not None and self.joined:
-                return shared.results_after_failure(fresh, error, partial(half_done, name))
+                return shared.results_after_failure(fresh, error, partial(error_after_commit, name))
             stayed = inbox.still_there(fresh)
             if not stayed:
                 _name_idle_limit(name, error)
                 raise
             if not inbox.is_confirmed:
-                return [half_done(name, error) if d.message_id in stayed else error for d in self.deliveries]
+                return [error_after_commit(name, error) if d.message_id in stayed else error for d in self.deliveries]
             # The error came from an on_commit callback, or from a COMMIT that succeeded and then raised an exception.
             logger.error(
                 "%s has committed, so the handler is not called again after this error", name, exc_info=printable(error)
@@ -660,7 +660,7 @@ def _name_idle_limit(name: str, error: Exception) -> None:
         )
 
 
-def half_done(name: str, error: BaseException) -> PermanentError:
+def error_after_commit(name: str, error: BaseException) -> PermanentError:
     """Return the error of an attempt that has committed by hand and then failed."""
     failure = PermanentError(
         f"{name} ended its transaction by hand (COMMIT) and then failed: {error_line(error)}. The "

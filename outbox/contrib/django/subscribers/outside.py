@@ -35,7 +35,7 @@ from outbox.contrib.django.subscribers.inbox import (
     InboxEntries,
     InboxInvoker,
     begin_call,
-    half_done,
+    error_after_commit,
     handler_alias,
     one_writer,
     refresh_connections,
@@ -277,7 +277,7 @@ class _Attempt:
         elif claims.is_held(self._connection, claim):
             # If another attempt had finished the message, it would have deleted the claim.
             self.progress = _Progress.FAILED
-            self._error = half_done(self._name, error)
+            self._error = error_after_commit(self._name, error)
             claims.delete(self._connection, claim)
             raise self._error
         else:

@@ -194,7 +194,7 @@ def _choice(kind: type[Choice], what: str, value: Any) -> Choice:
 
 def _reactions(on_error: Any) -> dict[type[BaseException], OnError]:
     if on_error is not None and not isinstance(on_error, Mapping):
-        raise TypeError(f"on_error={on_error!r} must map exception classes to reactions, like {{ValueError: 'skip'}}")
+        raise TypeError(f"on_error={on_error!r} must map exception classes to reactions, like {{ValueError: 'stop'}}")
     return {kind: _choice(OnError, "on_error", reaction) for kind, reaction in (on_error or {}).items()}
 
 

@@ -271,13 +271,13 @@ class SharedTransaction:
         return self._results
 
     def results_after_failure(
-        self, first: Sequence[Delivery], error: Exception, half_done: Callable[[Exception], Exception]
+        self, first: Sequence[Delivery], error: Exception, error_after_commit: Callable[[Exception], Exception]
     ) -> list[Result]:
         """Return the results of all messages, after the transaction has failed with `error`.
 
         A message is handled if its inbox row is committed nevertheless: COMMIT has succeeded although it raised an
         error, or a handler ran COMMIT by hand. Each other message runs alone. If a handler ran COMMIT by hand and then
-        failed, its result is the error that `half_done` makes.
+        failed, its result is the error that `error_after_commit` makes.
         """
         stayed = self._inbox.still_there([*first, *self.joined])
         if stayed:
@@ -298,7 +298,7 @@ class SharedTransaction:
             elif id(delivery) in done:
                 results.append(Disposition.HANDLED)
             else:
-                results.append(half_done(error if self._error is None else self._error))
+                results.append(error_after_commit(error if self._error is None else self._error))
         if not first:
             # The inbox had the first message before.
             results.insert(0, Disposition.SKIPPED)

@@ -233,7 +233,7 @@ def _tiles(group: GroupOverview, places: Sequence[GroupProgress], conditions: Se
         group.consumers,
         "live processes" if group.consumers else "no process runs",
         f"{reverse('outbox:workers')}?{of_group}",
-        tone_of(conditions, "no_worker", "suspects", "hung_handlers"),
+        tone_of(conditions, "no_worker", "quarantined", "hung_handlers"),
     )
 
 

@@ -253,7 +253,7 @@ def _figures(broker: Overview, conditions: Sequence[Condition]) -> Iterator[Tile
         broker.processes,
         f"{unattended} of {len(broker.groups)} groups have none" if unattended else f"for {len(broker.groups)} groups",
         reverse("outbox:workers"),
-        tone_of(conditions, "no_worker", "crash_loop", "process_failing", "hung_handlers", "suspects"),
+        tone_of(conditions, "no_worker", "crash_loop", "process_failing", "hung_handlers", "quarantined"),
     )
     yield Tile(
         "Sequencer",
