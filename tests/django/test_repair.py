@@ -12,6 +12,7 @@ from uuid import UUID
 import psycopg
 import pytest
 from django.db import connections, transaction
+from django.utils import timezone
 
 from outbox import Delivery, event
 from outbox.broker.sequencer.sequencer import Sequencer
@@ -142,6 +143,27 @@ def test_a_message_that_came_under_another_key_is_not_published_again(
         ((outcome, detail),) = repair.run(lost("7"), apply=apply)
         assert outcome == "refused" and detail.startswith(f"message {receipt.message_id} (committed) has another key")
     assert {item.key for item in stored()} == {"wrong"}
+
+
+def test_a_row_whose_key_was_changed_is_not_published_again(repair: Repair) -> None:
+    """By a plan that was made before: to the groups, a message under the new key would be another order."""
+    for number in ("2", "3"):
+        with transaction.atomic():
+            Order.objects.create(number=number)
+            publish("orders", {"number": number}, key=number)
+    flush(within_seconds=5)
+    former = next(item for item in stored() if item.key == "2")
+    Order.objects.filter(number="2").update(number="92002")
+    step = {**lost("92002"), "row_at": timezone.now().isoformat()}
+    for apply in (False, True):
+        ((outcome, detail),) = repair.run(step, apply=apply)
+        assert outcome == "refused" and detail.startswith(
+            f"message {former.message_id} (committed) has the key '2', for which there is no row, and the body of this "
+        )
+    assert {item.key for item in stored()} == {"2", "3"}
+    # With the row of the former key, it is that row's message.
+    Order.objects.create(number="2")
+    assert repair.outcomes(step) == ["done"]
 
 
 def test_messages_about_other_rows_do_not_stand_in_the_way(repair: Repair) -> None:

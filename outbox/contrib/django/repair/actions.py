@@ -141,6 +141,7 @@ def _publish(step: RepairStep, config: PublishSources, dry_run: bool) -> Result:
         _refuse_what_was_handled(step, source, config, connection)
         message_id = derived_id(step.rule, step.key, step.row_at)
         message = _built(publisher, row, step, source, message_id)
+        _refuse_changed_key(step, source, message, connection)
         if dry_run:
             what = f"publish to {source.topic!r} as {message_id}: {_described(message)}"
             return Result(StepOutcome.WOULD_BE_DONE, what, before)
@@ -199,6 +200,22 @@ def _refuse_what_was_handled(
             f"{', '.join(acted)} acted on this key already, but the broker no longer has the message. A new "
             "message would have another id, so the group would act twice. Correct the missing effects of other "
             "groups by hand, then acknowledge the finding"
+        )
+
+
+def _refuse_changed_key(
+    step: RepairStep, source: RuleSource, message: Message, connection: BaseDatabaseWrapper
+) -> None:
+    """Raise Refusal if the row's message was probably sent before the key of the row was changed."""
+    assert step.row_at is not None
+    found = evidence.message_under_former_key(connection, source, step, step.row_at, message)
+    if found is not None:
+        former, key = found
+        raise Refusal(
+            f"message {former.message_id} ({former.state}) has the key {key!r}, for which there is no row, and the "
+            "body of this row but for the key. Probably the key of the row was changed after the message was sent, and "
+            "the groups would act twice. If so, publish nothing, and acknowledge the findings of both keys. If it is "
+            "another row's message, publish a message for this row by hand"
         )
 
 

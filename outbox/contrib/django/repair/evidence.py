@@ -22,6 +22,7 @@ from psycopg.types.json import JsonbLoader
 from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.repair.plan import Effects, RepairStep, RuleSource
 from outbox.errors import BrokerError, UsageError
+from outbox.message import Message
 
 # The broker stores a half message before the local transaction writes the row: earlier by at most the duration of this
 # transaction. Check-back parks a half message before its local transaction can last as long as _BEFORE_ROW.
@@ -39,6 +40,14 @@ _NAMING: Final = (
     "AND (%(tag)s::text IS NULL OR tag = %(tag)s) AND stored_at >= %(since)s AND state <> 'rolled_back'{when} "
     "AND EXISTS (SELECT FROM unnest(%(texts)s::bytea[]) text WHERE position(text IN body) > 0) "
     "ORDER BY log_id LIMIT %(most)s"
+)
+# Selects messages of other keys whose bodies may be %(size)s bytes long with the key of the row, which a body may name
+# several times. Python compares only the bodies of these messages.
+_LIKE: Final = (
+    "SELECT message_id, state, key, body FROM {view} WHERE topic = %(topic)s AND key <> %(key)s "
+    "AND (%(tag)s::text IS NULL OR tag = %(tag)s) AND stored_at >= %(since)s AND stored_at < %(until)s "
+    "AND state <> 'rolled_back'{when} AND content_type = %(content_type)s AND abs(octet_length(body) - %(size)s) "
+    "<= 16 * abs(octet_length(key) - octet_length(%(key)s)) ORDER BY log_id LIMIT %(most)s"
 )
 _COUNTED: Final = (
     "SELECT key FROM {view} WHERE topic = %(topic)s AND key = ANY(%(keys)s) "
@@ -120,6 +129,38 @@ def message_naming(
     return None
 
 
+def message_under_former_key(
+    connection: BaseDatabaseWrapper, source: RuleSource, step: RepairStep, row_at: datetime, made: Message
+) -> tuple[BrokerMessage, str] | None:
+    """Return a message whose key has no row and whose body is that of `made` but for the key, with this key; else None.
+
+    It is probably the message of the row of `step`, whose key was changed. A reconciliation reports both keys as one
+    finding, but a plan may be older than the change. Raises UsageError if too many bodies are of this length.
+    """
+    document = _document(made.body, made.content_type)
+    if document is None:
+        return None
+    statement = _LIKE.replace("{when}", _and(source.message_when).replace("{", "{{").replace("}", "}}"))
+    about = {"topic": source.topic, "tag": source.tag, "key": step.key, "content_type": made.content_type}
+    times = {"since": row_at - _BEFORE_ROW, "until": row_at + _BEFORE_ROW}
+    found = _rows(statement, "message_v1", {**about, **times, "size": len(made.body), "most": MOST_NAMING})
+    known: dict[str, bool] = {}
+    for message_id, state, key, body in found:
+        if not _is_like(document, _document(bytes(body), made.content_type), step.key, key):
+            continue
+        if key not in known:
+            known[key] = _is_there(connection, source.table, source.key, source.when, key)
+        if not known[key]:
+            return BrokerMessage(message_id, state), key
+    if len(found) == MOST_NAMING:
+        raise UsageError(
+            f"more than {MOST_NAMING} messages of topic {source.topic!r} are as long as the message of this row, and "
+            "outbox does not compare more bodies. Find out whether the key of the row was changed after its message "
+            "was sent. If not, publish a message for this row by hand."
+        )
+    return None
+
+
 def _with_several(source: RuleSource, keys: Sequence[str], values: Mapping[str, Any]) -> set[str]:
     """Return those of `keys` that have more than one message."""
     statement = _COUNTED.replace("{when}", _and(source.message_when).replace("{", "{{").replace("}", "}}"))
@@ -151,12 +192,36 @@ def _written(key: str) -> list[bytes]:
 def _names(body: bytes, content_type: str, key: str) -> bool:
     """Return whether the key is a value in a JSON body, or a word in any other body."""
     text = body.decode("utf-8", "replace")
-    with suppress(ValueError, RecursionError):
-        if content_type.startswith("application/json"):
-            document = json.loads(text, parse_int=str, parse_float=str)
-            return any(_same(value, key) for value in _values(document))
+    document = _document(body, content_type)
+    if document is not None:
+        return any(_same(value, key) for value in _values(document))
     words = "|".join(re.escape(form.decode()) for form in _written(key))
     return re.search(rf"(?<!\w)(?:{words})(?!\w)", text) is not None
+
+
+def _document(body: bytes, content_type: str) -> object:
+    """Return the value of a JSON body, with its numbers as texts; None for any other body."""
+    with suppress(ValueError, RecursionError):
+        if content_type.startswith("application/json"):
+            return json.loads(body.decode("utf-8", "replace"), parse_int=str, parse_float=str)
+    return None
+
+
+def _is_like(ours: object, theirs: object, our_key: str, their_key: str) -> bool:
+    """Return whether two JSON values are equal, except that each has its own key."""
+    waiting = [(ours, theirs)]
+    while waiting:
+        one, other = waiting.pop()
+        if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
+            waiting += [(value, other[name]) for name, value in one.items()]
+        elif isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
+            waiting += zip(one, other, strict=True)
+        elif isinstance(one, str) and isinstance(other, str):
+            if one != other and not (_same(one, our_key) and _same(other, their_key)):
+                return False
+        elif one is not other:
+            return False
+    return True
 
 
 def _values(document: object) -> Iterator[str]:
