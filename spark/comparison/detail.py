@@ -11,7 +11,7 @@ from ..common.safe_text import quoted, shown_difference
 from ..rules import masking
 from ..rules.rule import FieldRule, FieldType, Rule
 from ..sources import bounded
-from ..sources.values import NUMBER
+from ..sources.values import NOT_FINITE, NUMBER
 
 # If a difference is after the part of two long texts that a run has, this number of their first characters is shown.
 _SHOWN: Final = 100
@@ -33,12 +33,23 @@ def of(rule: Rule) -> Column:
     for state, meaning in DELIVERY_TEXTS.items():
         delivery = F.when(F.col("delivery") == state, F.lit(meaning)).otherwise(delivery)
     effects = F.concat_ws(" ", F.lit("acted on by:"), acted)
+    # The rows that count have a time. A finding without such a row shows a row only if this row has no time.
+    is_untimed = (F.col("rows") == 0) & F.col("row").isNotNull()
+    no_row = F.when(is_untimed, f"the row has no time ({rule.time} is null)")
+    no_subject = F.lit(" has no row and no message")
     texts = {
         "ORPHAN": F.when(
-            is_group, F.concat_ws(" ", F.lit("an effect of"), of_group, F.lit("has no row and no message"))
-        )
-        .when(acted != "", F.concat(F.lit("no row satisfies the rule, but a message was sent; "), effects))
-        .otherwise(F.lit("no row satisfies the rule, but a message was sent")),
+            is_group,
+            F.concat(
+                F.lit("an effect of "), of_group, F.coalesce(F.concat(F.lit(" has no message; "), no_row), no_subject)
+            ),
+        ).otherwise(
+            F.concat_ws(
+                "; ",
+                F.concat(F.coalesce(no_row, F.lit("no row satisfies the rule")), F.lit(", but a message was sent")),
+                F.when(acted != "", effects),
+            )
+        ),
         "HALF_STUCK": F.concat(
             F.when(F.col("parked") > 0, "the half message is parked: an operator must decide").otherwise(
                 "the half message is still undecided"
@@ -162,7 +173,10 @@ def _between(ours: Column, theirs: Column) -> list[Column]:
 
 def _readable(value: Column, kind: FieldType) -> Column:
     if kind in (FieldType.DECIMAL, FieldType.INTEGER):
-        return F.regexp_replace(value, r"\.?0+$", "")
+        text = F.regexp_replace(value, r"\.?0+$", "")
+        for place, (name, *_) in NOT_FINITE.items():
+            text = F.when(value == str(place), name).otherwise(text)
+        return text
     return shown(value, kind)
 
 

@@ -7,6 +7,7 @@ regular expression would take longer than the cast.
 
 from __future__ import annotations
 
+from decimal import Decimal
 from functools import reduce
 from typing import Final
 
@@ -18,6 +19,13 @@ from ..rules.rule import FieldRule, FieldType
 from . import sql
 
 NUMBER: Final = DecimalType(38, 12)
+# PostgreSQL's numeric and float columns have three values that a decimal lacks. Each is compared as a number at the end
+# of the range, where no amount is. The first name is the one that a finding shows.
+NOT_FINITE: Final = {
+    Decimal(f"{'9' * 26}.{'9' * 12}"): ("infinity", "inf"),
+    Decimal(f"-{'9' * 26}.{'9' * 12}"): ("-infinity", "-inf"),
+    Decimal(f"-{'8' * 26}.{'8' * 12}"): ("nan",),
+}
 _DAY: Final = r"^\s*[+-]?[0-9]{4,7}-[0-9]{1,2}-[0-9]{1,2}"
 _WITH_TIME: Final = r"([ T][0-9]{1,2}:.*)?\s*$"
 _NULL: Final = "E'\\x1e'"
@@ -47,8 +55,13 @@ def _time(microseconds: Column, field: FieldRule) -> Column:
 
 
 def _compared(value: Column, field: FieldRule) -> Column:
-    if field.type in (FieldType.INTEGER, FieldType.DECIMAL):
+    if field.type is FieldType.INTEGER:
         return number(value, NUMBER)
+    if field.type is FieldType.DECIMAL:
+        special = F.lit(None).cast(NUMBER)
+        for place, names in NOT_FINITE.items():
+            special = F.when(F.lower(value).isin(*names), F.lit(place).cast(NUMBER)).otherwise(special)
+        return F.coalesce(number(value, NUMBER), special)
     if field.type is FieldType.BOOLEAN:
         return value.try_cast("boolean")
     if field.type is FieldType.DATE:

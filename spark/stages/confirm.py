@@ -153,7 +153,9 @@ def _with_details(found: DataFrame, rule: Rule, read: sides.KeySides, facts: Dat
     ]
     row = F.to_json(F.struct(F.col("key").alias(rule.key), *shown), {"ignoreNullFields": "false"}).alias("json")
     shape = F.struct(row, *evidence.row_values(rule), evidence.why_row_unreadable(rule))
-    rows = read.rows.groupBy("key").agg(F.max(shape).alias("row"))
+    # Of several rows, the finding shows one with a time.
+    shown_row = F.max(F.struct(F.col("at").isNotNull(), shape.alias("row")))
+    rows = read.rows.groupBy("key").agg(shown_row["row"].alias("row"))
     found = found.join(rows, "key", "left").join(_of_key(read, rule), "key", "left")
     found = found.join(_dead(read, rule), ["key", "group"], "left").withColumn("about_id", _about(rule))
     columns = ("message_id", "transaction_id", "log_id", "tag", "state", "decided_by")

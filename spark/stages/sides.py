@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import reduce
 from typing import Any, Final
@@ -142,7 +142,7 @@ def _waiting(rule: Rule, owing: DataFrame, broker: DataFrame, by_message: list[D
 @dataclass(frozen=True, slots=True)
 class KeySides:
     """All evidence about some keys: the sides in the narrow form, and the columns that a finding shows. The caller must
-    unpersist the frames in `cached`."""
+    unpersist the frames in `cached`. Only `rows` has the rows without a time."""
 
     narrow: list[DataFrame]
     rows: DataFrame
@@ -163,6 +163,9 @@ def about_keys(prepared: PreparedRule, keys: DataFrame, listed: Sequence[str], s
     if len(listed) > MAX_KEYS:
         return of_many_keys(prepared, keys.select("key"), sources)
     rule, wanted = prepared.rule, _tables(prepared, sources, detailed=True)
+    # A row without a time is not judged, but the finding about its message must not say that there is no row.
+    rows, *others = wanted.tables[0][1]
+    wanted.tables[0] = (wanted.tables[0][0], [replace(rows, time=None), *others])
     # Spark caches the messages on disk, because wide bodies do not fit in Java's memory.
     broker = converted(sources.broker.read_keys([(each, listed) for each in wanted.broker]), rule)
     broker = broker.persist(StorageLevel.DISK_ONLY)
@@ -234,7 +237,8 @@ def _key_sides(
     rule: Rule, tables: list[DataFrame], broker: DataFrame, deliveries: DataFrame | None, waiting: list[DataFrame]
 ) -> KeySides:
     own = tables[0].persist(StorageLevel.DISK_ONLY)
-    narrow = [evidence.table_side(table, rule) for table in (own, *tables[1:])]
+    is_judged = (own["kind"] != contract.ROW_KIND) | own["at"].isNotNull()
+    narrow = [evidence.table_side(table, rule) for table in (own.where(is_judged), *tables[1:])]
     is_message = broker["state"].isin(*contract.MESSAGE_STATES)
     messages = broker.where(is_message)
     if rule.message_when:
