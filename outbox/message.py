@@ -113,6 +113,11 @@ def _check_timeout(topic: str, text: str, timeout: timedelta | None) -> None:
         )
 
 
+# The range of the functions of the broker that append messages: a day less than that of Python.
+_FIRST: Final = datetime(1, 1, 2, tzinfo=UTC)
+_LAST: Final = datetime(9999, 12, 30, tzinfo=UTC)
+
+
 def _check_deliver_at(topic: str, moment: object) -> None:
     if not isinstance(moment, datetime):
         raise InvalidMessage(
@@ -123,10 +128,11 @@ def _check_deliver_at(topic: str, moment: object) -> None:
             f"deliver_at={moment!r} for topic {topic!r} has no time zone: pass an aware datetime "
             "(django.utils.timezone.now(), datetime.now(UTC))."
         )
-    try:
-        moment.astimezone(UTC)
-    except OverflowError:
-        raise InvalidMessage(f"deliver_at={moment!r} for topic {topic!r} is beyond the years 1 to 9999.") from None
+    if not _FIRST <= moment <= _LAST:
+        raise InvalidMessage(
+            f"deliver_at={moment!r} for topic {topic!r} is not between {_FIRST.date()} and {_LAST.date()}: in some "
+            "time zones it is beyond the years 1 to 9999. Pass a time in this range."
+        )
 
 
 def _check_delay(topic: str, delay: object, deliver_at: datetime | None) -> None:
@@ -136,10 +142,8 @@ def _check_delay(topic: str, delay: object, deliver_at: datetime | None) -> None
         raise InvalidMessage(f"delay={delay!r:.80} for topic {topic!r} must be a timedelta.")
     if delay < timedelta(0):
         raise InvalidMessage(f"delay={delay!r} for topic {topic!r} must not be negative.")
-    try:
-        _now() + delay
-    except OverflowError:
-        raise InvalidMessage(f"delay={delay!r} for topic {topic!r} ends after the year 9999.") from None
+    if delay >= _LAST - _now():
+        raise InvalidMessage(f"delay={delay!r} for topic {topic!r} ends after {_LAST.date()}.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -28,7 +28,8 @@ from tests.mistakes.grammar import Program, smaller, steps_of, text
 from tests.mistakes.interpreter import run
 from tests.mistakes.oracle import Finding, Kind, State, judge
 from tests.mistakes.others import DUPLICATE, LOCKED, Others
-from tests.mistakes.traces import Trace
+from tests.mistakes.traces import Sent, Trace
+from tests.mistakes.values import KEY_END
 from tests.support import eventually
 
 _names = itertools.count(1)
@@ -54,6 +55,7 @@ class Campaign:
     def __init__(self, alias: str) -> None:
         self.alias = alias
         self._delivered: Counter[str] = Counter()
+        self._received: dict[str, Sent] = {}
         self._ids: set[UUID] = set()
         self._stack = contextlib.ExitStack()
         self._broker = self._stack.enter_context(
@@ -63,8 +65,9 @@ class Campaign:
         self._sequencing = self._stack.enter_context(contextlib.closing(database.connect(name="mistakes")))
         self._sequencer = Sequencer(database, uuid.uuid4())
         # Deliveries are seen from outside of Django, so that no inbox hides a second one.
-        collector = Subscription(group=f"collector-{uuid.uuid4().hex[:8]}", topic="orders", batch=200)
-        self._runtime = ConsumerRuntime(database, [(collector, self._collect)], codecs=get_codecs())
+        group = f"collector-{uuid.uuid4().hex[:8]}"
+        collectors = [Subscription(group=group, topic=topic, batch=200) for topic in ("orders", "reminders")]
+        self._runtime = ConsumerRuntime(database, [(one, self._collect) for one in collectors], codecs=get_codecs())
 
     def close(self) -> None:
         """Give back the connections."""
@@ -117,7 +120,12 @@ class Campaign:
         return counts.ticked or counts.more
 
     def _collect(self, deliveries: Sequence[Delivery]) -> None:
-        self._delivered.update(delivery.key for delivery in deliveries)
+        for delivery in deliveries:
+            name, mark, _ = delivery.key.partition(KEY_END)
+            self._delivered[name] += 1
+            if mark:
+                message = delivery.message
+                self._received[name] = Sent(delivery.key, message.tag, message.headers, delivery.body)
         self._ids.update(delivery.message_id for delivery in deliveries)
 
     # -- what is there afterwards -------------------------------------------------------------------
@@ -132,13 +140,14 @@ class Campaign:
             for table in ("outbox_unique", "outbox_claim", "outbox_step"):
                 cursor.execute(f"DELETE FROM {table}")
         guessed = self._broker.execute(
-            "SELECT l.key FROM outbox.commit_log l JOIN outbox.op_log o USING (transaction_id)"
+            "SELECT split_part(l.key, %s, 1) FROM outbox.commit_log l JOIN outbox.op_log o USING (transaction_id)"
             " WHERE l.log_id > %s AND o.decision = 'R' AND o.decided_by = 'P'",
-            [before],
+            [KEY_END, before],
         )
+        received, self._received = self._received, {}
         delivered, self._delivered = self._delivered, Counter()
         ids, self._ids = self._ids, set()
-        return State(rows, delivered, ids, {key for (key,) in guessed}, effects)
+        return State(rows, delivered, ids, {key for (key,) in guessed}, effects, received)
 
 
 # -- random programs, and what to say about them ----------------------------------------------------

@@ -15,7 +15,8 @@ import pytest
 from django.db import connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 
-from outbox import Answer, Check, Decision, Delivery
+from outbox import Answer, Check, Decision, Delivery, names
+from outbox import message as messages
 from outbox.broker.postgres import PostgresBroker
 from outbox.contrib.django import publish
 from outbox.contrib.django.database import effects
@@ -171,6 +172,16 @@ def join_in_the_same_context(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SharedTransaction, "extend", extend)
 
 
+def take_every_text(patch: pytest.MonkeyPatch) -> None:
+    """publish() does not look whether the database can store a text."""
+    patch.setattr(names, "is_text", lambda value: True)
+
+
+def take_every_time(patch: pytest.MonkeyPatch) -> None:
+    """publish() does not look whether Python and the database can hold a time."""
+    patch.setattr(messages, "_check_deliver_at", lambda topic, moment: None)
+
+
 def keep_every_session(patch: pytest.MonkeyPatch) -> None:
     """A connection stays open although a handler has changed its session."""
     patch.setattr(inbox, "is_session_changed", lambda connection: False)
@@ -189,6 +200,14 @@ _LEFTOVERS: Final[tuple[tuple[str, Switch, str, Side], ...]] = (
 )
 
 MENDS: Final = (
+    *(
+        Control(part, switch, specimen, "producer", world, Kind.ALTERED)
+        for world in (TWO_PHASE, ATOMIC)
+        for part, switch, specimen in [
+            ("hostile texts are refused", take_every_text, "hostile key: NUL"),
+            ("hostile times are refused", take_every_time, "hostile time: before year 1"),
+        ]
+    ),
     *(
         Control(f"leftovers, {part}", switch, specimen, side, world, Kind.LEFTOVER)
         for world in (TWO_PHASE, SQLITE)

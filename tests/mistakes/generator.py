@@ -38,6 +38,7 @@ from tests.mistakes.grammar import (
     Write,
     steps_of,
 )
+from tests.mistakes.values import HOSTILE
 
 # "sharing": a consumer whose messages share a transaction with others. "outside": one with effects="outside".
 Side = Literal["producer", "consumer", "sharing", "outside"]
@@ -63,8 +64,26 @@ def generate(seed: int, side: Side, vendor: str) -> Program:
     """The program of a seed."""
     name = f"{seed} {side} {vendor}"
     chance, keys, texts = (random.Random(name + of) for of in ("", " unique", " texts"))
-    program = _Generator(chance, keys, texts, vendor).program(side)
+    program = _hostile(_Generator(chance, keys, texts, vendor).program(side), random.Random(f"{name} hostile"))
     return program if isinstance(program, Producer) else _leaving(program, random.Random(f"{name} left"))
+
+
+def _hostile(program: Program, chance: random.Random) -> Program:
+    """Some of its messages have a hostile value. Separate chances, for the same reason as those of unique keys."""
+
+    def changed(body: tuple[Step, ...]) -> tuple[Step, ...]:
+        return tuple(
+            replace(step, body=changed(step.body))
+            if isinstance(step, Block)
+            else replace(step, hostile=chance.choice(list(HOSTILE)))
+            if isinstance(step, Pair) and chance.random() < 0.2
+            else step
+            for step in body
+        )
+
+    if isinstance(program, Producer):
+        return replace(program, body=changed(program.body))
+    return replace(program, attempts=tuple(map(changed, program.attempts)))
 
 
 _LEFT: Final[tuple[LeaveKind, ...]] = ("body", "language", "time zone", "variable", "session")

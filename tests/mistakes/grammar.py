@@ -17,13 +17,15 @@ from typing import Any, Literal
 class Pair:
     """A business row and its message of the same name, next to each other: the row first, or publish first.
 
-    `unique`: the number of the program's unique key that the message has, 0 for none.
+    `unique`: the number of the program's unique key that the message has, 0 for none. `hostile`: the name of the value
+    in values.HOSTILE that the message has.
     """
 
     number: int
     row_first: bool = False
     raw: bool = False
     unique: int = 0
+    hostile: str = ""
 
 
 # The number of the unique key that a transaction of another session holds while the program runs.
@@ -329,7 +331,8 @@ def _single(step: Step) -> list[str]:
 
 
 def _key(step: Pair | Decorated) -> str:
-    return f", unique={step.unique}" if step.unique else ""
+    hostile = f", {step.hostile}" if isinstance(step, Pair) and step.hostile else ""
+    return (f", unique={step.unique}" if step.unique else "") + hostile
 
 
 def _block(step: Block) -> list[str]:
@@ -398,6 +401,8 @@ def _shorter(body: tuple[Step, ...]) -> Iterator[tuple[Step, ...]]:
 def _plainer(step: Step) -> Iterator[Step]:
     """The same step with one of its options switched off."""
     for field in fields(step):
-        if (field.default is False or field.name == "unique") and getattr(step, field.name) != field.default:
+        if (field.default is False or field.name in ("unique", "hostile")) and getattr(
+            step, field.name
+        ) != field.default:
             changed: dict[str, Any] = {field.name: field.default}
             yield replace(step, **changed)

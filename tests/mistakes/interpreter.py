@@ -11,18 +11,20 @@ from contextvars import ContextVar, copy_context
 from dataclasses import replace
 from typing import Any, Final
 
+import psycopg
 from django.conf import settings
 from django.db import connections, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
-from django.db.utils import OperationalError
+from django.db.utils import DataError, OperationalError
 from django.utils import timezone, translation
 
 from outbox import Delivery, Message, SendReceipt
+from outbox.codec import JsonCodec
 from outbox.contrib.django import ClaimedDelivery, publish, publish_many, subscriber, transactional_message
 from outbox.contrib.django.subscribers.inbox import InboxInvoker
 from outbox.contrib.django.subscribers.outside import HandlerInvoker
 from outbox.contrib.django.subscribers.registry import Subscriber, subscribers
-from outbox.errors import PermanentError
+from outbox.errors import PermanentError, UsageError
 from outbox.ports import Disposition, RunAlone
 from outbox.subscription import Effects
 from outbox.utils import log_context
@@ -35,12 +37,15 @@ from tests.django.state import savepoint
 from tests.mistakes import grammar
 from tests.mistakes.grammar import HELD, Block, Consumer, Producer, Program, Step
 from tests.mistakes.others import DUPLICATE, HELD_KEY, LOCKED, Others, is_alive, tidy
-from tests.mistakes.traces import AttemptSeen, PairSeen, Trace
+from tests.mistakes.traces import AttemptSeen, PairSeen, Sent, Trace
+from tests.mistakes.values import HOSTILE, KEY_END
 
 # No program publishes to this topic: the interpreter makes the deliveries for the handlers.
 HANDLED_TOPIC: Final = "payments"
 
 BODY: Final = {"amount": 1}
+_CODEC: Final = JsonCodec()
+_OF_THE_DRIVER: Final = (DataError, psycopg.DataError, ArithmeticError, TypeError, ValueError)
 
 # What a handler may leave behind. In the session it is a parameter on PostgreSQL, and a pragma on SQLite.
 _variable: Final[ContextVar[str]] = ContextVar("mistakes", default="")
@@ -158,7 +163,7 @@ class _Interpreter:
 
     def _pair(self, step: grammar.Pair) -> None:
         seen = PairSeen(key=f"{self.prefix}.{step.number}", row_first=step.row_first)
-        self._beside_rows([seen], [step.unique], step.raw, lambda using: [self._publish(seen, using)])
+        self._beside_rows([seen], [step.unique], step.raw, lambda using: [self._publish(seen, using, step.hostile)])
 
     def _many(self, step: grammar.Many) -> None:
         seen = [
@@ -177,8 +182,21 @@ class _Interpreter:
 
         self._beside_rows(seen, step.unique, False, publish_all)
 
-    def _publish(self, seen: PairSeen, using: str | None) -> SendReceipt | None:
-        return publish("orders", {}, key=seen.key, using=using, at_once=using is None, **_options(seen.unique))
+    def _publish(self, seen: PairSeen, using: str | None, hostile: str) -> SendReceipt | None:
+        given: dict[str, Any] = {"body": {}, "key": "", **(HOSTILE[hostile] if hostile else {})}
+        given["key"] = f"{seen.key}{KEY_END}{given['key']}" if hostile else seen.key
+        topic = "reminders" if "deliver_at" in given else "orders"
+        try:
+            receipt = publish(topic, **given, using=using, at_once=using is None, **_options(seen.unique))
+        except Exception as error:
+            # What only the driver notices comes late: the statement has aborted the transaction of the program.
+            is_foreign = isinstance(error.__cause__ or error, _OF_THE_DRIVER) and not isinstance(error, UsageError)
+            seen.foreign = error_line(error) if is_foreign else ""
+            raise
+        if hostile:
+            body = _CODEC.decode(_CODEC.encode(given["body"]))
+            seen.sent = Sent(given["key"], given.get("tag", ""), given.get("headers", {}), body)
+        return receipt
 
     def _beside_rows(
         self,

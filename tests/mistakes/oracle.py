@@ -59,18 +59,23 @@ For messages with a unique key, whose time does not end while a program runs:
 18. A duplicate is not delivered, and its bound row needs no message of its own. If the row exists, the message that the
     receipt names was delivered. (PHANTOM, UNIQUE)
 19. A bound row without its message exists only if another message of its key was delivered. (LOST)
+
+For messages with a hostile text, number or time (values.py) in their key, tag, headers, body or time of delivery:
+
+20. `publish` refuses it as a mistake of the caller (UsageError) before the database sees it, or consumers get the
+    message as it was given. (ALTERED)
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from uuid import UUID
 
 from tests.mistakes.others import HELD_KEY
-from tests.mistakes.traces import AttemptSeen, PairSeen, Trace
+from tests.mistakes.traces import AttemptSeen, PairSeen, Sent, Trace
 
 
 class Kind(StrEnum):
@@ -88,6 +93,7 @@ class Kind(StrEnum):
     STRAY = "a write outside of steps and finish that stayed"
     REPEATED = "a step that was called again although it had returned, or may be called once only"
     LEFTOVER = "a call of a handler that met what an earlier call had left behind"
+    ALTERED = "a hostile value that a consumer got as another, or that only the driver refused"
     UNIQUE = "two messages of one unique key, or a duplicate of no message"
 
 
@@ -112,6 +118,7 @@ class State:
     # The keys of messages for which the producer itself reported ROLLBACK.
     rolled_back_by_producer: Set[str] = field(default_factory=set)
     effects: Counter[str] = field(default_factory=Counter)
+    received: Mapping[str, Sent] = field(default_factory=dict)
 
 
 def judge(trace: Trace, state: State) -> list[Finding]:
@@ -155,6 +162,8 @@ def _pair(seen: PairSeen, state: State) -> Iterator[Kind]:
     row, count = seen.key in state.rows, state.delivered.get(seen.key, 0)
     if count > 1:
         yield Kind.DOUBLE
+    if seen.foreign or (seen.sent is not None and count and not _is_same(seen.sent, state.received[seen.key])):
+        yield Kind.ALTERED
     if not seen.in_block:
         if bool(count) != seen.returned:
             yield Kind.PHANTOM if count else Kind.LOST
@@ -178,6 +187,11 @@ def _pair(seen: PairSeen, state: State) -> Iterator[Kind]:
         yield Kind.SILENT
     if not seen.decorated and seen.key in state.rolled_back_by_producer:
         yield Kind.GUESSED
+
+
+def _is_same(sent: Sent, received: Sent) -> bool:
+    own = {name: value for name, value in received.headers.items() if name in sent.headers}
+    return replace(received, headers=own) == sent
 
 
 def _handled(key: str, attempts: list[AttemptSeen], state: State) -> Iterator[tuple[Kind, str]]:

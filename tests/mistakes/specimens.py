@@ -30,6 +30,7 @@ from tests.mistakes.grammar import (
     Try,
     Write,
 )
+from tests.mistakes.values import HOSTILE
 
 _SWALLOWED: Final = Try((Fail("select"),))
 _EFFECTS: Final = (Effect(1), Effect(2))
@@ -119,6 +120,7 @@ EVERYWHERE: Final[dict[str, Program]] = {
     "a changed session before a failure outside of a transaction": Consumer(
         ((Leave("session"), Raise()), (Finish(_EFFECTS),)), outside=True
     ),
+    **{f"hostile {name}": _request(Atomic((Pair(1, hostile=name),)), Atomic((Pair(2),))) for name in HOSTILE},
     "a handler that publishes, with ROLLBACK; BEGIN": _handler(*_EFFECTS, Pair(1), Sql("ROLLBACK; BEGIN")),
 }
 

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 from uuid import UUID
 
 from tests.mistakes.grammar import Program
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What a message says, besides its key: the headers of the program, and the decoded body."""
+
+    key: str
+    tag: str
+    headers: Mapping[str, str]
+    body: Any
 
 
 @dataclass
@@ -23,6 +35,10 @@ class PairSeen:
     # The program's unique key that the message has, and the message that the receipt names as its holder.
     unique: str = ""
     duplicate_of: UUID | None = None
+    # A message with a hostile value, as a consumer has to get it; None for other messages.
+    sent: Sent | None = None
+    # The error with which publish refused a hostile value, if only the driver noticed it.
+    foreign: str = ""
     # The decorated function was the outermost block, left without an exception, and Django did mean to commit.
     claims_commit: bool = False
 
