@@ -36,11 +36,17 @@ HOSTILE: dict[str, dict[str, Any]] = {
     "a content type of two lines": {"content_type": "text/plain\r\nX-Admin: 1"},
     "a content type without an end": {"content_type": "a" * 300},
 }
+# Python refuses to load these documents, which the database holds.
+NOT_LOADED: dict[str, dict[str, Any]] = {
+    "a long number as header": {"headers": '{"x": ' + "1" * 5_000 + "}"},
+    "deep headers": {"headers": '{"x": ' + "[" * 3_000 + "]" * 3_000 + "}"},
+}
 # Those of them that a consumer meets when they are stored nevertheless.
 UNREADABLE = {
     **{name: HOSTILE[name] for name in list(HOSTILE)[:5]},
     "a list of headers": HOSTILE["a list of headers"],
     "a number as header": {"headers": Jsonb({"a": 1})},
+    **NOT_LOADED,
 }
 _ONE = """
 SELECT outbox.append_one(%(message_id)s, %(topic_id)s, %(shard)s, %(key)s, %(tag)s, %(content_type)s, '{}',
@@ -155,7 +161,7 @@ def test_a_half_that_nobody_can_read_leaves_the_checks_of_others(orders: Consump
 
 def test_readers_show_and_erase_such_rows(orders: ConsumptionBench) -> None:
     ids = []
-    for values in HOSTILE.values():
+    for values in (*HOSTILE.values(), *NOT_LOADED.values()):
         given = row(orders, **{**values, "topic_id": row(orders)["topic_id"]})
         orders.connection.execute(_ROW, given)
         ids.append(given["message_id"])

@@ -158,7 +158,10 @@ _SECONDS_LEFT: Final = f"""
 """.replace("{", "{{").replace("}", "}}")
 
 # Python cannot hold -infinity, nor years before 1 and after 9999, and one such row would fail the whole fetch. So
-# born_at is NULL for a message with such a time, which `unreadable` then refuses.
+# born_at is NULL for a message with such a time, which `unreadable` then refuses. It also refuses headers that Python
+# cannot load (see `_ContainedJson`). No value of the other types is known that fails to load: integers, booleans, UUIDs
+# and bytes always load, a text is valid UTF-8 or the database has refused it, and _SECONDS_LEFT casts short numbers
+# only. So a process whose fetch fails need not search for a row that is to blame.
 _RANGE: Final = "BETWEEN '0001-01-02 UTC'::timestamptz AND '9999-12-30 UTC'::timestamptz"
 _TIMES: Final = f"""
        CASE WHEN l.born_at {_RANGE} AND (l.deliver_at {_RANGE}) IS NOT FALSE THEN l.born_at END,

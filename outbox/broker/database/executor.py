@@ -13,13 +13,15 @@ from psycopg.adapt import Dumper
 from psycopg.pq import Format
 from psycopg.rows import tuple_row
 from psycopg.types.datetime import TimestamptzBinaryLoader
+from psycopg.types.json import JsonbBinaryLoader
 
 from outbox.broker.database.connection import Connection
 from outbox.broker.database.statement import Statement
 
 _Row = TypeVar("_Row")
-# The type's number in every PostgreSQL.
+# The numbers of the types in every PostgreSQL.
 _TIMESTAMPTZ: Final = 1184
+_JSONB: Final = 3802
 
 
 class BinaryValue(bytes):
@@ -51,6 +53,20 @@ class _ContainedTime(TimestamptzBinaryLoader):
             return LATEST if int.from_bytes(data, "big", signed=True) > 0 else EARLIEST
 
 
+class _ContainedJson(JsonbBinaryLoader):
+    """Loads every document of PostgreSQL, for the same reason.
+
+    Python refuses numbers of more than 4,300 digits, and documents that are nested too deeply. A list stands for them:
+    to the readers of headers it is what a list of headers is.
+    """
+
+    def load(self, data: Buffer) -> Any:
+        try:
+            return super().load(data)
+        except (ValueError, RecursionError):
+            return []
+
+
 def time_of(text: str) -> datetime:
     """Return a time that PostgreSQL has written as text; EARLIEST or LATEST for a time that Python cannot hold."""
     try:
@@ -65,6 +81,7 @@ def cursor_on(connection: Connection) -> psycopg.Cursor[tuple[Any, ...]]:
     cursor.format = Format.BINARY
     cursor.adapters.register_dumper(BinaryValue, PackedDumper)
     cursor.adapters.register_loader(_TIMESTAMPTZ, _ContainedTime)
+    cursor.adapters.register_loader(_JSONB, _ContainedJson)
     return cursor
 
 
@@ -76,6 +93,7 @@ def raw_cursor_on(connection: Connection) -> psycopg.RawCursor[tuple[Any, ...]]:
     cursor = psycopg.RawCursor(connection, row_factory=tuple_row)
     cursor.format = Format.BINARY
     cursor.adapters.register_dumper(BinaryValue, PackedDumper)
+    cursor.adapters.register_loader(_JSONB, _ContainedJson)
     return cursor
 
 
