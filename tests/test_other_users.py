@@ -63,7 +63,7 @@ def server(data: Path) -> Iterator[Path]:
         embedded.stop(data)
 
 
-@pytest.fixture(params=["short", "long"])
+@pytest.fixture(params=["short", pytest.param("long", marks=pytest.mark.slow)])
 def data(request: pytest.FixtureRequest) -> Iterator[Path]:
     """A data directory whose path is short enough for a socket, and one whose path is not."""
     with tempfile.TemporaryDirectory(prefix="outbox-pg-", ignore_cleanup_errors=True) as folder:

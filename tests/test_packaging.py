@@ -136,6 +136,7 @@ def test_quick_start_runs_on_the_wheel(environments: Environments, tmp_path: Pat
     assert "bob" not in result.stdout
 
 
+@pytest.mark.slow
 def test_reconciliation_command_is_installed(environments: Environments, tmp_path: Path) -> None:
     programs = environments.with_installed("outbox-transactional[spark]")
     result = run(str(programs / "outbox-reconcile"), "--help", cwd=tmp_path)

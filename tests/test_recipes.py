@@ -185,6 +185,7 @@ def test_every_sink_has_a_short_name_and_is_on_the_page() -> None:
     assert [name for name in SINKS if f"`{name}`" not in page and f'"{name}"' not in page] == []
 
 
+@pytest.mark.slow
 def test_every_engine_is_named_by_the_port_and_runs_the_contract_suite() -> None:
     brokers = [name.rpartition(".")[2] for name in implementations("outbox/ports.py", "Broker", "outbox")]
     consumers = [name.rpartition(".")[2] for name in implementations("outbox/ports.py", "Consumers", "outbox")]

@@ -115,6 +115,7 @@ def test_a_rollback_of_the_consumer_takes_no_plan_of_the_tick(
     assert "sequencing in a consumer process is interrupted" not in caplog.text
 
 
+@pytest.mark.slow
 def test_ticks_that_break_the_connection_end_no_consuming(
     bench: ConsumptionBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:

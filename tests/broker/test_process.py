@@ -152,6 +152,7 @@ def test_reconnect_after_pg_terminate_backend(
     assert_gapless(connection)
 
 
+@pytest.mark.slow
 def test_the_process_resumes_after_an_immediate_server_restart() -> None:
     with TemporaryDirectory(prefix="outbox-pg-", ignore_cleanup_errors=True) as folder:
         data = Path(folder) / "data"

@@ -141,10 +141,10 @@ def consuming(
     ("broadcast", "leads", "ends"),
     [
         (False, False, "server"),
-        (False, True, "backend"),
         *(
             pytest.param(*one, marks=pytest.mark.slow)
             for one in (
+                (False, True, "backend"),
                 (False, False, "backend"),
                 (True, False, "server"),
                 (True, False, "backend"),
@@ -190,6 +190,7 @@ def _message(n: int) -> Message:
     return Message(topic="orders", body=b'{"n": %d}' % n, key="k")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("rounds", [3, pytest.param(20, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("leads", [pytest.param("", marks=pytest.mark.slow), "bare"])

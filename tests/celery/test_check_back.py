@@ -141,6 +141,7 @@ def test_entries_survive_the_database_scheduler(shop: Project) -> None:
     }
 
 
+@pytest.mark.slow
 def test_a_pass_of_two_drivers_is_done_once(shop: Project) -> None:
     """A worker's own and that of beat: the second finds that it is not its turn, and has the command's too."""
     said = shop.python(

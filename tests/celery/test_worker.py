@@ -126,6 +126,7 @@ def ready(worker: Worker) -> None:
     eventually(lambda: "ready." in worker.log.read_text(), within_seconds=40, what=worker.log.read_text)
 
 
+@pytest.mark.slow
 def test_check_back_runs_through_beat_alone(url: str, broker: PostgresBroker, start: Callable[..., Worker]) -> None:
     half = HalfTransaction(producer_group="shop", messages=[message()], immunity_seconds=0)
     broker.send_half(half)
@@ -235,6 +236,7 @@ def test_roles_choose_the_children(start: Callable[..., Worker]) -> None:
     assert "child consumer" not in worker.log.read_text()
 
 
+@pytest.mark.slow
 def test_without_the_option_a_worker_starts_no_children(start: Callable[..., Worker]) -> None:
     worker = start()
     ready(worker)

@@ -57,6 +57,7 @@ def run_pytest(folder: Path, *arguments: str) -> str:
     return run("pytest", *isolated, *arguments, str(HERE / "outbox_pytest_cases.py"))
 
 
+@pytest.mark.slow
 def test_manage_py_test() -> None:
     assert "Ran 9 tests" in run("django", "test", "--noinput", "tests.django.outbox_cases")
 

@@ -223,6 +223,7 @@ def pool(django_db_blocker: Any) -> Iterator[ThreadPoolExecutor]:
         yield made
 
 
+@pytest.mark.parametrize("alias", ["lite", pytest.param("default", marks=pytest.mark.slow)], indirect=True)
 def test_racing_checkers_and_late_commits_agree(alias: str, pool: ThreadPoolExecutor) -> None:
     seen = race(alias, 150 if alias == "default" else 60, pool)
     assert contradictions(seen) == []
@@ -243,6 +244,7 @@ def test_thousands_of_races_agree(alias: str, pool: ThreadPoolExecutor) -> None:
     assert {outcome for outcome, _, _ in seen} == {"C", "R"}
 
 
+@pytest.mark.slow
 def test_batches_of_checks_race_with_many_transactions(pool: ThreadPoolExecutor) -> None:
     """Thousands of transactions against two checkers that check all of them, in opposite orders."""
     ids = [uuid7() for _ in range(2000)]

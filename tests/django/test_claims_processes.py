@@ -207,6 +207,7 @@ def end(consumer: subprocess.Popen[str]) -> int:
     return consumer.wait(90)
 
 
+@pytest.mark.slow
 def test_a_slow_call_delays_neither_offsets_nor_the_end_of_its_process(other: Provider) -> None:
     other.held.add("charge/slow")
     place("slow")
@@ -245,6 +246,7 @@ def test_a_call_that_ends_while_its_process_drains_is_done(other: Provider) -> N
     assert other.calls["charge/slow"] == 1
 
 
+@pytest.mark.slow
 def test_a_process_that_was_frozen_cannot_finish_what_another_has_taken_over(other: Provider) -> None:
     place("frozen")
     with process("broker", other), process("consumer", other, "claim.before_commit=stop@1") as frozen:
@@ -278,6 +280,7 @@ def test_a_slow_call_that_fails_is_an_attempt_and_ends_as_a_dead_letter(other: P
     assert StepEntry.objects.filter(result__isnull=False).count() == 1
 
 
+@pytest.mark.slow
 def test_a_claimed_message_blocks_only_its_key(other: Provider) -> None:
     other.held.add("ordered/a-1")
     for key, place_in_key in (("a", "1"), ("a", "2"), ("b", "1")):

@@ -84,7 +84,10 @@ FAULTS: dict[str, tuple[tuple[dict[str, str], Fault], str]] = {
 }
 
 
-@pytest.fixture(scope="module", params=FAULTS)
+# Each entry point waits for the end of its limit.
+@pytest.fixture(
+    scope="module", params=[pytest.param(one, marks=pytest.mark.slow if one == "locked" else ()) for one in FAULTS]
+)
 def broken(request: pytest.FixtureRequest, django_db_setup: None, server_url: str) -> Iterator[tuple[str, Any]]:
     """The name of the fault, and the entry in DATABASES that leads to the broker that has it."""
     (changes, fault), _ = FAULTS[request.param]

@@ -338,6 +338,7 @@ def test_an_erasure_without_a_reason_is_refused(outbox_settings: Callable[..., N
         assert world.sql("SELECT count(*) FROM outbox.erased") == [(0,)]
 
 
+@pytest.mark.slow
 def test_erasures_are_repeated_after_a_restore(outbox_settings: Callable[..., None], tmp_path: Path) -> None:
     """Both databases are restored to before the erasure; also a message that the broker no longer had then."""
     outbox_settings(FORWARD=FORWARD, ERASURE_LIST=str(tmp_path / "erasures"), ERASURE_SECRET="of the tests")

@@ -52,7 +52,7 @@ def refusing(server_url: str, alias: str) -> Iterator[None]:
             admin.execute(allow.format(sql.Identifier(name), sql.SQL("true")))
 
 
-@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize("role", ["consumer", pytest.param("forward", marks=pytest.mark.slow)])
 def test_a_process_waits_for_its_databases_and_then_does_its_work(role: str, server_url: str, tmp_path: Path) -> None:
     """The list has the erasure of a message that the broker has with its body, as after a restore.
 

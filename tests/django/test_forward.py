@@ -52,6 +52,7 @@ def test_once_sends_what_is_queued_under_its_name_there(
     assert {request.headers["outbox-topic"] for request in got} == {"shop.orders"}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("databases")
 def test_the_command_forwards_until_a_signal_stops_it() -> None:
     got: list[Request] = []

@@ -86,6 +86,7 @@ def test_two_subscribers_of_eight_threads_share_a_pool_of_four() -> None:
     assert failures() == {"RuntimeError: the first attempt of every payment fails"}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("databases")
 def test_what_a_worker_opens() -> None:
     """The budget in docs/operations/connections.md."""

@@ -82,7 +82,7 @@ def test_timing_language_and_tenant(
     assert middleware.current_tenant.get() == "" and translation.get_language() == "en-us"
 
 
-@pytest.mark.parametrize("is_async", [False, True], ids=["plain", "async"])
+@pytest.mark.parametrize("is_async", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["plain", "async"])
 def test_sentry_has_one_scope_per_message(
     shop: Callable[[str], Any], outbox_settings: Callable[..., None], is_async: bool
 ) -> None:

@@ -38,6 +38,7 @@ def run(*arguments: str) -> str:
     return finished.stdout
 
 
+@pytest.mark.slow
 def test_without_a_test_database_for_the_broker() -> None:
     names = ("Plain", "InMemory", "Live", "Simple", "Unguarded")
     assert "Ran 7 tests" in run("django", "test", "--noinput", *(f"{CASES}.{name}" for name in names))

@@ -338,6 +338,7 @@ def test_a_kill_at_any_step_loses_no_row_and_the_next_pass_completes_the_work(po
     assert covers_all_ids(layout())
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("divided", "_effects")
 def test_handlers_at_the_boundary_of_two_partitions_take_effect_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Consumers run while partitions are made and dropped, and every queue is delivered again meanwhile."""

@@ -116,6 +116,7 @@ def test_what_is_not_the_brokers_is_kept() -> None:
     assert "outbox.commit_log" in tables()
 
 
+@pytest.mark.slow
 def test_dropped_and_migrated_to_zero_nothing_is_left(
     new_database: Callable[..., str], outbox_settings: Callable[..., None]
 ) -> None:

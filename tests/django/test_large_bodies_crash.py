@@ -71,6 +71,7 @@ def test_a_publisher_killed_at_every_step(path: str, folder: Path, driver: subpr
     assert set(delivered()) == set(committed())
 
 
+@pytest.mark.parametrize("path", ["atomic", pytest.param("two_phase", marks=pytest.mark.slow)], indirect=True)
 def test_the_pass_and_an_erasure_killed_while_they_remove(path: str, folder: Path) -> None:
     with transaction.atomic():
         kept = publish("orders", {"more": LARGE}, key="kept").message_id

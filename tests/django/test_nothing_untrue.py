@@ -128,6 +128,7 @@ def figures(name: str) -> dict[str, int]:
     return {name: min(number, 1) for name in names if (number := getattr(group, name))}
 
 
+@pytest.mark.slow
 def test_a_message_in_each_state_is_neither_lost_nor_counted_as_another(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -61,6 +61,7 @@ def wait_until_named(part: str, error: str) -> Condition:
     return conditions()["process_failing"]
 
 
+@pytest.mark.slow
 def test_a_leader_whose_ticks_fail(databases: None) -> None:
     """It holds the lease at times: with and without it no condition says that a worker is missing."""
     sql("ALTER FUNCTION outbox.make_tick RENAME TO away")

@@ -98,6 +98,7 @@ def test_a_call_that_does_not_end_is_cut_off_and_its_message_is_delivered_again(
     assert Effect.objects.filter(number="one").count() == 1
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_asked_to_stop_ends_with_all_of_its_processes() -> None:
     with process(WORKER, outbox=QUICK) as worker:
         [found] = eventually(processes, within_seconds=30, what="a consumer process")
@@ -111,7 +112,7 @@ def test_a_worker_that_is_asked_to_stop_ends_with_all_of_its_processes() -> None
     assert processes() == []
 
 
-@pytest.mark.parametrize("request_", ["drain", "stop"])
+@pytest.mark.parametrize("request_", ["drain", pytest.param("stop", marks=pytest.mark.slow)])
 def test_a_process_without_a_supervisor_ends(request_: str) -> None:
     with process([*WORKER, "--role", "consumer"], outbox=QUICK) as worker:
         [found] = eventually(processes, within_seconds=30, what="a consumer process")

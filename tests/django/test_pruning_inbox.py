@@ -136,6 +136,7 @@ def test_rows_that_stay_do_not_hold_up_those_behind_them(monkeypatch: pytest.Mon
     assert set(InboxEntry.objects.values_list("group", flat=True)) == {"effects"}
 
 
+@pytest.mark.slow
 def test_a_worker_continues_with_a_backlog_at_once_and_runs_check_back_meanwhile(
     monkeypatch: pytest.MonkeyPatch, outbox_settings: Callable[..., None]
 ) -> None:

@@ -215,6 +215,7 @@ def test_a_relay_that_lost_its_lease_takes_nothing_and_sends_nothing_more(alias:
     assert second.bodies == ["a1", "a2", "a3", "a4"]
 
 
+@pytest.mark.parametrize("alias", ["lite", pytest.param("default", marks=pytest.mark.slow)], indirect=True)
 def test_lines_are_served_in_turn(alias: str) -> None:
     """A line with many messages, and more lines than one round serves: each gets its turn."""
     broker = Stored()

@@ -38,10 +38,10 @@ from tests.support import eventually
 SETTINGS = {"max_connections": "60", "shared_buffers": "32MB"}
 QUICK = {
     ("dump", "same", "running", "broker", "two_phase"),
-    ("dump", "same", "running", "application", "two_phase"),
 }
 # Each pair of two values is in one of these or of the quick ones; `make faults` runs the whole table.
 SLOW = {
+    ("dump", "same", "running", "application", "two_phase"),
     ("dump", "same", "stopped", "broker", "two_phase"),
     ("dump", "other", "stopped", "application", "two_phase"),
     ("base_backup", "other", "running", "application", "two_phase"),

@@ -301,6 +301,7 @@ def _table() -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in rows.splitlines()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", ["two_phase", pytest.param("atomic", marks=pytest.mark.slow)], indirect=True)
 def test_the_table_of_the_page(logins: dict[Role, str]) -> None:
     """Each operation as each login; the same on both paths."""
@@ -319,6 +320,7 @@ def test_the_table_of_the_page_behind_a_pooler(
 
 
 @pytest.mark.skipif(PROGRAM is None, reason="PgBouncer is not installed")
+@pytest.mark.parametrize("path", ["atomic", pytest.param("two_phase", marks=pytest.mark.slow)], indirect=True)
 def test_the_roles_share_the_work_behind_a_pooler(
     logins: dict[Role, str], server_url: str, outbox_settings: Callable[..., None]
 ) -> None:
@@ -363,6 +365,7 @@ def _compare_with_the_page(logins: dict[Role, str]) -> None:
     )
 
 
+@pytest.mark.parametrize("path", ["atomic", pytest.param("two_phase", marks=pytest.mark.slow)], indirect=True)
 def test_the_doctor_finds_the_rights_of_each_role_complete(logins: dict[Role, str]) -> None:
     for role in Role:
         _connect_as(logins[role])
@@ -381,6 +384,7 @@ def test_the_doctor_finds_the_rights_of_each_role_complete(logins: dict[Role, st
     assert "GRANT DELETE ON outbox_inbox TO outbox_test_watch;" in lacking["rights to work on 'default'"]
 
 
+@pytest.mark.parametrize("path", ["atomic", pytest.param("two_phase", marks=pytest.mark.slow)], indirect=True)
 def test_a_migration_gives_the_rights_on_a_new_table(logins: dict[Role, str]) -> None:
     _as_owner("REVOKE ALL ON outbox_inbox, outbox_claim FROM outbox_work", "default")
     renew("default")
@@ -389,6 +393,7 @@ def test_a_migration_gives_the_rights_on_a_new_table(logins: dict[Role, str]) ->
     assert held == [(True,)]
 
 
+@pytest.mark.parametrize("path", ["atomic", pytest.param("two_phase", marks=pytest.mark.slow)], indirect=True)
 def test_a_second_call_changes_nothing_and_a_dry_run_prints_what_a_call_does(logins: dict[Role, str]) -> None:
     out = StringIO()
     call_command("outbox_install", "--grants", "--dry-run", "--work", "outbox_test_work", stdout=out, no_color=True)

@@ -556,6 +556,7 @@ def test_a_queue_that_a_failure_stops() -> None:
         each_once(100)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_a_rebalance_in_the_middle() -> None:
     """A second process joins, the first one leaves: each effect is there once, and no message fails."""
@@ -573,6 +574,7 @@ def test_a_rebalance_in_the_middle() -> None:
     assert failed() == []
 
 
+@pytest.mark.slow
 def test_nothing_leaks(monkeypatch: pytest.MonkeyPatch) -> None:
     """After errors, failed commits and callbacks with errors, each counter of the threads is at zero."""
     pools: list[WorkerPool] = []

@@ -336,6 +336,7 @@ def test_a_commit_by_hand_keeps_what_it_has_committed(caplog: pytest.LogCaptureF
     assert alone(given[2]) is HANDLED
 
 
+@pytest.mark.slow
 def test_threads_that_need_the_same_rows_in_other_orders_finish() -> None:
     """Each message updates two of four rows. Nothing is lost or doubled, and no message fails."""
     for number in range(4):

@@ -130,6 +130,7 @@ def test_a_task_may_leave_its_transaction_alone_for_longer_than_a_lease(
     assert effects() == ["after", "before"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "point", ["consumer.before_inbox_commit", pytest.param("consumer.after_inbox_commit", marks=pytest.mark.slow)]
 )

@@ -270,6 +270,7 @@ def test_tests_of_applications_see_the_same_trace(spans: Spans) -> None:
     assert is_below(spans.one("process orders"), spans.one("publish orders"))
 
 
+@pytest.mark.slow
 def test_one_trace_through_the_processes_of_a_worker(
     spans: Spans, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -52,6 +52,7 @@ def test_from_publish_to_effect_and_on_to_the_next_topic() -> None:
     assert InboxEntry.objects.count() == 40
 
 
+@pytest.mark.slow
 def test_a_killed_consumer_costs_redelivery_and_no_second_effect() -> None:
     with child("broker"), child("consumer", faults="consumer.after_inbox_commit=kill@7") as first:
         for number in range(30):

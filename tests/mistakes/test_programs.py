@@ -13,7 +13,7 @@ from tests.mistakes.campaign import Campaign, convictions, report
 from tests.mistakes.generator import Side
 from tests.mistakes.worlds import WORLDS, World
 
-PROGRAMS = 100
+PROGRAMS, MORE_PROGRAMS = 40, 200
 SOAK_VARIABLE = "OUTBOX_MISTAKES"
 # More would only repeat themselves in the report.
 ENOUGH = 50
@@ -27,6 +27,15 @@ each_side = pytest.mark.parametrize("side", ["producer", "consumer", "sharing", 
 def test_rows_messages_and_effects_agree(world: World, side: Side, campaign_in: Callable[[World], Campaign]) -> None:
     campaign = campaign_in(world)
     found = list(itertools.islice(convictions(campaign, side, range(PROGRAMS)), ENOUGH))
+    assert not found, report(campaign, found)
+
+
+@pytest.mark.slow
+@each_side
+@each_world
+def test_those_of_more_programs_agree(world: World, side: Side, campaign_in: Callable[[World], Campaign]) -> None:
+    campaign = campaign_in(world)
+    found = list(itertools.islice(convictions(campaign, side, range(PROGRAMS, MORE_PROGRAMS)), ENOUGH))
     assert not found, report(campaign, found)
 
 
@@ -47,6 +56,6 @@ def test_a_hundred_thousand_programs(
                 rate = done / (time.monotonic() - started)
                 print(f"\n{world} {side}: {done} of {count} programs, {convicted} convicted, {rate:.0f}/s", end="")
 
-    seeds = range(PROGRAMS, PROGRAMS + count)
+    seeds = range(MORE_PROGRAMS, MORE_PROGRAMS + count)
     found = list(itertools.islice(convictions(campaign, side, seeds, progress=progress), ENOUGH))
     assert not found, report(campaign, found)

@@ -171,6 +171,7 @@ def test_rabbitmq_killed_and_started_again(
     storm(bench, spawn, rabbitmq, queue, restart, kills)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kills", [1, pytest.param(20, marks=pytest.mark.soak)])
 def test_redis_killed_and_started_again(
     bench: ConsumptionBench, spawn: Spawn, tmp_path: Path, queue: str, kills: int

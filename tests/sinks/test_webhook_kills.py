@@ -20,6 +20,7 @@ SINK = "outbox.contrib.sinks.webhook.WebhookSink"
 OPTIONS = {"secrets": [SECRET], "allow_private": True, "allow_http": True, "timeout_seconds": 5}
 
 
+@pytest.mark.slow
 def test_receiver_and_forwarder_killed_and_started_again(bench: ConsumptionBench, spawn: Spawn, tmp_path: Path) -> None:
     storm(bench, spawn, tmp_path / "received", count=300, kills=[60, 150])
 

@@ -11,6 +11,7 @@ from tests.spark.world import Order, World
 pytestmark = pytest.mark.timeout(300)
 
 
+@pytest.mark.slow
 def test_a_changed_key_is_one_finding_that_is_not_repaired(reconcile: Reconciler, world: World) -> None:
     world.add(*(Order(number=number) for number in (1, 2, 3)))
     # Order 3 is lost, order 2 has another key now: its message would be sent twice.

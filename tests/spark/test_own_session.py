@@ -25,6 +25,7 @@ OWN = {
 }
 
 
+@pytest.mark.slow
 def test_a_run_keeps_the_settings_of_the_session(reconcile: Reconciler, world: World, tmp_path: Path) -> None:
     """One table has times in nanoseconds, the other one as INT96, as older versions of Spark write them."""
     first = Order(number=1)

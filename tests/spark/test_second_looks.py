@@ -169,6 +169,7 @@ def test_a_finding_beyond_the_boundary_is_not_recovered(reconcile: Reconciler, w
     assert held["open_subjects"] == 1, "the next run looks at it again"
 
 
+@pytest.mark.slow
 def test_a_hot_row_updated_between_the_snapshots_of_both_looks(
     reconcile: Reconciler, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:

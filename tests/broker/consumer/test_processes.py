@@ -108,6 +108,7 @@ def test_killed_at_every_step_takes_effect_once(orders: ConsumptionBench, step: 
     assert_each_once_in_order(orders.effects(), 400)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [pytest.param("before_send_back", marks=pytest.mark.soak), "after_send_back"])
 def test_killed_while_sending_back_loses_and_doubles_nothing(orders: ConsumptionBench, step: str) -> None:
     """Every first attempt fails; the process dies when the failures of some are stored, or about to be."""
@@ -155,6 +156,7 @@ def frozen_before_a_handler(orders: ConsumptionBench, broken: str) -> list[tuple
     return orders.rows("SELECT instance, key, n FROM effect WHERE position > %s", position)
 
 
+@pytest.mark.slow
 def test_frozen_owner_is_fenced_after_sigcont(orders: ConsumptionBench) -> None:
     assert frozen_before_a_handler(orders, "") == []
     assert_each_once_in_order(orders.effects(), 600)
@@ -238,6 +240,7 @@ def test_control_handing_over_without_draining_is_caught(orders: ConsumptionBenc
 # -- the database goes away -------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_connections_terminated_again_and_again(orders: ConsumptionBench) -> None:
     started(orders, 2, mode="key_ordered", seconds=0.002)
     messages = keyed("orders", 1_000, 100)

@@ -106,6 +106,7 @@ def assert_in_order(bench: ConsumptionBench, keys: int = 4) -> None:
         assert ns == sorted(ns)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "deed"),
     [

@@ -101,7 +101,7 @@ def test_the_broker_process_sequences_and_cleans(
 @pytest.mark.parametrize(
     ("leads", "listen"),
     [
-        pytest.param(False, None, id="broker leads"),
+        pytest.param(False, None, id="broker leads", marks=pytest.mark.slow),
         pytest.param(True, "", id="consumer leads, without LISTEN"),
         pytest.param(True, None, id="consumer leads", marks=pytest.mark.slow),
         pytest.param(False, "", id="broker leads, without LISTEN", marks=pytest.mark.slow),

@@ -183,6 +183,7 @@ def test_key_ordered_with_one_poisoned_key_all_others_finish(steps: ConsumptionB
     steps.assert_conserved("g")
 
 
+@pytest.mark.slow
 def test_a_poisoned_key_keeps_no_bodies_in_memory(steps: ConsumptionBench, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the offsets of its later messages are kept, and the queue is fetched far beyond the buffered messages."""
     steps.declare("single", queues=1, types=FIFO)

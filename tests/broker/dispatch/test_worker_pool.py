@@ -57,6 +57,7 @@ def test_threads_without_work_end_and_others_take_the_next(four: Pool, monkeypat
     assert len(set(four.ran)) == 3
 
 
+@pytest.mark.slow
 def test_no_work_is_left_behind_by_a_thread_that_ends(four: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each thread ends the moment it finds nothing, while works are put."""
     monkeypatch.setattr("outbox.broker.consumer.worker_pool.IDLE_SECONDS", 0.0)

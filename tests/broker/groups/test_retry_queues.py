@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 import uuid
 
+import pytest
+
 from outbox.broker.database.executor import Executor
 from outbox.broker.groups import rebalance, registration
 from outbox.broker.groups.members import Member, QueueState
@@ -24,6 +26,7 @@ def _topic_id(bench: ConsumptionBench, topic: str) -> int:
     return TopicCatalog("outbox").get(bench.connection, topic).topic_id
 
 
+@pytest.mark.slow
 def test_processes_of_a_group_with_different_topics_each_retry_their_own(bench: ConsumptionBench) -> None:
     bench.declare("orders", queues=1)
     bench.declare("points", queues=1)

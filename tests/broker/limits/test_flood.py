@@ -80,6 +80,7 @@ def counted_loads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     yield loads
 
 
+@pytest.mark.slow
 def test_messages_of_other_keys_overtake_the_flood_and_nothing_is_lost(
     orders: ConsumptionBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:

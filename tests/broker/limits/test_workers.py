@@ -69,6 +69,7 @@ def slots_held(bench: ConsumptionBench) -> int:
     return int(bench.rows("SELECT count(*) FROM outbox.slot WHERE expires_at > clock_timestamp()")[0][0])
 
 
+@pytest.mark.slow
 def test_running_is_exact_through_a_kill(orders: ConsumptionBench, spawn: Spawn) -> None:
     processes = [spawn(f"p{n}", limits={"running": 4}, seconds=0.02) for n in range(3)]
     orders.wait_for_shares(2, 2, 2)

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable
 
 import psycopg
+import pytest
 
 from outbox.broker.database.executor import Executor
 from outbox.broker.log import commit_log
@@ -35,6 +36,7 @@ def _survives(server: Server, work: Callable[[psycopg.Connection[tuple[object, .
     return server.heads() == heads
 
 
+@pytest.mark.slow
 def test_a_tick_waits_where_it_could_not_be_made_again(server: Server) -> None:
     """Because its decision may be lost with it, or because a recall finds again what it has taken."""
 

@@ -271,6 +271,7 @@ def test_what_is_stored_makes_no_page_fail(
                 checked(operator.get(address), address, zone)
 
 
+@pytest.mark.slow
 def test_a_time_that_python_cannot_hold_is_shown_as_the_nearest(
     crowded: tuple[World, list[str]], operator: Client
 ) -> None:
@@ -286,6 +287,7 @@ def test_a_time_that_python_cannot_hold_is_shown_as_the_nearest(
             checked(operator.get(address), address, at)
 
 
+@pytest.mark.slow
 def test_no_evidence_of_any_condition_makes_a_page_fail(
     crowded: tuple[World, list[str]], operator: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:

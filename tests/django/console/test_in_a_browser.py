@@ -146,6 +146,7 @@ def test_a_stuck_half_is_found_understood_and_settled(world: World, site: Site) 
         assert "No fault at" in browser.text("#live")
 
 
+@pytest.mark.slow
 def test_all_dead_letters_of_one_error_are_replayed(world: World, site: Site) -> None:
     world.subscribe("mail")
     world.publish(5)
@@ -240,6 +241,7 @@ def test_filters_are_folded_on_a_phone_and_open_on_a_wide_screen(world: World, s
                 assert browser.evaluate(is_visible), (page, width)
 
 
+@pytest.mark.slow
 def test_a_message_is_skipped_with_the_keyboard_alone(world: World, site: Site) -> None:
     bad = blocked(world, "books")
     with Browser() as browser:
@@ -256,6 +258,7 @@ def test_a_message_is_skipped_with_the_keyboard_alone(world: World, site: Site) 
     assert OperatorAction.objects.get().outcome == "done"
 
 
+@pytest.mark.slow
 def test_a_process_is_drained_with_the_keyboard_alone(world: World, site: Site) -> None:
     world.subscribe("mail")
     working(world, "mail", UUID(int=1))
@@ -300,6 +303,7 @@ def test_the_checks_find_what_they_look_for(world: World, site: Site) -> None:
         assert browser.evaluate("document.documentElement.scrollWidth") > 360
 
 
+@pytest.mark.slow
 def test_a_strict_policy_is_kept_and_keeps_out_what_is_foreign(
     world: World, site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip

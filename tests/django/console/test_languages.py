@@ -33,6 +33,7 @@ def stable(html: str) -> str:
     return re.sub(r"\d+ (?:ms|s|min)\b|\d+\.\d s|\d\d:\d\d:\d\d(?!\d)", "", html)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("languages", [TELLING, pytest.param(EVERY, marks=pytest.mark.slow)])
 def test_every_page_is_the_same_in_every_language(
     world: World, operator: Client, languages: Sequence[tuple[str, bool]]

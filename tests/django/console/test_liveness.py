@@ -127,6 +127,7 @@ def test_what_an_open_page_asks_differs_when_something_changed(world: World, ope
         point_alias("broker", broker)
 
 
+@pytest.mark.slow
 @pytest.mark.browser
 def test_an_open_page_is_not_green_over_a_killed_worker(world: World) -> None:
     """The worker is killed with all of its processes. Without a change, the page would refresh after ten minutes."""

@@ -40,6 +40,7 @@ def wait_until_fresh(browser: Browser) -> None:
     browser.wait_for("document.querySelectorAll('.stale, .stale-note:not([hidden])').length === 0")
 
 
+@pytest.mark.slow
 def test_a_web_process_that_hangs_or_is_killed_greys_the_page(web: WebProcess) -> None:
     with Browser() as browser:
         web.site.open(browser)
