@@ -10,7 +10,7 @@ import hashlib
 import json
 import re
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final, NamedTuple
 
@@ -170,23 +170,26 @@ def described(
     `examples` are findings with the id of their `cause`, the oldest of a cause first. `trace` is the rules' trace
     command.
     """
-    oldest: dict[str, Mapping[str, Any]] = {}
+    of_cause: dict[str, list[Mapping[str, Any]]] = {}
     for finding in examples:
-        oldest.setdefault(finding["cause"], finding)
+        of_cause.setdefault(finding["cause"], []).append(finding)
     output = mask_passwords(output)  # The page and result.json must not repeat a password of a URI.
     result = []
     for cause in found:
         listing = f"outbox-reconcile findings --output {shlex.quote(output)} --cause {cause.id}"
-        commands = _commands(cause, oldest.get(cause.id, {}), output, rules, trace) or [listing]
+        commands = _commands(cause, of_cause.get(cause.id, []), listing, output, rules, trace) or [listing]
         fields = {"class" if name == "finding_class" else name: value for name, value in asdict(cause).items()}
         known = {"subject": cause.subject, "meaning": cause.meaning, "listing": listing}
         result.append({**fields, **known, "commands": [] if cause.finding_class in CLOSED else commands})
     return result
 
 
-def _commands(cause: Cause, example: Mapping[str, Any], output: str, rules: str, trace: str) -> list[str]:
+def _commands(
+    cause: Cause, examples: Sequence[Mapping[str, Any]], listing: str, output: str, rules: str, trace: str
+) -> list[str]:
     """The commands for all findings of a cause, the first check first; empty if only the findings themselves help."""
     name, group = FindingClass(cause.finding_class), shlex.quote(cause.group)
+    example = examples[0] if examples else {}
     topic = shlex.quote(example.get("topic") or "")
     message_id = example.get("message_id") or ""
     manage = "python manage.py"
@@ -200,11 +203,13 @@ def _commands(cause: Cause, example: Mapping[str, Any], output: str, rules: str,
         return [f"{manage} outbox_dead_letter list {letters}", f"{manage} outbox_dead_letter replay {letters}"]
     if name is FindingClass.UNDELIVERED:
         check = f"{manage} outbox_group offsets {group}"
-        if cause.detail != "passed" or not cause.oldest:
+        if cause.detail != "passed":
             return [check]
-        if cause.findings == 1 and re.fullmatch(UUID, message_id):
-            return [check, f"{manage} outbox_message redeliver {message_id} --group {group}"]
-        return [check, f"{manage} outbox_group reset {group} {topic} --to-time {cause.oldest} --reprocess --dry-run"]
+        ids = [each["message_id"] or "" for each in examples]
+        if len(ids) < cause.findings or not all(re.fullmatch(UUID, each) for each in ids):
+            # The listing has the command for each finding. To reset the group would repeat the effects of all others.
+            return [check, listing]
+        return [check, *(f"{manage} outbox_message redeliver {each} --group {group}" for each in ids)]
     if name is FindingClass.LATE:
         return [f"{manage} outbox_status"]
     if name in (FindingClass.ORPHAN, FindingClass.UNREADABLE, FindingClass.DUPLICATE) and re.fullmatch(

@@ -11,8 +11,7 @@ import pytest
 from pyspark.sql import SparkSession
 
 from spark.common.store import Store
-from spark.comparison import causes, evidence
-from spark.comparison.causes import FindingCounts
+from spark.comparison import evidence
 from spark.output import plan, report
 from spark.rules import file as rules_file
 from spark.rules.rule import FieldRule, FieldType, Rule
@@ -86,19 +85,6 @@ def test_a_number_that_is_not_finite_is_equal_to_itself_alone(spark_session: Spa
     assert [row["why"] for row in found] == [
         "", "", "", "v is '1e300', which is no decimal of up to 26 digits before the point", "",
     ]  # fmt: skip
-
-
-def test_findings_of_one_cause_are_one_line_of_the_report() -> None:
-    """Whatever their times, and whether they are new or acknowledged."""
-    counts = [
-        FindingCounts("paid", "", "LOST", bucket, is_known, not is_known, "", True, "critical", 5, START.isoformat())
-        for bucket in (0, 60)
-        for is_known in (False, True)
-    ]
-    listed = causes.described(causes.causes(counts), (), "out", "rules.toml", "trace {message_id}")
-    assert [(cause["findings"], cause["new"], cause["acknowledged"]) for cause in listed] == [(20, 10, 10)]
-    head, line = re.findall(r"<tr>(.*?)</tr>", report._causes({"causes": listed}, ()))
-    assert "<td class='n'>20</td>" in line
 
 
 def _texts(value: Any) -> list[str]:
