@@ -12,6 +12,7 @@ import os
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any, Final
 
 import psycopg
@@ -49,6 +50,18 @@ _TABLES: Final = """
 SELECT oid::regclass::text, pg_relation_size(oid), pg_total_relation_size(oid), relpages, reltuples FROM pg_class
 WHERE relkind = 'r' AND relnamespace NOT IN ('pg_catalog'::regnamespace, 'information_schema'::regnamespace)
 """
+# The server counts the writes of each table, also those of transactions that were rolled back, and a session that has
+# ended has reported its own. So without a write to a catalogue the definitions are as they were, and only tables with
+# writes can have other contents. VACUUM and ANALYZE change figures of pg_class without a write that is counted.
+_WRITTEN: Final = """
+SELECT relid::regclass::text, schemaname = 'pg_catalog'
+FROM pg_stat_all_tables AS counted JOIN pg_class ON pg_class.oid = relid
+WHERE n_tup_ins + n_tup_upd + n_tup_del + vacuum_count + autovacuum_count + analyze_count + autoanalyze_count > 0
+    AND NOT relisshared AND schemaname <> 'pg_toast'
+    AND counted.relname NOT IN ('pg_statistic', 'pg_statistic_ext_data')
+"""
+# A crash of the server sets all counts to 0, and this time to that of its new start.
+_COUNTED_FROM: Final = "SELECT datid, stats_reset FROM pg_stat_database WHERE datname = current_database()"
 _STATISTICS: Final = "DELETE FROM pg_catalog.pg_statistic WHERE starelid >= %s"
 _SEQUENCES: Final = "SELECT seqrelid::regclass::text FROM pg_sequence ORDER BY 1"
 _REFERENCES: Final = "SELECT confrelid::regclass::text, conrelid::regclass::text FROM pg_constraint WHERE contype = 'f'"
@@ -77,9 +90,12 @@ class Template:
         self.name = name
         self._server_url = server_url
         with _connect(server_url, name) as connection:
+            # Database -> since when its writes are counted, if it was as the template at that time.
+            self._counted_from: dict[int, datetime] = {}
             self._catalogues = _catalogue_query([name for (name,) in connection.execute(_CATALOGUES)])
             self._sequences = _sequence_query([name for (name,) in connection.execute(_SEQUENCES)])
             self._filled = [name for name, (size, *_) in _tables(connection).items() if size]
+            self._about = connection.execute(_ABOUT).fetchall()
             self.definitions = self.definitions_of(connection)
             self.data = self._data(connection)
             self._referring: dict[str, set[str]] = defaultdict(set)
@@ -95,10 +111,12 @@ class Template:
     def reset(self, name: str) -> bool:
         """Restore the data of a database without connections; False if it is another database."""
         with _connect(self._server_url, name) as connection:
-            if self.definitions_of(connection) != self.definitions:
-                return False
-            found = self._data(connection)
-            changed = self._changed(found)
+            changed = self._written(connection)
+            if changed is None:
+                if self.definitions_of(connection) != self.definitions:
+                    return False
+                changed = self._changed(self._data(connection))
+            sequences = self._values(connection)
             with connection.transaction():
                 # No trigger, no rule and no foreign key acts on what follows.
                 connection.execute("SET LOCAL session_replication_role = replica")
@@ -108,29 +126,51 @@ class Template:
                 for table in sorted(changed & self.data.rows.keys()):
                     _write(connection, table, self.data.rows[table])
                 for sequence, value in self.data.sequences.items():
-                    if found.sequences[sequence] != value:
+                    if sequences[sequence] != value:
                         connection.execute("SELECT setval(%s::regclass, %s, %s)", [sequence, *value])
                 connection.execute("SET LOCAL allow_system_table_mods = on")
                 connection.execute(_STATISTICS, [_FIRST_OID])
+            # Else this session would report its own writes when it ends.
+            connection.execute("SELECT pg_stat_force_next_flush()")
             connection.execute("SELECT pg_stat_reset()")
+            [(number, counted_from)] = connection.execute(_COUNTED_FROM).fetchall()
+            self._counted_from[number] = counted_from
         return True
 
+    def _written(self, connection: Connection) -> set[str] | None:
+        """The tables that were written since the last reset, and those that TRUNCATE requires with them.
+
+        None if this is not known, or if a definition may have changed.
+        """
+        [(number, counted_from)] = connection.execute(_COUNTED_FROM).fetchall()
+        if counted_from is None or self._counted_from.get(number) != counted_from:
+            return None
+        written = connection.execute(_WRITTEN).fetchall()
+        if any(is_catalogue for _, is_catalogue in written) or connection.execute(_ABOUT).fetchall() != self._about:
+            return None
+        return self._with_referring({name for name, _ in written})
+
     def _data(self, connection: Connection) -> Data:
-        sequences = connection.execute(self._sequences).fetchall() if self._sequences else []
         return Data(
             tables=_tables(connection),
             rows={table: _read(connection, table) for table in self._filled},
-            sequences={name: (value, is_called) for name, value, is_called in sequences},
+            sequences=self._values(connection),
         )
+
+    def _values(self, connection: Connection) -> dict[str, tuple[int, bool]]:
+        found = connection.execute(self._sequences).fetchall() if self._sequences else []
+        return {name: (value, is_called) for name, value, is_called in found}
 
     def _changed(self, found: Data) -> set[str]:
         """The tables that differ from the template, and those that TRUNCATE requires with them."""
-        open_ = [
+        return self._with_referring(
             name
             for name, figures in self.data.tables.items()
             if found.tables[name] != figures or found.rows.get(name) != self.data.rows.get(name)
-        ]
-        changed: set[str] = set()
+        )
+
+    def _with_referring(self, names: Iterable[str]) -> set[str]:
+        open_, changed = list(names), set[str]()
         while open_:
             name = open_.pop()
             if name not in changed:
