@@ -142,7 +142,7 @@ def test_every_command_of_a_remedy_works_as_printed(tmp_path: Path, monkeypatch:
     publish("orders", {}, key="1", at_once=True)
     consume()
     Effect.objects.create(number="mended")
-    for key in ("2", "5", "8"):
+    for key in ("2", "4", "5", "8", "9", "12"):
         Order.objects.create(number=key)
         publish("orders", {}, key=key, at_once=True)
     faults.arm("producer.before_end=raise")
@@ -156,17 +156,28 @@ def test_every_command_of_a_remedy_works_as_printed(tmp_path: Path, monkeypatch:
         faults.arm("")
     park()
     handle_all()
-    Effect.objects.filter(number="2").delete()
+    Effect.objects.filter(number__in=("2", "12")).delete()
+    prompt = Effect.objects.get(number="9")
+    prompt.delete()
+    late = Effect.objects.create(number="9", pk=10_000)  # Its time is made of its key.
+    with broker_connection() as (connection, schema):
+        connection.execute(f"UPDATE {schema}.commit_log SET body = body || '}}' WHERE key = '4'")
     Effect.objects.create(number="5")
     Order.objects.filter(number="8").delete()
     Order.objects.create(number="7")
 
     found = findings(tmp_path, WITH_EFFECTS)
     assert {(each["class"], each["key"]) for each in found} == {
-        ("DEAD", "1"), ("UNDELIVERED", "2"), ("HALF_STUCK", "3"), ("HALF_STUCK", "6"), ("DUPLICATE", "5"),
-        ("ORPHAN", "8"), ("LOST", "7"),
+        ("DEAD", "1"), ("UNDELIVERED", "2"), ("UNDELIVERED", "12"), ("UNREADABLE", "4"), ("LATE", "9"),
+        ("HALF_STUCK", "3"), ("HALF_STUCK", "6"), ("DUPLICATE", "5"), ("ORPHAN", "8"), ("LOST", "7"),
     }  # fmt: skip
     printed = {line: None for each in found for line in re.findall(r"`python manage.py ([^`]+)`", each["remedy"])}
+    # What a plan mends has commands for a plan, which is applied below.
+    causes = json.loads((tmp_path / "out" / "result.json").read_text())["causes"]
+    by_class = {each["class"]: each["commands"] for each in causes}
+    assert [len(by_class[name]) for name in ("UNDELIVERED", "LATE", "UNREADABLE")] == [3, 1, 1]
+    for name in ("UNDELIVERED", "LATE", "UNREADABLE", "ORPHAN", "DUPLICATE"):
+        printed |= {command.removeprefix("python manage.py "): None for command in by_class[name]}
     names = {tuple(line.split()[:2]) for line in printed}
     for line in printed:
         if line == "outbox_status":
@@ -184,10 +195,16 @@ def test_every_command_of_a_remedy_works_as_printed(tmp_path: Path, monkeypatch:
         call_command("outbox_repair", str(tmp_path / "plan.jsonl"), "--apply", "--publisher", publisher, stdout=out)
     assert out.getvalue().count(": done: ") == 1, out.getvalue()
     # What people do by hand.
+    with broker_connection() as (connection, schema):
+        connection.execute(f"UPDATE {schema}.commit_log SET body = '{{}}' WHERE key = '4'")
+    late.delete()
+    prompt.save(force_insert=True)
     Order.objects.create(number="8")
     Effect.objects.filter(number="5").latest("pk").delete()
     handle_all()
-    assert sorted(Effect.objects.values_list("number", flat=True)) == ["1", "2", "3", "5", "6", "7", "8", "mended"]
+    assert sorted(Effect.objects.values_list("number", flat=True)) == [
+        "1", "12", "2", "3", "4", "5", "6", "7", "8", "9", "mended",
+    ]  # fmt: skip
     with broker_connection() as (connection, schema):
         assert count_messages(Executor(connection, schema)).differences() == []
     open_now = [each for each in findings(tmp_path, WITH_EFFECTS) if each["class"] != "RECOVERED"]
