@@ -93,8 +93,8 @@ bench-quick: $(STAMP) ## The web job beside its peers in five minutes, with a pi
 faults: $(STAMP) ## The longest runs: every fault many times
 	$(BIN)/python -m pytest -m soak --timeout 1800
 
-oracle: $(STAMP) ## Random storms, judged from outside by their histories: ten minutes (MINUTES=3, HOURS=2)
-	$(BIN)/python -W ignore -m tests.oracle --minutes $(if $(HOURS),$$(($(HOURS) * 60)),$(or $(MINUTES),10))
+oracle: $(STAMP) ## Random storms, judged from outside by their histories: ten minutes (SECONDS=180, HOURS=2)
+	$(BIN)/python -W ignore -m tests.oracle --total $(if $(HOURS),$$(($(HOURS) * 3600)),$(or $(SECONDS),600))
 
 docs: $(STAMP) ## The site of the documents, into var/site/index.html; a warning fails
 	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going -b html docs var/site

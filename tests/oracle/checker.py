@@ -63,6 +63,10 @@ class History:
         """How often each effect is there."""
         return Counter((group, name) for group, name, _ in self.tables.effects)
 
+    def is_undone(self, line: Line) -> bool:
+        """Whether a restore may have taken back what this line says."""
+        return any(one["dumped_at"] <= line["at"] <= one["at"] for one in self.of("restored"))
+
     def delivered(self, name: str) -> bool:
         """Whether any group has handled the message."""
         return any((group, name) in self.effects for group in GROUPS[self.tries[name]["topic"]])
@@ -99,7 +103,7 @@ def phantom(history: History) -> Found:
         elif name not in history.tables.orders:
             yield f"{group} handled {name}, whose row was never committed"
     for line in history.of("begin"):
-        if line["group"] != "books" and line["name"] not in history.tables.orders:
+        if line["group"] != "books" and line["name"] not in history.tables.orders and not history.is_undone(line):
             yield f"{line['group']} was called for {line['name']}, whose row was never committed"
 
 
@@ -113,7 +117,7 @@ def twice(history: History) -> Found:
 def silent(history: History) -> Found:
     """A block that returned has committed its rows."""
     for line in history.of("committed"):
-        if not line["by_hand"]:
+        if not line["by_hand"] and not history.is_undone(line):
             for name in line["names"]:
                 if name not in history.tables.orders:
                     yield f"{line['program']} returned, and its row {name} is not there"
@@ -157,7 +161,8 @@ def charge(history: History) -> Found:
     """The provider acts once per order: all calls for it have the same key."""
     keys: dict[str, set[str]] = defaultdict(set)
     for line in history.of("charge"):
-        keys[line["name"]].add(line["key"])
+        if line["name"] in history.tables.orders or not history.is_undone(line):
+            keys[line["name"]].add(line["key"])
     for name, some in sorted(keys.items()):
         if len(some) > 1:
             yield f"{name} was charged with {len(some)} different keys"
@@ -179,9 +184,8 @@ def limit(history: History) -> Found:
     for line in history.lines:
         if line["event"] in ("end", "fail") and line["group"] == "mail":
             ends[line["pid"], line["name"]].append(line["at"])
-    excuses = [
-        (line["at"], line.get("victim")) for line in history.of("fault") if line["kind"] not in ("kill", "kill worker")
-    ]
+    harmless = ("kill", "kill worker", "snapshot held")
+    excuses = [(line["at"], line.get("victim")) for line in history.of("fault") if line["kind"] not in harmless]
     calls = []
     for line in history.of("begin"):
         if line["group"] != "mail":
@@ -208,7 +212,7 @@ def saga(history: History) -> Found:
 
 
 def conserved(history: History) -> Found:
-    """The audit agrees at the end."""
+    """The audit agrees at the end, and so do ledgers and inboxes with the broker."""
     for line in history.of("audit"):
         if line["code"] != 0:
             yield f"the audit ended with {line['code']}: {line['text'][-600:]}"
@@ -217,7 +221,7 @@ def conserved(history: History) -> Found:
 # -- the truth of the status ------------------------------------------------------------------------------------
 
 _AWAY = {"crash of the server", "sessions exhausted", "sessions ended", "connections cut"}
-_DEATHS = {"kill", "kill worker", "freeze"}
+_DEATHS = {"kill", "kill worker", "freeze", "dump", "restore"}
 # Which faults explain a condition, and for how many seconds. A condition that is not here is never so in a storm.
 EXPLAINED: dict[str, tuple[set[str], float]] = {
     "unreachable": (_AWAY, 20),
@@ -267,7 +271,8 @@ def untrue(history: History) -> Found:
 def unseen(history: History) -> Found:
     """The status names what is so: a dead letter at the end, and a server that is away at once."""
     statuses = history.of("status")
-    given_up = {line["name"] for line in history.of("fail") if line["group"] == "audit"} & history.tables.orders
+    failed = [line for line in history.of("fail") if line["group"] == "audit" and not history.is_undone(line)]
+    given_up = {line["name"] for line in failed} & history.tables.orders
     if statuses and given_up and "dead_letters" not in {one["name"] for one in conditions(statuses[-1])}:
         yield f"{len(given_up)} messages were given up, and the last status has no dead_letters"
     ups = [line["at"] for line in history.of("server_up")]

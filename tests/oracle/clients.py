@@ -18,12 +18,12 @@ from collections.abc import Callable
 from typing import Any
 
 import django
-from django.db import Error, connection, connections, transaction
+from django.db import Error, OperationalError, connection, connections, transaction
 
 from tests.oracle.lines import write
 
 KEYS = 5
-UNIQUES = 12
+UNIQUES = 2
 
 
 class Mistake(Exception):
@@ -55,6 +55,8 @@ class Client:
                     error=type(error).__name__,
                     text=str(error)[:300],
                 )
+                if isinstance(error, OperationalError):
+                    time.sleep(1)  # as a user whose server is away
             else:
                 write("committed", names=self.pairs, program=program.__name__, by_hand=self.by_hand)
             if connection.in_atomic_block:
@@ -95,6 +97,16 @@ class Client:
             write("published", name=name, id=str(receipt.message_id))
         else:
             write("duplicate", name=name, of=str(receipt.duplicate_of))
+
+        self.linger()
+
+    def linger(self) -> None:
+        """Do something else in the open block: mostly nothing, and seldom for longer than an immunity or a lease."""
+        chance = self.random.random()
+        if chance < 0.02:
+            time.sleep(self.random.uniform(3, 5))
+        elif chance < 0.15:
+            time.sleep(self.random.random() / 4)
 
     def some(self) -> None:
         """One to three pairs."""
@@ -226,8 +238,9 @@ class Client:
                 raise Mistake
 
     def unique(self) -> None:
+        # All clients use the same few keys at the same time.
         with transaction.atomic():
-            self.pair(unique=f"u{self.seed // 20}.{self.random.randrange(UNIQUES)}")
+            self.pair(unique=f"u{int(time.time() / 2)}.{self.random.randrange(UNIQUES)}")
             if self.random.random() < 0.3:
                 raise Mistake
 
@@ -243,6 +256,22 @@ class Client:
                 counter.save()
                 self.pair(topic="steps", key=key, number=counter.number)
             time.sleep(self.random.random() / 50)
+            if self.random.random() < 0.2:
+                raise Mistake
+
+    def ordered_late(self) -> None:
+        """The number comes after the publish call, so only the product's own lock keeps two transactions apart."""
+        from tests.oracle.shop.models import Counter, Order
+
+        key = f"t{self.random.randrange(2)}"
+        with transaction.atomic():
+            self.pair(topic="steps", key=key, number=0)
+            time.sleep(self.random.random() / 10)
+            Counter.objects.get_or_create(key=key)
+            counter = Counter.objects.select_for_update().get(key=key)
+            counter.number += 1
+            counter.save()
+            Order.objects.filter(name=self.pairs[-1]).update(number=counter.number)
             if self.random.random() < 0.2:
                 raise Mistake
 
@@ -282,10 +311,10 @@ class Client:
 PROGRAMS: list[Callable[[Client], None]] = [
     Client.commit, Client.roll_back, Client.swallowed, Client.savepoint, Client.savepoint_by_hand,
     Client.failed_statement, Client.caught_refusal, Client.raw, Client.closed, Client.decorated,
-    Client.decorated_async, Client.many, Client.unique, Client.ordered, Client.delayed,
+    Client.decorated_async, Client.many, Client.unique, Client.ordered, Client.ordered_late, Client.delayed,
     Client.second_database, Client.two_databases, Client.poisoned, Client.book,
 ]  # fmt: skip
-WEIGHTS = [14, 4, 3, 5, 3, 3, 3, 5, 3, 8, 3, 4, 8, 18, 4, 4, 4, 1, 3]
+WEIGHTS = [14, 4, 3, 5, 3, 3, 3, 5, 3, 8, 3, 4, 8, 10, 8, 4, 4, 4, 1, 3]
 
 
 def main(first: int, histories: int, programs: int) -> None:

@@ -17,7 +17,12 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from outbox.broker import embedded
 
-SETTINGS = {"max_connections": "100", "shared_buffers": "64MB"}
+SETTINGS = {
+    "max_connections": "100",
+    "shared_buffers": "64MB",
+    # A COMMIT that does not wait for the disk is lost by a crash, as on a machine with slow disks.
+    "wal_writer_delay": "10s",
+}
 
 
 class Relay:
@@ -101,12 +106,45 @@ class Server:
         return make_conninfo(self.direct, dbname=name)
 
     def crash(self) -> None:
-        """Kill the server as a power switch would its processes, and start it again."""
-        postmaster = int((self.folder / "postmaster.pid").read_text(encoding="utf-8").split()[0])
+        """Kill the server as a power switch would its processes."""
+        postmaster = self._postmaster()
         subprocess.run(["kill", f"-{int(signal.SIGQUIT)}", str(postmaster)], check=False)
         while Path(f"/proc/{postmaster}").exists():
             time.sleep(0.05)
+
+    def start(self) -> None:
+        """Start it again after a crash."""
         embedded.server_url(self.folder, settings=SETTINGS)
+
+    def dump(self, names: list[str], folder: Path) -> None:
+        """Dump databases, when the sessions of the project have come to rest."""
+        with self.connection() as connection:
+            while connection.execute(
+                "SELECT 1 FROM pg_stat_activity WHERE backend_type = 'client backend' AND state = 'active' "
+                "AND coalesce(wait_event_type, '') NOT IN ('Lock', 'Client') AND pid <> pg_backend_pid()"
+            ).fetchone():
+                time.sleep(0.05)
+        for name in names:
+            # A process that stands still may hold an exclusive lock.
+            wait = "--lock-wait-timeout=5s"
+            self._program(
+                "pg_dump", wait, "--format=custom", f"--file={folder / name}", f"--dbname={self.database(name)}"
+            )
+
+    def restore(self, names: list[str], folder: Path) -> None:
+        """Replace databases with their dumps."""
+        with self.connection() as connection:
+            for name in names:
+                connection.execute(f'DROP DATABASE "{name}" WITH (FORCE)')
+        for name in names:
+            self._program("pg_restore", "--create", "--exit-on-error", f"--dbname={self.direct}", str(folder / name))
+
+    def _postmaster(self) -> int:
+        return int((self.folder / "postmaster.pid").read_text(encoding="utf-8").split()[0])
+
+    def _program(self, name: str, *arguments: str) -> None:
+        """Run a program of the server's own version."""
+        subprocess.run([Path(f"/proc/{self._postmaster()}/exe").resolve().parent / name, *arguments], check=True)
 
     def cut(self, chance: random.Random) -> int:
         """Cut connections of the project."""

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +26,11 @@ from tests.oracle.server import Server
 
 MANAGE = [sys.executable, "-W", "ignore", "-m", "tests.oracle.shop.manage"]
 CELERY = [sys.executable, "-W", "ignore", "-m", "celery", "-A", "tests.oracle.shop.celery", "worker", "--outbox"]
-CLIENTS = 3
-PROGRAMS = 12
-QUIET_SECONDS = 120.0
+CLIENTS = 4
+WORKERS = 2
+PROGRAMS = 10
+# So long after the last effect, those that are still missing will not come.
+QUIET_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,6 @@ class Plan:
     celery: bool = False
     seconds: float = 45.0
     faults: bool = True
-    histories: int = 10_000
 
 
 @dataclass
@@ -51,9 +52,12 @@ class Outcome:
     lines: list[dict[str, Any]]
     tables: Tables
     folder: Path
-    audit: str = ""
     settled: bool = True
-    statuses: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def histories(self) -> int:
+        """How many of a client have come as far as a row."""
+        return len({line["name"].split(".")[0] for line in self.lines if line["event"] in ("try", "book")})
 
 
 class Storm:
@@ -81,6 +85,10 @@ class Storm:
         self.clients: list[subprocess.Popen[bytes]] = []
         self.next_history = plan.seed * 100_000
         self.over = threading.Event()
+        # Nobody asks for the status while databases are replaced.
+        self.replacing = threading.Lock()
+        self.dumps = folder / "dumps"
+        self.dumped_at = 0.0
 
     # -- processes ---------------------------------------------------------------------------------------------
 
@@ -116,7 +124,9 @@ class Storm:
     def keep_up(self, *, clients: bool) -> None:
         """Start again what has died, as a supervisor would."""
         self.clients = [one for one in self.clients if one.poll() is None]
-        while clients and len(self.clients) < CLIENTS and self.histories < self.plan.histories:
+        while len(self.workers) < WORKERS:
+            self.start_worker()
+        while clients and len(self.clients) < CLIENTS:
             self.start_client()
         for number, worker in enumerate(self.workers):
             if worker.poll() is not None:
@@ -124,11 +134,6 @@ class Storm:
                 command = worker.args
                 assert isinstance(command, list)
                 self.workers[number] = self.start(command, f"worker{number}")
-
-    @property
-    def histories(self) -> int:
-        """How many were begun."""
-        return self.next_history - self.plan.seed * 100_000
 
     def descendants(self, process: subprocess.Popen[bytes]) -> list[int]:
         """The processes of a worker, its own first."""
@@ -184,10 +189,30 @@ class Storm:
         lines.write("thaw", victim=pid)
         _signal(pid, signal.SIGCONT)
 
+    @contextlib.contextmanager
+    def still(self, processes: list[subprocess.Popen[bytes]]) -> Iterator[None]:
+        """These processes stand still, with all that they have started."""
+        pids = [pid for one in processes for pid in self.descendants(one)]
+        for pid in pids:
+            _signal(pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            for pid in pids:
+                _signal(pid, signal.SIGCONT)
+
     def crash_server(self) -> None:
-        """PostgreSQL, at once."""
-        lines.write("fault", kind="crash of the server")
-        self.server.crash()
+        """PostgreSQL, which stays away for a while, sometimes until the status was asked."""
+        # In half of the crashes the workers stand still, so that none of their commits writes out those of the clients.
+        is_quiet = self.random.random() < 0.5
+        with self.still(self.workers if is_quiet else []):
+            self.over.wait(1.0 if is_quiet else 0.0)
+            lines.write("fault", kind="crash of the server")
+            self.server.crash()
+        self.over.wait(0.6 + self.random.random())
+        if self.random.random() < 0.4:
+            self.ask_status()
+        self.server.start()
         lines.write("server_up")
 
     def end_sessions(self) -> None:
@@ -211,20 +236,45 @@ class Storm:
         with contextlib.suppress(Exception), self.server.snapshot(self.databases):
             self.over.wait(5)
 
-    def strike(self) -> None:
-        """One fault."""
+    def dump(self) -> None:
+        """All databases are dumped at one moment: nothing runs until it is done."""
+        lines.write("fault", kind="dump")
+        dumped_at = time.time()
+        self.dumps.mkdir(exist_ok=True)
+        with self.still(self.clients + self.workers), contextlib.suppress(subprocess.CalledProcessError):
+            self.server.dump(self.databases, self.dumps)
+            self.dumped_at = dumped_at
+        lines.write("dumped", done=self.dumped_at == dumped_at)
+
+    def restore(self) -> None:
+        """All databases go back to the dump, as docs/operations/restore.md says."""
+        with self.replacing:
+            lines.write("fault", kind="restore")
+            self.stop_all(self.clients + self.workers, self.random.choice([signal.SIGTERM, signal.SIGKILL]))
+            self.server.restore(self.databases, self.dumps)
+            lines.write("restored", dumped_at=self.dumped_at)
+            self.dumped_at = 0.0
+            self.clients, self.workers = [], []
+            self.keep_up(clients=True)
+
+    def strike(self, *, early: bool) -> None:
+        """One fault. A restore comes early, because it takes back much of what the storm has shown."""
         faults: list[Callable[[], None]] = [
             self.kill, self.kill_worker, self.freeze, self.crash_server,
-            self.end_sessions, self.cut, self.fill, self.hold_snapshot,
+            self.end_sessions, self.cut, self.fill, self.hold_snapshot, self.restore,
         ]  # fmt: skip
-        self.random.choices(faults, [6, 2, 5, 2, 3, 4, 1, 1])[0]()
+        if self.dumped_at:
+            self.random.choices(faults, [6, 3, 4, 3, 3, 4, 1, 1, 4 if early else 0])[0]()
+        else:
+            self.dump()
 
     # -- from the beginning to the end ---------------------------------------------------------------------------
 
     def watch(self) -> None:
         """Ask for the status again and again."""
         while not self.over.is_set():
-            self.ask_status()
+            with self.replacing:
+                self.ask_status()
             self.over.wait(4)
 
     def ask_status(self) -> dict[str, Any]:
@@ -242,20 +292,17 @@ class Storm:
 
     def blow(self) -> None:
         """Clients and workers under faults."""
-        self.start_worker()
-        self.start_worker()
         watcher = threading.Thread(target=self.watch, daemon=True)
         watcher.start()
+        half = time.monotonic() + self.plan.seconds / 2
         until = time.monotonic() + self.plan.seconds
         calm = 6.0 if self.plan.faults else self.plan.seconds
         strike_at = time.monotonic() + calm
         while time.monotonic() < until:
             self.keep_up(clients=True)
             if self.plan.faults and time.monotonic() > strike_at:
-                self.strike()
+                self.strike(early=time.monotonic() < half)
                 strike_at = time.monotonic() + 0.5 + self.random.random() * 2.5
-            elif self.histories >= self.plan.histories and not any(one.poll() is None for one in self.clients):
-                break
             time.sleep(0.1)
         self.over.set()
         lines.write("calm")
@@ -274,11 +321,15 @@ class Storm:
         """Wait until each committed row has its effects; False when it takes too long."""
         until = time.monotonic() + QUIET_SECONDS
         settled_at = None
+        missing = -1
         while time.monotonic() < until:
             self.keep_up(clients=False)
             found = list(lines.read(self.lines))
-            if missing_effects(found, self.tables()):
+            before, missing = missing, missing_effects(found, self.tables())
+            if missing:
                 settled_at = None
+                if missing != before:
+                    until = time.monotonic() + QUIET_SECONDS
             elif settled_at is None:
                 settled_at = time.monotonic()
             elif time.monotonic() - settled_at > 8:  # longer than two leases: a second effect would have come
@@ -312,8 +363,10 @@ class Storm:
             settled = self.settle()
             time.sleep(2)
             self.ask_status()
-            audit = subprocess.run([*MANAGE, "outbox_audit"], env=self.environment, capture_output=True, text=True)
-            lines.write("audit", code=audit.returncode, text=audit.stdout[-4000:] + audit.stderr[-2000:])
+            for what in ([], ["compare"]):
+                command = [*MANAGE, "outbox_audit", *what]
+                audit = subprocess.run(command, env=self.environment, capture_output=True, text=True)
+                lines.write("audit", code=audit.returncode, text=audit.stdout[-4000:] + audit.stderr[-2000:])
             self.stop_all(self.workers, signal.SIGTERM)
             tables = self.tables()
         finally:
@@ -333,13 +386,3 @@ class Storm:
 def _signal(pid: int, number: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
-
-
-@contextlib.contextmanager
-def storm(plan: Plan, folder: Path) -> Iterator[Storm]:
-    """A storm on a server of its own."""
-    server = Server(folder / "server")
-    try:
-        yield Storm(plan, folder / f"storm{plan.seed}", server)
-    finally:
-        server.stop()

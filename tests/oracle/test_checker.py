@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import ast
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.oracle.__main__ import judged, keep, kept, main
 from tests.oracle.checker import GROUPS, RULES, Tables, check
+from tests.oracle.storm import Outcome, Plan
 
 Line = dict[str, Any]
 MAKERS: list[tuple[str, Callable[[Built], None]]] = []
@@ -173,6 +176,19 @@ def _a_fault_of_long_ago(built: Built) -> None:
     built.condition("unreachable")
 
 
+@breaks("phantom")
+def _a_call_that_no_restore_explains(built: Built) -> None:
+    dumped_at = built.now
+    built.write("restored", dumped_at=dumped_at)
+    built.call("ship", "undone")
+
+
+@breaks("lost")
+def _an_effect_that_a_restore_took(built: Built) -> None:
+    built.write("restored", dumped_at=built.now - 1)
+    built.effects.remove(("ship", "a", 0))
+
+
 @breaks("unseen")
 def _a_dead_letter_that_nothing_names(built: Built) -> None:
     built.write("fail", group="audit", name="a", error="PermanentError")
@@ -215,6 +231,36 @@ def test_what_an_interruption_leaves_open_is_not_claimed() -> None:
     built.call("mail", "b", limit=1)
     built.write("end", group="mail", name="a")
     assert built.judged() == set()
+
+
+def test_what_a_restore_has_taken_back_is_not_claimed() -> None:
+    """A block that returned, its handlers and its charge, a message given up: their rows are of after the dump."""
+    built = Built()
+    dumped_at = built.now
+    built.commit("gone", "orders")
+    built.write("charge", name="gone", key="another")
+    built.write("fail", group="audit", name="gone", error="PermanentError")
+    built.write("restored", dumped_at=dumped_at)
+    built.write("status", began=built.now, code=0, answer={"severity": "ok", "conditions": []})
+    built.orders.remove("gone")
+    built.effects = [effect for effect in built.effects if effect[1] != "gone"]
+    assert built.judged() == set()
+
+
+def test_a_kept_history_is_judged_again_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    built = Built()
+    _a_second_effect(built)
+    folder = tmp_path / "storm7"
+    (folder / "lines").mkdir(parents=True)
+    text = "\n".join(json.dumps(line) for line in built.lines)
+    (folder / "lines" / "1.jsonl").write_text(text, encoding="utf-8")
+    tables = Tables(built.orders, built.effects, built.bookings)
+    outcome = Outcome(Plan(seed=7), built.lines, tables, folder, settled=False)
+    problems = judged(outcome)
+    assert [sentence.partition(":")[0] for sentence in problems] == ["settled", "twice"]
+    assert kept(keep(outcome, problems, tmp_path / "kept"))[1] == problems
+    monkeypatch.setattr("sys.argv", ["oracle", "--check", str(tmp_path / "kept" / "storm7")])
+    assert main() == 1
 
 
 PUBLIC = {"outbox", "outbox.contrib.django", "outbox.errors"}

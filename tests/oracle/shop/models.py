@@ -13,6 +13,8 @@ class Order(models.Model):
     objects: ClassVar[models.Manager[Order]] = models.Manager()
 
     name = models.CharField(max_length=80, primary_key=True)
+    # Its place among the rows of its key, if the transaction takes it after the publish call.
+    number = models.IntegerField(default=0)
 
 
 class Counter(models.Model):

@@ -12,7 +12,7 @@ from outbox.contrib.django import ClaimedDelivery, publish, subscriber
 from outbox.contrib.django.saga import Saga, StepRefused
 from outbox.errors import PermanentError
 from tests.oracle.lines import write
-from tests.oracle.shop.models import Booking, Effect
+from tests.oracle.shop.models import Booking, Effect, Order
 
 SOON = RetryPolicy(delays_seconds=[0.3], max_attempts=40)
 RUNNING = 2
@@ -44,12 +44,12 @@ def ship(delivery: Delivery) -> None:
 
 @subscriber("orders", group="points", retry=SOON)
 def points(delivery: Delivery) -> None:
-    """Writes first, then fails in one of four calls, and sometimes takes its time."""
+    """Writes first, then fails in one of four calls. Some calls are slow, while others overtake them."""
     with _call("points", delivery) as name:
         Effect.objects.create(group="points", name=name)
         chance = _chance("points", name, delivery.attempt)
         if chance < 0.1:
-            time.sleep(chance)
+            time.sleep(chance if chance > 0.04 else 1 + chance * 50)
         if chance > 0.75:
             raise RuntimeError("a quarter of the calls fail")
 
@@ -79,7 +79,8 @@ def _provider(name: str, key: str, chance: float) -> str:
 def mail(delivery: Delivery) -> None:
     """At most two calls at once, in all processes."""
     with _call("mail", delivery, limit=RUNNING) as name:
-        time.sleep(0.005)
+        # Long enough that a third call meets two others.
+        time.sleep(0.01 + _chance("mail", name) / 10)
         Effect.objects.create(group="mail", name=name)
 
 
@@ -103,8 +104,9 @@ def books(delivery: Delivery) -> None:
 @subscriber("steps", group="track", mode="key_ordered", suspend_seconds=0.2)
 def track(delivery: Delivery) -> None:
     """In the order of commits, although one call in ten fails."""
-    with _call("track", delivery, key=delivery.key, number=delivery.body["number"]) as name:
-        Effect.objects.create(group="track", name=name, number=delivery.body["number"])
+    number = delivery.body["number"] or Order.objects.get(name=delivery.body["name"]).number
+    with _call("track", delivery, key=delivery.key, number=number) as name:
+        Effect.objects.create(group="track", name=name, number=number)
         if _chance("track", name, time.time()) > 0.9:
             raise RuntimeError("a tenth of the calls fail")
 
@@ -145,7 +147,8 @@ def reserve(record: Booking) -> None:
 def confirm(record: Booking) -> None:
     """The second step, which half of the bookings refuse."""
     write("saga", name=record.name, step="confirm")
-    if record.refused:
-        raise StepRefused("fully booked")
     record.confirmed += 1
     record.save()
+    if record.refused:
+        # The refusal takes back what the step has written.
+        raise StepRefused("fully booked")
