@@ -6,6 +6,7 @@ was killed between its act and its line) claims nothing.
 
 from __future__ import annotations
 
+import json
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple
 Line = dict[str, Any]
 Found = Iterator[str]
 
+LONGEST_BLOCK = 10.0  # seconds
 # The groups that owe one effect to each message of a topic. `books` owes one to each effect of `bill`.
 GROUPS = {"orders": ("ship", "points", "charge", "mail", "bill"), "steps": ("track",), "later": ("remind",)}
 
@@ -67,6 +69,17 @@ class History:
         """Whether a restore may have taken back what this line says."""
         return any(one["dumped_at"] <= line["at"] <= one["at"] for one in self.of("restored"))
 
+    def is_forgotten(self, line: Line) -> bool:
+        """Whether the broker, restored alone, may have forgotten a message that this line is about."""
+        # A block that was open during the dump has published after it.
+        return any(one["dumped_at"] - LONGEST_BLOCK <= line["at"] <= one["at"] for one in self.of("broker_restored"))
+
+    @cached_property
+    def forgotten(self) -> set[str]:
+        """The names whose message, or a message that its handlers published, the broker may have forgotten."""
+        events = ("try", "book", "saga", "begin")
+        return {line["name"] for event in events for line in self.of(event) if self.is_forgotten(line)}
+
     def delivered(self, name: str) -> bool:
         """Whether any group has handled the message."""
         return any((group, name) in self.effects for group in GROUPS[self.tries[name]["topic"]])
@@ -83,15 +96,31 @@ def lost(history: History) -> Found:
     """A committed row has one message, and each group handles it."""
     for name in sorted(history.tables.orders):
         attempt = history.tries[name]
-        if attempt["unique"] or (name in history.refused and attempt["by_hand"]):
+        by_hand = name in history.refused and attempt["by_hand"]
+        if attempt["unique"] or by_hand or history.is_forgotten(attempt):
             continue
         missing = [group for group in GROUPS[attempt["topic"]] if (group, name) not in history.effects]
         if missing:
             refused = "; its publish call was refused" if name in history.refused else ""
             yield f"the row {name} of {attempt['topic']} has no effect of {', '.join(missing)}{refused}"
     for group, name in history.effects:
-        if group == "bill" and ("books", name) not in history.effects:
+        if group == "bill" and ("books", name) not in history.effects and name not in history.forgotten:
             yield f"{name} was billed, and its invoice is not in the books"
+
+
+def named(history: History) -> Found:
+    """If the broker alone was restored, `compare` counts what it has forgotten; else it finds nothing."""
+    published = {line["name"] for line in history.of("published")}
+    rows = {name for name in published & history.tables.orders if history.is_forgotten(history.tries[name])}
+    gone = [name for name in sorted(rows) if not history.delivered(name)]
+    for line in history.of("compared"):
+        if line["code"] not in ((0, 2) if history.of("broker_restored") else (0,)):
+            yield f"compare ended with {line['code']}: {(line['text'] + line['errors'])[-600:]}"
+            continue
+        found = json.loads(line["text"])["found"]
+        count = sum(one["missing"] for one in found if one["kind"] == "ledger")
+        if len(gone) > count:
+            yield f"the broker has forgotten {len(gone)} messages, and compare has found {count}: {gone}"
 
 
 def phantom(history: History) -> Found:
@@ -148,6 +177,8 @@ def unique(history: History) -> Found:
         if attempt["unique"] and name in history.tables.orders:
             rows[attempt["unique"]].append(name)
     for key, names in sorted(rows.items()):
+        if any(history.is_forgotten(history.tries[name]) for name in names):
+            continue
         delivered = [name for name in names if history.delivered(name)]
         if len(delivered) != 1:
             yield f"unique key {key}: of the rows {names}, these were delivered: {delivered}"
@@ -190,7 +221,8 @@ def limit(history: History) -> Found:
     for line in history.of("begin"):
         if line["group"] != "mail":
             continue
-        end = min((at for at in ends[line["pid"], line["name"]] if at >= line["at"]), default=line["at"])
+        # Of a call whose process was killed, only its begin is known.
+        end = min((at for at in ends[line["pid"], line["name"]] if at >= line["at"]), default=line["at"] + 1e-6)
         cut = [at for at, victim in excuses if line["at"] - 3 <= at <= end and victim in (None, line["pid"])]
         if not cut:
             calls.append(Interval(line["at"], end, line["name"]))
@@ -207,12 +239,12 @@ def limit(history: History) -> Found:
 def saga(history: History) -> Found:
     """A booking ends confirmed once, or with its reservation given back."""
     for name, (refused, reserved, confirmed) in sorted(history.tables.bookings.items()):
-        if (reserved, confirmed) != ((0, 0) if refused else (1, 1)):
+        if name not in history.forgotten and (reserved, confirmed) != ((0, 0) if refused else (1, 1)):
             yield f"the booking {name} (refused: {refused}) has reserved {reserved} and confirmed {confirmed}"
 
 
 def conserved(history: History) -> Found:
-    """The audit agrees at the end, and so do ledgers and inboxes with the broker."""
+    """The audit agrees at the end."""
     for line in history.of("audit"):
         if line["code"] != 0:
             yield f"the audit ended with {line['code']}: {line['text'][-600:]}"
@@ -221,7 +253,8 @@ def conserved(history: History) -> Found:
 # -- the truth of the status ------------------------------------------------------------------------------------
 
 _AWAY = {"crash of the server", "sessions exhausted", "sessions ended", "connections cut"}
-_DEATHS = {"kill", "kill worker", "freeze", "dump", "restore"}
+_RESTORES = {"restore", "restore of the broker"}
+_DEATHS = {"kill", "kill worker", "freeze", "dump"} | _RESTORES
 # Which faults explain a condition, and for how many seconds. A condition that is not here is never so in a storm.
 EXPLAINED: dict[str, tuple[set[str], float]] = {
     "unreachable": (_AWAY, 20),
@@ -238,6 +271,8 @@ EXPLAINED: dict[str, tuple[set[str], float]] = {
     "outage": (_AWAY, 120),
     "retry_storm": (_AWAY, 600),
     "blocked_queue": (_AWAY | _DEATHS, 120),
+    "lost_messages": ({"restore of the broker"}, 9000),
+    "saga_stalled": ({"restore of the broker"}, 9000),
 }
 
 
@@ -271,8 +306,9 @@ def untrue(history: History) -> Found:
 def unseen(history: History) -> Found:
     """The status names what is so: a dead letter at the end, and a server that is away at once."""
     statuses = history.of("status")
-    failed = [line for line in history.of("fail") if line["group"] == "audit" and not history.is_undone(line)]
-    given_up = {line["name"] for line in failed} & history.tables.orders
+    failed = [line for line in history.of("fail") if line["group"] == "audit"]
+    kept = [line for line in failed if not history.is_undone(line) and not history.is_forgotten(line)]
+    given_up = {line["name"] for line in kept} & history.tables.orders
     if statuses and given_up and "dead_letters" not in {one["name"] for one in conditions(statuses[-1])}:
         yield f"{len(given_up)} messages were given up, and the last status has no dead_letters"
     ups = [line["at"] for line in history.of("server_up")]
@@ -284,7 +320,7 @@ def unseen(history: History) -> Found:
                     yield f"the status was green at {line['at']:.1f}, while the server was away"
 
 
-RULES = (lost, phantom, twice, silent, order, early, unique, charge, limit, saga, conserved, untrue, unseen)
+RULES = (lost, named, phantom, twice, silent, order, early, unique, charge, limit, saga, conserved, untrue, unseen)
 
 
 def check(lines: Sequence[Line], tables: Tables) -> list[str]:

@@ -13,6 +13,7 @@ import asyncio
 import os
 import random
 import sys
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -41,29 +42,32 @@ class Client:
         self.by_hand = False
 
     def run(self, count: int) -> None:
-        """Run so many programs. An error of a program is the application's own, as in a request."""
+        """Run so many programs."""
         for _ in range(count):
-            self.pairs, self.by_hand = [], False
-            program = self.random.choices(PROGRAMS, WEIGHTS)[0]
-            try:
-                program(self)
-            except Exception as error:
-                write(
-                    "raised",
-                    names=self.pairs,
-                    program=program.__name__,
-                    error=type(error).__name__,
-                    text=str(error)[:300],
-                )
-                if isinstance(error, OperationalError):
-                    time.sleep(1)  # as a user whose server is away
-            else:
-                write("committed", names=self.pairs, program=program.__name__, by_hand=self.by_hand)
-            if connection.in_atomic_block:
-                raise AssertionError(f"{program.__name__} has left a block open")
-            for one in connections.all():
-                one.close_if_unusable_or_obsolete()
+            self.act(self.random.choices(PROGRAMS, WEIGHTS)[0])
             time.sleep(self.random.random() * float(os.environ.get("ORACLE_PAUSE", "0.1")))
+
+    def act(self, program: Callable[[Client], None]) -> None:
+        """Run a program. An error of a program is the application's own, as in a request."""
+        self.pairs, self.by_hand = [], False
+        try:
+            program(self)
+        except Exception as error:
+            write(
+                "raised",
+                names=self.pairs,
+                program=program.__name__,
+                error=type(error).__name__,
+                text=str(error)[:300],
+            )
+            if isinstance(error, OperationalError):
+                time.sleep(1)  # as a user whose server is away
+        else:
+            write("committed", names=self.pairs, program=program.__name__, by_hand=self.by_hand)
+        if connection.in_atomic_block:
+            raise AssertionError(f"{program.__name__} has left a block open")
+        for one in connections.all():
+            one.close_if_unusable_or_obsolete()
 
     def name(self) -> str:
         """A name that no other row has."""
@@ -244,6 +248,30 @@ class Client:
             if self.random.random() < 0.3:
                 raise Mistake
 
+    def double_click(self) -> None:
+        """The same request twice at the same time, with one unique key."""
+        key = f"d{self.name()}"
+
+        def click(client: Client) -> None:
+            with transaction.atomic():
+                client.pair(unique=key)
+                time.sleep(client.random.random() / 10)
+                if client.random.random() < 0.3:
+                    raise Mistake
+
+        def serve(number: int) -> None:
+            client = Client(self.seed)
+            client.random.seed(f"{key} {number}")
+            client.names = 1000 * self.names + number
+            client.act(click)
+            connections.close_all()
+
+        threads = [threading.Thread(target=serve, args=[number]) for number in (1, 2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
     def ordered(self) -> None:
         from tests.oracle.shop.models import Counter
 
@@ -311,10 +339,10 @@ class Client:
 PROGRAMS: list[Callable[[Client], None]] = [
     Client.commit, Client.roll_back, Client.swallowed, Client.savepoint, Client.savepoint_by_hand,
     Client.failed_statement, Client.caught_refusal, Client.raw, Client.closed, Client.decorated,
-    Client.decorated_async, Client.many, Client.unique, Client.ordered, Client.ordered_late, Client.delayed,
-    Client.second_database, Client.two_databases, Client.poisoned, Client.book,
+    Client.decorated_async, Client.many, Client.unique, Client.double_click, Client.ordered, Client.ordered_late,
+    Client.delayed, Client.second_database, Client.two_databases, Client.poisoned, Client.book,
 ]  # fmt: skip
-WEIGHTS = [14, 4, 3, 5, 3, 3, 3, 5, 3, 8, 3, 4, 8, 10, 8, 4, 4, 4, 1, 3]
+WEIGHTS = [14, 4, 3, 5, 3, 3, 3, 5, 3, 8, 3, 4, 4, 4, 10, 8, 4, 4, 4, 1, 3]
 
 
 def main(first: int, histories: int, programs: int) -> None:

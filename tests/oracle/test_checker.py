@@ -38,7 +38,8 @@ class Built:
         self.orders.add("u2")
         self.write("try", name="undone", topic="orders", unique=None, by_hand=False, key=None)
         self.write("status", began=self.now, code=0, answer={"severity": "ok", "conditions": []})
-        self.write("audit", code=0, text="")
+        self.write("audit", code=0, text="", errors="")
+        self.compared(0)
 
     def write(self, event: str, **fields: Any) -> None:
         self.now += 1
@@ -63,6 +64,17 @@ class Built:
     def condition(self, name: str) -> None:
         found = [{"name": name, "severity": "critical"}]
         self.write("status", began=self.now, code=2, answer={"severity": "critical", "conditions": found})
+
+    def compared(self, missing: int) -> None:
+        found = [{"kind": "ledger", "missing": missing}] if missing else []
+        self.write("compared", code=2 if found else 0, text=json.dumps({"found": found}), errors="")
+
+    def forget(self, name: str) -> None:
+        """A row whose message the broker has forgotten."""
+        dumped_at = self.now
+        self.commit(name, "orders", unique=f"unique of {name}" if name == "g2" else None)
+        self.write("broker_restored", dumped_at=dumped_at)
+        self.effects = [effect for effect in self.effects if effect[1] != name]
 
     def judged(self) -> set[str]:
         found = check(self.lines, Tables(self.orders, self.effects, self.bookings))
@@ -94,6 +106,18 @@ def _a_row_whose_publish_was_refused(built: Built) -> None:
     built.write("try", name="r", topic="orders", unique=None, by_hand=False, key=None)
     built.write("refused", name="r", error="SendFailed")
     built.orders.add("r")
+
+
+@breaks("named")
+def _a_forgotten_message_that_nothing_names(built: Built) -> None:
+    built.forget("g")
+    built.forget("g2")
+    built.compared(1)
+
+
+@breaks("named")
+def _a_finding_without_a_restore(built: Built) -> None:
+    built.compared(1)
 
 
 @breaks("phantom")
@@ -156,7 +180,7 @@ def _a_reservation_that_stays(built: Built) -> None:
 
 @breaks("conserved")
 def _an_audit_that_disagrees(built: Built) -> None:
-    built.write("audit", code=1, text="orders: sent 5, found 4")
+    built.write("audit", code=1, text="orders: sent 5, found 4", errors="")
 
 
 @breaks("untrue")
@@ -219,8 +243,11 @@ def test_every_rule_has_something_that_breaks_it() -> None:
 
 
 def test_what_an_interruption_leaves_open_is_not_claimed() -> None:
-    """A killed client, a publish call refused after a COMMIT by hand, and a frozen call over its limit."""
+    """A killed client, a publish call refused after a COMMIT by hand, a killed call and a frozen call over the limit."""
     built = Built()
+    built.write("begin", group="mail", name="u1", attempt=2, limit=1)
+    built.write("fault", kind="kill", victim=1)
+    built.call("mail", "a", limit=1)
     built.write("try", name="killed", topic="orders", unique=None, by_hand=False, key=None)
     built.write("try", name="by hand", topic="orders", unique=None, by_hand=True, key=None)
     built.write("refused", name="by hand", error="TransactionUsageError")
@@ -244,6 +271,15 @@ def test_what_a_restore_has_taken_back_is_not_claimed() -> None:
     built.write("status", began=built.now, code=0, answer={"severity": "ok", "conditions": []})
     built.orders.remove("gone")
     built.effects = [effect for effect in built.effects if effect[1] != "gone"]
+    assert built.judged() == set()
+
+
+def test_what_the_broker_has_forgotten_is_not_claimed_if_it_is_named() -> None:
+    built = Built()
+    built.lines = [line for line in built.lines if line["event"] != "compared"]
+    built.forget("g")
+    built.forget("g2")
+    built.compared(2)
     assert built.judged() == set()
 
 
