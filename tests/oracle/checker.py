@@ -110,9 +110,11 @@ def lost(history: History) -> Found:
 
 def named(history: History) -> Found:
     """If the broker alone was restored, `compare` counts what it has forgotten; else it finds nothing."""
-    published = {line["name"] for line in history.of("published")}
-    rows = {name for name in published & history.tables.orders if history.is_forgotten(history.tries[name])}
-    gone = [name for name in sorted(rows) if not history.delivered(name)]
+    rows = {line["name"] for line in history.of("published")} & history.tables.orders
+    gone = []
+    for restored in history.of("broker_restored"):
+        dumped = min(line["at"] for line in history.of("dumped") if line["at"] > restored["dumped_at"])
+        gone += [name for name in rows if dumped < history.tries[name]["at"] < restored["at"]]
     for line in history.of("compared"):
         if line["code"] not in ((0, 2) if history.of("broker_restored") else (0,)):
             yield f"compare ended with {line['code']}: {(line['text'] + line['errors'])[-600:]}"
@@ -120,7 +122,7 @@ def named(history: History) -> Found:
         found = json.loads(line["text"])["found"]
         count = sum(one["missing"] for one in found if one["kind"] == "ledger")
         if len(gone) > count:
-            yield f"the broker has forgotten {len(gone)} messages, and compare has found {count}: {gone}"
+            yield f"the broker has forgotten {len(gone)} messages, and compare has found {count}: {sorted(gone)}"
 
 
 def phantom(history: History) -> Found:

@@ -72,6 +72,7 @@ class Built:
     def forget(self, name: str) -> None:
         """A row whose message the broker has forgotten."""
         dumped_at = self.now
+        self.write("dumped", done=True)
         self.commit(name, "orders", unique=f"unique of {name}" if name == "g2" else None)
         self.write("broker_restored", dumped_at=dumped_at)
         self.effects = [effect for effect in self.effects if effect[1] != name]
@@ -243,7 +244,7 @@ def test_every_rule_has_something_that_breaks_it() -> None:
 
 
 def test_what_an_interruption_leaves_open_is_not_claimed() -> None:
-    """A killed client, a publish call refused after a COMMIT by hand, a killed call and a frozen call over the limit."""
+    """A killed client, a publish call refused after a COMMIT by hand, a killed call, a frozen call over the limit."""
     built = Built()
     built.write("begin", group="mail", name="u1", attempt=2, limit=1)
     built.write("fault", kind="kill", victim=1)
