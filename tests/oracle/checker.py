@@ -294,7 +294,8 @@ def untrue(history: History) -> Found:
             continue
         for one in conditions(line):
             name = one["name"]
-            kinds, within = EXPLAINED.get(name, (set(), 0.0))
+            # What the status could not read, it names as unknown.
+            kinds, within = EXPLAINED.get("unreachable" if one.get("is_unknown") else name, (set(), 0.0))
             if name == "dead_letters":
                 explained = any(at <= line["at"] for at in poison)
             else:

@@ -61,8 +61,8 @@ class Built:
         if topic == "orders":
             self.write("charge", name=name, key=name)
 
-    def condition(self, name: str) -> None:
-        found = [{"name": name, "severity": "critical"}]
+    def condition(self, name: str, **more: bool) -> None:
+        found = [{"name": name, "severity": "critical", **more}]
         self.write("status", began=self.now, code=2, answer={"severity": "critical", "conditions": found})
 
     def compared(self, missing: int) -> None:
@@ -195,6 +195,11 @@ def _a_dead_letter_that_is_none(built: Built) -> None:
 
 
 @breaks("untrue")
+def _an_unknown_condition_without_a_fault(built: Built) -> None:
+    built.condition("reconciliation_findings", is_unknown=True)
+
+
+@breaks("untrue")
 def _a_fault_of_long_ago(built: Built) -> None:
     built.write("fault", kind="connections cut", count=1)
     built.now += 600
@@ -254,6 +259,8 @@ def test_what_an_interruption_leaves_open_is_not_claimed() -> None:
     built.write("refused", name="by hand", error="TransactionUsageError")
     built.orders.add("by hand")
     built.write("begin", group="mail", name="a", attempt=2, limit=1)
+    built.write("fault", kind="sessions exhausted", count=1)
+    built.condition("reconciliation_findings", is_unknown=True)
     built.write("fault", kind="freeze", victim=1)
     built.now += 10
     built.call("mail", "b", limit=1)
