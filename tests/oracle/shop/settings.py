@@ -3,6 +3,7 @@
 ORACLE_SERVER   the PostgreSQL server
 ORACLE_PREFIX   the prefix of the databases' names
 ORACLE_PATH     atomic or two-phase
+ORACLE_RUNNING  the limit of `mail` (read by the subscribers)
 """
 
 from __future__ import annotations
