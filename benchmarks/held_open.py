@@ -1,7 +1,8 @@
-"""A transaction that is held open: throughput of delayed and retried messages with it and without it.
+"""A transaction that is held open: throughput of delayed and retried messages with it and without it, and dead rows.
 
 Half of the messages are delayed by half a second; one in five fails once and is retried half a second later. The open
-transaction has a snapshot and an id, so nothing that is deleted meanwhile can be cleaned up.
+transaction has a snapshot and an id, so nothing that is deleted meanwhile can be cleaned up: each row that is updated
+or deleted leaves one dead row behind.
 OUTBOX_BENCH_HELD_SECONDS is the time it is open; the time without it is the same.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -85,6 +87,14 @@ class Rates:
     free: float
     held: float
     last_quarter: float
+    # Table -> dead rows per 100 handled messages, while the transaction was open.
+    dead_rows: Mapping[str, float]
+
+
+# Sessions report what they have changed up to a second late, while they work.
+_CHANGED = """
+SELECT relname, n_tup_upd + n_tup_del FROM pg_stat_user_tables WHERE schemaname = 'outbox' AND n_tup_upd + n_tup_del > 0
+"""
 
 
 def main() -> None:
@@ -109,6 +119,18 @@ def main() -> None:
             ],
         ],
     )
+    names = sorted({name for rates in found for name in rates.dead_rows})
+    by_table = {name: [rates.dead_rows.get(name, 0.0) for rates in found] for name in names}
+    every = [sum(rates.dead_rows.values()) for rates in found]
+    table(
+        "dead rows per 100 handled messages, while the transaction is open",
+        ["table", "dead rows"],
+        [
+            [name, f"{Spread.of(values):.2f}"]
+            for name, values in [*by_table.items(), ("all", every)]
+            if max(values) >= 0.01
+        ],
+    )
 
 
 def measure(url: str) -> Rates:
@@ -128,10 +150,21 @@ def measure(url: str) -> Rates:
         holder = stack.enter_context(psycopg.connect(url))
         holder.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
         holder.execute("SELECT pg_current_xact_id()")
-        began, ended = producer.run(SECONDS)
+        began, before = time.time_ns(), _changed(url)
+        _, ended = producer.run(SECONDS)
+        after, counted = _changed(url), time.time_ns()
         times = [at for _, at in record.entries(calls)]
         holder.rollback()
-    return Rates(_rate(times, *free), _rate(times, began, ended), _rate(times, ended - (ended - began) // 4, ended))
+    handled = sum(began <= at < counted for at in times)
+    dead = {name: 100 * (count - before.get(name, 0)) / handled for name, count in after.items()}
+    quarter = _rate(times, ended - (ended - began) // 4, ended)
+    return Rates(_rate(times, *free), _rate(times, began, ended), quarter, dead)
+
+
+def _changed(url: str) -> dict[str, int]:
+    """How many rows of each table were updated or deleted until now."""
+    with psycopg.connect(url, autocommit=True) as connection:
+        return dict(connection.execute(_CHANGED).fetchall())
 
 
 def _rate(times: list[int], began: int, ended: int) -> float:

@@ -217,6 +217,7 @@ def limit(history: History) -> Found:
     for line in history.lines:
         if line["event"] in ("end", "fail") and line["group"] == "mail":
             ends[line["pid"], line["name"]].append(line["at"])
+    # A process stands still, and the server is gone, within half a second of the line that says so.
     harmless = ("kill", "kill worker", "snapshot held")
     excuses = [(line["at"], line.get("victim")) for line in history.of("fault") if line["kind"] not in harmless]
     calls = []
@@ -225,7 +226,7 @@ def limit(history: History) -> Found:
             continue
         # Of a call whose process was killed, only its begin is known.
         end = min((at for at in ends[line["pid"], line["name"]] if at >= line["at"]), default=line["at"] + 1e-6)
-        cut = [at for at, victim in excuses if line["at"] - 3 <= at <= end and victim in (None, line["pid"])]
+        cut = [at for at, victim in excuses if line["at"] - 0.5 <= at <= end and victim in (None, line["pid"])]
         if not cut:
             calls.append(Interval(line["at"], end, line["name"]))
     allowed = max((line["limit"] for line in history.of("begin") if line["group"] == "mail"), default=0)

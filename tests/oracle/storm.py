@@ -212,7 +212,7 @@ class Storm:
             lines.write("fault", kind="crash of the server")
             self.server.crash()
         self.over.wait(0.6 + self.random.random())
-        if self.random.random() < 0.4:
+        if self.random.random() < 0.7:
             self.ask_status()
         self.server.start()
         lines.write("server_up")
@@ -268,7 +268,7 @@ class Storm:
             self.end_sessions, self.cut, self.fill, self.hold_snapshot, self.restore,
         ]  # fmt: skip
         if self.dumped_at:
-            self.random.choices(faults, [6, 3, 4, 3, 3, 4, 1, 1, 4 if early else 0])[0]()
+            self.random.choices(faults, [6, 3, 4, 6, 3, 4, 1, 1, 4 if early else 0])[0]()
         else:
             self.dump()
 
