@@ -121,7 +121,7 @@ def application(django_db_setup: None, django_db_blocker: Any) -> Iterator[None]
         pruning._sweeps.clear()
         connections.close_all()
         # A pool that a test has left would serve the next one with sessions that were ended meanwhile.
-        assert not PostgresWrapper._connection_pools, "close the pool at the end of the test"
+        assert not PostgresWrapper._connection_pools, "close the pool at the end of the test"  # type: ignore[attr-defined]
 
 
 @pytest.fixture
