@@ -183,7 +183,8 @@ def _run(given: argparse.Namespace) -> int:
     )
     progress = Progress(quiet=given.quiet)
     rules = rules_file.load(options.rules)
-    # A run whose checksums are all equal reads no row, so it does not need Spark (decision 283).
+    # A run whose checksums are all equal reads no row, so it does not need Spark, whose start takes longer than the
+    # run. Java is looked for at once, so that a machine without Java does not fail only on the day of a finding.
     may_need_none = all(rule.bucket_seconds is not None for rule in rules.rules)
     may_need_none &= all(database.kind is SourceKind.POSTGRES for database in rules.databases.values())
     if may_need_none and given.remote is None and not session.is_submitted():

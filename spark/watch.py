@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 CHECKPOINT: Final = "checkpoint"
 # Spark's own source of one numbered batch per trigger. A source in Python would need a process of its own, and Spark
-# ends the query if this process needs more than ten seconds to start (decision 297).
+# ends the query if this process needs more than ten seconds to start.
 _NUMBERED_BATCHES: Final = "rate-micro-batch"
 
 

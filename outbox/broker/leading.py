@@ -291,8 +291,9 @@ class Load:
 
     Under load, the leader should wait, because one tick per message costs several times as much as one tick for several
     messages. Without load, it should not wait, because the wait would delay messages that arrive during a tick. The
-    load is the number of messages that arrive in the time of one tick. So a leader on a slow or busy machine waits
-    from a lower rate on, and for longer (docs/decisions/255).
+    load is the number of messages that arrive in the time of one tick. So a leader on a slow or busy machine waits from
+    a lower rate on, and for longer. Against a pause from a fixed rate on, the CPU behind the web process falls by 15 to
+    60 %.
     """
 
     def __init__(self) -> None:

@@ -4,7 +4,9 @@ After `transactionCheckMax` checks (15), or after `fileReservedTime` (72 h), the
 to the system topic TRANS_CHECK_MAX_TIME_TOPIC and sends no more checks. On each broker, this system topic has one
 queue, which all services share.
 
-See decision 188.
+The ledger has no bodies, so the pass reads this topic through the administration ports; the proxy lets no client read
+it. The pass moves its stored offset only past transactions that it has decided. Two workers, or a worker that crashes
+before it stores the offset, may publish a message twice; the inbox skips the second copy.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ from .toml import TomlTable, dotted, line_of, lines_by_path
 DEFAULT_TRACE: Final = "python manage.py outbox_message show {message_id}"
 _PASSWORD: Final = re.compile(r"password\s*=|://[^/@:]*:[^/@]+@", re.IGNORECASE)
 _LOCATIONS: Final = ("env", "service", "dsn", "path", "namespace")
-# docs/decisions/044-messages-are-found-by-their-key.md
+# The log has no index on an expression over the body, and a repair locks the row's key, which must be the message's.
 _BY_BODY: Final = (
     "a rule finds its messages by their key, not by a field of their body: dead letters, deliveries, the second look "
     "and a repair find a message only by its key",

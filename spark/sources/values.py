@@ -187,7 +187,7 @@ def normal_body(value: str, item: FieldRule) -> str:
     """An SQL expression for the comparable form of a body's value, which is a text.
 
     A value in the usual form is not converted: if its text is equal to the form of the row's value, it has this value.
-    To convert it and to check its form, the database would need more CPU than to parse the whole body (decision 284).
+    To convert it and to check its form, the database would need more CPU than to parse the whole body.
     """
     if item.type in (FieldType.INTEGER, FieldType.DECIMAL):
         return f"CASE WHEN strpos({value}, '.') > 0 THEN rtrim({value}, '0') ELSE {value} || '.' END"

@@ -1,4 +1,4 @@
-"""The numbers of a body are read exactly (docs/decisions/047)."""
+"""The numbers of a body are read exactly."""
 
 from __future__ import annotations
 

@@ -625,7 +625,7 @@ def tune_garbage_collector() -> None:
 
     A consumer process always keeps thousands of fetched messages in memory. With Python's thresholds, the collector
     searches these messages for cycles after every 700 new objects, and finds no cycles. These searches for cycles take
-    a fifth of the process's time (docs/decisions/008).
+    a fifth of the process's time. A `ConsumerRuntime` inside another program does not change the collector.
     """
     gc.collect()
     gc.freeze()

@@ -1,6 +1,8 @@
 """The address of a broker's database, connections with deadlines, and a pool of such connections.
 
-See decision 179.
+A new connection compares `pg_backend_pid()` with the process id that it got when it connected: a pooler sends another
+one. If `LISTEN_URL` is set, each other URL leads to a pooler. Behind a pooler a connection prepares no statement,
+because an old PgBouncer gives the session with its statements to the next client; it does not LISTEN, and sets nothing.
 """
 
 from __future__ import annotations

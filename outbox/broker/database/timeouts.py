@@ -4,7 +4,9 @@ The timeouts of a role or database are meant for applications. With such timeout
 backlog, because each attempt would be interrupted and would start again from the beginning. The broker's own waits have
 their own limits.
 
-See decision 025 and decision 182.
+Behind a pooler, timeouts are set with SET LOCAL in the first statement of a transaction, because a pooler in
+transaction mode passes a setting of the session on to other clients. The timeouts of a role still apply to a send,
+which is part of a request of the application. See decision 182.
 """
 
 from __future__ import annotations

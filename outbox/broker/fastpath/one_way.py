@@ -4,7 +4,9 @@ The sending thread writes the request and continues. The thread reads the answer
 libpq's pipeline carries any number of requests, so no request waits for the answer to an earlier request. There is no
 background thread, which would need a restart after a fork and would compete for the interpreter's lock.
 
-See decision 142 and decision 202.
+End messages are not grouped: of 1,196 writes of four threads, three had two end messages, and one statement would make
+them one transaction. They do not travel with the next half message either: the last one of a burst would wait for a
+timer, and a half message would wait for the lock of an end message. See decision 142.
 """
 
 from __future__ import annotations

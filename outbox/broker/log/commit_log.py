@@ -3,7 +3,9 @@
 A message whose id is already stored is not stored again. Rows are inserted in the order of the call, and messages of
 one key keep this order. The message ids of a call are ascending, so concurrent resends of one call cannot deadlock.
 
-See decision 002 and decision 204.
+A batch outside of a transaction is first stored without ON CONFLICT, which takes a sixth less of the server's CPU, and
+after a UniqueViolation with it. COPY would take less still, but returns no log ids and cannot leave out stored
+messages. See decision 002.
 """
 
 from __future__ import annotations

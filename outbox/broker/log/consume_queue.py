@@ -1,4 +1,9 @@
-"""Offsets of queues: the oldest offset (floor), the next offset (head), and the start offset of a new group."""
+"""Offsets of queues: the oldest offset (floor), the next offset (head), and the start offset of a new group.
+
+A start at a time compares `queued_at` with it, and not the time at which a message was stored: a message that was
+stored before this time and decided after it becomes visible only then, so the group gets it. The times of a queue only
+rise, except when the server's clock is set back, so a binary search finds the first entry.
+"""
 
 from __future__ import annotations
 

@@ -7,7 +7,8 @@ the note with plain statements on a separate connection. So the part can store t
 connection or privilege fails. The part refreshes the note while it keeps failing. When the part works again, the note
 becomes `process_failed`.
 
-See decision 180.
+After the death of a process, its note counts for 90 s more (of publishing 300 s, of a periodic pass 1,500 s). A process
+whose role may not write incidents only writes a log line.
 """
 
 from __future__ import annotations

@@ -3,6 +3,10 @@
 No consumer of the group or topic may run during the deletion. The deletion raises an error if a consumer is alive, and
 a starting consumer waits for the lock on the group's row. The deletion first counts the messages that will be lost. A
 dry run executes the same statements and rolls them back.
+
+The deletion of a topic only marks the topic's row. Rows of the log have no foreign key to topics, because it would lock
+the topic's row in each publish call, and a publishing process may know the topic for 30 s more. The inbox rows of a
+deleted group stay, so a new group with its name skips what the deleted group has handled.
 """
 
 from __future__ import annotations

@@ -118,7 +118,9 @@ SELECT extract(epoch FROM clock_timestamp())::double precision,
 """)
 
 # The resolutions in which older summaries are kept, in seconds, and for how many seconds each one is kept. So the
-# history of seven days has about a thousand rows, whatever the load of the broker is. See decision 231.
+# history of seven days has about a thousand rows, whatever the load of the broker is. Each resolution is made from the
+# finer one: counters are those of the newest row, so a rate is exact; lag and age are the largest, because a mean would
+# hide a short outage. A period in which no process has counted has no row, and is a gap.
 KEPT_SECONDS: Final[Mapping[int, float]] = {60: 6 * 3600.0, 300: 24 * 3600.0, 1800: 7 * 24 * 3600.0}
 
 

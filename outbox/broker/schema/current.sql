@@ -70,7 +70,7 @@ CREATE TABLE topic (
     retry_of          integer,
     created_at        timestamptz NOT NULL DEFAULT now(),
     -- A deleted topic takes no messages; retention removes those it has. The row stays, because a process that does not
-    -- know of the deletion may still send. Declaring the topic again takes it back (docs/decisions/072).
+    -- know of the deletion may still send. Declaring the topic again takes it back.
     deleted_at        timestamptz,
     -- The greatest number of messages that a group may be behind; null: no limit (docs/decisions/238).
     backlog_limit     bigint,
@@ -169,7 +169,7 @@ CREATE TABLE consume_queue (
     queue_id     integer  NOT NULL,
     -- 0 for the first delivery; n for the n-th retry of a consumer group.
     attempt      smallint NOT NULL,
-    -- A message may be queued long after it was stored: decided late, delayed, held (docs/decisions/070).
+    -- A message may be queued long after it was stored: decided late, delayed, held.
     queued_at    timestamptz NOT NULL DEFAULT now(),
     PRIMARY KEY (queue_id, queue_offset)
 );
@@ -661,7 +661,7 @@ CREATE TABLE summary (
 );
 
 -- Older summaries, for the diagrams: one row per minute, per five minutes and per half an hour. The counters are those
--- at the end of this time; lag and age are the largest of it (docs/decisions/231).
+-- at the end of this time; lag and age are the largest of it.
 CREATE TABLE summary_past (
     resolution integer     NOT NULL,
     at         timestamptz NOT NULL,

@@ -1,6 +1,8 @@
 """Remove the broker's tables, and nothing else.
 
-See decision 078.
+`DROP SCHEMA ... CASCADE` would drop foreign objects too, and the schema may be `public`. A list of names would need an
+edit with each change of the tables. So the names are read from a second schema, which is installed from the same files
+and rolled back. A schema that holds anything else stays as it is.
 """
 
 from __future__ import annotations

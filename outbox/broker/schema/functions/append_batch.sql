@@ -6,8 +6,7 @@
 -- otherwise a publisher could add messages to the transaction of another group, or decide it.
 --
 -- If all messages have the same topic, tag or content type, the array is empty and the value is in one_topic, one_tag or
--- one_type. With `all_new`, an id that is stored already is an error: ON CONFLICT takes a quarter more CPU
--- (docs/decisions/204).
+-- one_type. With `all_new`, an id that is stored already is an error: ON CONFLICT takes a quarter more CPU.
 CREATE OR REPLACE FUNCTION append_batch(
     transaction_id   uuid,
     message_ids      uuid[],

@@ -1,6 +1,7 @@
 """The cards of the operations page: each condition with its evidence and its remedy, and the tiles of figures.
 
-See decision 221, and decision 224 about next steps and consequences.
+A card offers only declared actions, so each one shows a plan, asks for a reason and leaves an audit entry. Conditions
+whose remedy is outside of the broker have no button. See decision 224 about next steps and consequences.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@ Two kinds of limits enforce the deadline. The timeouts of the database session e
 has died. The deadline in the web process also ends a series of statements, and the wait for a server that does not
 answer.
 
-See decision 191.
+The timeouts are set with SET LOCAL, because a pooler in transaction mode gives the session to other clients. A
+confirmed action has a second deadline, because its plan may have used most of the first one.
 """
 
 from __future__ import annotations

@@ -17,7 +17,10 @@ Each step is one transaction, so a killed process leaves either the layout befor
 step waits for its lock only for a short time: handlers wait behind it. If it does not get the lock, the next pass tries
 again.
 
-See decision 280, decision 281 and decision 282.
+Partitions are an explicit step: removing a million rows takes 0.1 s instead of 8 s and leaves nothing to vacuum, but
+the statements of a message use 6 % more CPU, and pruning by DELETE keeps up with 20,000 rows/s. The ledger has none: it
+keeps rows for an hour. The log has none: its unique ids would need a table of their own, with 43 % more CPU per
+message. `python -m benchmarks.partitions` measures both ways. See decision 281 and decision 282.
 """
 
 from __future__ import annotations

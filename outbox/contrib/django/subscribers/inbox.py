@@ -5,7 +5,10 @@ transaction of the first delivery ends. If the first transaction has committed, 
 outbox does not call the handler. If the first transaction was rolled back, outbox calls the handler for the second
 delivery.
 
-See decision 075 and decision 114.
+Where no pooler is in between, the statements of the inbox are prepared: planning them took 120 of the server's 265 µs
+per message. A prepared plan serves 200 messages, because a plan that was made for an almost empty inbox reads the whole
+table. If `prepare_threshold` is set, psycopg may deallocate the prepared statements of the connection, so the inbox
+prepares none. See decision 075.
 """
 
 from __future__ import annotations
