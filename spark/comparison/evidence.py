@@ -149,7 +149,7 @@ def broker_side(messages: DataFrame, rule: Rule, *, is_exact: bool = False) -> D
     unreadable = ~is_json | is_damaged if rule.fields else is_json & is_damaged
     is_erased = F.coalesce(F.col("content_type").isin(*ERASED_TYPES), F.lit(False))
     paths = [json_path(field) if is_exact else f"$[0]{json_path(field)[1:]}" for field in rule.fields]
-    texts = {f"b{n}": F.try_variant_get(document, path, "string") for n, path in enumerate(paths)}
+    texts = {f"b{n}": _text_at(document, path) for n, path in enumerate(paths)}
     columns = {"unreadable": F.coalesce(unreadable, F.lit(True)), "is_erased": is_erased, **texts}
     read = parsed.withColumns(columns).drop("text", "document")
     raw = [F.col(name) for name in texts]
@@ -227,6 +227,16 @@ def _kind(rule: Rule) -> Column:
     return F.when(state == "committed", F.lit(COMMITTED)).otherwise(kind)
 
 
+def _text_at(document: Column, path: str) -> Column:
+    """The text of a body's value. A number beyond the range of a double becomes a text that is no number.
+
+    Spark reads such a number as infinite, and would give it the same text as the string "Infinity".
+    """
+    text = F.try_variant_get(document, path, "string")
+    kind = F.schema_of_variant(F.try_variant_get(document, path, "variant"))
+    return F.when(text.isin("Infinity", "-Infinity") & (kind == "DOUBLE"), "a number beyond 1.8e308").otherwise(text)
+
+
 def row_values(rule: Rule) -> list[Column]:
     """The compared columns of business rows, as texts in their comparable form; the rows have bounded texts."""
     values = [from_column(F.col(f"f{number}"), field) for number, field in enumerate(rule.fields)]
@@ -236,7 +246,7 @@ def row_values(rule: Rule) -> list[Column]:
 def body_values(rule: Rule) -> list[Column]:
     """The compared fields of message bodies, as texts in their comparable form; long texts are bounded."""
     document = F.try_parse_json(F.col("body").cast("string"))
-    values = [from_body(F.try_variant_get(document, json_path(field), "string"), field) for field in rule.fields]
+    values = [from_body(_text_at(document, json_path(field)), field) for field in rule.fields]
     return [value.cast("string").alias(f"v{number}") for number, value in enumerate(_bounded(values, rule))]
 
 
@@ -253,7 +263,7 @@ def why_unreadable(rule: Rule) -> Column:
     text = F.col("body").cast("string")
     document = F.try_parse_json(text)
     is_json = F.coalesce(F.col("content_type").startswith("application/json"), F.lit(False))
-    raw = [F.try_variant_get(document, json_path(field), "string") for field in rule.fields]
+    raw = [_text_at(document, json_path(field)) for field in rule.fields]
     values = [from_body(column, field) for column, field in zip(raw, rule.fields, strict=True)]
     content_type = F.when(F.col("content_type").startswith(NOT_CONVERTED), F.col("content_type")).otherwise(
         F.concat(F.lit("the content type is "), F.coalesce("content_type", F.lit("missing")))

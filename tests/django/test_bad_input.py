@@ -30,7 +30,7 @@ from tests.django.state import decisions
         ({"threads": "8"}, "threads='8'"),
         ({"retry": 3}, "retry=3 must be a RetryPolicy"),
         ({"on_error": "skip"}, "on_error='skip' must map"),
-        ({"on_error": {"ValueError": "skip"}}, "must map exception classes"),
+        ({"on_error": {"ValueError": "retry_later"}}, "must map exception classes"),
         ({"on_error": {ValueError: "nope"}}, "on_error='nope' must be one of 'retry'"),
         ({"suspend_seconds": -1}, "suspend_seconds=-1"),
         ({"timeout_seconds": "a"}, "timeout_seconds='a'"),

@@ -10,7 +10,7 @@ from pyspark.sql import functions as F
 
 from spark.comparison import evidence
 from spark.rules.rule import FieldRule, FieldType, Rule
-from spark.sources.values import NUMBER
+from spark.sources.values import NOT_FINITE, NUMBER
 
 RULE = Rule(
     name="r",
@@ -52,10 +52,11 @@ def by_from_json(spark: SparkSession, values: list[str], kind: str) -> list[Deci
 @pytest.mark.timeout(120)
 def test_numbers_are_read_exactly(spark_session: SparkSession) -> None:
     # A number of a hundred million digits, were it written out: it must not stop a run.
-    values = [*EXACT, "1e99999999"]
+    unequal = {"1e99999999": None, '"Infinity"': next(iter(NOT_FINITE))}
+    values = [*EXACT, *unequal]
     rows = bodies(spark_session, values).orderBy("n").select(*evidence.body_values(RULE)).collect()
     read = dict(zip(values, (None if row["v0"] is None else Decimal(row["v0"]) for row in rows), strict=True))
-    assert read == {**EXACT, "1e99999999": None}
+    assert read == {**EXACT, **unequal}
 
 
 @pytest.mark.timeout(120)
