@@ -34,12 +34,19 @@ def stable(html: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("languages", [TELLING, pytest.param(EVERY, marks=pytest.mark.slow)])
-def test_every_page_is_the_same_in_every_language(
-    world: World, operator: Client, languages: Sequence[tuple[str, bool]]
-) -> None:
-    """Each page is asked for once, and its context is rendered in each language, with groups of digits and without."""
+def test_every_page_is_the_same_in_telling_languages(world: World, operator: Client) -> None:
+    every_page_is_the_same(world, operator, TELLING)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_every_page_is_the_same_in_every_language(world: World, operator: Client) -> None:
     assert len(EVERY) >= 2 * 99
+    every_page_is_the_same(world, operator, EVERY)
+
+
+def every_page_is_the_same(world: World, operator: Client, languages: Sequence[tuple[str, bool]]) -> None:
+    """Ask for each page once, and render its context in each language, with groups of digits and without."""
     numbers = 0
     for address in crowd(world, ["no answer", "9999-12-31T23:59:59+00:00"]):
         answer = operator.get(address)
