@@ -210,7 +210,7 @@ def settings_of_a_run(spark: SparkSession) -> Iterator[None]:
     """Give the session the settings that a run needs, and restore its own settings at the end. A session that a user
     has made, as in a notebook, may for example show times in another time zone."""
     if isinstance(spark, _Deferred):
-        yield  # `start` gives it the settings, and nobody else uses it.
+        yield  # `start` gives it the settings, and no other code uses it.
         return
     before = {name: spark.conf.get(name, None) for name in (*FIXED_SETTINGS, _CHANGED)}
     try:

@@ -17,7 +17,8 @@ from . import adbc
 
 LOOK_SECONDS: Final = 1.0
 _CLOSE_SECONDS: Final = 5.0
-# A short wait harms nobody: retention and upgrades of the broker wait less than this for a lock, and then try again.
+# A run does not give way to a session that has waited for a shorter time: retention and upgrades of the broker wait
+# less than this for a lock, and then try again.
 _SESSIONS: Final = """
 WITH ours AS (
     SELECT l.pid FROM pg_locks l JOIN pg_stat_activity a USING (pid)

@@ -1,4 +1,4 @@
-"""Values that a form, a file or a clock of somebody else brings into a publish call."""
+"""Values that an application passes on from a form, a file or another clock to a publish call."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ class Storm:
         self.clients: list[subprocess.Popen[bytes]] = []
         self.next_history = plan.seed * 100_000
         self.over = threading.Event()
-        # Nobody asks for the status while databases are replaced.
+        # The storm does not ask for the status while it replaces databases.
         self.replacing = threading.Lock()
         self.dumps = folder / "dumps"
         self.dumped_at = 0.0

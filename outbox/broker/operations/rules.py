@@ -134,7 +134,7 @@ _OF_INCIDENT: Final = {
     ("expired", False): ("expired", Severity.CRITICAL),
     ("path", False): ("path_flipped", Severity.CRITICAL),
 }
-# The time for which an event (an incident, a new dead letter) is shown. An operator who has seen it sooner settles it.
+# The time for which an event (an incident, a new dead letter) is shown, unless an operator settles it before.
 _EVENT_SECONDS: Final = 24 * 3600.0
 # The conditions of events: such a condition holds for `_EVENT_SECONDS`, or until an operator settles it. The condition
 # `wrong_ledger` is not among them, because it ends when its transaction is decided.

@@ -57,7 +57,7 @@ def test_an_idle_broker_says_that_nothing_is_to_be_queued(world: World, operator
     world.sql("UPDATE outbox.tick SET at = now() - interval '6 minutes'")
     no_sequencer(world)
     html = text_of(page(operator))
-    assert idle not in html and "last tick 6 min ago" in html, "without a leader nobody knows"
+    assert idle not in html and "last tick 6 min ago" in html, "without a leader, the page gives no reason"
 
 
 def test_an_installation_says_what_it_changes_of_a_topic(world: World, outbox_settings: Callable[..., None]) -> None:

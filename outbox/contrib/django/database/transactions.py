@@ -22,7 +22,7 @@ from outbox.contrib.django.database.database_errors import mariadb_number
 from outbox.contrib.django.fastpath.atomic_blocks import BlockMark, WatchedBlocks, is_test_case
 from outbox.errors import ConfigurationError, TransactionUsageError
 from outbox.utils import log_context
-from outbox.utils.safe_text import shown_text, shown_value
+from outbox.utils.safe_text import error_line, shown_value
 
 # -- the watch of a block --------------------------------------------------------------------------
 #
@@ -475,7 +475,7 @@ def cause_of_rollback(connection: BaseDatabaseWrapper) -> str:
     cause = connection.rollback_exc  # type: ignore[attr-defined]
     if cause is None:
         return ""
-    return f", because of an earlier error: {type(cause).__name__}: {shown_text(cause).rstrip('.')}"
+    return f", because of an earlier error: {error_line(cause).rstrip('.')}"
 
 
 def in_transaction(connection: BaseDatabaseWrapper) -> bool:

@@ -59,7 +59,7 @@ from outbox.subscription import Effects, Subscription, threads_of
 from outbox.utils import fence
 from outbox.utils.causes import causes
 from outbox.utils.faults import point
-from outbox.utils.safe_text import error_line, masked_names, masked_text, printable, show_as, shown_text
+from outbox.utils.safe_text import class_name, error_line, masked_names, masked_text, printable, show_as, shown_text
 
 logger = logging.getLogger(__name__)
 
@@ -526,7 +526,7 @@ def _as_published(deliveries: Sequence[Delivery]) -> list[Delivery]:
     try:
         return afresh(deliveries)
     except Exception as error:
-        logger.info("the bodies cannot be decoded again, to mask an error: %s", type(error).__name__)
+        logger.info("the bodies cannot be decoded again, to mask an error: %s", class_name(error))
         return []
 
 
