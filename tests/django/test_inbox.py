@@ -245,16 +245,34 @@ def test_a_transaction_marked_for_rollback_does_not_count_as_handled() -> None:
     assert effects() == []
 
 
-def test_a_broken_connection_is_replaced_for_the_next_message() -> None:
+def test_a_session_that_the_server_has_ended_is_replaced_before_the_next_message() -> None:
+    """A restart of the server ends the idle sessions of all handler threads, and none of them may cost a failure."""
     register()
     assert run([delivery("one")]) == [HANDLED]
+    with connections["default"].cursor() as cursor:
+        cursor.execute("SELECT pg_backend_pid()")
+        before = cursor.fetchone()
     with connections["other"].cursor() as cursor:
-        cursor.execute(
-            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = %s",
-            [connections["default"].settings_dict["NAME"]],
-        )
-    # No handler was called, so this is no attempt at the message.
-    assert isinstance(run([delivery("two")])[0], HandlerNotStarted)
+        # Returns once the session is gone.
+        cursor.execute("SELECT pg_terminate_backend(%s, 60000)", before)
+        assert cursor.fetchone() == (True,)
+    assert run([delivery("two")]) == [HANDLED]
+    assert effects() == ["one", "two"]
+
+
+def test_a_session_that_ends_while_the_transaction_begins_is_no_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+    register()
+    assert run([delivery("one")]) == [HANDLED]
+    enter = InboxEntries.enter
+
+    def ended(inbox: InboxEntries, *given: Any, **options: Any) -> Any:
+        with connections["default"].cursor() as cursor, contextlib.suppress(DatabaseError):
+            cursor.execute("SELECT pg_terminate_backend(pg_backend_pid())")
+        return enter(inbox, *given, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(InboxEntries, "enter", ended)
+        assert isinstance(run([delivery("two")])[0], HandlerNotStarted)
     assert run([delivery("three")]) == [HANDLED]
     assert effects() == ["one", "three"]
 

@@ -330,7 +330,7 @@ class Pool:
                 if not self._idle:
                     return None
                 connection = self._idle.pop()
-            if not _is_ended(connection):
+            if not is_ended(connection):
                 return connection
             connection.close()
 
@@ -357,8 +357,8 @@ class Pool:
         self.clear()
 
 
-def _is_ended(connection: BrokerConnection) -> bool:
-    """Whether the server has ended this idle session (idle_session_timeout, a restart).
+def is_ended(connection: psycopg.Connection[Any]) -> bool:
+    """Whether the server has ended this idle session (idle_session_timeout, a restart, a failover).
 
     The function only reads the socket, and sends nothing.
     """

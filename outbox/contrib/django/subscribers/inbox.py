@@ -32,6 +32,7 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.utils import IntegrityError, OperationalError
 from psycopg import Error as DriverError
 
+from outbox.broker.database.connection import is_ended
 from outbox.broker.database.statement import Statement
 from outbox.contrib.django.database.columns import read_uuid, stored_uuid
 from outbox.contrib.django.database.database_errors import repeated
@@ -133,7 +134,10 @@ def refresh_connections(*, in_handler: bool = False) -> None:
             and connection.close_at is not None
             and time.monotonic() >= connection.close_at
         )
-        broken = connection.errors_occurred and not connection.is_usable()
+        # Otherwise each idle thread would notice the end of its session by a failed call, and each of these failures
+        # would lengthen the pause of its subscription, long after the server is back.
+        ended = connection.vendor == "postgresql" and is_ended(connection.connection)
+        broken = ended or (connection.errors_occurred and not connection.is_usable())
         # True if a handler or its on_commit callback has executed BEGIN by hand. On such a connection, the transaction
         # of the next message could not begin.
         left_open = begun_by_hand(connection)
