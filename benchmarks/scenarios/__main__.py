@@ -15,12 +15,13 @@ from pathlib import Path
 from benchmarks import results
 from benchmarks.harness import Spread, table
 from benchmarks.scenarios.cell import CONTESTANTS, RECOVERY_SECONDS, Contestant, Load, Outcome, Server, server
-from benchmarks.scenarios.faults import SCENARIOS, Scenario
+from benchmarks.scenarios.faults import HELD, SCENARIOS, Scenario
 
 HEADER = (
     *("scenario", "system", "rate/s", "during/s", "recovered/s", "p99 ms"),
     *("lost", "effects twice", "dead rows per 100", "reaches the rate"),
 )
+DEAD_ROWS = ("system", "table", "dead rows per 100")
 # A system reaches the rate if so large a share of it arrives.
 _REACHED = 0.95
 
@@ -70,12 +71,18 @@ def measure(
                 found.setdefault((scenario, system), []).append(outcome)
                 print(f"{scenario.name}, {system.name}: {outcome}", flush=True)
             title, rows = _title(servers, rounds, remark), _rows(scenarios, systems, servers, found)
+            by_table = [row for (one, system), its in found.items() if one is HELD for row in dead_rows(system, its)]
+            tables = [
+                {"title": title, "header": list(HEADER), "rows": rows},
+                {"title": "Dead rows while the snapshot is held", "header": list(DEAD_ROWS), "rows": by_table},
+            ]
             if os.environ.get("OUTBOX_BENCH_STORE"):
-                one = {"title": title, "header": list(HEADER), "rows": rows}
-                results.store_tables("scenarios", [one], rounds=rounds)
+                results.store_tables("scenarios", [one for one in tables if one["rows"]], rounds=rounds)
     # The harness would store it again, under another name.
     os.environ.pop("OUTBOX_BENCH_STORE", None)
     table(title, HEADER, rows)
+    if by_table:
+        table("Dead rows while the snapshot is held", DEAD_ROWS, by_table)
 
 
 def _title(servers: dict[Contestant, Server], rounds: int, remark: str) -> str:
@@ -104,9 +111,6 @@ def _rows(
 def row(scenario: Scenario, system: Contestant, outcomes: Sequence[Outcome], rate: float) -> list[str]:
     """A row of the table; medians and spread if there are several rounds."""
 
-    def cell(values: Sequence[float], spec: str = ",.0f") -> str:
-        return f"{Spread.of(values):{spec}}" if len(values) > 1 else f"{values[0]:{spec}}"
-
     rates = [(one.before, one.during, one.recovered) for one in outcomes]
     lowest = Spread.of([before for before, _, _ in rates]).median
     reached = "yes" if lowest >= _REACHED * rate else f"no, {lowest:.0f} of {rate:.0f}/s"
@@ -114,13 +118,25 @@ def row(scenario: Scenario, system: Contestant, outcomes: Sequence[Outcome], rat
     return [
         scenario.name,
         system.name,
-        *(cell(values) for values in zip(*rates, strict=True)),
-        cell([one.counted.p99_ms for one in outcomes]),
-        cell([one.counted.lost for one in outcomes]),
-        cell([one.counted.twice for one in outcomes]),
-        cell([one.dead_rows for one in outcomes]),
+        *(_cell(values) for values in zip(*rates, strict=True)),
+        _cell([one.counted.p99_ms for one in outcomes]),
+        _cell([one.counted.lost for one in outcomes]),
+        _cell([one.counted.twice for one in outcomes]),
+        _cell([one.dead_rows.total() for one in outcomes]),
         reached + (f"; {phantoms} effects without an order" if phantoms else ""),
     ]
+
+
+def dead_rows(system: Contestant, outcomes: Sequence[Outcome]) -> list[list[str]]:
+    """A row for each table of the system in which dead rows stay; medians and spread if there are several rounds."""
+    names = {name for outcome in outcomes for name in outcome.dead_rows}
+    rows = {name: [outcome.dead_rows[name] for outcome in outcomes] for name in names}
+    most = sorted(rows, key=lambda name: (-sum(rows[name]), name))
+    return [[system.name, name, _cell(rows[name], ",.1f")] for name in most]
+
+
+def _cell(values: Sequence[float], spec: str = ",.0f") -> str:
+    return f"{Spread.of(values):{spec}}" if len(values) > 1 else f"{values[0]:{spec}}"
 
 
 if __name__ == "__main__":

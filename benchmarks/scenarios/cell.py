@@ -10,6 +10,7 @@ import subprocess
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -70,13 +71,13 @@ class Load:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Rates in effects per second, before, during and after the fault; dead rows per 100 orders."""
+    """Rates in effects per second, before, during and after the fault; dead rows per 100 orders, by table."""
 
     counted: Counted
     before: float
     during: float
     recovered: float
-    dead_rows: float
+    dead_rows: Counter[str]
 
 
 class Supervised:
@@ -130,7 +131,7 @@ class Target:
     worker: Supervised
     admin: psycopg.Connection
     # A crash of the server loses its statistics.
-    changed_before_crash: int = 0
+    changed_before_crash: Counter[str] = field(default_factory=Counter)
 
     def set_rate(self, rate: float) -> None:
         self.rate_file.write_text(str(rate))
@@ -202,7 +203,8 @@ class Server:
             counted = counting.count(connection, since=times[0])
             before, during, recovered = (counting.rate(connection, *times[n : n + 2]) for n in range(3))
             dead = counting.changed_rows(connection) + target.changed_before_crash
-        return Outcome(counted, before, during, recovered, 100 * dead / counted.orders)
+        per_100 = Counter({table: round(100 * rows / counted.orders, 1) for table, rows in dead.items()})
+        return Outcome(counted, before, during, recovered, per_100)
 
     def _warm_up(self, admin: psycopg.Connection) -> None:
         """Until the worker has caught up with what was sent before it was ready. One that is too slow never does."""

@@ -5,6 +5,7 @@ The server's `track_commit_timestamp` is on, so an order counts from its COMMIT,
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from datetime import datetime
 
@@ -30,8 +31,8 @@ SELECT count(*) FILTER (WHERE order_id IS NULL), (SELECT max(at) FROM scenario_e
 FROM scenario_order LEFT JOIN scenario_effect ON order_id = id
 """
 _CHANGED = """
-SELECT coalesce(sum(n_tup_upd + n_tup_del), 0)::bigint FROM pg_stat_user_tables
-WHERE relname NOT IN ('scenario_order', 'scenario_effect')
+SELECT relname, (n_tup_upd + n_tup_del)::bigint FROM pg_stat_user_tables
+WHERE relname NOT IN ('scenario_order', 'scenario_effect') AND n_tup_upd + n_tup_del > 0
 """
 
 
@@ -64,7 +65,6 @@ def missing(connection: psycopg.Connection) -> tuple[int, datetime | None]:
     return orders, last
 
 
-def changed_rows(connection: psycopg.Connection) -> int:
-    """Rows of the system's tables that were updated or deleted until now: each leaves a dead row behind."""
-    (rows,) = connection.execute(_CHANGED).fetchall()[0]
-    return int(rows)
+def changed_rows(connection: psycopg.Connection) -> Counter[str]:
+    """Rows of the system's tables, by table, that were updated or deleted until now: each leaves a dead row behind."""
+    return Counter(dict(connection.execute(_CHANGED).fetchall()))

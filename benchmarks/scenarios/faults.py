@@ -112,12 +112,13 @@ def kill_server(postmaster: int) -> None:
         time.sleep(0.02)
 
 
+HELD = Scenario("held snapshot", held_snapshot)
 SCENARIOS = (
     Scenario("repeated kills", repeated_kills, interrupts=True),
     Scenario("restart", restart, interrupts=True),
     Scenario("killed sessions", killed_sessions, interrupts=True),
     Scenario("exhausted connections", exhausted_connections, interrupts=True),
-    Scenario("held snapshot", held_snapshot),
+    HELD,
     Scenario("active readers", active_readers),
     Scenario("high load", high_load),
 )

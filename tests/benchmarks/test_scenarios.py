@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -58,7 +59,8 @@ def test_lost_twice_late_and_unasked_effects_are_counted(connection: psycopg.Con
 
 def test_the_row_of_a_system_that_misses_the_rate_says_so() -> None:
     counted = counting.Counted(orders=1000, lost=3, twice=2, phantoms=0, p99_ms=1234.5)
-    outcomes = [cell.Outcome(counted, before=before, during=5, recovered=50, dead_rows=201.4) for before in (80, 60)]
+    dead = Counter({"queue": 201.0, "lease": 0.4})
+    outcomes = [cell.Outcome(counted, before=before, during=5, recovered=50, dead_rows=dead) for before in (80, 60)]
     system = cell.CONTESTANTS[0]
     slow = table.row(SCENARIOS[0], system, outcomes, rate=100)
     assert slow[2:] == [
@@ -69,6 +71,10 @@ def test_the_row_of_a_system_that_misses_the_rate_says_so() -> None:
         *("80", "5", "50", "1,234", "3", "2", "201", "yes"),
     ]
     assert len(slow) == len(table.HEADER)
+    assert table.dead_rows(system, outcomes[:1]) == [
+        [system.name, "queue", "201.0"],
+        [system.name, "lease", "0.4"],
+    ]
 
 
 def test_an_adapter_tells_the_public_benchmark_where_it_keeps_messages() -> None:
