@@ -215,6 +215,8 @@ def test_fifo_messages_of_a_key_wait_for_each_others_commit(
         ("orders", {"headers": {"n": "v" * 4097}}, "4096"),
         ("orders", {"headers": {f"n{n}": "" for n in range(65)}}, "up to 64 headers"),
         ("orders", {"deliver_at": "infinity"}, "beyond the years"),
+        ("orders", {"deliver_at": "9999-12-31 UTC"}, "cannot deliver at 9999-12-31"),
+        ("orders", {"deliver_at": "0001-01-01 UTC"}, "cannot deliver at 0001-01-01"),
         ("orders", {"body": "x" * 4_194_304}, "4194304 bytes"),
         ("orders", {"key": None}, "cannot be null"),
     ],

@@ -16,8 +16,8 @@ LANGUAGE sql STABLE AS $$
         WHEN deliver_at IS NULL AND 'DELAY' = ANY((to_topic).message_types)
              AND NOT (to_topic).message_types && ARRAY['NORMAL', 'FIFO']
             THEN 'takes delayed messages only: give the message a deliver_at, or add NORMAL to its types'
-        WHEN NOT isfinite(deliver_at) OR extract(year FROM deliver_at AT TIME ZONE 'UTC') NOT BETWEEN 1 AND 9999
-            THEN format('cannot deliver at %s: it is beyond the years 1 to 9999', deliver_at)
+        WHEN deliver_at NOT BETWEEN '0001-01-02 UTC' AND '9999-12-30 UTC'
+            THEN format('cannot deliver at %s: in some time zones it is beyond the years 1 to 9999', deliver_at)
         WHEN key = '' AND 'FIFO' = ANY((to_topic).message_types)
             THEN 'is FIFO: a message needs a key (its order is kept per key)'
         WHEN length(key) > 255
