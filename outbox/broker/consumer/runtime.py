@@ -43,7 +43,7 @@ from outbox.broker.database.connection import BrokerDatabase
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.notify import RECONNECT, Announcements, Channel, listen
 from outbox.broker.fastpath.round_trip import AfterTick
-from outbox.broker.groups import lives, registration
+from outbox.broker.groups import lives, neighbours, registration
 from outbox.broker.groups.members import ProcessRequest
 from outbox.broker.groups.rebalance import Strategy, by_name
 from outbox.broker.log.failing import FailureNote, ProcessPart
@@ -609,6 +609,7 @@ class ConsumerRuntime:
 
     def _register(self, run: Executor, instance: uuid.UUID) -> list[ConsumingGroup]:
         install.check_schema(run.connection, run.schema)
+        neighbours.release_the_ended(run)
         found: dict[str, ConsumingGroup] = {}
         for subscription, handler in self._subscriptions:
             ids = registration.register(run, subscription, instance=instance)

@@ -25,6 +25,7 @@ from outbox.broker.fastpath import arrays
 from outbox.broker.groups import limits
 from outbox.broker.groups.leases import QueueKey
 from outbox.broker.groups.offsets import newest_offset
+from outbox.utils.process_identity import process_identity
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +92,8 @@ class CallsReport:
 # One statement writes both tables, so the report about the process costs no round trip.
 _HEARTBEAT = Statement("""
 WITH joined AS (
-    INSERT INTO {schema}.consumer AS known (instance_id, group_id, topics, host, pid, expires_at)
-    SELECT %(instance)s, mine.group_id, mine.topics::text[], %(host)s, %(pid)s,
+    INSERT INTO {schema}.consumer AS known (instance_id, group_id, topics, host, pid, process, expires_at)
+    SELECT %(instance)s, mine.group_id, mine.topics::text[], %(host)s, %(pid)s, %(process)s,
            clock_timestamp() + make_interval(secs => %(term)s)
     FROM unnest(%(group_ids)s::integer[], %(topics)s::text[]) AS mine (group_id, topics)
     ORDER BY mine.group_id
@@ -135,6 +136,7 @@ def heartbeat(
         "topics": arrays.texts(["{" + ",".join(f'"{name}"' for name in names) + "}" for names in topics.values()]),
         "host": socket.gethostname(),
         "pid": os.getpid(),
+        "process": process_identity(),
         "term": term_seconds,
         "version": code_version(),
         "calls": report.calls,

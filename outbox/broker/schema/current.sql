@@ -411,6 +411,8 @@ CREATE TABLE consumer (
     topics      text[]      NOT NULL,
     host        text        NOT NULL,
     pid         integer     NOT NULL,
+    -- By it, another process of the machine recognises that this one has ended; '' if the system cannot say.
+    process     text        NOT NULL DEFAULT '',
     joined_at   timestamptz NOT NULL DEFAULT now(),
     expires_at  timestamptz NOT NULL,
     PRIMARY KEY (instance_id, group_id)
