@@ -2,7 +2,7 @@
 
 A handler that does not look at `delivery.erased` fails at the missing body, and no later attempt can succeed. Its
 transaction is rolled back. The engine then calls the invoker again with a handler that does nothing, so the message
-counts as handled, and its inbox row is stored. See decision 241.
+counts as handled, and its inbox row is stored.
 """
 
 from __future__ import annotations

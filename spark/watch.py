@@ -3,8 +3,10 @@
 A batch reads the sources under its own snapshots and continues from the result in force, as `outbox-reconcile run`
 does. The batch judges the rows up to its own start; the stream only gives it a number. `result.json` names the query
 and the batch that wrote it. Spark may repeat a batch after a crash. If the result of a repeated batch is in force
-already, the batch does not judge again, because a second judgement would count the new findings of the batch as known
-(decision 054).
+already, the batch does not judge again, because a second judgement would count the new findings of the batch as known.
+
+A streaming join would be a second implementation of every class of finding, and would keep its state for as long as the
+longest time limit of a rule.
 """
 
 from __future__ import annotations

@@ -84,11 +84,17 @@ def slug(heading: str) -> str:
 
 def test_the_index_of_the_decisions_lists_the_files() -> None:
     folder = ROOT / "docs" / "decisions"
-    in_force, _, removed = (folder / "README.md").read_text(encoding="utf-8").partition("\n## Removed\n")
-    listed = re.findall(r"^\| \[(\d{3})\]\(([^)]+)\) \| [^|]+ \| in force[^|]* \|$", in_force, re.MULTILINE)
-    assert listed == [(path.name[:3], path.name) for path in sorted(folder.glob("[0-9]*.md"))]
-    gone = re.findall(r"^\| (\d{3}) \| [^|]+ \| [^|]+ \|$", removed, re.MULTILINE)
-    assert gone and set(gone).isdisjoint(number for number, _ in listed)
+    listed = re.findall(r"^\| \[(\d{3})\]\(([^)]+)\) \| (.+) \|$", (folder / "README.md").read_text(), re.MULTILINE)
+    files = sorted(folder.glob("[0-9]*.md"))
+    titles = [path.read_text(encoding="utf-8").splitlines()[0].partition(". ")[2] for path in files]
+    assert listed == [(path.name[:3], path.name, title) for path, title in zip(files, titles, strict=True)]
+    assert len(listed) <= 40, "a choice of one file is a comment there"
+
+
+def test_what_was_rejected_is_said_in_short_cells() -> None:
+    page = (ROOT / "docs" / "decisions" / "measured-and-rejected.md").read_text(encoding="utf-8")
+    cells = [cell for line in page.splitlines() if line.startswith("| ") for cell in line.strip("| ").split(" | ")]
+    assert len(cells) > 100 and [cell for cell in cells if len(cell.split()) > 15] == []
 
 
 def test_what_points_to_a_decision_finds_it() -> None:

@@ -4,7 +4,7 @@ The rules are those of Confluent's schema registry for JSON Schema, for the part
 What this module does not know, it refuses: a difference that is refused by mistake costs a version, and a difference
 that is allowed by mistake costs dead letters.
 
-See decision 252.
+A random test (tests/core/test_event_changes.py) runs writers and readers of changed types against these rules.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 A version may have several revisions: schemas that understand each other. `write` adds a revision when a type has
 changed in a way that the check allows. The check compares with all revisions, because messages of each may be stored.
 
-See decision 252.
+The default is "full", because old and new code of a project run side by side. A comparison with the last schema only
+would let a field go and come back with another type.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ A message of an event carries the event's name and version in two headers, so ev
 them. A message without these headers counts as version 1 of the event that its handler expects: it was published
 before the event had a type, or by a publisher without types.
 
-See decisions 250 and 251.
+See decision 251.
 """
 
 from __future__ import annotations

@@ -137,7 +137,7 @@ def wire_name(name: str) -> str:
 def in_namespace(namespace: str, name: str) -> str:
     """Return the name of a topic or group in a namespace.
 
-    The proxy ignores the namespace of a request, so the namespace is a part of the name. See decision 262.
+    The proxy ignores the namespace of a request, so the namespace is a part of the name.
     """
     return f"{namespace}--{name}" if namespace else name
 

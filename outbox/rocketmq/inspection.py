@@ -351,7 +351,8 @@ def missing(brokers: Sequence[Admin], topics: Iterable[str], groups: Iterable[st
 
     The proxy shows only whether any broker has a topic. A broker without the topic takes no message of this topic, and
     does not deliver those that it has stored. If a replica without the topic is promoted, it becomes such a broker. The
-    function passes over a replica that does not answer. See decision 295.
+    function passes over a replica that does not answer. RocketMQ 5.3.2 and 5.3.3 fail to copy a topic that has
+    attributes, and say so nowhere.
     """
     wanted_topics, wanted_groups = list(topics), list(groups)
     for broker in brokers:

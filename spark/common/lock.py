@@ -6,7 +6,8 @@ so the next run needs no other proof.
 An object store has no such lock. Each run writes an object of its own below `locks/`, and then lists the objects there.
 If a run finds the object of another run, it removes its own object and ends. Of two runs that start at once, at least
 the later one finds the object of the other run, because the store lists an object as soon as it is written. An object
-of an ended process is removed only with a proof, see `has_ended`. See decision 211.
+of an ended process is removed only with a proof, see `has_ended`. A lease with a timeout is no lock here: a process
+that pauses for longer would write after its lease.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """Converts the bodies of old versions of an event to the version that a rule compares.
 
-Bodies of the compared version pass without a call of Python. See decision 263.
+Bodies of the compared version pass without a call of Python. The others run the project's `@upcast` functions, because
+neither SQL nor a map of fields can say what a Python function does. A change of a function does not judge old rows
+again in incremental runs.
 """
 
 from __future__ import annotations

@@ -8,7 +8,10 @@ tolerance becomes a number. The functions take and return data frames or columns
 Bodies are parsed into variants. `from_json` with a schema would take a fifth less CPU, but it reads numbers as doubles
 and "1,5" as 15, and 1e99999999 keeps it busy for minutes. Spark's parser stops after the first value, so the array of
 the body and a mark is parsed: text after the value is then an error, or stands in the place of the mark.
-See decision 192.
+
+Of several messages of a row, the one that was decided last counts, because a producer sends its decision right after
+COMMIT. Check-back and operators decide at an unknown time after it, so rows are sorted twice (by decision and by time
+of storing), and only a row that differs from the last message of both orders is a MISMATCH.
 """
 
 from __future__ import annotations

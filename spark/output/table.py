@@ -2,7 +2,7 @@
 
 The table must be a table of Delta Lake or Apache Iceberg: only these formats add all rows of a run in one commit. A run
 adds its rows after its result is in force. If the run is killed in between, the next run adds these rows. The rows
-contain the name of their run, so no run's rows are added twice. See decision 211.
+contain the name of their run, so no run's rows are added twice.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 The modules are imported by the process that starts Spark. Executors get the functions themselves, so they need neither
 outbox nor the project, unless a function uses them.
 
-See decision 263.
+`spark` imports `outbox.events` only if the rules name modules.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A Python Data Source for Spark, whose partitions are one SQL query each. All queries are read over ADBC, as Arrow, in
 one snapshot.
 
-This code runs on executors, on which only pyspark, pyarrow and the ADBC driver must be installed. See decision 041.
+This code runs on executors, on which only pyspark, pyarrow and the ADBC driver must be installed. See decision 040.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 `outbox-reconcile archive` (`archive.py`) writes the archive: passes with their counts and checksums, and gaps.
 
-See decision 270.
+A pass also copies the state of the log at its end (undecided, parked, waiting and dead messages). Without it, a run
+over the archive alone would report a row with a parked message as LOST.
 """
 
 from __future__ import annotations

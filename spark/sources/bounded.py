@@ -3,7 +3,7 @@
 The second look carries the compared texts through joins and sorts, and Spark's memory must hold each row. Two texts are
 equal if and only if their bounded forms are equal. PostgreSQL and Spark compute the same form.
 
-See decision 294.
+Six rows with a column of 100 MiB ended a run with `Java heap space` at 3 GB.
 """
 
 from __future__ import annotations

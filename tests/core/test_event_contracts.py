@@ -1,4 +1,4 @@
-"""Contracts: what `outbox_contract check` allows and refuses, with the field and the remedy (decision 252)."""
+"""Contracts: what `outbox_contract check` allows and refuses, with the field and the remedy."""
 
 from __future__ import annotations
 

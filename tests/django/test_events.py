@@ -1,4 +1,4 @@
-"""Typed events in Django: publishing, handlers, and the refusals of both (decisions 250 and 251)."""
+"""Typed events in Django: publishing, handlers, and the refusals of both (decision 251)."""
 
 from __future__ import annotations
 

@@ -3,7 +3,9 @@
 The stored message has everything that Celery would have sent (body, headers, properties, exchange, routing key). So
 task id, eta, priority, queue, headers, links, the later tasks of a chain and the body of a chord stay the same.
 
-See decision 187.
+Each app's `send_task` is wrapped, because every way to call a task ends there. An overridden `apply_async` would miss
+`map`, `starmap`, `chunks`, a call by name and a canvas that begins with an ordinary task: Celery would send them before
+COMMIT. `retry` and `replace` are sent at once, because they end with an exception that rolls the transaction back.
 """
 
 from __future__ import annotations

@@ -47,8 +47,6 @@ _QUEUE: Final = attrgetter("queue")
 
 # -- outages ---------------------------------------------------------------------------------------
 #
-# See decision 067.
-#
 # This code distinguishes a poison message from a service that is down. If different messages fail in a row with the
 # same error, it assumes that a service is down.
 #
@@ -59,7 +57,8 @@ _QUEUE: Final = attrgetter("queue")
 #
 # A few poison messages look like an outage if no other messages arrive. So an outage lasts at most as long as all retry
 # delays of one message together. After this longest time, failures count as attempts again, so each message finally
-# succeeds or is given up.
+# succeeds or is given up. An error whose text contains the message id is never the same as another one, so it
+# is no outage.
 
 
 _IN_A_ROW: Final = 3

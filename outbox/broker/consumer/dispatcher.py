@@ -710,8 +710,8 @@ class Dispatcher:
     def _dispatch(self, run: Executor) -> None:
         now = time.monotonic()
         self._quarantine.proceed(run)
-        # Each step gives calls to every subscription whose threads have room, so there are no weights.
-        # See decision 213.
+        # Each step gives calls to every subscription whose threads have room, so there are no weights: no
+        # subscription waits for the backlog of another one. What remains is Python's interpreter lock.
         for runner in self._runners.values():
             runner.pool.spread(now)
             if (limiter := runner.limiter) is not None:

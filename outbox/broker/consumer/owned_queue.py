@@ -56,7 +56,7 @@ class SlotLease:
     """Whether this process may rely on the slots of a subscription (groups.limits). Any thread may read it.
 
     `epoch` grows whenever other processes may have taken slots of this process. A call of an earlier epoch does not
-    start, because its slot may belong to another process now. See decision 215.
+    start, because its slot may belong to another process now. See decision 209.
     """
 
     __slots__ = ("epoch", "trusted_until")

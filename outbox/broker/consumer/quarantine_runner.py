@@ -8,7 +8,7 @@ In ordered modes, the queue or key of the message waits for the result of the at
 message itself waits. If a message was quarantined only because its handler hung, other calls may run during its
 attempt.
 
-See decision 066.
+See decision 065.
 """
 
 from __future__ import annotations

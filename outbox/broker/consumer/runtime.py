@@ -10,7 +10,8 @@ attempt of such a handler counts as failed, and its message is sent back. Anothe
 handler, and the late result of the handler is ignored. With `outbox.utils.fence.check`, the invoker can roll back the
 effects of such a handler.
 
-See decision 068.
+If many handlers hang, the process exits and its supervisor starts a new one: Python cannot stop a thread, and the
+coordinator would go on renewing the leases of queues that no thread serves.
 """
 
 from __future__ import annotations
@@ -505,7 +506,8 @@ class ConsumerRuntime:
         to end this process also sets `stop`.
 
         This method waits while the broker's database is down. It also waits while other processes of a group use
-        another mode or filter: a rolling deployment ends them after this process is ready (docs/decisions/300).
+        another mode or filter, because a rolling deployment ends them only after this process is ready. The newer
+        declaration does not win: an old pod that is restarted during the deployment registers last.
 
         Raises UnknownTopic, InvalidSubscription, InvalidFilter or SchemaError when the subscriptions cannot be
         registered. Raises HandlersHung when too many handlers hang. Before this method raises HandlersHung, it releases

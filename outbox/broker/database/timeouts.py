@@ -6,7 +6,7 @@ their own limits.
 
 Behind a pooler, timeouts are set with SET LOCAL in the first statement of a transaction, because a pooler in
 transaction mode passes a setting of the session on to other clients. The timeouts of a role still apply to a send,
-which is part of a request of the application. See decision 182.
+which is part of a request of the application.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ raises the epochs of the leases, so that no process can store anything under an 
 beyond the end of its queue, the process moves the offset back to that end. The leader makes no tick before the new life
 has begun.
 
-See decision 170.
+See decision 145.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Members and queues are the input of a rebalance. If a service is down that the handlers of a subscription need, the
 subscription pauses, and the member records an outage.
 
-See decisions 220 and 232.
+See decision 232.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A publisher holds the lock of its message in shared mode until the message is visible. The pass that removes objects
 takes the lock exclusively, then reads which messages exist, and removes objects while it holds the lock. So a publisher
-either finds its object removed, and refuses the message, or the pass sees the message. See decision 296.
+either finds its object removed, and refuses the message, or the pass sees the message. See decision 265.
 """
 
 from __future__ import annotations

@@ -246,7 +246,7 @@ class TopicCatalog:
         """Raise TopicOverLimit, or log a warning, if a limit of the message's topic is still exceeded.
 
         A handler is not refused: it works off a backlog, and if it had to wait for another group, two groups could
-        wait for each other (docs/decisions/238).
+        wait for each other.
         """
         if log_context.is_handling():
             return

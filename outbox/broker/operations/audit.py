@@ -65,7 +65,7 @@ GROUP BY topic_id, term
 # One row per group. `queued` is computed from the queue heads in the ticks and the start offsets of the group. `lag`
 # counts the entries of topic queues at or after the group's position, without those that were finished ahead: these are
 # counted as retrying, claimed, dead or timed out. `claimed` counts the group's messages whose handler runs outside of a
-# transaction and which have left their queue (decision 214). `retrying` counts the group's messages in retry queues,
+# transaction and which have left their queue (decision 203). `retrying` counts the group's messages in retry queues,
 # and the group's messages that wait for a retry. `missed` counts messages that retention removed before the group had
 # passed them. When consumers of the group run again, the group counts the missed messages as expired.
 _GROUPS: Final = Statement(

@@ -5,7 +5,7 @@ conditions of the catalogue below. The doctor, `manage.py check` and the probe o
 report each problem as a condition. Such a condition is not in the catalogue, so it contains its own meaning and next
 step.
 
-See decision 091. docs/operations/incidents.md has the first command for each condition (decision 219).
+See decision 091. docs/operations/incidents.md has the first command for each condition.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ class Erasable:
 
 
 # The topic is given by its number: PostgreSQL uses the index of a searchable topic only if it knows the number when it
-# plans (docs/decisions/254).
+# plans.
 _FOUND: Final = """
 SELECT log_id, message_id, transaction_id, key, stored_at
 FROM {schema}.commit_log

@@ -3,7 +3,8 @@
 `liveness` is one small statement, because an open operations page sends it every second. The rules (`rules.py`) read
 more, and some of their conditions hold only after several intervals.
 
-See decision 291.
+"No fault" is said only with fresh signs: before, the overview was green in the first seconds of a fault, because counts
+and conditions come every few seconds only.
 """
 
 from __future__ import annotations

@@ -140,7 +140,7 @@ _EVENT_SECONDS: Final = 24 * 3600.0
 # `wrong_ledger` is not among them, because it ends when its transaction is decided.
 SETTLED_BY_OPERATORS: Final = {name: kind for (kind, is_open), (name, _) in _OF_INCIDENT.items() if not is_open}
 
-# The statement changes only rows that it sees, so an incident whose transaction commits later is shown (decision 303).
+# The statement changes only rows that it sees, so an incident whose transaction commits later is shown.
 _SETTLE: Final = Statement(f"""
 UPDATE {{schema}}.incident SET kind = %(settled)s, detail = kind || ': ' || detail
 WHERE kind = ANY (%(kinds)s::text[]) AND at > clock_timestamp() - make_interval(secs => %(window)s) AND NOT ({_IS_OPEN})

@@ -43,7 +43,7 @@ STATES: Final = ("committed", "undecided", "parked", "rolled back", "recalled")
 
 # Only searchable topics have an index by key, because it makes the storing of every message slower. With the index by
 # time, PostgreSQL reads only the blocks of the table that have rows of the given time span. The topic is given by its
-# number: PostgreSQL uses the index of a topic only if it knows the number when it plans (docs/decisions/254).
+# number: PostgreSQL uses the index of a topic only if it knows the number when it plans.
 _FOUND: Final = Statement(f"""
 SELECT log.log_id, log.message_id, log.transaction_id, topic.name AS topic, log.key, log.tag, log.stored_at,
        {STATE} AS state

@@ -247,8 +247,8 @@ FRESH_SECONDS: Final = 60.0
 # the next count begins.
 SHARE: Final = 0.05
 _BLOCKED_NAMED: Final = 20
-# The first summary of a leader is counted while its first ticks queue the messages that have waited for a leader. See
-# decision 225.
+# The first summary of a leader is counted while its first ticks queue the messages that have waited for a leader. It
+# would say "in order" while these messages are in no queue, so a summary names its leader and its number.
 _COUNTS_UNTIL_CURRENT: Final = 2
 
 

@@ -10,7 +10,8 @@ states.
                     condition topic_near_limit  condition topic_over_limit
 ```
 
-See decision 238.
+The leader marks the topic, because it counts the lags anyway, and a publisher cannot count a backlog in time. The space
+is an estimate from rows, because files do not shrink: a limit on their size would refuse for ever.
 """
 
 from __future__ import annotations

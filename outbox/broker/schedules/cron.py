@@ -1,7 +1,8 @@
 """Cron expressions in a time zone: the moments at which a schedule is due.
 
 The package cronsim reads the expression and lists the matching wall clock times. This module turns each wall clock time
-into moments, because only this step knows the changes of the time zone. See decision 210.
+into moments, because only this step knows the changes of the time zone: cronsim misses moments in zones that move by
+half an hour (`45 * * * *` on Lord Howe).
 """
 
 from __future__ import annotations

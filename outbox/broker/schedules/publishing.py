@@ -1,7 +1,8 @@
 """The leader publishes the message of each due moment, exactly once.
 
 One transaction locks the row of the schedule, appends the message to the log and moves `next_at`. So a crash stores
-both changes or none, and of two leaders only one publishes. The transaction needs no leader lease. See decision 210.
+both changes or none, and of two leaders only one publishes. The transaction needs no leader lease, which only prevents
+double work. The message id is computed from the moment, so the inbox knows a moment that a restore publishes again.
 """
 
 from __future__ import annotations

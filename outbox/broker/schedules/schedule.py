@@ -1,7 +1,7 @@
 """A schedule: a declaration of a producer service, by which the leader publishes messages.
 
-A service renews its declarations once a minute (`declare`). The name of a schedule is unique in its producer group. See
-decision 210.
+A service renews its declarations once a minute (`declare`). The name of a schedule is unique in its producer group. A
+schedule is removed ten minutes after its last declaration.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ CREATE TABLE topic (
     -- A deleted topic takes no messages; retention removes those it has. The row stays, because a process that does not
     -- know of the deletion may still send. Declaring the topic again takes it back.
     deleted_at        timestamptz,
-    -- The greatest number of messages that a group may be behind; null: no limit (docs/decisions/238).
+    -- The greatest number of messages that a group may be behind; null: no limit.
     backlog_limit     bigint,
     -- The greatest size of all stored messages, as the leader estimates it; null: no limit.
     space_limit_bytes bigint,
@@ -80,7 +80,7 @@ CREATE TABLE topic (
     on_limit          text        NOT NULL DEFAULT 'refuse' CHECK (on_limit IN ('refuse', 'warn')),
     -- Which limit is exceeded, and by which group; the leader writes it. Publishers read it with the topic.
     over_limit        jsonb,
-    -- The installation makes an index of the topic's keys in commit_log (docs/decisions/254).
+    -- The installation makes an index of the topic's keys in commit_log (schema/key_index.py).
     searchable        boolean     NOT NULL DEFAULT false
 );
 -- All FIFO topics, which every tick reads, without the other topics.
@@ -132,13 +132,12 @@ CREATE TABLE commit_log (
 );
 -- By default, autovacuum waits until a fifth of a table is dead. With a hundred million messages a day and three days of
 -- retention, that is 60 million dead rows, whose space is not used again before. Vacuum reads the indexes completely, so
--- a smaller share than this would cost more than it saves (docs/decisions/282). The same holds for op_log and
--- consume_queue.
+-- a smaller share than this would cost more than it saves. The same holds for op_log and consume_queue.
 ALTER TABLE commit_log SET (autovacuum_vacuum_scale_factor = 0.05);
 -- The half scan and the leader's look at undecided FIFO messages read new half rows by snapshot.
 CREATE INDEX commit_log_half_xid ON commit_log (xid, transaction_id) WHERE half;
 -- Reading a window of time (reconciliation, search). It costs 72 bytes of WAL per transaction once retention has freed
--- pages, because each new row then raises the summary of an old range (docs/decisions/200).
+-- pages, because each new row then raises the summary of an old range (docs/decisions/199).
 CREATE INDEX commit_log_stored_at ON commit_log USING brin (stored_at) WITH (pages_per_range = 16);
 
 -- One row per decided transaction; the primary key lets the first decision win. The decision COMMIT has a row here also
@@ -149,7 +148,7 @@ CREATE TABLE op_log (
     transaction_id uuid        PRIMARY KEY,
     incarnation    integer     NOT NULL DEFAULT 1,
     -- C COMMIT, R ROLLBACK. There is no CHECK, because each INSERT would prepare its expression anew: 5 to 14 % of the
-    -- CPU of a publish call (docs/decisions/200).
+    -- CPU of a publish call (docs/decisions/199).
     decision       "char"      NOT NULL,
     -- P producer, K check-back, O operator.
     decided_by     "char"      NOT NULL,
@@ -201,7 +200,7 @@ CREATE TABLE held (
 
 -- Decided messages and retries that are not due yet. `queue_id` null: first delivery, to the message's own topic; else
 -- the retry queue of a consumer group. The leader removes a row when it appends the entry. `claimed`: the handler of the
--- message runs without a transaction; the row delivers the message again if the process dies (docs/decisions/214).
+-- message runs without a transaction; the row delivers the message again if the process dies (docs/decisions/203).
 CREATE TABLE scheduled (
     schedule_id bigint      GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
     log_id      bigint      NOT NULL,
@@ -241,7 +240,7 @@ CREATE TABLE resync (
 );
 
 -- ---------------------------------------------------------------------------------------------------
--- Lives of the server (docs/decisions/145, 170)
+-- Lives of the server (docs/decisions/145)
 -- ---------------------------------------------------------------------------------------------------
 
 -- Each life begins with the first connection of the broker after a start, crash, promotion or restore.
@@ -285,7 +284,7 @@ CREATE TABLE half_scan (
 );
 
 -- The producer groups of each database role that has the role publish. Other roles with INSERT on op_log need no row. A
--- name instead of an oid: a dump can be restored where the role does not exist yet (docs/decisions/236).
+-- name instead of an oid: a dump can be restored where the role does not exist yet (docs/decisions/235).
 CREATE TABLE publisher (
     role           name NOT NULL,
     producer_group text NOT NULL,
@@ -419,7 +418,7 @@ CREATE TABLE consumer (
 );
 
 -- What each consumer process last wrote about itself at the renewal of its leases, for the operations page
--- (docs/decisions/220).
+-- (docs/decisions/232).
 CREATE UNLOGGED TABLE consumer_process (
     instance_id uuid        PRIMARY KEY,
     version     text        NOT NULL,

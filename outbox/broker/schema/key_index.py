@@ -1,4 +1,9 @@
-"""Indexes of keys: one for each searchable topic, in commit_log (docs/decisions/254)."""
+"""Indexes of keys: one for each searchable topic, in commit_log.
+
+An index of all keys would cost every message 6 µs of the server's CPU and 131 bytes of WAL. The installation builds
+them with CONCURRENTLY after the schema, because a schema change is one transaction that locks the log. A table of keys
+would be a further statement per message, and a hash index walks all pages of a hot key for each new row.
+"""
 
 from __future__ import annotations
 

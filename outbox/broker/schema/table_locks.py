@@ -12,8 +12,6 @@ transactions:
 
 All changes lock the tables in the same order, the busiest table first. So a change waits only for the busiest table. An
 attempt without a wait would hardly ever find the busiest table free.
-
-See decision 183.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ transaction. The sequencer appends the messages to the queues with gapless offse
 sequencer stores a tick, which records how far the sequencer has read. Any number of sequencers may run at once, because
 they collide on the number of the tick. One sequencer commits, and each of the others rolls back its whole transaction.
 
-See decision 122.
+See decision 130.
 """
 
 from __future__ import annotations

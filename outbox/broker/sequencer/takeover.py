@@ -306,7 +306,11 @@ def _resync(run: Executor, check: CheckSettings, reached: ReachedServer, reason:
 
     The comparison runs in one transaction, which does not wait for open transactions of publishers. A transaction that
     is now in progress or prepared may commit after the comparison. The current snapshot does not contain this
-    transaction, so a later tick reads its decision, whatever the incarnation of the decision is (docs/decisions/024).
+    transaction, so a later tick reads its decision, whatever the incarnation of the decision is. A lock on op_log
+    instead would stop the broker until every open transaction has ended: one that stays prepared, for ever.
+
+    An xid that the snapshot does not contain comes from another server (a logical restore), so it is set to 2. A dump
+    must therefore be loaded before the workers start.
     """
     _begin(run, local=local)
     [tick_id, _] = run.one(_LAST_TICK)

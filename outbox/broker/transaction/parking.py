@@ -13,7 +13,8 @@ HALF ───────────► PENDING ◄─────────
                    ▼
     from every state, once: COMMIT or ROLLBACK by an end message, a check, or an operator ──► DECIDED
 
-See decision 060.
+A parked transaction is still checked, because a service that was switched off for a weekend answers later. Time parks
+it too: a producer group without a running process never answers, and a condition has to name it.
 """
 
 from __future__ import annotations

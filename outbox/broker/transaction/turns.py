@@ -1,6 +1,8 @@
 """Turns of periodic passes: of all processes that could run a pass now, one runs it.
 
-See decision 085.
+The worker runs check-back and the other passes itself, because beat is a process that nobody may have started:
+check-back then stopped without an error. No process holds a lease for a pass: if one hangs, another process runs the
+next pass.
 """
 
 from __future__ import annotations

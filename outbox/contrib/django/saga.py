@@ -17,7 +17,9 @@ saga recalls the delayed message.
 
 Import this module only after Django has loaded the apps, for example in a module `subscribers` of an app.
 
-See decision 186.
+The state is a row of its own, not columns of the record: `save()` of a stale record would write an old state back. A
+step locks the record first, then this row, so that code which has locked the record can answer the saga without a
+deadlock.
 """
 
 from __future__ import annotations

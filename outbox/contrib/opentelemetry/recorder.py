@@ -1,6 +1,7 @@
 """Metrics of messages, named and described by OpenTelemetry's semantic conventions for messaging.
 
-The figures of one call are recorded at once, after the call. See decision 222.
+The figures of one call are recorded at once, after the call. The instruments come from the global meter of the API,
+which does nothing until a provider is set: applications set it late, for example after a fork.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 If the process dies after the acknowledgement and before the offset is stored, the message is sent again with its id.
 
-See decision 125. Decision 261 is about messages that a library cannot encode.
+If a client library cannot encode a message (`struct.error`, UnicodeEncodeError and other errors about data), the
+message counts as rejected: tried again without an end, it would block its key for ever. See decision 125.
 """
 
 from __future__ import annotations

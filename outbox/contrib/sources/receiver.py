@@ -4,7 +4,8 @@ If the process dies after it has stored a message and before it acknowledges the
 message again. The repetition has the same id, so the message is stored once. A stored message is like any other
 message: subscribers handle it with the inbox, in order, with retries and dead letters.
 
-See decision 189.
+The id is computed from the entry of `RECEIVE`, the source and the event's id, each the UUID namespace of the next. The
+event's id alone is not unique in CloudEvents: two events of two sources would become one message.
 """
 
 from __future__ import annotations

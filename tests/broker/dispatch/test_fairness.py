@@ -1,4 +1,4 @@
-"""A flood of one topic does not take the turn of another subscription of the process (decision 213)."""
+"""A flood of one topic does not take the turn of another subscription of the process."""
 
 from __future__ import annotations
 

@@ -204,7 +204,7 @@ def test_an_end_that_names_a_later_message_of_a_transaction_is_refused(broker: P
 
 
 def test_a_decision_is_commit_or_rollback(broker: PostgresBroker, connection: BrokerConnection) -> None:
-    """The table has no CHECK (docs/decisions/200), so the one statement that takes any character refuses others."""
+    """The table has no CHECK (docs/decisions/199), so the one statement that takes any character refuses others."""
     one = half(message())
     broker.send_half(one)
     with pytest.raises(CheckViolation, match="neither C nor R"):

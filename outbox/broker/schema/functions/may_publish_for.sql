@@ -1,5 +1,5 @@
 -- Return whether the session may publish and decide for this producer group: its role may write decisions itself, or is
--- (a member of) a role that has the group in the table publisher (docs/decisions/236).
+-- (a member of) a role that has the group in the table publisher (docs/decisions/235).
 --
 -- Inside a function with its owner's rights, current_user is the owner. The role of the session is the one of SET ROLE,
 -- else the one that logged in.

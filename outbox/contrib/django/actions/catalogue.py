@@ -1,6 +1,6 @@
 """All actions by their names. The name of an action is in its address, on its button and in the audit.
 
-See decision 106.
+See decision 197.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The cards of the operations page: each condition with its evidence and its remedy, and the tiles of figures.
 
 A card offers only declared actions, so each one shows a plan, asks for a reason and leaves an audit entry. Conditions
-whose remedy is outside of the broker have no button. See decision 224 about next steps and consequences.
+whose remedy is outside of the broker have no button. A next step leads to the page first, and to the command second:
+operators who read a command looked for a shell. A condition that another one may cause stands below it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What a page knows about the broker at this moment: whether it answers, is led, and whether its processes are alive.
 
 Every page reads it once. An open page asks for it every second (`CHECK_SECONDS`), and reads itself again as soon as
-something has changed. See decision 291.
+something has changed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
 """The crash kit: runs a scenario once for each of its steps, with a process that is killed there.
 
-See decision 205, and decision 216 for how well it finds faults.
+Each run is a fork of pytest, so it has the scenario, settings and patches of the test. After a kill, the kit ends
+leases and changes due times instead of waiting. The runs execute plain statements of Django, so that an execute wrapper
+sees each of them; the fast paths have tests of their own. tests/crash_kit/blind measures how well the kit finds faults.
 """

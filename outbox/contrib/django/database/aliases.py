@@ -79,7 +79,7 @@ def one_connection() -> Iterator[None]:
     """Let `opened` use the same connection for the whole block.
 
     A page reads the broker in several parts. A new session for each part would take longer than most of the parts,
-    because a session begins with empty caches. See decision 292.
+    because a session begins with empty caches.
     """
     shared = _Shared()
     token = _shared.set(shared)

@@ -1,7 +1,7 @@
 """The keys of subjects, in the table outbox_subject_key on the alias OUTBOX['KEY_DATABASE'].
 
 The row of a deleted key stays, without key and subject. So a deleted key differs from a missing key: the message of a
-missing key waits, because a restored key database may lack newer keys. See decision 242.
+missing key waits, because a restored key database may lack newer keys.
 """
 
 from __future__ import annotations

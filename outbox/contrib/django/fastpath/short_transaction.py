@@ -9,7 +9,7 @@ Django.
 For a single message, planning a statement costs the server more than executing it. So this module prepares its
 statements if no pooler is between the connection and the server.
 
-See decision 150.
+See decision 201.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The statements that remove rows of the inbox or of one of its partitions; the caller passes the connection.
 
-See decision 175.
+An inbox row stays as long as the log has its message, whatever its age: a queue that was stopped for longer than the
+retention of the inbox would otherwise deliver handled messages again, and the group would handle them twice.
 """
 
 from __future__ import annotations

@@ -20,7 +20,11 @@ again.
 Partitions are an explicit step: removing a million rows takes 0.1 s instead of 8 s and leaves nothing to vacuum, but
 the statements of a message use 6 % more CPU, and pruning by DELETE keeps up with 20,000 rows/s. The ledger has none: it
 keeps rows for an hour. The log has none: its unique ids would need a table of their own, with 43 % more CPU per
-message. `python -m benchmarks.partitions` measures both ways. See decision 281 and decision 282.
+message. `python -m benchmarks.partitions` measures both ways.
+
+There is no DEFAULT partition, because PostgreSQL reads it whenever a partition is made, and no DETACH CONCURRENTLY,
+because ids of the detached range would have no partition meanwhile. The pass reads which ids the log has before it
+takes its lock: a message that is delivered later was in the log at that time.
 """
 
 from __future__ import annotations

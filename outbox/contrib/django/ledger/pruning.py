@@ -2,7 +2,7 @@
 
 A project that had another engine has ledger rows whose transactions this broker has never seen. They go when they are
 older than `INBOX_RETENTION_SECONDS`: if they stayed, they would fill each pass, because they are the oldest. Before
-rows go, `pruned_before` gets a higher id. See decision 281.
+rows go, `pruned_before` gets a higher id.
 """
 
 from __future__ import annotations

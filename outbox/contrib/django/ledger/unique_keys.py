@@ -3,7 +3,9 @@
 The publishing transaction inserts the row of a key before it publishes the message. So the row and the message commit
 together, and a rollback removes both. The clock of this database measures the time for which a key is held.
 
-See decision 206.
+The key is not in the broker, which sees a two-phase message before its transaction ends, and may never see a rollback:
+the key would stay held without a message. `ON CONFLICT DO UPDATE … WHERE` would save a statement for an expired key,
+but it locks rows that it does not change, so all duplicates of a key would wait for each other until COMMIT.
 """
 
 from __future__ import annotations

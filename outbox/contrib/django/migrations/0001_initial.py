@@ -76,8 +76,7 @@ _CONVERT = "ALTER TABLE {} CONVERT TO CHARACTER SET utf8mb4 COLLATE utf8mb4_nopa
 
 # By default, autovacuum waits until a fifth of a table is dead. Pruning deletes a fourteenth of the inbox each day, so
 # three days of deleted rows would wait for vacuum, and their space would not be used again before. An inbox with
-# partitions has no such setting: a storage parameter belongs to each partition (ledger/partitions.py). See
-# decision 282.
+# partitions has no such setting: a storage parameter belongs to each partition (ledger/partitions.py).
 _INBOX = "ALTER TABLE outbox_inbox SET (autovacuum_vacuum_scale_factor = 0.05)"
 
 # The relay updates and deletes every row. Free space in each page keeps the update on this page, so it changes no

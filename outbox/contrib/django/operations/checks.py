@@ -1,6 +1,6 @@
 """Checks that `manage.py check` and `migrate` run to find mistakes in settings, subscribers and databases.
 
-Decision 178 describes the check for groups that are new to a topic.
+Decision 003 describes the check for groups that are new to a topic.
 """
 
 from __future__ import annotations

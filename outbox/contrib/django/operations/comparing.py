@@ -15,7 +15,7 @@ Each comparison reads only rows that are new since the last comparison. If a sig
 was restored, the comparison reads all rows again. Such a sign is a new life of the broker, or a missing row among the
 newest rows that both databases had at the last comparison.
 
-See decision 171 and decision 172.
+See decision 171.
 """
 
 from __future__ import annotations

@@ -132,7 +132,7 @@ def _ledgers() -> Iterator[Condition]:
             remedy = f"Run `manage.py migrate --database={alias}`, which gives the ledger an identity."
             yield of_text(f"ledger of {alias!r}", Severity.CRITICAL, "has no identity", remedy)
         elif identity.ledger_id in owners:
-            # Workers of a copy would answer checks of the original (decision 245).
+            # Workers of a copy would answer checks of the original.
             remedy = (
                 "If one database is a copy of the other, make the copy harmless before its workers start "
                 "(docs/operations/runbooks.md#a-copy-for-staging)."

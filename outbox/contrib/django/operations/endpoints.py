@@ -1,7 +1,8 @@
 """The endpoints of OUTBOX['FORWARD']: which of them are disabled, and what their processes have delivered.
 
 A process of the role forward reads the states of its endpoints and stores its counts every few seconds, on one thread.
-So sending a message needs no statement in the application's database. See decision 223.
+So sending a message needs no statement in the application's database. A disabled endpoint is no paused group: an
+operator pauses groups for other reasons too, and `outbox_group resume` would enable the endpoint.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Stores the result of the reconciliation in two tables, which the operations page and the conditions read.
 
-See decision 271.
+Each saved finding has its step of the repair plan, so a repair from the page needs no plan file on its machine. The
+condition ends with the next saved result and not with the repair, which may not have mended everything.
 """
 
 from __future__ import annotations

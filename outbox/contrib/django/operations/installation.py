@@ -200,7 +200,7 @@ def _administering(settings: OutboxSettings) -> Iterator[Connection]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Partitions of the inboxes (docs/decisions/281-the-inbox-in-partitions.md).
+# Partitions of the inboxes (outbox/contrib/django/ledger/partitions.py).
 
 
 def planned_partitions() -> dict[str, Conversion]:

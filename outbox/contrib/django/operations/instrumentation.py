@@ -1,7 +1,7 @@
 """Starts the metrics and the traces of this process, in every process of a project.
 
 Metrics need `prometheus-client` (the extra `metrics`) or `opentelemetry-api` (the extra `tracing`). If both are
-installed, a process writes its metrics to both (decision 222): to prometheus_client's default registry, and to
+installed, a process writes its metrics to both: to prometheus_client's default registry, and to
 instruments of OpenTelemetry's global meter provider, as the application does with its own metrics. If several processes
 serve Prometheus metrics, set PROMETHEUS_MULTIPROC_DIR, as prometheus_client requires. A worker sets this variable for
 its own processes.

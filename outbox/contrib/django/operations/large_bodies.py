@@ -1,6 +1,6 @@
 """Remove the objects of large bodies that no message needs: of removed, erased and never published messages.
 
-A worker's pass `large_bodies` calls `remove_orphans`. See decision 296.
+A worker's pass `large_bodies` calls `remove_orphans`. See decision 265.
 """
 
 from __future__ import annotations

@@ -7,7 +7,8 @@ one whose statement changes the row reports the change, after COMMIT. A process 
 so a change is reported at most once; the condition itself stays visible in every status. A condition that is over
 becomes a row of `PastCondition`, which the operations page shows as a timeline.
 
-See decision 230.
+The rows are in the application's database, because the broker is often the part that fails. A gap of more than a minute
+between two passes becomes a row too, because a history without watching would look like one without incidents.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """Renames a consumer group and its data, in the broker and in the inboxes.
 
-See decision 177.
+The inbox names a group, and the broker numbers it. So the inbox rows are copied first, while the new name is reserved
+with a paused group: at each moment one of the two names has the positions and the complete inbox. A group that only the
+code renames would handle its old messages twice.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The schedules of a service: from OUTBOX['SCHEDULES'] and `@scheduled` to the rows of the broker.
 
-A worker stores the declarations at its start and once a minute (`declare_schedules`). See decision 210.
+A worker stores the declarations at its start and once a minute (`declare_schedules`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The history of conditions: since when each condition holds, when it held before, and when no pass has watched.
-
-See decision 230.
-"""
+"""The history of conditions: since when each condition holds, when it held before, and when no pass has watched."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The message of a typed event: topic, body, key, tag and headers come from the declaration of its type.
 
-See decision 250.
+See decision 251.
 """
 
 from __future__ import annotations

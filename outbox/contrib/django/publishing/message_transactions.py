@@ -5,7 +5,8 @@ Inside `atomic()`, all messages share one ledger row, one half batch, one decisi
 has stored nothing. So if a process dies inside a block, it leaves no undecided transaction in the broker, and no other
 message must wait.
 
-See decision 095.
+In Kafka, an open transaction is open in the broker, and readers stop before it until its timeout. Here no transaction
+without a local one is ever undecided.
 """
 
 from __future__ import annotations

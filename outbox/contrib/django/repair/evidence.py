@@ -1,6 +1,6 @@
 """Reads the evidence of a finding again, from the primary servers.
 
-See decision 194.
+See decision 050.
 """
 
 from __future__ import annotations

@@ -8,7 +8,12 @@ delivery.
 Where no pooler is in between, the statements of the inbox are prepared: planning them took 120 of the server's 265 µs
 per message. A prepared plan serves 200 messages, because a plan that was made for an almost empty inbox reads the whole
 table. If `prepare_threshold` is set, psycopg may deallocate the prepared statements of the connection, so the inbox
-prepares none. See decision 075.
+prepares none.
+
+With Django's pool, a handler thread returns its connection after each call; otherwise the threads of the first
+subscribers would keep all connections. Without a pool it keeps its connection, because a new session costs more than
+most handlers. A serialisation failure or a deadlock is repeated in the same call, and does not cost the message an
+attempt.
 """
 
 from __future__ import annotations

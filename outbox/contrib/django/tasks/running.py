@@ -1,6 +1,8 @@
 """Runs tasks. A subscriber handles each message of a task in the transaction that also writes the message's inbox row.
 
-See decision 185.
+Each READY row has a message of its own. The handler runs the most urgent due row, and locks only that row; if its own
+row is still READY, it publishes the row's next message. If any message could run any row, a handler might hold two rows
+while other messages find both locked and are consumed without effect: rows would stay READY for ever.
 """
 
 from __future__ import annotations
