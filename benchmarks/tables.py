@@ -1,8 +1,9 @@
 """Print the stored figures into the documents: `python -m benchmarks.tables`.
 
 It rewrites README.md, docs/performance.md, docs/performance/*.md and docs/operations/sizing.md. A block of figures is
-between `<!-- figures: NAME -->` and `<!-- end of figures -->`. NAME is `goals`, `speed` (README's line), `missing` (the
-page's scripts without stored figures), a name of `_OF_SIZING`, or the name of a file in benchmarks/results.
+between `<!-- figures: NAME -->` and `<!-- end of figures -->`. NAME is `goals`, `speed` (README's line), a name of
+`_OF_SIZING`, the name of a file in benchmarks/results, or `rest`: the figures that have no block yet, and the names of
+the scripts without figures. So a page has no empty tables, and a measurement is never without a place.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks import results
+from benchmarks.__main__ import NAMES
 from benchmarks.goal_list import GOALS, P50, P99, RATE, Bound, Goal
 from benchmarks.harness import Spread
 from benchmarks.peers.ways import ATOMIC_INBOX, RELIABLE_INBOX, TWO_PHASE_INBOX
@@ -23,7 +25,9 @@ from benchmarks.ticks import SEQUENCED
 
 ROOT = Path(__file__).resolve().parents[1]
 NOT_MEASURED = "not measured"
-MISSING = "missing"
+# Four scripts of reconciliation are run by hand, because they need Java; the scenarios, because they are long.
+SCRIPTS: Final = (*NAMES, "reconcile_goals", "reconcile_run", "reconcile_source", "reconcile_look_back", "scenarios")
+REST = "rest"
 _BLOCK = re.compile(r"(<!-- figures: ([\w. ]+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
 
 
@@ -41,18 +45,16 @@ def pages() -> list[Path]:
 
 def rendered(page: str) -> str:
     """The page with its blocks of figures made again from the files."""
-    return _BLOCK.sub(lambda found: f"{found[1]}{_block(found[2], page)}{found[3]}", page)
+    return _BLOCK.sub(lambda found: f"{found[1]}{_block(found[2])}{found[3]}", page)
 
 
 def names(page: str) -> list[str]:
-    """The names of the page's blocks that have figures."""
-    return [found[2] for found in _BLOCK.finditer(page) if found[2] != MISSING]
+    """The names of the page's blocks of figures."""
+    return [found[2] for found in _BLOCK.finditer(page) if found[2] != REST]
 
 
-def _block(name: str, page: str) -> str:
-    if name == MISSING:
-        return missing(names(page))
-    made = {"goals": goals_table, "speed": speed, **_OF_SIZING}
+def _block(name: str) -> str:
+    made = {"goals": goals_table, "speed": speed, REST: rest, **_OF_SIZING}
     return made[name]() if name in made else script(name)
 
 
@@ -200,12 +202,13 @@ _OF_SIZING: Final = {
 # -- the files of scripts --------------------------------------------------------------------------
 
 
-def missing(of_page: Sequence[str]) -> str:
-    """One line about the scripts of a page that have no stored figures; nothing if all of them have."""
-    absent = [f"`{name}`" for name in of_page if not any(_of_both_machines(name))]
-    if not absent:
-        return ""
-    return f"The scripts without a table are {NOT_MEASURED} yet for this version: {', '.join(absent)}.\n"
+def rest() -> str:
+    """The figures of the scripts without a block on a page, and a line about the scripts without figures."""
+    placed = {name for page in pages() for name in names(page.read_text(encoding="utf-8"))}
+    without = [name for name in SCRIPTS if name not in placed]
+    absent = [f"`{name}`" for name in without if not any(_of_both_machines(name))]
+    said = [f"{NOT_MEASURED.capitalize()} yet for this version: {', '.join(absent)}.\n"] if absent else []
+    return "\n".join([*said, *(f"### {name}\n\n{script(name)}" for name in without if any(_of_both_machines(name)))])
 
 
 def script(name: str) -> str:
