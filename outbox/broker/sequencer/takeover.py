@@ -309,8 +309,8 @@ def _resync(run: Executor, check: CheckSettings, reached: ReachedServer, reason:
     transaction, so a later tick reads its decision, whatever the incarnation of the decision is. A lock on op_log
     instead would stop the broker until every open transaction has ended: one that stays prepared, for ever.
 
-    An xid that the snapshot does not contain comes from another server (a logical restore), so it is set to 2. A dump
-    must therefore be loaded before the workers start.
+    A visible row whose xid the snapshot does not contain comes from another server (a logical restore), so its xid is
+    set to 2. A dump must therefore be loaded before the workers start.
     """
     _begin(run, local=local)
     [tick_id, _] = run.one(_LAST_TICK)
