@@ -46,6 +46,17 @@ def test_every_guarantee_names_tests_that_exist() -> None:
     assert missing(page) == []
 
 
+def test_every_block_of_code_begins_and_ends_on_a_line_of_its_own() -> None:
+    """If a reflowed paragraph swallows the fence of a block, no test reads the block, and no reader can copy it."""
+    wrong = {
+        (page.relative_to(DOCS.parent).as_posix(), line)
+        for page in [*DOCS.parent.glob("*.md"), *DOCS.rglob("*.md")]
+        for line in page.read_text(encoding="utf-8").splitlines()
+        if "```" in line and not re.fullmatch(r" *```(\w*|\{[\w-]+\}( \w+)?)", line)
+    }
+    assert wrong == set()
+
+
 # `tests/test_operator_documents.py` parses the commands of these pages.
 COVERED = {*FOR_OPERATORS, *FOR_DATA_TEAMS, *AROUND}
 COMMANDS = {path.stem for path in (DOCS.parent / "outbox/contrib/django/management/commands").glob("outbox_*.py")}
