@@ -22,7 +22,9 @@ def test_growth_small() -> None:
 @pytest.mark.soak
 @pytest.mark.timeout(600)
 def test_held_open_small() -> None:
-    (rows,) = tables("held_open", OUTBOX_BENCH_HELD_SECONDS="4").values()
+    rows, dead_rows = tables("held_open", OUTBOX_BENCH_HELD_SECONDS="4").values()
     assert [row["transaction"] for row in rows] == ["none", "open for 4 s", "its last quarter"]
     assert number(rows[0]["ratio to none"]) == 1
     assert all(number(row["messages/s"]) > 0 for row in rows[:2])
+    assert dead_rows[-1]["table"] == "all"
+    assert number(dead_rows[-1]["dead rows"]) > 0
