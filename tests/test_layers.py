@@ -61,13 +61,12 @@ UPWARD = {
 LEVELS = {
     "outbox.broker": (
         ("database",),
-        ("fastpath",),
         ("schema", "log"),
         ("transaction", "groups", "schedules"),
         ("sequencer", "maintenance", "consumer", "operations"),
     ),
     "outbox.contrib.django": (
-        ("settings", "fastpath"),
+        ("settings",),
         ("database",),
         ("ledger", "subscribers"),
         ("engine",),

@@ -22,7 +22,7 @@ from outbox.broker.database import timeouts
 from outbox.broker.database.connection import BrokerDatabase
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.notify import Announcements, Channel, listen, unlisten
-from outbox.broker.fastpath.round_trip import AfterTick
+from outbox.broker.database.sender import AfterTick
 from outbox.broker.log.failing import FailureNote, ProcessPart
 from outbox.broker.maintenance.service import maintenance
 from outbox.broker.operations.summary import COUNT_SECONDS, summaries

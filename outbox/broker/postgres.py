@@ -19,7 +19,7 @@ from psycopg import errors as pg
 from outbox.broker.database import notify
 from outbox.broker.database.connection import BrokerDatabase, Pool
 from outbox.broker.database.executor import Executor
-from outbox.broker.fastpath.one_way import one_way
+from outbox.broker.database.one_way import OneWay
 from outbox.broker.log import commit_log, recall, topics
 from outbox.broker.log.failing import FailureNote, ProcessPart
 from outbox.broker.log.topics import TopicCatalog
@@ -65,7 +65,7 @@ class PostgresBroker:
         self._pool = Pool(database)
         self._schema_known = False
         self._asked_for: set[str] = set()
-        self._one_way = one_way(database)
+        self._one_way = OneWay(database)
         # The FailureNote is stored after three failures in a row, because one or two failures may be caused by single
         # requests of the application.
         self._note = FailureNote(database, ProcessPart.PUBLISHING, in_a_row=3)

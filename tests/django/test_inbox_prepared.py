@@ -13,7 +13,7 @@ from django.db import connections
 from outbox import Delivery
 from outbox.contrib.django import subscriber
 from outbox.contrib.django.database.aliases import alias_conninfo
-from outbox.contrib.django.fastpath import short_transaction
+from outbox.contrib.django.subscribers import short_transaction
 from outbox.errors import PermanentError
 from outbox.ports import Disposition
 from tests import pooler

@@ -30,12 +30,11 @@ from outbox.broker.consumer.owned_queue import (
     QueueStopped,
     Subscribed,
 )
-from outbox.broker.database import timeouts
+from outbox.broker.database import arrays, timeouts
 from outbox.broker.database.connection import BrokerConnection, BrokerDatabase
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.notify import Channel, notify
 from outbox.broker.database.statement import Statement
-from outbox.broker.fastpath import arrays
 from outbox.broker.groups import leases, lives, members, offsets, quarantine, rebalance, send_back
 from outbox.broker.groups.leases import Lease, QueueKey, lease_clock
 from outbox.broker.groups.members import CallsReport, GroupSnapshot, GroupState, ProcessRequest, QueueState

@@ -46,7 +46,7 @@ from outbox.broker.consumer.results import (
 from outbox.broker.consumer.work import FetchedEntry, HandlerCall, Lane, Result, TimedOut, note_time_limits
 from outbox.broker.consumer.worker_pool import HandlerThreads, RunCall
 from outbox.broker.database.executor import Executor
-from outbox.broker.fastpath.round_trip import RoundTrip
+from outbox.broker.database.sender import RoundTrip
 from outbox.broker.groups import lives, offsets
 from outbox.broker.groups.leases import Lease, QueueKey
 from outbox.broker.groups.members import CallsReport

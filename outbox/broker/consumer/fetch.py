@@ -19,9 +19,9 @@ import psycopg
 from psycopg import sql
 
 from outbox.broker.consumer.owned_queue import OwnedQueue, Subscribed
+from outbox.broker.database import arrays
 from outbox.broker.database.executor import Executor, raw_cursor_on
 from outbox.broker.database.statement import Statement
-from outbox.broker.fastpath import arrays
 from outbox.filters.conditions import (
     NUMBER,
     TAG_NAME,

@@ -1,30 +1,86 @@
-"""SQL texts with a placeholder for the broker's schema."""
+"""SQL texts with a placeholder for the broker's schema, and the types of their values.
+
+    _ADD = Statement("INSERT INTO {schema}.t (id, name) VALUES ($1, $2) RETURNING n", (UUID_, TEXT), (INTEGER,))
+
+A statement on a hot path declares its types, and has numbered parameters. The sender (sender.py) then needs no cursor
+of psycopg, which would find out the type of each value on each execution, and often leave the type to the server. All
+other statements have named parameters (`%(name)s`), and an `Executor` executes them.
+"""
 
 from __future__ import annotations
 
 import re
+import struct
 import uuid
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, LiteralString
+from datetime import UTC, datetime, timedelta
+from decimal import Decimal
+from typing import Any, Final, LiteralString
 
 from psycopg import sql
+from psycopg.pq import Format
 
 from outbox.errors import ConfigurationError
 
 # Channel names contain the schema's name and must fit into PostgreSQL's 63 bytes.
 _SCHEMA: Final = re.compile(r"[a-z_][a-z0-9_]{0,47}")
 _PARAMETER: Final = re.compile(rb"%(?:\((\w+)\)s|%)")
+_EPOCH: Final = datetime(2000, 1, 1, tzinfo=UTC)
+_MICROSECOND: Final = timedelta(microseconds=1)
+# The errors of a value that does not have the declared type. psycopg then sends the value.
+_OTHER_TYPE: Final = (TypeError, ValueError, AttributeError, OverflowError, struct.error)
+
+
+@dataclass(frozen=True, slots=True)
+class Type:
+    """A type of PostgreSQL: its oid, the binary form of a value, and the value of a text form."""
+
+    oid: int
+    dump: Callable[[Any], bytes]
+    load: Callable[[bytes], Any]
+
+
+def _no_load(_: bytes) -> Any:
+    raise NotImplementedError
+
+
+def _no_dump(_: Any) -> bytes:
+    raise NotImplementedError
+
+
+def _dump_time(moment: datetime) -> bytes:
+    return struct.pack("!q", (moment - _EPOCH) // _MICROSECOND)
+
+
+BOOLEAN: Final = Type(16, struct.Struct("?").pack, b"t".__eq__)
+BYTEA: Final = Type(17, bytes, _no_load)
+BIGINT: Final = Type(20, struct.Struct("!q").pack, int)
+INTEGER: Final = Type(23, struct.Struct("!i").pack, int)
+TEXT: Final = Type(25, str.encode, bytes.decode)
+OID: Final = Type(26, struct.Struct("!I").pack, int)
+FLOAT8: Final = Type(701, struct.Struct("!d").pack, float)
+TIMESTAMPTZ: Final = Type(1184, _dump_time, _no_load)
+NUMERIC: Final = Type(1700, _no_dump, lambda text: Decimal(text.decode()))
+UUID_: Final = Type(2950, lambda value: value.bytes, lambda text: uuid.UUID(text.decode()))
 
 
 class Statement:
-    """One SQL statement written with `{schema}` before every table of the broker."""
+    """One SQL statement written with `{schema}` before every table of the broker.
 
-    __slots__ = ("_cache", "_numbered", "_text")
+    `parameters` and `columns`: the types of its parameters and of the columns of its rows, if it declares them.
+    """
 
-    def __init__(self, text: LiteralString) -> None:
+    __slots__ = ("_cache", "_numbered", "_text", "dumps", "formats", "loads", "oids")
+
+    def __init__(self, text: LiteralString, parameters: Sequence[Type] = (), columns: Sequence[Type] = ()) -> None:
         self._text = text
         self._cache: dict[str, bytes] = {}
         self._numbered: dict[str, tuple[bytes, tuple[str, ...]]] = {}
+        self.oids = [parameter.oid for parameter in parameters]
+        self.formats = [Format.BINARY] * len(parameters)
+        self.dumps = [parameter.dump for parameter in parameters]
+        self.loads = [column.load for column in columns]
 
     def on(self, schema: str) -> bytes:
         """Return the statement for one schema. Raises ConfigurationError when the schema's name is not allowed."""
@@ -45,6 +101,13 @@ class Statement:
             text = _PARAMETER.sub(lambda match: _number(match, names), self.on(schema))
             found = self._numbered[schema] = (text, tuple(names))
         return found
+
+    def dumped(self, values: Sequence[Any]) -> list[bytes | None] | None:
+        """Return the binary forms of the values; None if a value does not have the declared type."""
+        try:
+            return [None if value is None else dump(value) for dump, value in zip(self.dumps, values, strict=True)]
+        except _OTHER_TYPE:
+            return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,9 +23,9 @@ from dataclasses import dataclass
 from typing import Final
 from uuid import UUID
 
+from outbox.broker.database import arrays
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
-from outbox.broker.fastpath import arrays
 
 QueueKey = tuple[int, int]
 """(group_id, queue_id)"""

@@ -21,9 +21,9 @@ from uuid import UUID
 
 from psycopg.types.json import Jsonb
 
+from outbox.broker.database import arrays
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
-from outbox.broker.fastpath import arrays
 from outbox.broker.groups.leases import lease_clock
 from outbox.limits import Limits
 

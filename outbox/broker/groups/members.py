@@ -19,9 +19,9 @@ from importlib import metadata
 from typing import Final
 from uuid import UUID
 
+from outbox.broker.database import arrays
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
-from outbox.broker.fastpath import arrays
 from outbox.broker.groups import limits
 from outbox.broker.groups.leases import QueueKey
 from outbox.broker.groups.offsets import newest_offset

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from typing import LiteralString
 from uuid import UUID
 
+from outbox.broker.database import arrays
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
-from outbox.broker.fastpath import arrays
 from outbox.broker.groups.leases import QueueKey
 
 

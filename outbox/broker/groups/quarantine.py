@@ -24,9 +24,9 @@ from datetime import datetime
 from typing import Final
 from uuid import UUID
 
+from outbox.broker.database import arrays
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
-from outbox.broker.fastpath import arrays
 from outbox.broker.groups import leases, members
 
 DEATHS_TO_GIVE_UP: Final = 3

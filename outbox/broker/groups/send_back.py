@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Final
 from uuid import UUID
 
+from outbox.broker.database import arrays
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
-from outbox.broker.fastpath import arrays
 from outbox.broker.groups.leases import Lease, QueueKey
 from outbox.errors import RetryLater
 from outbox.subscription import Mode, OnError, Subscription

@@ -22,11 +22,11 @@ from uuid import UUID
 from psycopg.errors import UniqueViolation
 from psycopg.pq import TransactionStatus
 
+from outbox.broker.database import arrays
 from outbox.broker.database.executor import Executor
+from outbox.broker.database.sender import first_row
 from outbox.broker.database.server_identity import ServerIdentity
-from outbox.broker.database.statement import Statement
-from outbox.broker.fastpath import arrays
-from outbox.broker.fastpath.direct import (
+from outbox.broker.database.statement import (
     BIGINT,
     BOOLEAN,
     BYTEA,
@@ -36,8 +36,7 @@ from outbox.broker.fastpath.direct import (
     TEXT,
     TIMESTAMPTZ,
     UUID_,
-    TypedStatement,
-    first_row,
+    Statement,
 )
 from outbox.broker.log.topics import Prepared, TopicCatalog
 from outbox.errors import InvalidMessage, SendFailed, TransactionalMessagesRejected
@@ -61,8 +60,7 @@ SELECT * FROM {schema}.append_batch(
 # The types of the first eleven parameters of the statements for one message (see _one).
 _ONE: Final = (UUID_, INTEGER, INTEGER, TEXT, TEXT, TEXT, BYTEA, TEXT, TIMESTAMPTZ, TIMESTAMPTZ, FLOAT8)
 
-# The statement has numbered parameters, because psycopg would translate named parameters on each execution.
-_DECIDED_ONE: Final = TypedStatement(
+_DECIDED_ONE: Final = Statement(
     """
     SELECT * FROM {schema}.append_one($1, $2, $3, $4, $5, $6, $7, $8::text::jsonb, $9, $10, $11, $12, $13)
     """,
@@ -71,7 +69,7 @@ _DECIDED_ONE: Final = TypedStatement(
 )
 
 
-_HALF_ONE: Final = TypedStatement(
+_HALF_ONE: Final = Statement(
     """
     SELECT {schema}.append_half($1, $2, $3, $4, $5, $6, $7, $8::text::jsonb, $9, $10, $11, $12, $13, $14, $15)
     """,

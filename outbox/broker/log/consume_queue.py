@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from datetime import datetime
 
+from outbox.broker.database.arrays import bigints, integers
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
-from outbox.broker.fastpath.arrays import bigints, integers
 from outbox.subscription import Start
 
 _HEADS = Statement("""

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
+from outbox.broker.database.arrays import texts
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
-from outbox.broker.fastpath.arrays import texts
 from outbox.utils.safe_text import storable
 
 logger = logging.getLogger(__name__)

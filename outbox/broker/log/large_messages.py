@@ -11,9 +11,9 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 from uuid import UUID
 
+from outbox.broker.database.arrays import integers, uuids
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
-from outbox.broker.fastpath.arrays import integers, uuids
 
 # A transaction takes at most this number of locks, however many large messages it publishes: the server has memory for
 # some thousand locks.

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Final
 from uuid import UUID
 
+from outbox.broker.database.arrays import uuids
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
-from outbox.broker.fastpath.arrays import uuids
 from outbox.recall import Recall, RecallStatus
 
 # Delete the scheduled rows of the messages in `wanted` (log_id), and return the outcome for each message.

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from outbox.broker.database.arrays import bigints, integers
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
-from outbox.broker.fastpath.arrays import bigints, integers
 from outbox.broker.groups.offsets import newest_offset
 from outbox.broker.log import incidents
 from outbox.broker.log.incidents import Incident, IncidentKind

@@ -10,10 +10,10 @@ from typing import Final
 from uuid import UUID
 
 from outbox import names
+from outbox.broker.database.arrays import integers
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.notify import Channel, notify
 from outbox.broker.database.statement import Statement
-from outbox.broker.fastpath.arrays import integers
 from outbox.broker.groups import offsets
 from outbox.broker.groups.members import ProcessRequest
 from outbox.broker.groups.offsets import OffsetRow, Position

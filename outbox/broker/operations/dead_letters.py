@@ -8,9 +8,9 @@ from datetime import datetime
 from typing import Any, Final, NamedTuple
 from uuid import UUID
 
+from outbox.broker.database.arrays import uuids
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
-from outbox.broker.fastpath.arrays import uuids
 from outbox.broker.groups import registration
 from outbox.broker.groups.registration import group_id_of
 

@@ -14,9 +14,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Final
 
+from outbox.broker.database.arrays import integers
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
-from outbox.broker.fastpath.arrays import integers
 from outbox.broker.groups.offsets import newest_offset
 from outbox.broker.groups.registration import group_id_of
 from outbox.broker.log.topics import TopicCatalog

@@ -12,9 +12,9 @@ from datetime import datetime
 from typing import Any, Final, LiteralString
 from uuid import UUID
 
+from outbox.broker.database.arrays import bigints, texts
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
-from outbox.broker.fastpath.arrays import bigints, texts
 from outbox.broker.log import recall
 from outbox.broker.log.topics import find_topic_id
 from outbox.erasure import ERASED_CONTENT_TYPE, KEPT_HEADERS, fingerprint

@@ -9,9 +9,9 @@ from datetime import datetime
 from typing import Any, Final
 from uuid import UUID
 
+from outbox.broker.database.arrays import xids
 from outbox.broker.database.executor import Executor, Snapshot
 from outbox.broker.database.statement import Statement
-from outbox.broker.fastpath.arrays import xids
 from outbox.broker.groups.members import CallReport
 from outbox.broker.groups.registration import unknown_group
 from outbox.broker.operations.liveness import is_silent

@@ -12,9 +12,9 @@ from datetime import datetime
 from typing import Final
 from uuid import UUID
 
+from outbox.broker.database import arrays
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
-from outbox.broker.fastpath import arrays
 
 _IS_USED_BY = Statement("""
 SELECT EXISTS (SELECT FROM {schema}.consumer_group WHERE name = ANY (%(groups)s::text[]))

@@ -13,10 +13,10 @@ from typing import Final
 
 from psycopg.errors import LockNotAvailable
 
+from outbox.broker.database.arrays import texts, xids
 from outbox.broker.database.executor import Executor, Snapshot
 from outbox.broker.database.statement import Statement
 from outbox.broker.database.timeouts import lock_limited
-from outbox.broker.fastpath.arrays import texts, xids
 from outbox.broker.log import failing as failing_parts
 from outbox.broker.log.failing import FailingPart, ProcessPart
 from outbox.broker.log.incidents import IncidentKind

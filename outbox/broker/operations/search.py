@@ -11,9 +11,9 @@ from datetime import datetime
 from typing import Any, Final
 from uuid import UUID
 
+from outbox.broker.database.arrays import bigints
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
-from outbox.broker.fastpath.arrays import bigints
 from outbox.broker.log.topics import find_topic_id
 from outbox.events.declaration import EVENT_HEADER, VERSION_HEADER
 from outbox.utils.safe_text import MASK, masked_value

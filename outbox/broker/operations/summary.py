@@ -23,12 +23,11 @@ from uuid import UUID
 import psycopg
 from psycopg.pq import TransactionStatus
 
-from outbox.broker.database import timeouts
+from outbox.broker.database import arrays, timeouts
 from outbox.broker.database.connection import BrokerDatabase, Connection
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
 from outbox.broker.database.timeouts import lock_limited
-from outbox.broker.fastpath import arrays
 from outbox.broker.groups.members import code_version
 from outbox.broker.log.failing import FailureNote, ProcessPart
 from outbox.broker.operations import topic_limits

@@ -23,9 +23,9 @@ from typing import Final
 
 from psycopg import sql
 
+from outbox.broker.database import arrays
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
-from outbox.broker.fastpath import arrays
 
 # A change locks these tables first, in this order, and then all other tables by name.
 _BUSIEST: Final = (

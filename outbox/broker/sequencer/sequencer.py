@@ -24,13 +24,12 @@ import psycopg
 from psycopg.errors import DeadlockDetected, InvalidSqlStatementName, SerializationFailure, UniqueViolation
 
 from outbox.broker.database import timeouts
+from outbox.broker.database.arrays import uuids
 from outbox.broker.database.connection import BrokerDatabase, Connection
 from outbox.broker.database.executor import Executor, Snapshot
 from outbox.broker.database.notify import Channel
+from outbox.broker.database.sender import AfterTick, RoundTrip, Row, array
 from outbox.broker.database.statement import Statement
-from outbox.broker.fastpath import switch
-from outbox.broker.fastpath.arrays import uuids
-from outbox.broker.fastpath.round_trip import AfterTick, RoundTrip, Row, array, round_trip
 from outbox.broker.sequencer.key_order import Key
 from outbox.broker.sequencer.takeover import BEGIN_REPEATABLE, COMMIT, TICK_SETTINGS, TickState, adopt
 from outbox.broker.transaction import half_scan
@@ -280,11 +279,11 @@ class Sequencer:
     def run_once(self, connection: Connection, after: AfterTick | None = None) -> TickCounts:
         """Run one bounded tick on an autocommit connection, if there is new work.
 
-        With `after`, the tick and this statement take one round trip. With the fast paths off, `after` is ignored.
+        With `after`, the tick and this statement take one round trip.
 
         The caller handles errors of the connection. After an error, the next call starts from the stored tick.
         """
-        self._after, self._answer = after if switch.enabled else None, None
+        self._after, self._answer = after, None
         try:
             trip, state = self._adopted(connection)
             faults.point("sequencer.before_tick")
@@ -308,7 +307,7 @@ class Sequencer:
     def _adopted(self, connection: Connection) -> tuple[RoundTrip, TickState]:
         if self._round_trip is None or self._connection is not connection:
             self._local = not timeouts.lasts(connection)
-            self._round_trip = round_trip(connection, self._schema, prepare=not self._local)
+            self._round_trip = RoundTrip(connection, self._schema, prepared=None if self._local else {})
             self._state, self._connection = None, connection
         if self._state is None:
             run = Executor(connection, self._schema)

@@ -8,10 +8,10 @@ from typing import Final
 from uuid import UUID
 
 from outbox.broker.database import timeouts
+from outbox.broker.database.arrays import xids
 from outbox.broker.database.connection import ReachedServer, reached_server
 from outbox.broker.database.executor import Executor, Snapshot
 from outbox.broker.database.statement import Statement
-from outbox.broker.fastpath.arrays import xids
 from outbox.broker.groups import lives
 from outbox.broker.log import incidents
 from outbox.broker.log.incidents import Incident, IncidentKind

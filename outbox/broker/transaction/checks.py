@@ -8,10 +8,10 @@ from datetime import datetime
 from typing import Final
 from uuid import UUID
 
+from outbox.broker.database.arrays import integers, texts, uuids
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
 from outbox.broker.database.timeouts import lifted
-from outbox.broker.fastpath.arrays import integers, texts, uuids
 from outbox.broker.log import incidents
 from outbox.broker.log.incidents import Incident, IncidentKind
 from outbox.broker.transaction import half_scan, parking

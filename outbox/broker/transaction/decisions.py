@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from uuid import UUID
 
+from outbox.broker.database.arrays import texts, uuids
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Request, Statement
-from outbox.broker.fastpath.arrays import texts, uuids
 from outbox.broker.log import incidents
 from outbox.broker.log.incidents import Incident, IncidentKind
 from outbox.errors import UsageError

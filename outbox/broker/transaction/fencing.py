@@ -15,9 +15,9 @@ from uuid import UUID
 
 from psycopg import errors as pg
 
+from outbox.broker.database.arrays import uuids
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
-from outbox.broker.fastpath.arrays import uuids
 from outbox.broker.transaction.half_scan import hint_checks
 from outbox.errors import LeftoversUndecided, ProducerFenced
 from outbox.transaction import CheckSettings, ProducerEpoch

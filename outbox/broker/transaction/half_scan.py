@@ -15,10 +15,10 @@ from uuid import UUID
 
 from psycopg.errors import UniqueViolation
 
+from outbox.broker.database.arrays import uuids, xids
 from outbox.broker.database.executor import Executor, Snapshot
 from outbox.broker.database.statement import Request, Statement
 from outbox.broker.database.timeouts import lifted
-from outbox.broker.fastpath.arrays import uuids, xids
 from outbox.transaction import CheckSettings
 
 DEFAULT_BATCH: Final = 200_000

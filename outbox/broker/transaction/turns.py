@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from uuid import UUID
 
+from outbox.broker.database.arrays import uuids
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
-from outbox.broker.fastpath.arrays import uuids
 
 CHECK_BACK = "check_back"
 # The names of the passes of receivers begin with this text. If such a pass is late, messages are not received, but no

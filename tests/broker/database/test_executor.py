@@ -1,4 +1,4 @@
-"""`Executor.call` keeps its cursor on the connection, and every call still gets its own row."""
+"""`first_row` keeps its cursor on the connection, and every call still gets its own row."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import psycopg
 import pytest
 
 from outbox.broker.database.executor import Executor
-from outbox.broker.fastpath.direct import INTEGER, TEXT, TypedStatement, first_row
+from outbox.broker.database.sender import first_row
+from outbox.broker.database.statement import INTEGER, TEXT, Statement
 
-ECHO = TypedStatement("SELECT $1::text, octet_length(convert_to($1::text, 'UTF8'))", [TEXT], [TEXT, INTEGER])
-DIVIDE = TypedStatement("SELECT 10 / $1::integer", [INTEGER], [INTEGER])
+ECHO = Statement("SELECT $1::text, octet_length(convert_to($1::text, 'UTF8'))", [TEXT], [TEXT, INTEGER])
+DIVIDE = Statement("SELECT 10 / $1::integer", [INTEGER], [INTEGER])
 
 
 @pytest.fixture

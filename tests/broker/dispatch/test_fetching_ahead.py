@@ -15,9 +15,8 @@ from outbox.broker.consumer import dispatcher, runtime
 from outbox.broker.consumer.dispatcher import FetchAhead
 from outbox.broker.consumer.fetch import Fetcher, Row
 from outbox.broker.consumer.owned_queue import ConsumingGroup, OwnedQueue
+from outbox.broker.database.sender import RoundTrip
 from outbox.broker.database.statement import Statement
-from outbox.broker.fastpath import switch
-from outbox.broker.fastpath.round_trip import RoundTrip, round_trip
 from outbox.broker.groups.leases import Lease
 from outbox.broker.groups.offsets import Position
 from outbox.broker.leading import LeaderSettings, LeadingConsumer
@@ -67,7 +66,7 @@ def owned(bench: ConsumptionBench) -> list[OwnedQueue]:
 
 
 def fetch_ahead(bench: ConsumptionBench, ahead: FetchAhead) -> None:
-    trip = round_trip(bench.connection, "outbox", prepare=True)
+    trip = RoundTrip(bench.connection, "outbox", prepared={})
     sent = ahead.send(trip)
     assert sent is not None
     ahead.answered(trip.finish()[sent])
@@ -123,7 +122,7 @@ def test_rows_are_used_once_and_in_order(bench: ConsumptionBench) -> None:
 
 def test_many_queues_are_not_fetched_ahead(bench: ConsumptionBench) -> None:
     bench.declare("orders", queues=dispatcher._MOST_QUEUES_AHEAD + 1)
-    trip = round_trip(bench.connection, "outbox", prepare=True)
+    trip = RoundTrip(bench.connection, "outbox", prepared={})
     assert ahead_of(owned(bench)).send(trip) is None
     assert ahead_of([]).send(trip) is None
 
@@ -178,16 +177,13 @@ def test_entries_that_another_leader_appends_meanwhile_are_fetched(
         assert not is_armed.is_set()
 
 
-@pytest.mark.parametrize("way", ["the fetch fails", "the fast paths are off"])
-def test_messages_arrive_also_without_the_fetch(
-    bench: ConsumptionBench, patient: LeaderSettings, monkeypatch: pytest.MonkeyPatch, fetches: list[int], way: str
+def test_messages_arrive_also_if_the_fetch_fails(
+    bench: ConsumptionBench, patient: LeaderSettings, monkeypatch: pytest.MonkeyPatch, fetches: list[int]
 ) -> None:
     def broken(self: FetchAhead, trip: RoundTrip) -> int | None:
         return trip.send_adapted(Statement("SELECT 1 / 0"), {})
 
     monkeypatch.setattr(FetchAhead, "send", broken)
-    if way == "the fast paths are off":
-        monkeypatch.setattr(switch, "enabled", False)
     bench.declare("orders")
     seen = Seen()
     leading = LeadingConsumer(bench.database, settings=patient)

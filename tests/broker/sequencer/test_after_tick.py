@@ -5,14 +5,11 @@ from __future__ import annotations
 import uuid
 from typing import Any
 
-import pytest
-
 from outbox.broker.database.connection import BrokerConnection, BrokerDatabase
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.notify import Announcements, Channel, listen
+from outbox.broker.database.sender import RoundTrip
 from outbox.broker.database.statement import Statement
-from outbox.broker.fastpath import switch
-from outbox.broker.fastpath.round_trip import RoundTrip
 from outbox.broker.postgres import PostgresBroker
 from tests.broker.support import end, half, message, new_sequencer, queued_ids
 from tests.round_trips import counted
@@ -98,16 +95,6 @@ def test_a_statement_that_fails_takes_nothing_of_the_tick(
             assert len(queued_ids(connection)) == count
             assert announcements.wait(5), "the other consumers are notified"
     assert asking.sent == 3 and asking.answers == []
-
-
-def test_without_the_fast_paths_it_is_not_sent(
-    broker: PostgresBroker, database: BrokerDatabase, connection: BrokerConnection, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(switch, "enabled", False)
-    asking = Asking()
-    broker.send([message()])
-    assert new_sequencer(database).run_once(connection, asking).appended == 1
-    assert asking.sent == 0 and asking.answers == []
 
 
 def test_notifications_of_other_sessions_are_told_apart(database: BrokerDatabase, connection: BrokerConnection) -> None:

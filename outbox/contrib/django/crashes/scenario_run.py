@@ -17,7 +17,6 @@ from functools import wraps
 from pathlib import Path
 from typing import Any, Final
 
-from outbox.broker.fastpath import switch
 from outbox.contrib.django.crashes.baseline import Baseline
 from outbox.contrib.django.crashes.outside import OutsideCalls
 from outbox.contrib.django.crashes.settling import release, settle_everything
@@ -65,8 +64,6 @@ class Surroundings:
 
 def run_plan(shared: Surroundings, plan: Plan) -> None:
     """Run the scenario and its messages, as the plan says. The child process of a run calls this function."""
-    # The kit sees statements of Django's connections. The fast paths use others.
-    switch.enabled = False
     run = _Run(shared, plan)
     if shared.kill_scenario:
         run.watch()
@@ -85,7 +82,6 @@ def run_plan(shared: Surroundings, plan: Plan) -> None:
 
 def settle_after_kill(shared: Surroundings) -> None:
     """Handle everything that the killed process has left. A second process calls this function."""
-    switch.enabled = False
     release()
     printed: set[str] = set()
     settle_everything(

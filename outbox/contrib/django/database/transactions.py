@@ -17,9 +17,8 @@ from django.db.utils import DatabaseError, InternalError, OperationalError
 from psycopg import Connection, pq
 from psycopg import Error as DriverError
 
-from outbox.broker.fastpath import switch
+from outbox.contrib.django.database.atomic_blocks import WatchedBlocks, is_test_case
 from outbox.contrib.django.database.database_errors import mariadb_number
-from outbox.contrib.django.fastpath.atomic_blocks import BlockMark, WatchedBlocks, is_test_case
 from outbox.errors import ConfigurationError, TransactionUsageError
 from outbox.utils import log_context
 from outbox.utils.safe_text import error_line, shown_value
@@ -145,7 +144,6 @@ class BlockWatch:
 
     def __init__(self, connection: BaseDatabaseWrapper) -> None:
         self._connection = connection
-        self._mark = BlockMark()
         self._is_mariadb = connection.vendor == "mysql"
         # MariaDB: the driver's connection on which a statement outside of a block has begun a transaction.
         self.begun_on: Any = None
@@ -175,8 +173,6 @@ class BlockWatch:
         if not (isinstance(sql, str) and sql.startswith(_OF_ORM) and "set_config" not in sql):
             self._note_session(statement_text(sql, self._connection))
         if self._connection.in_atomic_block:
-            if not switch.enabled:
-                self.notice_block()
             word = _ending_statement(sql, self._connection)
             if word:
                 self._note_end(word)
@@ -225,11 +221,6 @@ class BlockWatch:
         """Record that a handler changes the session. What is set while Django opens the connection stays."""
         if _changes_session(text, self._connection.vendor) and log_context.is_handling() and not _is_being_opened():
             self.changed_on = self._connection.connection
-
-    def notice_block(self) -> None:
-        """Call `begin` if a new outermost block has begun. Used while the fast paths are off."""
-        if self._mark.is_new(self._connection):
-            self.begin()
 
     def note_begun(self) -> None:
         """Record that a statement outside of Django's cursors began the block's transaction."""
@@ -311,14 +302,20 @@ def watch_of(connection: BaseDatabaseWrapper) -> BlockWatch:
         watch = BlockWatch(connection)
         # The watch must be the outermost wrapper, so that it also sees the statements of other wrappers.
         connection.execute_wrappers.insert(0, watch)
-    if not switch.enabled:
-        watch.notice_block()
-    elif not isinstance(connection.atomic_blocks, WatchedBlocks):
+    if not isinstance(connection.atomic_blocks, WatchedBlocks):
         # Django makes a new list of blocks with every new connection of the driver.
         blocks = WatchedBlocks(watch.begin)
         blocks.extend(connection.atomic_blocks)
         connection.atomic_blocks = blocks
     return watch
+
+
+def is_watched(connection: BaseDatabaseWrapper, watch: BlockWatch) -> bool:
+    """Whether other code than this package watches the statements: an execute wrapper, or Django's log of queries.
+
+    If so, outbox lets Django execute each statement.
+    """
+    return connection.execute_wrappers != [watch] or connection.queries_logged
 
 
 def require_whole(connection: BaseDatabaseWrapper, what: Callable[[], str]) -> BlockWatch:

@@ -17,11 +17,11 @@ from uuid import UUID
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.utils import DatabaseError
 
-from outbox.broker.fastpath.direct import INTEGER, OID, TEXT, UUID_, note_backend
+from outbox.broker.database.sender import note_backend
+from outbox.broker.database.statement import INTEGER, OID, TEXT, UUID_
 from outbox.contrib.django.database import deadline
 from outbox.contrib.django.database.columns import read_uuid, stored_uuid
-from outbox.contrib.django.database.transactions import watch_of
-from outbox.contrib.django.fastpath.direct_statements import rows_of
+from outbox.contrib.django.database.statements import rows_of
 
 TABLE: Final = "outbox_ledger"
 COMMITTED: Final = "C"
@@ -73,7 +73,7 @@ def insert_committed(connection: BaseDatabaseWrapper, transaction_id: UUID) -> L
     """
     if connection.vendor == "postgresql":
         columns = (TEXT, UUID_, OID, INTEGER)
-        [row] = rows_of(connection, watch_of(connection), _INSERT_COMMITTED_POSTGRESQL, transaction_id, columns)
+        [row] = rows_of(connection, _INSERT_COMMITTED_POSTGRESQL, transaction_id, columns)
         *place, pid = row
         note_backend(connection.connection, pid)
         return LedgerWrite(*place)
@@ -117,11 +117,10 @@ def committed(connection: BaseDatabaseWrapper, transaction_ids: Sequence[UUID]) 
     """
     if connection.vendor != "postgresql":
         return {value for value, state in states(connection, transaction_ids).items() if state == COMMITTED}
-    watch = watch_of(connection)
     if len(transaction_ids) == 1:
-        rows = rows_of(connection, watch, _COMMITTED_ONE, transaction_ids[0], (UUID_,))
+        rows = rows_of(connection, _COMMITTED_ONE, transaction_ids[0], (UUID_,))
     else:
-        rows = rows_of(connection, watch, _COMMITTED_POSTGRESQL, list(transaction_ids), (UUID_,))
+        rows = rows_of(connection, _COMMITTED_POSTGRESQL, list(transaction_ids), (UUID_,))
     return {row[0] for row in rows}
 
 

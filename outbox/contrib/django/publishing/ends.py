@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from uuid import UUID
@@ -24,7 +23,6 @@ from psycopg import Error as DriverError
 
 from outbox import tracing
 from outbox.broker.database.executor import Executor
-from outbox.broker.fastpath import switch
 from outbox.broker.transaction.decisions import standing_decisions
 from outbox.contrib.django.database.database_errors import naming
 from outbox.contrib.django.database.transactions import (
@@ -157,8 +155,7 @@ def mark_transaction(connection: BaseDatabaseWrapper, name: str) -> str:
         return ""
     # In a pipeline, psycopg sends BEGIN together with the statement that reads the transaction id, which saves a round
     # trip.
-    together = connection.connection.pipeline() if switch.enabled else nullcontext()
-    with naming(f"the transaction of {name}", connection), together:
+    with naming(f"the transaction of {name}", connection), connection.connection.pipeline():
         return ledger.current_xid(connection)
 
 

@@ -863,11 +863,6 @@ ENVIRONMENT: Final = (
         _USER,
         "for tests and the demo: the places where a process is killed, stopped or delayed (`outbox.utils.faults`)",
     ),
-    Variable(
-        "OUTBOX_FAST_PATHS",
-        _USER,
-        "`off`: outbox uses plain psycopg and Django in place of the fast paths; default `on`",
-    ),
     Variable("PROMETHEUS_MULTIPROC_DIR", _USER, "prometheus-client's folder, which several web processes share"),
     Variable(
         "GRPC_DEFAULT_SSL_ROOTS_FILE_PATH",

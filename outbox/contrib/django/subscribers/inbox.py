@@ -49,7 +49,6 @@ from outbox.contrib.django.database.transactions import (
     sync_pipeline,
     watch_of,
 )
-from outbox.contrib.django.fastpath.short_transaction import ShortTransaction
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.django.subscribers.registry import Subscriber, find_subscriber
 from outbox.contrib.django.subscribers.shared_transaction import (
@@ -58,6 +57,7 @@ from outbox.contrib.django.subscribers.shared_transaction import (
     Result,
     SharedTransaction,
 )
+from outbox.contrib.django.subscribers.short_transaction import ShortTransaction
 from outbox.errors import ConfigurationError, HandlerNotStarted, PartialFailure, PermanentError, TransactionUsageError
 from outbox.message import Delivery, afresh
 from outbox.ports import AnyHandler, Disposition, MoreCalls, call_handler
@@ -303,10 +303,11 @@ class InboxEntries:
     def _enter_all(self, message_ids: Sequence[UUID], lock_seconds: float, idle_seconds: float) -> set[UUID]:
         lock, idle = (str(max(1, round(seconds * 1000))) for seconds in (lock_seconds, idle_seconds))
         is_one = len(message_ids) == 1
-        if ShortTransaction.is_possible(self._connection):
-            # The watch of the connection (BlockWatch) does not see this BEGIN, so report the BEGIN to the watch.
-            # Otherwise the watch would assume that the transaction does not belong to the block.
-            watch_of(self._connection).note_begun()
+        watch = watch_of(self._connection)
+        if ShortTransaction.is_possible(self._connection, watch):
+            # The watch of the connection does not see this BEGIN, so report the BEGIN to the watch. Otherwise the watch
+            # would assume that the transaction does not belong to the block.
+            watch.note_begun()
             self._short = ShortTransaction(self._connection)
             self._idle = idle.encode()
             values = {
@@ -390,9 +391,9 @@ class InboxEntries:
     def confirm(self, deliveries: Sequence[Delivery], name: str) -> None:
         """Verify, with the last statement of the transaction, that the transaction still has the inbox rows.
 
-        If the transaction still has the rows, it also has the effects of the handler. On the fast path, the function
-        checks the rows and commits in one request, which saves a round trip. If the rows are missing, the function
-        raises TransactionUsageError, because COMMIT would succeed and store nothing.
+        If the transaction still has the rows, it also has the effects of the handler. In a ShortTransaction, the
+        function checks the rows and commits in one request, which saves a round trip. If the rows are missing, the
+        function raises TransactionUsageError, because COMMIT would succeed and store nothing.
         """
         if self._connection.needs_rollback:
             raise TransactionUsageError(

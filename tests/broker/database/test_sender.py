@@ -1,4 +1,4 @@
-"""Statements with declared types store and return what psycopg's cursor stores and returns."""
+"""A statement that libpq sends stores and returns what psycopg's cursor stores and returns; several travel together."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from psycopg.rows import dict_row
 
 from outbox.broker.database.connection import BrokerConnection, BrokerDatabase
 from outbox.broker.database.executor import Executor
-from outbox.broker.fastpath import direct, switch
-from outbox.broker.fastpath.direct import INTEGER, TypedStatement, first_row
+from outbox.broker.database.sender import RoundTrip, can_send, first_row
+from outbox.broker.database.statement import INTEGER, Statement
 from outbox.broker.log import commit_log
 from outbox.broker.log.topics import TopicCatalog
 from outbox.errors import BrokerUnavailable
@@ -27,8 +27,8 @@ from outbox.utils.ids import uuid7
 
 NOON = datetime(2026, 5, 1, 12, 0, 0, 1, tzinfo=UTC)
 LEDGER = UUID("01a20786-33b5-7750-8cee-7a36cfabe58b")
-DOUBLE = TypedStatement("SELECT 2 * $1::integer", [INTEGER], [INTEGER])
-SLEEP = TypedStatement("SELECT 1 FROM pg_sleep($1::integer)", [INTEGER], [INTEGER])
+DOUBLE = Statement("SELECT 2 * $1::integer", [INTEGER], [INTEGER])
+SLEEP = Statement("SELECT 1 FROM pg_sleep($1::integer)", [INTEGER], [INTEGER])
 
 VARIANTS: list[dict[str, Any]] = [
     {},
@@ -61,23 +61,22 @@ def stored(connection: BrokerConnection, sent: Message) -> dict[str, Any]:
 
 @pytest.mark.parametrize("fields", [*VARIANTS, *DELAYED])
 @pytest.mark.parametrize("is_half", [True, False])
-def test_rows_of_messages_are_the_same(
-    connection: BrokerConnection, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], is_half: bool
-) -> None:
+def test_rows_of_messages_are_the_same(connection: BrokerConnection, fields: dict[str, Any], is_half: bool) -> None:
+    """In a pipeline, psycopg sends the statement."""
     run, catalog = Executor(connection, "outbox"), TopicCatalog("outbox")
     given: dict[str, Any] = {"topic": "orders", "body": b"{}", "born_at": NOON} | fields
     first = Message(**given)
     sent = [first, replace(first, message_id=uuid7())]
     rows = []
-    for message, enabled in zip(sent, (True, False), strict=True):
-        monkeypatch.setattr(switch, "enabled", enabled)
-        if is_half:
-            half = HalfTransaction(
-                producer_group="g", messages=[message], ledger_id=LEDGER, checker="c", immunity_seconds=7
-            )
-            [receipt] = commit_log.append_half(run, catalog, half)
-        else:
-            [receipt] = commit_log.append_decided(run, catalog, [message], producer_group="g")
+    for message, way in zip(sent, (contextlib.nullcontext, connection.pipeline), strict=True):
+        with way():
+            if is_half:
+                half = HalfTransaction(
+                    producer_group="g", messages=[message], ledger_id=LEDGER, checker="c", immunity_seconds=7
+                )
+                [receipt] = commit_log.append_half(run, catalog, half)
+            else:
+                [receipt] = commit_log.append_decided(run, catalog, [message], producer_group="g")
         rows.append((stored(connection, message), type(receipt.position)))
     assert rows[0] == rows[1]
 
@@ -154,15 +153,31 @@ def test_an_error_names_its_state(connection: BrokerConnection) -> None:
 
 def test_only_a_connection_that_can_send_now_is_used(broker_url: str) -> None:
     with contextlib.closing(psycopg.connect(broker_url, autocommit=True)) as connection:
-        assert direct.can_send(connection)
+        assert can_send(connection)
         with connection.pipeline():
-            assert not direct.can_send(connection)
+            assert not can_send(connection)
         for encoding, expected in (("latin1", False), ("utf8", True)):
             connection.execute(f"SET client_encoding TO {encoding}")
-            assert direct.can_send(connection) is expected
+            assert can_send(connection) is expected
         with contextlib.suppress(psycopg.Error), connection.transaction():
             with contextlib.suppress(psycopg.Error):
                 connection.execute("SELECT 1/0")
-            assert not direct.can_send(connection)
+            assert not can_send(connection)
         connection.close()
-        assert not direct.can_send(connection)
+        assert not can_send(connection)
+
+
+# -- several statements ---------------------------------------------------------------------------
+
+
+def test_statements_that_travel_together_stop_at_the_first_error(connection: BrokerConnection) -> None:
+    for prepared in (None, {}):
+        trip = RoundTrip(connection, "outbox", prepared=prepared)
+        trip.send(Statement("BEGIN"))
+        trip.send(Statement("SELECT %(n)s::integer, NULL, true, %(n)s::integer + 1"), {"n": b"7"})
+        trip.send(Statement("SELECT 1 / 0"))
+        trip.send(Statement("COMMIT"))
+        rows, error = trip.finish_all()
+        connection.rollback()
+        assert rows == [[], [(b"7", None, b"t", b"8")]]
+        assert isinstance(error, psycopg.errors.DivisionByZero)

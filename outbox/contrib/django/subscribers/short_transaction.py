@@ -3,8 +3,8 @@
 Django sends BEGIN, every statement and COMMIT one by one. This module sends BEGIN together with the first statement,
 which writes the inbox row. This module sends COMMIT together with the last statement, which checks the inbox row. If
 the check fails, the server does not execute COMMIT. If the check succeeds, the server executes COMMIT; Django then runs
-the on_commit callbacks and ends its atomic block. With the fast paths off, the inbox executes its statements through
-Django.
+the on_commit callbacks and ends its atomic block. Where `is_possible` is false, the inbox executes its statements
+through Django.
 
 For a single message, planning a statement costs the server more than executing it. So this module prepares its
 statements if no pooler is between the connection and the server.
@@ -16,17 +16,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Final
-from weakref import WeakKeyDictionary
 
 from django.db.backends.base.base import BaseDatabaseWrapper
 from psycopg import Connection, pq
 from psycopg.errors import DivisionByZero, InvalidSqlStatementName
 
+from outbox.broker.database.sender import RoundTrip, Row, note_backend, prepared_on, session_of
 from outbox.broker.database.statement import Statement
-from outbox.broker.fastpath import switch
-from outbox.broker.fastpath.round_trip import RoundTrip, Row
+from outbox.contrib.django.database.transactions import BlockWatch, is_watched
 
 _BEGIN: Final = Statement("BEGIN")
 _COMMIT: Final = Statement("COMMIT")
@@ -40,42 +38,24 @@ _NO_SCHEMA: Final = "public"
 _PLANS_LAST: Final = 200
 
 
-@dataclass(slots=True)
-class _Session:
-    """The prepared statements of one connection, and whether the connection allows them.
-
-    `is_read_committed`: whether its transactions have PostgreSQL's default isolation level.
-    """
-
-    prepares: bool = False
-    is_read_committed: bool = False
-    prepared: dict[bytes, bytes] = field(default_factory=dict)
-    messages: int = 0
-
-
-# The key is the connection of the driver, because Django's pool lends one connection to one thread after the other.
-_sessions: Final[WeakKeyDictionary[Connection, _Session]] = WeakKeyDictionary()
-
-
 class ShortTransaction:
     """The statements before and after one handler call, in the outermost atomic block of the connection."""
 
     def __init__(self, connection: BaseDatabaseWrapper) -> None:
         self._connection = connection
         self._raw: Connection = connection.connection
-        # None until the first transaction of this connection has found out whether statements may be prepared.
-        self._session = _sessions.get(self._raw)
-        self._trip = RoundTrip(self._raw, _NO_SCHEMA, prepare=False)
+        self._session = session_of(self._raw)
+        self._trip = RoundTrip(self._raw, _NO_SCHEMA)
 
     @staticmethod
-    def is_possible(connection: BaseDatabaseWrapper) -> bool:
-        """Whether the entered block is the outermost block, has default options, and its statements are not logged."""
+    def is_possible(connection: BaseDatabaseWrapper, watch: BlockWatch) -> bool:
+        """Whether the entered block is the outermost block and has default options, and no other code than `watch`
+        watches its statements."""
         raw = connection.connection
         return (
-            switch.enabled
-            and isinstance(raw, Connection)
+            isinstance(raw, Connection)
             and len(connection.atomic_blocks) == 1
-            and not connection.queries_logged
+            and not is_watched(connection, watch)
             and (raw.isolation_level, raw.read_only, raw.deferrable) == (None, None, None)
             and _status(raw) == pq.TransactionStatus.IDLE
         )
@@ -96,27 +76,27 @@ class ShortTransaction:
 
     def _begin(self, statement: Statement, values: Mapping[str, bytes], prepare: bool) -> list[Row]:
         session = self._session
-        if session is not None and session.prepares and prepare:
-            self._trip = RoundTrip(self._raw, _NO_SCHEMA, prepare=True, prepared=session.prepared)
-            session.messages += 1
-            if session.messages % _PLANS_LAST == 0:
+        is_known = session.is_read_committed is not None
+        if is_known and prepare and (prepared := prepared_on(self._raw)) is not None:
+            self._trip = RoundTrip(self._raw, _NO_SCHEMA, prepared=prepared)
+            session.handled_messages += 1
+            if session.handled_messages % _PLANS_LAST == 0:
                 self._trip.discard_prepared()
         self._trip.send(_BEGIN)
-        if session is None:
+        if not is_known:
             self._trip.send(_SESSION)
         self._trip.send(statement, values)
         *_, before, rows = self._trip.finish()
-        if session is None:
+        if not is_known:
             [(pid, isolation)] = before
-            self._session = _sessions[self._raw] = _Session(
-                prepares=self._may_prepare(pid), is_read_committed=isolation == b"read committed"
-            )
+            note_backend(self._raw, int(pid))
+            session.is_read_committed = isolation == b"read committed"
         return rows
 
     @property
     def can_share(self) -> bool:
         """Whether the begun transaction may have the effects of several handler calls."""
-        return self._session is not None and self._session.is_read_committed
+        return bool(self._session.is_read_committed)
 
     def savepoint(self, number: int, statement: Statement, values: Mapping[str, bytes]) -> list[Row]:
         """Set a savepoint, then execute a statement, and return the statement's rows."""
@@ -135,20 +115,10 @@ class ShortTransaction:
             self._trip.send(_savepoint("ROLLBACK TO SAVEPOINT", number))
             self._trip.finish()
 
-    def _may_prepare(self, pid: bytes | None) -> bool:
-        """Whether statements may be prepared: there is no pooler, and psycopg itself prepares no statements.
-
-        A pooler reports its own process id, not the server's. A pooler may also use another server session for the next
-        transaction. When psycopg deallocates its own prepared statements, it deallocates all prepared statements of the
-        connection.
-        """
-        return self._raw.prepare_threshold is None and pid == b"%d" % self._raw.info.backend_pid
-
     def _prepare_no_more(self) -> None:
         """Stop preparing statements: the application has deallocated them (DEALLOCATE ALL), and may do so again."""
-        is_read_committed = self._session is not None and self._session.is_read_committed
-        _sessions[self._raw] = self._session = _Session(is_read_committed=is_read_committed)
-        self._trip = RoundTrip(self._raw, _NO_SCHEMA, prepare=False)
+        self._session.prepared = None
+        self._trip = RoundTrip(self._raw, _NO_SCHEMA)
 
     def is_whole(self) -> bool:
         """Whether the transaction can still commit, as far as the client knows."""

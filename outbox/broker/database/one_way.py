@@ -26,10 +26,8 @@ from psycopg.abc import PQGenConn
 from psycopg.pq import ConnStatus, DiagnosticField, ExecStatus
 from psycopg.pq.abc import PGconn, PGresult
 
-from outbox.broker.database.connection import BrokerDatabase, Pool
+from outbox.broker.database.connection import BrokerDatabase
 from outbox.broker.database.statement import Request, new_statement_name
-from outbox.broker.fastpath import switch
-from outbox.errors import BrokerUnavailable
 from outbox.utils.backoff import Backoff
 
 logger = logging.getLogger(__name__)
@@ -344,62 +342,6 @@ class OneWay:
         self._pgconn = pgconn
         if not self._database.names_pooler(direct=False):
             self._write_one(pgconn, _PendingRequest(_WHOSE_SESSION))
-
-
-class Waiting(OneWay):
-    """The sender with the fast paths off: psycopg sends each request alone, and waits at most a second for the answer.
-
-    If the server does not answer within this second, the object pauses, and drops the requests that it gets during the
-    pause.
-    """
-
-    def __init__(self, database: BrokerDatabase, *, name: str = "outbox-one-way") -> None:
-        super().__init__(database, name=name)
-        self._pool = Pool(database)
-
-    def send(self, *requests: Request) -> None:
-        """Execute the requests in this order. No error of the server or the network is raised."""
-        for request in requests:
-            if time.monotonic() < self._connect_not_before:
-                self._drop(1, "the server did not answer an earlier request")
-                continue
-            try:
-                self._execute(request)
-            except psycopg.Error as error:
-                logger.warning(
-                    "%s was not sent or failed; polling or check-back does the same work later: %s",
-                    request.what,
-                    str(error).strip(),
-                )
-
-    def _execute(self, request: Request) -> None:
-        values = [None if value is None else value.decode() for value in request.values]
-        for _ in range(_MAX_SENT):
-            try:
-                with self._pool.connection(time.monotonic() + _CONNECT_WAIT_SECONDS) as connection:
-                    psycopg.RawCursor(connection).execute(request.text, values)
-                self._failures = 0
-                return
-            except (psycopg.OperationalError, BrokerUnavailable) as error:
-                # The server may have been restarted, and then all idle connections are broken.
-                self._pool.clear()
-                reason = str(error).strip()
-        self._failures += 1
-        self._connect_not_before = time.monotonic() + _RECONNECT.pause_seconds(self._failures)
-        self._drop(1, reason)
-
-    def flush(self, *, within_seconds: float) -> bool:
-        """Return True, because `send` has already waited for all answers."""
-        return True
-
-    def close(self, *, within_seconds: float = 2.0) -> None:
-        """Close idle connections. A later request opens a new connection."""
-        self._pool.clear()
-
-
-def one_way(database: BrokerDatabase) -> OneWay:
-    """Return a OneWay for the database, or a Waiting if the fast paths are off."""
-    return OneWay(database) if switch.enabled else Waiting(database)
 
 
 def _wait(pgconn: PGconn, seconds: float) -> bool:

@@ -18,8 +18,8 @@ from psycopg import sql
 from outbox.broker.database.connection import BrokerConnection, BrokerDatabase
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.notify import Announcements, Channel, announcement, listen
+from outbox.broker.database.one_way import MAX_QUEUED, OneWay
 from outbox.broker.database.statement import Request
-from outbox.broker.fastpath.one_way import MAX_QUEUED, OneWay
 from outbox.broker.postgres import PostgresBroker
 from outbox.transaction import Decision
 from outbox.utils.ids import uuid7

@@ -1,8 +1,8 @@
 """Encode the columns of a batch as PostgreSQL arrays in binary form.
 
 The code packs the arrays by hand: psycopg's general list dumper takes more CPU per element than PostgreSQL takes to
-store that element. The format is described in src/backend/utils/adt/arrayfuncs.c, array_recv. With the fast paths off,
-psycopg gets plain lists. With and without the fast paths, a cast in the statement names the type of the array.
+store that element. The format is described in src/backend/utils/adt/arrayfuncs.c, array_recv. A cast in the statement
+names the type of the array.
 """
 
 from __future__ import annotations
@@ -12,97 +12,72 @@ import struct
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from itertools import chain, repeat
-from typing import Any, Final, TypeAlias
+from typing import Final
 from uuid import UUID
 
-from psycopg.types.json import Jsonb
-
 from outbox.broker.database.executor import BinaryValue
-from outbox.broker.fastpath import switch
 
 _HEADER: Final = struct.Struct("!iiIii")
 _LENGTH: Final = struct.Struct("!i").pack
 _EPOCH: Final = datetime(2000, 1, 1, tzinfo=UTC)
 _MICROSECOND: Final = timedelta(microseconds=1)
 _NULL: Final = b"\xff\xff\xff\xff"
-# The value of an array parameter: its binary form, or a plain list with the fast paths off.
-Array: TypeAlias = BinaryValue | list[Any]
 
 _INT4, _INT8, _TEXT, _BYTEA, _UUID, _TIMESTAMPTZ, _JSONB, _XID8, _FLOAT8 = 23, 20, 25, 17, 2950, 1184, 3802, 5069, 701
 
 
-def uuids(values: Sequence[UUID]) -> Array:
+def uuids(values: Sequence[UUID]) -> BinaryValue:
     """uuid[]"""
-    if not switch.enabled:
-        return list(values)
     return _array(_UUID, len(values), b"".join([b"\x00\x00\x00\x10" + value.bytes for value in values]))
 
 
-def texts(values: Iterable[str]) -> Array:
+def texts(values: Iterable[str]) -> BinaryValue:
     """text[]"""
-    if not switch.enabled:
-        return list(values)
     return _blobs(_TEXT, [value.encode() for value in values])
 
 
-def blobs(values: Sequence[bytes]) -> Array:
+def blobs(values: Sequence[bytes]) -> BinaryValue:
     """bytea[]"""
-    if not switch.enabled:
-        return list(values)
     return _blobs(_BYTEA, values)
 
 
-def integers(values: Sequence[int]) -> Array:
+def integers(values: Sequence[int]) -> BinaryValue:
     """integer[]"""
-    if not switch.enabled:
-        return list(values)
     return _array(_INT4, len(values), struct.pack(f"!{2 * len(values)}i", *_interleaved(4, values)))
 
 
-def bigints(values: Sequence[int]) -> Array:
+def bigints(values: Sequence[int]) -> BinaryValue:
     """bigint[]"""
-    if not switch.enabled:
-        return list(values)
     return _array(_INT8, len(values), struct.pack("!" + "iq" * len(values), *_interleaved(8, values)))
 
 
-def xids(values: Sequence[int]) -> Array:
+def xids(values: Sequence[int]) -> BinaryValue:
     """xid8[]"""
-    if not switch.enabled:
-        return [str(value) for value in values]
     return _array(_XID8, len(values), struct.pack("!" + "iQ" * len(values), *_interleaved(8, values)))
 
 
-def optional_integers(values: Sequence[int | None]) -> Array:
+def optional_integers(values: Sequence[int | None]) -> BinaryValue:
     """Return an integer[]; it is empty when all values are null, because unnest() fills missing elements with nulls."""
-    if not switch.enabled:
-        return list(values)
     if None not in values:
         return integers([value for value in values if value is not None])
     return _optional(_INT4, [None if value is None else struct.pack("!i", value) for value in values])
 
 
-def times(values: Sequence[datetime | None]) -> Array:
+def times(values: Sequence[datetime | None]) -> BinaryValue:
     """Return a timestamptz[]; it is empty when all values are null."""
-    if not switch.enabled:
-        return list(values)
     return _optional(
         _TIMESTAMPTZ,
         [None if value is None else struct.pack("!q", (value - _EPOCH) // _MICROSECOND) for value in values],
     )
 
 
-def durations(values: Sequence[timedelta | None]) -> Array:
+def durations(values: Sequence[timedelta | None]) -> BinaryValue:
     """Return a float8[] of seconds; it is empty when all values are null."""
-    if not switch.enabled:
-        return [None if value is None else value.total_seconds() for value in values]
     return _optional(_FLOAT8, [None if value is None else struct.pack("!d", value.total_seconds()) for value in values])
 
 
-def header_maps(values: Sequence[Mapping[str, str]]) -> Array:
+def header_maps(values: Sequence[Mapping[str, str]]) -> BinaryValue:
     """Return a jsonb[] with null for a message without headers; it is empty when all values are null."""
-    if not switch.enabled:
-        return [Jsonb(dict(value)) if value else None for value in values]
     return _optional(_JSONB, [b"\x01" + dump_headers(value).encode() if value else None for value in values])
 
 

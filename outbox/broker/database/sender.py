@@ -1,0 +1,403 @@
+"""Send statements with libpq and without a cursor of psycopg, on paths where the client's CPU time matters.
+
+    first_row(run, statement, values)         # one statement
+    trip = RoundTrip(connection, schema)      # several statements, which travel together
+    trip.send(first, values)
+    trip.send(second)
+    rows, more_rows = trip.finish()
+
+A statement without an answer that the caller waits for goes by one_way.py. A cursor and a pipeline of psycopg take more
+CPU in the client than a small statement takes in the server. A single statement waits as psycopg does, so deadlines,
+signals and notifications work as with a cursor. Where this module may not send a statement (`can_send`), and if a value
+does not have the declared type, psycopg sends it. See decision 201.
+"""
+
+from __future__ import annotations
+
+import select
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol
+
+import psycopg
+from psycopg import abc, generators
+from psycopg.adapt import PyFormat, Transformer
+from psycopg.errors import InvalidSqlStatementName, error_from_result
+from psycopg.pq import ConnStatus, ExecStatus, Format, TransactionStatus
+from psycopg.pq.abc import PGconn, PGresult
+from psycopg.rows import tuple_row
+
+from outbox.broker.database.connection import BrokerConnection, Connection
+from outbox.broker.database.executor import Executor, raw_cursor_on
+from outbox.broker.database.statement import Statement, Type, new_statement_name
+
+Row = tuple[Any, ...]
+
+# The name under which a connection keeps its `Session`.
+_SESSION: Final = "_outbox_session"
+_ENCODING: Final = b"UTF8"
+_IDLE: Final = TransactionStatus.IDLE
+_IN_TRANSACTION: Final = TransactionStatus.INTRANS
+_ANSWERED: Final = (ExecStatus.TUPLES_OK, ExecStatus.COMMAND_OK)
+
+# -- the session of a connection -------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Session:
+    """What is known about the session of a connection.
+
+    `is_direct`: the connection leads to its server without a pooler. `prepared`: the names of the statements that are
+    prepared, by their text; None after a prepared statement was missing, because other code deallocates them.
+    `is_read_committed`: whether transactions have PostgreSQL's default isolation level; None if it is not known yet.
+    `handled_messages`: how many messages of an inbox were handled with prepared statements. `cursor`: the cursor of
+    `_by_cursor`, and the encoding that it uses.
+    """
+
+    is_direct: bool
+    prepared: dict[bytes, bytes] | None = field(default_factory=dict)
+    is_read_committed: bool | None = None
+    handled_messages: int = 0
+    cursor: tuple[psycopg.RawCursor[Row], bytes | None] | None = None
+
+
+def session_of(connection: Connection) -> Session:
+    """Return what is known about the session of a connection."""
+    kept = vars(connection)
+    session: Session | None = kept.get(_SESSION)
+    if session is None:
+        session = kept[_SESSION] = Session(isinstance(connection, BrokerConnection) and connection.is_direct)
+    return session
+
+
+def note_backend(connection: object, pid: int) -> None:
+    """Note the id of the server process that has executed a statement of the application's connection.
+
+    A pooler reports another id to the client, and may use another session for the next transaction.
+    """
+    if isinstance(connection, psycopg.Connection):
+        session_of(connection).is_direct = pid == connection.pgconn.backend_pid
+
+
+def prepared_on(connection: Connection) -> dict[bytes, bytes] | None:
+    """Return the names of the prepared statements, by their text; None if nothing may be prepared now.
+
+    Statements are prepared only on a connection without a pooler, and outside of a transaction, because the error of a
+    missing prepared statement would abort the transaction. If psycopg itself prepares statements of an application, it
+    may deallocate all prepared statements of the connection after a ROLLBACK.
+    """
+    session: Session = vars(connection).get(_SESSION) or session_of(connection)
+    if not session.is_direct or connection.pgconn.transaction_status != _IDLE:
+        return None
+    if not isinstance(connection, BrokerConnection) and connection.prepare_threshold is not None:
+        return None
+    return session.prepared
+
+
+def can_send(connection: Connection) -> bool:
+    """Whether this module may send a single statement now. If not, psycopg has to send it.
+
+    psycopg has to send the statement in these cases: a pipeline is open, psycopg would first send BEGIN, the session
+    has another client encoding than UTF-8, or the connection is closed.
+    """
+    pgconn = connection.pgconn
+    status = pgconn.transaction_status
+    return (
+        (status == _IN_TRANSACTION or (status == _IDLE and connection.autocommit))
+        and not pgconn.pipeline_status
+        and pgconn.parameter_status(b"client_encoding") == _ENCODING
+    )
+
+
+# -- one statement ---------------------------------------------------------------------------------
+
+
+def first_row(run: Executor, statement: Statement, values: Sequence[Any]) -> Row | None:
+    """Execute a statement that declares its types, and return its first row.
+
+    The statement is prepared on a direct connection of the broker. On other connections, psycopg prepares it if the
+    connection's `prepare_threshold` is set. Raises psycopg.Error.
+    """
+    connection = run.connection
+    if can_send(connection) and (isinstance(connection, BrokerConnection) or connection.prepare_threshold is None):
+        dumped = statement.dumped(values)
+        if dumped is not None:
+            rows = send_one(connection, run.schema, statement, dumped)
+            return rows[0] if rows else None
+    return _by_cursor(connection, statement.on(run.schema), values)
+
+
+def send_one(connection: Connection, schema: str, statement: Statement, dumped: list[bytes | None]) -> list[Row]:
+    """Execute one statement with the values of `Statement.dumped`, prepared if that is possible; return its rows.
+
+    The caller has checked that `can_send` is true. Raises psycopg.Error.
+    """
+    text = statement.on(schema)
+    prepared = prepared_on(connection)
+    if prepared is not None:
+        try:
+            return _executed(connection, statement, dumped, text, prepared)
+        except InvalidSqlStatementName:
+            session_of(connection).prepared = None
+    return _executed(connection, statement, dumped, text, None)
+
+
+def send_text(connection: Connection, text: bytes, columns: Sequence[Type]) -> list[Row]:
+    """Execute one statement without parameters by the simple query protocol, and return its rows.
+
+    The caller has checked that `can_send` is true. Raises psycopg.Error.
+    """
+    with connection.lock:
+        connection.pgconn.send_query(text)
+        return _loaded(_result(connection), [column.load for column in columns])
+
+
+def _executed(
+    connection: Connection,
+    statement: Statement,
+    values: list[bytes | None],
+    text: bytes,
+    prepared: dict[bytes, bytes] | None,
+) -> list[Row]:
+    pgconn = connection.pgconn
+    with connection.lock:
+        if prepared is None:
+            pgconn.send_query_params(text, values, statement.oids, statement.formats)
+        else:
+            name = prepared.get(text)
+            if name is None:
+                name = new_statement_name()
+                pgconn.send_prepare(name, text, statement.oids)
+                _result(connection)
+                prepared[text] = name
+            pgconn.send_query_prepared(name, values, statement.formats)
+        result = _result(connection)
+    return _loaded(result, statement.loads)
+
+
+def _loaded(result: PGresult, loads: Sequence[Callable[[bytes], Any]]) -> list[Row]:
+    columns = list(enumerate(loads))
+    return [
+        tuple([None if (value := result.get_value(row, column)) is None else load(value) for column, load in columns])
+        for row in range(result.ntuples)
+    ]
+
+
+def _result(connection: Connection) -> PGresult:
+    result: PGresult = connection.wait(generators.execute(connection.pgconn))[-1]
+    if result.status not in _ANSWERED:
+        raise error_from_result(result, encoding="utf-8")
+    return result
+
+
+def _by_cursor(connection: Connection, text: bytes, values: Sequence[Any]) -> Row | None:
+    # A cursor that executes the same statement again keeps psycopg's choices of dumpers and loaders. Without the kept
+    # cursor, a call takes 10 to 20 µs more CPU. The cursor is taken out while it works, so no second thread uses it,
+    # and after an error it is not used again. A kept cursor would ignore a new client_encoding.
+    session = session_of(connection)
+    encoding = connection.pgconn.parameter_status(b"client_encoding")
+    kept, session.cursor = session.cursor, None
+    if kept is None or kept[1] != encoding:
+        cursor = psycopg.RawCursor(connection, row_factory=tuple_row)
+        cursor.format = Format.BINARY
+    else:
+        cursor = kept[0]
+    row: Row | None = cursor.execute(text, values, prepare=True).fetchone()
+    session.cursor = cursor, encoding
+    return row
+
+
+# -- several statements in one round trip ----------------------------------------------------------
+
+
+def array(values: Sequence[int]) -> bytes:
+    """Return the text of an array of integers or transaction ids."""
+    return b"{%s}" % ",".join(map(str, values)).encode()
+
+
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    """A sent command without its answer.
+
+    `text` and `name` are set if the command prepares a statement. `adapter` is set if psycopg converts the rows.
+    """
+
+    text: bytes = b""
+    name: bytes = b""
+    adapter: abc.Transformer | None = None
+
+
+class RoundTrip:
+    """A sender of several statements on one connection, outside psycopg's own pipeline mode. Not thread-safe.
+
+    It uses libpq's pipeline. Values are sent and returned as text: the caller converts the few types that it uses. For
+    a statement that returns many rows, psycopg converts the rows (`loads`), because psycopg does this in C.
+    `send_adapted` is for a statement whose parameters psycopg converts, too.
+
+    `prepared`: the names of the statements that the connection has already prepared, by their text; the object adds the
+    statements that it prepares. With None it prepares none, as behind a pooler in transaction mode.
+    """
+
+    def __init__(self, connection: Connection, schema: str, *, prepared: dict[bytes, bytes] | None = None) -> None:
+        self._connection = connection
+        self._schema = schema
+        self._prepared = prepared
+        self._sent: list[_Sent] = []
+        self._cursor: psycopg.RawCursor[Any] | None = None
+
+    def send(
+        self, statement: Statement, parameters: Mapping[str, bytes | None] | None = None, *, loads: bool = False
+    ) -> int:
+        """Add a statement and return its number. The statement is sent now or, at the latest, by `finish`.
+
+        With `loads`, psycopg converts the values of the rows.
+        """
+        pgconn = self._pipeline()
+        text, names = statement.numbered(self._schema)
+        values = [parameters[name] for name in names] if parameters is not None else []
+        result_format = Format.BINARY if loads else Format.TEXT
+        if self._prepared is None:
+            pgconn.send_query_params(text, values, result_format=result_format)
+        else:
+            pgconn.send_query_prepared(self._name(self._prepared, text), values, result_format=result_format)
+        return self._add(_Sent(adapter=Transformer(self._connection) if loads else None))
+
+    def send_adapted(self, statement: Statement, parameters: Mapping[str, Any]) -> int:
+        """Do the same as `send`, but psycopg converts the parameters and the rows, as with `raw_cursor_on`.
+
+        Raises psycopg.Error if psycopg cannot convert a parameter.
+        """
+        if self._cursor is None:
+            self._cursor = raw_cursor_on(self._connection)
+        text, names = statement.numbered(self._schema)
+        adapter = Transformer(self._cursor)
+        values = adapter.dump_sequence([parameters[name] for name in names], [PyFormat.AUTO] * len(names))
+        types, formats = adapter.types, adapter.formats
+        pgconn = self._pipeline()
+        if self._prepared is None:
+            pgconn.send_query_params(text, values, types, formats, Format.BINARY)
+        else:
+            pgconn.send_query_prepared(self._name(self._prepared, text, types), values, formats, Format.BINARY)
+        return self._add(_Sent(adapter=adapter))
+
+    def _name(self, prepared: dict[bytes, bytes], text: bytes, types: Sequence[int] | None = None) -> bytes:
+        """Return the name of the prepared statement. If the statement is not prepared yet, send it to be prepared."""
+        name = prepared.get(text)
+        if name is None:
+            name = new_statement_name()
+            self._pipeline().send_prepare(name, text, types)
+            self._sent.append(_Sent(text, name))
+        return name
+
+    def _add(self, sent: _Sent) -> int:
+        self._sent.append(sent)
+        return sum(not sent.name for sent in self._sent) - 1
+
+    def discard_prepared(self) -> None:
+        """Deallocate the prepared statements one by one, so that later plans see the current tables."""
+        if self._prepared is None:
+            return
+        for name in self._prepared.values():
+            self._pipeline().send_query_params(b"DEALLOCATE " + name, [])
+            self._sent.append(_Sent())
+        self._prepared.clear()
+
+    def finish(self) -> list[list[Row]]:
+        """Wait for the answers and return the rows of each statement.
+
+        After a failed statement, the server executes no later statement.
+
+        Raises psycopg's error for the first statement that failed.
+        """
+        found, error = self.finish_all()
+        if error is not None:
+            raise error
+        return found
+
+    def finish_all(self) -> tuple[list[list[Row]], psycopg.Error | None]:
+        """Like `finish`, but return the rows of the statements before an error, and the error or None."""
+        pgconn, sent, self._sent = self._connection.pgconn, self._sent, []
+        pgconn.pipeline_sync()
+        rows: list[list[Row]] = []
+        error: psycopg.Error | None = None
+        for number, result in enumerate(self._results()):
+            if result.status not in _ANSWERED:
+                error = error or self._error(result)
+            elif error is None and number < len(sent):
+                one = sent[number]
+                if not one.name:
+                    rows.append(_rows(result, one.adapter))
+                elif self._prepared is not None:
+                    self._prepared[one.text] = one.name
+        if pgconn.status == ConnStatus.OK:
+            pgconn.exit_pipeline_mode()
+        return rows, error
+
+    def abandon(self) -> None:
+        """Finish the sent statements and ignore their results. An open transaction stays open."""
+        if self._sent and self._connection.pgconn.status == ConnStatus.OK:
+            self.finish_all()
+        self._sent = []
+
+    def _pipeline(self) -> PGconn:
+        if not self._sent:
+            self._connection.pgconn.enter_pipeline_mode()
+        return self._connection.pgconn
+
+    def _results(self) -> list[PGresult]:
+        """Return all results up to the synchronisation point."""
+        pgconn = self._connection.pgconn
+        results: list[PGresult] = []
+        self._wait(writing=True)
+        while True:
+            while pgconn.is_busy():
+                self._wait(writing=False)
+                pgconn.consume_input()
+            result = pgconn.get_result()
+            if result is not None:
+                if result.status == ExecStatus.PIPELINE_SYNC:
+                    return results
+                results.append(result)
+            # libpq returns None after the results of each statement, so None does not end the loop.
+            if pgconn.status != ConnStatus.OK:
+                return results
+
+    def _wait(self, *, writing: bool) -> None:
+        pgconn = self._connection.pgconn
+        poll = select.poll()
+        poll.register(pgconn.socket, select.POLLIN)
+        if writing:
+            while pgconn.flush():
+                # Read the arriving answers while sending. If this code only sent, client and server could wait for each
+                # other.
+                poll.modify(pgconn.socket, select.POLLIN | select.POLLOUT)
+                poll.poll()
+                pgconn.consume_input()
+        else:
+            poll.poll()
+
+    def _error(self, result: PGresult) -> psycopg.Error:
+        if self._connection.pgconn.status != ConnStatus.OK:
+            return psycopg.OperationalError(self._connection.pgconn.error_message.decode(errors="replace"))
+        return error_from_result(result, encoding=self._connection.info.encoding)
+
+
+def _rows(result: PGresult, adapter: abc.Transformer | None) -> list[Row]:
+    if adapter is not None:
+        adapter.set_pgresult(result)
+        return adapter.load_rows(0, result.ntuples, tuple)
+    columns = range(result.nfields)
+    return [tuple(result.get_value(row, column) for column in columns) for row in range(result.ntuples)]
+
+
+class AfterTick(Protocol):
+    """A statement of the caller that the server executes after the COMMIT of a tick, in the same round trip.
+
+    The statement sees the entries of the tick. The tick may change nothing.
+    """
+
+    def send(self, trip: RoundTrip) -> int | None:
+        """Send the statement. Return its number, or None if there is nothing to send."""
+
+    def answered(self, rows: list[Row]) -> None:
+        """Take the rows of the statement. The tick has committed. Not called if the tick or the statement failed."""

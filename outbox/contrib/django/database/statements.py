@@ -1,0 +1,63 @@
+"""Execute a statement of the ledger without a cursor of Django, if no other code watches the statements.
+
+A cursor of Django and the cursor of psycopg below it take more CPU in the client than the statement takes in the
+server. If the application has execute wrappers, or if Django logs the queries, Django executes the statement.
+
+See decision 201.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Final, LiteralString
+from uuid import UUID
+
+from django.db.backends.base.base import BaseDatabaseWrapper
+from psycopg import Connection
+
+from outbox.broker.database.sender import Row, can_send, prepared_on, send_one, send_text
+from outbox.broker.database.statement import UUID_, Statement, Type
+from outbox.contrib.django.database.transactions import is_watched, watch_of
+
+# The statements of this module name no schema.
+_NO_SCHEMA: Final = "public"
+
+
+def rows_of(
+    connection: BaseDatabaseWrapper, sql: LiteralString, ids: UUID | list[UUID], columns: tuple[Type, ...]
+) -> list[Row]:
+    """Execute a statement whose only parameter (`%s`) is an id or a list of ids on PostgreSQL, and return its rows.
+
+    The watch of the connection (BlockWatch) sees the statement. A statement with one id is prepared where that is safe,
+    because planning it takes the server longer than executing it. Raises the errors of a cursor of Django.
+    """
+    watch = watch_of(connection)
+    raw = connection.connection
+    if is_watched(connection, watch) or not isinstance(raw, Connection) or not can_send(raw):
+        with connection.cursor() as cursor:
+            cursor.execute(sql, [ids])
+            found: list[Row] = cursor.fetchall()
+        return found
+
+    def execute(*_: Any) -> list[Row]:
+        connection.validate_no_broken_transaction()
+        with connection.wrap_database_errors:
+            if isinstance(ids, UUID) and prepared_on(raw) is not None:
+                return send_one(raw, _NO_SCHEMA, _with_types(sql, columns), [UUID_.dump(ids)])
+            return send_text(raw, sql.replace("%s", _constant(ids)).encode(), columns)
+
+    connection.validate_thread_sharing()
+    rows: list[Row] = watch(execute, sql, [ids], False, {})
+    return rows
+
+
+def _constant(ids: UUID | list[UUID]) -> str:
+    # An id as a number in hexadecimal digits needs no quoting.
+    if isinstance(ids, UUID):
+        return f"'{ids.int:032x}'::uuid"
+    return "'{" + ",".join(f"{one.int:032x}" for one in ids) + "}'::uuid[]"
+
+
+@functools.cache
+def _with_types(sql: LiteralString, columns: tuple[Type, ...]) -> Statement:
+    return Statement(sql.replace("%s", "$1"), (UUID_,), columns)
