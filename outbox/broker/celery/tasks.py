@@ -89,7 +89,7 @@ class RecordedTask(Task):  # type: ignore[misc]
         """Like Celery's `apply_async`, but stores the message if `_record_now` is true. Returns the AsyncResult."""
         # If a subclass overrides `on_bound` and does not call `RecordedTask.on_bound`, the app does not store calls
         # yet.
-        record_what_waits(self._get_app())
+        record_what_waits(self.app)
         return super().apply_async(*args, **kwargs)
 
     def retry(self, *args: Any, **kwargs: Any) -> Any:
@@ -360,7 +360,7 @@ def hand_over(app: Celery, recorded: Mapping[str, Any]) -> None:
 
 def record(task: Task, args: Any, *, task_id: str) -> Mapping[str, Any]:
     """Return the message of a call without sending it."""
-    recorder = TaskRecorder(task._get_app())
+    recorder = TaskRecorder(task.app)
     Task.apply_async(task, args, task_id=task_id, producer=recorder, add_to_parent=False)
     assert recorder.recorded is not None
     return recorder.recorded

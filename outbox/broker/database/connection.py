@@ -19,11 +19,11 @@ from dataclasses import dataclass
 from typing import Any, Final, Self, TypeAlias, TypeVar
 
 import psycopg
-from psycopg.abc import PQGen
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg.pq import TransactionStatus
 from psycopg.rows import TupleRow
 
+from outbox.broker.database.psycopg_internals import PQGen
 from outbox.broker.database.statement import check_schema_name
 from outbox.errors import BrokerUnavailable, ConfigurationError, UsageError
 from outbox.utils.refused_connections import is_refused

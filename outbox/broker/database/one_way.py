@@ -21,12 +21,21 @@ from dataclasses import dataclass
 from typing import Final
 
 import psycopg
-from psycopg import generators, waiting
-from psycopg.abc import PQGenConn
 from psycopg.pq import ConnStatus, DiagnosticField, ExecStatus
-from psycopg.pq.abc import PGconn, PGresult
 
 from outbox.broker.database.connection import BrokerDatabase
+from outbox.broker.database.psycopg_internals import (
+    READY_R,
+    READY_RW,
+    READY_W,
+    WAIT_W,
+    PGconn,
+    PGresult,
+    PQGenConn,
+    Ready,
+    Wait,
+    connect_generator,
+)
 from outbox.broker.database.statement import Request, new_statement_name
 from outbox.utils.backoff import Backoff
 
@@ -88,7 +97,7 @@ class OneWay:
         self._unanswered: deque[_PendingRequest] = deque()
         self._pgconn: PGconn | None = None
         self._connecting: PQGenConn[PGconn] | None = None
-        self._wanted: tuple[int, waiting.Wait] | None = None
+        self._wanted: tuple[int, Wait] | None = None
         # The names of the prepared statements by their text; None as long as the connection may go through a pooler.
         self._prepared: dict[bytes, bytes] | None = None
         self._give_up_at = 0.0
@@ -315,7 +324,7 @@ class OneWay:
         if self._connecting is None:
             if now < self._connect_not_before:
                 return False
-            self._connecting = generators.connect(self._database.session_conninfo(self._name))
+            self._connecting = connect_generator(self._database.session_conninfo(self._name))
             self._wanted = next(self._connecting)
             self._give_up_at = now + _CONNECT_SECONDS
             patience = _CONNECT_WAIT_SECONDS
@@ -329,7 +338,7 @@ class OneWay:
         try:
             while True:
                 descriptor, wanted = self._wanted
-                ready = waiting.READY_W if wanted & waiting.WAIT_W else waiting.READY_R
+                ready = READY_W if wanted & WAIT_W else READY_R
                 if not _poll(descriptor, ready, max(0.0, deadline - time.monotonic())):
                     return
                 self._wanted = connecting.send(ready)
@@ -346,13 +355,13 @@ class OneWay:
 
 def _wait(pgconn: PGconn, seconds: float) -> bool:
     """Wait until answers arrive or unsent data can be written; return False if neither happens within `seconds`."""
-    wanted = waiting.READY_RW if pgconn.flush() else waiting.READY_R
+    wanted = READY_RW if pgconn.flush() else READY_R
     return _poll(pgconn.socket, wanted, seconds)
 
 
-def _poll(descriptor: int, ready: waiting.Ready, seconds: float) -> bool:
+def _poll(descriptor: int, ready: Ready, seconds: float) -> bool:
     poller = select.poll()
-    events = (select.POLLIN if ready & waiting.READY_R else 0) | (select.POLLOUT if ready & waiting.READY_W else 0)
+    events = (select.POLLIN if ready & READY_R else 0) | (select.POLLOUT if ready & READY_W else 0)
     poller.register(descriptor, events)
     return bool(poller.poll(seconds * 1000))
 

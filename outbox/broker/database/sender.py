@@ -20,15 +20,21 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
 import psycopg
-from psycopg import abc, generators
-from psycopg.adapt import PyFormat, Transformer
-from psycopg.errors import InvalidSqlStatementName, error_from_result
+from psycopg import abc
+from psycopg.adapt import PyFormat
+from psycopg.errors import InvalidSqlStatementName
 from psycopg.pq import ConnStatus, ExecStatus, Format, TransactionStatus
-from psycopg.pq.abc import PGconn, PGresult
 from psycopg.rows import tuple_row
 
 from outbox.broker.database.connection import BrokerConnection, Connection
 from outbox.broker.database.executor import Executor, raw_cursor_on
+from outbox.broker.database.psycopg_internals import (
+    PGconn,
+    PGresult,
+    Transformer,
+    error_from_result,
+    execute_generator,
+)
 from outbox.broker.database.statement import Statement, Type, new_statement_name
 
 Row = tuple[Any, ...]
@@ -184,7 +190,7 @@ def _loaded(result: PGresult, loads: Sequence[Callable[[bytes], Any]]) -> list[R
 
 
 def _result(connection: Connection) -> PGresult:
-    result: PGresult = connection.wait(generators.execute(connection.pgconn))[-1]
+    result: PGresult = connection.wait(execute_generator(connection.pgconn))[-1]
     if result.status not in _ANSWERED:
         raise error_from_result(result, encoding="utf-8")
     return result

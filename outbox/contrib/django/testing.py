@@ -37,7 +37,7 @@ from outbox.broker.operations import deletion
 from outbox.broker.schema.install import install
 from outbox.contrib.django.crashes.kit import CrashKit
 from outbox.contrib.django.database.aliases import broker_connection, broker_database
-from outbox.contrib.django.database.in_tests import running_tests
+from outbox.contrib.django.database.django_internals import running_tests
 from outbox.contrib.django.engine.broker import (
     flush,
     get_broker,

@@ -18,7 +18,8 @@ from outbox.broker.database.connection import BrokerConnection, BrokerDatabase, 
 from outbox.broker.schema.install import check_schema
 from outbox.broker.schema.refusals import naming
 from outbox.contrib.django.database import deadline
-from outbox.contrib.django.database.in_tests import refuse_in_tests, running_tests
+from outbox.contrib.django.database.django_internals import running_tests
+from outbox.contrib.django.database.in_tests import refuse_in_tests
 from outbox.contrib.django.settings.conf import OutboxSettings, get_settings
 from outbox.errors import ConfigurationError
 from outbox.utils.safe_text import mask_passwords

@@ -7,7 +7,6 @@ development broker, and a worker would handle the message.
 
 from __future__ import annotations
 
-import sys
 from contextlib import suppress
 from typing import Any, Final
 
@@ -15,6 +14,7 @@ from django.core.exceptions import SynchronousOnlyOperation
 from django.db import connections
 from django.db.backends.base.base import NO_DB_ALIAS, BaseDatabaseWrapper
 
+from outbox.contrib.django.database.django_internals import running_tests
 from outbox.errors import ConfigurationError
 
 # The NAME of each alias when the process was set up. Later a test runner gives other names to its databases.
@@ -34,13 +34,6 @@ def remember_configured_names() -> None:
     """
     for alias in connections:
         _configured.setdefault(alias, connections.settings[alias]["NAME"])
-
-
-def running_tests() -> bool:
-    """Whether a test runner of Django (or pytest-django) has set up this process."""
-    # Do not detect a test run by the mailbox `mail.outbox`: django.core.mail.backends.locmem creates it, too.
-    utils = sys.modules.get("django.test.utils")
-    return hasattr(getattr(utils, "_TestState", None), "saved_data")
 
 
 def makes_or_drops_databases(connection: BaseDatabaseWrapper) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -17,8 +16,14 @@ from django.db.utils import DatabaseError, InternalError, OperationalError
 from psycopg import Connection, pq
 from psycopg import Error as DriverError
 
-from outbox.contrib.django.database.atomic_blocks import WatchedBlocks, is_test_case
 from outbox.contrib.django.database.database_errors import mariadb_number
+from outbox.contrib.django.database.django_internals import (
+    CONNECT,
+    WatchedBlocks,
+    is_test_case,
+    rollback_cause,
+    set_rollback_cause,
+)
 from outbox.errors import ConfigurationError, TransactionUsageError
 from outbox.utils import log_context
 from outbox.utils.safe_text import error_line, shown_value
@@ -84,8 +89,6 @@ _OF_ORM: Final = (
     *(f"{words} {quote}" for words in ("SELECT", "INSERT INTO", "UPDATE", "DELETE FROM") for quote in '"`'),
     *("SAVEPOINT ", "RELEASE "),
 )
-# The function in which Django opens a connection and calls the receivers of connection_created.
-_CONNECT: Final = inspect.unwrap(BaseDatabaseWrapper.connect).__code__
 # Errors of MariaDB: a missing table, a lock timeout, and two after which the server has rolled the transaction back
 # (ER_CHECKREAD and ER_LOCK_DEADLOCK).
 _NO_SUCH_TABLE: Final = 1146
@@ -160,9 +163,6 @@ class BlockWatch:
         self._is_lost = False
         self._bound_to = ""
         self.halves = BlockHalves()
-        if not self._connection.needs_rollback:
-            # Django keeps the error of an earlier block, which is not the cause of anything in this block.
-            self._connection.rollback_exc = None  # type: ignore[attr-defined]
         # Set while several handlers may share the block's transaction; otherwise None.
         self.traces: BlockTraces | None = None
 
@@ -274,7 +274,7 @@ def _is_being_opened() -> bool:
     frame = sys._getframe()
     while frame.f_back is not None:
         frame = frame.f_back
-        if frame.f_code is _CONNECT:
+        if frame.f_code is CONNECT:
             return True
     return False
 
@@ -304,9 +304,7 @@ def watch_of(connection: BaseDatabaseWrapper) -> BlockWatch:
         connection.execute_wrappers.insert(0, watch)
     if not isinstance(connection.atomic_blocks, WatchedBlocks):
         # Django makes a new list of blocks with every new connection of the driver.
-        blocks = WatchedBlocks(watch.begin)
-        blocks.extend(connection.atomic_blocks)
-        connection.atomic_blocks = blocks
+        connection.atomic_blocks = WatchedBlocks(connection, watch.begin)
     return watch
 
 
@@ -330,7 +328,7 @@ def require_whole(connection: BaseDatabaseWrapper, what: Callable[[], str]) -> B
         raise TransactionUsageError(
             f"{what()} was not done: the atomic block on {connection.alias!r} is marked for rollback{cause}. Let that "
             "error leave the block, or put the code that may fail into an inner atomic()."
-        ) from connection.rollback_exc  # type: ignore[attr-defined]
+        ) from rollback_cause(connection)
     try:
         sync_pipeline(connection)
         reason = watch.what_ended()
@@ -455,21 +453,21 @@ def failing_takes_the_block_along(using: str | None) -> Iterator[None]:
 def mark_for_rollback(using: str | None, cause: BaseException) -> None:
     """Mark the atomic block that a publish call joins for rollback, because of its error `cause`.
 
-    The next error of the block names the first cause: Django's TransactionManagementError has `rollback_exc` as its
-    `__cause__`. If it is not clear which transaction the call joins, no block is marked, because the error of the call
-    then gives the reason.
+    The next error of the block names the first cause: it is the `__cause__` of Django's TransactionManagementError. If
+    it is not clear which transaction the call joins, no block is marked, because the error of the call then gives the
+    reason.
     """
     with suppress(TransactionUsageError, ConfigurationError):
         connection = current_transaction(using)
         if connection is not None:
             if not connection.needs_rollback and isinstance(cause, Exception):
-                connection.rollback_exc = cause  # type: ignore[attr-defined]
+                set_rollback_cause(connection, cause)
             connection.set_rollback(True)
 
 
 def cause_of_rollback(connection: BaseDatabaseWrapper) -> str:
     """Return the cause why the block is marked for rollback, as a part of a sentence; '' if it is not known."""
-    cause = connection.rollback_exc  # type: ignore[attr-defined]
+    cause = rollback_cause(connection)
     if cause is None:
         return ""
     return f", because of an earlier error: {error_line(cause).rstrip('.')}"

@@ -13,7 +13,7 @@ from django.conf import settings as django_settings
 from django.core.checks import CheckMessage, Warning
 from django.db import connections
 
-from outbox.contrib.django.database.in_tests import running_tests
+from outbox.contrib.django.database.django_internals import running_tests
 from outbox.contrib.django.database.transactions import in_transaction
 from outbox.contrib.django.engine.engine import Engine
 from outbox.contrib.django.ledger import ledger

@@ -107,7 +107,7 @@ def subscriber_task(topic: str, *, group: str, **options: Any) -> Callable[[AnyT
     def decorate(task: AnyTask) -> AnyTask:
         def call(delivery: Delivery) -> None:
             task_id = str(uuid5(delivery.message_id, delivery.group))
-            hand_over(task._get_app(), record(task, (delivery.body,), task_id=task_id))  # type: ignore[attr-defined]
+            hand_over(task.app, record(task, (delivery.body,), task_id=task_id))  # type: ignore[attr-defined]
 
         call.__module__, call.__qualname__ = task.__module__, f"{task.__name__} as a task"
         subscriber(topic, group=group, **options)(call)

@@ -41,6 +41,7 @@ from outbox.broker.database.connection import is_ended
 from outbox.broker.database.statement import Statement
 from outbox.contrib.django.database.columns import read_uuid, stored_uuid
 from outbox.contrib.django.database.database_errors import repeated
+from outbox.contrib.django.database.django_internals import rollback_cause
 from outbox.contrib.django.database.transactions import (
     begun_by_hand,
     cause_of_rollback,
@@ -400,7 +401,7 @@ class InboxEntries:
                 f"{name} raised no error, but its transaction was marked for rollback or its connection was closed"
                 f"{cause_of_rollback(self._connection)}. So the message has failed. Raise the error that caused the "
                 "rollback."
-            ) from self._connection.rollback_exc  # type: ignore[attr-defined]
+            ) from rollback_cause(self._connection)
         gone = "a ROLLBACK was executed in this transaction, so the transaction has lost its inbox row"
         if self._short is not None and self.is_whole():
             self.is_confirmed = True

@@ -29,6 +29,7 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from psycopg import Error as DriverError
 from psycopg import pq
 
+from outbox.contrib.django.database.django_internals import set_rollback_cause
 from outbox.contrib.django.database.transactions import BlockTraces, sync_pipeline, watch_of
 from outbox.errors import LeaseLost
 from outbox.message import Delivery
@@ -218,7 +219,7 @@ class SharedTransaction:
         fails."""
         self._inbox.roll_back_to(number)
         self._connection.needs_rollback = False
-        self._connection.rollback_exc = None  # type: ignore[attr-defined]
+        set_rollback_cause(self._connection, None)
         self._connection.run_on_commit = [entry for entry in self._connection.run_on_commit if name not in entry[0]]
 
     def _end_of_callbacks(self) -> None:

@@ -1,0 +1,33 @@
+"""The names of psycopg that its documentation does not describe. All other modules import them from here.
+
+They were read in psycopg 3.2.2 to 3.3.9. tests/broker/database/test_psycopg_internals.py has a test for each, which
+fails if a new version changes it. Two more are used where they are: `BrokerConnection` overrides `Connection.wait`, and
+the sender holds `Connection.lock`.
+"""
+
+from __future__ import annotations
+
+from psycopg.abc import PQGen, PQGenConn
+from psycopg.adapt import Transformer
+from psycopg.errors import error_from_result
+from psycopg.generators import connect as connect_generator
+from psycopg.generators import execute as execute_generator
+from psycopg.pq.abc import PGconn, PGresult
+from psycopg.waiting import READY_R, READY_RW, READY_W, WAIT_W, Ready, Wait
+
+__all__ = [
+    "READY_R",
+    "READY_RW",
+    "READY_W",
+    "WAIT_W",
+    "PGconn",
+    "PGresult",
+    "PQGen",
+    "PQGenConn",
+    "Ready",
+    "Transformer",
+    "Wait",
+    "connect_generator",
+    "error_from_result",
+    "execute_generator",
+]

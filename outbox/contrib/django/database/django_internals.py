@@ -1,0 +1,63 @@
+"""The names of Django that its documentation does not describe. All other modules use them by this one.
+
+They were read in Django 5.2.19. tests/django/test_django_internals.py has a test for each, which fails if a new version
+changes it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from types import CodeType
+from typing import Any, Final
+
+from django.db.backends.base.base import BaseDatabaseWrapper
+from django.db.transaction import Atomic
+
+# The function in which Django opens a connection and calls the receivers of connection_created.
+CONNECT: Final[CodeType] = inspect.unwrap(BaseDatabaseWrapper.connect).__code__
+
+
+class WatchedBlocks(list[Atomic]):
+    """Django's list of a connection's open atomic blocks; it calls `begin` when an outermost block begins.
+
+    Django has no signal for the beginning of a block. The list replaces the attribute `atomic_blocks`, so a block costs
+    no extra time. Django keeps the error of an earlier block as the cause of a rollback, but it is not the cause of
+    anything in a new block. So the list removes it.
+    """
+
+    def __init__(self, connection: BaseDatabaseWrapper, begin: Callable[[], None]) -> None:
+        super().__init__(connection.atomic_blocks)
+        self._connection: Any = connection
+        self._begin = begin
+
+    def append(self, block: Atomic) -> None:
+        if all(is_test_case(outer) for outer in self):
+            self._begin()
+            if not self._connection.needs_rollback:
+                self._connection.rollback_exc = None
+        super().append(block)
+
+
+def is_test_case(block: Any) -> bool:
+    """Whether this is the block that a TestCase wraps around a test."""
+    return bool(block._from_testcase)
+
+
+def rollback_cause(connection: BaseDatabaseWrapper) -> Exception | None:
+    """Return the error that has marked the connection's block for rollback, as far as Django knows it."""
+    cause: Exception | None = connection.rollback_exc  # type: ignore[attr-defined]
+    return cause
+
+
+def set_rollback_cause(connection: BaseDatabaseWrapper, cause: Exception | None) -> None:
+    """Set the error that Django names as the cause of its next TransactionManagementError."""
+    connection.rollback_exc = cause  # type: ignore[attr-defined]
+
+
+def running_tests() -> bool:
+    """Whether a test runner of Django (or pytest-django) has set up this process."""
+    # Do not detect a test run by the mailbox `mail.outbox`: django.core.mail.backends.locmem creates it, too.
+    utils = sys.modules.get("django.test.utils")
+    return hasattr(getattr(utils, "_TestState", None), "saved_data")

@@ -1,0 +1,152 @@
+"""What outbox uses of Django beyond its documentation behaves as it was read (Django 5.2.19).
+
+And no other module uses a private name of a library.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from django.db import DatabaseError, connections, transaction
+from django.db.backends.signals import connection_created
+from django.db.transaction import TransactionManagementError
+from django.test import TestCase
+
+import outbox
+from outbox.contrib.django.database.django_internals import (
+    CONNECT,
+    WatchedBlocks,
+    is_test_case,
+    rollback_cause,
+    running_tests,
+    set_rollback_cause,
+)
+
+PACKAGE = Path(outbox.__file__).parent
+# Private by their underscore, but documented: by Django, Python and confluent-kafka.
+DOCUMENTED = {"_meta", "_base_manager", "_state", "_exit", "_getframe", "_MSG_TIMED_OUT"}
+# The modules that may use private names, by their path below outbox/.
+PRIVATE = {
+    "contrib/django/database/django_internals.py": {"_from_testcase", "_TestState"},
+    # The only module that imports RocketMQ's library.
+    "rocketmq/client.py": {
+        *("_init_settings_event", "_receive", "_receive_req", "_retrieve_topic_route_data"),
+        "_ClientRouteManager__topic_route_cache",
+    },
+    # pytest has no public way to ask which fixtures a test uses.
+    "pytest_plugin/__init__.py": {"_fixtureinfo"},
+}
+
+
+@pytest.mark.usefixtures("databases")
+def test_a_connection_keeps_the_outermost_block_first() -> None:
+    connection = connections["default"]
+    begun: list[int] = []
+    with transaction.atomic():
+        watched = WatchedBlocks(connection, lambda: begun.append(len(connection.atomic_blocks)))
+        assert len(watched) == 1
+    before, connection.atomic_blocks = connection.atomic_blocks, WatchedBlocks(connection, lambda: begun.append(1))
+    try:
+        for _ in range(2):
+            with transaction.atomic(), transaction.atomic():
+                assert len(connection.atomic_blocks) == 2
+    finally:
+        connection.atomic_blocks = before
+    assert begun == [1, 1], "once for each outermost block"
+
+
+@pytest.mark.usefixtures("databases")
+def test_the_block_of_a_test_case_is_known() -> None:
+    seen: list[bool] = []
+
+    class Case(TestCase):
+        databases = frozenset({"default"})
+
+        def runTest(self) -> None:
+            with transaction.atomic():
+                seen.extend(map(is_test_case, connections["default"].atomic_blocks))
+
+    Case.setUpClass()
+    try:
+        Case().debug()
+    finally:
+        Case.tearDownClass()
+        Case.doClassCleanups()
+    # The block of the class, that of the test, and the test's own.
+    assert seen == [True, True, False]
+
+
+@pytest.mark.usefixtures("databases")
+def test_django_names_the_cause_of_a_rollback() -> None:
+    connection, cause = connections["default"], ValueError("the cause")
+    with transaction.atomic():
+        with pytest.raises(DatabaseError), transaction.atomic(savepoint=False), connection.cursor() as cursor:
+            cursor.execute("SELECT 1 / 0")
+        assert isinstance(rollback_cause(connection), DatabaseError)
+        set_rollback_cause(connection, cause)
+        with pytest.raises(TransactionManagementError) as raised, connection.cursor() as cursor:
+            cursor.execute("SELECT 1")
+        assert raised.value.__cause__ is cause
+        transaction.set_rollback(True)
+
+
+@pytest.mark.usefixtures("databases")
+def test_a_connection_is_opened_in_the_known_function() -> None:
+    connection, found = connections["default"], []
+
+    def receive(**_: Any) -> None:
+        frame = sys._getframe()
+        while frame.f_back is not None:
+            frame = frame.f_back
+            found.append(frame.f_code)
+
+    connection.close()
+    connection_created.connect(receive)
+    try:
+        connection.ensure_connection()
+    finally:
+        connection_created.disconnect(receive)
+        connection.close()
+    assert CONNECT in found
+
+
+def test_a_test_run_is_known() -> None:
+    assert running_tests()
+
+
+def test_no_other_module_uses_private_names() -> None:
+    """A private name that the package does not define itself belongs to a library."""
+    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(PACKAGE.rglob("*.py"))}
+    own = DOCUMENTED | {name for tree in trees.values() for node in ast.walk(tree) for name in _defined(node)}
+    foreign: dict[str, set[str]] = {}
+    for path, tree in trees.items():
+        if names := {name for node in ast.walk(tree) for name in _used(node)} - own:
+            foreign[path.relative_to(PACKAGE).as_posix()] = names
+    assert foreign == PRIVATE
+    without_underscore = {path.name for path in trees if "rollback_exc" in path.read_text(encoding="utf-8")}
+    assert without_underscore == {"django_internals.py"}
+
+
+def _defined(node: ast.AST) -> list[str]:
+    """The names that a node defines: functions, classes, variables and attributes."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return [node.name]
+    if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+        return [node.id if isinstance(node, ast.Name) else node.attr]
+    return []
+
+
+def _used(node: ast.AST) -> list[str]:
+    """The private names of attributes, imported names and names given to getattr that a node uses."""
+    names = []
+    if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+        names = [node.attr]
+    elif isinstance(node, ast.ImportFrom):
+        names = [alias.name for alias in node.names]
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("getattr", "hasattr"):
+        names = [str(part.value) for part in node.args[1:2] if isinstance(part, ast.Constant)]
+    return [name for name in names if name.startswith("_") and not name.startswith("__")]
