@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from django.db import DatabaseError, connections, transaction
+from django.db import connections, transaction
 from django.db.backends.signals import connection_created
 from django.db.transaction import TransactionManagementError
 from django.test import TestCase
@@ -82,16 +82,17 @@ def test_the_block_of_a_test_case_is_known() -> None:
 
 @pytest.mark.usefixtures("databases")
 def test_django_names_the_cause_of_a_rollback() -> None:
-    connection, cause = connections["default"], ValueError("the cause")
+    connection, first, second = connections["default"], ValueError("first"), ValueError("second")
     with transaction.atomic():
-        with pytest.raises(DatabaseError), transaction.atomic(savepoint=False), connection.cursor() as cursor:
-            cursor.execute("SELECT 1 / 0")
-        assert isinstance(rollback_cause(connection), DatabaseError)
-        set_rollback_cause(connection, cause)
+        with pytest.raises(ValueError, match="first"), transaction.mark_for_rollback_on_error():
+            raise first
+        assert rollback_cause(connection) is first
+        set_rollback_cause(connection, second)
         with pytest.raises(TransactionManagementError) as raised, connection.cursor() as cursor:
             cursor.execute("SELECT 1")
-        assert raised.value.__cause__ is cause
-        transaction.set_rollback(True)
+        assert raised.value.__cause__ is second
+    with transaction.atomic():
+        assert rollback_cause(connection) is None, "the list of blocks has forgotten the cause"
 
 
 @pytest.mark.usefixtures("databases")
