@@ -42,7 +42,7 @@ PRIVATE = {
 }
 
 
-@pytest.mark.usefixtures("databases")
+@pytest.mark.usefixtures("application")
 def test_a_connection_keeps_the_outermost_block_first() -> None:
     connection = connections["default"]
     begun: list[int] = []
@@ -59,7 +59,7 @@ def test_a_connection_keeps_the_outermost_block_first() -> None:
     assert begun == [1, 1], "once for each outermost block"
 
 
-@pytest.mark.usefixtures("databases")
+@pytest.mark.usefixtures("application")
 def test_the_block_of_a_test_case_is_known() -> None:
     seen: list[bool] = []
 
@@ -80,7 +80,7 @@ def test_the_block_of_a_test_case_is_known() -> None:
     assert seen == [True, True, False]
 
 
-@pytest.mark.usefixtures("databases")
+@pytest.mark.usefixtures("application")
 def test_django_names_the_cause_of_a_rollback() -> None:
     connection, first, second = connections["default"], ValueError("first"), ValueError("second")
     with transaction.atomic():
@@ -95,7 +95,7 @@ def test_django_names_the_cause_of_a_rollback() -> None:
         assert rollback_cause(connection) is None, "the list of blocks has forgotten the cause"
 
 
-@pytest.mark.usefixtures("databases")
+@pytest.mark.usefixtures("application")
 def test_a_connection_is_opened_in_the_known_function() -> None:
     connection, found = connections["default"], []
 

@@ -11,6 +11,7 @@ from django.db import DatabaseError, connections, transaction
 from django.test.utils import CaptureQueriesContext
 
 from outbox import Delivery
+from outbox.broker.database.statement import UUID_, UUIDS, Statement
 from outbox.contrib.django import publish, run_check_back, subscriber, transactional_message
 from outbox.contrib.django.ledger import ledger
 from outbox.errors import OutboxError, PermanentError, TransactionUsageError
@@ -192,15 +193,18 @@ def test_sqlite_a_rollback_by_hand_then_publish_is_not_sent_at_once() -> None:
 
 def test_a_row_that_was_read_on_a_replica_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The statement asks where it is: a server in recovery says nothing."""
-    one, several = ledger._COMMITTED_ONE, ledger._COMMITTED_POSTGRESQL
-    assert "NOT pg_is_in_recovery()" in one and "NOT pg_is_in_recovery()" in several
+    asks = "NOT pg_is_in_recovery()"
+    one, several = (found.on("public").decode() for found in (ledger._COMMITTED_ONE, ledger._COMMITTED_POSTGRESQL))
+    assert asks in one and asks in several
     with transaction.atomic():
         publish("orders", {}, key="k")
-        monkeypatch.setattr(ledger, "_COMMITTED_ONE", one.replace("NOT pg_is_in_recovery()", "false"))
+        monkeypatch.setattr(ledger, "_COMMITTED_ONE", Statement(one.replace(asks, "false"), (UUID_,), (UUID_,)))
     with transaction.atomic():
         publish("orders", {}, key="a")
         publish("orders", {}, key="b")
-        monkeypatch.setattr(ledger, "_COMMITTED_POSTGRESQL", several.replace("NOT pg_is_in_recovery()", "false"))
+        monkeypatch.setattr(
+            ledger, "_COMMITTED_POSTGRESQL", Statement(several.replace(asks, "false"), (UUIDS,), (UUID_,))
+        )
     assert decisions() == {"k": None, "a": None, "b": None}
     assert run_check_back().committed == 3
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Final
 
 import psycopg
-from psycopg.pq import ConnStatus, DiagnosticField, ExecStatus
+from psycopg.pq import ConnStatus, DiagnosticField, ExecStatus, Format
 
 from outbox.broker.database.connection import BrokerDatabase
 from outbox.broker.database.psycopg_internals import (
@@ -237,15 +237,16 @@ class OneWay:
         self._unanswered.append(pending)
 
     def _write_statement(self, pgconn: PGconn, request: Request) -> None:
-        if self._prepared is None or not request.values:
+        values, formats = list(request.values), [Format.BINARY] * len(request.values)
+        if self._prepared is None or not values:
             # A utility statement without parameters has no plan.
-            pgconn.send_query_params(request.text, list(request.values))
+            pgconn.send_query_params(request.text, values, request.oids or None, formats)
             return
         name = self._prepared.get(request.text)
         if name is None:
             name = self._prepared[request.text] = new_statement_name()
-            pgconn.send_prepare(name, request.text)
-        pgconn.send_query_prepared(name, list(request.values))
+            pgconn.send_prepare(name, request.text, request.oids)
+        pgconn.send_query_prepared(name, values, formats)
 
     def _has_caught_up(self, pgconn: PGconn) -> bool:
         if self._is_stalled:

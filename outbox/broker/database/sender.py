@@ -24,7 +24,6 @@ from psycopg import abc
 from psycopg.adapt import PyFormat
 from psycopg.errors import InvalidSqlStatementName
 from psycopg.pq import ConnStatus, ExecStatus, Format, TransactionStatus
-from psycopg.rows import tuple_row
 
 from outbox.broker.database.connection import BrokerConnection, Connection
 from outbox.broker.database.executor import Executor, raw_cursor_on
@@ -35,7 +34,7 @@ from outbox.broker.database.psycopg_internals import (
     error_from_result,
     execute_generator,
 )
-from outbox.broker.database.statement import Statement, Type, new_statement_name
+from outbox.broker.database.statement import Statement, new_statement_name
 
 Row = tuple[Any, ...]
 
@@ -148,14 +147,14 @@ def send_one(connection: Connection, schema: str, statement: Statement, dumped: 
     return _executed(connection, statement, dumped, text, None)
 
 
-def send_text(connection: Connection, text: bytes, columns: Sequence[Type]) -> list[Row]:
-    """Execute one statement without parameters by the simple query protocol, and return its rows.
+def send_text(connection: Connection, text: bytes, statement: Statement) -> list[Row]:
+    """Execute one statement by the simple query protocol, and return its rows. `text` has the values as constants.
 
     The caller has checked that `can_send` is true. Raises psycopg.Error.
     """
     with connection.lock:
         connection.pgconn.send_query(text)
-        return _loaded(_result(connection), [column.load for column in columns])
+        return _loaded(_result(connection), statement.loads)
 
 
 def _executed(
@@ -203,11 +202,7 @@ def _by_cursor(connection: Connection, text: bytes, values: Sequence[Any]) -> Ro
     session = session_of(connection)
     encoding = connection.pgconn.parameter_status(b"client_encoding")
     kept, session.cursor = session.cursor, None
-    if kept is None or kept[1] != encoding:
-        cursor = psycopg.RawCursor(connection, row_factory=tuple_row)
-        cursor.format = Format.BINARY
-    else:
-        cursor = kept[0]
+    cursor = raw_cursor_on(connection) if kept is None or kept[1] != encoding else kept[0]
     row: Row | None = cursor.execute(text, values, prepare=True).fetchone()
     session.cursor = cursor, encoding
     return row

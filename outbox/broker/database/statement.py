@@ -63,6 +63,8 @@ FLOAT8: Final = Type(701, struct.Struct("!d").pack, float)
 TIMESTAMPTZ: Final = Type(1184, _dump_time, _no_load)
 NUMERIC: Final = Type(1700, _no_dump, lambda text: Decimal(text.decode()))
 UUID_: Final = Type(2950, lambda value: value.bytes, lambda text: uuid.UUID(text.decode()))
+# The values are arrays in binary form (arrays.py).
+UUIDS: Final = Type(2951, bytes, _no_load)
 
 
 class Statement:
@@ -109,10 +111,17 @@ class Statement:
         except _OTHER_TYPE:
             return None
 
+    def request(self, schema: str, values: Sequence[Any], what: str) -> Request:
+        """Return the statement with its values as a request. Raises TypeError for a value of another type."""
+        dumped = self.dumped(values)
+        if dumped is None:
+            raise TypeError(f"{what}: the values {values!r} do not have the types of the statement")
+        return Request(self.on(schema), tuple(dumped), what, oids=tuple(self.oids))
+
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A statement with numbered parameters in text form, which is executed as a separate transaction.
+    """A statement with its values in binary form, which is executed as a separate transaction without waiting for it.
 
     If the connection breaks, the request may be executed twice. `what` names the request in the log. `is_said_once`: if
     several equal requests are written together, only the last of them is sent.
@@ -122,6 +131,7 @@ class Request:
     values: tuple[bytes | None, ...]
     what: str
     is_said_once: bool = False
+    oids: tuple[int, ...] = ()
 
 
 def _number(match: re.Match[bytes], names: list[str]) -> bytes:

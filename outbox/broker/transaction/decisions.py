@@ -8,7 +8,8 @@ from uuid import UUID
 
 from outbox.broker.database.arrays import texts, uuids
 from outbox.broker.database.executor import Executor
-from outbox.broker.database.statement import Request, Statement
+from outbox.broker.database.sender import first_row
+from outbox.broker.database.statement import TEXT, UUID_, Request, Statement
 from outbox.broker.log import incidents
 from outbox.broker.log.incidents import Incident, IncidentKind
 from outbox.errors import UsageError
@@ -52,9 +53,7 @@ CROSS JOIN (SELECT set_config(
 
 # Records one end message whose sender does not wait for the answer. The SQL function also records contradictions and
 # refusals. Like _DECIDE, the function chooses whether its commit waits for the disk.
-_END_ONE = Statement("""
-SELECT {schema}.record_end(%(transaction_id)s, %(decision)s, %(producer_group)s)
-""")
+_END_ONE = Statement('SELECT {schema}.record_end($1, $2::"char", $3)', (UUID_, TEXT, TEXT), (TEXT,))
 
 # OFFSET 0 makes PostgreSQL look up each id by index, and keeps the planner from reading the whole table for some
 # thousand ids.
@@ -109,20 +108,19 @@ def record_end(run: Executor, end: EndTransaction) -> EndStatus:
     """Do the same as `record_ends` for one end message. For a producer's end, EXECUTE on a function is enough."""
     if end.decided_by is not DecidedBy.PRODUCER or end.decision is Decision.UNKNOWN:
         return record_ends(run, [end])[0]
-    values = {
-        "transaction_id": end.transaction_id,
-        # psycopg would send the name of an Enum member.
-        "decision": end.decision.value,
-        "producer_group": end.producer_group,
-    }
-    return EndStatus(run.one(_END_ONE, values)[0])
+    row = first_row(run, _END_ONE, _values(end))
+    assert row is not None
+    return EndStatus(row[0])
 
 
 def end_request(schema: str, end: EndTransaction) -> Request:
     """Return a producer's end message as a request for a sender that does not wait for the answer."""
-    text, _ = _END_ONE.numbered(schema)
-    values = (str(end.transaction_id).encode(), end.decision.encode(), end.producer_group.encode())
-    return Request(text, values, f"the end message of transaction {end.transaction_id}")
+    return _END_ONE.request(schema, _values(end), f"the end message of transaction {end.transaction_id}")
+
+
+def _values(end: EndTransaction) -> tuple[UUID, str, str]:
+    # psycopg would send the name of an Enum member.
+    return end.transaction_id, end.decision.value, end.producer_group
 
 
 def standing_decisions(run: Executor, ids: Sequence[UUID]) -> dict[UUID, Decision]:

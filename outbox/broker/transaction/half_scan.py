@@ -17,7 +17,8 @@ from psycopg.errors import UniqueViolation
 
 from outbox.broker.database.arrays import uuids, xids
 from outbox.broker.database.executor import Executor, Snapshot
-from outbox.broker.database.statement import Request, Statement
+from outbox.broker.database.sender import first_row
+from outbox.broker.database.statement import INTEGER, UUIDS, Request, Statement
 from outbox.broker.database.timeouts import lifted
 from outbox.transaction import CheckSettings
 
@@ -116,7 +117,7 @@ ORDER BY pending.transaction_id LIMIT %(limit)s
 """)
 
 # A function with its owner's rights: a publisher may ask for a check, but may not read or write the tables.
-_HINT = Statement("SELECT {schema}.make_checks_due(%(ids)s::uuid[], %(immunity)s::integer)")
+_HINT = Statement("SELECT {schema}.make_checks_due($1, $2)", (UUIDS, INTEGER), (INTEGER,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,8 +182,9 @@ def hint_checks(run: Executor, ids: Sequence[UUID], *, settings: CheckSettings) 
 
     Before the immunity of a transaction ends, such a check writes no tombstone.
     """
-    [hinted] = run.one(_HINT, {"ids": uuids(ids), "immunity": settings.immunity_seconds})
-    return int(hinted)
+    row = first_row(run, _HINT, (uuids(ids), settings.immunity_seconds))
+    assert row is not None
+    return int(row[0])
 
 
 def list_waiting(run: Executor, group: str | None = None, *, parked: bool = False, limit: int) -> list[UUID]:
@@ -197,6 +199,5 @@ def list_waiting(run: Executor, group: str | None = None, *, parked: bool = Fals
 
 def hint_request(schema: str, transaction_id: UUID, *, settings: CheckSettings) -> Request:
     """Return `hint_checks` for one transaction as a request, for a sender that does not wait for the answer."""
-    text, names = _HINT.numbered(schema)
-    given = {"ids": b"{%s}" % str(transaction_id).encode(), "immunity": b"%d" % settings.immunity_seconds}
-    return Request(text, tuple(given[name] for name in names), f"the request for an early check of {transaction_id}")
+    values = (uuids([transaction_id]), settings.immunity_seconds)
+    return _HINT.request(schema, values, f"the request for an early check of {transaction_id}")

@@ -8,34 +8,32 @@ See decision 201.
 
 from __future__ import annotations
 
-import functools
-from typing import Any, Final, LiteralString
+from typing import Any, Final
 from uuid import UUID
 
 from django.db.backends.base.base import BaseDatabaseWrapper
 from psycopg import Connection
 
 from outbox.broker.database.sender import Row, can_send, prepared_on, send_one, send_text
-from outbox.broker.database.statement import UUID_, Statement, Type
+from outbox.broker.database.statement import UUID_, Statement
 from outbox.contrib.django.database.transactions import is_watched, watch_of
 
 # The statements of this module name no schema.
 _NO_SCHEMA: Final = "public"
 
 
-def rows_of(
-    connection: BaseDatabaseWrapper, sql: LiteralString, ids: UUID | list[UUID], columns: tuple[Type, ...]
-) -> list[Row]:
-    """Execute a statement whose only parameter (`%s`) is an id or a list of ids on PostgreSQL, and return its rows.
+def rows_of(connection: BaseDatabaseWrapper, statement: Statement, ids: UUID | list[UUID]) -> list[Row]:
+    """Execute a statement whose only parameter is an id or a list of ids on PostgreSQL, and return its rows.
 
     The watch of the connection (BlockWatch) sees the statement. A statement with one id is prepared where that is safe,
     because planning it takes the server longer than executing it. Raises the errors of a cursor of Django.
     """
     watch = watch_of(connection)
     raw = connection.connection
+    text = statement.on(_NO_SCHEMA).decode()
     if is_watched(connection, watch) or not isinstance(raw, Connection) or not can_send(raw):
         with connection.cursor() as cursor:
-            cursor.execute(sql, [ids])
+            cursor.execute(text.replace("$1", "%s"), [ids])
             found: list[Row] = cursor.fetchall()
         return found
 
@@ -43,11 +41,11 @@ def rows_of(
         connection.validate_no_broken_transaction()
         with connection.wrap_database_errors:
             if isinstance(ids, UUID) and prepared_on(raw) is not None:
-                return send_one(raw, _NO_SCHEMA, _with_types(sql, columns), [UUID_.dump(ids)])
-            return send_text(raw, sql.replace("%s", _constant(ids)).encode(), columns)
+                return send_one(raw, _NO_SCHEMA, statement, [UUID_.dump(ids)])
+            return send_text(raw, text.replace("$1", _constant(ids)).encode(), statement)
 
     connection.validate_thread_sharing()
-    rows: list[Row] = watch(execute, sql, [ids], False, {})
+    rows: list[Row] = watch(execute, text, [ids], False, {})
     return rows
 
 
@@ -56,8 +54,3 @@ def _constant(ids: UUID | list[UUID]) -> str:
     if isinstance(ids, UUID):
         return f"'{ids.int:032x}'::uuid"
     return "'{" + ",".join(f"{one.int:032x}" for one in ids) + "}'::uuid[]"
-
-
-@functools.cache
-def _with_types(sql: LiteralString, columns: tuple[Type, ...]) -> Statement:
-    return Statement(sql.replace("%s", "$1"), (UUID_,), columns)

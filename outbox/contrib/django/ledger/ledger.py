@@ -18,7 +18,7 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.utils import DatabaseError
 
 from outbox.broker.database.sender import note_backend
-from outbox.broker.database.statement import INTEGER, OID, TEXT, UUID_
+from outbox.broker.database.statement import INTEGER, OID, TEXT, UUID_, UUIDS, Statement
 from outbox.contrib.django.database import deadline
 from outbox.contrib.django.database.columns import read_uuid, stored_uuid
 from outbox.contrib.django.database.statements import rows_of
@@ -60,10 +60,14 @@ _SELECT_LEDGER_ID: Final = "SELECT ledger_id FROM outbox_ledger_identity"
 _INSERT_COMMITTED_MARIADB: Final = f"{_INSERT_COMMITTED} RETURNING ({_SELECT_LEDGER_ID})"
 
 # This is one statement, so that the same search path finds the row's table and the identity's table.
-_INSERT_COMMITTED_POSTGRESQL: Final = """
-INSERT INTO outbox_ledger (transaction_id, state) VALUES (%s, 'C')
+_INSERT_COMMITTED_POSTGRESQL: Final = Statement(
+    """
+INSERT INTO outbox_ledger (transaction_id, state) VALUES ($1, 'C')
 RETURNING pg_current_xact_id()::text, (SELECT ledger_id FROM outbox_ledger_identity), tableoid, pg_backend_pid()
-"""
+""",
+    (UUID_,),
+    (TEXT, UUID_, OID, INTEGER),
+)
 
 
 def insert_committed(connection: BaseDatabaseWrapper, transaction_id: UUID) -> LedgerWrite:
@@ -72,9 +76,7 @@ def insert_committed(connection: BaseDatabaseWrapper, transaction_id: UUID) -> L
     Raises IntegrityError if the ledger has a tombstone of the transaction.
     """
     if connection.vendor == "postgresql":
-        columns = (TEXT, UUID_, OID, INTEGER)
-        [row] = rows_of(connection, _INSERT_COMMITTED_POSTGRESQL, transaction_id, columns)
-        *place, pid = row
+        [(*place, pid)] = rows_of(connection, _INSERT_COMMITTED_POSTGRESQL, transaction_id)
         note_backend(connection.connection, pid)
         return LedgerWrite(*place)
     with connection.cursor() as cursor:
@@ -99,14 +101,9 @@ def current_xid(connection: BaseDatabaseWrapper) -> str:
 
 # A load balancer or pooler may lead to a replica. A replica may not have received the commit yet, so its answer proves
 # nothing.
-_COMMITTED_POSTGRESQL: Final = """
-SELECT transaction_id FROM outbox_ledger
-WHERE transaction_id = ANY (%s) AND state = 'C' AND NOT pg_is_in_recovery()
-"""
-_COMMITTED_ONE: Final = """
-SELECT transaction_id FROM outbox_ledger
-WHERE transaction_id = %s AND state = 'C' AND NOT pg_is_in_recovery()
-"""
+_COMMITTED: Final = "SELECT transaction_id FROM outbox_ledger WHERE state = 'C' AND NOT pg_is_in_recovery()"
+_COMMITTED_ONE: Final = Statement(f"{_COMMITTED} AND transaction_id = $1", (UUID_,), (UUID_,))
+_COMMITTED_POSTGRESQL: Final = Statement(f"{_COMMITTED} AND transaction_id = ANY ($1)", (UUIDS,), (UUID_,))
 
 
 def committed(connection: BaseDatabaseWrapper, transaction_ids: Sequence[UUID]) -> set[UUID]:
@@ -118,9 +115,9 @@ def committed(connection: BaseDatabaseWrapper, transaction_ids: Sequence[UUID]) 
     if connection.vendor != "postgresql":
         return {value for value, state in states(connection, transaction_ids).items() if state == COMMITTED}
     if len(transaction_ids) == 1:
-        rows = rows_of(connection, _COMMITTED_ONE, transaction_ids[0], (UUID_,))
+        rows = rows_of(connection, _COMMITTED_ONE, transaction_ids[0])
     else:
-        rows = rows_of(connection, _COMMITTED_POSTGRESQL, list(transaction_ids), (UUID_,))
+        rows = rows_of(connection, _COMMITTED_POSTGRESQL, list(transaction_ids))
     return {row[0] for row in rows}
 
 
