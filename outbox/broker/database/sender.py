@@ -55,15 +55,15 @@ class Session:
     `is_direct`: the connection leads to its server without a pooler. `prepared`: the names of the statements that are
     prepared, by their text; None after a prepared statement was missing, because other code deallocates them.
     `is_read_committed`: whether transactions have PostgreSQL's default isolation level; None if it is not known yet.
-    `handled_messages`: how many messages of an inbox were handled with prepared statements. `cursor`: the cursor of
-    `_by_cursor`, and the encoding that it uses.
+    `handled_messages`: how many messages of an inbox were handled with prepared statements. `cursors`: the free cursors
+    of `_by_cursor`, and the encodings that they use.
     """
 
     is_direct: bool
     prepared: dict[bytes, bytes] | None = field(default_factory=dict)
     is_read_committed: bool | None = None
     handled_messages: int = 0
-    cursor: tuple[psycopg.RawCursor[Row], bytes | None] | None = None
+    cursors: list[tuple[psycopg.RawCursor[Row], bytes | None]] = field(default_factory=list)
 
 
 def session_of(connection: Connection) -> Session:
@@ -199,12 +199,16 @@ def _by_cursor(connection: Connection, text: bytes, values: Sequence[Any]) -> Ro
     # A cursor that executes the same statement again keeps psycopg's choices of dumpers and loaders. Without the kept
     # cursor, a call takes 10 to 20 µs more CPU. The cursor is taken out while it works, so no second thread uses it,
     # and after an error it is not used again. A kept cursor would ignore a new client_encoding.
-    session = session_of(connection)
+    free = session_of(connection).cursors
     encoding = connection.pgconn.parameter_status(b"client_encoding")
-    kept, session.cursor = session.cursor, None
-    cursor = raw_cursor_on(connection) if kept is None or kept[1] != encoding else kept[0]
+    try:
+        cursor, of_encoding = free.pop()
+    except IndexError:
+        cursor, of_encoding = raw_cursor_on(connection), encoding
+    if encoding != of_encoding:
+        cursor = raw_cursor_on(connection)
     row: Row | None = cursor.execute(text, values, prepare=True).fetchone()
-    session.cursor = cursor, encoding
+    free.append((cursor, encoding))
     return row
 
 
