@@ -18,6 +18,7 @@ import select
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
+from uuid import UUID
 
 import psycopg
 from psycopg import abc
@@ -215,8 +216,8 @@ def _by_cursor(connection: Connection, text: bytes, values: Sequence[Any]) -> Ro
 # -- several statements in one round trip ----------------------------------------------------------
 
 
-def array(values: Sequence[int]) -> bytes:
-    """Return the text of an array of integers or transaction ids."""
+def text_array(values: Sequence[int | UUID]) -> bytes:
+    """Return the text of an array of integers, transaction ids or UUIDs."""
     return b"{%s}" % ",".join(map(str, values)).encode()
 
 
@@ -235,9 +236,8 @@ class _Sent:
 class RoundTrip:
     """A sender of several statements on one connection, outside psycopg's own pipeline mode. Not thread-safe.
 
-    It uses libpq's pipeline. Values are sent and returned as text: the caller converts the few types that it uses. For
-    a statement that returns many rows, psycopg converts the rows (`loads`), because psycopg does this in C.
-    `send_adapted` is for a statement whose parameters psycopg converts, too.
+    It uses libpq's pipeline. `send` sends and returns values as text: the caller converts the few types that it uses.
+    `send_adapted` is for a statement that returns many rows: psycopg converts parameters and rows in C.
 
     `prepared`: the names of the statements that the connection has already prepared, by their text; the object adds the
     statements that it prepares. With None it prepares none, as behind a pooler in transaction mode.
@@ -250,22 +250,16 @@ class RoundTrip:
         self._sent: list[_Sent] = []
         self._cursor: psycopg.RawCursor[Any] | None = None
 
-    def send(
-        self, statement: Statement, parameters: Mapping[str, bytes | None] | None = None, *, loads: bool = False
-    ) -> int:
-        """Add a statement and return its number. The statement is sent now or, at the latest, by `finish`.
-
-        With `loads`, psycopg converts the values of the rows.
-        """
+    def send(self, statement: Statement, parameters: Mapping[str, bytes | None] | None = None) -> int:
+        """Add a statement and return its number. The statement is sent now or, at the latest, by `finish`."""
         pgconn = self._pipeline()
         text, names = statement.numbered(self._schema)
         values = [parameters[name] for name in names] if parameters is not None else []
-        result_format = Format.BINARY if loads else Format.TEXT
         if self._prepared is None:
-            pgconn.send_query_params(text, values, result_format=result_format)
+            pgconn.send_query_params(text, values)
         else:
-            pgconn.send_query_prepared(self._name(self._prepared, text), values, result_format=result_format)
-        return self._add(_Sent(adapter=Transformer(self._connection) if loads else None))
+            pgconn.send_query_prepared(self._name(self._prepared, text), values)
+        return self._add(_Sent())
 
     def send_adapted(self, statement: Statement, parameters: Mapping[str, Any]) -> int:
         """Do the same as `send`, but psycopg converts the parameters and the rows, as with `raw_cursor_on`.

@@ -28,7 +28,7 @@ from outbox.broker.database.arrays import uuids
 from outbox.broker.database.connection import BrokerDatabase, Connection
 from outbox.broker.database.executor import Executor, Snapshot
 from outbox.broker.database.notify import Channel
-from outbox.broker.database.sender import AfterTick, RoundTrip, Row, array
+from outbox.broker.database.sender import AfterTick, RoundTrip, Row, text_array
 from outbox.broker.database.statement import Statement
 from outbox.broker.sequencer.key_order import Key
 from outbox.broker.sequencer.takeover import BEGIN_REPEATABLE, COMMIT, TICK_SETTINGS, TickState, adopt
@@ -365,7 +365,9 @@ class Sequencer:
         messages to hold and which held messages to release.
         """
         self._begin(trip)
-        trip.send(_READ_FIFO, self._reading(state), loads=True)
+        # psycopg converts the rows, because there may be thousands.
+        reading = {name: None if value is None else value.decode() for name, value in self._reading(state).items()}
+        trip.send_adapted(_READ_FIFO, reading)
         trip.send(_NEWEST_PARKED)
         *_, messages, [(newest_parked,)] = trip.finish()
         order = state.order
@@ -389,14 +391,14 @@ class Sequencer:
             "tick_id": b"%d" % state.tick_id,
             "incarnation": b"%d" % state.incarnation,
             "life": state.life.bytes.hex().encode(),
-            "fifo_topics": array(state.fifo_topics),
+            "fifo_topics": text_array(state.fifo_topics),
             "parked": state.newest_parked,
             "is_waiting": _boolean(not state.order.is_idle),
             "is_asking": _boolean(asks),
             "is_full": _boolean((state.tick_id + 1) % FULL_EVERY == 0),
             "has_looked": _boolean(plan.has_looked),
-            "hold": array(plan.hold),
-            "release": array(plan.release),
+            "hold": text_array(plan.hold),
+            "release": text_array(plan.release),
         }
         return trip.send(_TICK, parameters)
 
@@ -436,9 +438,9 @@ class Sequencer:
         return {
             "snapshot": state.snapshot.text.encode(),
             "xmax": b"%d" % state.snapshot.xmax,
-            "xip": array(state.snapshot.in_progress),
+            "xip": text_array(state.snapshot.in_progress),
             "half_xmax": b"%d" % state.half_snapshot.xmax,
-            "half_xip": array(state.half_snapshot.in_progress),
+            "half_xip": text_array(state.half_snapshot.in_progress),
             "due_from": state.due_from,
             "batch": b"%d" % self._batch,
         }

@@ -68,7 +68,8 @@ def test_rows_of_messages_are_the_same(connection: BrokerConnection, fields: dic
     first = Message(**given)
     sent = [first, replace(first, message_id=uuid7())]
     rows = []
-    for message, way in zip(sent, (contextlib.nullcontext, connection.pipeline), strict=True):
+    ways: list[Callable[[], contextlib.AbstractContextManager[Any]]] = [contextlib.nullcontext, connection.pipeline]
+    for message, way in zip(sent, ways, strict=True):
         with way():
             if is_half:
                 half = HalfTransaction(
@@ -171,7 +172,8 @@ def test_only_a_connection_that_can_send_now_is_used(broker_url: str) -> None:
 
 
 def test_statements_that_travel_together_stop_at_the_first_error(connection: BrokerConnection) -> None:
-    for prepared in (None, {}):
+    names: dict[bytes, bytes] = {}
+    for prepared in (None, names, names):
         trip = RoundTrip(connection, "outbox", prepared=prepared)
         trip.send(Statement("BEGIN"))
         trip.send(Statement("SELECT %(n)s::integer, NULL, true, %(n)s::integer + 1"), {"n": b"7"})

@@ -37,7 +37,7 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.utils import IntegrityError, OperationalError
 from psycopg import Error as DriverError
 
-from outbox.broker.database.connection import is_ended
+from outbox.broker.database.sender import text_array
 from outbox.broker.database.statement import Statement
 from outbox.contrib.django.database.columns import read_uuid, stored_uuid
 from outbox.contrib.django.database.database_errors import repeated
@@ -315,7 +315,7 @@ class InboxEntries:
                 **self._key_as_text(),
                 "lock": lock.encode(),
                 "idle": self._idle,
-                "message_ids": str(message_ids[0]).encode() if is_one else _array(sorted(message_ids)),
+                "message_ids": str(message_ids[0]).encode() if is_one else text_array(sorted(message_ids)),
             }
             rows = self._short.begin(_ENTER_ONE if is_one else _ENTER_ALL, values, prepare=is_one)
             return {UUID(value.decode()) for (value,) in rows if value is not None}
@@ -421,7 +421,7 @@ class InboxEntries:
     def _commit(self, short: ShortTransaction, deliveries: Sequence[Delivery]) -> bool:
         if not deliveries:
             return short.commit(None, {})
-        ids = _array([delivery.message_id for delivery in deliveries])
+        ids = text_array([delivery.message_id for delivery in deliveries])
         return short.commit(_ALL_THERE, {**self._key_as_text(), "count": b"%d" % len(deliveries), "message_ids": ids})
 
     def still_there(self, deliveries: Sequence[Delivery]) -> set[UUID]:
@@ -446,10 +446,6 @@ class InboxEntries:
         with self._connection.cursor() as cursor:
             cursor.execute(statement, parameters)
             return {read_uuid(value) for (value,) in cursor.fetchall()}
-
-
-def _array(values: Sequence[UUID]) -> bytes:
-    return b"{%s}" % ",".join(map(str, values)).encode()
 
 
 def handled(
