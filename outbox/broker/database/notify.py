@@ -7,6 +7,7 @@ statement, after the commit that it announces. One NOTIFY announces a burst of c
 from __future__ import annotations
 
 import enum
+import functools
 import logging
 import select
 import socket
@@ -17,7 +18,7 @@ from psycopg import sql
 
 from outbox.broker.database.connection import Connection
 from outbox.broker.database.executor import Executor
-from outbox.broker.database.statement import Request, Statement
+from outbox.broker.database.statement import Request
 from outbox.errors import BrokerUnavailable
 from outbox.utils.backoff import Backoff
 
@@ -42,23 +43,20 @@ class Channel(enum.StrEnum):
         return f"{schema}_{self.value}"
 
 
-# If a notification is lost, no message is lost. So the transaction of a notification does not wait for the disk.
-_NOTIFY = Statement("SELECT set_config('synchronous_commit', 'off', true), pg_notify(%(channel)s, '')")
-
-
 def notify(run: Executor, channel: Channel) -> bool:
     """Send a notification on an autocommit connection, and return whether it was sent.
 
     An error is logged and ignored.
     """
     try:
-        run.execute(_NOTIFY, {"channel": channel.name_in(run.schema)}, prepare=True)
+        run.connection.execute(announcement(run.schema, channel).text)
     except (psycopg.Error, BrokerUnavailable) as error:
         logger.debug("a notification on channel %s was not sent: %s", channel.name_in(run.schema), error)
         return False
     return True
 
 
+@functools.cache
 def announcement(schema: str, channel: Channel) -> Request:
     """Return the notification as a request for a connection that does not wait for answers."""
     # The server does not plan a NOTIFY command. The commit has written no data, so it does not wait for the disk,
