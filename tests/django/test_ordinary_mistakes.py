@@ -11,7 +11,8 @@ from django.db import DatabaseError, connections, transaction
 from django.test.utils import CaptureQueriesContext
 
 from outbox import Delivery
-from outbox.broker.database.statement import UUID_, UUIDS, Statement
+from outbox.broker.database.arrays import UUIDS
+from outbox.broker.database.statement import UUID_, Statement
 from outbox.contrib.django import publish, run_check_back, subscriber, transactional_message
 from outbox.contrib.django.ledger import ledger
 from outbox.errors import OutboxError, PermanentError, TransactionUsageError
@@ -194,7 +195,7 @@ def test_sqlite_a_rollback_by_hand_then_publish_is_not_sent_at_once() -> None:
 def test_a_row_that_was_read_on_a_replica_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The statement asks where it is: a server in recovery says nothing."""
     asks = "NOT pg_is_in_recovery()"
-    one, several = (found.on("public").decode() for found in (ledger._COMMITTED_ONE, ledger._COMMITTED_POSTGRESQL))
+    one, several = (found.text for found in (ledger._COMMITTED_ONE, ledger._COMMITTED_POSTGRESQL))
     assert asks in one and asks in several
     with transaction.atomic():
         publish("orders", {}, key="k")

@@ -16,6 +16,7 @@ from typing import Final
 from uuid import UUID
 
 from outbox.broker.database.executor import BinaryValue
+from outbox.broker.database.statement import Type
 
 _HEADER: Final = struct.Struct("!iiIii")
 _LENGTH: Final = struct.Struct("!i").pack
@@ -29,6 +30,10 @@ _INT4, _INT8, _TEXT, _BYTEA, _UUID, _TIMESTAMPTZ, _JSONB, _XID8, _FLOAT8 = 23, 2
 def uuids(values: Sequence[UUID]) -> BinaryValue:
     """uuid[]"""
     return _array(_UUID, len(values), b"".join([b"\x00\x00\x00\x10" + value.bytes for value in values]))
+
+
+# The type of a parameter of a statement that declares its types.
+UUIDS: Final = Type(2951, uuids)
 
 
 def texts(values: Iterable[str]) -> BinaryValue:

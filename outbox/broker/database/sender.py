@@ -18,7 +18,6 @@ import select
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
-from uuid import UUID
 
 import psycopg
 from psycopg import abc
@@ -216,28 +215,26 @@ def _by_cursor(connection: Connection, text: bytes, values: Sequence[Any]) -> Ro
 # -- several statements in one round trip ----------------------------------------------------------
 
 
-def text_array(values: Sequence[int | UUID]) -> bytes:
-    """Return the text of an array of integers, transaction ids or UUIDs."""
-    return b"{%s}" % ",".join(map(str, values)).encode()
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Sent:
     """A sent command without its answer.
 
-    `text` and `name` are set if the command prepares a statement. `adapter` is set if psycopg converts the rows.
+    `text` and `name` are set if the command prepares a statement. `loads`: the loaders of the columns; empty if they
+    are not declared. `adapter` is set if psycopg converts the rows.
     """
 
     text: bytes = b""
     name: bytes = b""
+    loads: Sequence[Callable[[bytes], Any]] = ()
     adapter: abc.Transformer | None = None
 
 
 class RoundTrip:
     """A sender of several statements on one connection, outside psycopg's own pipeline mode. Not thread-safe.
 
-    It uses libpq's pipeline. `send` sends and returns values as text: the caller converts the few types that it uses.
-    `send_adapted` is for a statement that returns many rows: psycopg converts parameters and rows in C.
+    It uses libpq's pipeline. A statement that declares no types takes and returns values as text: the caller converts
+    the few types that it uses. `send_adapted` is for a statement that returns many rows: psycopg converts parameters
+    and rows in C.
 
     `prepared`: the names of the statements that the connection has already prepared, by their text; the object adds the
     statements that it prepares. With None it prepares none, as behind a pooler in transaction mode.
@@ -250,16 +247,19 @@ class RoundTrip:
         self._sent: list[_Sent] = []
         self._cursor: psycopg.RawCursor[Any] | None = None
 
-    def send(self, statement: Statement, parameters: Mapping[str, bytes | None] | None = None) -> int:
+    def send(self, statement: Statement, parameters: Mapping[str, Any] | None = None) -> int:
         """Add a statement and return its number. The statement is sent now or, at the latest, by `finish`."""
-        pgconn = self._pipeline()
         text, names = statement.numbered(self._schema)
         values = [parameters[name] for name in names] if parameters is not None else []
+        types, formats = statement.oids or None, statement.formats or None
+        if types is not None:
+            values = statement.dumped_all(values)
+        pgconn = self._pipeline()
         if self._prepared is None:
-            pgconn.send_query_params(text, values)
+            pgconn.send_query_params(text, values, types, formats)
         else:
-            pgconn.send_query_prepared(self._name(self._prepared, text), values)
-        return self._add(_Sent())
+            pgconn.send_query_prepared(self._name(self._prepared, text, types), values, formats)
+        return self._add(_Sent(loads=statement.loads))
 
     def send_adapted(self, statement: Statement, parameters: Mapping[str, Any]) -> int:
         """Do the same as `send`, but psycopg converts the parameters and the rows, as with `raw_cursor_on`.
@@ -325,7 +325,7 @@ class RoundTrip:
             elif error is None and number < len(sent):
                 one = sent[number]
                 if not one.name:
-                    rows.append(_rows(result, one.adapter))
+                    rows.append(_rows(result, one))
                 elif self._prepared is not None:
                     self._prepared[one.text] = one.name
         if pgconn.status == ConnStatus.OK:
@@ -381,10 +381,12 @@ class RoundTrip:
         return error_from_result(result, encoding=self._connection.info.encoding)
 
 
-def _rows(result: PGresult, adapter: abc.Transformer | None) -> list[Row]:
-    if adapter is not None:
-        adapter.set_pgresult(result)
-        return adapter.load_rows(0, result.ntuples, tuple)
+def _rows(result: PGresult, sent: _Sent) -> list[Row]:
+    if sent.loads:
+        return _loaded(result, sent.loads)
+    if sent.adapter is not None:
+        sent.adapter.set_pgresult(result)
+        return sent.adapter.load_rows(0, result.ntuples, tuple)
     columns = range(result.nfields)
     return [tuple(result.get_value(row, column) for column in columns) for row in range(result.ntuples)]
 

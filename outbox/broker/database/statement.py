@@ -2,9 +2,9 @@
 
     _ADD = Statement("INSERT INTO {schema}.t (id, name) VALUES ($1, $2) RETURNING n", (UUID_, TEXT), (INTEGER,))
 
-A statement on a hot path declares its types, and has numbered parameters. The sender (sender.py) then needs no cursor
-of psycopg, which would find out the type of each value on each execution, and often leave the type to the server. All
-other statements have named parameters (`%(name)s`), and an `Executor` executes them.
+A statement on a hot path declares its types. The sender (sender.py) then needs no cursor of psycopg, which would find
+out the type of each value on each execution, and often leave the type to the server. Parameters are numbered, or named
+(`%(name)s`) if a cursor executes the statement, too. An `Executor` executes all other statements.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 import struct
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
@@ -26,10 +26,15 @@ from outbox.errors import ConfigurationError
 # Channel names contain the schema's name and must fit into PostgreSQL's 63 bytes.
 _SCHEMA: Final = re.compile(r"[a-z_][a-z0-9_]{0,47}")
 _PARAMETER: Final = re.compile(rb"%(?:\((\w+)\)s|%)")
+_NAME: Final = re.compile(r"%\((\w+)\)s")
 _EPOCH: Final = datetime(2000, 1, 1, tzinfo=UTC)
 _MICROSECOND: Final = timedelta(microseconds=1)
 # The errors of a value that does not have the declared type. psycopg then sends the value.
 _OTHER_TYPE: Final = (TypeError, ValueError, AttributeError, OverflowError, struct.error)
+
+
+def _not_needed(_: Any) -> Any:
+    raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,16 +42,8 @@ class Type:
     """A type of PostgreSQL: its oid, the binary form of a value, and the value of a text form."""
 
     oid: int
-    dump: Callable[[Any], bytes]
-    load: Callable[[bytes], Any]
-
-
-def _no_load(_: bytes) -> Any:
-    raise NotImplementedError
-
-
-def _no_dump(_: Any) -> bytes:
-    raise NotImplementedError
+    dump: Callable[[Any], bytes] = _not_needed
+    load: Callable[[bytes], Any] = _not_needed
 
 
 def _dump_time(moment: datetime) -> bytes:
@@ -54,29 +51,36 @@ def _dump_time(moment: datetime) -> bytes:
 
 
 BOOLEAN: Final = Type(16, struct.Struct("?").pack, b"t".__eq__)
-BYTEA: Final = Type(17, bytes, _no_load)
+BYTEA: Final = Type(17, bytes)
 BIGINT: Final = Type(20, struct.Struct("!q").pack, int)
 INTEGER: Final = Type(23, struct.Struct("!i").pack, int)
 TEXT: Final = Type(25, str.encode, bytes.decode)
 OID: Final = Type(26, struct.Struct("!I").pack, int)
 FLOAT8: Final = Type(701, struct.Struct("!d").pack, float)
-TIMESTAMPTZ: Final = Type(1184, _dump_time, _no_load)
-NUMERIC: Final = Type(1700, _no_dump, lambda text: Decimal(text.decode()))
+TIMESTAMPTZ: Final = Type(1184, _dump_time)
+NUMERIC: Final = Type(1700, load=lambda text: Decimal(text.decode()))
 UUID_: Final = Type(2950, lambda value: value.bytes, lambda text: uuid.UUID(text.decode()))
-# The values are arrays in binary form (arrays.py).
-UUIDS: Final = Type(2951, bytes, _no_load)
 
 
 class Statement:
     """One SQL statement written with `{schema}` before every table of the broker.
 
-    `parameters` and `columns`: the types of its parameters and of the columns of its rows, if it declares them.
+    `parameters` and `columns`: the types of its parameters and of the columns of its rows, if it declares them. The
+    types of named parameters are given by name.
     """
 
-    __slots__ = ("_cache", "_numbered", "_text", "dumps", "formats", "loads", "oids")
+    __slots__ = ("_cache", "_numbered", "dumps", "formats", "loads", "oids", "text")
 
-    def __init__(self, text: LiteralString, parameters: Sequence[Type] = (), columns: Sequence[Type] = ()) -> None:
-        self._text = text
+    def __init__(
+        self,
+        text: LiteralString,
+        parameters: Sequence[Type] | Mapping[str, Type] = (),
+        columns: Sequence[Type] = (),
+    ) -> None:
+        self.text = text
+        if isinstance(parameters, Mapping):
+            # In the order of the numbers that `numbered` gives the names.
+            parameters = [parameters[name] for name in dict.fromkeys(_NAME.findall(text))]
         self._cache: dict[str, bytes] = {}
         self._numbered: dict[str, tuple[bytes, tuple[str, ...]]] = {}
         self.oids = [parameter.oid for parameter in parameters]
@@ -88,7 +92,7 @@ class Statement:
         """Return the statement for one schema. Raises ConfigurationError when the schema's name is not allowed."""
         text = self._cache.get(schema)
         if text is None:
-            text = sql.SQL(self._text).format(schema=sql.Identifier(check_schema_name(schema))).as_bytes(None)
+            text = sql.SQL(self.text).format(schema=sql.Identifier(check_schema_name(schema))).as_bytes(None)
             self._cache[schema] = text
         return text
 
@@ -111,12 +115,16 @@ class Statement:
         except _OTHER_TYPE:
             return None
 
-    def request(self, schema: str, values: Sequence[Any], what: str) -> Request:
-        """Return the statement with its values as a request. Raises TypeError for a value of another type."""
+    def dumped_all(self, values: Sequence[Any]) -> list[bytes | None]:
+        """Return the binary forms of the values. Raises TypeError if a value does not have the declared type."""
         dumped = self.dumped(values)
         if dumped is None:
-            raise TypeError(f"{what}: the values {values!r} do not have the types of the statement")
-        return Request(self.on(schema), tuple(dumped), what, oids=tuple(self.oids))
+            raise TypeError(f"the values {values!r} do not have the types of the statement {self.text}")
+        return dumped
+
+    def request(self, schema: str, values: Sequence[Any], what: str) -> Request:
+        """Return the statement with its values as a request."""
+        return Request(self.on(schema), tuple(self.dumped_all(values)), what, oids=tuple(self.oids))
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ from outbox.broker.database.arrays import uuids
 from outbox.broker.database.connection import BrokerDatabase, Connection
 from outbox.broker.database.executor import Executor, Snapshot
 from outbox.broker.database.notify import Channel
-from outbox.broker.database.sender import AfterTick, RoundTrip, Row, text_array
+from outbox.broker.database.sender import AfterTick, RoundTrip, Row
 from outbox.broker.database.statement import Statement
 from outbox.broker.sequencer.key_order import Key
 from outbox.broker.sequencer.takeover import BEGIN_REPEATABLE, COMMIT, TICK_SETTINGS, TickState, adopt
@@ -391,14 +391,14 @@ class Sequencer:
             "tick_id": b"%d" % state.tick_id,
             "incarnation": b"%d" % state.incarnation,
             "life": state.life.bytes.hex().encode(),
-            "fifo_topics": text_array(state.fifo_topics),
+            "fifo_topics": _array(state.fifo_topics),
             "parked": state.newest_parked,
             "is_waiting": _boolean(not state.order.is_idle),
             "is_asking": _boolean(asks),
             "is_full": _boolean((state.tick_id + 1) % FULL_EVERY == 0),
             "has_looked": _boolean(plan.has_looked),
-            "hold": text_array(plan.hold),
-            "release": text_array(plan.release),
+            "hold": _array(plan.hold),
+            "release": _array(plan.release),
         }
         return trip.send(_TICK, parameters)
 
@@ -438,9 +438,9 @@ class Sequencer:
         return {
             "snapshot": state.snapshot.text.encode(),
             "xmax": b"%d" % state.snapshot.xmax,
-            "xip": text_array(state.snapshot.in_progress),
+            "xip": _array(state.snapshot.in_progress),
             "half_xmax": b"%d" % state.half_snapshot.xmax,
-            "half_xip": text_array(state.half_snapshot.in_progress),
+            "half_xip": _array(state.half_snapshot.in_progress),
             "due_from": state.due_from,
             "batch": b"%d" % self._batch,
         }
@@ -504,6 +504,11 @@ class Sequencer:
         blockers = state.order.hints(self._clock(), HINT_AFTER_SECONDS)
         if blockers:
             half_scan.hint_checks(Executor(connection, self._schema), blockers, settings=self._check)
+
+
+def _array(values: Sequence[int]) -> bytes:
+    """Return the text of an array of integers or transaction ids."""
+    return b"{%s}" % ",".join(map(str, values)).encode()
 
 
 def _boolean(value: bool) -> bytes:

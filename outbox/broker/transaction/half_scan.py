@@ -15,10 +15,10 @@ from uuid import UUID
 
 from psycopg.errors import UniqueViolation
 
-from outbox.broker.database.arrays import uuids, xids
+from outbox.broker.database.arrays import UUIDS, xids
 from outbox.broker.database.executor import Executor, Snapshot
 from outbox.broker.database.sender import first_row
-from outbox.broker.database.statement import INTEGER, UUIDS, Request, Statement
+from outbox.broker.database.statement import INTEGER, Request, Statement
 from outbox.broker.database.timeouts import lifted
 from outbox.transaction import CheckSettings
 
@@ -182,7 +182,7 @@ def hint_checks(run: Executor, ids: Sequence[UUID], *, settings: CheckSettings) 
 
     Before the immunity of a transaction ends, such a check writes no tombstone.
     """
-    row = first_row(run, _HINT, (uuids(ids), settings.immunity_seconds))
+    row = first_row(run, _HINT, (list(ids), settings.immunity_seconds))
     assert row is not None
     return int(row[0])
 
@@ -199,5 +199,5 @@ def list_waiting(run: Executor, group: str | None = None, *, parked: bool = Fals
 
 def hint_request(schema: str, transaction_id: UUID, *, settings: CheckSettings) -> Request:
     """Return `hint_checks` for one transaction as a request, for a sender that does not wait for the answer."""
-    values = (uuids([transaction_id]), settings.immunity_seconds)
+    values = ([transaction_id], settings.immunity_seconds)
     return _HINT.request(schema, values, f"the request for an early check of {transaction_id}")

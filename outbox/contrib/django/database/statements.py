@@ -30,7 +30,7 @@ def rows_of(connection: BaseDatabaseWrapper, statement: Statement, ids: UUID | l
     """
     watch = watch_of(connection)
     raw = connection.connection
-    text = statement.on(_NO_SCHEMA).decode()
+    text = statement.text
     if is_watched(connection, watch) or not isinstance(raw, Connection) or not can_send(raw):
         with connection.cursor() as cursor:
             cursor.execute(text.replace("$1", "%s"), [ids])

@@ -17,8 +17,9 @@ from uuid import UUID
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.utils import DatabaseError
 
+from outbox.broker.database.arrays import UUIDS
 from outbox.broker.database.sender import note_backend
-from outbox.broker.database.statement import INTEGER, OID, TEXT, UUID_, UUIDS, Statement
+from outbox.broker.database.statement import INTEGER, OID, TEXT, UUID_, Statement
 from outbox.contrib.django.database import deadline
 from outbox.contrib.django.database.columns import read_uuid, stored_uuid
 from outbox.contrib.django.database.statements import rows_of

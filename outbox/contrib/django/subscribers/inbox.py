@@ -37,8 +37,8 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.utils import IntegrityError, OperationalError
 from psycopg import Error as DriverError
 
-from outbox.broker.database.sender import text_array
-from outbox.broker.database.statement import Statement
+from outbox.broker.database.arrays import UUIDS
+from outbox.broker.database.statement import INTEGER, TEXT, UUID_, Statement
 from outbox.contrib.django.database.columns import read_uuid, stored_uuid
 from outbox.contrib.django.database.database_errors import repeated
 from outbox.contrib.django.database.django_internals import rollback_cause
@@ -230,23 +230,28 @@ WHERE set_config('lock_timeout', %(lock)s, true) IS NOT NULL
 ON CONFLICT DO NOTHING
 RETURNING message_id
 """
+_KEY_TYPES: Final = {"group": TEXT, "generation": INTEGER}
+_ONE_TYPES: Final = {**_KEY_TYPES, "lock": TEXT, "idle": TEXT, "message_ids": UUID_}
 # PostgreSQL plans the statement for one message faster than the statement for a batch. The ids of a batch are sorted,
 # so two batches cannot deadlock.
-_ENTER_ONE_TEXT: Final = _ENTER.format(ids="%(message_ids)s::uuid")
-_ENTER_ALL_TEXT: Final = _ENTER.format(ids="unnest(%(message_ids)s::uuid[])")
-_ENTER_ONE: Final = Statement(_ENTER_ONE_TEXT)
+_ENTER_ONE: Final = Statement(_ENTER.format(ids="%(message_ids)s::uuid"), _ONE_TYPES, (UUID_,))
+_ENTER_ALL: Final = Statement(
+    _ENTER.format(ids="unnest(%(message_ids)s::uuid[])"), {**_ONE_TYPES, "message_ids": UUIDS}, (UUID_,)
+)
 # The statement of a message that joins a transaction. A shorter statement_timeout of the project stays.
 _LIMIT: Final = f"""AND set_config('statement_timeout', CASE
     WHEN current_setting('statement_timeout')::interval BETWEEN '1ms' AND '{STATEMENT_MILLISECONDS}ms'
     THEN current_setting('statement_timeout') ELSE '{STATEMENT_MILLISECONDS}ms' END, true) IS NOT NULL
 ON CONFLICT"""
-_JOIN: Final = Statement(_ENTER_ONE_TEXT.replace("ON CONFLICT", _LIMIT))
-_ENTER_ALL: Final = Statement(_ENTER_ALL_TEXT)
+_JOIN: Final = Statement(_ENTER_ONE.text.replace("ON CONFLICT", _LIMIT), _ONE_TYPES, (UUID_,))
 # The statement divides by zero, and so fails, if a row is missing.
-_ALL_THERE: Final = Statement("""
+_ALL_THERE: Final = Statement(
+    """
 SELECT 1 / (count(*) = %(count)s::integer)::integer FROM outbox_inbox
 WHERE consumer_group = %(group)s AND generation = %(generation)s::integer AND message_id = ANY (%(message_ids)s::uuid[])
-""")
+""",
+    {**_KEY_TYPES, "count": INTEGER, "message_ids": UUIDS},
+)
 
 _INSERT: Final = "INSERT INTO outbox_inbox (consumer_group, generation, message_id) VALUES (%s, %s, %s)"
 _INSERT_SQLITE: Final = f"{_INSERT} ON CONFLICT DO NOTHING"
@@ -275,7 +280,7 @@ class InboxEntries:
         self._key: list[Any] = [group, generation]
         self._short: ShortTransaction | None = None
         # The limit of idle_in_transaction_session_timeout for this transaction, in milliseconds.
-        self._idle = b""
+        self._idle = ""
         # True as soon as no work remains except COMMIT. If the call fails while this is True, the error occurred in
         # COMMIT or after COMMIT.
         self.is_confirmed = False
@@ -304,31 +309,19 @@ class InboxEntries:
     def _enter_all(self, message_ids: Sequence[UUID], lock_seconds: float, idle_seconds: float) -> set[UUID]:
         lock, idle = (str(max(1, round(seconds * 1000))) for seconds in (lock_seconds, idle_seconds))
         is_one = len(message_ids) == 1
+        statement = _ENTER_ONE if is_one else _ENTER_ALL
+        given = message_ids[0] if is_one else sorted(message_ids)
+        values = {**self._named_key(), "lock": lock, "idle": idle, "message_ids": given}
         watch = watch_of(self._connection)
         if ShortTransaction.is_possible(self._connection, watch):
             # The watch of the connection does not see this BEGIN, so report the BEGIN to the watch. Otherwise the watch
             # would assume that the transaction does not belong to the block.
             watch.note_begun()
             self._short = ShortTransaction(self._connection)
-            self._idle = idle.encode()
-            values = {
-                **self._key_as_text(),
-                "lock": lock.encode(),
-                "idle": self._idle,
-                "message_ids": str(message_ids[0]).encode() if is_one else text_array(sorted(message_ids)),
-            }
-            rows = self._short.begin(_ENTER_ONE if is_one else _ENTER_ALL, values, prepare=is_one)
-            return {UUID(value.decode()) for (value,) in rows if value is not None}
-        group, generation = self._key
-        parameters = {
-            "group": group,
-            "generation": generation,
-            "lock": lock,
-            "idle": idle,
-            "message_ids": message_ids[0] if is_one else sorted(message_ids),
-        }
+            self._idle = idle
+            return {row[0] for row in self._short.begin(statement, values, prepare=is_one)}
         with self._connection.cursor() as cursor:
-            cursor.execute(_ENTER_ONE_TEXT if is_one else _ENTER_ALL_TEXT, parameters)
+            cursor.execute(statement.text, values)
             return {row[0] for row in cursor.fetchall()}
 
     def _enter_on_mariadb(self, message_ids: Sequence[UUID], lock_seconds: float) -> set[UUID]:
@@ -349,10 +342,10 @@ class InboxEntries:
         """Set savepoint `number` and write the inbox row of a delivery. Return whether the row is new."""
         assert self._short is not None
         values = {
-            **self._key_as_text(),
-            "lock": b"%d" % LOCK_MILLISECONDS,
+            **self._named_key(),
+            "lock": str(LOCK_MILLISECONDS),
             "idle": self._idle,
-            "message_ids": str(delivery.message_id).encode(),
+            "message_ids": delivery.message_id,
         }
         return bool(self._short.savepoint(number, _JOIN, values))
 
@@ -365,9 +358,9 @@ class InboxEntries:
         assert self._short is not None
         self._short.roll_back_to(number)
 
-    def _key_as_text(self) -> dict[str, bytes]:
+    def _named_key(self) -> dict[str, Any]:
         group, generation = self._key
-        return {"group": group.encode(), "generation": b"%d" % generation}
+        return {"group": group, "generation": generation}
 
     def _enter_one(self, message_id: UUID) -> bool:
         parameters = [*self._key, stored_uuid(self._connection, message_id)]
@@ -421,8 +414,8 @@ class InboxEntries:
     def _commit(self, short: ShortTransaction, deliveries: Sequence[Delivery]) -> bool:
         if not deliveries:
             return short.commit(None, {})
-        ids = text_array([delivery.message_id for delivery in deliveries])
-        return short.commit(_ALL_THERE, {**self._key_as_text(), "count": b"%d" % len(deliveries), "message_ids": ids})
+        ids = [delivery.message_id for delivery in deliveries]
+        return short.commit(_ALL_THERE, {**self._named_key(), "count": len(ids), "message_ids": ids})
 
     def still_there(self, deliveries: Sequence[Delivery]) -> set[UUID]:
         """Return the messages whose rows are committed although the attempt failed, because the handler ran COMMIT."""

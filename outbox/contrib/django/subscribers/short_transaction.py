@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Final
+from typing import Any, Final
 
 from django.db.backends.base.base import BaseDatabaseWrapper
 from psycopg import Connection, pq
@@ -60,7 +60,7 @@ class ShortTransaction:
             and _status(raw) == pq.TransactionStatus.IDLE
         )
 
-    def begin(self, statement: Statement, values: Mapping[str, bytes], *, prepare: bool) -> list[Row]:
+    def begin(self, statement: Statement, values: Mapping[str, Any], *, prepare: bool) -> list[Row]:
         """Begin the transaction with this statement, and return the statement's rows.
 
         `prepare`: prepare the statement if the connection allows it. Django does not see the BEGIN.
@@ -74,7 +74,7 @@ class ShortTransaction:
                     self._trip.send(_ROLLBACK)
                 return self._begin(statement, values, prepare)
 
-    def _begin(self, statement: Statement, values: Mapping[str, bytes], prepare: bool) -> list[Row]:
+    def _begin(self, statement: Statement, values: Mapping[str, Any], prepare: bool) -> list[Row]:
         session = self._session
         is_known = session.is_read_committed is not None
         if is_known and prepare and (prepared := prepared_on(self._raw)) is not None:
@@ -98,7 +98,7 @@ class ShortTransaction:
         """Whether the begun transaction may have the effects of several handler calls."""
         return bool(self._session.is_read_committed)
 
-    def savepoint(self, number: int, statement: Statement, values: Mapping[str, bytes]) -> list[Row]:
+    def savepoint(self, number: int, statement: Statement, values: Mapping[str, Any]) -> list[Row]:
         """Set a savepoint, then execute a statement, and return the statement's rows."""
         with self._connection.wrap_database_errors:
             self._trip.send(_savepoint("SAVEPOINT", number))
@@ -124,7 +124,7 @@ class ShortTransaction:
         """Whether the transaction can still commit, as far as the client knows."""
         return _status(self._connection.connection) == pq.TransactionStatus.INTRANS
 
-    def commit(self, check: Statement | None, values: Mapping[str, bytes]) -> bool:
+    def commit(self, check: Statement | None, values: Mapping[str, Any]) -> bool:
         """Run `check` and commit. If the check fails (with a division by zero), commit nothing and return False."""
         with self._connection.wrap_database_errors:
             if check is not None:
