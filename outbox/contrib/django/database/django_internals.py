@@ -15,7 +15,7 @@ from typing import Any, Final
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.transaction import Atomic
 
-# The function in which Django opens a connection and calls the receivers of connection_created.
+# The function in which Django opens a connection and sends the signal connection_created.
 CONNECT: Final[CodeType] = inspect.unwrap(BaseDatabaseWrapper.connect).__code__
 
 
