@@ -292,7 +292,7 @@ def test_each_column_of_the_broker_is_erased_or_has_no_content(outbox_settings: 
             " USING (table_schema, table_name) WHERE table_schema = 'outbox' AND table_type = 'BASE TABLE'"
             " AND (data_type IN ('text', 'jsonb', 'bytea') OR udt_name = '_text')"
         )
-    erased = {table: statement.on("outbox").decode() for table, statement in broker_erasing._PLACES}
+    erased = {table: statement.text for table, statement in broker_erasing._PLACES}
     left = {
         f"{table}.{column}"
         for table, column in columns

@@ -20,7 +20,7 @@ from psycopg import sql
 
 from outbox.broker.consumer.owned_queue import OwnedQueue, Subscribed
 from outbox.broker.database import arrays
-from outbox.broker.database.executor import Executor, raw_cursor_on
+from outbox.broker.database.executor import Executor, cursor_on
 from outbox.broker.database.statement import Statement
 from outbox.filters.conditions import (
     NUMBER,
@@ -222,9 +222,9 @@ class Fetcher:
     def fetch(self, run: Executor, wanted: Sequence[tuple[OwnedQueue, int]]) -> list[Row]:
         """Execute the statement of `request`, and return its rows."""
         statement, parameters = self.request(wanted)
-        text, names = statement.numbered(run.schema)
+        text, names = statement.on(run.schema)
         if self._cursor is None or self._cursor.connection is not run.connection:
-            self._cursor = raw_cursor_on(run.connection)
+            self._cursor = cursor_on(run.connection, contains_times=False)
         return self._cursor.execute(text, [parameters[name] for name in names]).fetchall()
 
     def request(self, wanted: Sequence[tuple[OwnedQueue, int]]) -> tuple[Statement, Mapping[str, Any]]:

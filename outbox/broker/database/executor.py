@@ -75,25 +75,18 @@ def time_of(text: str) -> datetime:
         return EARLIEST if text.startswith("-") or text.endswith("BC") else LATEST
 
 
-def cursor_on(connection: Connection) -> psycopg.Cursor[tuple[Any, ...]]:
-    """Return a cursor with server-side binding and plain tuples, regardless of the application's settings."""
-    cursor = psycopg.Cursor(connection, row_factory=tuple_row)
-    cursor.format = Format.BINARY
-    cursor.adapters.register_dumper(BinaryValue, PackedDumper)
-    cursor.adapters.register_loader(_TIMESTAMPTZ, _ContainedTime)
-    cursor.adapters.register_loader(_JSONB, _ContainedJson)
-    return cursor
+def cursor_on(connection: Connection, *, contains_times: bool = True) -> psycopg.RawCursor[tuple[Any, ...]]:
+    """Return a cursor for the texts of `Statement.on`, with plain tuples, regardless of the application's settings.
 
-
-def raw_cursor_on(connection: Connection) -> psycopg.RawCursor[tuple[Any, ...]]:
-    """Do the same as `cursor_on`, but for statements with numbered parameters (see Statement.numbered).
-
-    It loads times with the loader of psycopg, which is faster and refuses times that Python cannot hold.
+    With `contains_times=False`, it loads times with the loader of psycopg, which is faster and refuses times that
+    Python cannot hold.
     """
     cursor = psycopg.RawCursor(connection, row_factory=tuple_row)
     cursor.format = Format.BINARY
     cursor.adapters.register_dumper(BinaryValue, PackedDumper)
     cursor.adapters.register_loader(_JSONB, _ContainedJson)
+    if contains_times:
+        cursor.adapters.register_loader(_TIMESTAMPTZ, _ContainedTime)
     return cursor
 
 
@@ -118,7 +111,9 @@ class Executor:
         If `prepare` is None, psycopg decides, and prepares frequent statements. If `prepare` is False, PostgreSQL plans
         the statement with the actual values.
         """
-        return cursor_on(self.connection).execute(statement.on(self.schema), parameters, prepare=prepare)
+        text, names = statement.on(self.schema)
+        values = None if parameters is None else [parameters[name] for name in names]
+        return cursor_on(self.connection).execute(text, values, prepare=prepare)
 
     def row(
         self, statement: Statement, parameters: Mapping[str, Any] | None = None, *, prepare: bool | None = None

@@ -26,7 +26,7 @@ from psycopg.errors import InvalidSqlStatementName
 from psycopg.pq import ConnStatus, ExecStatus, Format, TransactionStatus
 
 from outbox.broker.database.connection import BrokerConnection, Connection
-from outbox.broker.database.executor import Executor, raw_cursor_on
+from outbox.broker.database.executor import Executor, cursor_on
 from outbox.broker.database.psycopg_internals import (
     PGconn,
     PGresult,
@@ -129,7 +129,7 @@ def first_row(run: Executor, statement: Statement, values: Sequence[Any]) -> Row
         if dumped is not None:
             rows = send_one(connection, run.schema, statement, dumped)
             return rows[0] if rows else None
-    return _by_cursor(connection, statement.on(run.schema), values)
+    return _by_cursor(connection, statement.on(run.schema)[0], values)
 
 
 def send_one(connection: Connection, schema: str, statement: Statement, dumped: list[bytes | None]) -> list[Row]:
@@ -137,7 +137,7 @@ def send_one(connection: Connection, schema: str, statement: Statement, dumped: 
 
     The caller has checked that `can_send` is true. Raises psycopg.Error.
     """
-    text = statement.on(schema)
+    text, _ = statement.on(schema)
     prepared = prepared_on(connection)
     if prepared is not None:
         try:
@@ -204,9 +204,9 @@ def _by_cursor(connection: Connection, text: bytes, values: Sequence[Any]) -> Ro
     try:
         cursor, of_encoding = free.pop()
     except IndexError:
-        cursor, of_encoding = raw_cursor_on(connection), encoding
+        cursor, of_encoding = cursor_on(connection, contains_times=False), encoding
     if encoding != of_encoding:
-        cursor = raw_cursor_on(connection)
+        cursor = cursor_on(connection, contains_times=False)
     row: Row | None = cursor.execute(text, values, prepare=True).fetchone()
     free.append((cursor, encoding))
     return row
@@ -249,7 +249,7 @@ class RoundTrip:
 
     def send(self, statement: Statement, parameters: Mapping[str, Any] | None = None) -> int:
         """Add a statement and return its number. The statement is sent now or, at the latest, by `finish`."""
-        text, names = statement.numbered(self._schema)
+        text, names = statement.on(self._schema)
         values = [parameters[name] for name in names] if parameters is not None else []
         types, formats = statement.oids or None, statement.formats or None
         if types is not None:
@@ -262,13 +262,13 @@ class RoundTrip:
         return self._add(_Sent(loads=statement.loads))
 
     def send_adapted(self, statement: Statement, parameters: Mapping[str, Any]) -> int:
-        """Do the same as `send`, but psycopg converts the parameters and the rows, as with `raw_cursor_on`.
+        """Do the same as `send`, but psycopg converts the parameters and the rows, as a cursor does.
 
         Raises psycopg.Error if psycopg cannot convert a parameter.
         """
         if self._cursor is None:
-            self._cursor = raw_cursor_on(self._connection)
-        text, names = statement.numbered(self._schema)
+            self._cursor = cursor_on(self._connection, contains_times=False)
+        text, names = statement.on(self._schema)
         adapter = Transformer(self._cursor)
         values = adapter.dump_sequence([parameters[name] for name in names], [PyFormat.AUTO] * len(names))
         types, formats = adapter.types, adapter.formats

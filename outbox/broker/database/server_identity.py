@@ -38,7 +38,7 @@ class ServerIdentity:
 # loader that the application uses for timestamps.
 _LOCK: Final = "SELECT pg_advisory_xact_lock(%s::bigint)"
 _SEEN: Final = """
-SELECT NOT pg_try_advisory_xact_lock(%s::bigint),
+SELECT NOT pg_try_advisory_xact_lock($1::bigint),
        extract(epoch FROM pg_postmaster_start_time())::numeric, current_database()::text
 """
 

@@ -69,7 +69,7 @@ class Statement:
     types of named parameters are given by name.
     """
 
-    __slots__ = ("_cache", "_numbered", "dumps", "formats", "loads", "oids", "text")
+    __slots__ = ("_cache", "dumps", "formats", "loads", "oids", "text")
 
     def __init__(
         self,
@@ -79,33 +79,26 @@ class Statement:
     ) -> None:
         self.text = text
         if isinstance(parameters, Mapping):
-            # In the order of the numbers that `numbered` gives the names.
+            # In the order of the numbers that `on` gives the names.
             parameters = [parameters[name] for name in dict.fromkeys(_NAME.findall(text))]
-        self._cache: dict[str, bytes] = {}
-        self._numbered: dict[str, tuple[bytes, tuple[str, ...]]] = {}
+        self._cache: dict[str, tuple[bytes, tuple[str, ...]]] = {}
         self.oids = [parameter.oid for parameter in parameters]
         self.formats = [Format.BINARY] * len(parameters)
         self.dumps = [parameter.dump for parameter in parameters]
         self.loads = [column.load for column in columns]
 
-    def on(self, schema: str) -> bytes:
-        """Return the statement for one schema. Raises ConfigurationError when the schema's name is not allowed."""
-        text = self._cache.get(schema)
-        if text is None:
-            text = sql.SQL(self.text).format(schema=sql.Identifier(check_schema_name(schema))).as_bytes(None)
-            self._cache[schema] = text
-        return text
+    def on(self, schema: str) -> tuple[bytes, tuple[str, ...]]:
+        """Return the statement for one schema, with `$1` for `%(name)s`, and the names in the order of the numbers.
 
-    def numbered(self, schema: str) -> tuple[bytes, tuple[str, ...]]:
-        """Return the statement for a raw cursor, with `$1` for `%(name)s`, and the names in the order of the numbers.
-
-        psycopg translates a statement of more than 4 KB anew on every execution.
+        psycopg would translate a statement of more than 4 KB anew on every execution. Raises ConfigurationError when
+        the schema's name is not allowed.
         """
-        found = self._numbered.get(schema)
+        found = self._cache.get(schema)
         if found is None:
+            named = sql.SQL(self.text).format(schema=sql.Identifier(check_schema_name(schema))).as_bytes(None)
             names: list[str] = []
-            text = _PARAMETER.sub(lambda match: _number(match, names), self.on(schema))
-            found = self._numbered[schema] = (text, tuple(names))
+            text = _PARAMETER.sub(lambda match: _number(match, names), named)
+            found = self._cache[schema] = (text, tuple(names))
         return found
 
     def dumped(self, values: Sequence[Any]) -> list[bytes | None] | None:
@@ -124,7 +117,7 @@ class Statement:
 
     def request(self, schema: str, values: Sequence[Any], what: str) -> Request:
         """Return the statement with its values as a request."""
-        return Request(self.on(schema), tuple(self.dumped_all(values)), what, oids=tuple(self.oids))
+        return Request(self.on(schema)[0], tuple(self.dumped_all(values)), what, oids=tuple(self.oids))
 
 
 @dataclass(frozen=True, slots=True)

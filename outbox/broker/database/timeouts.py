@@ -21,16 +21,16 @@ from outbox.broker.database.statement import Statement
 
 # PostgreSQL 17 introduced transaction_timeout.
 _LIFT: Final = """
-SELECT set_config(name, '0', %(local)s)
+SELECT set_config(name, '0', $1)
 FROM unnest(ARRAY['statement_timeout', 'lock_timeout', 'transaction_timeout', 'idle_in_transaction_session_timeout',
                   'idle_session_timeout']) AS name
 WHERE current_setting(name, true) IS NOT NULL
 """
-_LIFT_WHERE_DIRECT: Final = f"{_LIFT} AND pg_backend_pid() = %(told)s"
+_LIFT_WHERE_DIRECT: Final = f"{_LIFT} AND pg_backend_pid() = $2"
 _LIMIT: Final = "SELECT set_config('lock_timeout', '1s', true)"
 _LIMIT_SESSION: Final = "SELECT set_config('lock_timeout', '10s', false)"
 # The statements that lift the timeouts, for callers that send them together with other statements.
-LIFT: Final = Statement(_LIFT)
+LIFT: Final = Statement(_LIFT.replace("$1", "%(local)s"))
 
 
 def lift_for_session(connection: Connection) -> None:
@@ -51,7 +51,7 @@ def lift_where_direct(connection: Connection) -> bool:
     its session then has the timeouts of its role.
     """
     with cursor_on(connection) as cursor:
-        cursor.execute(_LIFT_WHERE_DIRECT, {"local": False, "told": connection.info.backend_pid})
+        cursor.execute(_LIFT_WHERE_DIRECT, [False, connection.info.backend_pid])
         return cursor.rowcount > 0
 
 
@@ -98,4 +98,4 @@ def lasts(connection: Connection) -> bool:
 
 def _lift(connection: Connection, *, local: bool) -> None:
     with cursor_on(connection) as cursor:
-        cursor.execute(_LIFT, {"local": local})
+        cursor.execute(_LIFT, [local])

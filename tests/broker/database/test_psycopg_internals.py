@@ -14,7 +14,7 @@ from psycopg.pq import ExecStatus
 import outbox
 from outbox.broker.database import psycopg_internals
 from outbox.broker.database.connection import BrokerConnection
-from outbox.broker.database.executor import raw_cursor_on
+from outbox.broker.database.executor import cursor_on
 from outbox.broker.database.psycopg_internals import (
     READY_R,
     READY_RW,
@@ -89,7 +89,7 @@ def test_an_error_has_the_class_and_the_state_of_the_server(connection: BrokerCo
 
 
 def test_a_transformer_has_the_loaders_of_its_cursor(connection: BrokerConnection) -> None:
-    adapter = Transformer(raw_cursor_on(connection))
+    adapter = Transformer(cursor_on(connection))
     values = adapter.dump_sequence([7, None], [PyFormat.AUTO] * 2)
     assert values[1] is None and adapter.types is not None and adapter.formats is not None
     text = b"SELECT $1::integer, $2::text, '[1]'::jsonb"

@@ -89,7 +89,8 @@ class _Explaining(Executor):
     ) -> psycopg.Cursor[tuple[Any, ...]]:
         explained = cursor_on(self.connection)
         with self.connection.transaction(force_rollback=True):
-            explained.execute(b"EXPLAIN (ANALYZE, FORMAT JSON) " + statement.on(self.schema), parameters)
+            text, names = statement.on(self.schema)
+            explained.execute(b"EXPLAIN (ANALYZE, FORMAT JSON) " + text, [(parameters or {})[name] for name in names])
             ((plan,),) = explained.fetchall()
         self.rows_read += _rows(plan[0]["Plan"])
         return super().execute(statement, parameters, prepare=prepare)

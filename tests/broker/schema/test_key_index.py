@@ -51,7 +51,9 @@ def fill(run: Executor) -> None:
 
 
 def plan(run: Executor, statement: Statement, values: dict[str, Any]) -> str:
-    rows = run.connection.execute(b"EXPLAIN " + statement.on("outbox"), values, prepare=False).fetchall()
+    text, names = statement.on("outbox")
+    cursor = psycopg.RawCursor(run.connection)
+    rows = cursor.execute(b"EXPLAIN " + text, [values[name] for name in names], prepare=False).fetchall()
     return "\n".join(line for (line,) in rows)
 
 
