@@ -82,7 +82,7 @@ def test_fetching_uses_primary_keys_with_any_statistics(orders: ConsumptionBench
     group = ConsumingGroup(1, "g", False)
     subscribed = group.subscribe(subscribe(filter="sql: amount > 1"), Seen(), 1)
     fetcher = Fetcher([subscribed])
-    statement = Statement("EXPLAIN (COSTS OFF) " + fetcher._statement._text)
+    statement = Statement("EXPLAIN (COSTS OFF) " + fetcher._statement.text)
     queue = OwnedQueue(Lease((1, 1), 1, 0.0, UUID(int=0)), group, subscribed, "orders/0", Position(0, 0))
     for prepare in (False, True):
         fetcher._statement = statement
