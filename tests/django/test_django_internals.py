@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from django.db import connections, transaction
@@ -64,7 +64,7 @@ def test_the_block_of_a_test_case_is_known() -> None:
     seen: list[bool] = []
 
     class Case(TestCase):
-        databases = frozenset({"default"})
+        databases: ClassVar[set[str]] = {"default"}
 
         def runTest(self) -> None:
             with transaction.atomic():
