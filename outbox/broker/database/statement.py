@@ -9,6 +9,7 @@ out the type of each value on each execution, and often leave the type to the se
 
 from __future__ import annotations
 
+import operator
 import re
 import struct
 import uuid
@@ -59,7 +60,7 @@ OID: Final = Type(26, struct.Struct("!I").pack, int)
 FLOAT8: Final = Type(701, struct.Struct("!d").pack, float)
 TIMESTAMPTZ: Final = Type(1184, _dump_time)
 NUMERIC: Final = Type(1700, load=lambda text: Decimal(text.decode()))
-UUID_: Final = Type(2950, lambda value: value.bytes, lambda text: uuid.UUID(text.decode()))
+UUID_: Final = Type(2950, operator.attrgetter("bytes"), lambda text: uuid.UUID(text.decode()))
 
 
 class Statement:
