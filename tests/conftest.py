@@ -39,6 +39,9 @@ ONE_WORKER = (
     "tests/celery/",
     "tests/crash_kit/",
     "tests/mistakes/",
+    # They have servers of their own.
+    "tests/rocketmq/test_checks.py",
+    "tests/rocketmq/test_left.py",
     "tests/rocketmq/",
     "tests/sample/",
     "tests/test_packaging",
@@ -46,6 +49,8 @@ ONE_WORKER = (
 )
 # All tests of one of these files read the same sources.
 SOURCES = ("tests/test_architecture.py", "tests/test_definitions.py", "tests/test_documents.py", "tests/test_layers.py")
+# Their servers take half a minute to start, and their tests minutes.
+LONGEST = ("tests/rocketmq/", "tests/spark/")
 # They take seconds in all, so a worker that takes them last ends no later than the others.
 SHORTEST = ("tests/core/", *SOURCES)
 # The roles of these tests belong to the whole server. With a server of their own, the workers need not share one.
@@ -82,9 +87,9 @@ def shares(path: Path) -> bool:
 
 @functools.cache
 def gate() -> frozenset[str]:
-    """The tests that gate.txt lists, without parameters."""
+    """The tests that gate.txt lists, with the parameters that it names."""
     lines = Path(__file__).with_name("gate.txt").read_text(encoding="utf-8").splitlines()
-    return frozenset(f"tests/{line}" for line in lines if line and not line.startswith("#"))
+    return frozenset(f"tests/{line}" for line in lines if line and not line.startswith("#") and " = " not in line)
 
 
 _folder = pytest.StashKey[Path]()
@@ -143,16 +148,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Mark what is listed in gate.txt; in a parallel run the longest units come first, and the shortest last."""
     listed = gate()
     for item in items:
-        if item.nodeid.partition("[")[0] in listed:
+        if item.nodeid in listed or item.nodeid.partition("[")[0] in listed:
             item.add_marker("gate")
+        if item.nodeid.startswith("tests/spark/"):
+            item.add_marker("spark")
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: _turn(item.nodeid, config.rootpath))
 
 
 def _turn(nodeid: str, root: Path) -> int:
     if nodeid.startswith(SHORTEST):
-        return 2
-    return 1 if unit_of_work(nodeid, root) == nodeid else 0
+        return 3
+    if nodeid.startswith(LONGEST):
+        return 0
+    return 2 if unit_of_work(nodeid, root) == nodeid else 1
 
 
 @pytest.hookimpl(optionalhook=True)
