@@ -32,7 +32,7 @@ PLAIN = format_named("plain", binding="kafka")
 _numbers = itertools.count()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def kafka(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kafka]:
     """A server that has started."""
     server = Kafka(tmp_path_factory.mktemp("kafka"))

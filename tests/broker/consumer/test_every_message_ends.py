@@ -227,7 +227,7 @@ def every_message_ends(
 @pytest.mark.slow
 @pytest.mark.parametrize("path", ["two_phase", pytest.param("atomic", marks=pytest.mark.soak)])
 def test_every_message_ends(bench: ConsumptionBench, path: str) -> None:
-    every_message_ends(bench, atomic=path == "atomic", seed=1, count=160, every=20, guilty=3)
+    every_message_ends(bench, atomic=path == "atomic", seed=1, count=81, every=20, guilty=3)
 
 
 @pytest.mark.soak
