@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -76,3 +77,32 @@ def process(
 def child(role: str, **options: Any) -> Any:
     """A broker or consumer process."""
     return process(["-m", "outbox.contrib.django.worker.child", role], **options)
+
+
+@dataclass(frozen=True)
+class Forking:
+    """Starts processes of a role one after the other, by fork (tests.django.forked_children)."""
+
+    process: subprocess.Popen[str]
+
+    def start(self, faults: str) -> int:
+        """The pid of a new process with these fault points."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{faults}\n")
+        self.process.stdin.flush()
+        return self._read()
+
+    def wait(self) -> int:
+        """The exit code of the process that was started last, or minus the number of its signal."""
+        return self._read()
+
+    def _read(self) -> int:
+        assert self.process.stdout is not None
+        return int(self.process.stdout.readline())
+
+
+@contextmanager
+def forking(role: str, **options: Any) -> Iterator[Forking]:
+    """Processes of a role, with the options of `process`."""
+    with process(["-m", "tests.django.forked_children", role], quiet=True, **options) as started:
+        yield Forking(started)

@@ -28,8 +28,7 @@ from outbox.contrib.django.models import ClaimEntry, InboxEntry, StepEntry
 from outbox.recall import RecallStatus
 from outbox.utils import faults
 from tests import support
-from tests.django.processes import child
-from tests.django.processes import process as forked
+from tests.django.processes import Forking, child, forking
 from tests.django.provider import Provider, provider
 from tests.django.shop.models import Effect
 
@@ -132,22 +131,18 @@ def wait_until_done(other: Provider, expected: list[str]) -> None:
 
 @dataclass(frozen=True)
 class Victims:
-    """Consumer processes that die at fault points, one after the other (tests.django.forked_consumers)."""
+    """Consumer processes that die at fault points, one after the other."""
 
     other: Provider
-    forking: subprocess.Popen[str]
+    forking: Forking
 
     def kill_at(self, point: str) -> list[str]:
         """Let a consumer die at a point, and return the orders that were there."""
-        assert self.forking.stdin is not None
-        assert self.forking.stdout is not None
         orders = [f"{point}-{number}" for number in (1, 2)]
         if point in OF_SLOW_CALLS:
             self.other.held |= {f"charge/{order}" for order in orders}
         place(*orders)
-        self.forking.stdin.write(f"{point}=kill@1\n")
-        self.forking.stdin.flush()
-        pid = int(self.forking.stdout.readline())
+        pid = self.forking.start(f"{point}=kill@1")
         if "settle" in point:
             try:
                 # Orders that an earlier process had begun may wait there, too.
@@ -156,7 +151,7 @@ class Victims:
                 os.kill(pid, signal.SIGKILL)
                 raise
             self.other.release()
-        assert int(self.forking.stdout.readline()) == -signal.SIGKILL, point
+        assert self.forking.wait() == -signal.SIGKILL, point
         self.other.release()
         end_terms()
         return orders
@@ -165,9 +160,8 @@ class Victims:
 @contextmanager
 def victims(other: Provider) -> Iterator[Victims]:
     variables = {"TEST_PROVIDER": other.url}
-    command = ["-m", "tests.django.forked_consumers"]
-    with forked(command, outbox={"SUBSCRIBER_MODULE": "slow"}, variables=variables, quiet=True) as forking:
-        yield Victims(other, forking)
+    with forking("consumer", outbox={"SUBSCRIBER_MODULE": "slow"}, variables=variables) as started:
+        yield Victims(other, started)
 
 
 def end_terms() -> None:

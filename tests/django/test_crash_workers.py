@@ -17,7 +17,7 @@ from outbox.broker.operations.audit import count_messages
 from outbox.contrib.django import publish
 from outbox.contrib.django.database.aliases import broker_connection
 from outbox.utils import faults
-from tests.django.processes import process
+from tests.django.processes import forking, process
 from tests.django.shop.models import Effect, Order
 from tests.django.state import rolled_back, stored
 from tests.django.support import end_messages_lost
@@ -36,6 +36,8 @@ WORKERS: Final = {
     "check": ["-m", "django", "outbox_worker", "--role", "check"],
     "consumer": ["-m", "outbox.contrib.django.worker.child", "consumer"],
 }
+# The same processes, for tests.django.forked_children.
+ROLES: Final = {"sequencer": "broker", "check": "check", "consumer": "consumer"}
 # No ordinary run passes it: broker/test_resync.py kills there.
 RESYNC: Final = "sequencer.mid_resync"
 # tests/sinks and test_receive.py kill there.
@@ -59,9 +61,9 @@ RELAY_STEPS: Final = [point for point in faults.POINTS if point.startswith("rela
 WORKER_STEPS: Final = [point for point in faults.POINTS if point.split(".")[0] in WORKERS and point != RESYNC]
 
 
-def worker(name: str, specification: str = "") -> AbstractContextManager[subprocess.Popen[str]]:
-    """A worker, with faults."""
-    return process(WORKERS[name], faults=specification, quiet=True)
+def worker(name: str) -> AbstractContextManager[subprocess.Popen[str]]:
+    """A worker."""
+    return process(WORKERS[name], quiet=True)
 
 
 def test_every_fault_point_is_armed() -> None:
@@ -145,6 +147,7 @@ class Scene:
     def __init__(self, name: str, stack: contextlib.ExitStack) -> None:
         self._name = name
         self._next = 0
+        self._victims = stack.enter_context(forking(ROLES[name]))
         for other in WORKERS:
             if other != name:
                 stack.enter_context(worker(other))
@@ -152,9 +155,9 @@ class Scene:
     def kill(self, point: str, visit: int = 1) -> None:
         """Half of the work waits for the process that is killed, half arrives while it runs."""
         self._work()
-        with worker(self._name, f"{point}=kill@{visit}") as victim:
-            self._work()
-            assert victim.wait(60) == -signal.SIGKILL, point
+        self._victims.start(f"{point}=kill@{visit}")
+        self._work()
+        assert self._victims.wait() == -signal.SIGKILL, point
 
     def settle(self) -> None:
         """Another process takes over; then everything must be as if there had been no kill."""

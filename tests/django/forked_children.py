@@ -1,7 +1,7 @@
-"""Starts consumer processes by fork, so that only the first one imports Django: for tests that kill many of them.
+"""Starts processes of a role by fork, so that only the first one imports Django: for tests that kill many of them.
 
-For each line on stdin, a specification of fault points (outbox.utils.faults), this process forks a consumer process,
-and writes its pid, and then its exit code, or minus the number of its signal.
+For each line on stdin, a specification of fault points (outbox.utils.faults), this process forks a child of the role
+that its argument names, and writes its pid, and then its exit code, or minus the number of its signal.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ def main() -> None:
     for line in sys.stdin:
         pid = os.fork()
         if pid == 0:
-            # The consumer stops if this process ends.
+            # The child stops if this process ends.
             os.environ[PARENT_VARIABLE] = str(os.getppid())
             faults.arm(line.strip())
-            os._exit(child.main(["consumer"]))
+            os._exit(child.main(sys.argv[1:]))
         print(pid, flush=True)
         _, status = os.waitpid(pid, 0)
         print(os.waitstatus_to_exitcode(status), flush=True)
