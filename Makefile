@@ -48,8 +48,8 @@ test: $(STAMP) ## Every guarantee, on real servers and processes
 	$(if $(BROWSER),,@echo 'No Chromium on the PATH: the page tests are left out.')
 	$(BIN)/python -m pytest -m '$(QUICK)' -n $(WORKERS) --durations 40 --durations-min 4
 
-# Its tests wait three quarters of their time: for a process that starts, a lease that ends, a server that comes back.
-gate: WORKERS := 6
+# Its tests compute a third of their time. They wait for a process that starts, a lease that ends, a server that is back.
+gate: WORKERS := 5
 # CI names the suites that rest on what has changed, for example AND='rocketmq or spark'.
 gate: $(STAMP) ## Of the slow tests, those that every change has to pass: planted faults and kill points
 	$(BIN)/python -m pytest -m '($(SLOW)) and gate and (not (rocketmq or kafka or spark)$(if $(AND), or $(AND)))' -o spark_workers=2 -n $(WORKERS) --durations 40 --durations-min 10
