@@ -136,7 +136,7 @@ def commit(folder: Path) -> None:
 
 
 def changed(folder: Path, *arguments: str) -> str:
-    script = [folder / ".ci" / "changed", *arguments]
+    script = [str(folder / ".ci" / "changed"), *arguments]
     return subprocess.run(script, check=True, capture_output=True, text=True).stdout.strip()
 
 
