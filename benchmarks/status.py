@@ -128,13 +128,13 @@ def measure(url: str) -> list[str]:
 
         def status() -> None:
             found = survey(run)
-            assert found.summary is not None
-            overview(run, found.summary)
+            assert found.state is not None
+            overview(run, found.state.summary)
 
         def scrape() -> None:
             found = survey(run)
-            assert found.summary is not None
-            state = ScrapeState(found.verdict, overview(run, found.summary), found.summary)
+            assert found.state is not None
+            state = ScrapeState(found.verdict, overview(run, found.state.summary), found.state.summary)
             collector = BrokerCollector(lambda: state)
             for metric in collector.collect():
                 assert metric.name

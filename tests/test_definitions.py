@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from outbox.broker.operations.conditions import Thresholds
 from outbox.contrib.django.settings.conf import (
     ENVIRONMENT,
     DeclaredForward,
@@ -22,9 +21,9 @@ from outbox.contrib.django.settings.conf import (
     TopicOptions,
 )
 from outbox.contrib.django.settings.definition import definitions
-from outbox.contrib.django.settings.tables import TABLES, names_of_tables, rendered
 from outbox.contrib.django.subscribers.registry import _OPTIONS, subscriber
 from outbox.subscription import Subscription
+from tests.house.tables import TABLES, names_of_tables, rendered, thresholds
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
@@ -69,7 +68,7 @@ def test_every_default_is_allowed_by_its_rule(kind: type) -> None:
 
 
 def test_thresholds_and_subscriber_options_have_meanings() -> None:
-    assert [item.name for item in fields(Thresholds) if not (item.metadata["meaning"] and item.metadata["unit"])] == []
+    assert [one.name for one in thresholds().values() if not (one.meaning and one.unit)] == []
     assert [item.name for item in fields(Subscription) if not item.metadata["meaning"]] == []
 
 
@@ -79,7 +78,7 @@ def test_thresholds_and_subscriber_options_have_meanings() -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_tables_of_a_page_are_those_of_the_definitions(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
-    assert text == rendered(text), "run: python -m outbox.contrib.django.settings.tables"
+    assert text == rendered(text), "run: python -m tests.house.tables"
 
 
 def test_every_table_is_on_one_page() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from django.core.management import CommandError, find_commands, get_commands, load_command_class
 
-from outbox.broker.operations.conditions import CATALOGUE
+from outbox.contrib.django.operations.additions import catalogue
 from spark import cli
 from tests.django import configured
 from tests.documents import (
@@ -81,16 +81,10 @@ def test_files_and_code_can_be_read(page: Path) -> None:
         configparser.ConfigParser().read_string(code)
 
 
-def test_every_condition_goes_to_the_pager_or_into_a_ticket() -> None:
-    text = text_of(DOCS / "operations" / "monitoring.md")
-    [tables] = re.findall(r"<!-- begin of the alerts -->(.*?)<!-- end of the alerts -->", text, re.DOTALL)
-    assert sorted(re.findall(r"`(\w+)`", tables)) == sorted(CATALOGUE)
-
-
 def test_every_condition_has_a_first_step() -> None:
     rows = [line for line in text_of(DOCS / "operations" / "incidents.md").splitlines() if line.startswith("| ")]
     named = [name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1])]
-    assert set(CATALOGUE) - set(named) == set()
+    assert set(catalogue()) - set(named) == set()
 
 
 # -- what the code names ---------------------------------------------------------------------------

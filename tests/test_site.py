@@ -13,8 +13,8 @@ import pytest
 
 import outbox.contrib.django
 from outbox import errors
-from outbox.broker.operations.conditions import CATALOGUE
 from outbox.contrib.django import message, scheduled, subscriber, transactional_message
+from outbox.contrib.django.operations.additions import catalogue
 from spark.comparison.classify import FAULTS, FindingClass
 from spark.comparison.remedies import REMEDIES
 from tests.wheel import ROOT
@@ -49,7 +49,7 @@ def test_the_reference_has_what_the_code_has(site: Path) -> None:
     classes = [kind for kind in vars(errors).values() if isinstance(kind, type) and kind.__module__ == errors.__name__]
     named = {
         "commands": [path.stem for path in (ROOT / "outbox/contrib/django/management/commands").glob("outbox_*.py")],
-        "conditions": list(CATALOGUE),
+        "conditions": list(catalogue()),
         "errors": [kind.__name__ for kind in classes],
         "metrics": [
             "outbox_condition",

@@ -18,7 +18,13 @@ from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.ledger import ledger
 from outbox.contrib.django.ledger.pruning import first_id_after, first_id_at, prune_ledgers
 from outbox.contrib.django.models import InboxEntry, LedgerIdentity
-from outbox.contrib.django.operations.comparing import CompareCounts, compare_when_due, found, run_compare, settle
+from outbox.contrib.django.operations.comparing import (
+    CompareCounts,
+    compare_when_due,
+    losses,
+    run_compare,
+    settle_losses,
+)
 from outbox.contrib.django.worker.workers import consumer_runtime
 from outbox.subscription import Start
 from outbox.utils.ids import uuid7
@@ -56,11 +62,11 @@ def test_lost_messages_are_counted_until_they_are_known_again_or_settled() -> No
     assert compare_when_due() is None
     _restore_broker_to_before(*lost)
     assert compare_when_due() == CompareCounts(lost_messages=2)
-    [one] = [one for one in found() if not one.is_clean]
+    [one] = losses()
     assert (sorted(one.ids), one.subject, one.alias) == (sorted(lost), "shop", "default")
     assert one.first_at and one.last_at and one.first_at <= one.last_at
     assert run_compare() == CompareCounts(lost_messages=2)
-    assert settle() == 2
+    assert settle_losses() == 2
     assert run_compare() == NOTHING
     _restore_broker_to_before(*kept)
     assert run_compare() == CompareCounts(lost_messages=1)
@@ -73,11 +79,11 @@ def test_a_pruned_ledger_names_the_span_that_is_unknown() -> None:
         assert prune_ledgers(older_than=later).ledger == 1
         _restore_broker_to_before(*lost)
         assert run_compare() == NOTHING
-        [one] = [one for one in found() if not one.is_clean]
+        [one] = losses()
         assert one.unproven_from and one.unproven_to and one.unproven_from < one.unproven_to
-        assert run_compare() == NOTHING and not all(one.is_clean for one in found())
-        settle()
-        assert all(one.is_clean for one in found())
+        assert run_compare() == NOTHING and losses()
+        settle_losses()
+        assert losses() == []
     finally:
         LedgerIdentity.objects.update(pruned_before=None)
 
@@ -128,7 +134,7 @@ def test_vanished_effects_are_counted_and_a_reset_brings_them_back() -> None:
     InboxEntry.objects.filter(message_id__in=list(newest)).delete()
     assert run_compare() == CompareCounts(lost_effects=3)
     assert run_compare() == CompareCounts(lost_effects=3)
-    [one] = [one for one in found() if not one.is_clean]
+    [one] = losses()
     assert one.first_at is not None
     with broker_connection() as (connection, schema):
         reset(Executor(connection, schema), "effects", "payments", one.first_at - timedelta(milliseconds=1))

@@ -26,11 +26,12 @@ from outbox import Delivery
 from outbox.broker.operations.conditions import Condition, Severity
 from outbox.contrib.django import publish, signals, subscriber
 from outbox.contrib.django.models import RaisedCondition
-from outbox.contrib.django.operations import additions, raised
+from outbox.contrib.django.operations import raised
 from outbox.contrib.django.operations import signals as sending
 from outbox.contrib.django.worker.workers import consumer_runtime
 from outbox.errors import PermanentError
 from tests.django.conftest import point_alias
+from tests.django.given_conditions import give
 from tests.django.processes import process
 from tests.django.support import sequence
 from tests.django.test_settling_commands import undecided
@@ -44,17 +45,17 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "operations" / "monitoring
 
 @pytest.fixture(autouse=True)
 def _only_rules_of_the_test(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(additions, "rules", {})
+    give(monkeypatch)
     yield
     for alias in ("default", "lite"):
         RaisedCondition.objects.using(alias).all().delete()
 
 
 @pytest.fixture
-def holds() -> list[Condition]:
+def holds(monkeypatch: pytest.MonkeyPatch) -> list[Condition]:
     """The conditions that hold in the application; the broker's own conditions do not count in these tests."""
     found: list[Condition] = []
-    additions.add_rule("saga_stalled", lambda run: list(found))
+    give(monkeypatch, saga_stalled=lambda: found)
     return found
 
 

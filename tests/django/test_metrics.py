@@ -21,16 +21,16 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from outbox import Delivery, Limits
 from outbox.broker.operations import audit
-from outbox.broker.operations.conditions import CATALOGUE
 from outbox.broker.operations.summary import GroupProgress, Summary
 from outbox.contrib.django import publish, subscriber
+from outbox.contrib.django.operations.additions import catalogue
 from outbox.contrib.django.operations.telemetry import state
 from outbox.contrib.django.operations.watching import audit_when_due
 from outbox.contrib.django.publishing.checkback import run_check_back
 from outbox.contrib.django.worker import probes
 from outbox.contrib.django.worker.periodic import passes
 from outbox.contrib.django.worker.workers import consumer_runtime
-from outbox.contrib.prometheus import collector, rules
+from outbox.contrib.prometheus import collector
 from outbox.contrib.prometheus.collector import BrokerCollector, ScrapeState
 from outbox.contrib.prometheus.recorder import MOST_PAIRS, MOST_TOPICS, OTHERS, PrometheusRecorder
 from outbox.utils import measures
@@ -38,11 +38,12 @@ from tests.django.broker_world import NOWHERE, World, new_world
 from tests.django.conftest import point_alias
 from tests.django.processes import process
 from tests.django.shop.models import Effect
+from tests.house import alerts
 from tests.prometheus import promtool, server
 from tests.support import eventually
 
 # The first query of each panel.
-PANEL_OF = {title: lines[0][0] for title, _, lines in rules.PANELS}
+PANEL_OF = {title: lines[0][0] for title, _, lines in alerts.PANELS}
 
 pytestmark = pytest.mark.usefixtures("databases", "no_subscribers")
 
@@ -192,9 +193,9 @@ def test_the_age_of_what_waits_is_absent_where_it_is_not_known(world: World) -> 
 
 
 def test_rules_and_dashboard_match_the_catalogue() -> None:
-    remedy = "run `python -m outbox.contrib.prometheus.rules`"
-    assert rules.ALERTS.read_text() == rules.alerts(), remedy
-    assert rules.DASHBOARD.read_text() == rules.dashboard() + "\n", remedy
+    remedy = "run `python -m tests.house.tables`"
+    assert alerts.ALERTS.read_text() == alerts.alerts(), remedy
+    assert alerts.DASHBOARD.read_text() == alerts.dashboard() + "\n", remedy
 
 
 def chosen(expression: str, *, broker: str = ".*", job: str = ".*") -> str:
@@ -203,8 +204,8 @@ def chosen(expression: str, *, broker: str = ".*", job: str = ".*") -> str:
 
 
 def asked() -> list[str]:
-    panels = json.loads(rules.DASHBOARD.read_text())["panels"]
-    assert len(panels) == len(rules.PANELS)
+    panels = json.loads(alerts.DASHBOARD.read_text())["panels"]
+    assert len(panels) == len(alerts.PANELS)
     return [target["expr"] for panel in panels for target in panel["targets"]]
 
 
@@ -291,15 +292,15 @@ def test_each_query_of_the_dashboard_separates_brokers_and_jobs(exported: dict[s
         everything = '{__name__=~"outbox_.+"}'
         assert prometheus.asked("label/broker/values", **{"match[]": everything}) == ["bank", "shop"]
         assert prometheus.asked("label/job/values", **{"match[]": everything}) == ["web", "worker"]
-    variables = {one["name"]: one for one in json.loads(rules.DASHBOARD.read_text())["templating"]["list"]}
+    variables = {one["name"]: one for one in json.loads(alerts.DASHBOARD.read_text())["templating"]["list"]}
     assert variables["broker"]["query"]["query"] == f"label_values({everything}, broker)"
     assert (variables["broker"]["allValue"], variables["job"]["allValue"]) == (".*", ".*")
 
 
 @pytest.mark.skipif(promtool.PROGRAM is None, reason="promtool is not installed")
 def test_no_exporting_process_is_an_alert_too(tmp_path: Path) -> None:
-    promtool.check(rules.ALERTS)
-    text = rules.ALERTS.read_text().split("alert: OutboxNotWatched")[1]
+    promtool.check(alerts.ALERTS)
+    text = alerts.ALERTS.read_text().split("alert: OutboxNotWatched")[1]
     [summary, description] = [json.loads(re.findall(rf"{name}: (.*)", text)[0]) for name in ("summary", "description")]
     expected = {
         "exp_labels": {"severity": "critical"},
@@ -321,7 +322,7 @@ def test_no_exporting_process_is_an_alert_too(tmp_path: Path) -> None:
     ],
 )
 def test_an_alert_continues_while_its_condition_is_unknown(tmp_path: Path, values: str, severity: str | None) -> None:
-    kind = CATALOGUE["lag"]
+    kind = catalogue()["lag"]
     expected = {
         "exp_labels": {"severity": severity, "name": "lag"},
         "exp_annotations": {"summary": kind.meaning, "description": kind.next_step},
@@ -332,7 +333,7 @@ def test_an_alert_continues_while_its_condition_is_unknown(tmp_path: Path, value
 
 @pytest.mark.skipif(promtool.PROGRAM is None, reason="promtool is not installed")
 def test_a_healthy_broker_does_not_silence_the_alert_of_another(tmp_path: Path) -> None:
-    kind = CATALOGUE["lag"]
+    kind = catalogue()["lag"]
     expected = {
         "exp_labels": {"severity": "warning", "name": "lag", "broker": "shop"},
         "exp_annotations": {"summary": kind.meaning, "description": kind.next_step},

@@ -18,8 +18,8 @@ from outbox.broker import deaths
 from outbox.broker.consumer.running_calls import LastCalls
 from outbox.broker.groups.quarantine import RunningCall
 from outbox.broker.log import recall
-from outbox.broker.operations import changes, rules, summary
-from outbox.broker.operations.conditions import CATALOGUE, Severity
+from outbox.broker.operations import broker_conditions, changes, summary
+from outbox.broker.operations.conditions import Severity
 from outbox.broker.operations.dead_letters import LetterSelection
 from outbox.broker.operations.search import unfinished
 from outbox.broker.operations.summary import GroupOverview
@@ -30,6 +30,7 @@ from outbox.contrib.django.actions.messages import discard_dead_letters, replay_
 from outbox.contrib.django.console.cards import cards
 from outbox.contrib.django.database.aliases import alias_conninfo, broker_database
 from outbox.contrib.django.models import ClaimEntry, InboxEntry
+from outbox.contrib.django.operations.additions import catalogue
 from outbox.contrib.django.operations.comparing import CompareCounts, run_compare
 from outbox.contrib.django.operations.erasing import ErasureRequest, erase
 from outbox.contrib.django.operations.raised import by_subject
@@ -140,7 +141,7 @@ def test_a_message_in_each_state_is_neither_lost_nor_counted_as_another(
     consumers.run_once()
     changes.pause(world.run, "paused")
     assert run_compare() == CompareCounts()
-    monkeypatch.setattr(rules, "_FEW_SENT_BACK", 1)
+    monkeypatch.setattr(broker_conditions, "_FEW_SENT_BACK", 1)
     summary.refresh(world.run)
     world.sql("UPDATE outbox.summary SET at = at - interval '90 seconds'")
 
@@ -300,12 +301,13 @@ def test_what_cannot_be_read_is_unknown_in_every_output_and_read_again_later(wor
     one = unread["reconciliation_findings"]
     assert (one.name, one.severity, one.is_unknown) == ("reconciliation_findings", Severity.WARNING, True)
     assert one.meaning.startswith("It is unknown") and "open findings" not in one.text
-    assert one.next_step != CATALOGUE[one.name].next_step
+    assert one.next_step != catalogue()[one.name].next_step
     shown = {condition["name"]: condition for condition in found.as_json()["conditions"]}
     assert shown[one.name]["is_unknown"] is True
     carded = {card.condition.name: card for card in cards(found.verdict.conditions)}
     assert (carded[one.name].condition.meaning, carded[one.name].next_step) == (one.meaning, one.next_step)
-    samples = {row for family in _conditions(ScrapeState(found.verdict)) for row in map(str, family.samples)}
-    assert samples and not any(f"'{name}'" in row for row in samples for name in unread)
+    _, rows = _conditions(ScrapeState(found.verdict, judged=list(catalogue())))
+    sampled = {labels[0] for labels, _ in rows}
+    assert sampled == set(catalogue()) - set(unread)
     assert by_subject(found.verdict.conditions) == ({}, set(unread))
     assert look().verdict.conditions == [], "the next look has opened a new connection"

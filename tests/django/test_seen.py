@@ -16,14 +16,15 @@ from django.contrib.auth.models import User
 from django.core.management import call_command
 from django.test import Client
 
-from outbox.broker.operations.conditions import CATALOGUE, Severity
+from outbox.broker.operations.conditions import Severity
 from outbox.contrib.django.models import OperatorAction
 from outbox.contrib.django.operations import telemetry
+from outbox.contrib.django.operations.additions import catalogue
 from outbox.contrib.django.operations.watching import look, probe
-from outbox.contrib.prometheus.rules import ALERTS, alert_name
 from tests.django import faults, faults_of_groups
 from tests.django.broker_world import FAULTS, World, new_world
 from tests.django.console.support import ALL, client_of, make_user
+from tests.house.alerts import ALERTS, alert_name
 from tests.prometheus import promtool
 from tests.support import eventually
 
@@ -88,7 +89,7 @@ def test_a_healthy_broker_has_no_condition(world: World) -> None:
 
 def test_every_condition_has_its_fault() -> None:
     assert {fault.__module__ for fault in FAULTS.values()} == {faults.__name__, faults_of_groups.__name__}
-    assert sorted(FAULTS) == sorted(CATALOGUE)
+    assert sorted(FAULTS) == sorted(catalogue())
 
 
 # Processes have to die for these.
@@ -107,16 +108,17 @@ def test_a_fault_is_named_with_evidence_and_exit_code(world: World, name: str) -
     assert name in found, sorted(found)
     assert found[name]["count"] >= 1 and (found[name]["evidence"] or name == "rejecting")
     assert found[name]["severity"] == ("critical" if name in CRITICAL else "warning")
+    assert catalogue()[name].concern.pages or name not in CRITICAL
     assert code == {"warning": 1, "critical": 2}[json.loads(text)["severity"]] >= 1
     code, text = status()
-    assert f" {name}: " in text and CATALOGUE[name].next_step.split("`")[0] in text
+    assert f" {name}: " in text and catalogue()[name].next_step.split("`")[0] in text
     seen = Client().get("/outbox/status/", headers={"Authorization": "Bearer s3cret"})
     assert seen.status_code == (503 if code == Severity.CRITICAL else 200)
     shown = {one["name"]: one for one in seen.json()["conditions"]}
-    assert (shown[name]["severity"], shown[name]["next_step"]) == (found[name]["severity"], CATALOGUE[name].next_step)
+    assert (shown[name]["severity"], shown[name]["next_step"]) == (found[name]["severity"], catalogue()[name].next_step)
     page = words(operator.get("/outbox/").content.decode())
     assert f" {name} " in page
-    assert words(CATALOGUE[name].meaning) in page and words(CATALOGUE[name].next_step) in page
+    assert words(catalogue()[name].meaning) in page and words(catalogue()[name].next_step) in page
     scraped = samples(telemetry.render().decode())
     series = f'outbox_condition{{name="{name}"}}'
     assert scraped[series] == Severity[found[name]["severity"].upper()]
@@ -129,7 +131,7 @@ def test_every_condition_fires_its_alert(tmp_path: Path) -> None:
     """With the series and the value that the test of its fault finds in the metrics, and for no other condition."""
     samples: dict[str, float] = {}
     fired = {}
-    for name, kind in CATALOGUE.items():
+    for name, kind in catalogue().items():
         severity = "critical" if name in CRITICAL else "warning"
         samples[f'outbox_condition{{name="{name}"}}'] = int(Severity[severity.upper()])
         said = {"summary": kind.meaning, "description": kind.next_step}

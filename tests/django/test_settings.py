@@ -25,6 +25,7 @@ from outbox.contrib.django import get_broker, publish, subscriber
 from outbox.contrib.django.database.aliases import alias_conninfo, broker_database
 from outbox.contrib.django.engine.broker import get_codecs, reset_broker
 from outbox.contrib.django.models import LedgerEntry, LedgerIdentity
+from outbox.contrib.django.operations.watching import refuse_unknown_thresholds
 from outbox.contrib.django.routers import BrokerRouter
 from outbox.contrib.django.settings.conf import get_settings, parse_settings
 from outbox.contrib.django.subscribers.registry import autodiscover, unregister_all
@@ -66,7 +67,6 @@ def test_topics_become_declared_topics() -> None:
         ({"SEND_TIMEOUT_SECONDS": float("inf")}, "number of seconds"),
         ({"LEASE_SECONDS": "10"}, "number of seconds, at least 1"),
         ({"THRESHOLDS": 60}, r"OUTBOX\['THRESHOLDS'\] must be a dictionary"),
-        ({"THRESHOLDS": {"LAG_SECOND": (60, 600)}}, r"\['LAG_SECOND'\] is not a threshold. Did you mean 'LAG_SECONDS'"),
         ({"THRESHOLDS": {"LAG_SECONDS": 60}}, r"\['LAG_SECONDS'\] must be a pair"),
         ({"THRESHOLDS": {"LAG_SECONDS": (-1, None)}}, "numbers, at least 0"),
         ({"HEALTH_ADDRESS": "9464"}, "HOST:PORT"),
@@ -83,6 +83,16 @@ def test_topics_become_declared_topics() -> None:
 def test_what_is_wrong_is_named_with_its_remedy(settings: Any, complaint: str) -> None:
     with pytest.raises(ConfigurationError, match=complaint):
         parse_settings(settings)
+
+
+def test_a_threshold_that_no_condition_has_is_named_with_the_nearest() -> None:
+    """Also a threshold of the application's conditions is known."""
+    refuse_unknown_thresholds(
+        parse_settings({"THRESHOLDS": {"LAG_SECONDS": (60, 600), "CLAIM_SECONDS": (1, None)}}).thresholds
+    )
+    wrong = r"\['LAG_SECOND'\] is not a threshold. Did you mean 'LAG_SECONDS'"
+    with pytest.raises(ConfigurationError, match=wrong):
+        refuse_unknown_thresholds(parse_settings({"THRESHOLDS": {"LAG_SECOND": (60, 600)}}).thresholds)
 
 
 def test_override_settings_takes_effect_at_once() -> None:
@@ -165,6 +175,7 @@ def test_a_sound_project_has_nothing_to_complain_about(application: None) -> Non
     ("changed", "expected"),
     [
         ({"OUTBOX": {"BORKER": "x"}}, {"outbox.E001"}),
+        ({"OUTBOX": {**OUTBOX, "THRESHOLDS": {"LAG_SECOND": (60, 600)}}}, {"outbox.E001"}),
         ({"OUTBOX": {**OUTBOX, "BROKER": "nowhere"}}, {"outbox.E002"}),
         ({"OUTBOX": {**OUTBOX, "BROKER": "lite"}}, {"outbox.E002"}),
         ({"OUTBOX": {"BROKER": "broker"}}, {"outbox.E004"}),

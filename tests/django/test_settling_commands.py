@@ -17,7 +17,7 @@ from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
 from outbox.broker.log import incidents
 from outbox.broker.log.incidents import Incident
-from outbox.broker.operations.rules import SETTLED_BY_OPERATORS
+from outbox.broker.operations.broker_conditions import SETTLED_BY_OPERATORS
 from outbox.contrib.django import message, publish, publish_messages, subscriber
 from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.engine.broker import get_broker

@@ -64,6 +64,7 @@ PARTS: Final = (
         r"outbox\.events|\bevent_types?\b|EventType|upcast|unknown_version|event_catalogue",
         (
             "events/",
+            "broker/operations/event_conditions.py",
             f"{_DJANGO}/publishing/events.py",
             f"{_DJANGO}/operations/contracts.py",
             f"{_DJANGO}/operations/event_catalogue.py",
@@ -89,7 +90,12 @@ PARTS: Final = (
     Part(
         "limits",
         r"\blimiter\b|\bLimits\b|groups\.limits|operations\.limits|limit_bucket|rate_limit",
-        ("broker/groups/limits.py", "broker/consumer/limiter.py", "broker/operations/limits.py"),
+        (
+            "broker/groups/limits.py",
+            "broker/consumer/limiter.py",
+            "broker/operations/limits.py",
+            "broker/operations/limit_conditions.py",
+        ),
     ),
     Part(
         "memory",
@@ -109,7 +115,7 @@ PARTS: Final = (
     Part(
         "receiving",
         r"contrib\.sources|\bSource\b|\breceivers?\b",
-        ("contrib/sources/", f"{_DJANGO}/worker/receiving.py"),
+        ("contrib/sources/", f"{_DJANGO}/worker/receiving.py", "broker/operations/receiver_conditions.py"),
     ),
     Part(
         "reconciliation",
@@ -142,6 +148,7 @@ PARTS: Final = (
         r"schedule",
         (
             "broker/schedules/",
+            "broker/operations/schedule_conditions.py",
             f"{_DJANGO}/operations/scheduling.py",
             f"{_DJANGO}/actions/schedules.py",
             f"{_DJANGO}/subscribers/scheduled.py",

@@ -21,10 +21,11 @@ from django.core.management.base import DjangoHelpFormatter
 import outbox
 import outbox.contrib.django as django_side
 from outbox import errors
-from outbox.broker.operations.conditions import CATALOGUE, Thresholds
 from outbox.contrib.django import urls
+from outbox.contrib.django.operations.additions import catalogue
 from outbox.contrib.django.settings.conf import OutboxSettings, TopicOptions
 from tests.house.parts import ROOT
+from tests.house.tables import thresholds
 
 SURFACE: Final = Path(__file__).parent / "surface.txt"
 # Options that every command of Django has.
@@ -41,9 +42,12 @@ def surface() -> str:
         "errors": sorted(
             name for name, one in vars(errors).items() if isinstance(one, type) and one.__module__ == errors.__name__
         ),
-        "settings": [_setting(item) for kind in (OutboxSettings, TopicOptions, Thresholds) for item in fields(kind)],
+        "settings": [
+            *(_setting(item) for kind in (OutboxSettings, TopicOptions) for item in fields(kind)),
+            *(f"{one.name.upper()} = {(one.warning, one.critical)}" for one in thresholds().values()),
+        ],
         "commands": sorted(_commands()),
-        "conditions": sorted(CATALOGUE),
+        "conditions": sorted(catalogue()),
         "pages": sorted(str(one.pattern) for one in urls.urlpatterns),
         "tables of the broker": sorted(_tables()),
         "tables of an application": sorted(

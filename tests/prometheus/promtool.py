@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from outbox.contrib.prometheus.rules import ALERTS
+from tests.house.alerts import ALERTS
 
 # The package `prometheus` of Debian has it.
 PROGRAM = os.environ.get("PROMTOOL") or shutil.which("promtool")

@@ -6,6 +6,7 @@ The application runs the comparisons, because only the application can reach bot
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -34,6 +35,10 @@ class ComparisonKind(StrEnum):
     """Messages that a group has passed and that its inbox does not know: their effects are lost."""
 
 
+# Kind, subject, topic and alias.
+ComparisonKey = tuple[ComparisonKind, str, str, str]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DatabaseComparison:
     """The last comparison of one subject: a producer group, or a consumer group on `topic`.
@@ -58,14 +63,21 @@ class DatabaseComparison:
     unproven_to: datetime | None = None
 
     @property
+    def key(self) -> ComparisonKey:
+        """The key of the stored row."""
+        return self.kind, self.subject, self.topic, self.alias
+
+    @property
     def is_clean(self) -> bool:
         """Whether the comparison found neither missing data nor an unproven loss."""
         return not self.missing and self.unproven_to is None
 
 
-_COLUMNS: Final = """kind, subject, topic, alias, life_id, compared_at, state, missing, first_at, last_at, ids,
-       unproven_from, unproven_to"""
-_ALL = Statement(f"SELECT {_COLUMNS} FROM {{schema}}.comparison ORDER BY kind, subject, topic, alias")
+_ALL = Statement("""
+SELECT kind, subject, topic, alias, life_id, compared_at, state, missing, first_at, last_at, ids, unproven_from,
+       unproven_to
+FROM {schema}.comparison ORDER BY kind, subject, topic, alias
+""")
 _STORE = Statement("""
 INSERT INTO {schema}.comparison AS known (kind, subject, topic, alias, life_id, state, missing, first_at, last_at, ids,
                                           unproven_from, unproven_to)
@@ -82,55 +94,26 @@ WHERE kind = %(kind)s AND subject = %(subject)s AND topic = %(topic)s AND alias 
 """)
 
 
-def every(run: Executor) -> list[DatabaseComparison]:
-    """Return the last comparison of each subject."""
-    return [_read(row) for row in run.rows(_ALL)]
-
-
-def _read(row: Sequence[Any]) -> DatabaseComparison:
-    kind, subject, topic, alias, life_id, compared_at, state, missing, first_at, last_at, ids, began, ended = row
-    return DatabaseComparison(
-        kind=ComparisonKind(kind),
-        subject=subject,
-        topic=topic,
-        alias=alias,
-        life_id=life_id,
-        compared_at=compared_at,
-        state=state,
-        missing=missing,
-        first_at=first_at,
-        last_at=last_at,
-        ids=ids,
-        unproven_from=began,
-        unproven_to=ended,
-    )
+def list_comparisons(run: Executor) -> dict[ComparisonKey, DatabaseComparison]:
+    """Return the last comparison of each subject, by its key."""
+    rows = run.objects(dict, _ALL)
+    found = [DatabaseComparison(**{**row, "kind": ComparisonKind(row["kind"])}) for row in rows]
+    return {one.key: one for one in found}
 
 
 def store(run: Executor, comparison: DatabaseComparison) -> None:
     """Store the comparison in place of the previous comparison."""
-    run.execute(
-        _STORE,
-        {
-            "kind": comparison.kind.value,
-            "subject": comparison.subject,
-            "topic": comparison.topic,
-            "alias": comparison.alias,
-            "life_id": comparison.life_id,
-            "state": json.dumps(comparison.state),
-            "missing": comparison.missing,
-            "first_at": comparison.first_at,
-            "last_at": comparison.last_at,
-            "ids": arrays.uuids(list(comparison.ids)),
-            "unproven_from": comparison.unproven_from,
-            "unproven_to": comparison.unproven_to,
-        },
-    )
+    changed = {
+        "kind": comparison.kind.value,
+        "state": json.dumps(comparison.state),
+        "ids": arrays.uuids(list(comparison.ids)),
+    }
+    run.execute(_STORE, dataclasses.asdict(comparison) | changed)
 
 
 def forget(run: Executor, comparison: DatabaseComparison) -> None:
     """Delete the comparison, so that the next comparison of the subject does not continue from its `state`."""
-    named = {"kind": comparison.kind.value, "subject": comparison.subject}
-    run.execute(_FORGET, {**named, "topic": comparison.topic, "alias": comparison.alias})
+    run.execute(_FORGET, dict(zip(("kind", "subject", "topic", "alias"), map(str, comparison.key), strict=True)))
 
 
 # -- transactions -------------------------------------------------------------------------------------
@@ -241,7 +224,7 @@ class MissingTransactions:
         """Remove the transactions that were settled more than `keep_seconds` ago."""
         self.run.execute(_TRIM_MISSING, {"group": self.producer_group, "keep": keep_seconds})
 
-    def summed(self) -> tuple[int, datetime | None, datetime | None, list[UUID]]:
+    def totals(self) -> tuple[int, datetime | None, datetime | None, list[UUID]]:
         """Return the number of unsettled transactions, their first and last time, and up to twenty of their ids."""
         count, first, last, ids = self.run.one(_SUM_MISSING, self._named(named=NAMED))
         return count, first, last, ids
@@ -255,7 +238,7 @@ class MissingTransactions:
 
 
 @dataclass(frozen=True, slots=True)
-class Passed:
+class GroupPosition:
     """A queue of a topic, and a group's position on this queue.
 
     `moved`: the number of entries that resets have skipped, minus the number of entries that resets made the group read
@@ -286,9 +269,9 @@ ORDER BY queue.queue_id
 )
 
 
-def passed(run: Executor, group: str, topic: str) -> list[Passed]:
+def group_positions(run: Executor, group: str, topic: str) -> list[GroupPosition]:
     """Return the queues of a topic on which the group has a position."""
-    return run.objects(Passed, _PASSED, {"group": group, "topic": topic})
+    return run.objects(GroupPosition, _PASSED, {"group": group, "topic": topic})
 
 
 # The statement leaves out messages that have ever failed. A message that has failed may have no effect, because it is
@@ -339,7 +322,9 @@ class QueuedMessage:
     headers: Mapping[str, str]
 
 
-def finished_entries(run: Executor, queue: Passed, low: int, high: int, *, keep_seconds: float) -> list[QueuedMessage]:
+def finished_entries(
+    run: Executor, queue: GroupPosition, low: int, high: int, *, keep_seconds: float
+) -> list[QueuedMessage]:
     """Return the messages at offsets from `low` to `high - 1` that the group has finished without any failure.
 
     Messages older than `keep_seconds` are left out.

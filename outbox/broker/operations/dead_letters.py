@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from typing import Any, Final, NamedTuple
 from uuid import UUID
@@ -72,22 +72,9 @@ class LetterSelection:
     since: datetime | None = None
     until: datetime | None = None
 
-    @property
-    def is_all(self) -> bool:
-        """Whether this selection has no criteria, so that it selects all letters."""
-        return self == LetterSelection()
-
     def parameters(self) -> dict[str, Any]:
         """Return the parameters for the statements of this module."""
-        return {
-            "message_ids": None if self.message_ids is None else uuids(self.message_ids),
-            "topic": self.topic,
-            "key": self.key,
-            "error": self.error,
-            "error_type": self.error_type,
-            "since": self.since,
-            "until": self.until,
-        }
+        return {**asdict(self), "message_ids": None if self.message_ids is None else uuids(self.message_ids)}
 
 
 ALL: Final = LetterSelection()

@@ -13,8 +13,8 @@ from outbox.broker.database.connection import BrokerDatabase
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
 from outbox.broker.operations import sessions
-from outbox.broker.operations.conditions import Condition, Severity, of_text
-from outbox.broker.schema import key_index
+from outbox.broker.operations.conditions import Condition, Severity, of_check, of_text
+from outbox.broker.schema import grants, key_index
 from outbox.errors import BrokerUnavailable
 
 LEAST_VERSION: Final = 150000
@@ -39,32 +39,6 @@ WHERE (setrole = 0 OR role.rolname = current_user) AND (setdatabase = 0 OR datna
 ORDER BY 3
 """)
 
-# The missing privileges on objects that the broker itself uses. Functions run with the rights of their caller, so the
-# caller also needs SELECT on the views that they read. The functions for publishing from SQL are left out, because
-# other roles use them.
-_GRANTS: Final = Statement("""
-SELECT name, string_agg(privilege, ', ' ORDER BY privilege), bool_and(is_needed)
-FROM (
-    SELECT relname::text, privilege, true
-    FROM pg_class CROSS JOIN unnest(ARRAY['SELECT', 'INSERT', 'UPDATE', 'DELETE']) AS privilege
-    WHERE relnamespace = '{schema}'::regnamespace AND relkind IN ('r', 'p') AND NOT has_table_privilege(oid, privilege)
-    UNION ALL
-    SELECT relname::text, 'SELECT', true
-    FROM pg_class
-    WHERE relnamespace = '{schema}'::regnamespace AND relkind IN ('v', 'm') AND NOT has_table_privilege(oid, 'SELECT')
-    UNION ALL
-    SELECT relname::text, 'SELECT', false
-    FROM pg_class
-    WHERE relnamespace = '{schema}'::regnamespace AND relkind = 'S' AND NOT has_table_privilege(oid, 'SELECT')
-    UNION ALL
-    SELECT proname::text, 'EXECUTE', true
-    FROM pg_proc
-    WHERE pronamespace = '{schema}'::regnamespace AND NOT has_function_privilege(oid, 'EXECUTE')
-      AND proname NOT IN ('publish', 'publish_bytes', 'publish_complaint', 'key_lock_number', 'key_shard',
-                          'may_publish_for', 'refuse_undeliverable')
-) AS missing (name, privilege, is_needed)
-GROUP BY name ORDER BY bool_and(is_needed) DESC, name
-""")
 _ROLE: Final = Statement("SELECT quote_ident(current_user), quote_ident(%(schema)s)")
 _SEES_SESSIONS: Final = Statement("SELECT pg_has_role(current_user, 'pg_read_all_stats', 'USAGE')")
 _PID: Final = Statement("SELECT pg_backend_pid(), extract(epoch FROM clock_timestamp())::double precision")
@@ -100,32 +74,32 @@ def diagnose(run: Executor, database: BrokerDatabase) -> Iterator[Condition]:
 def _server(run: Executor) -> Iterator[Condition]:
     found: dict[str, str] = dict(run.rows(_SETTINGS))
     version = int(found["server_version_num"])
-    yield _judged(
+    yield of_check(
         "PostgreSQL version", version >= LEAST_VERSION, f"{version // 10000}", "Upgrade to PostgreSQL 15 or newer."
     )
     for name, remedy in (
         ("fsync", "Turn fsync on: without it, a crash of the server loses committed messages."),
         ("full_page_writes", "Turn full_page_writes on: without it, a crash of the server can corrupt the tables."),
     ):
-        yield _judged(name, found[name] == "on", found[name], remedy)
+        yield of_check(name, found[name] == "on", found[name], remedy)
     durable = found["synchronous_commit"] != "off"
     remedy = (
         "Set synchronous_commit to on for the roles that publish and consume: if it is off, a crash of the server "
         "loses messages that outbox has acknowledged."
     )
-    yield _judged("synchronous_commit", durable, found["synchronous_commit"], remedy)
+    yield of_check("synchronous_commit", durable, found["synchronous_commit"], remedy)
     level = found["default_transaction_isolation"]
     remedy = (
         "Set default_transaction_isolation to read committed for the broker's role: with a stricter level, publishing "
         "fails with serialisation errors."
     )
-    yield _judged("isolation", level == "read committed", level, remedy, Severity.WARNING)
+    yield of_check("isolation", level == "read committed", level, remedy, Severity.WARNING)
     remedy = "Turn autovacuum on: only vacuum removes the dead rows that retention leaves."
-    yield _judged("autovacuum", found["autovacuum"] == "on", found["autovacuum"], remedy, Severity.WARNING)
+    yield of_check("autovacuum", found["autovacuum"] == "on", found["autovacuum"], remedy, Severity.WARNING)
     tightest = sessions.limits(run)[0]
     remedy = "Raise the limit, or put a pooler in front of the application."
     text = f"{tightest.used} of {tightest.allowed} in use ({tightest.limit})"
-    yield _judged("connections", tightest.used < 0.8 * tightest.allowed, text, remedy, Severity.WARNING)
+    yield of_check("connections", tightest.used < 0.8 * tightest.allowed, text, remedy, Severity.WARNING)
 
 
 def _pooler(run: Executor, database: BrokerDatabase) -> Condition:
@@ -141,7 +115,7 @@ def _pooler(run: Executor, database: BrokerDatabase) -> Condition:
         "OUTBOX['LISTEN_URL'] to ''."
     )
     text = "the connection goes through a pooler, so workers poll"
-    return _judged("pooler", database.listen_conninfo is not None, text, remedy, Severity.WARNING)
+    return of_check("pooler", database.listen_conninfo is not None, text, remedy, Severity.WARNING)
 
 
 def _listen_url(database: BrokerDatabase) -> Condition:
@@ -153,7 +127,7 @@ def _listen_url(database: BrokerDatabase) -> Condition:
         return of_text("pooler", Severity.CRITICAL, f"LISTEN_URL leads nowhere: {error}", remedy)
     text = "LISTEN_URL leads to the server without a pooler" if leads_straight else "LISTEN_URL leads through a pooler"
     remedy = "Set OUTBOX['LISTEN_URL'] to a URL of the server itself: through a pooler, workers must poll."
-    return _judged("pooler", leads_straight, text, remedy, Severity.WARNING)
+    return of_check("pooler", leads_straight, text, remedy, Severity.WARNING)
 
 
 def _clock(run: Executor) -> Condition:
@@ -161,7 +135,7 @@ def _clock(run: Executor) -> Condition:
     [_, there] = run.one(_PID)
     skew = there - (before + time.time()) / 2
     remedy = "Synchronise the clocks of this machine and the server (NTP): ids, delays and ages use both clocks."
-    return _judged("clock", abs(skew) < CLOCK_SECONDS, f"{skew:+.3f} s from here", remedy, Severity.WARNING)
+    return of_check("clock", abs(skew) < CLOCK_SECONDS, f"{skew:+.3f} s from here", remedy, Severity.WARNING)
 
 
 def _timeouts(run: Executor) -> Iterator[Condition]:
@@ -170,14 +144,18 @@ def _timeouts(run: Executor) -> Iterator[Condition]:
         "These timeouts apply to publish calls and handlers, not to the broker itself. Make sure that no handler "
         "needs more time than these timeouts allow."
     )
-    yield _judged("timeouts of roles", not found, ", ".join(found) or "none", remedy, Severity.WARNING)
+    yield of_check("timeouts of roles", not found, ", ".join(found) or "none", remedy, Severity.WARNING)
 
 
 def _grants(run: Executor, subject: str = "grants") -> Condition:
     """Check the grants of this connection's role."""
-    missing = run.rows(_GRANTS)
+    missing = grants.missing_rights(run, grants.Role.WORK)
     if not missing:
         return of_text(subject, Severity.OK, "complete")
+    lacking: dict[str, list[str]] = {}
+    for one in missing:
+        name = one.subject.partition(" ")[2].partition("(")[0].removeprefix(f"{run.schema}.")
+        lacking.setdefault(name, []).append(one.right)
     role, schema = run.one(_ROLE, {"schema": run.schema})
     # ALTER DEFAULT PRIVILEGES also gives the rights on tables that later versions create.
     remedy = "; ".join(
@@ -194,8 +172,10 @@ def _grants(run: Executor, subject: str = "grants") -> Condition:
     )
     return of_text(
         subject,
-        Severity.CRITICAL if any(is_needed for _, _, is_needed in missing) else Severity.WARNING,
-        f"missing for {role}: " + "; ".join(f"{privileges} on {name}" for name, privileges, _ in missing),
+        # Without the sequences, only a figure of the summary is unknown.
+        Severity.WARNING if all(one.subject.startswith("sequence ") for one in missing) else Severity.CRITICAL,
+        f"missing for {role}: "
+        + "; ".join(f"{', '.join(sorted(rights))} on {name}" for name, rights in lacking.items()),
         f"Execute as the owner of the tables: GRANT USAGE ON SCHEMA {schema} TO {role}; {remedy};",
     )
 
@@ -225,7 +205,7 @@ def _sees_sessions(run: Executor) -> Condition:
         "GRANT pg_read_all_stats to the broker's role: without it, the status cannot name sessions of other roles that "
         "hold locks."
     )
-    return _judged(
+    return of_check(
         "sessions", sees, "visible" if sees else "sessions of other roles are hidden", remedy, Severity.WARNING
     )
 
@@ -233,17 +213,13 @@ def _sees_sessions(run: Executor) -> Condition:
 def _declared(run: Executor) -> Iterator[Condition]:
     lonely = [name for (name,) in run.rows(_TOPICS)]
     remedy = "No group reads these topics: a subscriber is missing or misspells the topic, or the topic can be deleted."
-    yield _judged("topics without a group", not lonely, ", ".join(lonely) or "none", remedy, Severity.WARNING)
+    yield of_check("topics without a group", not lonely, ", ".join(lonely) or "none", remedy, Severity.WARNING)
     idle = [name for (name,) in run.rows(_GROUPS)]
     remedy = (
         "Start a worker of the group's service. Retention keeps the messages of a group without a consumer for "
         "up to 30 days."
     )
-    yield _judged("groups without a consumer", not idle, ", ".join(idle) or "none", remedy, Severity.WARNING)
+    yield of_check("groups without a consumer", not idle, ", ".join(idle) or "none", remedy, Severity.WARNING)
     if lacking := key_index.missing(run):
         remedy = "Run `manage.py outbox_install` as the owner of the tables. Until then, a search by key reads the log."
         yield of_text("searchable topics without an index", Severity.WARNING, ", ".join(lacking), remedy)
-
-
-def _judged(name: str, well: bool, text: str, remedy: str, bad: Severity = Severity.CRITICAL) -> Condition:
-    return of_text(name, Severity.OK, text) if well else of_text(name, bad, text, remedy)

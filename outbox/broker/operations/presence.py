@@ -7,9 +7,8 @@ has pruned its ledgers and inboxes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import datetime
-from typing import Final
+from typing import Any, Final
 from uuid import UUID
 
 from outbox.broker.database import arrays
@@ -91,20 +90,6 @@ LEDGER: Final = "ledger"
 INBOX: Final = "inbox"
 
 
-@dataclass(frozen=True, slots=True)
-class PruningBehind:
-    """A ledger or inbox of a service.
-
-    `seconds`: the delay of pruning. The oldest row that pruning has not examined became due this many seconds ago.
-    """
-
-    producer_group: str
-    alias: str
-    table: str
-    seconds: float
-    keep_seconds: float
-
-
 _REPORT_PRUNED: Final = Statement("""
 INSERT INTO {schema}.pruned_table (producer_group, alias, name, keep_seconds, pruned_to)
 VALUES (%(group)s, %(alias)s, %(name)s, %(keep)s, %(pruned_to)s)
@@ -139,14 +124,16 @@ def forget_other_aliases(run: Executor, producer_group: str, aliases: Sequence[s
 
 _PRUNING_BEHIND: Final = Statement("""
 SELECT producer_group, alias, name AS table,
-       extract(epoch FROM clock_timestamp() - pruned_to)::double precision - keep_seconds AS seconds, keep_seconds
-FROM {schema}.pruned_table ORDER BY seconds DESC
+       extract(epoch FROM clock_timestamp() - pruned_to)::double precision - keep_seconds AS behind_seconds,
+       keep_seconds
+FROM {schema}.pruned_table ORDER BY behind_seconds DESC
 """)
 
 
-def pruning_behind(run: Executor) -> list[PruningBehind]:
-    """Return every table that any service has reported; the table with the greatest `seconds` comes first.
+def pruning_behind(run: Executor) -> list[dict[str, Any]]:
+    """Return facts about every table that any service has reported; the greatest `behind_seconds` comes first.
 
-    While pruning fails or does not run, `seconds` grows.
+    The oldest row that pruning has not examined became due `behind_seconds` ago. While pruning fails or does not run,
+    this time grows.
     """
-    return run.objects(PruningBehind, _PRUNING_BEHIND)
+    return run.objects(dict, _PRUNING_BEHIND)

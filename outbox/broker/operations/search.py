@@ -115,7 +115,7 @@ FROM unnest(%(log_ids)s::bigint[]) AS given (log_id)
 """)
 
 
-def unfinished(run: Executor, log_ids: Sequence[int]) -> dict[int, UnfinishedDelivery]:
+def unfinished_deliveries(run: Executor, log_ids: Sequence[int]) -> dict[int, UnfinishedDelivery]:
     """Return for each of these messages, by log id, which groups have not finished it after a failure."""
     rows = run.objects(UnfinishedDelivery, _UNFINISHED, {"log_ids": bigints(log_ids)})
     return {row.log_id: row for row in rows}

@@ -55,14 +55,13 @@ LEFT JOIN (SELECT group_id, sum(timed_out) AS timed_out FROM {schema}.subscripti
 ORDER BY consumer_group.name
 """
 
-# Per producer group: the number of undecided and of parked transactions, the time at which the oldest transaction of
-# each kind was stored, and the time at which the first check became due.
+# Per producer group: the number of undecided and of parked transactions, the time at which the oldest undecided one was
+# stored, and the time at which the first check became due.
 _PRODUCERS: Final = """
 SELECT producer_group AS group, count(*) FILTER (WHERE parked_at IS NULL) AS undecided,
        count(*) FILTER (WHERE parked_at IS NOT NULL) AS parked,
        extract(epoch FROM min(stored_at) FILTER (WHERE parked_at IS NULL))::double precision AS oldest_at,
-       extract(epoch FROM min(due_at) FILTER (WHERE parked_at IS NULL))::double precision AS due_since,
-       extract(epoch FROM min(stored_at) FILTER (WHERE parked_at IS NOT NULL))::double precision AS oldest_parked_at
+       extract(epoch FROM min(due_at) FILTER (WHERE parked_at IS NULL))::double precision AS due_since
 FROM {schema}.pending_check pending
 WHERE NOT EXISTS (SELECT FROM {schema}.op_log WHERE op_log.transaction_id = pending.transaction_id)
 GROUP BY producer_group ORDER BY producer_group
@@ -305,7 +304,6 @@ class ProducerProgress:
     parked: int
     oldest_at: float | None
     due_since: float | None
-    oldest_parked_at: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -676,11 +674,6 @@ SELECT broker_id::text, incarnation, (SELECT max(version) FROM {schema}.schema_v
 FROM {schema}.broker, (SELECT tick_id, at FROM {schema}.tick ORDER BY tick_id DESC LIMIT 1) AS tick
 """)
 
-_LEADS: Final = Statement("""
-SELECT coalesce(bool_or(owner IS NOT NULL AND expires_at > clock_timestamp()), false)
-FROM {schema}.leader_lease WHERE role = 'sequencer'
-""")
-
 _LEADING: Final = Statement("""
 SELECT (SELECT owner::text FROM {schema}.leader_lease WHERE role = 'sequencer' AND expires_at > clock_timestamp()),
        (SELECT facts -> 'leader' FROM {schema}.summary ORDER BY summary_id DESC LIMIT 1),
@@ -744,11 +737,6 @@ class Overview:
     def as_json(self) -> dict[str, Any]:
         """Return plain values."""
         return dataclasses.asdict(self)
-
-
-def has_leader(run: Executor) -> bool:
-    """Whether a process sequences."""
-    return bool(run.one(_LEADS)[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -843,7 +831,7 @@ def run_once(database: BrokerDatabase, leader: LeadingProcess | None = None) -> 
             timeouts.lift_where_direct(connection)
         run = Executor(connection, database.schema)
         summary = refresh(run, leader)
-        topic_limits.mark(run, lags_of(summary))
+        topic_limits.mark_topics(run, lags_of(summary))
         return summary.took_seconds
 
 

@@ -116,12 +116,12 @@ class LimitUse:
         )
 
 
-def uses(run: Executor, lags: Sequence[GroupLag]) -> list[LimitUse]:
+def limit_uses(run: Executor, lags: Sequence[GroupLag]) -> list[LimitUse]:
     """Return the most used limit of each topic that has limits."""
     return [max(found, key=lambda use: (use.is_over, use.share)) for _, found in _by_topic(run, lags) if found]
 
 
-def mark(run: Executor, lags: Sequence[GroupLag]) -> int:
+def mark_topics(run: Executor, lags: Sequence[GroupLag]) -> int:
     """Store in the rows of the topics which limits are exceeded, and return the number of changed rows.
 
     `lags`: the lag of each group on each of its topics.

@@ -26,12 +26,12 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from enum import Enum
 from functools import partial
-from typing import Any, Final, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 from django.core.exceptions import ObjectDoesNotExist
 from django.db import connections, models, router, transaction
@@ -41,7 +41,7 @@ from django.utils import timezone
 
 from outbox import Delivery, names
 from outbox.broker.database.executor import Executor
-from outbox.broker.operations.conditions import Condition, Severity, condition
+from outbox.broker.operations.conditions import Concern, Declarations, Judged, Severity
 from outbox.broker.operations.trace import Whereabouts, whereabouts
 from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.database.transactions import in_transaction
@@ -57,6 +57,9 @@ from outbox.subscription import Subscription
 from outbox.utils.safe_text import shown_text
 
 __all__ = ["WAIT", "Saga", "SagaProgress", "SagaState", "Step", "StepAnswer", "StepRefused"]
+
+if TYPE_CHECKING:
+    from outbox.broker.operations.state import BrokerState
 
 logger = logging.getLogger(__name__)
 
@@ -387,29 +390,32 @@ _WHY: Final = {
 _sagas: Final[dict[str, Saga[Any]]] = {}
 
 
-def rule(run: Executor) -> Sequence[Condition]:
-    """Return the condition for stalled sagas, if there are such sagas.
+CONDITIONS: Final[Declarations[BrokerState]] = Declarations()
 
-    The query reads a limited number of rows by an index.
-    """
-    return condition(
-        "saga_stalled",
-        (
-            (
-                Severity.WARNING,
-                {
-                    "saga": one.saga,
-                    "record": one.record,
-                    "step": one.step,
-                    "state": one.state,
-                    "since_seconds": round((timezone.now() - (one.late_at or one.changed_at)).total_seconds()),
-                    "message": str(one.message_id or ""),
-                    "why": _WHY[where],
-                },
-            )
-            for one, where in _stalled(run, limit=_LOOKED_AT)
-        ),
-    )
+
+@CONDITIONS.declare(
+    meaning="Sagas make no progress, because the message of their step, or of a deadline that has passed, will not "
+    "arrive.",
+    next_step="Replay the dead letters of the stalled sagas: `outbox_dead_letter list GROUP`. The role `check` "
+    "publishes lost messages again within a minute.",
+    concern=Concern.WITHIN_DAYS,
+    subject=("saga",),
+)
+def saga_stalled(state: BrokerState) -> Iterator[Judged]:
+    """The query reads a limited number of rows by an index."""
+    for one, where in _stalled(state.run, limit=_LOOKED_AT):
+        yield (
+            Severity.WARNING,
+            {
+                "saga": one.saga,
+                "record": one.record,
+                "step": one.step,
+                "state": one.state,
+                "since_seconds": round((timezone.now() - (one.late_at or one.changed_at)).total_seconds()),
+                "message": str(one.message_id or ""),
+                "why": _WHY[where],
+            },
+        )
 
 
 def mend() -> Mapping[str, Any]:

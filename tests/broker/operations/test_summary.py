@@ -253,7 +253,7 @@ def test_looking_reads_nothing_that_grows_with_the_log(bench: ConsumptionBench) 
     bench.connection.execute("ANALYZE")
     summary.refresh(bench.run)
     with bench.database.connect() as fresh, fresh.transaction():
-        assert survey(Executor(fresh, "outbox")).summary is not None
+        assert survey(Executor(fresh, "outbox")).state is not None
         assert rows_read(fresh).keys() == set(GROW_WITH_THE_LOG)
         assert {table: read for table, read in rows_read(fresh).items() if read > 20} == {}
     # The control: counting reads them, and this would find it.

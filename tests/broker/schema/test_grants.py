@@ -226,7 +226,7 @@ def test_a_worker_leads_and_sequences_and_a_watcher_only_reads(
     assert summary.run_once(worker) >= 0
     with session(watcher) as opened:
         run = Executor(opened, "outbox")
-        assert survey(run).summary is not None
+        assert survey(run).state is not None
         assert opened.execute("SELECT count(*) FROM outbox.message_v1").fetchall() == [(2,)]
         for statement in ("DELETE FROM outbox.commit_log", "SELECT outbox.make_checks_due('{}', 1)"):
             with pytest.raises(psycopg.errors.InsufficientPrivilege):

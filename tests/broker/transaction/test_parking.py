@@ -11,7 +11,7 @@ from outbox.broker.database.connection import BrokerConnection, BrokerDatabase
 from outbox.broker.database.executor import Executor
 from outbox.broker.log import incidents
 from outbox.broker.maintenance import service
-from outbox.broker.operations.conditions import Fact, Thresholds
+from outbox.broker.operations.conditions import Fact
 from outbox.broker.operations.rules import survey
 from outbox.broker.operations.summary import read as read_summary
 from outbox.broker.operations.trace import trace
@@ -250,5 +250,5 @@ def test_the_reason_is_in_the_status_and_in_the_trace(at_once: PostgresBroker, c
 
 def parked_facts(run: Executor) -> list[Fact]:
     """The items of the condition "parked"."""
-    conditions = survey(run, Thresholds()).verdict.conditions
+    conditions = survey(run).verdict.conditions
     return [fact for one in conditions if one.name == "parked" for fact in one.evidence]

@@ -6,7 +6,7 @@ import inspect
 import re
 from collections.abc import Iterator, Sequence
 from itertools import cycle, islice
-from typing import Any, Final
+from typing import Final
 from uuid import uuid4
 
 import pytest
@@ -19,17 +19,18 @@ from django.utils import timezone
 
 from outbox.broker.groups.registration import register
 from outbox.broker.log.incidents import IncidentKind
-from outbox.broker.operations.conditions import CATALOGUE, Condition, Fact, Severity
+from outbox.broker.operations.conditions import Condition, Fact, Severity
 from outbox.broker.schedules.cron import Cron
 from outbox.broker.schedules.schedule import Schedule, declare
 from outbox.contrib.django import publish
 from outbox.contrib.django.actions.catalogue import ACTIONS
 from outbox.contrib.django.console import asking, spans, states, urls
 from outbox.contrib.django.models import Finding, ForwardEndpoint, OperatorAction, PastCondition, RaisedCondition
-from outbox.contrib.django.operations import additions
+from outbox.contrib.django.operations.additions import catalogue
 from outbox.subscription import Subscription
 from tests.django.broker_world import World
 from tests.django.console.support import bury, client_of, make_user, retried, working
+from tests.django.given_conditions import give
 from tests.django.support import sequence
 
 pytestmark = pytest.mark.usefixtures("no_subscribers")
@@ -180,10 +181,10 @@ def test_the_charset_of_a_request_changes_nothing(world: World, operator: Client
 def test_a_page_that_fails_has_the_headers_and_is_reported(
     world: World, operator: Client, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def broken(run: Any) -> list[Condition]:
+    def broken() -> list[Condition]:
         raise ZeroDivisionError("of a rule")
 
-    monkeypatch.setitem(additions.rules, "saga_stalled", broken)
+    give(monkeypatch, saga_stalled=broken)
     operator.raise_request_exception = False
     answer = operator.get("/outbox/")
     assert answer.status_code == 500 and [name for name in HEADERS if name not in answer.headers] == []
@@ -297,10 +298,9 @@ def test_no_evidence_of_any_condition_makes_a_page_fail(
         facts.append({"group": "mail", "age_seconds": value, "share": value})
     # Each value in the evidence of two conditions or more.
     turns = cycle(facts)
-    found = [Condition(name, Severity.WARNING, list(islice(turns, 2)), 2) for name in CATALOGUE]
+    found = [one.condition(Severity.WARNING, list(islice(turns, 2)), 2) for one in catalogue().values()]
     assert len(found) >= len(facts)
-    monkeypatch.setattr(additions, "rules", {})
-    additions.add_rule("saga_stalled", lambda run: found)
+    give(monkeypatch, saga_stalled=lambda: found)
     for zone in ZONES:
         with timezone.override(zone):
             for address in ("", "groups/one/?name=mail", "timeline/", "status/", "metrics/"):

@@ -13,12 +13,13 @@ from django.utils import timezone
 from outbox.broker.groups import members
 from outbox.broker.groups.registration import register
 from outbox.broker.operations import summary
-from outbox.broker.operations.conditions import CATALOGUE, Condition, Severity, worst_first
+from outbox.broker.operations.conditions import Condition, Severity, worst_first
 from outbox.contrib.django import publish
 from outbox.contrib.django.actions.catalogue import ACTIONS
 from outbox.contrib.django.console import cards
 from outbox.contrib.django.console.readable import readable
 from outbox.contrib.django.models import ForwardEndpoint, OperatorAction
+from outbox.contrib.django.operations.additions import catalogue
 from outbox.limits import Limits
 from outbox.subscription import Subscription
 from tests.django.broker_world import World
@@ -54,7 +55,7 @@ def forms(html: str, action: str) -> list[dict[str, str]]:
 
 def test_each_remedy_is_an_action_with_its_fields() -> None:
     for condition, rows in cards._REMEDIES.items():
-        assert condition in CATALOGUE
+        assert condition in catalogue()
         for action, _, tone, fields in rows:
             declared = {field.name: field for field in ACTIONS[action].fields}
             assert ACTIONS[action].permission is not None and tone in ("good", "bad", "plain")
@@ -68,15 +69,15 @@ def test_a_card_leads_to_the_page_before_the_shell() -> None:
     on_the_page |= {"outbox_message show", "outbox_dead_letter list", "outbox_finding list", "outbox_group offsets"}
     on_the_page.add("outbox_transaction list")
     by_command = {
-        name for name, kind in CATALOGUE.items() if any(f"`{one}" in kind.next_step for one in on_the_page)
+        name for name, kind in catalogue().items() if any(f"`{one}" in kind.next_step for one in on_the_page)
     }  # fmt: skip
     assert by_command - {"not_conserved"} <= cards._STEPS.keys()
-    for name in CATALOGUE:
-        [card] = cards.cards([Condition(name, Severity.WARNING)])
+    for name in catalogue():
+        [card] = cards.cards([catalogue()[name].condition(Severity.WARNING)])
         if name in cards._STEPS:
             assert "outbox_" not in card.next_step and "outbox_" in (card.in_a_shell or "outbox_")
         else:
-            assert (card.next_step, card.in_a_shell) == (CATALOGUE[name].next_step, "")
+            assert (card.next_step, card.in_a_shell) == (catalogue()[name].next_step, "")
 
 
 def test_a_consequence_stands_below_its_cause() -> None:
@@ -86,23 +87,25 @@ def test_a_consequence_stands_below_its_cause() -> None:
         return [(one.condition.name, list(one.causes)) for one in cards.cards(worst_first(found).conditions)]
 
     def named(name: str, severity: Severity, *groups: str) -> Condition:
-        return Condition(name, severity, [{"group": group, "topic": "orders"} for group in groups], len(groups))
+        return catalogue()[name].condition(
+            severity, [{"group": group, "topic": "orders"} for group in groups], len(groups)
+        )
 
     lag, limit = named("lag", Severity.CRITICAL, "mail"), named("limit_binding", Severity.WARNING, "mail")
     paused = named("group_paused", Severity.WARNING, "stock")
-    rejecting = Condition("rejecting", Severity.WARNING)
+    rejecting = named("rejecting", Severity.WARNING)
     assert shown(lag, limit, paused, rejecting) == [
         ("limit_binding", []), ("lag", ["limit_binding"]), ("group_paused", []), ("rejecting", []),
     ]  # fmt: skip
     assert shown(named("lag", Severity.CRITICAL, "mail", "stock"), limit) == [("lag", []), ("limit_binding", [])]
-    assert sorted(name for name, _ in shown(*(Condition(name, Severity.WARNING) for name in CATALOGUE))) == sorted(
-        CATALOGUE
-    )
+    assert sorted(
+        name for name, _ in shown(*(one.condition(Severity.WARNING) for one in catalogue().values()))
+    ) == sorted(catalogue())
     disabled, outage = (named(name, Severity.WARNING, "mail") for name in ("endpoint_disabled", "outage"))
     assert shown(outage, disabled, named("lag", Severity.WARNING, "mail")) == [
         ("endpoint_disabled", []), ("lag", ["endpoint_disabled", "outage"]), ("outage", ["endpoint_disabled"]),
     ]  # fmt: skip
-    leaderless = Condition("no_sequencer", Severity.WARNING)
+    leaderless = named("no_sequencer", Severity.WARNING)
     assert shown(named("lag", Severity.CRITICAL, "mail", "stock"), leaderless) == [
         ("no_sequencer", []), ("lag", ["no_sequencer"]),
     ]  # fmt: skip
@@ -112,7 +115,9 @@ def test_a_binding_limit_leads_to_its_form(world: World, operator: Client) -> No
     register(world.run, Subscription(topic="orders", group="mail", limits=Limits(running=2)))
     html = page(operator)
     assert "limit_binding" not in html
-    [card] = cards.cards([Condition("limit_binding", Severity.WARNING, [{"group": "mail", "topic": "orders"}], 1)])
+    [card] = cards.cards(
+        [catalogue()["limit_binding"].condition(Severity.WARNING, [{"group": "mail", "topic": "orders"}], 1)]
+    )
     [evidence] = card.evidence
     assert (evidence.url, evidence.link) == ("/outbox/groups/one/?name=mail&topic=orders#limits", "Change the limits …")
     assert 'id="limits"' in page(operator, evidence.url.removeprefix("/outbox/"))

@@ -13,10 +13,11 @@ from django.utils import timezone
 
 from outbox.broker.operations.conditions import Condition, Severity
 from outbox.contrib.django.models import PastCondition, RaisedCondition
-from outbox.contrib.django.operations import additions, raised
+from outbox.contrib.django.operations import raised
 from outbox.contrib.django.operations.timeline import read_timeline
 from outbox.contrib.django.worker.periodic import passes
 from tests.django.broker_world import World
+from tests.django.given_conditions import give
 
 pytestmark = pytest.mark.usefixtures("no_subscribers")
 
@@ -27,8 +28,7 @@ NOW = timezone.now()
 def holds(world: World, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Condition]]:
     """The conditions that hold; those of the broker itself are left out by their names."""
     found: list[Condition] = []
-    monkeypatch.setattr(additions, "rules", {})
-    additions.add_rule("saga_stalled", lambda run: list(found))
+    give(monkeypatch, saga_stalled=lambda: found)
     yield found
     RaisedCondition.objects.all().delete()
     PastCondition.objects.all().delete()

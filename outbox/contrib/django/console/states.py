@@ -33,7 +33,7 @@ def state_tabs(run: Executor, group: str | None = None) -> list[StateTab]:
     The counts come from the newest stored summary, so that a list never waits for a count. Without a leader there are
     no counts, because they would not agree with the list.
     """
-    counted = summary.stored(run) if summary.has_leader(run) else None
+    counted = summary.stored(run) if summary.leadership(run).leads else None
     rests = [one for one in counted.rests if group in (None, one.group)] if counted else []
     producers = counted.producers if counted else []
 

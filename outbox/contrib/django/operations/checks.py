@@ -31,6 +31,7 @@ from outbox.contrib.django.operations import mariadb
 from outbox.contrib.django.operations.installation import left_behind, unknown_to_broker
 from outbox.contrib.django.operations.scheduling import schedule_problems
 from outbox.contrib.django.operations.sessions import demands
+from outbox.contrib.django.operations.watching import refuse_unknown_thresholds
 from outbox.contrib.django.settings.conf import OutboxSettings, get_settings, imported
 from outbox.contrib.django.subscribers.inbox import handler_alias, pool_shortages
 from outbox.contrib.django.subscribers.middleware import with_middleware
@@ -50,6 +51,7 @@ def check_settings(**options: Any) -> list[CheckMessage]:
     """Check the settings, the aliases that the settings name, and the subscribers."""
     try:
         settings = get_settings()
+        refuse_unknown_thresholds(settings.thresholds)
     except ConfigurationError as error:
         return [Error(str(error), id="outbox.E001")]
     rules: Sequence[Callable[[OutboxSettings], Iterable[CheckMessage]]] = [

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from datetime import datetime
+from dataclasses import dataclass
 from typing import Any, Final
 from uuid import UUID
 
@@ -13,10 +12,9 @@ from django.db.models import DurationField, ExpressionWrapper, F
 from django.db.models.functions import Length, Now
 from django.db.utils import DatabaseError
 
-from outbox.broker.database.executor import Executor
-from outbox.broker.operations.conditions import Condition, Judged, Severity, condition
+from outbox.broker.operations.conditions import Concern, Declarations, Judged, Severity, Threshold
+from outbox.broker.operations.state import BrokerState
 from outbox.contrib.django.ledger.ledger_checker import ledger_aliases
-from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.django.subscribers.inbox import handler_alias
 from outbox.contrib.django.subscribers.registry import subscribers
 from outbox.subscription import Effects
@@ -25,94 +23,67 @@ from outbox.subscription import Effects
 _LOOKED_AT: Final = 200
 
 
-@dataclass(frozen=True, slots=True)
-class ShownClaim:
-    """An attempt that has begun and not finished. After a failed attempt, `expires_at` is in the past."""
-
-    group: str
-    message_id: str
-    generation: int
-    attempt: int
-    token: int
-    claimed_by: str
-    claimed_at: datetime
-    expires_at: datetime
-
-
-@dataclass(frozen=True, slots=True)
-class ShownStep:
-    """A step. `ended_at` and `bytes` (the size of the result) are None if the step has no result."""
-
-    group: str
-    message_id: str
-    generation: int
-    name: str
-    attempt: int
-    begun_at: datetime
-    ended_at: datetime | None
-    bytes: int | None
+_CLAIM: Final = ("group", "message_id", "generation", "attempt", "token", "claimed_by", "claimed_at", "expires_at")
+_STEP: Final = ("group", "message_id", "generation", "name", "attempt", "begun_at", "ended_at")
 
 
 @dataclass(frozen=True, slots=True)
 class ClaimedMessages:
-    """The claims and steps of some messages. `unknown` has a text for each database that cannot be read."""
+    """The claims and steps of some messages, as rows by column. `unknown`: why a database cannot be read.
 
-    claims: list[ShownClaim]
-    steps: list[ShownStep]
+    A claim is an attempt that has begun and not finished; after a failed attempt, its `expires_at` is in the past. A
+    step without a result has neither `ended_at` nor `bytes`, the size of the result.
+    """
+
+    claims: list[Mapping[str, Any]]
+    steps: list[Mapping[str, Any]]
     unknown: list[str]
 
     def as_json(self) -> dict[str, list[Any]]:
         """The sections of `outbox_message show`."""
         return {
-            "claims": [asdict(one) for one in self.claims],
-            "steps": [asdict(one) for one in self.steps],
+            "claims": self.claims,
+            "steps": self.steps,
             "unknown_claims": [{"why": text} for text in self.unknown],
         }
 
 
 def claimed_messages(message_ids: Sequence[UUID]) -> ClaimedMessages:
     """Return the claims and steps of these messages in all application databases."""
+    from outbox.contrib.django.models import ClaimEntry, StepEntry
+
     found = ClaimedMessages([], [], [])
     for alias in ledger_aliases(usable=True):
+        claims = ClaimEntry.objects.using(alias).filter(message_id__in=message_ids).order_by("claimed_at")
+        steps = StepEntry.objects.using(alias).filter(message_id__in=message_ids).order_by("begun_at")
         try:
-            found.claims.extend(_claims(alias, message_ids))
-            found.steps.extend(_steps(alias, message_ids))
+            found.claims.extend(claims.values(*_CLAIM))
+            # The result itself may contain personal data, and may be large.
+            found.steps.extend(steps.values(*_STEP, bytes=Length("result")))
         except DatabaseError as error:
             found.unknown.append(f"the claims on {alias!r} cannot be read: {str(error).strip()}")
     return found
 
 
-def _claims(alias: str, message_ids: Sequence[UUID]) -> Iterator[ShownClaim]:
-    from outbox.contrib.django.models import ClaimEntry
-
-    for row in ClaimEntry.objects.using(alias).filter(message_id__in=message_ids).order_by("claimed_at"):
-        yield ShownClaim(
-            row.group,
-            str(row.message_id),
-            row.generation,
-            row.attempt,
-            row.token,
-            row.claimed_by,
-            row.claimed_at,
-            row.expires_at,
-        )
+CONDITIONS: Final = Declarations[BrokerState]()
+CLAIM_SECONDS: Final = Threshold(
+    "claim_seconds",
+    600,
+    None,
+    "seconds",
+    'time for which a handler with `effects="outside"` has held the claim of its message',
+)
 
 
-def _steps(alias: str, message_ids: Sequence[UUID]) -> Iterator[ShownStep]:
-    from outbox.contrib.django.models import StepEntry
-
-    rows = StepEntry.objects.using(alias).filter(message_id__in=message_ids).order_by("begun_at")
-    columns = ("group", "message_id", "generation", "name", "attempt", "begun_at", "ended_at", "size")
-    # The result itself may contain personal data, and may be large.
-    for group, message_id, *rest in rows.annotate(size=Length("result")).values_list(*columns):
-        yield ShownStep(group, str(message_id), *rest)
-
-
-def rule(run: Executor) -> Sequence[Condition]:
-    """Return the condition for handlers that have held their claim for long, if there are any.
-
-    A project without handlers with effects="outside" needs no query. The query reads a limited number of rows.
-    """
+@CONDITIONS.declare(
+    meaning='Handlers with effects="outside" have run for long, and still hold the claims of their messages.',
+    next_step="`outbox_message show ID` shows the steps that are done. Find the call of another system for which the "
+    "handler waits, and give this call a timeout.",
+    concern=Concern.PASSING,
+    thresholds=(CLAIM_SECONDS,),
+)
+def claim_held_long(state: BrokerState) -> Iterator[Judged]:
+    """A project without such handlers needs no query. The query reads a limited number of rows."""
     timeouts: dict[str, dict[str, float]] = defaultdict(dict)
     for one in subscribers():
         if one.subscription.effects is Effects.OUTSIDE:
@@ -120,10 +91,11 @@ def rule(run: Executor) -> Sequence[Condition]:
             group, seconds = one.subscription.group, one.subscription.timeout_seconds
             # A claim does not name its topic, so the longest time limit of its group counts.
             of_group[group] = max(seconds, of_group.get(group, 0.0))
-    return condition("claim_held_long", [one for alias, groups in timeouts.items() for one in _held(alias, groups)])
+    for alias, of_group in timeouts.items():
+        yield from _held(state, alias, of_group)
 
 
-def _held(alias: str, timeouts: Mapping[str, float]) -> Iterator[Judged]:
+def _held(state: BrokerState, alias: str, timeouts: Mapping[str, float]) -> Iterator[Judged]:
     from outbox.contrib.django.models import ClaimEntry
 
     age = ExpressionWrapper(Now() - F("claimed_at"), output_field=DurationField())
@@ -132,7 +104,7 @@ def _held(alias: str, timeouts: Mapping[str, float]) -> Iterator[Judged]:
     columns = ("group", "message_id", "attempt", "claimed_by", "age")
     for group, message_id, attempt, process, lasted in held.order_by("claimed_at").values_list(*columns)[:_LOOKED_AT]:
         seconds, timeout_seconds = lasted.total_seconds(), timeouts[group]
-        severity = get_settings().thresholds.claim_seconds.judge(seconds)
+        severity = state.judge(CLAIM_SECONDS, seconds)
         if seconds >= timeout_seconds:
             severity = severity or Severity.WARNING
         yield (

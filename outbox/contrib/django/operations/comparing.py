@@ -21,10 +21,11 @@ See decision 171.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import Any, Final
 from uuid import UUID
 
@@ -35,7 +36,14 @@ from outbox.broker.database.executor import Executor
 from outbox.broker.groups import lives
 from outbox.broker.groups.lives import Life
 from outbox.broker.operations import comparisons
-from outbox.broker.operations.comparisons import Bounds, ComparisonKind, DatabaseComparison, MissingTransactions, Passed
+from outbox.broker.operations.comparisons import (
+    Bounds,
+    ComparisonKey,
+    ComparisonKind,
+    DatabaseComparison,
+    GroupPosition,
+    MissingTransactions,
+)
 from outbox.broker.operations.presence import unknown_transactions
 from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.ledger import ledger
@@ -85,7 +93,7 @@ def compare_when_due() -> CompareCounts | None:
         run = Executor(connection, schema)
         life = lives.current(run)
         since = datetime.now(UTC) - timedelta(seconds=COMPARE_INTERVAL_SECONDS)
-        known = {(one.kind, one.subject, one.topic, one.alias): one for one in comparisons.every(run)}
+        known = comparisons.list_comparisons(run)
     wanted = [*_ledger_keys(), *((ComparisonKind.INBOX, *_inbox_key(item)) for item in _with_inbox())]
     for one in map(known.get, wanted):
         if one is None or one.life_id != life or one.compared_at is None or one.compared_at < since:
@@ -108,7 +116,7 @@ def run_compare(*, max_batches: int = 400) -> CompareCounts:
             run=run,
             life=lives.described(run),
             bounds=comparisons.bounds(run),
-            known={(one.kind, one.subject, one.topic, one.alias): one for one in comparisons.every(run)},
+            known=comparisons.list_comparisons(run),
             producer_group=settings.producer_group or "",
             keep=timedelta(seconds=settings.inbox_retention_seconds),
             max_batches=max_batches,
@@ -120,7 +128,7 @@ def run_compare(*, max_batches: int = 400) -> CompareCounts:
             except DatabaseError as error:
                 if _has_tables(alias):
                     failed[alias] = error
-        counts = _counts(comparisons.every(run), context.known)
+        counts = _counts(comparisons.list_comparisons(run), context.known)
     if failed:
         said = "; ".join(f"{alias!r}: {str(error).strip()}" for alias, error in failed.items())
         raise LedgerUnavailable(
@@ -130,11 +138,11 @@ def run_compare(*, max_batches: int = 400) -> CompareCounts:
     return counts
 
 
-def settle() -> int:
-    """Mark all findings of this project's comparisons as settled by an operator; return the number of findings."""
+def settle_losses() -> int:
+    """Mark all that this project's comparisons report as missing as settled by an operator; return its number."""
     with broker_connection() as (connection, schema):
         run = Executor(connection, schema)
-        known = {(one.kind, one.subject, one.topic, one.alias): one for one in comparisons.every(run)}
+        known = comparisons.list_comparisons(run)
         settled = 0
         for key in _ledger_keys():
             one = known.get(key)
@@ -150,13 +158,11 @@ def settle() -> int:
         return settled
 
 
-def found() -> list[DatabaseComparison]:
-    """Return the findings of the last comparisons.
-
-    The result includes findings of other projects that use the broker.
-    """
+def losses() -> list[DatabaseComparison]:
+    """Return the last comparisons that found a loss, also those of other projects that use the broker."""
     with broker_connection() as (connection, schema):
-        return comparisons.every(Executor(connection, schema))
+        known = comparisons.list_comparisons(Executor(connection, schema))
+    return [one for one in known.values() if not one.is_clean]
 
 
 def _has_tables(alias: str) -> bool:
@@ -175,7 +181,7 @@ class _Context:
     run: Executor
     life: Life
     bounds: Bounds
-    known: dict[tuple[ComparisonKind, str, str, str], DatabaseComparison]
+    known: Mapping[ComparisonKey, DatabaseComparison]
     producer_group: str
     keep: timedelta
     max_batches: int
@@ -186,7 +192,7 @@ class _Context:
         return self.life.began_at > datetime.now(UTC) - _YOUNG
 
 
-def _ledger_keys() -> list[tuple[ComparisonKind, str, str, str]]:
+def _ledger_keys() -> list[ComparisonKey]:
     group = get_settings().producer_group
     if not group:
         return []
@@ -214,10 +220,10 @@ def _work(context: _Context) -> Iterator[tuple[str, Callable[[BaseDatabaseWrappe
 
 
 def _counts(
-    now: Sequence[DatabaseComparison], before: dict[tuple[ComparisonKind, str, str, str], DatabaseComparison]
+    now: Mapping[ComparisonKey, DatabaseComparison], before: Mapping[ComparisonKey, DatabaseComparison]
 ) -> CompareCounts:
-    for one in now:
-        known = before.get((one.kind, one.subject, one.topic, one.alias))
+    for key, one in now.items():
+        known = before.get(key)
         if not one.is_clean and (known is None or known.missing != one.missing or known.is_clean):
             logger.error(
                 "%s of %s on %r: %d are missing after a restore or a failover, with times from %s to %s; see "
@@ -229,7 +235,7 @@ def _counts(
                 one.first_at or one.unproven_from,
                 one.last_at or one.unproven_to,
             )
-    missing = {kind: sum(one.missing for one in now if one.kind is kind) for kind in ComparisonKind}
+    missing = {kind: sum(one.missing for one in now.values() if one.kind is kind) for kind in ComparisonKind}
     return CompareCounts(
         missing[ComparisonKind.LEDGER], missing[ComparisonKind.DECISION], missing[ComparisonKind.INBOX]
     )
@@ -241,6 +247,28 @@ def _counts(
 def moment_of(transaction_id: UUID) -> datetime:
     """Return the time at which this UUIDv7 was generated."""
     return datetime.fromtimestamp((transaction_id.int >> 80) / 1000, UTC)
+
+
+@dataclass(slots=True)
+class _Batches:
+    """The transactions after the id `after`, in batches.
+
+    `rest`: the id after which the next pass continues, because this one has read as many batches as it may; else ''.
+    """
+
+    context: _Context
+    after: UUID
+    read: Callable[..., Sequence[UUID]]
+    rest: str = ""
+
+    def __iter__(self) -> Iterator[Sequence[UUID]]:
+        for _ in range(self.context.max_batches):
+            batch = self.read(self.after, limit=_BATCH)
+            yield batch
+            if len(batch) < _BATCH:
+                return
+            self.after = batch[-1]
+        self.rest = str(self.after)
 
 
 def _compare_ledger(context: _Context, application: BaseDatabaseWrapper) -> None:
@@ -262,21 +290,16 @@ def _compare_ledger(context: _Context, application: BaseDatabaseWrapper) -> None
         after = first_id_at(max(oldest, known.compared_at - _OVERLAP))
     if known is not None and not is_first and (left := known.state.get("after")):
         after = UUID(left)
-    cut = ""
-    for number in range(context.max_batches):
-        batch = ledger.committed_after(application, after, limit=_BATCH)
+    batches = _Batches(context, after, partial(ledger.committed_after, application))
+    for batch in batches:
         # The broker is read after the ledger, because the broker stored each half message before the row committed.
         missing.add({one: moment_of(one) for one in sorted(unknown_transactions(run, batch))})
-        if len(batch) < _BATCH:
-            break
-        after = batch[-1]
-        cut = str(after) if number + 1 == context.max_batches else ""
     _look_again(missing, lambda ids: set(ids) - unknown_transactions(run, ids))
     missing.trim(keep_seconds=2 * context.keep.total_seconds())
     unproven: tuple[datetime | None, datetime] | None = _unproven(context, identity) if is_first else None
     if unproven is None and known is not None and known.unproven_to is not None:
         unproven = (known.unproven_from, known.unproven_to)
-    state = {"ledger": str(identity.ledger_id), "after": cut}
+    state = {"ledger": str(identity.ledger_id), "after": batches.rest}
     _store(context, missing, state, unproven)
 
 
@@ -316,9 +339,8 @@ def _compare_decisions(context: _Context, application: BaseDatabaseWrapper) -> N
         left = known.state.get("after")
         after = UUID(left) if left else max(after, first_id_at(known.compared_at - _OVERLAP))
     present: list[UUID] = []
-    cut = ""
-    for number in range(context.max_batches):
-        batch = comparisons.committed_of_ledger(run, before.ledger_id, after, limit=_BATCH)
+    batches = _Batches(context, after, partial(comparisons.committed_of_ledger, run, before.ledger_id))
+    for batch in batches:
         absent = _absent(application, batch)
         # The pruning limit is read after the rows, because pruning records its limit before it removes rows.
         now = ledger.identity(application)
@@ -326,13 +348,9 @@ def _compare_decisions(context: _Context, application: BaseDatabaseWrapper) -> N
             return
         missing.add({one: moment_of(one) for one in sorted(absent - _below(absent, now.pruned_before or _NIL))})
         present = [*present, *(one for one in batch if one not in absent)][-_CANARIES:]
-        if len(batch) < _BATCH:
-            break
-        after = batch[-1]
-        cut = str(after) if number + 1 == context.max_batches else ""
     _look_again(missing, lambda ids: set(ids) - _absent(application, ids))
     kept = [str(one) for one in present or canaries]
-    state = {"ledger": str(before.ledger_id), "after": cut, "canaries": kept}
+    state = {"ledger": str(before.ledger_id), "after": batches.rest, "canaries": kept}
     _store(context, missing, state, None)
 
 
@@ -357,7 +375,7 @@ def _store(
     state: dict[str, Any],
     unproven: tuple[datetime | None, datetime | None] | None,
 ) -> None:
-    count, first, last, ids = missing.summed()
+    count, first, last, ids = missing.totals()
     began, ended = unproven or (None, None)
     comparisons.store(
         context.run,
@@ -407,7 +425,7 @@ class _InboxLook:
     missing: dict[UUID, datetime] = field(default_factory=dict)
     highest: int = -1
 
-    def look(self, queue: Passed, low: int, high: int) -> int | None:
+    def look(self, queue: GroupPosition, low: int, high: int) -> int | None:
         """Examine the offsets from `low` up to `high`; return the lowest offset whose effect is missing."""
         keep = (self.context.keep - _YOUNG).total_seconds()
         matches = parse_filter(self.item.subscription.filter)
@@ -435,7 +453,7 @@ class _InboxLook:
                 self.present[queue.queue_id] = newest[-_CANARIES_OF_QUEUE:]
         return lowest
 
-    def look_back(self, queue: Passed, low: int, high: int) -> int | None:
+    def look_back(self, queue: GroupPosition, low: int, high: int) -> int | None:
         """Examine the offsets in batches from `high` down to `low`, and stop after a batch without a missing effect.
 
         Return the lowest offset whose effect is missing.
@@ -453,7 +471,7 @@ class _InboxLook:
             self.present[queue.queue_id] = newest
         return lowest
 
-    def present_from(self, queue: Passed) -> int:
+    def present_from(self, queue: GroupPosition) -> int:
         """Return the first offset from which the inbox has a row for every message.
 
         Examine at most `_FIRST_LOOK` batches.
@@ -483,15 +501,15 @@ def _compare_inbox(context: _Context, application: BaseDatabaseWrapper, item: Su
     subscription = item.subscription
     group, topic, alias = _inbox_key(item)
     known = context.known.get((ComparisonKind.INBOX, group, topic, alias))
-    passed = comparisons.passed(context.run, group, topic)
+    positions = comparisons.group_positions(context.run, group, topic)
     state = known.state if known is not None and known.state.get("filter") == subscription.filter else {}
     queues = {int(key): _Queue(*values) for key, values in state.get("queues", {}).items()}
     canaries = {int(key): [UUID(one) for one in ids] for key, ids in state.get("canaries", {}).items()}
     look = _InboxLook(context, application, item)
-    generations = range(1, max((queue.generation for queue in passed), default=1) + 1)
+    generations = range(1, max((queue.generation for queue in positions), default=1) + 1)
     watched = [one for ids in canaries.values() for one in ids]
     gone = set(watched) - inbox.handled(application, group, generations, watched)
-    for queue in passed:
+    for queue in positions:
         seen = queues.get(queue.queue_id)
         if seen is None:
             # If a queue was created after the last comparison, the comparison reads all offsets of this queue.

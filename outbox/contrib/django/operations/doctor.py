@@ -11,20 +11,19 @@ from django.db.utils import DatabaseError
 from outbox.broker.database.executor import Executor
 from outbox.broker.log.topics import list_topics
 from outbox.broker.maintenance.retention import DEFAULT_HARD_CAP_SECONDS
-from outbox.broker.operations.conditions import Condition, Severity, of_text
+from outbox.broker.operations.conditions import Condition, Severity, of_check, of_text
 from outbox.broker.operations.diagnosis import diagnose
-from outbox.broker.operations.rules import survey, unusable
+from outbox.broker.operations.rules import unusable
 from outbox.broker.schema.grants import Role
 from outbox.contrib.django.database.aliases import broker_connection, broker_database
-from outbox.contrib.django.engine.operator_table import is_on_rocketmq
 from outbox.contrib.django.ledger import ledger
 from outbox.contrib.django.ledger.ledger_checker import ledger_aliases, open_connection
 from outbox.contrib.django.ledger.pruning import LEDGER_KEEP_SECONDS
-from outbox.contrib.django.operations import checks
+from outbox.contrib.django.operations import additions, checks
 from outbox.contrib.django.operations.checks import check_databases
 from outbox.contrib.django.operations.granting import check_rights
 from outbox.contrib.django.operations.sessions import demands
-from outbox.contrib.django.operations.watching import with_application
+from outbox.contrib.django.operations.watching import survey_project
 from outbox.contrib.django.settings.conf import OutboxSettings, get_settings
 from outbox.contrib.django.subscribers.registry import autodiscover, subscriptions
 from outbox.errors import ConfigurationError, OutboxError
@@ -54,37 +53,20 @@ def examine() -> list[Condition]:
         found += [
             of_text("sessions of workers", Severity.OK, str(one)) for one in demands(settings) if not one.is_too_much
         ]
-        if is_on_rocketmq():
-            return [*found, *_rocketmq()]
+        if (observer := additions.observer()) is not None:
+            return [*found, *observer.examine()]
         with broker_connection() as (connection, schema):
             run = Executor(connection, schema)
             found += diagnose(run, broker_database(settings))
             found += _retention(settings, list_topics(run))
             # The survey comes last. If a transaction is already open, the survey's limit for lock waits (one second)
             # also applies to all later statements of this transaction.
-            found += with_application(survey(run, settings.thresholds).verdict, run).conditions
+            found += survey_project(run).verdict.conditions
     except ConfigurationError as error:
         found.append(of_text("settings", Severity.CRITICAL, str(error), "Correct OUTBOX in the settings."))
     except OutboxError as error:
         found += unusable(error).conditions
     return found
-
-
-def _rocketmq() -> Iterator[Condition]:
-    """Return the conditions of a RocketMQ cluster, and the problems of its topics."""
-    from outbox.contrib.django.engine.broker import engine_of
-    from outbox.contrib.django.operations import rocketmq
-
-    verdict, _ = rocketmq.look()
-    yield from verdict.conditions
-    if not verdict.conditions:
-        yield of_text("RocketMQ", Severity.OK, "every broker answers, and nothing needs attention")
-    engine = engine_of(get_settings())
-    try:
-        for problem in engine.server_problems():
-            yield of_text("RocketMQ's topics", Severity.CRITICAL, problem, "Run `manage.py outbox_install --create`.")
-    finally:
-        engine.broker.close()
 
 
 def _system_checks() -> Iterator[Condition]:
@@ -163,7 +145,7 @@ def _retention(settings: OutboxSettings, topics: list[Topic]) -> Iterator[Condit
         if short
         else "is longer than the retention of ledger rows"
     )
-    yield of_text("retention of topics", *((Severity.WARNING, text, remedy) if short else (Severity.OK, text)))
+    yield of_check("retention of topics", not short, text, remedy, Severity.WARNING)
     yield _inbox_retention(settings, topics)
     horizon = settings.check.max_age_seconds
     early = [topic.name for topic in topics if topic.retention_seconds < horizon]
@@ -173,7 +155,7 @@ def _retention(settings: OutboxSettings, topics: list[Topic]) -> Iterator[Condit
         if early
         else "the broker keeps decisions until check-back has ended"
     )
-    yield of_text("check horizon", *((Severity.WARNING, text, remedy) if early else (Severity.OK, text)))
+    yield of_check("check horizon", not early, text, remedy, Severity.WARNING)
 
 
 def _inbox_retention(settings: OutboxSettings, topics: list[Topic]) -> Condition:

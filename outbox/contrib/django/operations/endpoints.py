@@ -18,8 +18,8 @@ from django.db import connections, router, transaction
 from django.db.models import F, QuerySet
 from django.db.models.functions import Now
 
-from outbox.broker.database.executor import Executor
-from outbox.broker.operations.conditions import Condition, Severity, condition
+from outbox.broker.operations.conditions import Concern, Declarations, Judged, Severity
+from outbox.broker.operations.state import BrokerState
 from outbox.contrib.django.models import ForwardEndpoint
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.sinks.sink import EarlierNotAcknowledged, EndpointGone, NotAcknowledged, Rejected
@@ -71,22 +71,21 @@ def enable(group: str) -> bool:
     return bool(found.update(disabled_at=None, disabled_reason="", generation=F("generation") + 1))
 
 
-def rule(run: Executor) -> Sequence[Condition]:
-    """Return the condition for disabled endpoints, if there are any. A project without FORWARD needs no query."""
-    declared = get_settings().forward
-    if not declared:
-        return []
-    found = _rows().filter(group__in=declared, disabled_at__isnull=False).order_by("disabled_at")
-    return condition(
-        "endpoint_disabled",
-        [
-            (
-                Severity.WARNING,
-                {"group": one.group, "since": str(one.disabled_at), "error": one.disabled_reason},
-            )
-            for one in found
-        ],
-    )
+CONDITIONS: Final = Declarations[BrokerState]()
+
+
+@CONDITIONS.declare(
+    meaning="An endpoint of FORWARD says that it exists no more, so it gets no messages. Its messages wait.",
+    next_step="If the endpoint exists again, run `outbox_endpoint enable GROUP`. If it is gone for good, remove its "
+    "entry from FORWARD, then run `outbox_group delete GROUP`.",
+    concern=Concern.WITHIN_DAYS,
+)
+def endpoint_disabled(state: BrokerState) -> Iterator[Judged]:
+    """A project without FORWARD needs no query."""
+    if declared := get_settings().forward:
+        for one in _rows().filter(group__in=declared, disabled_at__isnull=False).order_by("disabled_at"):
+            fact = {"group": one.group, "since": str(one.disabled_at), "error": one.disabled_reason}
+            yield Severity.WARNING, fact
 
 
 # -- in a process that forwards --------------------------------------------------------------------

@@ -9,19 +9,17 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from django.db import models, router, transaction
 
-from outbox.broker.operations.conditions import Condition, Judged, Severity, condition
+from outbox.broker.operations.conditions import Concern, Declarations, Judged, Severity
+from outbox.broker.operations.state import BrokerState
 from outbox.contrib.django.models import Finding, SavedReconciliation
 from outbox.contrib.django.settings.conf import for_column
 from outbox.utils.safe_text import storable
 
-if TYPE_CHECKING:
-    from outbox.broker.database.executor import Executor
-
-CONDITION: Final = "reconciliation_findings"
+CONDITIONS: Final = Declarations[BrokerState]()
 MAX_SAVED: Final = 10_000
 _BATCH: Final = 1_000
 # A condition lists this many causes, and a result may have one cause per rule, class, group and column.
@@ -90,13 +88,14 @@ def _storable(step: Mapping[str, Any] | None) -> Any:
     return step if storable(text) == text and "\\u0000" not in text else None
 
 
-def rule(run: Executor) -> Sequence[Condition]:
-    """Return the condition for open findings of the saved results, if there are any. The query reads one row for each
-    output folder."""
-    return condition(CONDITION, _judged())
-
-
-def _judged() -> Iterator[Judged]:
+@CONDITIONS.declare(
+    meaning="The last saved reconciliation has open findings: rows, messages and effects that do not agree.",
+    next_step="The page Findings, or `outbox_finding list`, shows each finding with its next step. Repair the "
+    "findings, then run the reconciliation again: the condition ends with the next saved result.",
+    concern=Concern.LOSS,
+)
+def reconciliation_findings(state: BrokerState) -> Iterator[Judged]:
+    """The query reads one row for each output folder."""
     for saved in SavedReconciliation.objects.order_by("output"):
         for cause in saved.causes:
             yield (

@@ -17,7 +17,7 @@ from django.db.models import Model
 from psycopg import sql
 
 from outbox.broker.database.executor import Executor
-from outbox.broker.operations.conditions import Condition, Severity, of_text
+from outbox.broker.operations.conditions import Condition, Severity, of_check, of_text
 from outbox.broker.schema import grants
 from outbox.broker.schema.grants import Logins, MissingRight, Role, role_name
 from outbox.broker.schema.install import DEFAULT_PATIENCE_SECONDS, Planned, change_tables, check_schema
@@ -210,7 +210,7 @@ def check_rights(run: Executor, role: Role) -> Iterator[Condition]:
     """
     settings = get_settings()
     group = settings.producer_group if role is Role.PUBLISH else None
-    yield _judged(f"rights to {role}", grants.missing_rights(run, role, producer_group=group))
+    yield _complete(f"rights to {role}", grants.missing_rights(run, role, producer_group=group))
     if role is Role.PUBLISH and (held := grants.excess_rights(run)):
         yield of_text(
             "rights beyond publish",
@@ -219,7 +219,7 @@ def check_rights(run: Executor, role: Role) -> Iterator[Condition]:
             "Connect the web process as a role that is a member of no other role than publish, or revoke these rights.",
         )
     for alias in _application_aliases():
-        yield _judged(f"rights to {role} on {alias!r}", list(_missing(connections[alias], role)))
+        yield _complete(f"rights to {role} on {alias!r}", list(_missing(connections[alias], role)))
 
 
 def _missing(connection: BaseDatabaseWrapper, role: Role) -> Iterator[MissingRight]:
@@ -242,12 +242,7 @@ def _missing(connection: BaseDatabaseWrapper, role: Role) -> Iterator[MissingRig
             yield MissingRight(f"table {table}", f"{right}{of}", f"GRANT {right}{of} ON {table} TO {user}")
 
 
-def _judged(name: str, missing: Sequence[MissingRight]) -> Condition:
-    if not missing:
-        return of_text(name, Severity.OK, "complete")
-    return of_text(
-        name,
-        Severity.CRITICAL,
-        "missing: " + "; ".join(f"{one.right} on {one.subject}" for one in missing),
-        "Execute as the owner of the tables: " + "; ".join(one.remedy for one in missing) + ";",
-    )
+def _complete(name: str, missing: Sequence[MissingRight]) -> Condition:
+    text = "missing: " + "; ".join(f"{one.right} on {one.subject}" for one in missing) if missing else "complete"
+    remedy = "Execute as the owner of the tables: " + "; ".join(one.remedy for one in missing) + ";"
+    return of_check(name, not missing, text, remedy)

@@ -26,7 +26,7 @@ from outbox.broker.database.executor import Executor
 from outbox.broker.log.topics import declare_topics, list_topics
 from outbox.broker.operations.audit import count_messages
 from outbox.broker.operations.presence import is_used_by, unknown_transactions
-from outbox.broker.operations.summary import has_leader, live_consumers
+from outbox.broker.operations.summary import leadership, live_consumers
 from outbox.broker.schema import key_index
 from outbox.broker.schema.install import (
     DEFAULT_PATIENCE_SECONDS,
@@ -179,7 +179,7 @@ def remove_broker(
 
 def _left_in(run: Executor) -> Iterator[str]:
     """Yield one text for each reason against dropping the tables: processes that use them, and undelivered messages."""
-    if has_leader(run):
+    if leadership(run).leads:
         yield "a broker process runs"
     for group, consumers in live_consumers(run).items():
         yield f"group {group!r} has {consumers} consumers"

@@ -26,12 +26,13 @@ from django.utils import timezone
 
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.timeouts import lock_limited
-from outbox.broker.operations.conditions import EVIDENCE, Condition, Fact, Severity
+from outbox.broker.operations.conditions import EVIDENCE, SUBJECT, Condition, Fact, Severity
 from outbox.broker.operations.listings import OpenTransaction, list_open
-from outbox.broker.operations.rules import survey, unusable
+from outbox.broker.operations.rules import unusable
 from outbox.contrib.django.models import PastCondition, RaisedCondition
 from outbox.contrib.django.operations import signals
-from outbox.contrib.django.operations.watching import asking, with_application
+from outbox.contrib.django.operations.additions import catalogue
+from outbox.contrib.django.operations.watching import asking, survey_project
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.errors import BrokerUnavailable, SchemaError
 
@@ -48,14 +49,6 @@ KEPT_ROWS: Final = 10_000
 _MOST_PARKED: Final = 1000
 _LONGEST_SUBJECT: Final = 400
 _LOG_LEVELS: Final = {Severity.WARNING: logging.WARNING, Severity.CRITICAL: logging.ERROR}
-
-# The facts that name the subject of a condition. Other facts are measured values, which differ from pass to pass, or
-# single messages, which are too many.
-_SUBJECTS: Final = (
-    *("group", "topic", "queue", "producer_group", "pass", "receiver", "alias", "table", "failing", "subject"),
-    *("database", "replica", "counter", "sequence", "saga"),
-)
-
 
 _Held = Condition | OpenTransaction
 _Key = tuple[str, str, str]
@@ -87,16 +80,14 @@ def run_once(now: datetime | None = None) -> dict[str, int]:
 
 
 def _seen() -> _Seen:
-    settings = get_settings()
     try:
         with asking() as run:
-            found = survey(run, settings.thresholds)
-            if found.summary is None:
-                return _of(found.verdict.conditions, is_complete=False)
-            with lock_limited(run.connection):
-                seen = _of(with_application(found.verdict, run).conditions, is_complete=found.verdict.is_complete)
-                _add_parked(seen, run)
-                return seen
+            found = survey_project(run)
+            seen = _of(found.verdict.conditions, is_complete=found.verdict.is_complete)
+            if found.state is not None:
+                with lock_limited(run.connection):
+                    _add_parked(seen, run)
+            return seen
     except (BrokerUnavailable, SchemaError) as error:
         return _of(unusable(error).conditions, is_complete=False)
 
@@ -114,19 +105,22 @@ def by_subject(conditions: Iterable[Condition]) -> tuple[dict[tuple[str, str], C
     """Return the conditions by name and subject, and the names of those that may hold for further subjects."""
     found: dict[tuple[str, str], Condition] = {}
     unsure = set()
+    declared = catalogue()
     for one in conditions:
         if one.is_unknown:
             unsure.add(one.name)
             continue
         if len(one.evidence) >= EVIDENCE or one.count > len(one.evidence):
             unsure.add(one.name)
-        found |= dict.fromkeys(((one.name, subject_of(fact)) for fact in one.evidence or [{}]), one)
+        own = declared[one.name].subject if one.name in declared else ()
+        found |= dict.fromkeys(((one.name, _subject(fact, own)) for fact in one.evidence or [{}]), one)
     return found, unsure
 
 
-def subject_of(fact: Fact) -> str:
+def _subject(fact: Fact, own: Sequence[str]) -> str:
     """Return the subject that a fact names, like "group billing, topic orders"; '' if it names none."""
-    named = (f"{name.removesuffix('_group')} {fact[name]}" for name in _SUBJECTS if fact.get(name) not in (None, ""))
+    names = (name for name in (*SUBJECT, *own) if fact.get(name) not in (None, ""))
+    named = (f"{name.removesuffix('_group')} {fact[name]}" for name in names)
     return ", ".join(named)[:_LONGEST_SUBJECT]
 
 

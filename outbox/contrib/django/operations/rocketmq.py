@@ -11,21 +11,33 @@ import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Final, cast
 from uuid import UUID
 
 from django.db.utils import DatabaseError
 
+from outbox.broker.operations.broker_conditions import CONDITIONS as CORE
+from outbox.broker.operations.broker_conditions import (
+    DEAD_LETTERS,
+    LAG_MESSAGES,
+    LAG_SECONDS,
+    UNANSWERED_SECONDS,
+    worse,
+)
 from outbox.broker.operations.conditions import (
+    Concern,
     Condition,
     ConditionReport,
+    Declarations,
+    DeclaredCondition,
     Fact,
     Judged,
     Severity,
+    Threshold,
     Thresholds,
-    condition,
+    of_text,
     worst_first,
 )
 from outbox.broker.operations.dead_letters import DeadLetter, LetterSelection, PagePosition
@@ -49,7 +61,6 @@ logger = logging.getLogger(__name__)
 _ANSWER_SECONDS: Final = 2.0
 _PUBLISH_SECONDS: Final = 10.0
 _OUTCOMES: Final = {"C": "committed", "R": "rolled back"}
-JUDGED: Final = ("unreachable", "lag", "dead_letters", "unanswered", "parked", "relay_behind", "relay_parked")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -171,7 +182,21 @@ def look() -> tuple[ConditionReport, ServerFigures | None]:
         figures = _figures(settings, brokers())
     except (BrokerError, UsageError) as error:
         return _unreachable(error), None
-    return worst_first(_conditions(settings, figures)), figures
+    return worst_first(CONDITIONS.evaluate(_State(figures, settings))), figures
+
+
+def examine() -> Iterator[Condition]:
+    """The conditions that hold, and the problems of the topics, for the doctor. Raises ConfigurationError."""
+    verdict, _ = look()
+    yield from verdict.conditions
+    if not verdict.conditions:
+        yield of_text("RocketMQ", Severity.OK, "every broker answers, and nothing needs attention")
+    engine = engine_of(get_settings())
+    try:
+        for problem in engine.server_problems():
+            yield of_text("RocketMQ's topics", Severity.CRITICAL, problem, "Run `manage.py outbox_install --create`.")
+    finally:
+        engine.broker.close()
 
 
 def probe() -> ConditionReport:
@@ -188,12 +213,8 @@ def probe() -> ConditionReport:
 
 
 def _unreachable(error: Exception) -> ConditionReport:
-    meaning = "A part of the RocketMQ cluster does not answer. Publishing or delivery may fail."
-    step = "Check that all brokers and proxies in OUTBOX['BROKER'] run, and that this host reaches their ports."
-    facts: list[Fact] = [{"error": str(error).strip()}]
-    return worst_first(
-        [Condition("unreachable", Severity.CRITICAL, facts, 1, meaning=meaning, next_step=step)], is_complete=False
-    )
+    found = CONDITIONS["unreachable"].condition(Severity.CRITICAL, [{"error": str(error).strip()}], 1)
+    return worst_first([found], is_complete=False)
 
 
 def _figures(settings: OutboxSettings, admins: Sequence[Admin]) -> ServerFigures:
@@ -230,85 +251,113 @@ def _unsettled(admins: Sequence[Admin], group: str) -> int:
     return sum(not _is_settled(one, notes) for one in inspection.dead_letters(admins, group))
 
 
-def _conditions(settings: OutboxSettings, figures: ServerFigures) -> Iterator[Condition]:
-    limits, now = settings.thresholds, datetime.now(UTC)
-    yield from condition("lag", list(_lag(limits, figures, now)))
-    yield from _with_texts(
-        condition(
-            "dead_letters",
-            [
-                (limits.dead_letters.judge(dead), {"group": group, "unsettled": dead})
-                for group, dead in figures.dead.items()
-                if dead
-            ],
-        ),
-        "These groups have dead letters that no operator has replayed or discarded.",
-        "`outbox_dead_letter list GROUP` shows the errors. Fix the handler, then replay the dead letters.",
-    )
-    immunity = settings.check.immunity_seconds
-    waiting = [(one, (now - one.sent_at).total_seconds() - immunity) for one in figures.halves if not one.is_given_up]
-    yield from _with_texts(
-        condition("unanswered", [(limits.unanswered_seconds.judge(age), _about(one)) for one, age in waiting]),
-        "Half messages are undecided on RocketMQ, and no process of their producer group answers its checks.",
-        "Start a worker of this service. `outbox_transaction list` shows the outcomes in the ledger.",
-    )
-    yield from _with_texts(
-        condition("parked", [(Severity.CRITICAL, _about(one)) for one in figures.halves if one.is_given_up]),
-        "RocketMQ has given up half messages. It deletes them after fileReservedTime (72 h).",
-        "Start a worker of this service. The pass `exhausted_checks` of its role check asks the ledger about them.",
-    )
+@dataclass(frozen=True, slots=True)
+class _State:
+    """What the rules read."""
 
-    yield from _of_relay(limits, figures.relay, now)
+    figures: ServerFigures
+    settings: OutboxSettings
+    now: datetime = field(default_factory=lambda: datetime.now(UTC))
+
+    def judge(self, threshold: Threshold, value: float | None) -> Severity | None:
+        thresholds: Thresholds = self.settings.thresholds
+        return threshold.judge(value, thresholds)
 
 
-def _of_relay(limits: Thresholds, backlogs: Sequence[RelayBacklog], now: datetime) -> Iterator[Condition]:
-    behind = [(limits.lag_seconds.judge(_age(one.oldest_at, now)), one) for one in backlogs if one.waiting]
-    found: list[Fact] = [
-        {"database": one.alias, "messages": one.waiting, "oldest_seconds": _age(one.oldest_at, now)}
-        for severity, one in behind
-        if severity
-    ]
-    if worst := max((severity for severity, _ in behind if severity), default=None):
-        yield Condition(
-            "relay_behind",
-            worst,
-            found,
-            len(found),
-            meaning="Messages wait in the table outbox_relay, and the relay does not send them to RocketMQ.",
-            next_step="Start a worker with the role relay. `outbox_relay list` shows the errors of its sends.",
-        )
-    parked: list[Fact] = [{"database": one.alias, "messages": one.parked} for one in backlogs if one.parked]
-    if parked:
-        yield Condition(
-            "relay_parked",
-            Severity.CRITICAL,
-            parked,
-            len(parked),
-            meaning="RocketMQ has rejected messages of the relay. The later messages of their keys wait.",
-            next_step="`outbox_relay list` shows the errors. Correct the cause, then `outbox_relay retry ID`, or "
-            "`outbox_relay discard ID`.",
-        )
+CONDITIONS: Final = Declarations[_State]()
+CONDITIONS.add(
+    DeclaredCondition(
+        name="unreachable",
+        meaning="A part of the RocketMQ cluster does not answer. Publishing or delivery may fail.",
+        next_step="Check that all brokers and proxies in OUTBOX['BROKER'] run, and that this host reaches their ports.",
+        concern=Concern.PUBLISHING,
+    )
+)
+
+
+@CONDITIONS.declare(
+    meaning=CORE["lag"].meaning,
+    next_step=CORE["lag"].next_step,
+    concern=Concern.WAITING,
+    thresholds=(LAG_SECONDS, LAG_MESSAGES),
+)
+def lag(state: _State) -> Iterator[Judged]:
+    for one in state.figures.groups:
+        if not one.is_known:
+            missing = "does not exist on RocketMQ: run outbox_install --create"
+            yield Severity.CRITICAL, {"group": one.group, "topic": one.topic, "problem": missing}
+            continue
+        age = None if one.oldest_at is None else (state.now - one.oldest_at).total_seconds()
+        severity = worse(state.judge(LAG_SECONDS, age), state.judge(LAG_MESSAGES, one.lag))
+        yield severity, {"group": one.group, "topic": one.topic, "messages": one.lag, "oldest_seconds": age}
+
+
+@CONDITIONS.declare(
+    meaning="These groups have dead letters that no operator has replayed or discarded.",
+    next_step="`outbox_dead_letter list GROUP` shows the errors. Fix the handler, then replay the dead letters.",
+    concern=Concern.HANDLERS,
+    thresholds=(DEAD_LETTERS,),
+)
+def dead_letters(state: _State) -> Iterator[Judged]:
+    for group, dead in state.figures.dead.items():
+        if dead:
+            yield state.judge(DEAD_LETTERS, dead), {"group": group, "unsettled": dead}
+
+
+@CONDITIONS.declare(
+    meaning="Half messages are undecided on RocketMQ, and no process of their producer group answers its checks.",
+    next_step="Start a worker of this service. `outbox_transaction list` shows the outcomes in the ledger.",
+    concern=Concern.UNDECIDED,
+    thresholds=(UNANSWERED_SECONDS,),
+)
+def unanswered(state: _State) -> Iterator[Judged]:
+    for one in state.figures.halves:
+        if not one.is_given_up:
+            age = (state.now - one.sent_at).total_seconds() - state.settings.check.immunity_seconds
+            yield state.judge(UNANSWERED_SECONDS, age), _about(one)
+
+
+@CONDITIONS.declare(
+    meaning="RocketMQ has given up half messages. It deletes them after fileReservedTime (72 h).",
+    next_step="Start a worker of this service. The pass `exhausted_checks` of its role check asks the ledger about "
+    "them.",
+    concern=Concern.UNDECIDED,
+)
+def parked(state: _State) -> Iterator[Judged]:
+    for one in state.figures.halves:
+        if one.is_given_up:
+            yield Severity.CRITICAL, _about(one)
+
+
+@CONDITIONS.declare(
+    meaning="Messages wait in the table outbox_relay, and the relay does not send them to RocketMQ.",
+    next_step="Start a worker with the role relay. `outbox_relay list` shows the errors of its sends.",
+    concern=Concern.WAITING,
+    thresholds=(LAG_SECONDS,),
+)
+def relay_behind(state: _State) -> Iterator[Judged]:
+    for one in state.figures.relay:
+        if one.waiting:
+            age = _age(one.oldest_at, state.now)
+            fact: Fact = {"database": one.alias, "messages": one.waiting, "oldest_seconds": age}
+            yield state.judge(LAG_SECONDS, age), fact
+
+
+@CONDITIONS.declare(
+    meaning="RocketMQ has rejected messages of the relay. The later messages of their keys wait.",
+    next_step="`outbox_relay list` shows the errors. Correct the cause, then `outbox_relay retry ID`, or "
+    "`outbox_relay discard ID`.",
+    concern=Concern.WAITING,
+)
+def relay_parked(state: _State) -> Iterator[Judged]:
+    for one in state.figures.relay:
+        if one.parked:
+            yield Severity.CRITICAL, {"database": one.alias, "messages": one.parked}
 
 
 def _about(half: OpenHalf) -> Fact:
     sent = half.sent_at.isoformat(timespec="seconds")
     return {"transaction": str(half.transaction_id), "topic": half.message.topic, "sent_at": sent}
-
-
-def _lag(limits: Thresholds, figures: ServerFigures, now: datetime) -> Iterator[Judged]:
-    for one in figures.groups:
-        if not one.is_known:
-            missing = "does not exist on RocketMQ: run outbox_install --create"
-            yield Severity.CRITICAL, {"group": one.group, "topic": one.topic, "problem": missing}
-            continue
-        age = None if one.oldest_at is None else (now - one.oldest_at).total_seconds()
-        severity = max(filter(None, (limits.lag_seconds.judge(age), limits.lag_messages.judge(one.lag))), default=None)
-        yield severity, {"group": one.group, "topic": one.topic, "messages": one.lag, "oldest_seconds": age}
-
-
-def _with_texts(found: Sequence[Condition], meaning: str, next_step: str) -> Iterator[Condition]:
-    for one in found:
-        yield dataclasses.replace(one, meaning=meaning, next_step=next_step)
 
 
 # -- dead letters ---------------------------------------------------------------------------------------
@@ -506,34 +555,31 @@ def messages_with_key(key: str, topic: str | None = None) -> list[Copy]:
 
 # -- metrics --------------------------------------------------------------------------------------------
 
-_Family = tuple[str, Sequence[str], Sequence[tuple[Sequence[str], float]]]
+_Figure = tuple[str, Sequence[tuple[Sequence[str], float]]]
 
 
-def metric_families(figures: ServerFigures) -> Iterator[_Family]:
-    """The figures as metrics: name, labels, rows. The names and labels are those of the bundled broker's metrics."""
+def metric_families(figures: ServerFigures) -> Iterator[_Figure]:
+    """The figures as metrics: name and rows. The names and labels are those of the bundled broker's metrics."""
     now = datetime.now(UTC)
     known = [one for one in figures.groups if one.is_known]
-    pair, group, producer = ["group", "topic"], ["group"], ["producer_group"]
-    yield "outbox_lag_messages", pair, [([one.group, one.topic], one.lag) for one in known]
-    ages = [([one.group, one.topic], _age(one.oldest_at, now)) for one in known]
-    yield "outbox_lag_seconds", pair, ages
-    yield "outbox_dead_letters", group, [([name], dead) for name, dead in figures.dead.items()]
+    yield "outbox_lag_messages", [([one.group, one.topic], one.lag) for one in known]
+    yield "outbox_lag_seconds", [([one.group, one.topic], _age(one.oldest_at, now)) for one in known]
+    yield "outbox_dead_letters", [([name], dead) for name, dead in figures.dead.items()]
     retrying = Counter[str]()
     for one in known:
         retrying[one.group] += one.retrying
-    yield "outbox_retrying_messages", group, [([name], count) for name, count in retrying.items()]
+    yield "outbox_retrying_messages", [([name], count) for name, count in retrying.items()]
     of = [figures.producer_group]
     undecided = [one for one in figures.halves if not one.is_given_up]
-    yield "outbox_undecided_transactions", producer, [(of, len({one.transaction_id for one in undecided}))]
+    yield "outbox_undecided_transactions", [(of, len({one.transaction_id for one in undecided}))]
     oldest = min((one.sent_at for one in undecided), default=None)
-    yield "outbox_undecided_age_seconds", producer, [(of, _age(oldest, now))] if oldest else []
+    yield "outbox_undecided_age_seconds", [(of, _age(oldest, now))] if oldest else []
     given_up = {one.transaction_id for one in figures.halves if one.is_given_up}
-    yield "outbox_parked_transactions", producer, [(of, len(given_up))]
-    yield "outbox_queued_messages", ["topic"], [([one.topic], one.written) for one in figures.topics]
-    database = ["database"]
-    yield "outbox_relay_messages", database, [([one.alias], one.waiting) for one in figures.relay]
-    yield "outbox_relay_age_seconds", database, [([one.alias], _age(one.oldest_at, now)) for one in figures.relay]
-    yield "outbox_relay_parked_messages", database, [([one.alias], one.parked) for one in figures.relay]
+    yield "outbox_parked_transactions", [(of, len(given_up))]
+    yield "outbox_queued_messages", [([one.topic], one.written) for one in figures.topics]
+    yield "outbox_relay_messages", [([one.alias], one.waiting) for one in figures.relay]
+    yield "outbox_relay_age_seconds", [([one.alias], _age(one.oldest_at, now)) for one in figures.relay]
+    yield "outbox_relay_parked_messages", [([one.alias], one.parked) for one in figures.relay]
 
 
 def _age(since: datetime | None, now: datetime) -> float:

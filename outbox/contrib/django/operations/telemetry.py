@@ -10,17 +10,16 @@ from django.db import connections
 from django.db.utils import DatabaseError
 
 from outbox.broker.database.executor import Executor
-from outbox.broker.database.statement import Statement
 from outbox.broker.database.timeouts import lock_limited
 from outbox.broker.operations import audit
+from outbox.broker.operations.broker_conditions import table_sizes
 from outbox.broker.operations.limits import list_limits
-from outbox.broker.operations.rules import survey, unusable
+from outbox.broker.operations.rules import unusable
 from outbox.broker.operations.summary import overview
 from outbox.broker.schedules.schedule import clock, list_schedules
-from outbox.contrib.django.engine.operator_table import is_on_rocketmq
 from outbox.contrib.django.ledger.ledger_checker import ledger_aliases
-from outbox.contrib.django.operations import instrumentation
-from outbox.contrib.django.operations.watching import asking, with_application
+from outbox.contrib.django.operations import additions, instrumentation
+from outbox.contrib.django.operations.watching import asking, survey_project
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.errors import BrokerUnavailable, SchemaError
 
@@ -29,10 +28,6 @@ if TYPE_CHECKING:
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
-_SIZES: Final = Statement("""
-SELECT relname::text, pg_total_relation_size(oid) FROM pg_class
-WHERE relnamespace = '{schema}'::regnamespace AND relkind IN ('r', 'p') ORDER BY 1
-""")
 _APPLICATION_SIZES: Final = """
 SELECT name, (SELECT sum(pg_total_relation_size(relid))::bigint
               FROM (SELECT relid FROM pg_partition_tree(name::regclass) UNION SELECT name::regclass) AS part)
@@ -79,31 +74,29 @@ def state() -> ScrapeState:
     """Return the present state of the broker's tables, for the metrics."""
     from outbox.contrib.prometheus.collector import ScrapeState
 
-    if is_on_rocketmq():
-        from outbox.contrib.django.operations import rocketmq
-
-        verdict, figures = rocketmq.look()
-        families = [] if figures is None else list(rocketmq.metric_families(figures))
-        return ScrapeState(verdict, judged=rocketmq.JUDGED, families=families)
+    if (observer := additions.observer()) is not None:
+        verdict, figures = observer.look()
+        families = [] if figures is None else list(observer.metric_families(figures))
+        return ScrapeState(verdict, judged=tuple(observer.CONDITIONS), families=families)
+    judged = tuple(additions.catalogue())
     try:
         with asking() as run:
-            found = survey(run, get_settings().thresholds)
-            if found.summary is None:
-                return ScrapeState(found.verdict)
+            found = survey_project(run)
+            if found.state is None:
+                return ScrapeState(found.verdict, judged=judged)
             with lock_limited(run.connection):
-                sizes = dict(run.rows(_SIZES)) | _application_sizes()
-                verdict = with_application(found.verdict, run)
                 return ScrapeState(
-                    verdict,
-                    overview(run, found.summary),
-                    found.summary,
+                    found.verdict,
+                    overview(run, found.state.summary),
+                    found.state.summary,
                     audit.last(run),
-                    sizes,
+                    found.state.once(table_sizes) | _application_sizes(),
                     schedules=_late_schedules(run),
-                    limits=list_limits(run),
+                    limits=found.state.once(list_limits),
+                    judged=judged,
                 )
     except (BrokerUnavailable, SchemaError) as error:
-        return ScrapeState(unusable(error))
+        return ScrapeState(unusable(error), judged=judged)
 
 
 def _late_schedules(run: Executor) -> dict[tuple[str, str], float]:

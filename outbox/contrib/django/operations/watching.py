@@ -1,6 +1,6 @@
 """Reads the broker's state for a project: the conditions that hold, the probe for load balancers, and the audit.
 
-The application may add rules for its own tables (`additions.add_rule`), because the broker does not know these tables.
+Apps add the conditions of their own tables (`additions.add_conditions`), because the broker does not know these tables.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ import dataclasses
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from dataclasses import dataclass, replace
+from typing import Any, Final
 
 from django.db import connections
 from django.db.utils import Error
@@ -18,37 +18,51 @@ from django.db.utils import Error
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.timeouts import lock_limited
 from outbox.broker.operations import audit, rules
-from outbox.broker.operations.conditions import Condition, ConditionReport, unknown, worst_first
-from outbox.broker.operations.rules import survey, unusable
+from outbox.broker.operations.conditions import Condition, ConditionReport, Thresholds, unknown, worst_first
+from outbox.broker.operations.rules import Survey, survey, unusable
+from outbox.broker.operations.state import BrokerState
 from outbox.broker.operations.summary import Overview, Summary, overview
 from outbox.broker.schema.refusals import naming
 from outbox.contrib.django.database import deadline
 from outbox.contrib.django.database.aliases import broker_connection, opened, require_database
-from outbox.contrib.django.engine.operator_table import is_on_rocketmq
 from outbox.contrib.django.operations import additions
 from outbox.contrib.django.settings.conf import get_settings
+from outbox.contrib.django.settings.definition import unknown as unknown_name
 from outbox.errors import BrokerUnavailable, OutboxError, SchemaError
-
-if TYPE_CHECKING:
-    from outbox.contrib.django.operations.rocketmq import ServerFigures
 
 logger = logging.getLogger(__name__)
 
 
-def with_application(verdict: ConditionReport, run: Executor) -> ConditionReport:
-    """Return the conditions of the broker together with the conditions of the application's own tables."""
-    return worst_first([*verdict.conditions, *_all(run)])
+def survey_project(run: Executor) -> Survey:
+    """Return the conditions of the broker and those of the application's own tables. Raises ConfigurationError."""
+    thresholds = get_settings().thresholds
+    refuse_unknown_thresholds(thresholds)
+    found = survey(run, thresholds)
+    if found.state is None:
+        return found
+    with lock_limited(run.connection):
+        return replace(found, verdict=worst_first([*found.verdict.conditions, *_of_application(found.state)]))
 
 
-def _all(run: Executor) -> Iterator[Condition]:
+def refuse_unknown_thresholds(thresholds: Thresholds) -> None:
+    """Raise ConfigurationError if OUTBOX['THRESHOLDS'] names a threshold that no condition has."""
+    if not thresholds:
+        return
+    known = {one.name.upper() for condition in additions.catalogue().values() for one in condition.thresholds}
+    for name in thresholds:
+        if name.upper() not in known:
+            raise unknown_name("OUTBOX['THRESHOLDS']", name.upper(), "threshold", known)
+
+
+def _of_application(state: BrokerState) -> Iterator[Condition]:
     # Django renews the connections of a thread only at the start of a request. A command that looks again and again
     # would keep a connection that a restart of the server has closed.
     for connection in connections.all(initialized_only=True):
         if connection.errors_occurred:
             connection.close_if_unusable_or_obsolete()
-    for name, rule in additions.rules.items():
+    for name, one in additions.application_conditions().items():
         try:
-            yield from rule(run)
+            yield from one.evaluate(state)
         except Error as error:
             # Without a report, an operator would think that the condition does not hold.
             logger.warning(
@@ -61,13 +75,13 @@ def _all(run: Executor) -> Iterator[Condition]:
 class BrokerView:
     """The conditions that hold, and an overview of the broker with the summary of which it is made.
 
-    `overview` and `summary` are None if the broker does not answer. On RocketMQ, `server` has the figures, and both are
-    None.
+    `overview` and `summary` are None if the broker does not answer. If another module observes the engine, `server` has
+    its figures, and both are None.
     """
 
     verdict: ConditionReport
     overview: Overview | None
-    server: ServerFigures | None = None
+    server: Any = None
     summary: Summary | None = None
 
     def as_json(self) -> dict[str, Any]:
@@ -81,20 +95,17 @@ def look() -> BrokerView:
 
     If the broker is unreachable, a condition says so. Raises ConfigurationError.
     """
-    if is_on_rocketmq():
-        from outbox.contrib.django.operations import rocketmq
-
-        verdict, server = rocketmq.look()
+    if (observer := additions.observer()) is not None:
+        verdict, server = observer.look()
         return BrokerView(verdict, None, server)
-    limits = get_settings().thresholds
     try:
         with asking() as run:
-            found = survey(run, limits)
-            if found.summary is None:
+            found = survey_project(run)
+            if found.state is None:
                 return BrokerView(found.verdict, None)
             with lock_limited(run.connection):
-                verdict = with_application(found.verdict, run)
-                return BrokerView(verdict, overview(run, found.summary), summary=found.summary)
+                summary = found.state.summary
+                return BrokerView(found.verdict, overview(run, summary), summary=summary)
     except (BrokerUnavailable, SchemaError) as error:
         return BrokerView(unusable(error), None)
 
@@ -104,15 +115,12 @@ def probe() -> ConditionReport:
 
     If the broker is unreachable, a condition says so. Raises ConfigurationError.
     """
-    if is_on_rocketmq():
-        from outbox.contrib.django.operations import rocketmq
-
-        return rocketmq.probe()
-    settings = get_settings()
-    require_database(settings)
+    if (observer := additions.observer()) is not None:
+        report: ConditionReport = observer.probe()
+        return report
     try:
         with asking() as run:
-            return rules.probe(run, settings.thresholds)
+            return rules.probe(run, get_settings().thresholds)
     except OutboxError as error:
         return unusable(error)
 

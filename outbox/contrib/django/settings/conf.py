@@ -7,9 +7,9 @@
     }
 
 Every key of OUTBOX is the name of a field of `OutboxSettings` in capitals. The keys of nested dictionaries are names of
-fields of `TopicOptions`, `DeclaredForward`, `DeclaredReceive`, `DeclaredSchedule` and `Thresholds`; the keys of
-TASKS[alias]["OPTIONS"] are names of fields of `TaskOptions`. After a change to a definition, run
-`python -m outbox.contrib.django.settings.tables`, which writes the tables in the documents.
+fields of `TopicOptions`, `DeclaredForward`, `DeclaredReceive` and `DeclaredSchedule`, and those of THRESHOLDS are
+names of declared thresholds; the keys of TASKS[alias]["OPTIONS"] are names of fields of `TaskOptions`. After a change
+to a definition, run `python -m tests.house.tables`, which writes the tables in the documents.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from django.db import DEFAULT_DB_ALIAS, connections
 from django.utils import timezone
 from django.utils.module_loading import import_string
 
-from outbox.broker.operations.conditions import Threshold, Thresholds
+from outbox.broker.operations.conditions import Thresholds
 from outbox.broker.schedules.cron import Cron
 from outbox.broker.schedules.schedule import Missed
 from outbox.contrib.django.settings.definition import (
@@ -55,7 +55,6 @@ from outbox.contrib.django.settings.definition import (
     setting,
     text,
     texts,
-    unknown,
     whole,
     wrong,
 )
@@ -378,22 +377,19 @@ def read_schedule(where: str, name: object, given: object) -> DeclaredSchedule:
 
 
 def _thresholds(where: str, value: Any) -> Thresholds:
+    """Return the thresholds that a project has changed. `check` and the status refuse names that no condition has."""
     if not isinstance(value, Mapping):
         raise wrong(where, value, "a dictionary like {'LAG_SECONDS': (60, 600)}: warning and critical, None for never")
-    known = {item.name.upper(): item.name for item in fields(Thresholds)}
-    for name in value:
-        if name not in known:
-            raise unknown(where, name, "threshold", known)
-    return Thresholds(**{known[name]: _limits(f"{where}[{name!r}]", pair) for name, pair in value.items()})
+    return {str(name).lower(): _limits(f"{where}[{name!r}]", pair) for name, pair in value.items()}
 
 
-def _limits(where: str, value: Any) -> Threshold:
+def _limits(where: str, value: Any) -> tuple[float | None, float | None]:
     if not isinstance(value, (list, tuple)) or len(value) != 2:
         raise wrong(where, value, "a pair (warning, critical) of numbers, None for never")
     for one in value:
         if one is not None and (isinstance(one, bool) or not isinstance(one, (int, float)) or one < 0):
             raise wrong(where, value, "a pair (warning, critical) of numbers, at least 0, None for never")
-    return Threshold(*value)
+    return (value[0], value[1])
 
 
 # -- OUTBOX ----------------------------------------------------------------------------------------
@@ -589,7 +585,7 @@ class OutboxSettings:
     )
 
     thresholds: Thresholds = setting(
-        Thresholds(),
+        {},
         Rule("`{name: (warning, critical)}`", _thresholds),
         shown="[see operations](operations/monitoring.md#thresholds)",
         word="threshold",

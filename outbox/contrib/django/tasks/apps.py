@@ -15,10 +15,10 @@ class OutboxTasksConfig(AppConfig):
 
     def ready(self) -> None:
         """Register the subscribers that run tasks, so that an error in TASKS is raised when a process starts."""
-        from outbox.contrib.django.operations.additions import add_pass, add_rule
+        from outbox.contrib.django.operations.additions import add_conditions, add_pass
         from outbox.contrib.django.tasks import stranded
         from outbox.contrib.django.tasks.registration import register_backends
 
         register_backends()
-        add_rule(stranded.CONDITION, stranded.rule)
+        add_conditions(stranded.__name__)
         add_pass("tasks", stranded.PASS_INTERVAL_SECONDS, stranded.mend)

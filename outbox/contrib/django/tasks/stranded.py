@@ -12,14 +12,14 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from django.db import connections, router, transaction
 from django.db.models import Q
 from django.utils import timezone
 
 from outbox.broker.database.executor import Executor
-from outbox.broker.operations.conditions import Condition, Severity, condition
+from outbox.broker.operations.conditions import Concern, Declarations, Judged, Severity
 from outbox.broker.operations.trace import Whereabouts, whereabouts
 from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.settings.conf import get_settings
@@ -27,11 +27,14 @@ from outbox.contrib.django.tasks.api import task_backends
 from outbox.contrib.django.tasks.backend import OutboxBackend
 from outbox.contrib.django.tasks.models import TaskEntry
 
+if TYPE_CHECKING:
+    from outbox.broker.operations.state import BrokerState
+
 logger = logging.getLogger(__name__)
 
 Status = TaskEntry.Status
 
-CONDITION: Final = "task_stranded"
+CONDITIONS: Final[Declarations[BrokerState]] = Declarations()
 PASS_INTERVAL_SECONDS: Final = 60.0
 # A message is examined only after this time, because a worker may still be handling it.
 _GRACE: Final = timedelta(seconds=60)
@@ -56,14 +59,16 @@ class Stranded:
     where: Whereabouts
 
 
-def rule(run: Executor) -> Sequence[Condition]:
-    """Return the condition for READY entries without a message, if there are any.
-
-    The query reads a limited number of rows.
-    """
+@CONDITIONS.declare(
+    meaning="Django tasks are READY, but the broker has no message left that would run them.",
+    next_step="The role `check` publishes the messages of stranded tasks again within a minute. If a task must not "
+    "run, delete the row of the task in the table of tasks.",
+    concern=Concern.WITHIN_DAYS,
+)
+def task_stranded(state: BrokerState) -> Iterator[Judged]:
     alias = router.db_for_write(TaskEntry)
-    judged = (
-        (
+    for one in _stranded(state.run, _oldest(_LOOKED_AT, using=alias)):
+        yield (
             Severity.WARNING,
             {
                 "task": str(one.entry.pk),
@@ -73,9 +78,6 @@ def rule(run: Executor) -> Sequence[Condition]:
                 "why": _WHY[one.where],
             },
         )
-        for one in _stranded(run, _oldest(_LOOKED_AT, using=alias))
-    )
-    return condition(CONDITION, judged)
 
 
 def mend() -> Mapping[str, Any]:

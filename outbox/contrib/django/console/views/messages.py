@@ -11,7 +11,7 @@ from django.shortcuts import redirect
 
 from outbox.broker.log.topics import list_topics
 from outbox.broker.operations.listings import open_transaction
-from outbox.broker.operations.search import STATES, content_of, find_messages, unfinished
+from outbox.broker.operations.search import STATES, content_of, find_messages, unfinished_deliveries
 from outbox.broker.operations.trace import EntryState, Trace, TracedMessage, trace
 from outbox.broker.transaction.turns import silent_groups
 from outbox.contrib.django.console import life
@@ -56,7 +56,7 @@ def search(request: HttpRequest) -> HttpResponse:
             state=state if state in STATES else None,
             limit=PER_PAGE + 1,
         )
-        left = unfinished(run, [one.log_id for one in rows])
+        left = unfinished_deliveries(run, [one.log_id for one in rows])
     context = {
         "title": "Messages",
         "page": paged(request, [(one, left[one.log_id]) for one in rows], lambda one: {"after": one[0].log_id}),

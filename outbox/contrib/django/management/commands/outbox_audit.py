@@ -10,7 +10,7 @@ from django.core.management.base import CommandParser
 
 from outbox.broker.operations.comparisons import DatabaseComparison
 from outbox.contrib.django.management.acting import ActionCommand
-from outbox.contrib.django.operations.comparing import found, run_compare
+from outbox.contrib.django.operations.comparing import losses, run_compare
 from outbox.contrib.django.operations.watching import run_audit
 
 
@@ -46,7 +46,7 @@ class Command(ActionCommand):
 
     def _compare(self, options: dict[str, Any]) -> None:
         counts = run_compare()
-        left = [one for one in found() if not one.is_clean]
+        left = losses()
         if options["json"]:
             self.print_json({**asdict(counts), "found": [_as_json(one) for one in left]})
         elif left:

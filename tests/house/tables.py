@@ -1,7 +1,7 @@
-"""Writes the tables of settings, options and conditions in the documents from the definitions.
+"""Writes the tables of settings, options and conditions in the documents from the definitions, and the alerts.
 
-`python -m outbox.contrib.django.settings.tables` rewrites the tables in docs/ of the current folder. A table is
-between `<!-- table: NAME -->` and `<!-- end of table -->`.
+`python -m tests.house.tables` rewrites the tables in docs/, and the alert rules and the dashboard that the package
+ships. A table is between `<!-- table: NAME -->` and `<!-- end of table -->`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from outbox.broker.operations.conditions import CATALOGUE, Threshold, Thresholds
+from tests.django import configured  # isort: skip
+
+from outbox.broker.operations.conditions import Concern, Threshold
+from outbox.contrib.django.operations.additions import catalogue
 from outbox.contrib.django.settings.conf import (
     ENVIRONMENT,
     DeclaredForward,
@@ -27,6 +30,8 @@ from outbox.contrib.django.settings.conf import (
 )
 from outbox.contrib.django.settings.definition import REQUIRED, Setting, definitions
 from outbox.subscription import Subscription
+from tests.house import alerts
+from tests.house.parts import ROOT
 
 # The default and the meaning of each parameter of @subscriber that is not a field of Subscription.
 AROUND_THE_HANDLER: Final[Mapping[str, tuple[str, str]]] = {
@@ -120,16 +125,15 @@ def _default(item: Any) -> object:
     return item.default if item.default_factory is MISSING else item.default_factory()
 
 
+def thresholds() -> dict[str, Threshold]:
+    """The thresholds of all conditions, by name."""
+    return {one.name: one for declared in catalogue().values() for one in declared.thresholds}
+
+
 def _thresholds() -> str:
     rows = (
-        (
-            f"`{item.name.upper()}`",
-            *(_limit(one, item.metadata["unit"]) for one in (item.default.warning, item.default.critical)),
-            item.metadata["unit"],
-            item.metadata["meaning"],
-        )
-        for item in fields(Thresholds)
-        if isinstance(item.default, Threshold)
+        (f"`{one.name.upper()}`", _limit(one.warning, one.unit), _limit(one.critical, one.unit), one.unit, one.meaning)
+        for one in thresholds().values()
     )
     return _table(("name", "warning", "critical", "unit", "meaning"), rows)
 
@@ -143,8 +147,17 @@ def _limit(value: float | None, unit: str) -> str:
 
 
 def _conditions() -> str:
-    rows = ((f"`{name}`", kind.meaning, kind.next_step) for name, kind in sorted(CATALOGUE.items()))
+    rows = ((f"`{name}`", one.meaning, one.next_step) for name, one in sorted(catalogue().items()))
     return _table(("condition", "meaning", "next step"), rows)
+
+
+def _concerns(header: str, *, pages: bool) -> str:
+    rows = (
+        (concern, ", ".join(f"`{name}`" for name, one in catalogue().items() if one.concern is concern))
+        for concern in Concern
+        if concern.pages is pages
+    )
+    return _table((header, "conditions"), rows)
 
 
 def _environment() -> str:
@@ -165,6 +178,8 @@ TABLES: Final[Mapping[str, Callable[[], str]]] = {
     "subscriber options": _subscriber,
     "thresholds": _thresholds,
     "conditions": _conditions,
+    "alerts that page": partial(_concerns, "critical pages, because", pages=True),
+    "alerts for tickets": partial(_concerns, "never critical with the default thresholds: a ticket", pages=False),
     "setting words": partial(_words, OutboxSettings),
     "topic words": partial(_words, TopicOptions),
     "environment": _environment,
@@ -183,5 +198,7 @@ def write(folder: Path) -> list[Path]:
 
 
 if __name__ == "__main__":
-    for page in write(Path("docs")):
+    assert configured.OUTBOX
+    for page in write(ROOT / "docs"):
         sys.stdout.write(f"{page}\n")
+    alerts.write()

@@ -1,18 +1,22 @@
-"""Alert rules and a Grafana dashboard, generated from the catalogue of conditions and the names of the metrics.
+"""Alert rules and a Grafana dashboard, made from the declared conditions and the names of the metrics.
 
-`python -m outbox.contrib.prometheus.rules` writes `alerts.yml` and `dashboard.json` into the folder of this module.
+`python -m tests.house.tables` writes `alerts.yml` and `dashboard.json` into the folder of `outbox.contrib.prometheus`.
 """
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any, Final
 
-from outbox.broker.operations.conditions import CATALOGUE
+from tests.django import configured  # isort: skip
 
-ALERTS: Final = Path(__file__).with_name("alerts.yml")
-DASHBOARD: Final = Path(__file__).with_name("dashboard.json")
+from outbox.broker.operations.conditions import DeclaredCondition
+from outbox.contrib.django.operations import rocketmq
+from outbox.contrib.django.operations.additions import catalogue
+from tests.house.parts import ROOT
+
+ALERTS: Final = ROOT / "outbox/contrib/prometheus/alerts.yml"
+DASHBOARD: Final = ROOT / "outbox/contrib/prometheus/dashboard.json"
 
 # After the state of a condition has become unknown, its alert keeps firing for this time.
 _REMEMBERED: Final = "1h"
@@ -40,7 +44,8 @@ def alerts() -> str:
             wait="5m",
         ),
     ]
-    for name, kind in CATALOGUE.items():
+    declared: dict[str, DeclaredCondition[Any]] = {**rocketmq.CONDITIONS, **catalogue()}
+    for name, kind in sorted(declared.items()):
         lines += _rule(alert_name(name), _holds(name), _SEVERITY, kind.meaning, kind.next_step)
     return "\n".join(lines) + "\n"
 
@@ -238,6 +243,8 @@ def _panel(number: int, title: str, unit: str, lines: list[tuple[str, str]]) -> 
     }
 
 
-if __name__ == "__main__":
+def write() -> None:
+    """Write both files anew."""
+    assert configured.OUTBOX
     ALERTS.write_text(alerts(), encoding="utf-8")
     DASHBOARD.write_text(dashboard() + "\n", encoding="utf-8")

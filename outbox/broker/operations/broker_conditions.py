@@ -1,0 +1,1105 @@
+"""The conditions of the core: the broker, its transactions, groups, topics, and its PostgreSQL server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any, Final
+
+from outbox.broker.database.executor import Executor, Snapshot
+from outbox.broker.database.statement import Statement
+from outbox.broker.fastpath.arrays import texts, xids
+from outbox.broker.log.failing import ProcessPart, failing
+from outbox.broker.log.incidents import IncidentKind
+from outbox.broker.operations import audit, presence, sessions, topic_limits
+from outbox.broker.operations.comparisons import ComparisonKind, DatabaseComparison, list_comparisons
+from outbox.broker.operations.conditions import (
+    EVIDENCE,
+    Concern,
+    Counted,
+    Declarations,
+    DeclaredCondition,
+    Fact,
+    Judged,
+    Severity,
+    Threshold,
+    Thresholds,
+    fact_of,
+)
+from outbox.broker.operations.event_conditions import waiting_groups
+from outbox.broker.operations.limits import list_limits
+from outbox.broker.operations.state import BrokerState
+from outbox.broker.operations.summary import growth, lags_of
+from outbox.broker.transaction import turns
+from outbox.utils.refused_connections import says_refused
+
+_DAY: Final = 24 * 3600.0
+_GIBIBYTE: Final = 2.0**30
+
+CONDITIONS: Final = Declarations[BrokerState]()
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The broker as a whole: does it answer, does a process lead, do processes work, is the audit clean.
+
+UNREACHABLE: Final = CONDITIONS.add(
+    DeclaredCondition(
+        name="unreachable",
+        meaning="The broker's database does not answer. On the two-phase path, publishing fails.",
+        next_step="Check that the broker's PostgreSQL server runs. Check the connection in DATABASES.",
+        concern=Concern.PUBLISHING,
+    )
+)
+SCHEMA_VERSION: Final = CONDITIONS.add(
+    DeclaredCondition(
+        name="schema_version",
+        meaning="The version of the broker's tables does not fit the version of this code.",
+        next_step="The evidence says whether to upgrade the tables or the code. For the tables, run `manage.py migrate "
+        "--database=ALIAS` with the broker's alias. For the code, upgrade the package.",
+        concern=Concern.PUBLISHING,
+    )
+)
+
+_OUTAGES: Final = Statement("""
+SELECT consumer_group.name AS group, topic.name AS topic, count(*) AS consumers,
+       max(extract(epoch FROM clock_timestamp() - since))::double precision AS since_seconds,
+       (array_agg(error ORDER BY seen_at DESC))[1] AS error
+FROM {schema}.outage JOIN {schema}.consumer_group USING (group_id) JOIN {schema}.topic USING (topic_id)
+WHERE EXISTS (SELECT FROM {schema}.consumer
+              WHERE consumer.instance_id = outage.instance_id AND expires_at > clock_timestamp())
+GROUP BY 1, 2 ORDER BY 4 DESC
+""")
+
+
+def _outages(run: Executor) -> list[dict[str, Any]]:
+    return run.objects(dict, _OUTAGES)
+
+
+@CONDITIONS.declare(
+    meaning="The database server refuses connections, because a limit on their number is reached. Messages wait, and "
+    "web processes may fail.",
+    next_step="Let processes open fewer sessions (fewer workers, OUTBOX['HANDLER_THREADS'], a pool for web processes), "
+    "or raise the limit. `manage.py outbox_doctor` adds up the sessions.",
+    concern=Concern.PUBLISHING,
+)
+def connections_refused(state: BrokerState) -> Iterator[Judged]:
+    for limit in sessions.limits(state.run):
+        if limit.used >= limit.allowed:
+            yield Severity.CRITICAL, {"refused": limit.limit, "open_connections": limit.used, "limit": limit.allowed}
+    for part in state.once(failing):
+        if says_refused(part.error):
+            yield Severity.CRITICAL, {"refused": part.process, **fact_of(part, "part", "since", "error")}
+    for outage in state.once(_outages):
+        if says_refused(outage["error"]):
+            named = {name: value for name, value in outage.items() if name != "group"}
+            yield Severity.CRITICAL, {"refused": f"handlers of {outage['group']}", **named}
+
+
+@CONDITIONS.declare(
+    meaning="A process runs, but its work on the broker's database fails repeatedly, so messages wait or are refused.",
+    next_step="Fix the cause that the error names (a missing right, a changed table, a timeout of the role, a pooler), "
+    "or restart the process with the older version of its code. The log of the process has the whole error. "
+    "`outbox_doctor` looks for other problems.",
+    concern=Concern.WAITING,
+    subject=("failing",),
+)
+def process_failing(state: BrokerState) -> Iterator[Judged]:
+    for one in state.once(failing):
+        if not says_refused(one.error):
+            part: Fact = {"failing": f"{one.part} of {one.of}" if one.of else str(one.part)}
+            yield Severity.CRITICAL, {**part, **fact_of(one, "process", "since", "seen_seconds", "error")}
+
+
+_LEADING: Final = Statement("""
+SELECT (SELECT owner::text FROM {schema}.leader_lease WHERE role = 'sequencer' AND expires_at > clock_timestamp()),
+       (SELECT extract(epoch FROM clock_timestamp() - expires_at)::double precision FROM {schema}.leader_lease
+        WHERE role = 'sequencer' AND expires_at <= clock_timestamp()),
+       tick.snapshot::text, extract(epoch FROM clock_timestamp() - tick.at)::double precision,
+       extract(epoch FROM clock_timestamp()
+                          - (SELECT min(due_at) FROM {schema}.scheduled WHERE due_at < clock_timestamp())
+              )::double precision,
+       broker.reject_transactional
+FROM {schema}.broker, (SELECT snapshot, at FROM {schema}.tick ORDER BY tick_id DESC LIMIT 1) AS tick
+""")
+
+
+def _leading(run: Executor) -> tuple[Any, ...]:
+    return run.one(_LEADING)
+
+
+NO_SEQUENCER_SECONDS: Final = Threshold(
+    "no_sequencer_seconds", 0, 15, "seconds", "time since a process last led the broker"
+)
+
+
+@CONDITIONS.declare(
+    meaning="No process runs the sequencer. The broker stores published messages, but no consumer gets them.",
+    next_step="Start a worker: `celery -A app worker --outbox` or `manage.py outbox_worker`.",
+    concern=Concern.WAITING,
+    thresholds=(NO_SEQUENCER_SECONDS,),
+)
+def no_sequencer(state: BrokerState) -> Iterator[Judged]:
+    leader, gone_seconds, _, tick_seconds, *_ = state.once(_leading)
+    # The condition `process_failing` already gives the reason why no process leads. Starting another process would not
+    # help.
+    if leader is None and not any(one.part is ProcessPart.SEQUENCING for one in state.once(failing)):
+        severity = Severity.CRITICAL if gone_seconds is None else state.judge(NO_SEQUENCER_SECONDS, gone_seconds)
+        yield severity, {"without_leader_seconds": gone_seconds, "last_tick_seconds": tick_seconds}
+
+
+# The age of the oldest decision that the last tick could not see. The decision with the lowest transaction id counts as
+# the oldest.
+_UNREAD: Final = Statement("""
+SELECT extract(epoch FROM clock_timestamp() - min(decided_at))::double precision
+FROM (
+    (SELECT decided_at FROM {schema}.op_log
+     WHERE xid >= %(xmax)s::xid8 AND xid < pg_snapshot_xmax(pg_current_snapshot()) ORDER BY xid LIMIT 1)
+    UNION ALL
+    (SELECT decided_at FROM {schema}.op_log WHERE xid = ANY (%(xip)s::xid8[]))
+) AS unread
+""")
+TICK_LATE_SECONDS: Final = Threshold(
+    "tick_late_seconds", 10, 60, "seconds", "age of a decided or due message that is in no queue"
+)
+
+
+@CONDITIONS.declare(
+    meaning="Decided or due messages wait for the sequencer longer than the threshold.",
+    next_step="Check the log of the broker process, the condition `lock_held`, and the load of the database.",
+    concern=Concern.WAITING,
+    thresholds=(TICK_LATE_SECONDS,),
+)
+def ticks_late(state: BrokerState) -> Iterator[Judged]:
+    leader, _, snapshot, _, overdue_seconds, _ = state.once(_leading)
+    if leader is not None:
+        yield oldest_undelivered(state.run, state.thresholds, snapshot)
+        yield state.judge(TICK_LATE_SECONDS, overdue_seconds), {"waiting": "due", "seconds": overdue_seconds}
+
+
+def oldest_undelivered(run: Executor, thresholds: Thresholds, snapshot: str) -> Judged:
+    """Return the waiting time of the oldest decision that the last tick could not see, with its severity.
+
+    `snapshot` is the snapshot of the last tick.
+    """
+    seen = Snapshot.parse(snapshot)
+    # The statement is not prepared, because a plan made without the values of the snapshot would read the whole table.
+    [seconds] = run.one(_UNREAD, {"xmax": str(seen.xmax), "xip": xids(seen.in_progress)}, prepare=False)
+    return TICK_LATE_SECONDS.judge(seconds, thresholds), {"waiting": "decided", "seconds": seconds}
+
+
+@CONDITIONS.declare(
+    meaning="The leader does not refresh the summary. The lag and the counts are old, or reading them takes longer.",
+    next_step="Check the log of the broker process. The leader may be a worker of an older version.",
+    concern=Concern.PASSING,
+)
+def summary_late(state: BrokerState) -> Iterator[Judged]:
+    leader, age_seconds = state.once(_leading)[0], state.summary.stored_age_seconds
+    if leader is not None and state.summary.is_late and age_seconds is not None:
+        yield Severity.WARNING, {"age_seconds": age_seconds}
+
+
+_PASSES: Final = Statement("""
+SELECT name AS pass, producer_group,
+       extract(epoch FROM clock_timestamp() - began_at)::double precision AS last_run_seconds,
+       interval_seconds AS period_seconds
+FROM {schema}.periodic_pass ORDER BY began_at
+""")
+PASS_LATE_PERIODS: Final = Threshold(
+    "pass_late_periods",
+    3,
+    10,
+    "periods",
+    "delay of a pass of check-back or pruning, measured in intervals between two passes",
+)
+
+
+def late_passes(state: BrokerState) -> Iterator[Judged]:
+    """Return all periodic passes; those that have not started for long have a severity.
+
+    A pass that starts and fails is left out, because the condition `process_failing` names it.
+    """
+    notes = [one for one in state.once(failing) if one.part is ProcessPart.PASS]
+    for fact in state.facts(_PASSES):
+        if not any(one.works_for(fact["pass"]) and one.works_for(fact["producer_group"]) for one in notes):
+            periods = fact["last_run_seconds"] / max(fact["period_seconds"], 1.0)
+            yield state.judge(PASS_LATE_PERIODS, periods), fact
+
+
+@CONDITIONS.declare(
+    meaning="Check-back or pruning of a producer group has not started for several periods. Undecided messages stay "
+    "undecided.",
+    next_step="Start `celery worker --outbox` or `outbox_worker` in the service of that producer group. The log of "
+    "this service's worker says why a pass of check-back or pruning fails.",
+    concern=Concern.UNDECIDED,
+    thresholds=(PASS_LATE_PERIODS,),
+    subject=("pass",),
+)
+def check_back_late(state: BrokerState) -> Iterable[Judged]:
+    return [one for one in late_passes(state) if not str(one[1]["pass"]).startswith(turns.RECEIVE)]
+
+
+@CONDITIONS.declare(
+    meaning="The last audit found lost or duplicated messages, because an equation of the audit does not hold.",
+    next_step="Run `outbox_audit` again to confirm the result. To examine the newest messages, use `outbox_message "
+    "show`. To examine all messages, use `outbox_reconcile`.",
+    concern=Concern.LOSS,
+)
+def not_conserved(state: BrokerState) -> Iterator[Judged]:
+    if (last := audit.last(state.run)) is not None:
+        for text in last.differences:
+            yield Severity.CRITICAL, {"difference": text, "audited_at": last.at}
+
+
+@CONDITIONS.declare(
+    meaning="An operator has set the broker to refuse new transactional messages.",
+    next_step="When the reason for the refusal is gone, run `outbox_transaction accept`.",
+    concern=Concern.ON_PURPOSE,
+)
+def rejecting(state: BrokerState) -> Iterator[Judged]:
+    if state.once(_leading)[-1]:
+        yield Severity.WARNING, {}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Incidents: such a condition holds for a day, or until an operator settles it.
+
+# The time for which an event (an incident, a new dead letter) is shown, unless an operator settles it before.
+_EVENT_SECONDS: Final = _DAY
+# The kind of the incidents that raise a condition which an operator settles. `wrong_ledger` is not among them, because
+# it ends when its transaction is decided.
+SETTLED_BY_OPERATORS: Final = {
+    "contradicted": IncidentKind.CONTRADICTED,
+    "refused": IncidentKind.REFUSED,
+    "checker_disagrees": IncidentKind.ALARM,
+    "expired": IncidentKind.EXPIRED,
+    "path_flipped": IncidentKind.PATH,
+}
+# Whether an incident is about a ledger that an undecided transaction needs.
+_IS_OPEN: Final = """
+kind = 'alarm' AND NOT EXISTS (SELECT FROM {schema}.op_log WHERE op_log.transaction_id::text = subject)
+    AND EXISTS (SELECT FROM {schema}.pending_check WHERE pending_check.transaction_id::text = subject)
+"""
+# The newest thousand incidents of each kind, so that many incidents of one kind do not hide another kind. The inner
+# statement sorts only ids, because sorting whole rows would take longer.
+_INCIDENTS: Final = Statement(f"""
+SELECT kind, open, count(*), (array_agg(subject ORDER BY incident_id DESC))[1:3],
+       (array_agg(detail ORDER BY incident_id DESC))[1], max(at)::text
+FROM (
+    SELECT incident_id, kind, subject, detail, at, {_IS_OPEN} AS open
+    FROM (SELECT incident_id, row_number() OVER (PARTITION BY kind ORDER BY at DESC) AS place
+          FROM {{schema}}.incident WHERE at > clock_timestamp() - make_interval(secs => %(window)s)) AS recent
+    JOIN {{schema}}.incident USING (incident_id)
+    WHERE place <= 1000
+) AS judged
+GROUP BY kind, open
+""")
+# The statement changes only rows that it sees, so an incident whose transaction commits later is shown (decision 303).
+_SETTLE: Final = Statement(f"""
+UPDATE {{schema}}.incident SET kind = %(settled)s, detail = kind || ': ' || detail
+WHERE kind = ANY (%(kinds)s::text[]) AND at > clock_timestamp() - make_interval(secs => %(window)s) AND NOT ({_IS_OPEN})
+""")
+
+
+def _incidents(run: Executor) -> dict[tuple[str, bool], tuple[int, list[Fact]]]:
+    """Return the number of recent incidents, and facts about the newest, by kind and whether the ledger is needed."""
+    return {
+        (kind, is_open): (count, [{"subject": one, "newest": newest, "detail": detail} for one in subjects])
+        for kind, is_open, count, subjects, detail, newest in run.rows(_INCIDENTS, {"window": _EVENT_SECONDS})
+    }
+
+
+def _of_incidents(
+    state: BrokerState, kind: IncidentKind, severity: Severity = Severity.CRITICAL, *, is_open: bool = False
+) -> Counted:
+    count, facts = state.once(_incidents).get((kind, is_open), (0, []))
+    return Counted([(severity, fact) for fact in facts], count)
+
+
+def incidents_to_settle(run: Executor) -> dict[str, int]:
+    """Return the conditions of incidents that hold now, each with its number of incidents."""
+    found = _incidents(run)
+    return {name: found[kind, False][0] for name, kind in SETTLED_BY_OPERATORS.items() if (kind, False) in found}
+
+
+def settle_incidents(run: Executor, names: Iterable[str]) -> int:
+    """Settle the incidents of these conditions, so that the conditions end. Return the number of incidents."""
+    kinds = texts([SETTLED_BY_OPERATORS[name] for name in names])
+    return run.count(_SETTLE, {"kinds": kinds, "window": _EVENT_SECONDS, "settled": str(IncidentKind.SETTLED)})
+
+
+@CONDITIONS.declare(
+    meaning="A process reported the opposite outcome of a decided transaction. The first decision stays valid.",
+    next_step="Compare the business row with the output of `outbox_message show ID`. Check whether two services share "
+    "one producer group. Then run `outbox_audit settle --condition contradicted`.",
+    concern=Concern.LOSS,
+    subject=("subject",),
+)
+def contradicted(state: BrokerState) -> Counted:
+    return _of_incidents(state, IncidentKind.CONTRADICTED)
+
+
+@CONDITIONS.declare(
+    meaning="A process reported COMMIT or ROLLBACK of a transaction that is unknown or belongs to another producer "
+    "group.",
+    next_step="Check whether two services have the same PRODUCER_GROUP, or whether the broker's database was restored. "
+    "Then run `outbox_audit settle --condition refused`.",
+    concern=Concern.WITHIN_DAYS,
+    subject=("subject",),
+)
+def refused(state: BrokerState) -> Counted:
+    return _of_incidents(state, IncidentKind.REFUSED, Severity.WARNING)
+
+
+@CONDITIONS.declare(
+    meaning="Check-back cannot use the ledger that a half message names. The ledger was emptied, its rows from the "
+    "time of the message were pruned, or it belongs to another service.",
+    next_step="Point the database alias to the right database. If the ledger is gone, decide the transactions with "
+    "`outbox_transaction decide --force`.",
+    concern=Concern.UNDECIDED,
+    subject=("subject",),
+)
+def wrong_ledger(state: BrokerState) -> Counted:
+    return _of_incidents(state, IncidentKind.ALARM, is_open=True)
+
+
+@CONDITIONS.declare(
+    meaning="A look-up function given as check= contradicts the ledger. outbox used the ledger's answer.",
+    next_step="Fix the look-up function. Compare the business row with the output of `outbox_message show ID`. Then "
+    "run `outbox_audit settle --condition checker_disagrees`.",
+    concern=Concern.WITHIN_DAYS,
+    subject=("subject",),
+)
+def checker_disagrees(state: BrokerState) -> Counted:
+    return _of_incidents(state, IncidentKind.ALARM, Severity.WARNING)
+
+
+@CONDITIONS.declare(
+    meaning="Retention removed messages that a group had not consumed.",
+    next_step="Find out why the group did not consume the removed messages. `outbox_reconcile` lists the messages that "
+    "the group missed. Then run `outbox_audit settle --condition expired`.",
+    concern=Concern.LOSS,
+    subject=("subject",),
+)
+def expired(state: BrokerState) -> Counted:
+    return _of_incidents(state, IncidentKind.EXPIRED)
+
+
+@CONDITIONS.declare(
+    meaning="A database connection of a process no longer reaches the broker's database. Publishing through this "
+    "connection fails until the connection and the broker's alias lead to the same primary.",
+    next_step="Finish the failover. If the broker moved for good, restart the process. Then run `outbox_audit settle "
+    "--condition path_flipped`.",
+    concern=Concern.PUBLISHING,
+    subject=("subject",),
+)
+def path_flipped(state: BrokerState) -> Counted:
+    return _of_incidents(state, IncidentKind.PATH)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Data lost by a restore or a failover, from the last comparison with the application's databases.
+
+
+def _lost(state: BrokerState, kind: ComparisonKind) -> Counted:
+    found = [one for one in state.once(list_comparisons).values() if one.kind is kind and not one.is_clean]
+    count = sum(max(1, one.missing) for one in found)
+    return Counted([(Severity.CRITICAL, _fact(one)) for one in found], count)
+
+
+def _fact(one: DatabaseComparison) -> Fact:
+    fact: dict[str, str | int | float | None] = {
+        ("group" if one.kind is ComparisonKind.INBOX else "producer_group"): one.subject,
+        "database": one.alias,
+        "missing": one.missing,
+    }
+    if one.missing:
+        fact |= {"first": str(one.first_at), "last": str(one.last_at), "ids": ", ".join(map(str, one.ids))}
+    if one.unproven_to is not None:
+        fact |= {"unknown_from": str(one.unproven_from), "unknown_to": str(one.unproven_to)}
+    if one.kind is ComparisonKind.INBOX:
+        fact |= {"topic": one.topic, "command": reset_command(one)}
+    return fact
+
+
+def reset_command(one: DatabaseComparison) -> str:
+    """Return the command that makes a group handle the lost messages again; messages in the inbox are skipped."""
+    assert one.first_at is not None
+    # The command names a time 1 ms before the first lost message, so that rounding cannot exclude this message.
+    at = (one.first_at - timedelta(milliseconds=1)).isoformat()
+    return f"manage.py outbox_group reset {one.subject} {one.topic} --to-time {at}"
+
+
+@CONDITIONS.declare(
+    meaning="The broker does not know transactions that the application has committed, because a restore or a "
+    "failover lost their messages.",
+    next_step="Reconcile the time span of the evidence: `outbox-reconcile plan` and `outbox_repair` publish the "
+    "messages again from the business rows. After the repair, run `outbox_audit settle`.",
+    concern=Concern.LOSS,
+    subject=("database",),
+)
+def lost_messages(state: BrokerState) -> Counted:
+    return _lost(state, ComparisonKind.LEDGER)
+
+
+@CONDITIONS.declare(
+    meaning="The broker delivered messages of transactions that the application's database does not contain. The "
+    "application's database was restored.",
+    next_step="If there is a newer copy of the database, restore this copy. If there is no newer copy, "
+    "`outbox_reconcile` lists the messages without a row. Finally, run `outbox_audit settle`.",
+    concern=Concern.LOSS,
+    subject=("database",),
+)
+def lost_commits(state: BrokerState) -> Counted:
+    return _lost(state, ComparisonKind.DECISION)
+
+
+@CONDITIONS.declare(
+    meaning="Groups have passed messages whose effects are missing, because the handlers' database was restored.",
+    next_step="Run the `outbox_group reset` command of the evidence. After this reset, the broker delivers the "
+    "messages again, and the inbox skips the messages that it knows.",
+    concern=Concern.LOSS,
+    subject=("database",),
+)
+def lost_effects(state: BrokerState) -> Counted:
+    return _lost(state, ComparisonKind.INBOX)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Undecided transactions: no producer answers the checks, or no producer knows the outcome.
+
+# Up to three undecided transactions of a producer group; the statement chooses among the two hundred rows whose checks
+# are due first. If all transactions of these rows are decided now, the condition has no examples and names the command
+# that lists the transactions.
+_UNANSWERED: Final = Statement("""
+SELECT transaction_id::text
+FROM (SELECT transaction_id FROM {schema}.pending_check WHERE producer_group = %(group)s AND parked_at IS NULL
+      ORDER BY due_at LIMIT 200) AS due
+WHERE NOT EXISTS (SELECT FROM {schema}.op_log WHERE op_log.transaction_id = due.transaction_id)
+LIMIT 3
+""")
+UNANSWERED_SECONDS: Final = Threshold("unanswered_seconds", 120, 900, "seconds", "time since a check became due")
+
+
+@CONDITIONS.declare(
+    meaning="Half messages are undecided, and no process of their producer group answers.",
+    next_step="Start the producer service with check-back. If the producer group is gone for good, decide its half "
+    "messages with `outbox_transaction decide`.",
+    concern=Concern.UNDECIDED,
+    thresholds=(UNANSWERED_SECONDS,),
+)
+def unanswered(state: BrokerState) -> Iterator[Judged]:
+    for one in state.summary.producers:
+        due_seconds = state.summary.seconds_since(one.due_since)
+        if severity := state.judge(UNANSWERED_SECONDS, due_seconds):
+            examples = [row[0] for row in state.run.rows(_UNANSWERED, {"group": one.group})]
+            yield (
+                severity,
+                {
+                    "producer_group": one.group,
+                    "undecided": one.undecided,
+                    "due_seconds": due_seconds,
+                    "transactions": ", ".join(examples) or f"`outbox_transaction list --group {one.group}` lists them",
+                },
+            )
+
+
+_PARKED: Final = Statement("""
+SELECT transaction_id::text AS transaction, producer_group,
+       extract(epoch FROM clock_timestamp() - parked_at)::double precision AS parked_seconds, park_reason AS reason,
+       checks, last_answer AS answer
+FROM (SELECT * FROM {schema}.pending_check WHERE parked_at IS NOT NULL ORDER BY parked_at LIMIT 200) AS pending
+WHERE NOT EXISTS (SELECT FROM {schema}.op_log WHERE op_log.transaction_id = pending.transaction_id)
+ORDER BY parked_at LIMIT %(limit)s
+""")
+PARKED_MESSAGES: Final = Threshold("parked_messages", 1, 100, "messages", "parked messages")
+
+
+@CONDITIONS.declare(
+    meaning="Transactions are still undecided past the limits of check-back. On FIFO topics these transactions block "
+    "their keys.",
+    next_step="`outbox_message show ID` shows the answers of all checks. `outbox_transaction decide ID commit` or "
+    "`outbox_transaction decide ID rollback` asks the ledger, then decides.",
+    concern=Concern.UNDECIDED,
+    thresholds=(PARKED_MESSAGES,),
+)
+def parked(state: BrokerState) -> Counted:
+    facts = state.facts(_PARKED, limit=EVIDENCE)
+    count = max(len(facts), sum(group.parked for group in state.summary.producers))
+    if count and not facts:
+        # All of the oldest two hundred transactions have been decided after the summary was counted.
+        facts = [{"list": "`outbox_transaction list --parked` lists them"}]
+    severity = state.judge(PARKED_MESSAGES, count)
+    return Counted([(severity, fact) for fact in facts], count)
+
+
+# Publishing transactions that were in progress when the broker last resynchronised. The statement finds publishing
+# transactions by their lock on op_log, because every role can see locks. Without pg_read_all_stats, PostgreSQL shows
+# neither state nor age of another role's session.
+_OPEN_SINCE_RESYNC: Final = Statement("""
+SELECT CASE WHEN written.pid IS NOT NULL THEN 'session ' || written.pid
+            ELSE 'prepared transaction ' || coalesce(quote_literal(prepared.gid), held.transactionid::text) END
+           AS session,
+       coalesce(application_name, '') AS application,
+       CASE WHEN written.pid IS NULL THEN 'prepared'
+            ELSE coalesce(activity.state, 'not visible to this role') END AS state,
+       extract(epoch FROM clock_timestamp() - coalesce(prepared.prepared, activity.xact_start))::double precision
+           AS age_seconds
+FROM pg_locks written
+JOIN pg_locks held ON held.locktype = 'transactionid' AND held.granted AND held.mode = 'ExclusiveLock'
+    AND held.virtualtransaction = written.virtualtransaction AND held.pid IS NOT DISTINCT FROM written.pid
+LEFT JOIN pg_stat_activity activity ON activity.pid = written.pid
+LEFT JOIN pg_prepared_xacts prepared ON written.pid IS NULL AND prepared.transaction = held.transactionid
+WHERE written.relation = '{schema}.op_log'::regclass AND written.mode = 'RowExclusiveLock'
+  AND written.database = (SELECT oid FROM pg_database WHERE datname = current_database())
+  -- Its savepoints' locks are not in the snapshot.
+  AND held.transactionid IN (
+      SELECT pg_snapshot_xip(snapshot)::xid
+      FROM {schema}.resync WHERE incarnation = (SELECT max(incarnation) FROM {schema}.resync))
+ORDER BY age_seconds DESC NULLS LAST
+""")
+
+
+@CONDITIONS.declare(
+    meaning="A publishing transaction has been open since before the last resynchronisation. Only the messages of this "
+    "transaction wait until this transaction ends.",
+    next_step="If no program needs the transaction any more, end the transaction. If the transaction commits, the "
+    "broker delivers its messages.",
+    concern=Concern.PASSING,
+)
+def open_since_resync(state: BrokerState) -> Iterable[Judged]:
+    return [(Severity.WARNING, fact) for fact in state.facts(_OPEN_SINCE_RESYNC)]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Consumer groups: no consumer, lag, stopped, blocked, failing.
+
+# Broadcast groups store no positions, so no message waits if none of their instances runs. A consumer that leaves its
+# group sets the `expires_at` of its leases to the present time. The time without a consumer is null if the group has
+# never consumed the topic.
+_NO_WORKER: Final = Statement("""
+WITH alive AS MATERIALIZED (
+    SELECT DISTINCT group_id, unnest(topics) AS topic FROM {schema}.consumer WHERE expires_at > clock_timestamp()
+)
+SELECT consumer_group.name AS group, topic.name AS topic,
+       extract(epoch FROM clock_timestamp() - greatest(
+           (SELECT max(lease.expires_at) FROM {schema}.queue_lease lease JOIN {schema}.queue USING (queue_id)
+            WHERE lease.group_id = subscription.group_id AND queue.topic_id = subscription.topic_id),
+           (SELECT max(gone.expires_at) FROM {schema}.consumer gone
+            WHERE gone.group_id = subscription.group_id AND topic.name = ANY (gone.topics))
+       ))::double precision AS seconds
+FROM {schema}.subscription JOIN {schema}.consumer_group USING (group_id) JOIN {schema}.topic USING (topic_id)
+LEFT JOIN alive ON alive.group_id = subscription.group_id AND alive.topic = topic.name
+WHERE alive.topic IS NULL AND NOT broadcast
+ORDER BY consumer_group.name, topic.name
+""")
+NO_WORKER_SECONDS: Final = Threshold(
+    "no_worker_seconds",
+    10,
+    30,
+    "seconds",
+    "time since the last consumer of a group left or lost its lease; a restart of a consumer takes less time",
+)
+
+
+@CONDITIONS.declare(
+    meaning="A group subscribes to topics, but no consumer of the group runs.",
+    next_step="Start a worker of the group's service with CONSUMER_PROCESSES above 0.",
+    concern=Concern.WAITING,
+    thresholds=(NO_WORKER_SECONDS,),
+)
+def no_worker(state: BrokerState) -> Iterator[Judged]:
+    # If a consumer process runs and fails, the condition `process_failing` reports the failure. Starting another worker
+    # would not help.
+    notes = [one for one in state.once(failing) if one.part in (ProcessPart.CONSUMING, ProcessPart.LEASES)]
+    by_group: dict[str, dict[str, float | None]] = {}
+    for group, topic, seconds in state.run.rows(_NO_WORKER):
+        if not any(one.works_for(group) for one in notes):
+            by_group.setdefault(group, {})[topic] = seconds
+    lags = {(one.group, one.topic): one.lag for one in state.summary.groups} if by_group else {}
+    for group, topics in by_group.items():
+        lag = sum(lags.get((group, topic), 0) for topic in topics)
+        shown = ", ".join(list(topics)[:EVIDENCE]) + (" …" if len(topics) > EVIDENCE else "")
+        known = [seconds for seconds in topics.values() if seconds is not None]
+        # If the group has never consumed a topic, its time without a consumer counts from the topic's first message.
+        since = None if len(known) < len(topics) else max(known)
+        severity = Severity.CRITICAL if since is None else state.judge(NO_WORKER_SECONDS, since)
+        if severity and not lag:
+            severity = Severity.WARNING
+        yield severity, {"group": group, "topics": shown, "lag": lag, "without_worker_seconds": since}
+
+
+LAG_SECONDS: Final = Threshold(
+    "lag_seconds", 60, 600, "seconds", "age of the oldest waiting message, per group and topic"
+)
+LAG_MESSAGES: Final = Threshold("lag_messages", 10_000, 1_000_000, "messages", "waiting messages, per group and topic")
+
+
+def _lagging(state: BrokerState, *, paused: bool) -> list[Judged]:
+    found: list[Judged] = []
+    limited = {(one.group, one.topic): one for one in state.once(list_limits) if one.waiting_for}
+    for one in state.summary.groups:
+        if not one.lag or one.paused is not paused:
+            continue
+        age = state.summary.seconds_since(one.oldest_at)
+        severity = worse(state.judge(LAG_SECONDS, age), state.judge(LAG_MESSAGES, one.lag))
+        fact: Fact = {"group": one.group, "topic": one.topic, "messages": one.lag, "oldest_seconds": age}
+        if (limit := limited.get((one.group, one.topic))) is not None:
+            fact = {**fact, "waiting_for": limit.waiting_for, "limits": str(limit.limits)}
+        found.append((Severity.WARNING if paused else severity, fact))
+    return sorted(found, key=lambda one: -float(one[1]["oldest_seconds"] or 0.0))
+
+
+def worse(*severities: Severity | None) -> Severity | None:
+    """Return the worst of these severities; None if there is none."""
+    return max(filter(None, severities), default=None)
+
+
+@CONDITIONS.declare(
+    meaning="A group is behind: its messages wait too long, or too many messages wait.",
+    next_step="If the evidence names a limit, the group waits for its own limit: raise it with `outbox_group limits` "
+    "if the service behind the handler allows it. Otherwise add consumers, or fix the slow or blocked handler: "
+    "`outbox_group offsets GROUP` shows which queues are behind.",
+    concern=Concern.WAITING,
+    thresholds=(LAG_SECONDS, LAG_MESSAGES),
+)
+def lag(state: BrokerState) -> Iterable[Judged]:
+    return _lagging(state, paused=False)
+
+
+@CONDITIONS.declare(
+    meaning="A group is paused, and messages wait for it.",
+    next_step="When the reason for the pause is gone, run `outbox_group resume GROUP`.",
+    concern=Concern.ON_PURPOSE,
+)
+def group_paused(state: BrokerState) -> Iterable[Judged]:
+    return _lagging(state, paused=True)
+
+
+@CONDITIONS.declare(
+    meaning="An ordered handler fails on one message again and again, and the messages behind this message wait.",
+    next_step="Fix the handler, let its on_error policy retry the message later or make it a dead letter, or skip the "
+    "message with `outbox_group skip GROUP TOPIC MESSAGE`.",
+    concern=Concern.WAITING,
+)
+def blocked_queue(state: BrokerState) -> Counted:
+    found: list[Judged] = []
+    for one in state.summary.blocked:
+        since = state.summary.seconds_since(one.since)
+        named = ("group", "topic", "queue", "message", "key")
+        found.append((Severity.CRITICAL, fact_of(one, *named, blocked_seconds=since, error=one.error)))
+    return Counted(found, max(len(found), sum(one.blocked for one in state.summary.groups)))
+
+
+_STOPPED: Final = Statement("""
+SELECT consumer_group.name AS group, topic.name AS topic, queue.number AS queue, lease.stopped AS error
+FROM {schema}.queue_lease lease JOIN {schema}.consumer_group USING (group_id) JOIN {schema}.queue USING (queue_id)
+JOIN {schema}.topic USING (topic_id)
+WHERE stopped IS NOT NULL ORDER BY 1, 2, 3
+""")
+
+
+@CONDITIONS.declare(
+    meaning="The on_error policy of a handler stopped its queue.",
+    next_step="Fix the cause of the handler's error, then run `outbox_group resume GROUP`.",
+    concern=Concern.WAITING,
+)
+def stopped_queue(state: BrokerState) -> Iterable[Judged]:
+    return [(Severity.CRITICAL, fact) for fact in state.facts(_STOPPED)]
+
+
+DEAD_LETTERS: Final = Threshold("dead_letters", 1, 1000, "messages", "dead letters of a group")
+
+
+@CONDITIONS.declare(
+    meaning="Messages of these groups have recently become dead letters.",
+    next_step="`outbox_dead_letter list GROUP` shows the errors. Fix the handler, then replay the dead letters.",
+    concern=Concern.HANDLERS,
+    thresholds=(DEAD_LETTERS,),
+)
+def dead_letters(state: BrokerState) -> Iterator[Judged]:
+    for one in state.summary.rests:
+        age = state.summary.seconds_since(one.newest_dead_at)
+        if age is not None and age <= _EVENT_SECONDS:
+            fact: Fact = {"group": one.group, "unsettled": one.dead, "newest_seconds": age}
+            yield state.judge(DEAD_LETTERS, one.dead), fact
+
+
+_RATE_WINDOW_SECONDS: Final = 60.0
+# If a group sent back fewer messages in a minute, their share says nothing.
+_FEW_SENT_BACK: Final = 100
+RETRY_SHARE: Final = Threshold(
+    "retry_share",
+    0.5,
+    0.9,
+    "share",
+    "messages sent back for another attempt, divided by all messages that the group finished in the last minute; a "
+    "group that sent back fewer than 100 messages is not judged",
+)
+
+
+@CONDITIONS.declare(
+    meaning="A group sends most of its messages back for another attempt.",
+    next_step="Probably a service that the group's handler needs is down. Check the errors, or pause the group until "
+    "the service is back.",
+    concern=Concern.HANDLERS,
+    thresholds=(RETRY_SHARE,),
+)
+def retry_storm(state: BrokerState) -> Iterator[Judged]:
+    for one in growth(state.run, window_seconds=_RATE_WINDOW_SECONDS):
+        # Messages that wait for newer code leave their queue as if they were sent back, but have not failed.
+        if one.sent_back >= _FEW_SENT_BACK and one.group not in state.once(waiting_groups):
+            share = one.sent_back / (one.handled + one.sent_back + one.dead)
+            yield (
+                state.judge(RETRY_SHARE, share),
+                {"group": one.group, "sent_back": one.sent_back, "share": round(share, 3), "seconds": one.seconds},
+            )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Handlers that kill or hang their process, and subscriptions that pause because of an outage.
+
+# A process that dies at least `_DEATHS` times within `_DEATHS_SECONDS` is in a crash loop. Each death is stored as an
+# incident.
+_DEATHS: Final = 3
+_DEATHS_SECONDS: Final = 600.0
+_CRASH_LOOPS: Final = Statement("""
+SELECT subject AS process, count(*) AS deaths, max(at)::text AS last,
+       (array_agg(detail ORDER BY incident_id DESC))[1] AS detail
+FROM (SELECT * FROM {schema}.incident
+      WHERE kind = 'process_died' AND at > clock_timestamp() - make_interval(secs => %(seconds)s)
+      ORDER BY at DESC LIMIT 1000) AS recent
+GROUP BY subject HAVING count(*) >= %(deaths)s ORDER BY 2 DESC
+""")
+
+
+@CONDITIONS.declare(
+    meaning="A process of a worker has died three times or more within ten minutes.",
+    next_step="Check the log of the process, the condition `quarantined` and new dead letters. The evidence says how "
+    "the process died (signal 9 often means out of memory). The condition ends when fewer than three deaths are in the "
+    "last ten minutes.",
+    concern=Concern.WAITING,
+)
+def crash_loop(state: BrokerState) -> Iterable[Judged]:
+    found = state.facts(_CRASH_LOOPS, seconds=_DEATHS_SECONDS, deaths=_DEATHS)
+    return [(Severity.CRITICAL, fact) for fact in found]
+
+
+# Messages in quarantine are of two kinds: they kill their process, or their handler hangs. The statement returns the
+# first messages of one kind.
+_QUARANTINED: Final = Statement("""
+SELECT consumer_group.name AS group, log.message_id::text AS message, log.key, deaths,
+       extract(epoch FROM clock_timestamp() - suspected_at)::double precision AS quarantined_seconds, evidence,
+       count(*) OVER () AS total
+FROM {schema}.suspect
+JOIN {schema}.consumer_group USING (group_id) LEFT JOIN {schema}.commit_log log USING (log_id)
+WHERE hung = %(hung)s::boolean
+ORDER BY deaths DESC, suspected_at LIMIT %(limit)s
+""")
+
+
+def _in_quarantine(state: BrokerState, *, hung: bool) -> Counted:
+    facts = state.facts(_QUARANTINED, hung=hung, limit=EVIDENCE)
+    total = max((fact.pop("total") for fact in facts), default=0)
+    return Counted([(Severity.CRITICAL if one["deaths"] else Severity.WARNING, one) for one in facts], total)
+
+
+@CONDITIONS.declare(
+    meaning="A process died while it handled these messages. Consumers now handle each of these messages alone. After "
+    "the third death the message becomes a dead letter.",
+    next_step="`outbox_message show ID` shows the message. Fix the handler before the message becomes a dead letter, "
+    "or replay it afterwards.",
+    concern=Concern.HANDLERS,
+)
+def quarantined(state: BrokerState) -> Counted:
+    return _in_quarantine(state, hung=False)
+
+
+@CONDITIONS.declare(
+    meaning="Handlers run past their timeout and do not return.",
+    next_step="Find the lock or the call for which the handlers wait without a timeout, and give this lock or call a "
+    "timeout.",
+    concern=Concern.WAITING,
+)
+def hung_handlers(state: BrokerState) -> Counted:
+    return _in_quarantine(state, hung=True)
+
+
+@CONDITIONS.declare(
+    meaning="A subscription pauses, because its handlers fail one after another with the same error. Probably a "
+    "service that the handlers need is down.",
+    next_step="Restore the service that the error names: the group then resumes by itself. A disabled endpoint must "
+    "also be enabled.",
+    concern=Concern.PASSING,
+)
+def outage(state: BrokerState) -> Iterable[Judged]:
+    return [(Severity.WARNING, fact) for fact in state.once(_outages) if not says_refused(fact["error"])]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Topics near their limits, and tables whose old rows are not removed in time.
+
+
+def _limit_uses(state: BrokerState) -> list[tuple[topic_limits.LimitUse, Fact]]:
+    found = topic_limits.limit_uses(state.run, lags_of(state.summary))
+    return [(use, fact_of(use, "topic", "measure", "group", "value", "limit", "on_limit")) for use in found]
+
+
+@CONDITIONS.declare(
+    meaning="A topic uses more than 80 % of its limit of backlog or space. Over the limit, publishing to the topic is "
+    "refused, or logs warnings (`on_limit`).",
+    next_step="Start or speed up the workers of the group that is behind, or raise the limit with `outbox_topic "
+    "alter`.",
+    concern=Concern.WITHIN_DAYS,
+)
+def topic_near_limit(state: BrokerState) -> Iterator[Judged]:
+    for use, fact in _limit_uses(state):
+        if not use.is_over and use.share >= topic_limits.NEAR:
+            yield Severity.WARNING, fact
+
+
+@CONDITIONS.declare(
+    meaning="A limit of a topic is exceeded. With `on_limit` = refuse, publishing to the topic raises TopicOverLimit.",
+    next_step="Start or speed up the workers of the group that is behind. If the group is gone for good, delete it. To "
+    "accept messages now, raise the limit with `outbox_topic alter`.",
+    concern=Concern.PUBLISHING,
+)
+def topic_over_limit(state: BrokerState) -> Iterator[Judged]:
+    for use, fact in _limit_uses(state):
+        if use.is_over:
+            yield Severity.CRITICAL if use.on_limit == "refuse" else Severity.WARNING, fact
+
+
+RETENTION_BEHIND_SECONDS: Final = Threshold(
+    "retention_behind_seconds",
+    3600,
+    _DAY,
+    "seconds",
+    "time for which the oldest row of the log, a ledger or an inbox is past its retention time; only the log is ever "
+    "critical",
+)
+
+
+@CONDITIONS.declare(
+    meaning="The broker still stores consumed messages that are past their retention time.",
+    next_step="Check the log of the broker process and the conditions `transaction_open` and `lock_held`. The deletes "
+    "of retention may fail or wait.",
+    concern=Concern.DISK,
+    thresholds=(RETENTION_BEHIND_SECONDS,),
+)
+def retention_behind(state: BrokerState) -> Iterator[Judged]:
+    for one in state.summary.topics:
+        behind = state.summary.seconds_since(one.behind_since)
+        yield state.judge(RETENTION_BEHIND_SECONDS, behind), {"topic": one.topic, "behind_seconds": behind}
+
+
+@CONDITIONS.declare(
+    meaning="A service does not remove old rows of its ledger or inbox in time, so the table grows.",
+    next_step="Check the log of the service's worker and the condition `check_back_late`. Look for transactions that "
+    "are open for long.",
+    concern=Concern.WITHIN_DAYS,
+    thresholds=(RETENTION_BEHIND_SECONDS,),
+    subject=("alias", "table"),
+)
+def pruning_behind(state: BrokerState) -> Iterator[Judged]:
+    for fact in presence.pruning_behind(state.run):
+        # Rows that are kept for too long only take space; they neither lose nor delay a message.
+        yield state.judge(RETENTION_BEHIND_SECONDS, fact["behind_seconds"]) and Severity.WARNING, fact
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The broker's PostgreSQL: old transactions, locks, disk space, used-up ids and sequences, and replicas.
+
+# Sessions and prepared transactions that hold back vacuum in this database. Without pg_read_all_stats, PostgreSQL shows
+# only the id of another role's session.
+_OPEN: Final = Statement("""
+SELECT 'session ' || pid AS session, application_name AS application, coalesce(state, 'not visible') AS state,
+       query_start::text, extract(epoch FROM clock_timestamp() - xact_start)::double precision AS age_seconds
+FROM pg_stat_activity
+WHERE (datname = current_database() OR backend_type = 'walsender') AND pid <> pg_backend_pid()
+  AND (backend_xmin IS NOT NULL OR backend_xid IS NOT NULL) AND xact_start IS NOT NULL
+  -- Vacuum itself does not hold back vacuum.
+  AND backend_type <> 'autovacuum worker'
+UNION ALL
+SELECT 'prepared transaction ' || quote_literal(gid), owner::text, 'prepared', NULL,
+       extract(epoch FROM clock_timestamp() - prepared)::double precision
+FROM pg_prepared_xacts WHERE database = current_database()
+ORDER BY 5 DESC
+""")
+TRANSACTION_SECONDS: Final = Threshold(
+    "transaction_seconds", 300, 3600, "seconds", "age of a transaction that holds back vacuum"
+)
+
+
+@CONDITIONS.declare(
+    meaning="A session's transaction has been open for long. Vacuum cannot remove rows that this transaction might "
+    "still see.",
+    next_step="The evidence names the application of the session. If it is a backup (pg_dump), let it end. Otherwise "
+    "end the session: `SELECT pg_terminate_backend(PID)`. End a prepared transaction with COMMIT PREPARED or ROLLBACK "
+    "PREPARED.",
+    concern=Concern.DISK,
+    thresholds=(TRANSACTION_SECONDS,),
+)
+def transaction_open(state: BrokerState) -> Iterable[Judged]:
+    return [(state.judge(TRANSACTION_SECONDS, fact["age_seconds"]), fact) for fact in state.facts(_OPEN)]
+
+
+# Sessions that wait for a lock, with the sessions that block them. The waiting session uses the broker's tables or
+# belongs to the broker.
+_LOCKS: Final = Statement("""
+SELECT coalesce('session ' || blocker.pid, 'a prepared transaction') AS session,
+       blocker.application_name AS application, coalesce(blocker.state, 'not visible') AS state,
+       blocker.query_start::text,
+       extract(epoch FROM clock_timestamp() - blocker.xact_start)::double precision AS age_seconds,
+       'session ' || waiting.pid || ' (' || waiting.application_name || ')' AS waiting,
+       extract(epoch FROM clock_timestamp() - coalesce(lock.waitstart, waiting.state_change))::double precision
+           AS waiting_seconds
+FROM pg_stat_activity waiting
+JOIN pg_locks lock ON lock.pid = waiting.pid AND NOT lock.granted
+CROSS JOIN LATERAL unnest(pg_blocking_pids(waiting.pid)) AS blocking (pid)
+LEFT JOIN pg_stat_activity blocker ON blocker.pid = blocking.pid
+WHERE waiting.datname = current_database() AND waiting.wait_event_type = 'Lock'
+  AND (waiting.application_name LIKE 'outbox%%'
+       OR EXISTS (SELECT FROM pg_locks used JOIN pg_class ON pg_class.oid = used.relation
+                  WHERE used.pid = waiting.pid AND relnamespace = '{schema}'::regnamespace))
+ORDER BY waiting_seconds DESC
+""")
+LOCK_SECONDS: Final = Threshold(
+    "lock_seconds", 5, 60, "seconds", "time for which a session of the broker waits for a lock"
+)
+
+
+@CONDITIONS.declare(
+    meaning="A session holds a lock that the broker's sessions wait for.",
+    next_step="End the blocking transaction, or its session: `SELECT pg_terminate_backend(PID)`.",
+    concern=Concern.PUBLISHING,
+    thresholds=(LOCK_SECONDS,),
+)
+def lock_held(state: BrokerState) -> Iterable[Judged]:
+    return [(state.judge(LOCK_SECONDS, fact["waiting_seconds"]), fact) for fact in state.facts(_LOCKS)]
+
+
+# Sessions whose locks block even readers.
+_EXCLUSIVE: Final = Statement("""
+SELECT DISTINCT 'session ' || lock.pid AS session, application_name AS application,
+       coalesce(state, 'not visible') AS state, query_start::text,
+       extract(epoch FROM clock_timestamp() - xact_start)::double precision AS age_seconds, relname::text AS table
+FROM pg_locks lock JOIN pg_class ON pg_class.oid = lock.relation
+LEFT JOIN pg_stat_activity activity ON activity.pid = lock.pid
+WHERE relnamespace = '{schema}'::regnamespace AND lock.granted AND lock.mode = 'AccessExclusiveLock'
+  AND lock.database = (SELECT oid FROM pg_database WHERE datname = current_database())
+""")
+
+
+def locked_out(run: Executor) -> list[Judged]:
+    """Return the sessions that keep the broker's tables locked, or wait to lock them.
+
+    The function also works for a session that cannot read the locked tables.
+    """
+    found: Sequence[Fact] = [*run.objects(dict, _EXCLUSIVE), *run.objects(dict, _LOCKS)]
+    return [(Severity.CRITICAL, fact) for fact in found or [{"session": "gone meanwhile"}]]
+
+
+_SPACE: Final = Statement("""
+SELECT relname::text, pg_total_relation_size(oid) FROM pg_class
+WHERE relnamespace = '{schema}'::regnamespace AND relkind IN ('r', 'p') ORDER BY 2 DESC
+""")
+SPACE_BYTES: Final = Threshold("space_bytes", 50 * _GIBIBYTE, None, "bytes", "size of the broker's tables")
+
+
+def table_sizes(run: Executor) -> dict[str, int]:
+    """Return the size of each of the broker's tables with its indexes, in bytes, the largest first."""
+    return dict(run.rows(_SPACE))
+
+
+@CONDITIONS.declare(
+    meaning="The broker's tables are larger than the threshold SPACE_BYTES.",
+    next_step="Check `retention_behind`, `lag` and `transaction_open`. Shorten retention_seconds, or raise the "
+    "threshold.",
+    concern=Concern.WITHIN_DAYS,
+    thresholds=(SPACE_BYTES,),
+)
+def space(state: BrokerState) -> Iterator[Judged]:
+    sizes = state.once(table_sizes)
+    total = sum(sizes.values())
+    largest = ", ".join(f"{name} {size / 2**20:.0f} MiB" for name, size in list(sizes.items())[:3])
+    yield state.judge(SPACE_BYTES, total), {"bytes": total, "largest": largest}
+
+
+_AGES: Final = Statement("""
+SELECT age(datfrozenxid)::double precision, mxid_age(datminmxid)::double precision
+FROM pg_database WHERE datname = current_database()
+""")
+XID_AGE: Final = Threshold(
+    "xid_age",
+    1e9,
+    1.8e9,
+    "transactions",
+    "age of the oldest row, counted in transactions; at an age of 2^31, the transaction ids wrap around",
+)
+
+
+@CONDITIONS.declare(
+    meaning="The database approaches the wrap-around of transaction ids. PostgreSQL will refuse writes.",
+    next_step="End old transactions (`transaction_open`), drop unused replication slots, then run VACUUM FREEZE.",
+    concern=Concern.PUBLISHING,
+    thresholds=(XID_AGE,),
+    subject=("counter",),
+)
+def xid_age(state: BrokerState) -> Iterator[Judged]:
+    for counter, age in zip(("transaction ids", "multixact ids"), state.run.one(_AGES), strict=True):
+        yield state.judge(XID_AGE, age), {"counter": counter, "age": age}
+
+
+_SEQUENCES: Final = Statement("""
+SELECT sequencename::text AS sequence, last_value / max_value::double precision AS used_share
+FROM pg_sequences
+WHERE schemaname = (SELECT nspname FROM pg_namespace WHERE oid = '{schema}'::regnamespace)
+  AND last_value IS NOT NULL
+ORDER BY 2 DESC
+""")
+# No project changes this threshold: the last number is fixed by the type of the column.
+_USED_SHARE: Final = Threshold("used_share", 0.5, 0.9, "share", "used part of an identity column's numbers")
+
+
+@CONDITIONS.declare(
+    meaning="An identity column approaches the largest value of its type.",
+    next_step="Plan a new schema for the broker. `outbox_doctor` names the column.",
+    concern=Concern.PUBLISHING,
+    subject=("sequence",),
+)
+def sequence_age(state: BrokerState) -> Iterable[Judged]:
+    return [(_USED_SHARE.judge(fact["used_share"], {}), fact) for fact in state.facts(_SEQUENCES)]
+
+
+# On a replica, the end of the received WAL counts as the end of the WAL.
+_REPLICAS: Final = Statement("""
+WITH head AS (
+    SELECT CASE WHEN pg_is_in_recovery() THEN pg_last_wal_receive_lsn() ELSE pg_current_wal_lsn() END AS lsn
+)
+SELECT 'replica ' || coalesce(nullif(application_name, ''), 'pid ' || pid) AS replica,
+       coalesce(state, 'not visible') AS state, pg_wal_lsn_diff(head.lsn, replay_lsn)::double precision AS bytes_behind
+FROM pg_stat_replication, head
+UNION ALL
+SELECT 'slot ' || slot_name, CASE WHEN active THEN 'active' ELSE 'has no reader' END,
+       pg_wal_lsn_diff(head.lsn, restart_lsn)::double precision
+FROM pg_replication_slots, head WHERE restart_lsn IS NOT NULL AND NOT active
+""")
+REPLICA_LAG_BYTES: Final = Threshold(
+    "replica_lag_bytes",
+    _GIBIBYTE / 4,
+    4 * _GIBIBYTE,
+    "bytes",
+    "WAL that a replica has not replayed, or that is kept for a disconnected replica",
+)
+
+
+@CONDITIONS.declare(
+    meaning="A replica is behind its primary, or the server keeps WAL for a replica that is gone. The disk fills, and "
+    "a failover would lose commits.",
+    next_step="Check the replica. If the replica is gone, drop its replication slot: `SELECT "
+    "pg_drop_replication_slot(NAME)`.",
+    concern=Concern.DISK,
+    thresholds=(REPLICA_LAG_BYTES,),
+    subject=("replica",),
+)
+def replica_lag(state: BrokerState) -> Iterable[Judged]:
+    return [(state.judge(REPLICA_LAG_BYTES, fact["bytes_behind"]), fact) for fact in state.facts(_REPLICAS)]

@@ -1,0 +1,30 @@
+"""The condition of the part `schedules`: the message of a schedule is late."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+from outbox.broker.operations.conditions import Concern, Declarations, Judged, Threshold
+from outbox.broker.operations.state import BrokerState
+from outbox.broker.schedules import schedule
+
+CONDITIONS: Final = Declarations[BrokerState]()
+SCHEDULE_LATE_SECONDS: Final = Threshold(
+    "schedule_late_seconds", 60, 600, "seconds", "time since a due moment of a schedule has passed"
+)
+
+
+@CONDITIONS.declare(
+    meaning="The leader has not published the message of a schedule in time.",
+    next_step="If the evidence has an error, correct the declaration of the schedule or declare its topic. If there is "
+    "no error, check the conditions `no_sequencer` and `process_failing`, and the log of the broker process.",
+    concern=Concern.WAITING,
+    thresholds=(SCHEDULE_LATE_SECONDS,),
+)
+def schedule_late(state: BrokerState) -> Iterator[Judged]:
+    now = schedule.clock(state.run)
+    for one in schedule.list_schedules(state.run):
+        late = one.late_seconds(now)
+        named = {"schedule": one.name, "producer_group": one.producer_group, "topic": one.topic}
+        yield state.judge(SCHEDULE_LATE_SECONDS, late), {**named, "late_seconds": late, "error": one.error}

@@ -1,0 +1,30 @@
+"""The conditions of the application, as a test gives them in place of the declared ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from outbox.broker.operations.conditions import Condition, Threshold
+from outbox.contrib.django.operations import additions
+
+
+@dataclass(frozen=True)
+class Given:
+    """It stands where a DeclaredCondition stands."""
+
+    found: Callable[[], Iterable[Condition]]
+    thresholds: tuple[Threshold, ...] = ()
+    subject: tuple[str, ...] = ("saga",)
+
+    def evaluate(self, state: Any) -> list[Condition]:
+        return list(self.found())
+
+
+def give(monkeypatch: pytest.MonkeyPatch, **given: Callable[[], Iterable[Condition]]) -> None:
+    """From now on, only these conditions of the application are looked at."""
+    made = {name: Given(found) for name, found in given.items()}
+    monkeypatch.setattr(additions, "application_conditions", lambda: made)
