@@ -70,8 +70,8 @@ WITH stored AS (
             %(key)s, %(tag)s, %(content_type)s, %(headers)s, '{}', 0)
     RETURNING log_id, transaction_id
 )
-INSERT INTO outbox.op_log (transaction_id, incarnation, decision, decided_by, log_ids)
-SELECT transaction_id, (SELECT incarnation FROM outbox.broker), 'C', 'P', ARRAY[log_id] FROM stored
+INSERT INTO outbox.op_log (transaction_id, decision, decided_by, log_ids)
+SELECT transaction_id, 'C', 'P', ARRAY[log_id] FROM stored
 WHERE NOT %(half)s
 """
 

@@ -78,7 +78,7 @@ def test_it_stores_what_the_atomic_path_stores(connection: BrokerConnection) -> 
     assert rows[:3] == rows[3:]
     bodies = connection.execute("SELECT body FROM outbox.commit_log").fetchall()
     assert [json.loads(found) for (found,) in bodies] == [json.loads(body)] * 6
-    decisions = connection.execute("SELECT DISTINCT incarnation, decision, decided_by FROM outbox.op_log").fetchall()
+    decisions = connection.execute("SELECT DISTINCT decision, decided_by FROM outbox.op_log").fetchall()
     assert len(decisions) == 1
     assert {one.version for one in theirs} == {7}
     assert abs((theirs[0].int >> 80) / 1000 - datetime.now(UTC).timestamp()) < 120, "milliseconds lead"
@@ -164,10 +164,10 @@ def test_what_the_caller_has_in_its_search_path_is_not_what_is_written(
     connection: BrokerConnection, shop_role: psycopg.Connection[Any]
 ) -> None:
     """A table of the same name, temporary or not, is none of ours."""
-    shop_role.execute("CREATE TEMPORARY TABLE broker AS SELECT false AS reject_transactional, 7 AS incarnation")
+    shop_role.execute("CREATE TEMPORARY TABLE broker AS SELECT true AS reject_transactional")
     shop_role.execute("CREATE TEMPORARY TABLE topic AS SELECT 1 AS topic_id")
     publish(shop_role)
-    assert connection.execute("SELECT incarnation FROM outbox.op_log").fetchall() == [(1,)]
+    assert connection.execute("SELECT count(*) FROM outbox.op_log").fetchall() == [(1,)]
 
 
 def test_fifo_messages_of_a_key_wait_for_each_others_commit(

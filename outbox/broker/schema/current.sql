@@ -146,7 +146,6 @@ CREATE TABLE op_log (
     xid            xid8        NOT NULL DEFAULT pg_current_xact_id(),
     decided_at     timestamptz NOT NULL DEFAULT now(),
     transaction_id uuid        PRIMARY KEY,
-    incarnation    integer     NOT NULL DEFAULT 1,
     -- C COMMIT, R ROLLBACK. There is no CHECK, because each INSERT would prepare its expression anew: 5 to 14 % of the
     -- CPU of a publish call (docs/decisions/199).
     decision       "char"      NOT NULL,

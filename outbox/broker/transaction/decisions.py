@@ -28,9 +28,8 @@ WITH given AS (
     FROM given JOIN {schema}.commit_log half ON half.message_id = given.transaction_id
         AND half.transaction_id = half.message_id AND half.half
 ), decided AS (
-    INSERT INTO {schema}.op_log (transaction_id, incarnation, decision, decided_by, relaxed, log_ids)
-    SELECT known.transaction_id, (SELECT incarnation FROM {schema}.broker), known.decision::"char",
-           known.decided_by::"char",
+    INSERT INTO {schema}.op_log (transaction_id, decision, decided_by, relaxed, log_ids)
+    SELECT known.transaction_id, known.decision::"char", known.decided_by::"char",
            -- If a crash loses the end message, the ledger gives the same answer.
            (known.decided_by <> 'P' OR known.ledger_id IS NULL)
                AND current_setting('synchronous_commit') NOT IN ('on', 'remote_apply'),

@@ -165,7 +165,7 @@ def test_a_cut_ignores_ids_of_the_future(
     restored = broker.send([message()])
     sequencer = new_sequencer(database, batch=10)
     drain(sequencer, connection)
-    connection.execute("UPDATE outbox.op_log SET xid = '900000000', incarnation = 0")
+    connection.execute("UPDATE outbox.op_log SET xid = '900000000'")
     halves = [half() for _ in range(30)]
     for one in halves:
         broker.send_half(one)

@@ -115,7 +115,7 @@ BEGIN
             transaction_id USING ERRCODE = 'unique_violation';
     END IF;
     IF log_ids IS NOT NULL AND NOT half THEN
-        INSERT INTO op_log (transaction_id, incarnation, decision, decided_by, log_ids)
-        VALUES (transaction_id, here.incarnation, 'C', 'P', log_ids);
+        INSERT INTO op_log (transaction_id, decision, decided_by, log_ids)
+        VALUES (transaction_id, 'C', 'P', log_ids);
     END IF;
 END $$;

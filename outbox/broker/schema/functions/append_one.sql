@@ -51,7 +51,7 @@ BEGIN
     ON CONFLICT ON CONSTRAINT commit_log_message_id_key DO NOTHING
     RETURNING stored.log_id INTO log_id;
     IF log_id IS NOT NULL THEN
-        INSERT INTO op_log (transaction_id, incarnation, decision, decided_by, log_ids)
-        VALUES (message_id, here.incarnation, 'C', 'P', ARRAY[log_id]);
+        INSERT INTO op_log (transaction_id, decision, decided_by, log_ids)
+        VALUES (message_id, 'C', 'P', ARRAY[log_id]);
     END IF;
 END $$;

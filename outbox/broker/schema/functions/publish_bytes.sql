@@ -71,8 +71,8 @@ BEGIN
     ON CONFLICT ON CONSTRAINT commit_log_message_id_key DO NOTHING
     RETURNING stored.log_id INTO log_id;
     IF log_id IS NOT NULL THEN
-        INSERT INTO op_log (transaction_id, incarnation, decision, decided_by, log_ids)
-        VALUES (id, (SELECT one.incarnation FROM broker AS one), 'C', 'P', ARRAY[log_id]);
+        INSERT INTO op_log (transaction_id, decision, decided_by, log_ids)
+        VALUES (id, 'C', 'P', ARRAY[log_id]);
         IF wake THEN
             PERFORM pg_notify(current_schema() || '_decided', '');
         END IF;

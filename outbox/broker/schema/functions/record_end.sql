@@ -24,8 +24,8 @@ BEGIN
     IF entitled AND half.half AND half.transaction_id = ended
        AND half.producer_group IS NOT DISTINCT FROM reporter THEN
         -- The log ids are read here: what the caller remembers cannot add or omit a message.
-        INSERT INTO op_log (transaction_id, incarnation, decision, decided_by, relaxed, log_ids)
-        VALUES (ended, (SELECT incarnation FROM broker), reported, 'P',
+        INSERT INTO op_log (transaction_id, decision, decided_by, relaxed, log_ids)
+        VALUES (ended, reported, 'P',
                 half.ledger_id IS NULL AND current_setting('synchronous_commit') NOT IN ('on', 'remote_apply'),
                 ARRAY(SELECT log_id FROM commit_log AS rows
                       WHERE rows.half AND rows.xid = half.xid AND rows.transaction_id = ended ORDER BY log_id))
