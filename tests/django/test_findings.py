@@ -10,7 +10,7 @@ from django.db import DatabaseError
 
 from outbox.broker.operations.conditions import Severity
 from outbox.contrib.django.models import Finding, SavedReconciliation
-from outbox.contrib.django.operations.findings import replace, rule
+from outbox.contrib.django.operations.findings import CONDITIONS, replace
 
 pytestmark = pytest.mark.usefixtures("application")
 
@@ -82,9 +82,9 @@ def test_open_causes_are_a_condition_until_the_next_result() -> None:
     unused: Any = None
     save("orders", [], causes=[cause("warning", 2), cause("info", 9)])
     save("refunds", [], causes=[cause("critical", 1)])
-    [found] = rule(unused)
+    [found] = CONDITIONS.evaluate(unused)
     assert (found.name, found.severity, found.count) == ("reconciliation_findings", Severity.CRITICAL, 2)
     assert [(fact["output"], fact["findings"]) for fact in found.evidence] == [("refunds", 1), ("orders", 2)]
     for output in ("orders", "refunds"):
         save(output, [])
-    assert rule(unused) == []
+    assert list(CONDITIONS.evaluate(unused)) == []

@@ -21,7 +21,7 @@ from outbox.broker.log import recall
 from outbox.broker.operations import broker_conditions, changes, summary
 from outbox.broker.operations.conditions import Severity
 from outbox.broker.operations.dead_letters import LetterSelection
-from outbox.broker.operations.search import unfinished
+from outbox.broker.operations.search import unfinished_deliveries
 from outbox.broker.operations.summary import GroupOverview
 from outbox.broker.operations.trace import trace
 from outbox.broker.supervisor import ChildDeath
@@ -228,7 +228,7 @@ def test_a_message_in_each_state_is_neither_lost_nor_counted_as_another(
     }
 
     [(claimed_id,)] = world.sql("SELECT log_id FROM outbox.commit_log WHERE tag = 'claimed'")
-    assert unfinished(world.run, [claimed_id])[claimed_id].retrying == 0, "the search names it as retrying"
+    assert unfinished_deliveries(world.run, [claimed_id])[claimed_id].retrying == 0, "the search names it as retrying"
     recall.recall(world.run, [ids["retry_recalled"]])
 
     def newer_recalled() -> bool:

@@ -176,7 +176,7 @@ def test_the_estimate_of_space_follows_the_messages_and_not_the_files(
         " AND relname IN ('commit_log', 'op_log', 'consume_queue')"
     ).fetchall()
     declare_topics(run, [Topic(name="orders", space_limit_bytes=files // 2, queue_count=1)])
-    [before] = topic_limits.uses(run, [])
+    [before] = topic_limits.limit_uses(run, [])
     assert (before.measure, before.is_over) == ("space", True)
     assert 0.6 * files < before.value < 1.4 * files
     summary.run_once(database)
@@ -184,7 +184,7 @@ def test_the_estimate_of_space_follows_the_messages_and_not_the_files(
         publish(broker, 1)
     connection.execute("DELETE FROM outbox.commit_log WHERE log_id % 10 > 0")
     connection.execute("VACUUM ANALYZE outbox.commit_log")
-    [after] = topic_limits.uses(run, [])
+    [after] = topic_limits.limit_uses(run, [])
     assert after.value < 0.2 * before.value and not after.is_over
     summary.run_once(database)
     publish(broker, 1)
