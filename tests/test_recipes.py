@@ -159,18 +159,21 @@ def test_every_condition_is_declared_once_with_a_rule() -> None:
 
 def test_every_action_has_its_case_and_its_button() -> None:
     django = ROOT / "outbox" / "contrib" / "django"
+    sources = [*sorted((django / "actions").glob("*.py")), *sorted((django / "repair").glob("*.py"))]
     declared = {}
-    for path in sorted((django / "actions").glob("*.py")):
+    for path in sources:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "DeclaredAction":
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "action":
                 given = {item.arg: ast.unparse(item.value) for item in node.keywords}
-                declared[ast.literal_eval(given["name"])] = given
+                declared[ast.literal_eval(node.args[0])] = given
     assert len(declared) >= 15
     cases = (ROOT / "tests" / "django" / "test_actions.py").read_text(encoding="utf-8")
     assert sorted(re.findall(r'^@case\(\s*"(\w+)"', cases, re.MULTILINE)) == sorted(declared)
     folder = django / "templates" / "outbox" / "console"
     pages = "\n".join(path.read_text(encoding="utf-8") for path in folder.glob("*.html"))
-    buttons = set(re.findall(r"(?:% act |% action_form |outbox:act_)[\"\']?(\w+)", pages))
+    buttons = set(re.findall(r"(?:% act |% action_form )[\"\']?(\w+)", pages))
+    for path in (*sources, *(django / "console" / "views").glob("*.py")):
+        buttons |= set(re.findall(r"\bButton\(\s*\"(\w+)\"", path.read_text(encoding="utf-8")))
     offered = {name for name, given in declared.items() if given.get("permission") != "None"}
     # The page's button for it is `decide`, with the decision rollback.
     assert buttons == offered - {"abort"}

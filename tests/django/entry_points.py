@@ -96,13 +96,11 @@ READING: Final = (
     "outbox_topic list",
     "outbox_transaction accept",
     "outbox_transaction list",
-    f"outbox_transaction describe {SOME}",
     "check --database=broker",
 )
 CHANGING: Final = (
     "outbox_audit",
     "outbox_audit compare",
-    f"outbox_dead_letter show effects {SOME}",
     "outbox_dead_letter replay effects --all",
     "outbox_dead_letter discard effects --all --no-input",
     "outbox_erase orders --key k --reason asked --no-input",

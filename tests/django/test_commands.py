@@ -258,7 +258,6 @@ def test_no_command_prints_a_masked_field(outbox_settings: Callable[..., None]) 
     number = str(receipt.message_id)
     for arguments in (
         ["outbox_dead_letter", "list"],
-        ["outbox_dead_letter", "show", "effects", number],
         ["outbox_message", "show", number],
         ["outbox_message", "list", "orders"],
     ):

@@ -82,20 +82,19 @@ def test_those_of_a_fenced_producer_are_marked() -> None:
     assert (one["transactional_id"], one["epoch"], one["fenced"]) == ("nightly", 1, True)
 
 
-def test_one_is_described_with_its_messages_and_answers() -> None:
+def test_one_is_shown_with_its_messages_and_answers() -> None:
     with transaction.atomic():
         receipt = publish("orders", 1, key="4711")
         in_thread(run_check_back)
-        found = said("outbox_transaction", "describe", str(receipt.transaction_id))
+        found = said("outbox_message", "show", str(receipt.transaction_id))
         assert [(item["topic"], item["key"]) for item in found["messages"]] == [("orders", "4711")]
         assert [answer["answer"] for answer in found["answers"]] == ["UNKNOWN"]
-        assert found["transaction"]["state"] == "waiting"
-        shown = text("outbox_transaction", "describe", str(receipt.transaction_id))
+        assert found["decision"] is None and found["pending"]["parked_at"] is None
+        shown = text("outbox_message", "show", str(receipt.transaction_id))
         assert "4711" in shown
         assert "still running" in shown
     flush(within_seconds=10)
-    with pytest.raises(CommandError, match="not an open transaction"):
-        call_command("outbox_transaction", "describe", str(receipt.transaction_id))
+    assert said("outbox_message", "show", str(receipt.transaction_id))["decision"]["decision"] == "C"
 
 
 def test_an_abandoned_one_is_aborted_for_good() -> None:

@@ -19,7 +19,7 @@ from outbox.broker.sequencer.sequencer import Sequencer
 from outbox.contrib.django import publish, subscriber
 from outbox.contrib.django.database.aliases import alias_conninfo, broker_connection, broker_database
 from outbox.contrib.django.engine.broker import flush
-from outbox.contrib.django.repair.actions import derived_id
+from outbox.contrib.django.repair.steps import derived_id
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.django.worker.workers import consumer_runtime
 from outbox.errors import PermanentError

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from django.core.management import CommandError, load_command_class
 
-from outbox.contrib.django.actions.catalogue import ACTIONS
+from outbox.contrib.django.catalogue import ACTIONS
 from outbox.contrib.django.console.urls import urlpatterns
 from outbox.contrib.django.engine.operator_table import COMMANDS, METRICS, PAGES, refused_command, refused_page
 

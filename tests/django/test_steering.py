@@ -203,7 +203,7 @@ def test_the_recall_command(path: str) -> None:
         (["--topic", "reminders"], "name message ids"),
         (["--key", "7"], "name message ids"),
         ([str(uuid4()), "--topic", "reminders", "--key", "7"], "name message ids"),
-        (["seven"], "invalid UUID"),
+        (["seven"], "is not a message or transaction id"),
         (["--topic", "reminder", "--key", "7"], "Did you mean 'reminders'"),
     ],
 )

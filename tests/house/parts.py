@@ -80,7 +80,6 @@ PARTS: Final = (
             f"{_DJANGO}/worker/forwarding.py",
             f"{_DJANGO}/operations/endpoints.py",
             f"{_DJANGO}/actions/endpoints.py",
-            f"{_DJANGO}/console/views/endpoints.py",
             f"{_DJANGO}/management/commands/outbox_endpoint.py",
         ),
     ),
@@ -94,7 +93,7 @@ PARTS: Final = (
             "broker/groups/limits.py",
             "broker/consumer/limiter.py",
             "broker/operations/limits.py",
-            "broker/operations/limit_conditions.py",
+            f"{_DJANGO}/actions/limits.py",
         ),
     ),
     Part(
@@ -115,7 +114,7 @@ PARTS: Final = (
     Part(
         "receiving",
         r"contrib\.sources|\bSource\b|\breceivers?\b",
-        ("contrib/sources/", f"{_DJANGO}/worker/receiving.py", "broker/operations/receiver_conditions.py"),
+        ("contrib/sources/", f"{_DJANGO}/worker/receiving.py", f"{_DJANGO}/actions/receiving.py"),
     ),
     Part(
         "reconciliation",
@@ -123,7 +122,6 @@ PARTS: Final = (
         (
             f"{_DJANGO}/repair/",
             f"{_DJANGO}/operations/findings.py",
-            f"{_DJANGO}/actions/findings.py",
             f"{_DJANGO}/management/commands/outbox_finding.py",
             f"{_DJANGO}/management/commands/outbox_reconcile.py",
             f"{_DJANGO}/management/commands/outbox_repair.py",
@@ -135,10 +133,12 @@ PARTS: Final = (
         (
             "rocketmq/",
             f"{_DJANGO}/engine/rocketmq.py",
+            f"{_DJANGO}/engine/operator_table.py",
             f"{_DJANGO}/operations/rocketmq.py",
             f"{_DJANGO}/worker/relaying.py",
             f"{_DJANGO}/ledger/relay_rows.py",
             f"{_DJANGO}/actions/relay.py",
+            f"{_DJANGO}/actions/rocketmq.py",
             f"{_DJANGO}/management/commands/outbox_relay.py",
         ),
     ),
@@ -152,7 +152,6 @@ PARTS: Final = (
             f"{_DJANGO}/operations/scheduling.py",
             f"{_DJANGO}/actions/schedules.py",
             f"{_DJANGO}/subscribers/scheduled.py",
-            f"{_DJANGO}/console/views/schedules.py",
             f"{_DJANGO}/management/commands/outbox_schedule.py",
         ),
     ),

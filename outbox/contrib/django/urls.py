@@ -5,8 +5,8 @@ from __future__ import annotations
 from django.urls import path, re_path
 
 from outbox.contrib.django import views
+from outbox.contrib.django.console.access import unknown
 from outbox.contrib.django.console.urls import urlpatterns as console
-from outbox.contrib.django.console.views.unknown import unknown
 
 app_name = "outbox"
 

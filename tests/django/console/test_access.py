@@ -14,7 +14,7 @@ from django.test import Client, RequestFactory
 from django.test.utils import override_settings
 from django.urls import reverse
 
-from outbox.contrib.django.actions.catalogue import ACTIONS
+from outbox.contrib.django.catalogue import ACTIONS
 from outbox.contrib.django.console import urls
 from outbox.contrib.django.console.views import overview
 from outbox.contrib.django.models import OperatorAction

@@ -23,8 +23,9 @@ from outbox.broker.operations.conditions import Condition, Fact, Severity
 from outbox.broker.schedules.cron import Cron
 from outbox.broker.schedules.schedule import Schedule, declare
 from outbox.contrib.django import publish
-from outbox.contrib.django.actions.catalogue import ACTIONS
-from outbox.contrib.django.console import asking, spans, states, urls
+from outbox.contrib.django.catalogue import ACTIONS
+from outbox.contrib.django.console import asking, tabs, urls
+from outbox.contrib.django.console.views import events
 from outbox.contrib.django.models import Finding, ForwardEndpoint, OperatorAction, PastCondition, RaisedCondition
 from outbox.contrib.django.operations.additions import catalogue
 from outbox.subscription import Subscription
@@ -68,14 +69,17 @@ def checked(answer: HttpResponseBase, *what: object) -> str:
 
 
 def parameters(name: str) -> list[str]:
-    """The parameters that a page reads, found in its source and in the functions that it calls."""
+    """The parameters that a page reads: the fields of its listing, or those in its source and what it calls."""
+    listed = [*urls.LISTED, events.EVENTS]
+    if found := next((one for one in listed if one.name == name), None):
+        return sorted({*(field.name for field in found.fields), "after", *(["state"] if found.states else [])})
     view = next(one.callback for one in urls.urlpatterns if one.name == name)
     source = inspect.getsource(inspect.unwrap(view))
-    for called, module in (("place(", asking), ("chosen_span(", spans), ("by_state(", states)):
+    for called, module in (("place(", asking), ("chosen_span(", tabs), ("by_state(", tabs)):
         source += inspect.getsource(getattr(module, called[:-1])) if called in source else ""
-    found = re.findall(r"""(?:\bGET|\bgiven)(?:, |\.get\()"(\w+)"|for name in \(("[^)]+)\)""", source)
-    names = {one for plain, _ in found if (one := plain)} | set(
-        re.findall(r'"(\w+)"', " ".join(two for _, two in found))
+    named = re.findall(r"""(?:\bGET|\bgiven)(?:, |\.get\()"(\w+)"|for name in \(("[^)]+)\)""", source)
+    names = {one for plain, _ in named if (one := plain)} | set(
+        re.findall(r'"(\w+)"', " ".join(two for _, two in named))
     )
     return sorted(names | ({"after"} if "sliced(" in source else set()))
 
@@ -93,7 +97,7 @@ def requests(every: bool) -> Iterator[tuple[str, str, str]]:
 def test_the_parameters_of_pages_are_found() -> None:
     assert {name: parameters(name) for name in ("search", "letters", "audit", "group", "history")} == {
         "search": ["after", "q", "since", "state", "topic", "until", "within"],
-        "letters": ["after", "after_id", "error", "error_type", "group", "key", "settled", "topic"],
+        "letters": ["after", "error", "error_type", "group", "key", "settled", "since", "topic", "until"],
         "audit": ["action", "after", "outcome", "who"],
         "group": ["after", "name", "span", "topic"],
         "history": ["group", "span"],

@@ -15,9 +15,9 @@ from outbox.broker.groups.registration import register
 from outbox.broker.operations import summary
 from outbox.broker.operations.conditions import Condition, Severity, worst_first
 from outbox.contrib.django import publish
-from outbox.contrib.django.actions.catalogue import ACTIONS
+from outbox.contrib.django.actions.cells import readable
+from outbox.contrib.django.catalogue import ACTIONS
 from outbox.contrib.django.console import cards
-from outbox.contrib.django.console.readable import readable
 from outbox.contrib.django.models import ForwardEndpoint, OperatorAction
 from outbox.contrib.django.operations.additions import catalogue
 from outbox.limits import Limits

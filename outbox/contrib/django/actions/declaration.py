@@ -1,16 +1,27 @@
 """Operator actions. Each action is declared once; its command, its form on the page and its audit use the declaration.
 
-`DeclaredAction.plan` changes nothing and describes the effect in words. `ActionPlan.do` runs the action. With
-`--dry-run`, a command only shows the plan. The operations page shows the plan, and the operator then confirms the plan
-with a reason.
+    @action("pause", "Pause a group", "outbox_group pause", GROUP)
+    def _pause(values: Values) -> ActionPlan: ...
+
+The function plans the action: it changes nothing, describes the effect in words, and raises UsageError for an
+impossible action. `ActionPlan.do` runs the action. With `--dry-run`, a command only shows the plan. The operations page
+shows the plan, and the operator then confirms the plan with a reason.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import KW_ONLY, dataclass, field
+from datetime import datetime, tzinfo
 from typing import Any, Final
+from uuid import UUID
+
+from django.utils.timezone import make_aware
+
+from outbox.broker.operations.dead_letters import PagePosition
 
 # The permission that a user needs to run actions on the operations page.
 ACT: Final = "outbox.act"
@@ -19,7 +30,7 @@ ACT: Final = "outbox.act"
 LEFT: Final = "not_done"
 
 Values = Mapping[str, Any]
-"""The parsed values of an action's fields, by name.
+"""The parsed values of the fields of an action or a listing, by name.
 
 A field that was not given has its default. A field that allows several values has a list.
 """
@@ -44,23 +55,72 @@ class FieldKind(enum.Enum):
     """A number of seconds, at least 0."""
     TIME = enum.auto()
     """A time. A command refuses a time without a zone; the page reads such a time in Django's current zone."""
+    PLACE = enum.auto()
+    """A position in a list that is ordered by time."""
     FLAG = enum.auto()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ActionField:
-    """One field of an action: an argument of its command and an input of its form.
+# Python refuses to read thousands of digits, and PostgreSQL larger numbers.
+_DIGITS: Final = len(str(2**63))
+
+
+def parsed(kind: FieldKind, text: str, *, zone: tzinfo | None = None) -> Any:
+    """The value that a text means in a field of this kind. Raises ValueError, whose text says what is wrong.
+
+    `zone`: the zone of a time without one; if None, such a time is refused.
+    """
+    match kind:
+        case FieldKind.ID:
+            with refusing(f"{text!r} is not a message or transaction id"):
+                return UUID(text.strip())
+        case FieldKind.NUMBER | FieldKind.COUNT:
+            least = int(kind is FieldKind.COUNT)
+            if not (text.isascii() and text.isdecimal() and len(text) <= _DIGITS) or not least <= int(text) < 2**63:
+                raise ValueError(f"{text!r} is not a whole number, at least {least}")
+            return int(text)
+        case FieldKind.SECONDS:
+            with refusing(f"{text!r} is not a number of seconds, at least 0"):
+                if 0 <= (seconds := float(text)) < math.inf:
+                    return seconds
+                raise ValueError
+        case FieldKind.TIME:
+            with refusing(f"{text!r} is not a time: write it like 2026-01-31T08:00:00+00:00"):
+                found = datetime.fromisoformat(text)
+                found = found if found.tzinfo or zone is None else make_aware(found, zone)
+            if found.tzinfo is None:
+                raise ValueError(f"{text!r} has no time zone: write it like 2026-01-31T08:00:00+00:00")
+            return found
+        case FieldKind.PLACE:
+            at, _, number = text.rpartition("/")
+            with refusing(f"{text!r} is not a position: copy the value after --after from the end of a page"):
+                return PagePosition(parsed(FieldKind.TIME, at, zone=zone), parsed(FieldKind.NUMBER, number))
+    return text
+
+
+@contextmanager
+def refusing(said: str) -> Iterator[None]:
+    """Raise ValueError with this text instead of the ValueError or OverflowError of the block."""
+    try:
+        yield
+    except (ValueError, OverflowError):
+        raise ValueError(said) from None
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One field of an action or a listing: an argument of its command and an input of its form.
 
     `positional`: on the command line, the value has no option name. `many`: the field may have several values.
     `example`: a value that the input of the form shows. `one_of`: the operator gives exactly one of the fields with the
     same `one_of` text. `on_page`: the page shows the field. `with_confirmation`: the page asks for the field together
-    with the reason.
+    with the reason. `by_tab`: the tabs of a page choose the value, and its form passes the value on.
     """
 
     name: str
     help: str
-    label: str = ""
     kind: FieldKind = FieldKind.TEXT
+    _: KW_ONLY
+    label: str = ""
     required: bool = False
     positional: bool = False
     many: bool = False
@@ -70,11 +130,17 @@ class ActionField:
     one_of: str = ""
     on_page: bool = True
     with_confirmation: bool = False
+    by_tab: bool = False
 
     @property
     def title(self) -> str:
         """The label of the field's input on the page."""
         return self.label or self.name.replace("_", " ").capitalize()
+
+
+def argument(name: str, help: str, kind: FieldKind = FieldKind.TEXT, **more: Any) -> Field:
+    """A required field that has no option name on the command line."""
+    return Field(name, help, kind, required=True, positional=True, **more)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,25 +173,36 @@ class ActionPlan:
         return self.do() if self.do_because is None else self.do_because(why)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+Plan = Callable[[Values], ActionPlan]
+Present = Callable[[Mapping[str, str]], Mapping[str, str]]
+
+
+@dataclass(frozen=True, slots=True)
 class DeclaredAction:
     """One kind of action.
 
     `name`: the action's name in the audit and in the page's address. `command`: the command as an operator writes it in
     a shell. `permission`: the permission that the page requires. If `permission` is None, the page does not offer the
-    action, and only a command runs the action. `plan` raises UsageError for an impossible action. `present` returns the
-    values of the fields that hold now, from the values that the form of the page does not ask for.
+    action, and only a command runs the action. `present` returns the values of the fields that hold now, from the
+    values that the form of the page does not ask for.
     """
 
     name: str
     title: str
     command: str
-    fields: Sequence[ActionField]
-    plan: Callable[[Values], ActionPlan]
+    fields: Sequence[Field]
+    plan: Plan
     permission: str | None = ACT
-    present: Callable[[Mapping[str, str]], Mapping[str, str]] | None = None
+    present: Present | None = None
 
     @property
     def subcommand(self) -> str:
         """The subcommand, such as `pause`, or for a command without subcommands an option, such as `--drop`."""
         return self.command.partition(" ")[2]
+
+
+def action(
+    name: str, title: str, command: str, *fields: Field, permission: str | None = ACT, present: Present | None = None
+) -> Callable[[Plan], DeclaredAction]:
+    """Declare the action that the decorated function plans. The parameters are those of `DeclaredAction`."""
+    return lambda plan: DeclaredAction(name, title, command, fields, plan, permission, present)

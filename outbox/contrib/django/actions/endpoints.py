@@ -1,15 +1,23 @@
-"""The action on endpoints of OUTBOX['FORWARD']: enable an endpoint that was disabled."""
+"""The action that enables a disabled endpoint of OUTBOX['FORWARD'], and the list of all endpoints."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, Final
 
-from outbox.contrib.django.actions.declaration import ActionField, ActionPlan, DeclaredAction, Values
+from outbox.contrib.django.actions.cells import badge, error, group_link
+from outbox.contrib.django.actions.declaration import ActionPlan, Values, action, argument
+from outbox.contrib.django.actions.listing import Button, Column, Listing, States, actions
 from outbox.contrib.django.models import ForwardEndpoint
-from outbox.contrib.django.operations.endpoints import enable, find_endpoint
+from outbox.contrib.django.operations.endpoints import enable, find_endpoint, list_endpoints
 
 
+@action(
+    "enable_endpoint",
+    "Enable an endpoint",
+    "outbox_endpoint enable",
+    argument("group", "the entry of OUTBOX['FORWARD']"),
+)
 def _enable(values: Values) -> ActionPlan:
     row = find_endpoint(values["group"])
 
@@ -31,12 +39,51 @@ def _state(row: ForwardEndpoint) -> dict[str, Any]:
     return {"disabled": row.disabled_at is not None, "reason": row.disabled_reason}
 
 
-ACTIONS: Final = (
-    DeclaredAction(
-        name="enable_endpoint",
-        title="Enable an endpoint",
-        command="outbox_endpoint enable",
-        fields=(ActionField(name="group", required=True, positional=True, help="the entry of OUTBOX['FORWARD']"),),
-        plan=_enable,
+def _shown_state(one: ForwardEndpoint) -> list[object]:
+    if one.disabled_at is None:
+        return [badge("enabled", "good")]
+    return [badge("disabled", "bad"), one.disabled_at, error(one.disabled_reason)]
+
+
+def _failed_last(one: ForwardEndpoint) -> bool:
+    """Whether the last delivery that the processes have stored has failed."""
+    return one.last_error_at is not None and (
+        one.last_delivered_at is None or one.last_error_at > one.last_delivered_at
+    )
+
+
+_STATES: Final[States] = {
+    "": ("All", lambda one: True),
+    "enabled": ("Enabled", lambda one: one.disabled_at is None),
+    "disabled": ("Disabled", lambda one: one.disabled_at is not None),
+    "failing": ("Failed last", _failed_last),
+}
+ENDPOINTS: Final = Listing(
+    "endpoints",
+    (
+        Column("Endpoint", lambda one: group_link(one.group), "head"),
+        Column("State", _shown_state),
+        Column("Delivered", "delivered", "number"),
+        Column("Failed", "failed", "number"),
+        Column("Last status", "last_status"),
+        Column("Last delivered", "last_delivered_at"),
+        Column("Last error", lambda one: [one.last_error_at, error(one.last_error)] if one.last_error else None),
+        actions(lambda one: one.disabled_at and Button("enable_endpoint", "Enable …", "good", {"group": one.group})),
     ),
+    lambda run, asked: list_endpoints(),
+    of_broker=False,
+    command="outbox_endpoint list",
+    help="list the endpoints",
+    states=_STATES,
+    json=(
+        *("endpoint=group", "disabled_at", "disabled_reason", "delivered", "failed", "last_status"),
+        *("last_delivered_at", "last_error", "last_error_at"),
+    ),
+    address="endpoints/",
+    title="Endpoints",
+    menu="Endpoints",
+    caption="Endpoints",
+    empty="No endpoint is in this state.",
+    unused="No process of this project has forwarded messages.",
+    key=lambda one: one.group,
 )

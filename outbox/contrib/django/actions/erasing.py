@@ -6,14 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 from uuid import UUID
 
-from outbox.contrib.django.actions.declaration import (
-    ActionField,
-    ActionPlan,
-    DeclaredAction,
-    FieldKind,
-    Values,
-    counted,
-)
+from outbox.contrib.django.actions.declaration import ActionPlan, Field, FieldKind, Values, action, argument, counted
 from outbox.contrib.django.database.subject_keys import subject_keys
 from outbox.contrib.django.operations.erasing import Erased, ErasureRequest, delete_key, erase
 from outbox.contrib.django.settings.conf import get_settings
@@ -27,6 +20,21 @@ _CAUTION: Final = (
 )
 
 
+@action(
+    "erase",
+    "Erase personal data",
+    "outbox_erase",
+    argument("topic", "topic of the messages"),
+    Field("key", "erase all messages of the topic with this key"),
+    Field("message", "erase this message", FieldKind.ID, many=True, label="Message ids"),
+    Field("with_key", "replace the key too, everywhere", FieldKind.FLAG, label="The key is personal"),
+    Field(
+        "text",
+        "also erase this text (a name, an address) from errors, findings, notifications and the audit",
+        many=True,
+        label="Personal texts",
+    ),
+)
 def _erase(values: Values) -> ActionPlan:
     request = ErasureRequest(
         topic=values["topic"],
@@ -69,6 +77,14 @@ def _counted(erased: Erased) -> Mapping[str, Any]:
 # -- keys of subjects -----------------------------------------------------------------------------------
 
 
+@action(
+    "delete_subject_key",
+    "Delete the key of a subject",
+    "outbox_subject_key delete",
+    Field("subject", "the subject, as it was passed to publish", positional=True),
+    Field("key_id", "the id of the key, instead of the subject", FieldKind.ID),
+    permission=None,
+)
 def _delete_key(values: Values) -> ActionPlan:
     keys, subject, key_id = subject_keys(), values["subject"], values["key_id"]
     if (subject is None) == (key_id is None):
@@ -96,6 +112,12 @@ def _delete_key(values: Values) -> ActionPlan:
     )
 
 
+@action(
+    "rotate_subject_keys",
+    "Encrypt the keys of subjects with the newest key-encrypting key",
+    "outbox_subject_key rotate",
+    permission=None,
+)
 def _rotate(values: Values) -> ActionPlan:
     count = subject_keys().rotate(dry_run=True)
     return ActionPlan(
@@ -106,48 +128,3 @@ def _rotate(values: Values) -> ActionPlan:
         nothing=count == 0,
         do=lambda: {"changed": subject_keys().rotate(dry_run=False)},
     )
-
-
-ERASE: Final = DeclaredAction(
-    name="erase",
-    title="Erase personal data",
-    command="outbox_erase",
-    fields=(
-        ActionField(name="topic", required=True, positional=True, help="topic of the messages"),
-        ActionField(name="key", help="erase all messages of the topic with this key"),
-        ActionField(name="message", kind=FieldKind.ID, many=True, label="Message ids", help="erase this message"),
-        ActionField(
-            name="with_key", kind=FieldKind.FLAG, label="The key is personal", help="replace the key too, everywhere"
-        ),
-        ActionField(
-            name="text",
-            many=True,
-            label="Personal texts",
-            help="also erase this text (a name, an address) from errors, findings, notifications and the audit",
-        ),
-    ),
-    plan=_erase,
-)
-
-ACTIONS: Final = (
-    ERASE,
-    DeclaredAction(
-        name="delete_subject_key",
-        title="Delete the key of a subject",
-        command="outbox_subject_key delete",
-        fields=(
-            ActionField(name="subject", positional=True, help="the subject, as it was passed to publish"),
-            ActionField(name="key_id", kind=FieldKind.ID, help="the id of the key, instead of the subject"),
-        ),
-        plan=_delete_key,
-        permission=None,
-    ),
-    DeclaredAction(
-        name="rotate_subject_keys",
-        title="Encrypt the keys of subjects with the newest key-encrypting key",
-        command="outbox_subject_key rotate",
-        fields=(),
-        plan=_rotate,
-        permission=None,
-    ),
-)

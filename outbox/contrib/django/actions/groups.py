@@ -1,32 +1,29 @@
-"""Actions on consumer groups: pause, resume, skip a message, reset, change limits, rename and delete."""
+"""Actions on consumer groups: pause, resume, skip a message, reset, rename and delete."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from datetime import datetime
 from typing import Any, Final
 
 from outbox.broker.database.executor import Executor
+from outbox.broker.groups.registration import group_id_of
 from outbox.broker.operations import changes
 from outbox.broker.operations.changes import QueueReset, reset, skip
 from outbox.broker.operations.deletion import Loss, delete_group
-from outbox.broker.operations.limits import SubscriptionLimits, change_limits, limits_now, planned
 from outbox.broker.operations.listings import group_now
-from outbox.contrib.django.actions.declaration import (
-    ActionField,
-    ActionPlan,
-    DeclaredAction,
-    FieldKind,
-    Values,
-    counted,
-)
+from outbox.broker.operations.progress import QueueProgress, list_queues
+from outbox.contrib.django.actions.cells import error
+from outbox.contrib.django.actions.declaration import ActionPlan, Field, FieldKind, Values, action, argument, counted
+from outbox.contrib.django.actions.listing import Asked, Column, Listing
 from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.operations.renaming import rename_group
 from outbox.errors import UsageError
-from outbox.limits import Limits
 from outbox.subscription import Start
 
+GROUP: Final = argument("group", "consumer group")
+TOPIC: Final = argument("topic", "topic")
 # The audit names at most this many queues.
 _NOTED: Final = 200
 
@@ -37,6 +34,7 @@ def describe_losses(losses: Sequence[Loss]) -> str:
     return f"{counted(lag, 'message')} not consumed, {retrying} that are retried, {counted(dead, 'dead letter')}"
 
 
+@action("pause", "Pause a group", "outbox_group pause", GROUP)
 def _pause(values: Values) -> ActionPlan:
     group = values["group"]
     paused = _is_paused(group)
@@ -56,6 +54,7 @@ def _pause(values: Values) -> ActionPlan:
     )
 
 
+@action("resume", "Resume a group, stopped queues too", "outbox_group resume", GROUP)
 def _resume(values: Values) -> ActionPlan:
     group = values["group"]
 
@@ -80,6 +79,14 @@ def _is_paused(group: str) -> bool:
 # -- skip -----------------------------------------------------------------------------------------------
 
 
+@action(
+    "skip",
+    "Skip the message that blocks a queue",
+    "outbox_group skip",
+    GROUP,
+    TOPIC,
+    argument("id", "message id", FieldKind.ID),
+)
 def _skip(values: Values) -> ActionPlan:
     group, topic, message_id = values["group"], values["topic"], values["id"]
 
@@ -103,6 +110,27 @@ def _skip(values: Values) -> ActionPlan:
 # -- reset ----------------------------------------------------------------------------------------------
 
 
+_TARGET: Final = "Where the group continues"
+
+
+@action(
+    "reset",
+    "Reset the offsets of a group on a topic",
+    "outbox_group reset",
+    GROUP,
+    TOPIC,
+    Field("to_time", "ISO 8601 with a time zone", FieldKind.TIME, one_of=_TARGET),
+    Field("to_offset", "continue at this offset in every queue", FieldKind.NUMBER, one_of=_TARGET),
+    Field("to_latest", "skip all messages that are stored now", FieldKind.FLAG, one_of=_TARGET),
+    Field("to_earliest", "continue at the oldest message that the broker still has", FieldKind.FLAG, one_of=_TARGET),
+    Field("queue", "move only the queue with this number", FieldKind.NUMBER, label="Queue (empty: all)"),
+    Field(
+        "reprocess",
+        "also handle messages that are already in the inbox",
+        FieldKind.FLAG,
+        label="Handle messages in the inbox again",
+    ),
+)
 def _reset(values: Values) -> ActionPlan:
     group, topic, again = values["group"], values["topic"], values["reprocess"]
     target, words = _target(values)
@@ -147,55 +175,17 @@ def _offsets(moves: Sequence[QueueReset], name: str) -> Mapping[str, Any]:
     return shown | ({"not_listed": len(moves) - _NOTED} if len(moves) > _NOTED else {})
 
 
-# -- limits ---------------------------------------------------------------------------------------------
-
-
-def _change_limits(values: Values) -> ActionPlan:
-    group, topic = values["group"], values["topic"]
-    fields = {name: values[name] for name in ("running", "per_key", "rate", "burst") if values[name] is not None}
-    if bool(fields) == values["from_code"]:
-        raise UsageError("Give a limit to change, or return to the limits of the code (--from-code).")
-    with broker_connection() as (connection, schema):
-        now = limits_now(Executor(connection, schema), group, topic)
-    override = None if values["from_code"] else {**(now.override or {}), **fields}
-    limits = planned(now, fields) if override is not None else planned(replace(now, override=None), {})
-
-    def do() -> Mapping[str, Any]:
-        with broker_connection() as (connection, schema):
-            run = Executor(connection, schema)
-            change_limits(run, group, topic, override)
-            return _limits(limits_now(run, group, topic))
-
-    return ActionPlan(
-        subject=f"group {group} on topic {topic}",
-        effect=f"Limit group {group} on topic {topic} to {limits}. Workers obey within a second. Running handlers "
-        "finish.",
-        before=_limits(now),
-        nothing=override == now.override,
-        do=do,
-    )
-
-
-def present_limits(now: SubscriptionLimits) -> Mapping[str, str]:
-    """The limits that hold now as text, by the names of the fields; a limit that does not exist is named too."""
-    stored = now.limits.stored()
-    return {name: str(stored.get(name, "no limit")) for name in ("running", "per_key", "rate")} | {
-        "burst": str(now.limits.burst)
-    }
-
-
-def _present_limits(fixed: Mapping[str, str]) -> Mapping[str, str]:
-    with broker_connection() as (connection, schema):
-        return present_limits(limits_now(Executor(connection, schema), fixed["group"], fixed["topic"]))
-
-
-def _limits(now: SubscriptionLimits) -> Mapping[str, Any]:
-    return {"limits": str(now.limits), "code": str(Limits(**now.declared)), "changed": dict(now.override or {})}
-
-
 # -- rename, delete -------------------------------------------------------------------------------------
 
 
+@action(
+    "rename_group",
+    "Rename a stopped group, with its positions, retries, dead letters and inbox rows",
+    "outbox_group rename",
+    GROUP,
+    argument("new_name", "the new name"),
+    permission=None,
+)
 def _rename(values: Values) -> ActionPlan:
     old, new = values["group"], values["new_name"]
     rename_group(old, new, dry_run=True)
@@ -212,6 +202,14 @@ def _rename(values: Values) -> ActionPlan:
     )
 
 
+@action(
+    "delete_group",
+    "Delete a group that no longer runs, or only its subscription to one topic",
+    "outbox_group delete",
+    GROUP,
+    Field("topic", "delete only the group's subscription to this topic"),
+    permission=None,
+)
 def _delete(values: Values) -> ActionPlan:
     group, topic = values["group"], values["topic"]
 
@@ -231,122 +229,51 @@ def _delete(values: Values) -> ActionPlan:
     )
 
 
-_GROUP = ActionField(name="group", required=True, positional=True, help="consumer group")
-_TARGET = "Where the group continues"
+# -- the lists ------------------------------------------------------------------------------------------
 
-ACTIONS: Final = (
-    DeclaredAction(name="pause", title="Pause a group", command="outbox_group pause", fields=(_GROUP,), plan=_pause),
-    DeclaredAction(
-        name="resume",
-        title="Resume a group, stopped queues too",
-        command="outbox_group resume",
-        fields=(_GROUP,),
-        plan=_resume,
+
+def _read_groups(run: Executor, asked: Asked) -> Sequence[Mapping[str, object]]:
+    by_group: dict[str, list[QueueProgress]] = {}
+    for queue in list_queues(run):
+        by_group.setdefault(queue.group, []).append(queue)
+    return [
+        {
+            "group": group,
+            "queues": len(queues),
+            "lag": sum(queue.lag for queue in queues),
+            "stopped": sum(queue.stopped is not None for queue in queues),
+            "blocked": sum(queue.blocked_by is not None for queue in queues),
+        }
+        for group, queues in by_group.items()
+    ]
+
+
+def _read_queues(run: Executor, asked: Asked) -> list[QueueProgress]:
+    group_id_of(run, asked["group"])
+    return list_queues(run, asked["group"])
+
+
+LISTED: Final = Listing(
+    "groups_now",
+    [Column(name, name) for name in ("group", "queues", "lag", "stopped", "blocked")],
+    _read_groups,
+    command="outbox_group list",
+    help="list every group with its lag",
+)
+QUEUES: Final = Listing(
+    "queues",
+    (
+        Column("topic", "topic"),
+        Column("queue", "number"),
+        Column("offset", "next_offset"),
+        Column("end", "head"),
+        *(Column(one.replace("_", " "), one) for one in ("lag", "handled", "skipped", "filtered", "sent_back", "dead")),
+        Column("expired", "expired"),
+        Column("owner", "owner"),
+        Column("stopped or blocked by", lambda one: error(one.stopped or one.blocked_error)),
     ),
-    DeclaredAction(
-        name="skip",
-        title="Skip the message that blocks a queue",
-        command="outbox_group skip",
-        fields=(
-            _GROUP,
-            ActionField(name="topic", required=True, positional=True, help="topic"),
-            ActionField(name="id", kind=FieldKind.ID, required=True, positional=True, help="message id"),
-        ),
-        plan=_skip,
-    ),
-    DeclaredAction(
-        name="reset",
-        title="Reset the offsets of a group on a topic",
-        command="outbox_group reset",
-        fields=(
-            _GROUP,
-            ActionField(name="topic", required=True, positional=True, help="topic"),
-            ActionField(name="to_time", kind=FieldKind.TIME, one_of=_TARGET, help="ISO 8601 with a time zone"),
-            ActionField(
-                name="to_offset",
-                kind=FieldKind.NUMBER,
-                one_of=_TARGET,
-                help="continue at this offset in every queue",
-            ),
-            ActionField(
-                name="to_latest", kind=FieldKind.FLAG, one_of=_TARGET, help="skip all messages that are stored now"
-            ),
-            ActionField(
-                name="to_earliest",
-                kind=FieldKind.FLAG,
-                one_of=_TARGET,
-                help="continue at the oldest message that the broker still has",
-            ),
-            ActionField(
-                name="queue",
-                kind=FieldKind.NUMBER,
-                label="Queue (empty: all)",
-                help="move only the queue with this number",
-            ),
-            ActionField(
-                name="reprocess",
-                kind=FieldKind.FLAG,
-                label="Handle messages in the inbox again",
-                help="also handle messages that are already in the inbox",
-            ),
-        ),
-        plan=_reset,
-    ),
-    DeclaredAction(
-        name="limits",
-        title="Change the limits of a group on a topic, or return to the limits of the code",
-        command="outbox_group limits",
-        fields=(
-            _GROUP,
-            ActionField(name="topic", required=True, positional=True, help="topic"),
-            ActionField(
-                name="running",
-                kind=FieldKind.COUNT,
-                example="10",
-                label="Handler calls at the same time",
-                help="at most this number of handler calls run at the same time",
-            ),
-            ActionField(
-                name="per_key",
-                kind=FieldKind.COUNT,
-                example="1",
-                label="Handler calls of one key",
-                help="at most this number of handler calls of one key run at the same time",
-            ),
-            ActionField(
-                name="rate", label="Messages per time", example="100/min", help='messages per time, such as "100/min"'
-            ),
-            ActionField(
-                name="burst",
-                kind=FieldKind.COUNT,
-                label="Messages at once",
-                example="5",
-                help="this number of messages may start at once after a time without messages",
-            ),
-            ActionField(
-                name="from_code",
-                kind=FieldKind.FLAG,
-                label="Return to the limits of the code",
-                help="remove all changes, so that the limits of the code hold again",
-            ),
-        ),
-        plan=_change_limits,
-        present=_present_limits,
-    ),
-    DeclaredAction(
-        name="rename_group",
-        title="Rename a stopped group, with its positions, retries, dead letters and inbox rows",
-        command="outbox_group rename",
-        fields=(_GROUP, ActionField(name="new_name", required=True, positional=True, help="the new name")),
-        plan=_rename,
-        permission=None,
-    ),
-    DeclaredAction(
-        name="delete_group",
-        title="Delete a group that no longer runs, or only its subscription to one topic",
-        command="outbox_group delete",
-        fields=(_GROUP, ActionField(name="topic", help="delete only the group's subscription to this topic")),
-        plan=_delete,
-        permission=None,
-    ),
+    _read_queues,
+    command="outbox_group offsets",
+    help="show each queue of a group: position, end, owner, and the error that blocks it",
+    fields=(GROUP,),
 )

@@ -13,31 +13,68 @@ from outbox.broker.database.statement import Statement
 from outbox.broker.log import recall
 from outbox.broker.log.topics import TopicCatalog
 from outbox.broker.operations import changes, dead_letters
-from outbox.broker.operations.dead_letters import LetterSelection
+from outbox.broker.operations.dead_letters import DeadLetter, LetterSelection, failed_attempts, list_dead_letters
+from outbox.broker.operations.listings import group_now
+from outbox.broker.operations.search import FoundMessage, StoredMessage, browse, find_messages
+from outbox.contrib.django.actions.cells import badge, error, group_link, inert, message_link, shortened
 from outbox.contrib.django.actions.declaration import (
     LEFT,
-    ActionField,
     ActionPlan,
-    DeclaredAction,
+    Field,
     FieldKind,
     Values,
+    action,
+    argument,
     counted,
 )
+from outbox.contrib.django.actions.groups import GROUP
+from outbox.contrib.django.actions.listing import Asked, Button, Choice, Column, Listing, actions
 from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.engine.broker import get_broker
 from outbox.contrib.django.engine.operator_table import is_on_rocketmq
 from outbox.contrib.django.ledger import handled
 from outbox.contrib.django.operations.renaming import on_each_inbox
+from outbox.contrib.django.settings.conf import get_settings
 from outbox.errors import UsageError
 from outbox.recall import Recall
+from outbox.utils.safe_text import masked_names
 
 LIMIT: Final = 10_000
 # The audit names at most this many messages.
 _NOTED: Final = 100
+# The table of a command shows at most this many characters of each body. With --json, it prints the whole body.
+_SHOWN_CHARACTERS: Final = 60
 
 _NOW = Statement("SELECT clock_timestamp()")
 
 _CLOCK_DIFFERENCE: Final = timedelta(seconds=5)
+
+_MESSAGES: Final = Field("ids", "message ids", FieldKind.ID, positional=True, many=True)
+SELECTION: Final = (
+    Field("error", "only dead letters whose last error contains this text"),
+    Field("error_type", "only dead letters whose last error is of this type (class name without module)"),
+    Field("topic", "only dead letters of this topic"),
+    Field("key", "only dead letters with this key"),
+    Field(
+        "since",
+        "only messages that became dead letters at this time or later; ISO 8601 with a time zone",
+        FieldKind.TIME,
+    ),
+    Field("until", "only messages that became dead letters before this time; ISO 8601", FieldKind.TIME),
+)
+_SETTLING: Final = (
+    GROUP,
+    _MESSAGES,
+    *SELECTION,
+    Field("all", "all dead letters of the group", FieldKind.FLAG),
+    Field(
+        "limit",
+        "at most so many dead letters, the oldest first (default: %(default)s)",
+        FieldKind.COUNT,
+        default=LIMIT,
+        on_page=False,
+    ),
+)
 
 _Settle = Callable[..., int]
 
@@ -48,10 +85,6 @@ def replay_dead_letters(group: str, selection: LetterSelection, *, limit: int, d
     Raises UnknownGroup. If one of the ids is not a dead letter of the group, the function raises UsageError and replays
     no message.
     """
-    if is_on_rocketmq():
-        from outbox.contrib.django.operations.rocketmq import settle_letters
-
-        return settle_letters(group, selection, limit=limit, replay=True, dry_run=dry_run)
     count = _settle(dead_letters.replay, "replayed", group, selection, limit=limit, dry_run=dry_run)
     if not dry_run:
         get_broker().notify_decided()
@@ -63,14 +96,14 @@ def discard_dead_letters(group: str, selection: LetterSelection, *, limit: int, 
 
     Raises the same errors as `replay_dead_letters`.
     """
-    if is_on_rocketmq():
-        from outbox.contrib.django.operations.rocketmq import settle_letters
-
-        return settle_letters(group, selection, limit=limit, replay=False, dry_run=dry_run)
     return _settle(dead_letters.discard, "discarded", group, selection, limit=limit, dry_run=dry_run)
 
 
 def _settle(settle: _Settle, done: str, group: str, selection: LetterSelection, *, limit: int, dry_run: bool) -> int:
+    if is_on_rocketmq():
+        from outbox.contrib.django.operations.rocketmq import settle_letters
+
+        return settle_letters(group, selection, limit=limit, replay=settle is dead_letters.replay, dry_run=dry_run)
     with broker_connection() as (connection, schema):
         with connection.transaction(force_rollback=dry_run):
             count = settle(Executor(connection, schema), group, selection, limit=limit)
@@ -87,6 +120,7 @@ def _settle(settle: _Settle, done: str, group: str, selection: LetterSelection, 
 # -- dead letters ---------------------------------------------------------------------------------------
 
 
+@action("replay", "Deliver dead letters again", "outbox_dead_letter replay", *_SETTLING)
 def _replay(values: Values) -> ActionPlan:
     return _settling(
         values,
@@ -102,6 +136,7 @@ def _replay(values: Values) -> ActionPlan:
     )
 
 
+@action("discard", "Discard dead letters", "outbox_dead_letter discard", *_SETTLING)
 def _discard(values: Values) -> ActionPlan:
     return _settling(
         values,
@@ -192,6 +227,14 @@ def _some(ids: Sequence[UUID]) -> str:
 # -- recall ---------------------------------------------------------------------------------------------
 
 
+@action(
+    "recall",
+    "Recall messages that wait for their delivery time or a retry",
+    "outbox_message recall",
+    _MESSAGES,
+    Field("topic", "together with a key: all waiting messages of this topic and key"),
+    Field("key", "together with a topic: all waiting messages of this topic and key"),
+)
 def _recall(values: Values) -> ActionPlan:
     ids, topic, key = list(dict.fromkeys(values["ids"])), values["topic"], values["key"]
     by_key = topic is not None and key is not None
@@ -240,6 +283,13 @@ def _counted(outcomes: Sequence[Recall]) -> Mapping[str, Any]:
 # -- redeliver ------------------------------------------------------------------------------------------
 
 
+@action(
+    "redeliver",
+    "Deliver a message again to a group that has passed it",
+    "outbox_message redeliver",
+    argument("id", "message id", FieldKind.ID),
+    Field("group", "the consumer group that gets the message again", required=True),
+)
 def _redeliver(values: Values) -> ActionPlan:
     message_id, group = values["id"], values["group"]
     forgotten: list[int] = []
@@ -270,73 +320,123 @@ def _redeliver(values: Values) -> ActionPlan:
     )
 
 
-_GROUP = ActionField(name="group", required=True, positional=True, help="consumer group")
-_MESSAGES = ActionField(name="ids", kind=FieldKind.ID, positional=True, many=True, help="message ids")
+# -- the lists ------------------------------------------------------------------------------------------
 
-SELECTION: Final = (
-    ActionField(name="error", help="only dead letters whose last error contains this text"),
-    ActionField(
-        name="error_type", help="only dead letters whose last error is of this type (class name without module)"
+
+def selected(asked: Asked) -> LetterSelection:
+    """The selection of dead letters that a listing is asked for."""
+    return LetterSelection(**asked.only(*(one.name for one in SELECTION)))
+
+
+def _read_letters(run: Executor, asked: Asked) -> list[DeadLetter]:
+    if asked["group"]:
+        group_now(run, asked["group"])
+    return list_dead_letters(run, asked["group"], selected(asked), **asked.only("settled", "after"), limit=asked.limit)
+
+
+def _letter_with_failures(one: DeadLetter) -> Mapping[str, Any]:
+    with broker_connection() as (connection, schema):
+        failures = failed_attempts(Executor(connection, schema), one.group, one.message_id)
+    return {"letter": one, "failures": failures}
+
+
+def _settling_buttons(one: DeadLetter) -> list[Button]:
+    if one.replayed_at or one.discarded_at:
+        return []
+    letter = {"group": one.group, "ids": one.message_id}
+    return [Button("replay", "Replay …", "good", letter), Button("discard", "Discard …", "bad", letter)]
+
+
+def _given_up(one: DeadLetter) -> list[object]:
+    if one.discarded_at:
+        return [one.dead_at, badge("discarded")]
+    return [one.dead_at, badge("replayed")] if one.replayed_at else [one.dead_at]
+
+
+LETTERS: Final = Listing(
+    "letters",
+    (
+        Column("Given up", _given_up),
+        Column("Group", lambda one: group_link(one.group), when=lambda given: not given["group"]),
+        Column("Topic", "topic"),
+        Column("Key", lambda one: shortened(inert(one.key), 60), "key"),
+        Column("Attempts", "attempts", "number"),
+        Column("Last error", lambda one: error(one.error)),
+        Column("Message", lambda one: message_link(one.message_id)),
+        actions(_settling_buttons),
     ),
-    ActionField(name="topic", help="only dead letters of this topic"),
-    ActionField(name="key", help="only dead letters with this key"),
-    ActionField(
-        name="since",
-        kind=FieldKind.TIME,
-        help="only messages that became dead letters at this time or later; ISO 8601 with a time zone",
+    _read_letters,
+    command="outbox_dead_letter list",
+    help="list unsettled dead letters; with --json, also the error of every attempt",
+    fields=(
+        Field("group", "only dead letters of this group", positional=True),
+        *SELECTION,
+        Field(
+            "settled",
+            "also list dead letters that were replayed or discarded",
+            FieldKind.FLAG,
+            label="Settled ones too",
+        ),
     ),
-    ActionField(
-        name="until", kind=FieldKind.TIME, help="only messages that became dead letters before this time; ISO 8601"
+    after=Field(
+        "after", "show the page after this position, which the end of the previous page shows", FieldKind.PLACE
+    ),
+    position=lambda one: one.place,
+    json=_letter_with_failures,
+    address="dead-letters/list/",
+    title=lambda given: "Dead letters" + (f" of {given['group']}" if given["group"] else ""),
+    tab="dead",
+    tab_group="group",
+    caption="Dead letters, newest first",
+    empty="No dead letters match.",
+    choice=Choice(
+        "ids",
+        lambda one: None if one.replayed_at or one.discarded_at else one.message_id,
+        (
+            Button("replay", "Replay the selected ones …", "good"),
+            Button("discard", "Discard the selected ones …", "bad"),
+        ),
+        needs="group",
     ),
 )
-_SETTLING = (
-    _GROUP,
-    _MESSAGES,
-    *SELECTION,
-    ActionField(name="all", kind=FieldKind.FLAG, help="all dead letters of the group"),
-    ActionField(
-        name="limit",
-        kind=FieldKind.COUNT,
-        default=LIMIT,
-        on_page=False,
-        help="at most so many dead letters, the oldest first (default: %(default)s)",
-    ),
-)
 
-ACTIONS: Final = (
-    DeclaredAction(
-        name="replay",
-        title="Deliver dead letters again",
-        command="outbox_dead_letter replay",
-        fields=_SETTLING,
-        plan=_replay,
+
+def _read_messages(run: Executor, asked: Asked) -> Sequence[StoredMessage | FoundMessage]:
+    if asked["key"] is not None:
+        # The list begins with the newest message, so the next page has older messages.
+        return find_messages(
+            run, asked["key"], before=asked["after"], **asked.only("topic", "since"), limit=asked.limit
+        )
+    if asked["topic"] is None:
+        raise UsageError("name a topic, or pass --key.")
+    TopicCatalog(run.schema).get(run.connection, asked["topic"])
+    found = browse(run, asked["topic"], **asked.only("uncommitted", "since", "after"), limit=asked.limit)
+    names = masked_names(get_settings().masked_fields, asked["topic"])
+    return [one.without(names) for one in found] if names else found
+
+
+MESSAGES: Final = Listing(
+    "messages",
+    (
+        Column("Log id", "log_id"),
+        Column("Message", "message_id"),
+        Column("Topic", lambda one: getattr(one, "topic", None)),
+        Column("Key", "key"),
+        Column("Tag", "tag"),
+        Column("Stored", "stored_at"),
+        Column("State", "state"),
+        Column("Body", lambda one: one.text()[:_SHOWN_CHARACTERS] if isinstance(one, StoredMessage) else None),
     ),
-    DeclaredAction(
-        name="discard",
-        title="Discard dead letters",
-        command="outbox_dead_letter discard",
-        fields=_SETTLING,
-        plan=_discard,
+    _read_messages,
+    command="outbox_message list",
+    help="list the messages of a topic, or with a key, newest first; moves no offset and locks nothing",
+    fields=(
+        Field("topic", "list the messages of this topic", positional=True),
+        Field("key", "list the messages with this business key, in any state"),
+        Field("uncommitted", "also list undecided, rolled back and recalled messages", FieldKind.FLAG),
+        Field("since", "list messages stored after this time (default: one day ago)", FieldKind.TIME),
     ),
-    DeclaredAction(
-        name="recall",
-        title="Recall messages that wait for their delivery time or a retry",
-        command="outbox_message recall",
-        fields=(
-            _MESSAGES,
-            ActionField(name="topic", help="together with a key: all waiting messages of this topic and key"),
-            ActionField(name="key", help="together with a topic: all waiting messages of this topic and key"),
-        ),
-        plan=_recall,
-    ),
-    DeclaredAction(
-        name="redeliver",
-        title="Deliver a message again to a group that has passed it",
-        command="outbox_message redeliver",
-        fields=(
-            ActionField(name="id", kind=FieldKind.ID, required=True, positional=True, help="message id"),
-            ActionField(name="group", required=True, help="the consumer group that gets the message again"),
-        ),
-        plan=_redeliver,
-    ),
+    after=Field("after", "list messages that were stored before the message with this log id", FieldKind.NUMBER),
+    position=lambda one: one.log_id,
+    json=lambda one: one.as_json() if isinstance(one, StoredMessage) else one,
 )

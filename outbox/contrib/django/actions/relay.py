@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 from uuid import UUID
 
-from outbox.contrib.django.actions.declaration import ActionField, ActionPlan, DeclaredAction, FieldKind, Values
+from outbox.contrib.django.actions.declaration import ActionPlan, Field, FieldKind, Values, action, argument
+from outbox.contrib.django.actions.listing import Asked, Column, Listing
 from outbox.contrib.django.ledger import relay_rows
 from outbox.contrib.django.models import RelayEntry
 from outbox.errors import UsageError
@@ -33,6 +34,10 @@ def _change_row(message_id: UUID, change: Callable[[str, UUID], Any], alias: str
     return _state(alias, relay_rows.rows_on(alias).defer("body").filter(message_id=message_id).first())
 
 
+_MESSAGE: Final = argument("message", "the id of a message in `outbox_relay list`", FieldKind.ID)
+
+
+@action("retry_relayed", "Send a rejected message again", "outbox_relay retry", _MESSAGE, permission=None)
 def _retry(values: Values) -> ActionPlan:
     alias, row = _found(UUID(str(values["message"])))
     return ActionPlan(
@@ -45,6 +50,13 @@ def _retry(values: Values) -> ActionPlan:
     )
 
 
+@action(
+    "discard_relayed",
+    "Discard a message that waits for the relay",
+    "outbox_relay discard",
+    _MESSAGE,
+    permission=None,
+)
 def _discard(values: Values) -> ActionPlan:
     alias, row = _found(UUID(str(values["message"])))
 
@@ -64,25 +76,44 @@ def _discard(values: Values) -> ActionPlan:
     )
 
 
-_MESSAGE: Final = ActionField(
-    name="message", kind=FieldKind.ID, required=True, positional=True, help="the id of a message in `outbox_relay list`"
-)
+def _read(run: None, asked: Asked) -> list[tuple[str, RelayEntry]]:
+    return [
+        (alias, row) for alias in relay_rows.relay_aliases() for row in relay_rows.first_rows(alias, asked["limit"])
+    ]
 
-ACTIONS: Final = (
-    DeclaredAction(
-        name="retry_relayed",
-        title="Send a rejected message again",
-        command="outbox_relay retry",
-        fields=(_MESSAGE,),
-        plan=_retry,
-        permission=None,
+
+def _as_json(found: tuple[str, RelayEntry]) -> Mapping[str, object]:
+    alias, row = found
+    return {
+        "database": alias,
+        "message_id": str(row.message_id),
+        "transaction_id": str(row.transaction_id),
+        "topic": row.topic,
+        "key": row.key,
+        "state": row.state,
+        "born_at": row.born_at.isoformat(),
+        "deliver_at": row.deliver_at and row.deliver_at.isoformat(),
+        "attempts": row.attempts,
+        "error": row.error,
+    }
+
+
+WAITING: Final = Listing(
+    "relay",
+    (
+        Column("database", lambda one: one[0]),
+        Column("message", lambda one: one[1].message_id),
+        Column("topic", lambda one: one[1].topic),
+        Column("key", lambda one: one[1].key),
+        Column("state", lambda one: one[1].state),
+        Column("published", lambda one: one[1].born_at),
+        Column("attempts", lambda one: one[1].attempts),
+        Column("error", lambda one: one[1].error),
     ),
-    DeclaredAction(
-        name="discard_relayed",
-        title="Discard a message that waits for the relay",
-        command="outbox_relay discard",
-        fields=(_MESSAGE,),
-        plan=_discard,
-        permission=None,
-    ),
+    _read,
+    of_broker=False,
+    command="outbox_relay list",
+    help="list the oldest waiting messages",
+    fields=(Field("limit", "rows per database (default %(default)s)", FieldKind.COUNT, default=100),),
+    json=_as_json,
 )

@@ -1,19 +1,32 @@
-"""Actions on schedules: pause, resume, and publish one extra message."""
+"""Actions on schedules (pause, resume, publish one extra message), and the list of all schedules."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
 from typing import Any, Final
+from zoneinfo import ZoneInfo
+
+from django.utils.safestring import mark_safe
 
 from outbox.broker.database.executor import Executor
 from outbox.broker.schedules.publishing import publish_now
-from outbox.broker.schedules.schedule import ScheduleRow, find_schedule, pause
-from outbox.contrib.django.actions.declaration import ActionField, ActionPlan, DeclaredAction, Values
+from outbox.broker.schedules.schedule import ScheduleRow, clock, find_schedule, list_schedules, pause
+from outbox.contrib.django.actions.cells import badge, code, error, joined, link, span, topic_link
+from outbox.contrib.django.actions.declaration import ActionPlan, Field, Values, action, argument
+from outbox.contrib.django.actions.listing import COMMAND, PAGE, Asked, Button, Column, Listing, States, actions
 from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.engine.broker import get_engine
 from outbox.contrib.django.settings.conf import get_settings
 
+_FIELDS: Final = (
+    argument("schedule", "schedule"),
+    Field("producer_group", "the service of the schedule (default: OUTBOX['PRODUCER_GROUP'])"),
+)
 
+
+@action("pause_schedule", "Pause a schedule", "outbox_schedule pause", *_FIELDS)
 def _pause(values: Values) -> ActionPlan:
     row = _found(values)
     return ActionPlan(
@@ -32,6 +45,7 @@ _MISSED: Final[Mapping[str, str]] = {
 }
 
 
+@action("resume_schedule", "Resume a schedule", "outbox_schedule resume", *_FIELDS)
 def _resume(values: Values) -> ActionPlan:
     row = _found(values)
     return ActionPlan(
@@ -49,6 +63,7 @@ def _set_paused(values: Values, row: ScheduleRow, *, paused: bool) -> Mapping[st
     return _state(_found(values))
 
 
+@action("run_schedule", "Publish one extra message of a schedule now", "outbox_schedule run", *_FIELDS)
 def _run(values: Values) -> ActionPlan:
     row = _found(values)
 
@@ -82,31 +97,109 @@ def _state(row: ScheduleRow) -> dict[str, Any]:
     return {"paused": row.paused_at is not None}
 
 
-_FIELDS: Final = (
-    ActionField(name="schedule", required=True, positional=True, help="schedule"),
-    ActionField(name="producer_group", help="the service of the schedule (default: OUTBOX['PRODUCER_GROUP'])"),
-)
+# -- the list -------------------------------------------------------------------------------------------
 
-ACTIONS: Final = (
-    DeclaredAction(
-        name="pause_schedule",
-        title="Pause a schedule",
-        command="outbox_schedule pause",
-        fields=_FIELDS,
-        plan=_pause,
+_UPCOMING: Final = 5
+_LATE_SECONDS: Final = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Listed:
+    """A schedule, and for how long its due moment has no message."""
+
+    row: ScheduleRow
+    late_seconds: float
+
+    @property
+    def is_late(self) -> bool:
+        return self.row.paused_at is None and self.late_seconds > _LATE_SECONDS
+
+
+def _read(run: Executor, asked: Asked) -> list[_Listed]:
+    now = clock(run)
+    return [_Listed(one, one.late_seconds(now)) for one in list_schedules(run)]
+
+
+def _as_json(one: _Listed) -> Mapping[str, object]:
+    row = one.row
+    names = ("name", "producer_group", "expression", "timezone", "topic", "missed")
+    return {
+        **{name: getattr(row, name) for name in names},
+        "declared_at": row.declared_at.isoformat(),
+        "last_at": row.last_at and row.last_at.isoformat(),
+        "last_message_id": row.last_message_id and str(row.last_message_id),
+        "next": [at.isoformat() for at in row.upcoming(_UPCOMING)],
+        "paused_at": row.paused_at and row.paused_at.isoformat(),
+        "error": row.error,
+    }
+
+
+def _last(one: _Listed) -> list[object]:
+    row = one.row
+    return [row.last_at, *([link("last message", "message", row.last_message_id)] if row.last_message_id else [])]
+
+
+def _local(row: ScheduleRow, at: datetime | None) -> str | None:
+    """A moment in the time zone of the schedule."""
+    if at is None:
+        return None
+    try:
+        return at.astimezone(ZoneInfo(row.timezone)).isoformat(sep=" ", timespec="minutes")
+    except (KeyError, ValueError, OSError, OverflowError):
+        return at.isoformat(sep=" ", timespec="minutes")
+
+
+def _shown_state(one: _Listed) -> list[object]:
+    if one.row.paused_at is not None:
+        return [badge("paused", "warn")]
+    if one.row.error:
+        return [badge("fails", "bad"), error(one.row.error)]
+    return [badge("late", "bad"), span(one.late_seconds)] if one.is_late else [badge("active", "good")]
+
+
+def _buttons(one: _Listed) -> list[Button]:
+    named = {"schedule": one.row.name, "producer_group": one.row.producer_group}
+    switch = Button("pause_schedule", "Pause …", fields=named)
+    if one.row.paused_at is not None:
+        switch = Button("resume_schedule", "Resume …", "good", named)
+    return [switch, Button("run_schedule", "Run now …", fields=named)]
+
+
+_STATES: Final[States] = {
+    "": ("All", lambda one: True),
+    "paused": ("Paused", lambda one: one.row.paused_at is not None),
+    "failing": ("Failing", lambda one: bool(one.row.error)),
+    "late": ("Late", lambda one: one.is_late),
+}
+SCHEDULES: Final = Listing(
+    "schedules",
+    (
+        Column("Schedule", lambda one: one.row.name, "head"),
+        Column("Service", lambda one: one.row.producer_group),
+        Column("Expression", lambda one: [code(one.row.expression), one.row.timezone]),
+        Column("Topic", lambda one: topic_link(one.row.topic)),
+        Column("Missed", lambda one: one.row.missed, on=COMMAND),
+        Column("Last", _last, on=PAGE),
+        Column("Last", lambda one: _local(one.row, one.row.last_at), on=COMMAND),
+        Column(
+            "Next",
+            lambda one: None if one.row.paused_at else joined(one.row.upcoming(_UPCOMING), mark_safe("<br>")),
+            on=PAGE,
+        ),
+        Column("Next", lambda one: _local(one.row, one.row.next_at), on=COMMAND),
+        Column("State", _shown_state),
+        actions(_buttons),
     ),
-    DeclaredAction(
-        name="resume_schedule",
-        title="Resume a schedule",
-        command="outbox_schedule resume",
-        fields=_FIELDS,
-        plan=_resume,
-    ),
-    DeclaredAction(
-        name="run_schedule",
-        title="Publish one extra message of a schedule now",
-        command="outbox_schedule run",
-        fields=_FIELDS,
-        plan=_run,
-    ),
+    _read,
+    command="outbox_schedule list",
+    help="list the schedules of all services",
+    states=_STATES,
+    json=_as_json,
+    address="schedules/",
+    title="Schedules",
+    menu="Schedules",
+    caption="Schedules",
+    empty="No schedule is in this state.",
+    unused="No service on this broker declares a schedule.",
+    key=lambda one: f"{one.row.producer_group} {one.row.name}",
 )

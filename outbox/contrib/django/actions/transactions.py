@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Final
 from uuid import UUID
 
 from outbox.broker.database.executor import Executor
 from outbox.broker.operations import changes
 from outbox.broker.operations.conditions import duration
-from outbox.broker.operations.listings import open_transaction
+from outbox.broker.operations.listings import OpenTransaction, list_open, open_transaction
 from outbox.broker.operations.trace import trace
 from outbox.broker.transaction.checks import find_undecided
 from outbox.broker.transaction.half_scan import hint_checks, list_waiting
 from outbox.broker.transaction.turns import silent_groups
-from outbox.contrib.django.actions.declaration import (
-    ActionField,
-    ActionPlan,
-    DeclaredAction,
-    FieldKind,
-    Values,
-    counted,
-)
+from outbox.contrib.django.actions.cells import ago, badge, error, inert, joined, message_link, quiet, shortened
+from outbox.contrib.django.actions.declaration import ActionPlan, Field, FieldKind, Values, action, argument, counted
+from outbox.contrib.django.actions.listing import Asked, Button, Column, Listing, actions
 from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.engine.broker import get_broker
 from outbox.contrib.django.ledger.ledger_checker import LedgerChecker
@@ -31,6 +26,8 @@ from outbox.errors import UsageError
 from outbox.transaction import Answer, Check, DecidedBy, Decision, EndStatus, EndTransaction
 
 LIMIT: Final = 10_000
+
+_ID: Final = argument("id", "id of the transaction or a message", FieldKind.ID)
 
 _EFFECTS = {
     Decision.COMMIT: "The messages of the transaction are delivered to every group that subscribes to them.",
@@ -117,10 +114,32 @@ def switch_transactional(rejecting: bool) -> bool:
 # -- decide, abort --------------------------------------------------------------------------------------
 
 
+@action(
+    "decide",
+    "Decide a transaction",
+    "outbox_transaction decide",
+    _ID,
+    argument("decision", "the ledger must agree, or you must give --force", choices=("commit", "rollback")),
+    Field(
+        "force",
+        "Only if you know more than the ledger: a wrong commit delivers a message about an event that never happened; "
+        "a wrong rollback loses a message.",
+        FieldKind.FLAG,
+        label="Decide without asking the ledger",
+        with_confirmation=True,
+    ),
+    Field(
+        "running",
+        "together with --force: decide even if the local transaction may still run",
+        FieldKind.FLAG,
+        on_page=False,
+    ),
+)
 def _decide(values: Values) -> ActionPlan:
     return _decision(values["id"], Decision[values["decision"].upper()], values["force"], values["running"])
 
 
+@action("abort", "Abort a transaction that has not committed and is not running", "outbox_transaction abort", _ID)
 def _abort(values: Values) -> ActionPlan:
     return _decision(values["id"], Decision.ROLLBACK, False, False)
 
@@ -213,6 +232,22 @@ def _known(transaction_id: UUID) -> Mapping[str, Any]:
 # -- ask ------------------------------------------------------------------------------------------------
 
 
+@action(
+    "ask",
+    "Request checks of undecided transactions",
+    "outbox_transaction ask",
+    Field("ids", "transaction or message ids", FieldKind.ID, positional=True, many=True),
+    Field("group", "only transactions of this producer group"),
+    Field("parked", "only parked transactions", FieldKind.FLAG),
+    Field("all", "transactions of every group, parked or not", FieldKind.FLAG),
+    Field(
+        "limit",
+        "at most so many transactions, the oldest first (default: %(default)s)",
+        FieldKind.COUNT,
+        default=LIMIT,
+        on_page=False,
+    ),
+)
 def _ask(values: Values) -> ActionPlan:
     ids, group, parked, limit = values["ids"], values["group"], values["parked"], values["limit"]
     if sum((bool(ids), group is not None or parked, values["all"])) != 1:
@@ -260,12 +295,14 @@ def _ask(values: Values) -> ActionPlan:
 # -- reject, accept -------------------------------------------------------------------------------------
 
 
+@action("reject", "Refuse new transactional messages", "outbox_transaction reject")
 def _reject(values: Values) -> ActionPlan:
     return _switch(
         True, "New transactional messages are refused: every transaction that publishes such a message fails."
     )
 
 
+@action("accept", "Accept transactional messages again", "outbox_transaction accept")
 def _accept(values: Values) -> ActionPlan:
     return _switch(False, "New transactional messages are accepted again.")
 
@@ -281,71 +318,83 @@ def _switch(rejecting: bool, effect: str) -> ActionPlan:
     return ActionPlan(subject="the broker", effect=effect, before={"rejecting": now}, do=do, nothing=now is rejecting)
 
 
-_ID = ActionField(
-    name="id", kind=FieldKind.ID, required=True, positional=True, help="id of the transaction or a message"
-)
+# -- the list -------------------------------------------------------------------------------------------
 
-ACTIONS: Final = (
-    DeclaredAction(
-        name="decide",
-        title="Decide a transaction",
-        command="outbox_transaction decide",
-        fields=(
-            _ID,
-            ActionField(
-                name="decision", required=True, positional=True, choices=("commit", "rollback"),
-                help="the ledger must agree, or you must give --force",
-            ),
-            ActionField(
-                name="force",
-                kind=FieldKind.FLAG,
-                label="Decide without asking the ledger",
-                help="Only if you know more than the ledger: a wrong commit delivers a message about an event that "
-                "never happened; a wrong rollback loses a message.",
-                with_confirmation=True,
-            ),
-            ActionField(
-                name="running", kind=FieldKind.FLAG, on_page=False,
-                help="together with --force: decide even if the local transaction may still run",
-            ),
-        ),
-        plan=_decide,
+
+@dataclass(frozen=True, slots=True)
+class _Open:
+    """An open transaction, and whether a process answers the checks of its producer group."""
+
+    one: OpenTransaction
+    is_answered: bool
+
+
+def _read(run: Executor, asked: Asked) -> list[_Open]:
+    found = list_open(run, **asked.only("group", "transactional_id", "parked", "after"), limit=asked.limit)
+    silent = silent_groups(run, [one.transaction_id for one in found])
+    return [_Open(one, one.producer_group not in silent) for one in found]
+
+
+def _notes(run: Executor, asked: Asked, rows: Sequence[_Open]) -> Mapping[str, object]:
+    return {"silent": sorted({row.one.producer_group for row in rows if not row.is_answered})}
+
+
+def _producer(row: _Open) -> list[object]:
+    one = row.one
+    if one.transactional_id is None:
+        return [one.producer_group]
+    named = quiet(f"{one.transactional_id}, epoch {one.epoch}")
+    return [one.producer_group, named, *([badge("fenced", "")] if one.fenced else [])]
+
+
+def _last_answer(row: _Open) -> list[object]:
+    one = row.one
+    said: object = "not asked yet" if one.state == "new" else error(one.last_answer or "none yet", 120)
+    return [badge("parked", "bad"), said] if one.state == "parked" else [said]
+
+
+def _buttons(row: _Open) -> list[object]:
+    transaction_id = row.one.transaction_id
+    ask: object = Button("ask", "Ask again", fields={"ids": transaction_id})
+    if not row.is_answered:
+        ask = quiet("No process answers its checks.")
+    if row.one.may_run:
+        return [ask, quiet(f"It may still run: {row.one.may_run}.")]
+    return [
+        ask,
+        Button("decide", "Commit …", "good", {"id": transaction_id, "decision": "commit"}),
+        Button("decide", "Roll back …", "bad", {"id": transaction_id, "decision": "rollback"}),
+    ]
+
+
+OPEN: Final = Listing(
+    "undecided",
+    (
+        Column("Stored", lambda row: ago(row.one.stored_at)),
+        Column("Producer group", _producer),
+        Column("Messages", lambda row: [row.one.messages, "to", joined(row.one.topics)]),
+        Column("Key", lambda row: shortened(inert(row.one.key), 60), "key"),
+        Column("Checks", lambda row: row.one.checks, "number"),
+        Column("Last answer", _last_answer),
+        Column("Transaction", lambda row: message_link(row.one.transaction_id)),
+        actions(_buttons),
     ),
-    DeclaredAction(
-        name="abort",
-        title="Abort a transaction that has not committed and is not running",
-        command="outbox_transaction abort",
-        fields=(_ID,),
-        plan=_abort,
+    _read,
+    command="outbox_transaction list",
+    help="list open transactions, oldest first, including new transactions that are not checked yet",
+    fields=(
+        Field("group", "list only transactions of this producer group", label="Producer group"),
+        Field("transactional_id", "list only transactions of the producer with this transactional id"),
+        Field("parked", "list only parked transactions", FieldKind.FLAG, by_tab=True),
     ),
-    DeclaredAction(
-        name="ask",
-        title="Request checks of undecided transactions",
-        command="outbox_transaction ask",
-        fields=(
-            ActionField(name="ids", kind=FieldKind.ID, positional=True, many=True, help="transaction or message ids"),
-            ActionField(name="group", help="only transactions of this producer group"),
-            ActionField(name="parked", kind=FieldKind.FLAG, help="only parked transactions"),
-            ActionField(name="all", kind=FieldKind.FLAG, help="transactions of every group, parked or not"),
-            ActionField(
-                name="limit", kind=FieldKind.COUNT, default=LIMIT, on_page=False,
-                help="at most so many transactions, the oldest first (default: %(default)s)",
-            ),
-        ),
-        plan=_ask,
-    ),
-    DeclaredAction(
-        name="reject",
-        title="Refuse new transactional messages",
-        command="outbox_transaction reject",
-        fields=(),
-        plan=_reject,
-    ),
-    DeclaredAction(
-        name="accept",
-        title="Accept transactional messages again",
-        command="outbox_transaction accept",
-        fields=(),
-        plan=_accept,
-    ),
-)  # fmt: skip
+    after=Field("after", "list the transactions after this transaction", FieldKind.ID),
+    position=lambda row: row.one.transaction_id,
+    json=lambda row: row.one,
+    address="undecided/",
+    title=lambda given: "Parked transactions" if given["parked"] else "Undecided transactions",
+    tab=lambda given: "parked" if given["parked"] else "undecided",
+    caption="Undecided transactions, the oldest first",
+    empty="None. A transaction decided in time never appears here.",
+    notes=_notes,
+    template="undecided",
+)

@@ -20,7 +20,7 @@ from django.utils.cache import add_never_cache_headers
 from django.views.decorators.csrf import csrf_exempt, csrf_protect
 from django.views.decorators.http import require_POST, require_safe
 
-from outbox.contrib.django.actions.catalogue import ACTIONS
+from outbox.contrib.django.catalogue import ACTIONS
 from outbox.contrib.django.console.asking import SECONDS, application
 from outbox.contrib.django.console.rendering import SEE, problem
 from outbox.contrib.django.database import deadline
@@ -178,3 +178,9 @@ def _policy() -> str:
     files: Final = urlsplit(static("outbox/console.css"))
     sources = "'self'" + (f" {files.scheme or 'https'}://{files.netloc}" if files.netloc else "")
     return f"default-src {sources}; object-src 'none'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
+
+
+@seeing
+def unknown(request: HttpRequest) -> HttpResponse:
+    """Answer 404 for an address that no page has, with the headers that the project's own answer would not have."""
+    return problem(request, "No such page", "The operations pages have no such address.", status=404)

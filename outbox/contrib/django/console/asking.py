@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
@@ -14,9 +14,8 @@ from django.http import QueryDict
 from django.utils import timezone
 
 from outbox.broker.database.executor import Executor
-from outbox.broker.operations.dead_letters import PagePosition
 from outbox.broker.operations.listings import bounded
-from outbox.contrib.django.actions.declaration import ActionField, DeclaredAction, FieldKind, Values
+from outbox.contrib.django.actions.declaration import DeclaredAction, Field, FieldKind, Values, parsed
 from outbox.contrib.django.database import deadline
 from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.models import OperatorAction
@@ -27,7 +26,6 @@ SECONDS: Final = 5.0
 # The time limit for a confirmed action. This limit is longer than the limit of a page, because the action makes the
 # plan again and commits its changes.
 ACTION_SECONDS: Final = 20.0
-_DIGITS: Final = len(str(2**63))
 
 
 @contextmanager
@@ -61,12 +59,24 @@ def text(given: Mapping[str, str], name: str) -> str | None:
     return value or None
 
 
-def uuid(given: Mapping[str, str], name: str) -> UUID | None:
-    """The value of an id parameter; None if it is empty or missing. Raises UsageError for any other text."""
-    value = text(given, name)
-    found = None if value is None else as_uuid(value)
-    if value is not None and found is None:
-        raise UsageError(f"{name}: {value!r} is not a message or transaction id.")
+def value(given: Mapping[str, str], name: str, kind: FieldKind) -> Any:
+    """The value of a parameter; None if it is empty or missing. Times may lack a zone. Raises UsageError."""
+    found = text(given, name)
+    try:
+        return None if found is None else parsed(kind, found, zone=timezone.get_current_timezone())
+    except ValueError as error:
+        raise UsageError(f"{name}: {error}.") from None
+
+
+def number(given: Mapping[str, str], name: str) -> int | None:
+    """A parameter that is a whole number, at least 0. Raises UsageError."""
+    found: int | None = value(given, name, FieldKind.NUMBER)
+    return found
+
+
+def moment(given: Mapping[str, str], name: str) -> datetime | None:
+    """The value of a time parameter. Raises UsageError."""
+    found: datetime | None = value(given, name, FieldKind.TIME)
     return found
 
 
@@ -84,53 +94,6 @@ def required(given: Mapping[str, str], name: str) -> str:
     if value is None:
         raise UsageError(f"{name} is missing: go back to the page that had the button.")
     return value
-
-
-def number(given: Mapping[str, str], name: str) -> int | None:
-    """A parameter that is a whole number, at least 0. Raises UsageError."""
-    value = text(given, name)
-    if value is None:
-        return None
-    # Python refuses to read thousands of digits.
-    if not (value.isascii() and value.isdigit() and len(value) <= _DIGITS) or int(value) >= 2**63:
-        raise UsageError(f"{name}: {value!r} is not a whole number, at least 0.")
-    return int(value)
-
-
-def moment(given: Mapping[str, str], name: str) -> datetime | None:
-    """The value of a time parameter. A time without a zone is in Django's current zone. Raises UsageError."""
-    value = text(given, name)
-    if value is None:
-        return None
-    try:
-        found = datetime.fromisoformat(value)
-        return found if found.tzinfo is not None else timezone.make_aware(found)
-    except (ValueError, OverflowError):
-        raise UsageError(f"{name}: {value!r} is not a time: write it like 2026-01-31T08:00.") from None
-
-
-def place(given: Mapping[str, str]) -> PagePosition | None:
-    """The start position of a page in a list ordered by time, from `after` and `after_id`. Raises UsageError."""
-    at, row = moment(given, "after"), number(given, "after_id")
-    return None if at is None or row is None else PagePosition(at, row)
-
-
-def count(given: Mapping[str, str], name: str) -> int | None:
-    """A parameter that is a whole number, at least 1. Raises UsageError."""
-    value = number(given, name)
-    if value == 0:
-        raise UsageError(f"{name}: '0' is not a whole number, at least 1.")
-    return value
-
-
-_READERS: Final[Mapping[FieldKind, Callable[[Mapping[str, str], str], Any]]] = {
-    FieldKind.TEXT: text,
-    FieldKind.ID: uuid,
-    FieldKind.NUMBER: number,
-    FieldKind.COUNT: count,
-    FieldKind.TIME: moment,
-    FieldKind.FLAG: lambda given, name: given.get(name) == "yes",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,19 +124,22 @@ def form_of(action: DeclaredAction, given: QueryDict, *, back: str) -> FilledFor
     )
 
 
-def values_of(action: DeclaredAction, given: QueryDict) -> Values:
-    """The values of an action's fields, from a form. Raises UsageError."""
-    return {field.name: _value(field, given) for field in action.fields}
+def values_of(fields: Sequence[Field], given: QueryDict) -> Values:
+    """The values of the fields of an action or a listing, from a form. Raises UsageError."""
+    return {field.name: _value(field, given) for field in fields}
 
 
-def _value(field: ActionField, given: QueryDict) -> Any:
+def _value(field: Field, given: QueryDict) -> Any:
     if not field.on_page:
         return field.default if field.kind is not FieldKind.FLAG else False
-    read = _READERS[field.kind]
+    if field.kind is FieldKind.FLAG:
+        return given.get(field.name) == "yes"
     if field.many:
-        found = [read({field.name: value}, field.name) for value in given.getlist(field.name)]
-        return [value for value in found if value is not None]
-    value = required(given, field.name) and read(given, field.name) if field.required else read(given, field.name)
-    if field.choices and value not in (None, *field.choices):
-        raise UsageError(f"{field.name}: {value!r} is none of {', '.join(field.choices)}.")
-    return field.default if value is None else value
+        found = [value({field.name: one}, field.name, field.kind) for one in given.getlist(field.name)]
+        return [one for one in found if one is not None]
+    if field.required:
+        required(given, field.name)
+    one = value(given, field.name, field.kind)
+    if field.choices and one not in (None, *field.choices):
+        raise UsageError(f"{field.name}: {one!r} is none of {', '.join(field.choices)}.")
+    return field.default if one is None else one

@@ -16,8 +16,9 @@ from django.urls import reverse
 
 from outbox.broker.operations.conditions import Condition, Fact, Severity, duration
 from outbox.broker.operations.summary import Overview
+from outbox.contrib.django.actions.cells import readable, retried_topic, words
+from outbox.contrib.django.actions.listing import Button
 from outbox.contrib.django.console.asking import as_uuid
-from outbox.contrib.django.console.readable import readable, retried_topic, words
 
 # The page for a condition: its URL name, its parameters, and the text of the link.
 _PLACES: Final[Mapping[str, tuple[str, str, str]]] = {
@@ -121,16 +122,6 @@ _CAUSES: Final[Mapping[str, Sequence[str]]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Remedy:
-    """An action that may end a condition: the action's name, the text of its button, and the values of its fields."""
-
-    action: str
-    label: str
-    tone: str
-    fields: Mapping[str, str]
-
-
 # The facts of a condition that the fields of an action need: for each action, the name of a fact by the name of a
 # field. A value that begins with "=" is constant.
 _RemedyRow = tuple[str, str, str, Mapping[str, str]]
@@ -178,7 +169,7 @@ class Evidence:
     """
 
     items: Sequence[EvidenceItem]
-    remedies: Sequence[Remedy]
+    remedies: Sequence[Button]
     url: str = ""
     link: str = ""
 
@@ -268,7 +259,7 @@ def _card(condition: Condition, facts: Sequence[Fact], *, count: int) -> Conditi
     page, query, link = _PLACES.get(condition.name, ("", "", ""))
     url = f"{reverse(f'outbox:{page}')}?{query}".rstrip("?") if page else ""
     # Several facts may have the same remedy, for example the stopped queues of one group.
-    offered: list[Remedy] = []
+    offered: list[Button] = []
     evidence = []
     for fact in facts:
         remedies = [remedy for remedy in _remedies(condition.name, fact) if remedy not in offered]
@@ -302,13 +293,13 @@ def _settled_on(name: str, fact: Fact) -> tuple[str, str]:
     return f"{reverse(f'outbox:{page}')}?{urlencode(given)}{'#' if place else ''}{place}", link
 
 
-def _remedies(name: str, fact: Fact) -> Iterator[Remedy]:
+def _remedies(name: str, fact: Fact) -> Iterator[Button]:
     for action, label, tone, fields in _REMEDIES.get(name, ()):
         given = {
             field: source[1:] if source[0] == "=" else str(fact.get(source) or "") for field, source in fields.items()
         }
         if all(given.values()):
-            yield Remedy(action, label.format(**given), tone, given)
+            yield Button(action, label.format(**given), tone, given)
 
 
 def _items(fact: Fact) -> Iterator[EvidenceItem]:

@@ -12,6 +12,7 @@ from django.http import HttpRequest, HttpResponse
 from django.template import loader
 
 from outbox.contrib.django.actions.declaration import ACT
+from outbox.contrib.django.catalogue import LISTINGS
 from outbox.contrib.django.console.asking import number
 from outbox.contrib.django.console.signs import CHECK_SECONDS, Signs, read_signs
 
@@ -22,8 +23,8 @@ PER_PAGE: Final = 50
 # The interval at which an open page reloads its live part.
 REFRESH_SECONDS: float = 5
 
-# The URL name and the title of each page. To add a page, add a row to this list and a path to urls.py.
-PAGES: Final = (
+# The URL name and the title of each page in the menu. A listing of a part names its page itself (`Listing.menu`).
+_FIRST: Final = (
     ("overview", "Overview"),
     ("timeline", "Timeline"),
     ("groups", "Groups"),
@@ -33,9 +34,10 @@ PAGES: Final = (
     ("dead_letters", "Dead letters"),
     ("topics", "Topics"),
     ("events", "Events"),
-    ("schedules", "Schedules"),
-    ("endpoints", "Endpoints"),
-    ("findings", "Findings"),
+)
+PAGES: Final = (
+    *_FIRST,
+    *((one.name, one.menu) for one in LISTINGS.values() if one.menu),
     ("incidents", "Incidents"),
     ("audit", "Audit"),
 )

@@ -1,24 +1,32 @@
-"""The addresses of the operations pages. The addresses of actions come from the catalogue."""
+"""The addresses of the operations pages. Those of actions and of the lists of commands come from the catalogue."""
 
 from __future__ import annotations
 
 from django.urls import path
 
-from outbox.contrib.django.actions.catalogue import ACTIONS
+from outbox.contrib.django.catalogue import ACTIONS, LISTINGS
 from outbox.contrib.django.console.views import (
+    acting,
     dead_letters,
-    endpoints,
     events,
     groups,
+    listing,
     messages,
     overview,
     records,
-    schedules,
     timeline,
     waiting,
-    workers,
 )
-from outbox.contrib.django.console.views.acting import view_of
+
+# Each page of a declared list has the list's name and address.
+LISTED = (
+    groups.GROUPS,
+    groups.TOPICS,
+    waiting.WAITING,
+    records.INCIDENTS,
+    records.AUDIT,
+    *(one for one in LISTINGS.values() if one.address),
+)
 
 urlpatterns = [
     path("", overview.overview, name="overview"),
@@ -27,25 +35,15 @@ urlpatterns = [
     path("timeline/", timeline.timeline, name="timeline"),
     path("messages/", messages.search, name="search"),
     path("messages/<uuid:message_id>/", messages.message, name="message"),
-    path("undecided/", waiting.undecided, name="undecided"),
     path("dead-letters/", dead_letters.dead_letters, name="dead_letters"),
-    path("dead-letters/list/", dead_letters.letters, name="letters"),
-    path("waiting/", waiting.waiting, name="waiting"),
-    path("groups/", groups.groups, name="groups"),
     path("groups/one/", groups.group, name="group"),
-    path("workers/", workers.workers, name="workers"),
-    path("topics/", groups.topics, name="topics"),
     path("topics/one/", groups.topic, name="topic"),
     path("events/", events.events, name="events"),
     path("events/one/", events.event, name="event"),
-    path("schedules/", schedules.schedules, name="schedules"),
-    path("endpoints/", endpoints.endpoints, name="endpoints"),
-    path("findings/", records.findings, name="findings"),
-    path("incidents/", records.incidents, name="incidents"),
-    path("audit/", records.audit, name="audit"),
     path("audit/<int:number>/", records.audit_entry, name="audit_entry"),
+    *(path(one.address, listing.view_of(one), name=one.name) for one in LISTED),
     *(
-        path(f"act/{name.replace('_', '-')}/", view_of(action), name=f"act_{name}")
+        path(f"act/{name.replace('_', '-')}/", acting.view_of(action), name=f"act_{name}")
         for name, action in ACTIONS.items()
         if action.permission is not None
     ),

@@ -1,62 +1,85 @@
-"""The base class of commands that run declared actions.
+"""The base class of commands that run declared actions and print declared listings.
 
-The class implements arguments, dry run, JSON, confirmation and audit.
+The class implements arguments, dry run, JSON, confirmation, audit and tables. Such a command has a `help` and nothing
+else, unless it has subcommands of its own:
+
+    class Command(OperatorCommand):
+        help = "List, pause or resume groups."
 """
 
 from __future__ import annotations
 
 import argparse
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any, Final
-from uuid import UUID
 
 from django.core.management.base import CommandError, CommandParser
 
+from outbox.broker.database.executor import Executor
 from outbox.contrib.django.actions.audit import recorded_command
-from outbox.contrib.django.actions.catalogue import of_command
-from outbox.contrib.django.actions.declaration import LEFT, ActionField, ActionPlan, DeclaredAction, FieldKind
-from outbox.contrib.django.management.output import OutboxCommand, moment, positive
+from outbox.contrib.django.actions.declaration import LEFT, ActionPlan, DeclaredAction, Field, FieldKind, parsed
+from outbox.contrib.django.actions.listing import Asked, Listing
+from outbox.contrib.django.catalogue import listings_of, of_command, on_engine
+from outbox.contrib.django.database.aliases import broker_connection, one_connection
+from outbox.contrib.django.management.output import OutboxCommand
 
 
-def _number(text: str) -> int:
-    if not text.isascii() or not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, at least 0")
-    return int(text)
+@contextmanager
+def _broker() -> Iterator[Executor]:
+    with broker_connection() as (connection, schema):
+        yield Executor(connection, schema)
 
 
-def _seconds(text: str) -> float:
-    seconds = float(text)
-    if not 0 <= seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds, at least 0")
-    return seconds
+def _parser(kind: FieldKind) -> Callable[[str], Any]:
+    """The function that parses the values of a field for argparse."""
+
+    def parse(text: str) -> Any:
+        try:
+            return parsed(kind, text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return parse
 
 
-_TYPES: Final[Mapping[FieldKind, Callable[[str], Any]]] = {
-    FieldKind.TEXT: str,
-    FieldKind.ID: UUID,
-    FieldKind.NUMBER: _number,
-    FieldKind.COUNT: positive,
-    FieldKind.SECONDS: _seconds,
-    FieldKind.TIME: moment,
-}
+_LIMIT: Final = Field("limit", "show at most this number of rows (default: %(default)s)", FieldKind.COUNT, default=100)
 
 
-class ActionCommand(OutboxCommand):
+class OperatorCommand(OutboxCommand):
     """A command with subcommands.
 
-    A subcommand runs a declared action, or calls a method of the command class. These methods only read data.
+    A subcommand runs a declared action, prints a declared listing, or calls a method of the command class. These
+    methods only read data.
     """
 
+    def add_arguments(self, parser: CommandParser) -> None:
+        """Add the subcommands."""
+        self.add_subcommands(parser)
+
     def add_subcommands(self, parser: CommandParser, *, required: bool = True) -> Any:
-        """Add a subcommand for each declared action of this command.
+        """Add a subcommand for each listing and each declared action of this command.
 
         Returns argparse's object to which the caller can add further subcommands.
         """
         subcommands = parser.add_subparsers(dest="action", required=required)
+        for word, listing in listings_of(self.command_name).items():
+            self.add_listing(subcommands.add_parser(word, help=listing.help), listing)
         for action in of_command(self.command_name):
             self.add_action(subcommands.add_parser(action.subcommand, help=action.title), action)
         return subcommands
+
+    def add_listing(self, parser: CommandParser, listing: Listing) -> None:
+        """Add the arguments of a listing to a parser."""
+        for field in listing.fields:
+            add_field(parser, field)
+        if listing.states:
+            names = [name for name in listing.states if name]
+            parser.add_argument("--state", choices=names, default="", help="list only the rows in this state")
+        if listing.after is not None:
+            add_field(parser, _LIMIT)
+            add_field(parser, listing.after)
+        self.add_json(parser)
 
     def add_action(self, parser: CommandParser, action: DeclaredAction) -> None:
         """Add the arguments of an action to a parser."""
@@ -70,11 +93,31 @@ class ActionCommand(OutboxCommand):
         self.add_json(parser)
 
     def handle(self, *args: Any, **options: Any) -> None:
+        word = options["action"]
         declared = {action.subcommand: action for action in of_command(self.command_name)}
-        if options["action"] in declared:
-            self.act(declared[options["action"]], options)
+        if word in declared:
+            self.act(declared[word], options)
+        elif listing := listings_of(self.command_name).get(word):
+            with one_connection():
+                self.print_listing(on_engine(listing), options)
         else:
-            getattr(self, f"_{options['action']}")(options)
+            getattr(self, f"_{word}")(options)
+
+    def print_listing(self, listing: Listing, options: Mapping[str, Any]) -> None:
+        """Print the rows of a listing as a table, or as JSON."""
+        fields = [*listing.fields, *([listing.after] if listing.after else [])]
+        limit = options["limit"] if listing.after else 0
+        asked = Asked({one.name: options[one.name] for one in fields}, limit, _broker, nullcontext)
+        with listing.opened(asked) as run:
+            found = listing.read(run, asked)
+        if listing.states:
+            found = list(filter(listing.states[options["state"]][1], found))
+        if options["json"]:
+            self.print_json([listing.as_json(one) for one in found])
+            return
+        self.print_table(listing, found)
+        if listing.after is not None:
+            self.say_more(len(found), limit, found and listing.position and listing.position(found[-1]))
 
     def act(self, action: DeclaredAction, options: Mapping[str, Any]) -> None:
         """Show the plan of an action, or run the action and write its audit entry. Raises CommandError."""
@@ -123,12 +166,12 @@ class ActionCommand(OutboxCommand):
                 self.say(f"{when}: {name.replace('_', ' ')}: {'-' if one in (None, '', []) else one}")
 
 
-def add_field(parser: Any, field: ActionField) -> None:
+def add_field(parser: Any, field: Field) -> None:
     """Add the command line argument for a field of an action to a parser."""
     if field.kind is FieldKind.FLAG:
         parser.add_argument(f"--{field.name.replace('_', '-')}", action="store_true", help=field.help)
         return
-    more: dict[str, Any] = {"help": field.help, "type": _TYPES[field.kind], "default": field.default}
+    more: dict[str, Any] = {"help": field.help, "type": _parser(field.kind), "default": field.default}
     if field.choices:
         more["choices"] = field.choices
     if field.positional:
@@ -140,5 +183,5 @@ def add_field(parser: Any, field: ActionField) -> None:
         parser.add_argument(f"--{field.name.replace('_', '-')}", required=field.required, **more)
 
 
-def _value(field: ActionField, value: Any) -> Any:
+def _value(field: Field, value: Any) -> Any:
     return list(value or ()) if field.many else value

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from datetime import datetime
 from typing import Any, Final
 
 from django.core.management.base import BaseCommand, CommandError, CommandParser
 
 from outbox.broker.operations.conditions import Condition, Severity, as_facts
+from outbox.contrib.django.actions.cells import first_line, plain
+from outbox.contrib.django.actions.listing import COMMAND, Listing
 from outbox.contrib.django.engine.broker import reset_broker
 from outbox.contrib.django.engine.operator_table import refused_command
 from outbox.errors import ConfigurationError, OutboxError
@@ -31,7 +31,7 @@ class OutboxCommand(BaseCommand):
     If the code of a command raises an OutboxError, the command prints the error text without a traceback.
     """
 
-    # Commands run without system checks, because a command that repairs something must run even if a check fails.
+    # Commands run without system checks, because a command that mends something must run even if a check fails.
     requires_system_checks: tuple[str, ...] = ()
 
     def add_json(self, parser: CommandParser) -> None:
@@ -41,13 +41,6 @@ class OutboxCommand(BaseCommand):
     def add_dry_run(self, parser: CommandParser, what: str = "show what would change, and change nothing") -> None:
         """Add the option --dry-run."""
         parser.add_argument("--dry-run", action="store_true", help=what)
-
-    def add_page(self, parser: CommandParser, place: str, what: str, parse: Callable[[str], object] = str) -> None:
-        """Add the options of a list that is shown page by page: --limit and --after."""
-        parser.add_argument(
-            "--limit", type=positive, default=100, help="show at most this number of rows (default: %(default)s)"
-        )
-        parser.add_argument("--after", type=parse, metavar=place, help=what)
 
     @property
     def command_name(self) -> str:
@@ -131,6 +124,13 @@ class OutboxCommand(BaseCommand):
         """Print dataclasses, mappings and sequences as ASCII JSON. Times are written as ISO 8601."""
         self.stdout.write(json.dumps(value, indent=2, default=_plain))
 
+    def print_table(self, listing: Listing, rows: Iterable[object]) -> None:
+        """Print the columns of a listing."""
+        columns = listing.on(COMMAND, {})
+        self.print_rows(
+            [one.label.lower() for one in columns], ([plain(one.of(row)) for one in columns] for row in rows)
+        )
+
     def print_rows(self, header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
         """Print an aligned table, or "none" if the table has no rows."""
         lines = [tuple("" if cell is None else inert(str(cell)) for cell in row) for row in rows]
@@ -140,29 +140,6 @@ class OutboxCommand(BaseCommand):
         widths = [max(len(line[column]) for line in [tuple(header), *lines]) for column in range(len(header))]
         for line in [tuple(header), *lines]:
             self.say("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
-
-
-def first_line(text: str | None) -> str:
-    """Return the first line of an error text, for a table. With --json, a command prints the whole text."""
-    return text.splitlines()[0] if text else ""
-
-
-def positive(text: str) -> int:
-    """Parse a number of rows, for argparse."""
-    if not text.isdigit() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, at least 1")
-    return int(text)
-
-
-def moment(text: str) -> datetime:
-    """Parse a time with its zone, for argparse."""
-    try:
-        found = datetime.fromisoformat(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a time: write it like 2026-01-31T08:00:00+00:00") from None
-    if found.tzinfo is None:
-        raise argparse.ArgumentTypeError(f"{text!r} has no time zone: write it like 2026-01-31T08:00:00+00:00")
-    return found
 
 
 def _plain(value: object) -> object:

@@ -1,4 +1,4 @@
-"""What apps add to the conditions, the periodic passes and the plans of actions, when Django loads them.
+"""What apps add to the conditions and the periodic passes, when Django loads them.
 
 Web processes add too, so this module imports nothing of the code that evaluates conditions and runs passes.
 """
@@ -20,10 +20,6 @@ Work = Callable[[], Mapping[str, Any]]
 condition_modules: list[str] = []
 # Name -> interval in seconds, and work.
 passes: dict[str, tuple[float, Work]] = {}
-# Name of an engine -> the module that observes its server, if that is not the bundled broker.
-observers: dict[str, str] = {}
-# Name of a declared action -> the function that plans it.
-plans: dict[str, Callable[[Mapping[str, Any]], Any]] = {}
 
 
 def add_conditions(module: str) -> None:
@@ -56,25 +52,3 @@ def add_pass(name: str, interval_seconds: float, work: Work) -> None:
     If a pass with this name was added before, the new pass replaces it.
     """
     passes[name] = (interval_seconds, work)
-
-
-def add_observer(engine: str, module: str) -> None:
-    """Name the module that observes the server of an engine.
-
-    It has the functions `look() -> (report, figures)`, `probe() -> report`, `examine() -> conditions` (for the doctor)
-    and `metric_families(figures)`, and its conditions with the name CONDITIONS.
-    """
-    observers[engine] = module
-
-
-def observer() -> Any | None:
-    """Return the observing module for the engine of the settings; None for the bundled broker."""
-    from outbox.contrib.django.settings.conf import get_settings
-
-    module = observers.get(get_settings().engine)
-    return None if module is None else import_module(module)
-
-
-def add_plan(action: str, plan: Callable[[Mapping[str, Any]], Any]) -> None:
-    """Give a declared action the function that plans it, from a package that the declarations must not import."""
-    plans[action] = plan

@@ -1,326 +1,186 @@
-"""Checks that a step of a repair plan is still needed, and then does the step.
-
-Doing a step twice has the same effect as doing it once.
-
-See decision 050.
-"""
+"""Actions on saved findings of the reconciliation (repair one, forget a saved result), and the list of them."""
 
 from __future__ import annotations
 
-import enum
-import hashlib
-import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from datetime import datetime
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
-from uuid import UUID
 
-from django.db import DataError, ProgrammingError, connections, transaction
-from django.db.backends.base.base import BaseDatabaseWrapper
+from django.db import router, transaction
+from django.db.models import Count
 
-from outbox.broker.operations.dead_letters import LetterSelection
-from outbox.contrib.django.actions.messages import replay_dead_letters
-from outbox.contrib.django.actions.transactions import decide
-from outbox.contrib.django.engine.broker import get_broker
-from outbox.contrib.django.publishing.publish import lock_keys
-from outbox.contrib.django.repair import evidence
-from outbox.contrib.django.repair.plan import RepairAction, RepairStep, RuleSource
-from outbox.contrib.django.settings.conf import get_settings
-from outbox.errors import OutboxError, UsageError
-from outbox.events.declaration import EVENT_HEADER, VERSION_HEADER, events
-from outbox.message import Message
-from outbox.transaction import Decision, EndStatus
-from outbox.utils.faults import point
-from outbox.utils.safe_text import error_line, masked_names, masked_value
-
-Publisher = Callable[[Mapping[str, Any]], Message]
-"""A function of your project: it gets a row, and returns the row's message.
-
-The function gets the row's columns as a mapping, and makes the message with `outbox.contrib.django.message`.
-"""
-
-_SHOWN_BODY: Final = 1_000
-_LIVE: Final = ("committed", "recalled")
-_OPEN: Final = ("undecided", "parked")
+from outbox.contrib.django.actions.declaration import ActionPlan, Field, FieldKind, Values, action, argument
+from outbox.contrib.django.actions.listing import Asked, Column, Listing
+from outbox.contrib.django.models import Finding, SavedReconciliation
+from outbox.contrib.django.operations.findings import MAX_SAVED
+from outbox.contrib.django.repair.plan import RepairAction, RepairStep, source_of, step_of
+from outbox.contrib.django.repair.steps import PublishSources, planned, run_step, sources_of
+from outbox.contrib.django.settings.conf import get_settings, imported
+from outbox.errors import UsageError
 
 
-class StepOutcome(enum.StrEnum):
-    """The outcome of a step."""
-
-    DONE = "done"
-    WOULD_BE_DONE = "would be done"
-    """The step was verified but not done, because the command ran without --apply."""
-    SETTLED = "settled"
-    """The finding of the step is no longer true, so there is nothing to do."""
-    REFUSED = "refused"
-    """The step cannot be done now. The detail of the result contains the reason."""
-    REPORTED = "reported"
-    """A person must do the step."""
-    LEFT = "left"
-    """The step was not examined, because the limit --most was reached."""
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """The outcome of a step, with the evidence before and after the step."""
-
-    outcome: StepOutcome
-    detail: str
-    before: Mapping[str, Any] = field(default_factory=dict)
-    after: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PublishSources:
-    """The data for steps that publish a message: sources and publishers by rule name, and aliases by database name."""
-
-    sources: Mapping[str, RuleSource]
-    aliases: Mapping[str, str]
-    publishers: Mapping[str, Publisher]
-
-
-class Refusal(Exception):
-    """The step cannot be done; the text of the exception is the reason."""
-
-
-def run_step(step: RepairStep, config: PublishSources, *, dry_run: bool) -> Result:
-    """Verify one step, and do the step if `dry_run` is false.
-
-    If the broker or a database refuses the step, the outcome is REFUSED.
-    """
-    try:
-        if step.action is RepairAction.PUBLISH:
-            return _publish(step, config, dry_run)
-        if step.action is RepairAction.REPLAY:
-            return _replay(step, dry_run)
-        if step.action is RepairAction.ASK:
-            return _ask(step, dry_run)
-        return Result(StepOutcome.REPORTED, step.why or "")
-    except Refusal as refusal:
-        return Result(StepOutcome.REFUSED, str(refusal))
-    except UsageError as error:
-        return Result(StepOutcome.REFUSED, str(error))
-    except (DataError, ProgrammingError) as error:
-        return Result(StepOutcome.REFUSED, f"the row cannot be read with the rule's SQL: {str(error).strip()}")
-
-
-# -- LOST: the message is published again -----------------------------------------------------------------
-
-
-def derived_id(rule: str, key: str, row_at: datetime) -> UUID:
-    """Return the id under which a row's message is published again. The id is computed from rule, key and row time.
-
-    The id is a UUIDv7 with the row's time, because the reconciliation takes a message's time from its id. After
-    retention has removed the message, only the inbox row remains. With the row's time, the reconciliation does not
-    report this inbox row as an effect without a message.
-    """
-    digest = int.from_bytes(hashlib.blake2b(json.dumps(["repair", rule, key]).encode(), digest_size=10).digest())
-    milliseconds = int(row_at.timestamp() * 1000) & (1 << 48) - 1
-    high, low = digest >> 62 & 0xFFF, digest & (1 << 62) - 1
-    return UUID(int=milliseconds << 80 | 0x7 << 76 | high << 64 | 0b10 << 62 | low)
-
-
-def _publish(step: RepairStep, config: PublishSources, dry_run: bool) -> Result:
-    assert step.row_at is not None
-    source, publisher = config.sources[step.rule], config.publishers.get(step.rule)
-    if publisher is None:
-        raise Refusal(
-            f"the function that makes the message of a row is not known: set OUTBOX['REPAIR_PUBLISHERS'], or pass "
-            f"--publisher {json.dumps(step.rule)}=dotted.path to outbox_repair"
+@action(
+    "repair",
+    "Repair a finding",
+    "outbox_finding repair",
+    argument("finding", "the number of the finding, as `outbox_finding list` shows it", FieldKind.COUNT),
+)
+def _repair(values: Values) -> ActionPlan:
+    finding = Finding.objects.filter(pk=values["finding"]).first()
+    if finding is None:
+        raise UsageError(
+            f"there is no saved finding {values['finding']}: a later run may have replaced it. `outbox_finding list` "
+            "shows the present ones."
         )
-    connection = connections[config.aliases[source.database]]
-    with transaction.atomic(using=connection.alias):
-        # This transaction locks the key until the message is stored. Until then, publishers of this key on a FIFO topic
-        # and other runs of `apply` wait for the lock.
-        lock_keys(connection, [(source.topic, step.key)])
-        result = _settled(step, source, connection)
-        if isinstance(result, Result):
-            return result
-        row, before = result
-        _refuse_what_was_handled(step, source, config, connection)
-        message_id = derived_id(step.rule, step.key, step.row_at)
-        message = _built(publisher, row, step, source, message_id)
-        _refuse_changed_key(step, source, message, connection)
-        if dry_run:
-            what = f"publish to {source.topic!r} as {message_id}: {_described(message)}"
-            return Result(StepOutcome.WOULD_BE_DONE, what, before)
-        get_broker().send([message], committed=True)
-        point("repair.after_effect")
-        return Result(StepOutcome.DONE, f"published as {message_id}", before, {str(message_id): "committed"})
+    step, config = _step(finding)
+    return planned(step, config, run_step(step, config, dry_run=True), {"run": finding.run})
 
 
-def _settled(
-    step: RepairStep, source: RuleSource, connection: BaseDatabaseWrapper
-) -> Result | tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """Return the row and the evidence, or the result of the step if nothing is left to do. Raises Refusal."""
-    assert step.row_at is not None
-    message_id = derived_id(step.rule, step.key, step.row_at)
-    rows = evidence.lock_row(connection, source, step.key)
-    known = evidence.messages_of(source, step, step.row_at)
-    before = {"rows": len(rows), "messages": {str(item.message_id): item.state for item in known}}
-    if any(item.message_id == message_id and item.state in _LIVE for item in known):
-        return Result(StepOutcome.SETTLED, f"published already, as {message_id}", before)
-    if any(item.state in _LIVE for item in known):
-        return Result(StepOutcome.SETTLED, "the broker now has a message of this key", before)
-    if not rows:
-        return Result(StepOutcome.SETTLED, "the row was deleted, or no longer satisfies the rule", before)
-    waiting = [item for item in known if item.state in _OPEN]
-    if waiting:
-        raise Refusal(
-            f"message {waiting[0].message_id} of this key is {waiting[0].state}: decide its transaction first"
+def _step(finding: Finding) -> tuple[RepairStep, PublishSources]:
+    saved = SavedReconciliation.objects.filter(output=finding.output).first()
+    if finding.step is None or saved is None:
+        raise UsageError(
+            f"finding {finding.pk} has no step of a plan: an older release saved it, or its key has a NUL character. "
+            "Save the result again with `outbox_reconcile --save`, or write a plan with --plan."
         )
-    if len(rows) > 1:
-        raise Refusal("more than one row has this key")
-    return rows[0], before
+    sources = {name: source_of(item) for name, item in saved.plan["rules"].items()}
+    step = step_of(finding.step, sources)
+    paths = get_settings().repair_publishers if step.action is RepairAction.PUBLISH else {}
+    publishers = {rule: imported(f"OUTBOX['REPAIR_PUBLISHERS'][{rule!r}]", path) for rule, path in paths.items()}
+    how = "run `outbox_reconcile --save --database {name}=ALIAS`, which also records the alias for repairs."
+    return step, sources_of([step], sources, saved.plan["databases"], publishers, how=how)
 
 
-def _refuse_what_was_handled(
-    step: RepairStep, source: RuleSource, config: PublishSources, connection: BaseDatabaseWrapper
-) -> None:
-    """Raise Refusal if the row's message may exist under another key, or if a group has already acted on the row.
+@action(
+    "forget_findings",
+    "Forget a saved reconciliation",
+    "outbox_finding forget",
+    argument("output", "the output folder of the reconciliation"),
+)
+def _forget(values: Values) -> ActionPlan:
+    output = values["output"]
+    saved = SavedReconciliation.objects.filter(output=output).first()
+    if saved is None:
+        known = ", ".join(SavedReconciliation.objects.order_by("output").values_list("output", flat=True))
+        raise UsageError(f"no result of the folder {output!r} is saved. Saved folders: {known or 'none'}.")
+    count = Finding.objects.filter(output=output).count()
 
-    The inbox stores message ids. If a handled message were published under another id, a group would handle it twice.
-    """
-    assert step.row_at is not None
-    misplaced = evidence.message_naming(connection, source, step, step.row_at)
-    if misplaced is not None:
-        raise Refusal(
-            f"message {misplaced.message_id} ({misplaced.state}) has another key, and its body contains the key "
-            "of this row. If it is the message of this row, publish nothing: correct the code that published it, and "
-            "acknowledge the findings of both keys. If it is not, publish a message for this row by hand"
-        )
-    acted = [
-        each.group
-        for each in source.effects
-        if evidence.has_effect(connections[config.aliases[each.database]], each, step.key)
-    ]
-    if acted:
-        raise Refusal(
-            f"{', '.join(acted)} acted on this key already, but the broker no longer has the message. A new "
-            "message would have another id, so the group would act twice. Correct the missing effects of other "
-            "groups by hand, then acknowledge the finding"
-        )
+    def do() -> Mapping[str, Any]:
+        with transaction.atomic(using=router.db_for_write(Finding)):
+            Finding.objects.filter(output=output).delete()
+            SavedReconciliation.objects.filter(output=output).delete()
+        return {"findings": 0}
 
-
-def _refuse_changed_key(
-    step: RepairStep, source: RuleSource, message: Message, connection: BaseDatabaseWrapper
-) -> None:
-    """Raise Refusal if the row's message was probably sent before the key of the row was changed."""
-    assert step.row_at is not None
-    found = evidence.message_under_former_key(connection, source, step, step.row_at, message)
-    if found is not None:
-        former, key = found
-        raise Refusal(
-            f"message {former.message_id} ({former.state}) has the key {key!r}, for which there is no row, and the "
-            "body of this row but for the key. Probably the key of the row was changed after the message was sent, and "
-            "the groups would act twice. If so, publish nothing, and acknowledge the findings of both keys. If it is "
-            "another row's message, publish a message for this row by hand"
-        )
-
-
-def _built(
-    publisher: Publisher, row: Mapping[str, Any], step: RepairStep, source: RuleSource, message_id: UUID
-) -> Message:
-    try:
-        message = publisher(row)
-    except OutboxError:
-        raise
-    except Exception as error:
-        raise Refusal(f"the publisher failed: {error_line(error)}") from error
-    if not isinstance(message, Message):
-        raise Refusal(f"the publisher returned {type(message).__name__}, not a message made by message(…)")
-    if (message.topic, message.key) != (source.topic, step.key) or source.tag not in (None, message.tag):
-        raise Refusal(
-            f"the publisher made a message for topic {message.topic!r}, key {message.key!r}, tag {message.tag!r}, "
-            "which is not the missing message: correct the publisher"
-        )
-    _refuse_without_version(message)
-    return replace(message, message_id=message_id)
-
-
-def _refuse_without_version(message: Message) -> None:
-    """Raise Refusal if subscribers would read the message as version 1 of an event that has a newer version."""
-    newest = max((one for one in events() if one.topic == message.topic), key=lambda one: one.version, default=None)
-    if newest is None or newest.version == 1 or EVENT_HEADER in message.headers:
-        return
-    kind = newest.kind.__qualname__
-    raise Refusal(
-        f"the publisher made a message without a type, which subscribers read as version 1 of the event "
-        f"{newest.name!r}. Its newest version is {newest.version}: return message({kind}(…), key=…). If the body is of "
-        f"version 1, pass the headers {EVENT_HEADER!r} and {VERSION_HEADER!r}"
+    return ActionPlan(
+        subject=f"reconciliation {output}",
+        effect=f"Forget the saved result of {output} with its {count} findings. The folder itself stays as it is.",
+        before={"run": saved.run, "findings": count},
+        do=do,
     )
 
 
-def _described(message: Message) -> str:
-    """Describe the message with its body, in which the settings' masked fields are masked."""
-    version = message.headers.get(VERSION_HEADER)
-    typed = "" if version is None else f"event {message.headers.get(EVENT_HEADER)!r} version {version}, "
-    names = masked_names(get_settings().masked_fields, message.topic)
-    try:
-        body = json.dumps(masked_value(json.loads(message.body), names), ensure_ascii=False)
-    except ValueError:
-        body = "not shown" if names else message.body[:_SHOWN_BODY].decode("utf-8", "backslashreplace")
-    shown = body if len(body) <= _SHOWN_BODY else f"{body[:_SHOWN_BODY]} …"
-    return f"{typed}{len(message.body)} bytes of {message.content_type}: {shown}"
+# -- the list -------------------------------------------------------------------------------------------
+
+# The meaning of each class of findings, and the next step.
+CLASSES: Final[Mapping[str, tuple[str, str]]] = {
+    "LOST": (
+        "A business row has no message, so no subscriber knows about the row.",
+        "Find the code that writes the row without publishing, and correct the code. Publish a message for the row "
+        "with `outbox-reconcile plan` and `outbox_repair`.",
+    ),
+    "ORPHAN": (
+        "A committed message or an effect has no business row.",
+        "The message's page shows how its transaction was decided. Restore the row, or undo the effects of the groups.",
+    ),
+    "HALF_STUCK": (
+        "A half message has been undecided for too long.",
+        "The message's page shows why check-back found no answer. If the row exists, commit the transaction, else roll "
+        "it back.",
+    ),
+    "DEAD": (
+        "The message is a dead letter of a consumer group.",
+        "Correct the handler, then replay the dead letter.",
+    ),
+    "UNDELIVERED": (
+        "A consumer group shows no effect within its limit.",
+        "The group's page shows whether the group runs, waits or is stopped. If the group passed the message without "
+        "an effect, reset the group so that it handles the message again.",
+    ),
+    "DUPLICATE": (
+        "There are more messages than rows, several rows with one key, or more effects than messages.",
+        "Undo the surplus effect. Look for a retry that publishes outside of the transaction of its row.",
+    ),
+    "MISMATCH": (
+        "The business row and the message body differ.",
+        "Publish the row's state as a new message if subscribers need it, or correct the row.",
+    ),
+    "UNREADABLE": (
+        "The body of a committed message cannot be read as declared.",
+        "If the message is right, correct the rule. Otherwise correct the publisher, and publish the row again.",
+    ),
+    "LATE": (
+        "The message or the effect exists, but it is later than the limit that the rule declares.",
+        "Nothing is missing: acknowledge the finding.",
+    ),
+    "RECOVERED": ("The difference that the previous run found does not exist any more.", "Nothing to do."),
+    "EXPIRED": (
+        "A finding of an earlier run can no longer be judged.",
+        "Look at the business rows to settle the finding. If findings stay open for longer than the topic's retention, "
+        "raise the retention.",
+    ),
+}
 
 
-# -- DEAD: the message is replayed ------------------------------------------------------------------------
+def _read(run: None, asked: Asked) -> list[Finding]:
+    given = {"output": asked["output"], "finding_class": asked["class"], "id__gt": asked["after"]}
+    found = Finding.objects.order_by("id").filter(**{name: one for name, one in given.items() if one is not None})
+    return list(found[: asked.limit])
 
 
-def _replay(step: RepairStep, dry_run: bool) -> Result:
-    assert step.message_id is not None
-    dead_at = evidence.dead_since(step.group, step.message_id)
-    if dead_at is None:
-        return Result(StepOutcome.SETTLED, "the message is no longer a dead letter")
-    what, before = f"deliver {step.message_id} to {step.group!r} again", {"dead_at": dead_at}
-    if dry_run:
-        return Result(StepOutcome.WOULD_BE_DONE, what, before)
-    replay_dead_letters(step.group, LetterSelection(message_ids=[step.message_id]), limit=1, dry_run=False)
-    point("repair.after_effect")
-    return Result(StepOutcome.DONE, "the broker delivers the message again", before, {"dead_at": None})
+def _notes(run: None, asked: Asked, rows: Sequence[Finding]) -> Mapping[str, object]:
+    counted = Finding.objects.values("output").annotate(findings=Count("pk")).filter(findings__gte=MAX_SAVED)
+    return {
+        "cut": [one["output"] for one in counted],
+        "saved": list(SavedReconciliation.objects.defer("plan").order_by("output")),
+        "most": MAX_SAVED,
+        "classes": CLASSES,
+    }
 
 
-# -- HALF_STUCK: the ledger is asked again -----------------------------------------------------------------
+def action_of(finding: Finding) -> str:
+    """The action of the finding's step: publish, replay or ask; else report."""
+    return "report" if finding.step is None else str(finding.step["action"])
 
 
-def _ask(step: RepairStep, dry_run: bool) -> Result:
-    assert step.transaction_id is not None
-    # A transaction may have an id that none of its messages has, so the message is found by its own id. A plan of an
-    # older release may lack it; the id of a transaction is usually the id of its first message.
-    half = evidence.message(step.message_id or step.transaction_id)
-    if half is None or half.state not in _OPEN:
-        state = "gone" if half is None else half.state
-        return Result(StepOutcome.SETTLED, f"the half message is {state}", {"state": state})
-    what, before = f"read the outcome of transaction {step.transaction_id} in its ledger", {"state": half.state}
-    if dry_run:
-        return Result(StepOutcome.WOULD_BE_DONE, what, before)
-    decision, answers = _asked(step.transaction_id)
-    point("repair.after_effect")
-    if decision is None:
-        raise Refusal(f"the ledger of the transaction does not prove an outcome: {answers}")
-    return Result(
-        StepOutcome.DONE,
-        f"{decision.name}, which the ledger of the transaction proves",
-        before,
-        {"decision": decision.value},
-    )
+def _as_json(one: Finding) -> Mapping[str, object]:
+    names = ("output", "run", "rule", "group", "severity", "key", "detail", "message_id", "transaction_id")
+    named = {name: getattr(one, name) for name in names}
+    return {"finding": one.pk, "class": one.finding_class, **named, "step": action_of(one)}
 
 
-def _asked(transaction_id: UUID) -> tuple[Decision | None, str]:
-    """Record the decision that the ledger proves.
-
-    The function tries COMMIT before ROLLBACK, because the attempt to commit only reads the ledger.
-    """
-    answers = ""
-    for decision in (Decision.COMMIT, Decision.ROLLBACK):
-        try:
-            status = decide(transaction_id, decision)
-        except UsageError as error:
-            answers = str(error)
-            continue
-        if status in (EndStatus.APPLIED, EndStatus.REPEATED):
-            return decision, ""
-        answers = f"the broker says {status.value} to {decision.name}"
-    get_broker().hint_checks([transaction_id])
-    return None, answers
+FINDINGS: Final = Listing(
+    "findings",
+    (
+        Column("finding", "pk"),
+        Column("class", "finding_class"),
+        *(Column(name, name) for name in ("rule", "key", "group")),
+        Column("step", action_of),
+        Column("detail", "detail"),
+    ),
+    _read,
+    of_broker=False,
+    command="outbox_finding list",
+    help="list the saved findings",
+    fields=(
+        Field("output", "only the findings of this output folder", label="Output folder"),
+        Field("class", "only the findings of this class", choices=tuple(CLASSES)),
+    ),
+    after=Field("after", "list the findings after the finding with this number", FieldKind.NUMBER),
+    position=lambda one: one.pk,
+    json=_as_json,
+    address="findings/",
+    title="Findings of reconciliation",
+    menu="Findings",
+    empty="No findings are saved. `manage.py outbox_reconcile --save` saves those of a reconciliation.",
+    notes=_notes,
+    template="findings",
+)

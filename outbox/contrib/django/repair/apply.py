@@ -6,15 +6,12 @@ The audit stores the evidence before and after each step.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from outbox.contrib.django.actions.audit import recorded_command
-from outbox.contrib.django.actions.declaration import ActionPlan
-from outbox.contrib.django.repair.actions import PublishSources, Result, StepOutcome, run_step
 from outbox.contrib.django.repair.plan import RepairAction, RepairPlan, RepairStep
-from outbox.contrib.django.repair.saved import subject_of
+from outbox.contrib.django.repair.steps import PublishSources, Result, StepOutcome, planned, run_step
 from outbox.errors import UsageError
 from outbox.utils.faults import point
 
@@ -85,25 +82,13 @@ def apply(
 
 
 def _done(plan: RepairPlan, step: RepairStep, config: PublishSources, verified: Result, reason: str) -> Result:
-    """Do a verified step and record the step in the audit. The step is verified again while its locks are held."""
-    results: list[Result] = []
-
-    def do() -> Mapping[str, Any]:
-        point("repair.after_intent")
-        result = run_step(step, config, dry_run=False)
-        results.append(result)
-        if result.outcome is StepOutcome.REFUSED:
-            raise UsageError(result.detail)
-        return {"outcome": result.outcome.value, "detail": result.detail, **result.after}
-
-    action = ActionPlan(
-        subject=subject_of(step),
-        effect=f"Repair: {verified.detail}.",
-        before={"plan": plan.digest, "step": step.step, **verified.before},
-        do=do,
-    )
-    _, failure = recorded_command("repair", action, why=reason)
+    """Do a verified step, and record it in the audit."""
+    action = planned(step, config, verified, {"plan": plan.digest})
+    entry, failure = recorded_command("repair", action, why=reason)
     point("repair.after_outcome")
-    if failure is not None and not results:
+    if isinstance(failure, UsageError):
+        return Result(StepOutcome.REFUSED, str(failure), verified.before)
+    if failure is not None:
         raise failure
-    return results[0]
+    after = dict(entry.after)
+    return Result(StepOutcome(after.pop("outcome")), after.pop("detail"), verified.before, after)

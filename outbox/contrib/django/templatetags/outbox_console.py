@@ -2,50 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from datetime import UTC, datetime
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+from uuid import UUID
 
 from django import template
+from django.template import loader
 from django.urls import reverse
 from django.utils import timezone
 from django.utils.html import format_html, format_html_join
 from django.utils.safestring import SafeString
 
-from outbox.broker.operations.conditions import duration
-from outbox.contrib.django.actions.catalogue import ACTIONS
-from outbox.contrib.django.console import readable as texts
-from outbox.contrib.django.console.asking import FilledForm
-from outbox.contrib.django.console.cards import Remedy
-from outbox.utils.safe_text import for_people
-from outbox.utils.safe_text import inert as harmless
+from outbox.contrib.django.actions import cells
+from outbox.contrib.django.actions.listing import PAGE, Button, Choice, Column, Listing
+from outbox.contrib.django.catalogue import ACTIONS, LISTINGS
+from outbox.contrib.django.console.asking import FilledForm, as_uuid
 
 register = template.Library()
 
 
-@register.filter
-def inert(value: object) -> str:
-    """Escape a key, tag or name that other programs have chosen, so that its control characters have no effect."""
-    return "" if value is None else harmless(str(value))
-
-
-@register.filter
-def told(value: object) -> str:
-    """Return all lines of an error, with passwords masked."""
-    return "" if value is None else for_people(str(value))
-
-
-@register.filter
-def first_line(value: object) -> str:
-    """Return the first line of an error, with passwords masked."""
-    lines = for_people(str(value or "")).splitlines()
-    return lines[0] if lines else ""
-
-
-@register.filter
-def shortened(text: str, length: int) -> str:
-    """Return at most `length` characters of a text. Django's truncatechars would translate the ellipsis."""
-    return text if len(text) <= length else f"{text[: length - 1]}…"
+for shown in (
+    *(cells.inert, cells.told, cells.first_line, cells.shortened, cells.readable, cells.words, cells.span),
+    *(cells.amount, cells.figure, cells.moment, cells.clock, cells.ago),
+):
+    register.filter(shown.__name__, shown)
 
 
 @register.filter
@@ -56,87 +36,26 @@ def marked(text: str) -> SafeString:
     )
 
 
+@register.filter
+def in_table(key: str, values: Mapping[str, object]) -> object:
+    """The value of a key; None without it."""
+    return values.get(key)
+
+
+@register.filter
+def as_id(text: str | None) -> UUID | None:
+    """Return the id that a text holds; None if it holds none."""
+    return as_uuid(text) if text else None
+
+
 def _alternating(text: str) -> Iterator[tuple[bool, str]]:
     yield from ((bool(number % 2), part) for number, part in enumerate(text.split("`")))
-
-
-@register.filter
-def readable(value: object, name: str = "") -> str:
-    """Return a value of a plan or of an audit entry as text. `name`: the name of its field."""
-    return texts.readable(value, name)
-
-
-@register.filter
-def words(name: object) -> str:
-    """Return the name of a field as words."""
-    return texts.words(str(name))
-
-
-@register.filter
-def span(seconds: float | None) -> str:
-    """Return a duration as a readable text. A duration under a second is in milliseconds."""
-    if seconds is None:
-        return "–"
-    if abs(seconds) < 1:
-        return f"{seconds * 1000:.0f} ms"
-    return f"{seconds:.1f} s" if seconds < 10 else duration(seconds)
-
-
-@register.filter
-def amount(value: int | float | None) -> str:
-    """Return a number with a space between groups of three digits."""
-    return "–" if value is None else f"{value:,}".replace(",", "\N{NARROW NO-BREAK SPACE}")
-
-
-@register.filter
-def figure(value: object) -> str:
-    """Return a number as `amount` does, and any other value as text."""
-    return amount(value) if isinstance(value, (int, float)) else str(value)
-
-
-@register.filter
-def add_since(seconds: float, at: datetime) -> float:
-    """Return seconds that were counted at a past moment, plus the seconds since that moment."""
-    return seconds + max(0.0, (datetime.now(UTC) - at).total_seconds())
 
 
 @register.simple_tag
 def current_zone() -> str:
     """Return the name of Django's current time zone, in which the page shows all times."""
     return timezone.get_current_timezone_name()
-
-
-@register.filter
-def moment(value: datetime | None) -> SafeString | str:
-    """Return a time as HTML, in Django's time zone. Only the HTML title shows fractions of a second."""
-    if value is None:
-        return "–"
-    local = texts.local(value)
-    return format_html(
-        '<time datetime="{}" title="{}">{}</time>', local.isoformat(), local.isoformat(), texts.second(value)
-    )
-
-
-@register.filter
-def clock(value: datetime | None) -> SafeString | str:
-    """Return the time of day in Django's time zone as HTML. The HTML title shows the day."""
-    if value is None:
-        return "–"
-    local = texts.local(value)
-    return format_html(
-        '<time datetime="{}" title="{}">{}</time>', local.isoformat(), local.isoformat(), f"{local:%H:%M:%S}"
-    )
-
-
-@register.filter
-def ago(value: datetime | None) -> SafeString | str:
-    """Return the time since a past moment, or until a future moment. The HTML title shows the moment."""
-    if value is None:
-        return "–"
-    local = texts.local(value)
-    seconds = (datetime.now(UTC) - local).total_seconds()
-    text = f"{duration(seconds)} ago" if seconds >= 0 else f"in {duration(-seconds)}"
-    return format_html('<time datetime="{}" title="{}">{}</time>', local.isoformat(), local, text)
 
 
 @register.inclusion_tag("outbox/console/button.html", takes_context=True)
@@ -157,7 +76,7 @@ def act(context: dict[str, Any], name: str, label: str, tone: str = "plain", **f
 
 
 @register.inclusion_tag("outbox/console/button.html", takes_context=True)
-def remedy(context: dict[str, Any], offered: Remedy) -> dict[str, Any]:
+def remedy(context: dict[str, Any], offered: Button) -> dict[str, Any]:
     """Show the button of a remedy, as `act` does."""
     return act(context, offered.action, offered.label, offered.tone, **offered.fields)
 
@@ -192,3 +111,42 @@ def action_form(
 def filled_form(context: dict[str, Any], form: FilledForm) -> dict[str, Any]:
     """Show the form of an action again, with the values that the operator has entered."""
     return action_form(context, form.name, "Show the plan …", filled=form)
+
+
+# -- tables ---------------------------------------------------------------------------------------------
+
+
+@register.inclusion_tag("outbox/console/table.html", takes_context=True)
+def table(context: dict[str, Any], listing: Listing | str, rows: Sequence[Any]) -> dict[str, Any]:
+    """Show rows as the table of a declared listing, or of the listing with this name in the catalogue."""
+    shown = LISTINGS[listing] if isinstance(listing, str) else listing
+    given = {name: context.get(name) for name in ("may_act", "csrf_token", "here", "choice")}
+    return {**given, "listing": shown, "rows": rows, "columns": context.get("columns") or shown.on(PAGE, {})}
+
+
+@register.filter
+def row_key(row: object, listing: Listing) -> str:
+    """The attribute that identifies a row, so that a refresh keeps it in its place; '' if the listing has none."""
+    return "" if listing.key is None else format_html(' data-key="{}"', cells.inert(listing.key(row)))
+
+
+@register.simple_tag(takes_context=True)
+def cell(context: dict[str, Any], column: Column, row: object) -> SafeString | str:
+    """The content of a table's cell, with the buttons that the user may press."""
+    found = column.of(row)
+    if column.style != "actions":
+        return cells.html(found)
+    parts = [_button(context, one) if isinstance(one, Button) else one
+             for one in (found if isinstance(found, list) else [found]) if one]  # fmt: skip
+    return format_html_join(" ", "{}", ((one,) for one in parts if one))
+
+
+def _button(context: dict[str, Any], one: Button) -> SafeString:
+    shown = act(context, one.action, one.label, one.tone, **one.fields)
+    return loader.render_to_string("outbox/console/button.html", shown)
+
+
+@register.filter
+def chosen_value(row: object, choice: Choice) -> object:
+    """The value that a tick in this row sends; None if the row cannot be ticked."""
+    return choice.value(row)

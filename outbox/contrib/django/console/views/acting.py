@@ -29,7 +29,7 @@ def view_of(action: DeclaredAction) -> Callable[..., HttpResponse]:
         given = request.POST
         form = form_of(action, given, back=_local(given.get("back", "")))
         try:
-            plan = action.plan(values_of(action, given))
+            plan = action.plan(values_of(action.fields, given))
         except UsageError as error:
             if form is None:
                 raise

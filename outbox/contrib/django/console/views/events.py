@@ -2,49 +2,76 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 from django.http import HttpRequest, HttpResponse
+from django.utils.safestring import SafeString
 
 from outbox.broker.operations import summary
 from outbox.broker.operations.search import SeenEvent, seen_events
+from outbox.contrib.django.actions.cells import badge, group_link, joined, link, topic_link
+from outbox.contrib.django.actions.declaration import Field
+from outbox.contrib.django.actions.listing import Column, Listing, States
 from outbox.contrib.django.console.access import seeing
-from outbox.contrib.django.console.asking import reading, required, text
-from outbox.contrib.django.console.rendering import problem, render, sliced
-from outbox.contrib.django.console.states import by_state
+from outbox.contrib.django.console.asking import reading, required
+from outbox.contrib.django.console.rendering import problem, render
+from outbox.contrib.django.console.views.listing import shown
 from outbox.contrib.django.engine.operator_table import is_on_rocketmq
 from outbox.contrib.django.operations.contracts import declared_events
-from outbox.contrib.django.operations.event_catalogue import LOOKED_AT, Event, list_events
+from outbox.contrib.django.operations.event_catalogue import LOOKED_AT, Event, EventVersion, list_events
 from outbox.errors import ConfigurationError, InvalidSubscription
 
-_STATES: Final[Mapping[str, tuple[str, Callable[[Event], bool]]]] = {
+
+def _version(one: EventVersion) -> SafeString:
+    if one.state == "unknown to this code":
+        return badge(f"{one.number or 'not a number,'} unknown", "warn")
+    return badge(str(one.number), "good" if one.state == "published" else "plain")
+
+
+def _last_seen(one: Event) -> object:
+    if one.last is None:
+        return None
+    number = one.last.number or "not a number"
+    return [link(one.last.last_at, "message", one.last.last_message_id), f"version {number}"]
+
+
+_STATES: Final[States] = {
     "": ("All", lambda one: True),
     "seen": ("Seen", lambda one: one.last is not None),
     "unseen": ("Not seen", lambda one: one.last is None),
     "unknown": ("Unknown to this code", lambda one: one.has_unknown),
 }
+EVENTS: Final = Listing(
+    "events",
+    (
+        Column("Event", lambda one: link(one.name, "event", name=one.name), "head"),
+        Column("Topic", lambda one: joined(list(map(topic_link, one.topics)))),
+        Column("Versions", lambda one: list(map(_version, one.versions))),
+        Column("Published by", lambda one: joined(one.publishers)),
+        Column("Groups", lambda one: joined([group_link(reader.group) for reader in one.readers], nothing="none")),
+        Column("Last seen", _last_seen),
+    ),
+    lambda run, asked: [one for one in _events() if (asked["q"] or "") in one.name],
+    of_broker=False,
+    fields=(Field("q", "only events whose name contains this", label="Name contains"),),
+    states=_STATES,
+    title="Events",
+    caption="Events",
+    empty="No event matches.",
+    key=lambda one: one.name,
+    notes=lambda run, asked, rows: {"looked_at": _looked_at()},
+    template="events",
+)
 
 
 @seeing
 def events(request: HttpRequest) -> HttpResponse:
     """The page of all events that this project declares, or that the newest messages name."""
-    wanted = text(request.GET, "q") or ""
     try:
-        every = _events()
+        return shown(request, EVENTS)
     except (ConfigurationError, InvalidSubscription) as error:
         return _not_imported(request, error)
-    rows, state, tabs = by_state(request, [one for one in every if wanted in one.name], _STATES)
-    context = {
-        "title": "Events",
-        "page": sliced(request, rows),
-        "is_used": bool(every),
-        "state": state,
-        "tabs": tabs,
-        "given": request.GET,
-        "looked_at": _looked_at(),
-    }
-    return render(request, "events", context)
 
 
 @seeing

@@ -10,6 +10,7 @@ from urllib.parse import urlencode
 from django.http import HttpRequest, HttpResponse
 from django.urls import reverse
 
+from outbox.broker.database.executor import Executor
 from outbox.broker.log.topics import list_topics
 from outbox.broker.operations import summary
 from outbox.broker.operations.conditions import Condition, duration
@@ -17,15 +18,16 @@ from outbox.broker.operations.limits import SubscriptionLimits, list_limits
 from outbox.broker.operations.listings import Group, group_now, list_errors, list_processes, list_retry_errors
 from outbox.broker.operations.progress import QueueProgress, list_queues
 from outbox.broker.operations.summary import GroupOverview, GroupProgress
-from outbox.contrib.django.actions.groups import present_limits
+from outbox.contrib.django.actions.cells import badge, group_link, link, retried_topic, span, topic_link, words
+from outbox.contrib.django.actions.declaration import Field
+from outbox.contrib.django.actions.limits import present_limits
+from outbox.contrib.django.actions.listing import Asked, Button, Column, Listing, States, actions
 from outbox.contrib.django.console.access import seeing
 from outbox.contrib.django.console.asking import application, reading, required, text
 from outbox.contrib.django.console.cards import ConditionCard, Tile, aged, cards, tone_of
-from outbox.contrib.django.console.readable import retried_topic, words
 from outbox.contrib.django.console.rendering import render, sliced
 from outbox.contrib.django.console.signs import read_signs
-from outbox.contrib.django.console.spans import chosen_span, span_tabs
-from outbox.contrib.django.console.states import by_state
+from outbox.contrib.django.console.tabs import chosen_span, span_tabs
 from outbox.contrib.django.operations.endpoints import list_endpoints
 from outbox.contrib.django.operations.watching import look
 from outbox.errors import UnknownTopic
@@ -43,8 +45,65 @@ class GroupRow:
     waits_for: str
 
 
+def _read_groups(run: Executor, asked: Asked) -> list[GroupRow]:
+    found = summary.overview(run, summary.read(run))
+    waiting: dict[str, set[str]] = {}
+    for limits in list_limits(run):
+        if limits.waiting_for:
+            waiting.setdefault(limits.group, set()).add(limits.waiting_for)
+    with asked.application():
+        disabled = {one.group for one in list_endpoints() if one.disabled_at is not None}
+    rows = [
+        GroupRow(one, one.name in disabled, ", ".join(sorted(waiting.get(one.name, ()))))
+        for one in found.groups
+        if (asked["q"] or "") in one.name
+    ]
+    if asked["state"] == "behind":
+        # Otherwise the order is by name, so that a refresh moves no row under the pointer.
+        rows.sort(key=lambda row: (-(row.group.oldest_seconds or 0.0), row.group.name))
+    return rows
+
+
+def _counted(run: Executor, asked: Asked, rows: Sequence[object]) -> Mapping[str, object]:
+    return {"counted_seconds_ago": summary.read(run).age_seconds}
+
+
+def _state(row: GroupRow) -> list[object]:
+    one = row.group
+    said: list[object] = []
+    if one.paused:
+        said.append(badge("paused", "warn"))
+    if row.is_disabled:
+        said.append(link(badge("endpoint disabled", "bad"), "endpoints", state="disabled"))
+    if row.waits_for:
+        said.append(badge(f"waits for its {words(row.waits_for)} limit", "warn"))
+    said += [
+        badge(f"{count} {word}", "bad") for count, word in ((one.blocked, "blocked"), (one.stopped, "stopped")) if count
+    ]
+    if not one.consumers and one.topics:
+        said.append(badge("no workers", "bad"))
+    return [*(said or [badge("running")]), *([badge("broadcast")] if one.broadcast else [])]
+
+
+def _switch(row: GroupRow) -> Button:
+    one = row.group
+    if one.paused or one.stopped:
+        return Button("resume", "Resume …", "good", {"group": one.name})
+    return Button("pause", "Pause …", fields={"group": one.name})
+
+
+def _linked(page: str, name: str, **query: str) -> Callable[[GroupRow], object]:
+    """A count with a link to the list of what it counts; a zero has no link."""
+
+    def cell(row: GroupRow) -> object:
+        count = getattr(row.group, name)
+        return link(count, page, **query, group=row.group.name) if count else 0
+
+    return cell
+
+
 # The states by which the list of groups can be filtered: the label and the condition of each state.
-_STATES: Final[Mapping[str, tuple[str, Callable[[GroupRow], bool]]]] = {
+_STATES: Final[States] = {
     "": ("All", lambda row: True),
     "behind": ("Behind", lambda row: row.group.lag > 0),
     "failing": ("Failing", lambda row: row.group.blocked > 0 or row.group.retrying > 0),
@@ -55,38 +114,33 @@ _STATES: Final[Mapping[str, tuple[str, Callable[[GroupRow], bool]]]] = {
     "dead": ("Dead letters", lambda row: row.group.dead > 0),
     "unattended": ("No workers", lambda row: row.group.topics > 0 and not row.group.consumers),
 }
-
-
-@seeing
-def groups(request: HttpRequest) -> HttpResponse:
-    """The page of all groups, or of the groups in one state. The figures come from the stored summary."""
-    wanted = text(request.GET, "q") or ""
-    with reading() as run:
-        found = summary.overview(run, summary.read(run))
-        waiting: dict[str, set[str]] = {}
-        for limits in list_limits(run):
-            if limits.waiting_for:
-                waiting.setdefault(limits.group, set()).add(limits.waiting_for)
-    with application():
-        disabled = {one.group for one in list_endpoints() if one.disabled_at is not None}
-    every = [
-        GroupRow(one, one.name in disabled, ", ".join(sorted(waiting.get(one.name, ()))))
-        for one in found.groups
-        if wanted in one.name
-    ]
-    rows, state, tabs = by_state(request, every, _STATES)
-    if state == "behind":
-        # Otherwise the order is by name, so that a refresh moves no row under the pointer.
-        rows.sort(key=lambda row: (-(row.group.oldest_seconds or 0.0), row.group.name))
-    context = {
-        "title": "Groups",
-        "page": sliced(request, rows),
-        "broker": found,
-        "given": request.GET,
-        "state": state,
-        "tabs": tabs,
-    }
-    return render(request, "groups", context)
+_NAME_CONTAINS: Final = (Field("q", "only those whose name contains this", label="Name contains"),)
+GROUPS: Final = Listing(
+    "groups",
+    (
+        Column("Group", lambda row: group_link(row.group.name), "head"),
+        Column("Topics", lambda row: row.group.topics, "number"),
+        Column("Workers", _linked("workers", "consumers"), "number"),
+        Column("Lag", lambda row: None if row.group.broadcast else row.group.lag, "number"),
+        Column("Oldest waits", lambda row: span(row.group.oldest_seconds), "number"),
+        Column("Handled", lambda row: row.group.handled, "number"),
+        Column("Claimed", lambda row: row.group.claimed, "number"),
+        Column("Retrying", _linked("waiting", "retrying", retrying="yes"), "number"),
+        Column("Dead", _linked("dead_letters", "dead"), "number"),
+        Column("State", _state),
+        actions(_switch),
+    ),
+    _read_groups,
+    fields=_NAME_CONTAINS,
+    states=_STATES,
+    address="groups/",
+    title="Groups",
+    caption="Consumer groups",
+    empty="No group matches.",
+    key=lambda row: row.group.name,
+    notes=_counted,
+    is_live=True,
+)
 
 
 @seeing
@@ -200,50 +254,45 @@ def _tiles(group: GroupOverview, places: Sequence[GroupProgress], conditions: Se
             f"{here}#topics",
             tone_of(conditions, "lag", "group_paused"),
         )
-    yield Tile(
-        "Failing queues",
-        group.blocked,
-        "their next message fails" if group.blocked else "no queue is blocked",
-        queues(lambda one: one.blocked),
-        tone_of(conditions, "blocked_queue"),
-    )
-    yield Tile(
-        "Stopped queues",
-        group.stopped,
-        "by an on_error policy" if group.stopped else "no queue is stopped",
-        queues(lambda one: one.stopped),
-        tone_of(conditions, "stopped_queue"),
-    )
-    yield Tile(
-        "Retrying",
-        group.retrying,
-        "wait for another attempt" if group.retrying else "no message is retried",
-        f"{reverse('outbox:waiting')}?retrying=yes&{of_group}",
-        tone_of(conditions, "retry_storm", "outage"),
-    )
-    yield Tile(
-        "Dead letters",
-        group.dead,
-        "not settled yet" if group.dead else "none is unsettled",
-        f"{reverse('outbox:dead_letters')}?{of_group}",
-        tone_of(conditions, "dead_letters"),
-    )
-    yield Tile(
-        "Workers",
-        group.consumers,
-        "live processes" if group.consumers else "no process runs",
-        f"{reverse('outbox:workers')}?{of_group}",
-        tone_of(conditions, "no_worker", "quarantined", "hung_handlers"),
-    )
+    retries = f"{reverse('outbox:waiting')}?retrying=yes&{of_group}"
+    letters, workers = (f"{reverse(f'outbox:{page}')}?{of_group}" for page in ("dead_letters", "workers"))
+    failing, stopped = queues(lambda one: one.blocked), queues(lambda one: one.stopped)
+    yield from (
+        Tile(name, count, some if count else none, url, tone_of(conditions, *causes))
+        for name, count, some, none, url, causes in (
+            ("Failing queues", group.blocked, "their next message fails", "no queue is blocked", failing,
+             ["blocked_queue"]),
+            ("Stopped queues", group.stopped, "by an on_error policy", "no queue is stopped", stopped,
+             ["stopped_queue"]),
+            ("Retrying", group.retrying, "wait for another attempt", "no message is retried", retries,
+             ["retry_storm", "outage"]),
+            ("Dead letters", group.dead, "not settled yet", "none is unsettled", letters, ["dead_letters"]),
+            ("Workers", group.consumers, "live processes", "no process runs", workers,
+             ["no_worker", "quarantined", "hung_handlers"]),
+        )
+    )  # fmt: skip
 
 
-@seeing
-def topics(request: HttpRequest) -> HttpResponse:
-    """The page of all topics. The figures come from the stored summary."""
-    with reading() as run:
-        counted = summary.read(run)
-    page = sliced(request, [one for one in counted.topics if (text(request.GET, "q") or "") in one.topic])
-    return render(request, "topics", {"title": "Topics", "page": page, "counted": counted, "given": request.GET})
+TOPICS: Final = Listing(
+    "topics",
+    (
+        Column("Topic", lambda one: topic_link(one.topic), "head"),
+        Column("Queues", "queues", "number"),
+        Column("Ever queued", "queued", "number"),
+        Column("Undecided", "undecided", "number"),
+        Column("Parked", "parked", "number"),
+        Column("Held", "held", "number"),
+    ),
+    lambda run, asked: [one for one in summary.read(run).topics if (asked["q"] or "") in one.topic],
+    fields=_NAME_CONTAINS,
+    address="topics/",
+    title="Topics",
+    caption="Topics",
+    empty="No topic of that name is declared.",
+    key=lambda one: one.topic,
+    notes=_counted,
+    is_live=True,
+)
 
 
 @seeing

@@ -21,7 +21,7 @@ from outbox.contrib.django.console.asking import reading, text
 from outbox.contrib.django.console.cards import Tile, aged, cards, tone_of
 from outbox.contrib.django.console.rendering import render
 from outbox.contrib.django.console.signs import Signs, read_signs
-from outbox.contrib.django.console.spans import chosen_span, span_tabs
+from outbox.contrib.django.console.tabs import chosen_span, span_tabs
 from outbox.contrib.django.engine.operator_table import is_on_rocketmq
 from outbox.contrib.django.operations.watching import BrokerView, look
 

@@ -1,76 +1,75 @@
-"""The pages of incidents of the broker, of reconciliation findings, and of operator actions."""
+"""The lists of incidents of the broker and of operator actions, and the page of one action."""
 
 from __future__ import annotations
 
-from django.db.models import Count
+from typing import Final
+
 from django.http import HttpRequest, HttpResponse
 
 from outbox.broker.log import incidents as noted
-from outbox.contrib.django.actions.catalogue import ACTIONS
+from outbox.contrib.django.actions.cells import badge, inert, link, message_link, readable, shortened, told, words
+from outbox.contrib.django.actions.declaration import Field, FieldKind
+from outbox.contrib.django.actions.listing import Asked, Column, Listing
+from outbox.contrib.django.catalogue import ACTIONS
 from outbox.contrib.django.console.access import seeing
-from outbox.contrib.django.console.asking import application, as_uuid, number, reading, text
-from outbox.contrib.django.console.remedies import REMEDIES
-from outbox.contrib.django.console.rendering import PER_PAGE, paged, problem, render
-from outbox.contrib.django.models import Finding, OperatorAction, SavedReconciliation
-from outbox.contrib.django.operations.findings import MAX_SAVED
+from outbox.contrib.django.console.asking import application, as_uuid
+from outbox.contrib.django.console.rendering import problem, render
+from outbox.contrib.django.models import OperatorAction
+
+INCIDENTS: Final = Listing(
+    "incidents",
+    (
+        Column("When", "at"),
+        Column("Kind", lambda one: words(one.kind)),
+        Column("About", lambda one: message_link(found) if (found := as_uuid(one.subject)) else one.subject),
+        Column("What", lambda one: told(readable(one.detail)), "lines"),
+    ),
+    lambda run, asked: noted.recent(run, asked["kind"], before=asked["after"], limit=asked.limit),
+    fields=(Field("kind", "only incidents of this kind", choices=tuple(noted.IncidentKind)),),
+    after=Field("after", "the incidents before this one", FieldKind.NUMBER),
+    position=lambda one: one.incident_id,
+    address="incidents/",
+    title="Incidents",
+    caption="Incidents, newest first",
+    empty="No incidents are recorded.",
+)
 
 
-@seeing
-def incidents(request: HttpRequest) -> HttpResponse:
-    """The page of incidents, newest first. A filter for the kind is optional."""
-    kind = text(request.GET, "kind")
-    with reading() as run:
-        found = noted.recent(run, kind, before=number(request.GET, "after"), limit=PER_PAGE + 1)
-    context = {
-        "title": "Incidents",
-        "page": paged(
-            request, [(one, as_uuid(one.subject)) for one in found], lambda one: {"after": one[0].incident_id}
-        ),
-        "kind": kind,
-        "kinds": list(noted.IncidentKind),
-    }
-    return render(request, "incidents", context)
+def _read_actions(run: None, asked: Asked) -> list[OperatorAction]:
+    given = {**asked.only("who", "action", "outcome"), "id__lt": asked["after"]}
+    narrowed = {name: one for name, one in given.items() if one is not None}
+    return list(OperatorAction.objects.order_by("-id").filter(**narrowed)[: asked.limit])
 
 
-@seeing
-def findings(request: HttpRequest) -> HttpResponse:
-    """The page of findings of the last saved reconciliation, each with its meaning and remedy."""
-    kind = text(request.GET, "class")
-    found = Finding.objects.order_by("id").filter(id__gt=number(request.GET, "after") or 0)
-    with application():
-        rows = list((found.filter(finding_class=kind) if kind else found)[: PER_PAGE + 1])
-        counted = Finding.objects.values("output").annotate(findings=Count("pk")).filter(findings__gte=MAX_SAVED)
-        cut = [one["output"] for one in counted]
-        saved = list(SavedReconciliation.objects.defer("plan").order_by("output"))
-    shown = [(one, as_uuid(one.message_id or one.transaction_id), REMEDIES.get(one.finding_class)) for one in rows]
-    context = {
-        "title": "Findings of reconciliation",
-        "page": paged(request, shown, lambda one: {"after": one[0].pk}),
-        "kind": kind,
-        "classes": list(REMEDIES),
-        "cut": cut,
-        "saved": saved,
-        "most": MAX_SAVED,
-    }
-    return render(request, "findings", context)
+def _outcome(one: OperatorAction) -> list[object]:
+    said = badge(one.outcome, "good" if one.outcome == "done" else "bad")
+    return [said, *([badge("no process answers", "warn")] if one.after.get("no_answer") else [])]
 
 
-@seeing
-def audit(request: HttpRequest) -> HttpResponse:
-    """The page of operator actions, newest first."""
-    given = {name: text(request.GET, name) for name in ("who", "action", "outcome")}
-    before = number(request.GET, "after")
-    found = OperatorAction.objects.order_by("-id").filter(**{name: value for name, value in given.items() if value})
-    with application():
-        rows = list((found.filter(id__lt=before) if before is not None else found)[: PER_PAGE + 1])
-    context = {
-        "title": "Audit",
-        "page": paged(request, rows, lambda one: {"after": one.pk}),
-        **given,
-        "actions": sorted(ACTIONS),
-        "outcomes": OperatorAction.Outcome.values,
-    }
-    return render(request, "audit", context)
+AUDIT: Final = Listing(
+    "audit",
+    (
+        Column("When", "at"),
+        Column("User", "who"),
+        Column("Action", lambda one: link(one.action, "audit_entry", one.pk)),
+        Column("About", lambda one: shortened(inert(one.subject), 120)),
+        Column("Reason", lambda one: shortened(inert(one.why), 120)),
+        Column("Outcome", _outcome),
+    ),
+    _read_actions,
+    of_broker=False,
+    fields=(
+        Field("who", "only actions of this user", label="User"),
+        Field("action", "only actions of this kind", choices=sorted(ACTIONS)),
+        Field("outcome", "only actions with this outcome", choices=OperatorAction.Outcome.values),
+    ),
+    after=Field("after", "the actions before this one", FieldKind.NUMBER),
+    position=lambda one: one.pk,
+    address="audit/",
+    title="Audit",
+    caption="Actions of operators, newest first",
+    empty="No actions are recorded yet.",
+)
 
 
 @seeing

@@ -17,8 +17,7 @@ from outbox.broker.operations.conditions import Severity, duration
 from outbox.contrib.django.console.access import seeing
 from outbox.contrib.django.console.asking import application, number, text
 from outbox.contrib.django.console.rendering import PER_PAGE, paged, render
-from outbox.contrib.django.console.spans import chosen_span, span_tabs
-from outbox.contrib.django.console.states import by_state
+from outbox.contrib.django.console.tabs import by_state, chosen_span, span_tabs
 from outbox.contrib.django.operations.timeline import ConditionHistory, Span, Timeline, read_timeline
 from outbox.contrib.django.operations.watching import look
 from outbox.contrib.django.worker.periodic import CONDITIONS_INTERVAL_SECONDS

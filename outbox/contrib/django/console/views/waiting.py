@@ -1,69 +1,76 @@
-"""The pages of waiting work: undecided transactions, delayed messages, and retries."""
+"""The list of messages that wait for their time: delayed messages, and retries."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Final
 
-from django.http import HttpRequest, HttpResponse
-
-from outbox.broker.operations.listings import list_open, list_retry_errors, list_waiting
-from outbox.broker.transaction.turns import silent_groups
-from outbox.contrib.django.console.access import seeing
-from outbox.contrib.django.console.asking import place, reading, text, uuid
-from outbox.contrib.django.console.rendering import PER_PAGE, paged, render
-from outbox.contrib.django.console.states import state_tabs
+from outbox.broker.database.executor import Executor
+from outbox.broker.operations.dead_letters import PagePosition
+from outbox.broker.operations.listings import WaitingMessage, list_retry_errors, list_waiting
+from outbox.contrib.django.actions.cells import ago, error, group_link, inert, message_link, shortened
+from outbox.contrib.django.actions.declaration import Field, FieldKind
+from outbox.contrib.django.actions.listing import Asked, Button, Choice, Column, Listing, actions
 
 _ERRORS: Final = 10
-# The titles of the page of waiting messages, by the filters (delayed, retrying).
+# The titles of the page by the filters (delayed, retrying).
 _TITLES: Final = {
     (False, False): "Messages that wait for their time",
     (True, False): "Delayed messages",
     (False, True): "Messages that are retried",
+    (True, True): "Delayed messages",
 }
 
 
-@seeing
-def undecided(request: HttpRequest) -> HttpResponse:
-    """The page of undecided transactions, oldest first."""
-    group, parked = text(request.GET, "group"), request.GET.get("parked") == "yes"
-    with reading() as run:
-        tabs = state_tabs(run)
-        rows = list_open(run, group, parked=parked, after=uuid(request.GET, "after"), limit=PER_PAGE + 1)
-        silent = silent_groups(run, [one.transaction_id for one in rows])
-    context = {
-        "title": "Parked transactions" if parked else "Undecided transactions",
-        "page": paged(request, rows, lambda one: {"after": one.transaction_id}),
-        "group": group,
-        "parked": parked,
-        "tabs": tabs,
-        "state": "parked" if parked else "undecided",
-        "silent": silent,
-        "silent_names": ", ".join(silent),
-    }
-    return render(request, "undecided", context)
+def _read(run: Executor, asked: Asked) -> list[WaitingMessage]:
+    retrying = asked["retrying"] and not asked["delayed"]
+    return list_waiting(run, **asked.only("group", "topic", "delayed", "after"), retrying=retrying, limit=asked.limit)
 
 
-@seeing
-def waiting(request: HttpRequest) -> HttpResponse:
-    """The page of waiting messages. The message that is due next comes first."""
-    given = request.GET
-    group, topic, delayed = text(given, "group"), text(given, "topic"), given.get("delayed") == "yes"
-    retrying = given.get("retrying") == "yes" and not delayed
-    with reading() as run:
-        tabs = state_tabs(run, group)
-        rows = list_waiting(
-            run, group, topic, delayed=delayed, retrying=retrying, after=place(given), limit=PER_PAGE + 1
-        )
-        errors = list_retry_errors(run, group) if retrying and rows and "after" not in given else []
-    context = {
-        "title": _TITLES[delayed, retrying],
-        "page": paged(request, rows, lambda one: {"after": one.due_at.isoformat(), "after_id": one.schedule_id}),
-        "group": group,
-        "topic": topic,
-        "delayed": delayed,
-        "retrying": retrying,
-        "errors": errors[:_ERRORS],
-        "tabs": tabs,
-        "state": "delayed" if delayed else "retrying" if retrying else "",
-    }
-    return render(request, "waiting", context)
+def _notes(run: Executor, asked: Asked, rows: Sequence[WaitingMessage]) -> Mapping[str, object]:
+    if not rows or not asked["retrying"] or asked["delayed"] or asked["after"]:
+        return {}
+    return {"errors": list_retry_errors(run, asked["group"])[:_ERRORS], "group": asked["group"]}
+
+
+def _waits_for(one: WaitingMessage) -> object:
+    if one.group is None:
+        return "its delivery time"
+    what = "the handler, claimed by" if one.claimed else f"attempt {one.attempt + 1} of"
+    return [what, group_link(one.group)]
+
+
+def _recall(one: WaitingMessage) -> Button | None:
+    return None if one.claimed else Button("recall", "Recall …", "bad", {"ids": one.message_id})
+
+
+WAITING: Final = Listing(
+    "waiting",
+    (
+        Column("Due", lambda one: ago(one.due_at)),
+        Column("Waits for", _waits_for),
+        Column("Topic", "topic"),
+        Column("Key", lambda one: shortened(inert(one.key), 60), "key"),
+        Column("Last error", lambda one: error(one.error), when=lambda given: not given["delayed"]),
+        Column("Message", lambda one: message_link(one.message_id)),
+        actions(_recall),
+    ),
+    _read,
+    fields=(
+        Field("group", "only messages of this group"),
+        Field("topic", "only messages of this topic"),
+        Field("delayed", "only messages with a delivery time", FieldKind.FLAG, by_tab=True),
+        Field("retrying", "only retries", FieldKind.FLAG, by_tab=True),
+    ),
+    after=Field("after", "the messages after this position", FieldKind.PLACE),
+    position=lambda one: PagePosition(one.due_at, one.schedule_id),
+    address="waiting/",
+    title=lambda given: _TITLES[given["delayed"], given["retrying"]],
+    tab=lambda given: "delayed" if given["delayed"] else "retrying" if given["retrying"] else "waiting",
+    tab_group="group",
+    caption="Waiting messages, the next due first",
+    empty="No messages are waiting.",
+    choice=Choice("ids", lambda one: one.message_id, (Button("recall", "Recall the selected ones …", "bad"),)),
+    notes=_notes,
+    template="waiting",
+)

@@ -9,12 +9,12 @@ from typing import Any
 from django.core.management.base import CommandParser
 
 from outbox.broker.operations.comparisons import DatabaseComparison
-from outbox.contrib.django.management.acting import ActionCommand
-from outbox.contrib.django.operations.comparing import losses, run_compare
+from outbox.contrib.django.management.acting import OperatorCommand
+from outbox.contrib.django.operations.comparing import found, run_compare
 from outbox.contrib.django.operations.watching import run_audit
 
 
-class Command(ActionCommand):
+class Command(OperatorCommand):
     """Parses the arguments, then calls run_audit or run_compare."""
 
     help = (

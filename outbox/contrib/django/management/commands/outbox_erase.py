@@ -1,16 +1,14 @@
 """`manage.py outbox_erase TOPIC --key KEY | --message ID`: erases personal data of messages everywhere."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from django.core.management.base import CommandParser
 
-from outbox.contrib.django.actions.erasing import ERASE
-from outbox.contrib.django.management.acting import ActionCommand
+from outbox.contrib.django.catalogue import ACTIONS
+from outbox.contrib.django.management.acting import OperatorCommand
 
 
-class Command(ActionCommand):
+class Command(OperatorCommand):
     """Parses the arguments, then runs the action `erase`."""
 
     help = (
@@ -19,7 +17,7 @@ class Command(ActionCommand):
     )
 
     def add_arguments(self, parser: CommandParser) -> None:
-        self.add_action(parser, ERASE)
+        self.add_action(parser, ACTIONS["erase"])
 
     def handle(self, *args: Any, **options: Any) -> None:
-        self.act(ERASE, options)
+        self.act(ACTIONS["erase"], options)

@@ -15,10 +15,10 @@ from django.core.management.base import CommandError, CommandParser
 from django.db.utils import DatabaseError
 
 from outbox.broker.schema.grants import Role
-from outbox.contrib.django.actions.broker import DROP, PARTITION
+from outbox.contrib.django.catalogue import ACTIONS
 from outbox.contrib.django.engine.broker import engine_of, get_engine
 from outbox.contrib.django.engine.rocketmq import RocketMQEngine
-from outbox.contrib.django.management.acting import ActionCommand
+from outbox.contrib.django.management.acting import OperatorCommand
 from outbox.contrib.django.operations.granting import grant, planned_grants
 from outbox.contrib.django.operations.installation import install_broker, planned_installation
 from outbox.contrib.django.settings.conf import EngineName, OutboxSettings, get_settings
@@ -30,7 +30,7 @@ _SETTLE_SECONDS: Final = 30.0
 _PAUSE_SECONDS: Final = 0.5
 
 
-class Command(ActionCommand):
+class Command(OperatorCommand):
     """Parses the arguments, then installs, checks or drops the broker's tables, or checks RocketMQ's topics.
 
     On RocketMQ, the command compares the existing topics with the declared topics. With --create, it first creates the
@@ -72,7 +72,7 @@ class Command(ActionCommand):
                 default=[],
                 help=f"with --grants: a role of the server that becomes a member of the role {role}; repeatable",
             )
-        self.add_action(parser, DROP)
+        self.add_action(parser, ACTIONS["drop_broker"])
 
     def handle(self, *args: Any, **options: Any) -> None:
         settings = get_settings()
@@ -80,7 +80,7 @@ class Command(ActionCommand):
         if options["partition_inbox"]:
             if options["drop"] or creates or options["grants"]:
                 raise CommandError("--partition-inbox cannot be used with --drop, --create or --grants: run it alone.")
-            self.act(PARTITION, options)
+            self.act(ACTIONS["partition_inbox"], options)
             return
         if options["force"] and not options["drop"]:
             raise CommandError("--force needs --drop: an installation deletes nothing.")
@@ -106,7 +106,7 @@ class Command(ActionCommand):
                 "--create out."
             )
         if options["drop"]:
-            self.act(DROP, options)
+            self.act(ACTIONS["drop_broker"], options)
         else:
             self._install(settings, options)
 

@@ -14,8 +14,9 @@ from django.conf import settings
 from django.core.management.base import CommandError, CommandParser
 from django.db import DatabaseError
 
+from outbox.contrib.django.actions.cells import first_line
 from outbox.contrib.django.database.aliases import alias_conninfo
-from outbox.contrib.django.management.output import OutboxCommand, first_line
+from outbox.contrib.django.management.output import OutboxCommand
 from outbox.contrib.django.operations.findings import MAX_SAVED, replace
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.errors import ConfigurationError

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from django.core.management.base import CommandError, CommandParser
-from django.db import Error, connections
+from django.db import Error
 
-from outbox.contrib.django.management.output import OutboxCommand, first_line
-from outbox.contrib.django.repair.actions import Publisher, PublishSources, StepOutcome
+from outbox.contrib.django.actions.cells import first_line
+from outbox.contrib.django.management.output import OutboxCommand
 from outbox.contrib.django.repair.apply import ApplyLimits, apply
-from outbox.contrib.django.repair.plan import RepairAction, RepairPlan, read
+from outbox.contrib.django.repair.plan import RepairPlan, read
+from outbox.contrib.django.repair.steps import Publisher, PublishSources, StepOutcome, sources_of
 from outbox.contrib.django.settings.conf import get_settings, imported
 from outbox.errors import BrokerError, ConfigurationError, UsageError
 
@@ -97,22 +98,7 @@ def _means(plan: RepairPlan, options: dict[str, Any]) -> PublishSources:
     paths = {**get_settings().repair_publishers, **dict(map(_pair, options["publisher"]))}
     publishers = {rule: _publisher(rule, path) for rule, path in paths.items()}
     given = dict(map(_pair, options["database"]))
-    sources = [plan.sources[step.rule] for step in plan.steps if step.action is RepairAction.PUBLISH]
-    needed = {source.database for source in sources}
-    needed |= {effects.database for source in sources for effects in source.effects}
-    aliases = {name: given.get(name, name) for name in needed}
-    for name, alias in aliases.items():
-        if alias not in connections:
-            raise UsageError(
-                f"the rules' database {name!r} is not one of the aliases {', '.join(connections)}: pass --database "
-                f"{name}=ALIAS."
-            )
-        if connections[alias].vendor != "postgresql":
-            raise UsageError(
-                f"the alias {alias!r} is not a PostgreSQL database, but the rules need PostgreSQL for {name!r}: pass "
-                f"--database {name}=ALIAS with another alias."
-            )
-    return PublishSources(sources=plan.sources, aliases=aliases, publishers=publishers)
+    return sources_of(plan.steps, plan.sources, given, publishers, how="pass --database {name}=ALIAS.")
 
 
 def _publisher(rule: str, path: str) -> Publisher:

@@ -104,17 +104,11 @@ class Command(OutboxCommand):
         self.print_rows(
             ["group", "topic", "lag", "retrying", "oldest waits since", "dead"],
             (
-                (
-                    one.group,
-                    one.topic,
-                    one.lag if one.is_known else "missing",
-                    one.retrying if one.is_known else "",
-                    one.oldest_at,
-                    server.dead[one.group],
-                )
+                (one.group, one.topic, *((one.lag, one.retrying) if one.is_known else ("missing", "")), one.oldest_at,
+                 server.dead[one.group])
                 for one in server.groups
             ),
-        )
+        )  # fmt: skip
 
     def _print_overview(self, broker: Overview) -> None:
         self.say("")
@@ -129,35 +123,11 @@ class Command(OutboxCommand):
         )
         self.say("")
         self.print_rows(
-            [
-                "group",
-                "topics",
-                "consumers",
-                "handled",
-                "lag",
-                "oldest",
-                "claimed",
-                "retrying",
-                "dead",
-                "timed out",
-                "halted",
-                "paused",
-            ],
+            ["group", "topics", "consumers", "handled", "lag", "oldest", "claimed", "retrying", "dead", "timed out",
+             "halted", "paused"],
             (
-                (
-                    g.name,
-                    g.topics,
-                    g.consumers,
-                    g.handled,
-                    g.lag,
-                    duration(g.oldest_seconds),
-                    g.claimed or "",
-                    g.retrying,
-                    g.dead,
-                    g.timed_out or "",
-                    g.blocked + g.stopped or "",
-                    "yes" if g.paused else "",
-                )
+                (g.name, g.topics, g.consumers, g.handled, g.lag, duration(g.oldest_seconds), g.claimed or "",
+                 g.retrying, g.dead, g.timed_out or "", g.blocked + g.stopped or "", "yes" if g.paused else "")
                 for g in broker.groups
             ),
-        )
+        )  # fmt: skip

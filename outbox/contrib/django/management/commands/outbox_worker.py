@@ -14,8 +14,8 @@ from django.core.management.base import CommandError, CommandParser
 from outbox.broker.consumer.stop_event import StopEvent
 from outbox.broker.process_log import write_log
 from outbox.broker.supervisor import HUNG_EXIT_CODE, end_within, stop_on_signals
-from outbox.contrib.django.actions.broker import FORGET
-from outbox.contrib.django.management.acting import ActionCommand
+from outbox.contrib.django.catalogue import ACTIONS
+from outbox.contrib.django.management.acting import OperatorCommand
 from outbox.contrib.django.operations import signals
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.django.worker.drain import drain_after_others, run_until_drained
@@ -35,7 +35,7 @@ _ROLES: Final[Mapping[str, Callable[[threading.Event, Sequence[str]], None]]] = 
 _HUNG_SECONDS: Final = 5.0
 
 
-class Command(ActionCommand):
+class Command(OperatorCommand):
     """Parses the arguments, then runs one role until SIGTERM or SIGINT, or does the due work once and ends."""
 
     help = "Run the broker, the consumers and check-back until SIGTERM, then drain. Or run the role forward or receive."
@@ -79,12 +79,12 @@ class Command(ActionCommand):
             metavar="HOST:PORT",
             help="for --until-drained on RocketMQ: the administration port of a broker (listenPort, 10911); repeatable",
         )
-        self.add_action(parser, FORGET)
+        self.add_action(parser, ACTIONS["forget"])
 
     def handle(self, *args: Any, **options: Any) -> None:
         _refuse(options)
         if options["forget"]:
-            self.act(FORGET, options)
+            self.act(ACTIONS["forget"], options)
             return
         if options["drain"]:
             self._drain(options)

@@ -1,10 +1,10 @@
-"""The tabs above the lists: one list per state, with the number of its messages or rows."""
+"""The tabs of the pages: one list per state, with the number of its messages or rows, and the spans of time."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, Final
 from urllib.parse import urlencode
 
 from django.http import HttpRequest
@@ -12,9 +12,8 @@ from django.urls import reverse
 
 from outbox.broker.database.executor import Executor
 from outbox.broker.operations import summary
+from outbox.contrib.django.actions.listing import States
 from outbox.contrib.django.console.asking import text
-
-Row = TypeVar("Row")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +50,11 @@ def state_tabs(run: Executor, group: str | None = None) -> list[StateTab]:
     ]
 
 
-def by_state(
-    request: HttpRequest, rows: Iterable[Row], states: Mapping[str, tuple[str, Callable[[Row], bool]]]
-) -> tuple[list[Row], str, list[StateTab]]:
+def by_state(request: HttpRequest, rows: Iterable[Any], states: States) -> tuple[list[Any], str, list[StateTab]]:
     """Filter rows that are completely in memory by the parameter `state`.
 
-    `states` has the label and the condition of each state; the first state is used if the parameter names none of them.
-    Return the rows, the name of the chosen state, and the tabs. Other parameters of the address stay as they are.
+    The first of the states is used if the parameter names none of them. Return the rows, the name of the chosen state,
+    and the tabs. Other parameters of the address stay as they are.
     """
     found = list(rows)
     wanted = text(request.GET, "state") or ""
@@ -68,3 +65,33 @@ def by_state(
         for name, (label, holds) in states.items()
     ]
     return list(filter(states[chosen][1], found)), chosen, tabs
+
+
+@dataclass(frozen=True, slots=True)
+class TimeSpan:
+    """A span of time up to now. `name`: its name in the address; `label`: its name for people."""
+
+    name: str
+    label: str
+    seconds: float
+
+
+SPANS: Final = (
+    TimeSpan("15m", "15 minutes", 900.0),
+    TimeSpan("1h", "1 hour", 3600.0),
+    TimeSpan("6h", "6 hours", 6 * 3600.0),
+    TimeSpan("24h", "24 hours", 24 * 3600.0),
+    TimeSpan("7d", "7 days", 7 * 24 * 3600.0),
+)
+
+
+def chosen_span(request: HttpRequest) -> TimeSpan:
+    """The span that the parameter `span` names; without a known name, the shortest one."""
+    wanted = text(request.GET, "span")
+    return next((one for one in SPANS if one.name == wanted), SPANS[0])
+
+
+def span_tabs(request: HttpRequest, chosen: TimeSpan) -> list[tuple[str, str, bool]]:
+    """The label and the address of each span, and whether it is the chosen one. Other parameters stay as they are."""
+    given = {name: value for name, value in request.GET.items() if name not in ("span", "after")}
+    return [(one.label, "?" + urlencode({**given, "span": one.name}), one is chosen) for one in SPANS]

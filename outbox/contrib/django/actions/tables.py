@@ -1,0 +1,122 @@
+"""Actions on the tables: drop the broker, divide the inboxes, and settle what a comparison or an incident reports."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from outbox.broker.database.executor import Executor
+from outbox.broker.operations.rules import SETTLED_BY_OPERATORS, settle_incidents, settleable
+from outbox.broker.schema.install import DEFAULT_PATIENCE_SECONDS
+from outbox.contrib.django.actions.declaration import ActionPlan, Field, FieldKind, Values, action
+from outbox.contrib.django.database.aliases import broker_connection
+from outbox.contrib.django.operations.comparing import found, settle
+from outbox.contrib.django.operations.installation import partition_inboxes, planned_partitions, remove_broker
+from outbox.contrib.django.settings.conf import get_settings
+
+_PATIENCE: Final = Field(
+    "patience",
+    "for how many seconds the command tries to lock tables that are in use (default: %(default).0f)",
+    FieldKind.SECONDS,
+    default=DEFAULT_PATIENCE_SECONDS,
+)
+
+
+@action(
+    "drop_broker",
+    "Remove the broker's tables with all messages",
+    "outbox_install --drop",
+    Field("force", "with --drop: also drop messages that are not delivered yet", FieldKind.FLAG),
+    _PATIENCE,
+    permission=None,
+)
+def _drop(values: Values) -> ActionPlan:
+    settings = get_settings()
+    given = {"force": values["force"], "patience_seconds": values["patience"]}
+    left = remove_broker(settings, **given, dry_run=True)
+
+    def do() -> Mapping[str, Any]:
+        return {"lost": remove_broker(settings, **given, dry_run=False)}
+
+    return ActionPlan(
+        subject=f"schema {settings.schema!r} on {settings.broker!r}",
+        effect=f"Drop the broker's schema {settings.schema!r} on {settings.broker!r} with all messages. To keep "
+        "`migrate` from creating the schema again, remove outbox from INSTALLED_APPS, or set OUTBOX['BROKER'] to "
+        "another alias.",
+        caution="This cannot be undone.",
+        before={"lost": left},
+        do=do,
+    )
+
+
+# The conversion reads the former table twice. The estimate assumes that PostgreSQL reads so many bytes in a second.
+_READ_BYTES_PER_SECOND: Final = 300e6
+
+
+# The command declares its option --patience together with DROP.
+@action(
+    "partition_inbox",
+    "Put the inboxes of the application's databases into partitions",
+    "outbox_install --partition-inbox",
+    _PATIENCE,
+    permission=None,
+)
+def _partition(values: Values) -> ActionPlan:
+    found = {alias: one for alias, one in planned_partitions().items() if not one.is_partitioned}
+    seconds = 2 * sum(one.bytes for one in found.values()) / _READ_BYTES_PER_SECOND
+    return ActionPlan(
+        subject=f"inboxes on {', '.join(found) or 'no database'}",
+        effect=f"Put the inbox into partitions on: {', '.join(found) or 'no database'}.",
+        caution=f"Handlers wait while PostgreSQL reads the rows: about {seconds:.0f} s. Publishing does not wait. No "
+        "command takes the partitions away again.",
+        before={alias: f"about {one.rows:,} rows, {one.bytes / 1e6:,.0f} MB" for alias, one in found.items()},
+        nothing=not found,
+        do=lambda: {"changed": partition_inboxes(patience_seconds=values["patience"])},
+    )
+
+
+@action(
+    "settle",
+    "Mark the rows that comparisons report as missing, or the incidents of a condition, as settled, so that no "
+    "condition names them",
+    "outbox_audit settle",
+    Field(
+        "condition",
+        "settle the incidents of this condition instead of missing rows (repeatable)",
+        many=True,
+        choices=tuple(SETTLED_BY_OPERATORS),
+    ),
+    permission=None,
+)
+def _settle(values: Values) -> ActionPlan:
+    if values["condition"]:
+        return _settle_conditions(list(dict.fromkeys(values["condition"])))
+    left = [one for one in found() if not one.is_clean]
+    missing = sum(one.missing for one in left)
+    return ActionPlan(
+        subject="comparisons of ledgers and inboxes with the broker",
+        effect=f"Mark {missing} missing rows as settled, so that the conditions no longer name them.",
+        caution="This cannot be undone.",
+        dangerous=True,
+        before={"missing": {f"{one.kind.value} {one.subject}": one.missing for one in left}},
+        nothing=not left,
+        do=lambda: {"settled": settle()},
+    )
+
+
+def _settle_conditions(names: Sequence[str]) -> ActionPlan:
+    with broker_connection() as (connection, schema):
+        held = settleable(Executor(connection, schema))
+
+    def do() -> Mapping[str, Any]:
+        with broker_connection() as (connection, schema):
+            return {"settled": settle_incidents(Executor(connection, schema), names)}
+
+    return ActionPlan(
+        subject=f"conditions {', '.join(names)}",
+        effect=f"End {', '.join(names)}: the incidents of now stay on the page Incidents, and no condition names them. "
+        "A new incident raises the condition again.",
+        before={name: held.get(name, 0) for name in names},
+        nothing=not any(name in held for name in names),
+        do=do,
+    )

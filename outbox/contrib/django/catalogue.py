@@ -1,0 +1,62 @@
+"""All actions and listings by their names, of the core and of the parts.
+
+The name of an action is in its address, on its button and in the audit; the name of a listing is that of its page. See
+decision 106.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from outbox.contrib.django.actions import (
+    endpoints,
+    erasing,
+    groups,
+    limits,
+    messages,
+    processes,
+    receiving,
+    relay,
+    rocketmq,
+    schedules,
+    tables,
+    topics,
+    transactions,
+)
+from outbox.contrib.django.actions.declaration import DeclaredAction
+from outbox.contrib.django.actions.listing import Listing
+from outbox.contrib.django.repair import actions as repair
+from outbox.contrib.django.settings.conf import EngineName, get_settings
+from outbox.errors import ConfigurationError
+
+# Each module declares actions and listings. To add a part, add its module here.
+_CORE: Final = (transactions, messages, groups, processes, topics, tables)
+_PARTS: Final = (limits, schedules, endpoints, receiving, relay, rocketmq, erasing, repair)
+_DECLARED: Final = [one for module in (*_CORE, *_PARTS) for one in vars(module).values()]
+
+ACTIONS: Final[Mapping[str, DeclaredAction]] = {one.name: one for one in _DECLARED if isinstance(one, DeclaredAction)}
+# Other engines have listings of the same names.
+_EVERY: Final = [one for one in _DECLARED if isinstance(one, Listing)]
+LISTINGS: Final[Mapping[str, Listing]] = {one.name: one for one in _EVERY if one.engine == EngineName.POSTGRES}
+
+
+def of_command(command: str) -> tuple[DeclaredAction, ...]:
+    """The actions of a command, such as `outbox_group`."""
+    return tuple(action for action in ACTIONS.values() if action.command.split()[0] == command)
+
+
+def listings_of(command: str) -> Mapping[str, Listing]:
+    """The listings of a command, such as `outbox_group`, by their subcommands."""
+    named = ((one.command.partition(" "), one) for one in LISTINGS.values())
+    return {word: one for (name, _, word), one in named if name == command}
+
+
+def on_engine(listing: Listing) -> Listing:
+    """The listing of the same name that reads the engine of the settings."""
+    try:
+        engine = get_settings().engine
+    except ConfigurationError:
+        # The reader of the listing reports wrong settings.
+        return listing
+    return next((one for one in _EVERY if (one.name, one.engine) == (listing.name, engine)), listing)
