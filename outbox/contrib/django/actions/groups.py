@@ -248,7 +248,7 @@ def _read_groups(run: Executor, asked: Asked) -> Sequence[Mapping[str, object]]:
     ]
 
 
-def _read_queues(run: Executor, asked: Asked) -> list[QueueProgress]:
+def _read_queues(run: Executor, asked: Asked) -> Sequence[QueueProgress]:
     group_id_of(run, asked["group"])
     return list_queues(run, asked["group"])
 

@@ -328,7 +328,7 @@ def selected(asked: Asked) -> LetterSelection:
     return LetterSelection(**asked.only(*(one.name for one in SELECTION)))
 
 
-def _read_letters(run: Executor, asked: Asked) -> list[DeadLetter]:
+def _read_letters(run: Executor, asked: Asked) -> Sequence[DeadLetter]:
     if asked["group"]:
         group_now(run, asked["group"])
     return list_dead_letters(run, asked["group"], selected(asked), **asked.only("settled", "after"), limit=asked.limit)

@@ -5,7 +5,7 @@ See decision 232.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, Final
 from uuid import UUID
@@ -164,9 +164,13 @@ def _buttons(one: ConsumerProcess) -> list[Button]:
     return [*drain, Button("stop_worker", "Stop worker …", "bad", process)]
 
 
+def _is_in(state: str) -> Callable[[ConsumerProcess], bool]:
+    return lambda one: one.state == state
+
+
 _STATES: Final[States] = {
     "": ("All", lambda one: True),
-    **{name: (name.capitalize(), lambda one, name=name: one.state == name) for name in PROCESS_STATES},
+    **{name: (name.capitalize(), _is_in(name)) for name in PROCESS_STATES},
 }
 PROCESSES: Final = Listing(
     "workers",
