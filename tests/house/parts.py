@@ -7,7 +7,7 @@ lines that still do are counted in allowed.txt, whose numbers only fall. `python
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -160,12 +160,12 @@ PARTS: Final = (
 )
 
 
-def files(root: Path) -> Iterator[tuple[str, Path]]:
-    """The files of the package that people write, by their path below outbox/."""
-    package = root / "outbox"
+def texts() -> Iterator[tuple[str, str]]:
+    """The files of the package that people write: their paths below outbox/, and their texts."""
+    package = ROOT / "outbox"
     for path in sorted(package.rglob("*")):
         if path.suffix in _KINDS and "__pycache__" not in path.parts and "vendor" not in path.parts:
-            yield path.relative_to(package).as_posix(), path
+            yield path.relative_to(package).as_posix(), path.read_text(encoding="utf-8")
 
 
 def owner(path: str) -> str | None:
@@ -179,17 +179,18 @@ def owner(path: str) -> str | None:
     return max(owners)[1] if owners else None
 
 
-def mentions(root: Path = ROOT) -> dict[tuple[str, str], int]:
-    """(part, file of the core) -> the lines of this file that name the part."""
+def mentions(given: Iterable[tuple[str, str]]) -> dict[tuple[str, str], int]:
+    """(part, file of the core) -> the lines of this file that name the part; of these files with their texts."""
     found: dict[tuple[str, str], int] = {}
-    for path, file in files(root):
+    for path, text in given:
         if owner(path) is not None:
             continue
-        lines = file.read_text(encoding="utf-8").splitlines()
+        # Half as long as to ignore the case.
+        lower = text.lower()
         for part in PARTS:
-            words = re.compile(part.words, re.IGNORECASE)
-            if count := sum(words.search(line) is not None for line in lines):
-                found[part.name, path] = count
+            words = re.compile(part.words.lower())
+            if words.search(lower):
+                found[part.name, path] = sum(words.search(line) is not None for line in lower.splitlines())
     return found
 
 
@@ -211,4 +212,4 @@ def lowered(now: Mapping[tuple[str, str], int], before: Mapping[tuple[str, str],
 
 
 if __name__ == "__main__":
-    ALLOWED.write_text(lowered(mentions(), allowed()), encoding="utf-8")
+    ALLOWED.write_text(lowered(mentions(texts()), allowed()), encoding="utf-8")
