@@ -63,42 +63,50 @@ def server(data: Path) -> Iterator[Path]:
         embedded.stop(data)
 
 
-@pytest.fixture(params=["short", pytest.param("long", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=["short", pytest.param("long", marks=pytest.mark.slow)])
 def data(request: pytest.FixtureRequest) -> Iterator[Path]:
     """A data directory whose path is short enough for a socket, and one whose path is not."""
     with tempfile.TemporaryDirectory(prefix="outbox-pg-", ignore_cleanup_errors=True) as folder:
         yield Path(folder, "data") if request.param == "short" else Path(folder, "long" * 30, "data")
 
 
-def test_no_other_user_reaches_the_embedded_server(data: Path) -> None:
+@pytest.fixture(scope="module")
+def folder(data: Path) -> Iterator[Path]:
+    """The folder of the socket of a server that runs."""
     with server(data) as folder:
-        assert as_nobody(CONNECT, folder / ".s.PGSQL.5432").startswith("PermissionError")
-        with psycopg.connect(embedded.start(data)) as connection:
-            assert connection.execute("SHOW listen_addresses").fetchone() == ("",)
-            assert connection.execute("SHOW unix_socket_permissions").fetchone() == ("0700",)
+        yield folder
 
 
-def test_no_other_user_is_admitted_where_the_folders_are_open(data: Path) -> None:
-    with server(data) as folder:
-        for path in (*folder.parents, folder):
-            path.chmod(path.stat().st_mode | 0o755)
-        (folder / ".s.PGSQL.5432").chmod(0o777)
-        assert as_nobody(CONNECT, folder / ".s.PGSQL.5432") == "refused"
+def test_no_other_user_reaches_the_embedded_server(data: Path, folder: Path) -> None:
+    assert as_nobody(CONNECT, folder / ".s.PGSQL.5432").startswith("PermissionError")
+    with psycopg.connect(embedded.start(data)) as connection:
+        assert connection.execute("SHOW listen_addresses").fetchone() == ("",)
+        assert connection.execute("SHOW unix_socket_permissions").fetchone() == ("0700",)
 
 
-def test_no_other_user_reads_or_writes_the_servers_files(data: Path) -> None:
-    with server(data) as folder:
-        for opened in (data / "pg_hba.conf", data / "log", folder / "planted"):
-            for mode in ("r", "a"):
-                assert as_nobody("open(*sys.argv[1:])", opened, mode).startswith("PermissionError")
+def test_no_other_user_reads_or_writes_the_servers_files(data: Path, folder: Path) -> None:
+    for opened in (data / "pg_hba.conf", data / "log", folder / "planted"):
+        for mode in ("r", "a"):
+            assert as_nobody("open(*sys.argv[1:])", opened, mode).startswith("PermissionError")
 
 
-def test_folders_above_the_data_are_not_opened_for_reading(data: Path) -> None:
-    with server(data):
-        for folder in data.parents:
-            if stat.S_IMODE(folder.stat().st_mode) == 0o701:
-                break
-        assert as_nobody("os.listdir(sys.argv[1])", folder).startswith("PermissionError")
+def test_folders_above_the_data_are_not_opened_for_reading(data: Path, folder: Path) -> None:
+    for above in data.parents:
+        if stat.S_IMODE(above.stat().st_mode) == 0o701:
+            break
+    assert as_nobody("os.listdir(sys.argv[1])", above).startswith("PermissionError")
+
+
+def test_no_other_user_is_admitted_where_the_folders_are_open(data: Path, folder: Path) -> None:
+    opened = (*folder.parents, folder, folder / ".s.PGSQL.5432")
+    modes = [path.stat().st_mode for path in opened]
+    try:
+        for path in opened:
+            path.chmod(path.stat().st_mode | (0o777 if path == opened[-1] else 0o755))
+        assert as_nobody(CONNECT, opened[-1]) == "refused"
+    finally:
+        for path, mode in zip(opened, modes, strict=True):
+            path.chmod(mode)
 
 
 def test_a_data_directory_that_another_user_made_is_refused() -> None:

@@ -126,7 +126,6 @@ class PostgresBench:
         self.broker = PostgresBroker(self.database, check=CHECKS)
         self.broker.declare(topics)
         self._connection = self.database.connect()
-        self._sequencer_connection = self.database.connect()
         self._sequencer = Sequencer(self.database, uuid.uuid4())
         self._subscriptions: list[tuple[Subscription, AnyHandler]] = []
 
@@ -134,7 +133,7 @@ class PostgresBench:
         publish_two_phase(self.broker, messages, commit=commit)
 
     def sequence(self) -> None:
-        while self._sequencer.run_once(self._sequencer_connection).appended:
+        while self._sequencer.run_once(self._connection).appended:
             pass
 
     def visible(self, topic: str) -> list[Message]:
@@ -203,7 +202,6 @@ class PostgresBench:
 
     def close(self) -> None:
         self._connection.close()
-        self._sequencer_connection.close()
         self.broker.close()
 
 

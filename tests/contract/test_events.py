@@ -95,21 +95,24 @@ def test_a_batch_has_only_the_events_that_this_code_knows(any_path: Bench) -> No
     assert (sorted(seen), any_path.dead_letters("g")) == ([1, 3], [])
 
 
-@pytest.mark.parametrize(
-    ("body", "headers", "reason"),
-    [
-        ({"number": "1", "currency": "EUR"}, {"outbox-event-version": "2"}, "number: expected a whole number"),
-        ({"number": 1}, {"outbox-event-version": "2"}, "currency: the field is required and absent"),
-        ({}, {"outbox-event-version": "two"}, "must be a whole number"),
-        ([], {"outbox-event-version": "1"}, "with_currency, failed at a body that was published as version 1"),
-    ],
-)
-def test_a_body_that_no_wait_can_mend_becomes_a_dead_letter(
-    any_path: Bench, body: Any, headers: dict[str, str], reason: str
-) -> None:
+# Body, version, and the reason of its dead letter.
+HOPELESS = [
+    ({"number": "1", "currency": "EUR"}, "2", "number: expected a whole number"),
+    ({"number": 1}, "2", "currency: the field is required and absent"),
+    ({}, "two", "must be a whole number"),
+    ([], "1", "with_currency, failed at a body that was published as version 1"),
+]
+
+
+def test_a_body_that_no_wait_can_mend_becomes_a_dead_letter(any_path: Bench) -> None:
     any_path.subscribe(subscription(), lambda delivery: pytest.fail("the handler was called"))
-    bad = Message(topic="orders", body=json.dumps(body).encode(), headers={"outbox-event": "orders", **headers})
-    any_path.publish([bad], commit=True)
+    reasons = {}
+    for body, version, reason in HOPELESS:
+        headers = {"outbox-event": "orders", "outbox-event-version": version}
+        bad = Message(topic="orders", body=json.dumps(body).encode(), headers=headers)
+        any_path.publish([bad], commit=True)
+        reasons[bad.message_id] = reason
     any_path.drain()
-    [(message_id, error)] = any_path.dead_letters("g")
-    assert message_id == bad.message_id and reason in error
+    errors = dict(any_path.dead_letters("g"))
+    assert errors.keys() == reasons.keys()
+    assert [reason for message_id, reason in reasons.items() if reason not in errors[message_id]] == []

@@ -67,6 +67,7 @@ def entries(messages: Sequence[Message]) -> list[dict[str, Any]]:
     return [{"id": m.headers["outbox-message-id"], "key": m.headers["outbox-key"], **m.decode()} for m in messages]
 
 
+@pytest.mark.slow
 def test_a_message_is_persistent_and_names_its_topic(rabbitmq: str, queue: str) -> None:
     given = delivery("k ü", tag="paid")
     with sink(rabbitmq) as made:
@@ -77,6 +78,7 @@ def test_a_message_is_persistent_and_names_its_topic(rabbitmq: str, queue: str) 
     assert (found.headers["outbox-key"], found.headers["outbox-tag"]) == ("k ü", "paid")
 
 
+@pytest.mark.slow
 def test_what_no_queue_takes_is_not_acknowledged(rabbitmq: str, queue: str) -> None:
     with sink(rabbitmq, exchange="amq.topic", routing_key="{topic}.{key}") as made:
         [error] = made.send([PLAIN(delivery("a"), queue)])
@@ -89,6 +91,7 @@ def test_what_no_queue_takes_is_not_acknowledged(rabbitmq: str, queue: str) -> N
     assert len(drained(rabbitmq, queue)) == 1
 
 
+@pytest.mark.slow
 def test_a_missing_exchange_is_no_messages_fault_and_mended_without_a_restart(rabbitmq: str, queue: str) -> None:
     with sink(rabbitmq, exchange=queue, routing_key="x") as made:
         with pytest.raises(ServiceUnavailable, match="NOT_FOUND"):
@@ -100,6 +103,7 @@ def test_a_missing_exchange_is_no_messages_fault_and_mended_without_a_restart(ra
         assert made.send([PLAIN(delivery(), "orders")]) == [None]
 
 
+@pytest.mark.slow
 def test_a_message_that_cannot_be_sent_is_rejected_and_the_others_arrive(rabbitmq: str, queue: str) -> None:
     """py-amqp raises struct.error for a content type of 300 bytes. AMQP allows no routing key of 400 bytes."""
     whole, broken = [delivery("a"), delivery("b")], delivery("t", content_type="t" * 300)
