@@ -196,9 +196,8 @@ def test_fifo_messages_of_a_key_wait_for_each_others_commit(
     assert [one for one in queued_ids(connection, "ordered") if one in (first, second, *ids)] == [first, second, *ids]
 
 
-@pytest.mark.parametrize(
-    ("topic", "named", "says"),
-    [
+def test_what_is_refused(connection: BrokerConnection) -> None:
+    cases: list[tuple[Any, dict[str, Any], str]] = [
         ("ordres", {}, "topic 'ordres' is not declared"),
         (None, {}, "topic NULL is not declared"),
         ("%RETRY%shop", {}, "is not declared"),
@@ -219,12 +218,11 @@ def test_fifo_messages_of_a_key_wait_for_each_others_commit(
         ("orders", {"deliver_at": "0001-01-01 UTC"}, "cannot deliver at 0001-01-01"),
         ("orders", {"body": "x" * 4_194_304}, "4194304 bytes"),
         ("orders", {"key": None}, "cannot be null"),
-    ],
-)
-def test_what_is_refused(connection: BrokerConnection, topic: str, named: dict[str, Any], says: str) -> None:
-    with pytest.raises(psycopg.Error, match=says):
-        publish(connection, topic, **named)
-    assert connection.execute("SELECT count(*) FROM outbox.commit_log").fetchone() == (0,)
+    ]
+    for topic, named, says in cases:
+        with pytest.raises(psycopg.Error, match=says):
+            publish(connection, topic, **named)
+        assert connection.execute("SELECT count(*) FROM outbox.commit_log").fetchone() == (0,)
 
 
 def test_an_operator_can_switch_it_off_and_a_resent_id_stores_nothing(

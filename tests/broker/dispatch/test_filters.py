@@ -178,7 +178,7 @@ def in_sql(connection: psycopg.Connection[tuple[bool]], text: str, tag: str, hea
     return row[0]
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(expression=EXPRESSIONS, tag=st.sampled_from(["", "a", "b"]), headers=HEADERS)
 @example(expression="a < 'é'", tag="", headers={"a": "z"})
 @example(expression="a = 1", tag="", headers={"a": "1\n"})

@@ -86,9 +86,9 @@ def test_global_order_with_one_queue(bench: ConsumptionBench) -> None:
 @pytest.mark.parametrize("mode", ORDERED)
 def test_order_per_key_over_many_queues(steps: ConsumptionBench, mode: Mode, batch: int) -> None:
     harness = OrderHarness()
-    steps.publish(keyed("steps", 5_000, 1_000))
+    steps.publish(keyed("steps", 1_500, 300))
     steps.run_until_idle(subscribe(mode, batch=batch), harness)
-    harness.assert_order(1_000, 5)
+    harness.assert_order(300, 5)
     steps.assert_conserved("g")
 
 

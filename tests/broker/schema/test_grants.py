@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -152,41 +153,31 @@ def test_a_publisher_decides_only_for_its_own_producer_group(
     assert details == [("refused", f"{refusal} for this group")] * 2
 
 
-@pytest.mark.parametrize("as_half", [False, True], ids=["decided", "half"])
-@pytest.mark.parametrize("all_new", [False, True], ids=["on_conflict", "all_new"])
-@pytest.mark.parametrize("with_its_message", [False, True], ids=["other_messages", "its_message_first"])
+# With its message first, as half messages, and as messages that are all new.
+FORGED = """
+WITH given AS (SELECT CASE WHEN %(first)s THEN ARRAY[%(id)s::uuid] ELSE '{}' END
+                      || ARRAY[gen_random_uuid(), gen_random_uuid()] AS ids)
+SELECT outbox.append_batch(
+    %(id)s, ids, array_fill(now(), ARRAY[cardinality(ids)]), '{}', '{}', '{}',
+    array_fill(''::text, ARRAY[cardinality(ids)]), '{}', '{}', '{}',
+    array_fill(''::bytea, ARRAY[cardinality(ids)]), '{}', %(topic)s, '', '',
+    CASE WHEN %(half)s THEN 'shop' ELSE '' END, true, %(half)s, 60, NULL, NULL, %(all_new)s)
+FROM given
+"""
+
+
 def test_a_publisher_adds_no_message_to_the_transaction_of_another_group(
-    as_half: bool,
-    all_new: bool,
-    with_its_message: bool,
-    granted: Granted,
-    broker: PostgresBroker,
-    connection: BrokerConnection,
+    granted: Granted, broker: PostgresBroker, connection: BrokerConnection
 ) -> None:
     """A row of op_log with the id of the transaction would decide it, without its messages."""
     other = half(group="billing")
     broker.send_half(other)
     [(topic_id,)] = connection.execute("SELECT topic_id FROM outbox.topic WHERE name = 'orders'").fetchall()
-    with session(granted.as_role(Role.PUBLISH)) as opened, pytest.raises(psycopg.errors.UniqueViolation):
-        opened.execute(
-            """
-            WITH given AS (SELECT CASE WHEN %(first)s THEN ARRAY[%(id)s::uuid] ELSE '{}' END
-                                  || ARRAY[gen_random_uuid(), gen_random_uuid()] AS ids)
-            SELECT outbox.append_batch(
-                %(id)s, ids, array_fill(now(), ARRAY[cardinality(ids)]), '{}', '{}', '{}',
-                array_fill(''::text, ARRAY[cardinality(ids)]), '{}', '{}', '{}',
-                array_fill(''::bytea, ARRAY[cardinality(ids)]), '{}', %(topic)s, '', '',
-                CASE WHEN %(half)s THEN 'shop' ELSE '' END, true, %(half)s, 60, NULL, NULL, %(all_new)s)
-            FROM given
-            """,
-            {
-                "id": other.transaction_id,
-                "first": with_its_message,
-                "topic": topic_id,
-                "half": as_half,
-                "all_new": all_new,
-            },
-        )
+    with session(granted.as_role(Role.PUBLISH)) as opened:
+        for given in itertools.product([False, True], repeat=3):
+            forged = dict(zip(("first", "half", "all_new"), given, strict=True))
+            with pytest.raises(psycopg.errors.UniqueViolation):
+                opened.execute(FORGED, {**forged, "id": other.transaction_id, "topic": topic_id})
     assert connection.execute("SELECT count(*) FROM outbox.op_log").fetchall() == [(0,)]
     assert connection.execute("SELECT message_id FROM outbox.commit_log").fetchall() == [(other.transaction_id,)]
 

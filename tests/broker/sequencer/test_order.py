@@ -219,7 +219,7 @@ _STEPS = st.lists(st.tuples(st.sampled_from("hhpcrt"), st.integers(0, 1), st.int
 
 
 @given(steps=_STEPS)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_model_of_key_order(steps: list[tuple[str, int, int]]) -> None:
     """Random halves, decisions and passes on two keys: never out of order, never stuck, nothing lost."""
     order = KeyOrder()

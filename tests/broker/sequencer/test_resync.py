@@ -63,20 +63,22 @@ def _publish(connection: psycopg.Connection[TupleRow], one: Message, *, savepoin
 
 
 @contextlib.contextmanager
-def _open(database: BrokerDatabase, late: Late, one: Message) -> Iterator[Callable[[], None]]:
+def _open(database: BrokerDatabase, late: Late, *messages: Message) -> Iterator[Callable[[], None]]:
     """The transaction until the resynchronisation; call the yielded function to continue to its COMMIT."""
-    gid = f"late-{one.message_id}"
+    gid = f"late-{messages[0].message_id}"
     with contextlib.closing(database.open(name="batch-job")) as connection:
         connection.execute(f"BEGIN ISOLATION LEVEL {late.isolation}".encode())
         connection.execute("SELECT incarnation FROM outbox.broker")
         if late.publishes_before:
-            _publish(connection, one, savepoint=late.savepoint)
+            for one in messages:
+                _publish(connection, one, savepoint=late.savepoint)
             if late.prepares:
                 connection.execute(f"PREPARE TRANSACTION '{gid}'".encode())
 
         def finish() -> None:
             if not late.publishes_before:
-                _publish(connection, one, savepoint=late.savepoint)
+                for one in messages:
+                    _publish(connection, one, savepoint=late.savepoint)
                 if late.prepares:
                     connection.execute(f"PREPARE TRANSACTION '{gid}'".encode())
             connection.execute(f"COMMIT PREPARED '{gid}'".encode() if late.prepares else b"COMMIT")
@@ -94,31 +96,35 @@ def _incarnation(connection: BrokerConnection) -> int:
     return int(row[0])
 
 
-@pytest.mark.parametrize("topic", ["orders", "ordered"])
+TOPICS = ("orders", "ordered")
+
+
 @pytest.mark.parametrize("kind", LATE)
 def test_what_commits_after_a_resynchronisation_is_delivered_once(
-    kind: str, topic: str, broker: PostgresBroker, database: BrokerDatabase, connection: BrokerConnection
+    kind: str, broker: PostgresBroker, database: BrokerDatabase, connection: BrokerConnection
 ) -> None:
-    late, others = message(topic, key="k"), [message(topic, key="other")]
+    late, others = [[message(topic, key=key) for topic in TOPICS] for key in ("k", "other")]
     broker.send(others)
     drain(new_sequencer(database), connection)
-    with _open(database, LATE[kind], late) as finish:
+    with _open(database, LATE[kind], *late) as finish:
         connection.execute(FAILOVER.encode())
         # The resynchronisation waits for no transaction: it ends at once, and other messages are sequenced.
         connection.execute("SET lock_timeout = '1ms'")
         sequencer = new_sequencer(database)
         for _ in range(3):
-            others.append(message(topic, key="other"))
-            broker.send([others[-1]])
+            more = [message(topic, key="other") for topic in TOPICS]
+            broker.send(more)
             drain(sequencer, connection)
-            assert others[-1].message_id in queued_ids(connection)
+            assert {one.message_id for one in more} <= set(queued_ids(connection))
+            others += more
         assert _incarnation(connection) == 2
         finish()
-    others.append(message(topic, key="k"))
-    broker.send([others[-1]])
+    more = [message(topic, key="k") for topic in TOPICS]
+    broker.send(more)
+    others += more
     drain(sequencer, connection)
     drain(new_sequencer(database), connection)
-    assert sorted(queued_ids(connection)) == sorted(one.message_id for one in [*others, late])
+    assert sorted(queued_ids(connection)) == sorted(one.message_id for one in [*others, *late])
     assert _incarnation(connection) == 2, "once"
     assert_gapless(connection)
     assert count_messages(Executor(connection, "outbox")).differences() == []
@@ -204,7 +210,7 @@ def test_a_sequencer_killed_in_the_middle_of_a_resynchronisation(
     broker.send(others)
     with _open(database, LATE["repeatable read, publishes after"], late) as finish:
         connection.execute(FAILOVER.encode())
-        for visit in range(3):
+        for visit in range(2):
             killed = subprocess.run(
                 [sys.executable, "-c", _SEQUENCE, database.conninfo],
                 env={**os.environ, "OUTBOX_FAULTS": "sequencer.mid_resync=kill"},

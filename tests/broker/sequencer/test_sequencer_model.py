@@ -97,6 +97,8 @@ class WithoutInProgress(BySnapshot):
 def _histories() -> Iterator[tuple[Sequence[tuple[int, str]], Sequence[bool]]]:
     ends = itertools.product(("committed", "aborted"), repeat=3)
     orders = set(itertools.permutations((0, 0, 1, 1, 2, 2)))
+    # Another order of beginnings is the same history with other numbers.
+    orders = {order for order in orders if tuple(dict.fromkeys(order)) == (0, 1, 2)}
     for order, outcome in itertools.product(sorted(orders), ends):
         begun: set[int] = set()
         steps = []
