@@ -12,7 +12,7 @@ from spark.comparison.remedies import REMEDIES
 from tests.sample.browser import Browser
 from tests.spark.test_report import finding, page
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
 RIGHT_EDGE = "Math.max(...[...document.querySelectorAll('{}')].map(each => each.getBoundingClientRect().right))"
 

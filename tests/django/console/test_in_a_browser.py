@@ -126,6 +126,7 @@ def confirm(browser: Browser, why: str) -> None:
     browser.click("form.confirm button")
 
 
+@pytest.mark.slow
 def test_a_stuck_half_is_found_understood_and_settled(world: World, site: Site) -> None:
     lost_end(world, "order-7")
     world.sql("UPDATE outbox.pending_check SET checks = 15, parked_at = now(), park_reason = 'checks', "
@@ -167,6 +168,7 @@ def test_all_dead_letters_of_one_error_are_replayed(world: World, site: Site) ->
     assert OperatorAction.objects.get().after == {"settled": 3}
 
 
+@pytest.mark.slow
 def test_an_order_is_followed_by_its_key_through_three_groups(world: World, site: Site) -> None:
     for group in ("mail", "stock", "points"):
         world.subscribe(group)
@@ -229,6 +231,7 @@ LISTS: Final = (
 )
 
 
+@pytest.mark.slow
 def test_filters_are_folded_on_a_phone_and_open_on_a_wide_screen(world: World, site: Site) -> None:
     busy(world)
     is_visible = "document.querySelector('.filters form').checkVisibility()"
@@ -294,6 +297,7 @@ def tab_to(browser: Browser, condition: str) -> None:
     raise AssertionError(f"the keyboard does not reach: {condition}")
 
 
+@pytest.mark.slow
 def test_the_checks_find_what_they_look_for(world: World, site: Site) -> None:
     with Browser(width=360, height=740) as browser:
         site.open(browser)

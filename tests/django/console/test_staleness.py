@@ -55,6 +55,7 @@ def test_a_web_process_that_hangs_or_is_killed_greys_the_page(web: WebProcess) -
         wait_until_fresh(browser)
 
 
+@pytest.mark.slow
 def test_a_permission_that_is_gone_greys_and_an_ended_session_leaves(web: WebProcess) -> None:
     user = web.site.user
     with Browser() as browser:
