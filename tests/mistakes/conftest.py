@@ -58,10 +58,18 @@ def _point(alias: str, entry: dict[str, Any]) -> None:
         settings.update(entry)
 
 
+@pytest.fixture(scope="package")
+def campaigns(worlds: None) -> Iterator[dict[World, Campaign]]:
+    """The open campaigns. Most programs take less time than the sessions and the consumer group of a new campaign."""
+    made: dict[World, Campaign] = {}
+    yield made
+    for campaign in made.values():
+        campaign.close()
+
+
 @pytest.fixture
-def campaign_in(worlds: None, django_db_blocker: Any) -> Iterator[Callable[[World], Campaign]]:
-    """A function that opens a campaign in a world."""
-    opened: list[Campaign] = []
+def campaign_in(campaigns: dict[World, Campaign], django_db_blocker: Any) -> Iterator[Callable[[World], Campaign]]:
+    """A function that returns the campaign of a world, and makes its settings those of the test."""
     with django_db_blocker.unblock():
         registry.unregister_all()
         changed: list[Any] = []
@@ -69,12 +77,11 @@ def campaign_in(worlds: None, django_db_blocker: Any) -> Iterator[Callable[[Worl
         def open_campaign(world: World) -> Campaign:
             changed.append(override_settings(OUTBOX={**configured.OUTBOX, "BROKER": world.broker}))
             changed[-1].enable()
-            opened.append(Campaign(world.alias))
-            return opened[-1]
+            if world not in campaigns:
+                campaigns[world] = Campaign(world.alias)
+            return campaigns[world]
 
         yield open_campaign
-        for campaign in opened:
-            campaign.close()
         broker_access.flush(within_seconds=5)
         broker_access.reset_broker()
         for item in changed:

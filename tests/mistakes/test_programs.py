@@ -13,7 +13,7 @@ from tests.mistakes.campaign import Campaign, convictions, report
 from tests.mistakes.generator import Side
 from tests.mistakes.worlds import WORLDS, World
 
-PROGRAMS, MORE_PROGRAMS = 40, 200
+PROGRAMS, MORE_PROGRAMS = 12, 200
 SOAK_VARIABLE = "OUTBOX_MISTAKES"
 # More would only repeat themselves in the report.
 ENOUGH = 50

@@ -99,9 +99,9 @@ def test_of_processes_that_start_at_once_only_one_holds_the_lock(location: str, 
     marks, rounds = tmp_path / "marks", 6
     marks.mkdir()
     command = [sys.executable, "-c", RACER, location, str(rounds), str(marks)]
-    racers = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    racers = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     said = [racer.communicate()[0] for racer in racers]
-    assert [racer.returncode for racer in racers] == [0, 0, 0], said
+    assert [racer.returncode for racer in racers] == [0, 0], said
     assert sum(map(int, said)) > 0
 
 
