@@ -30,6 +30,10 @@ SERVER_SETTINGS = {
     "shared_buffers": "256MB",
     "max_wal_size": "4GB",
     "max_prepared_transactions": "20",
+    # Most of the server's work is to begin and end sessions, and most of them call functions in this language.
+    "shared_preload_libraries": "plpgsql",
+    # It would begin a session in each of some hundred small databases again and again.
+    "autovacuum_naptime": "1h",
 }
 _numbers = itertools.count(1)
 

@@ -54,11 +54,11 @@ WHERE relkind = 'r' AND relnamespace NOT IN ('pg_catalog'::regnamespace, 'inform
 # ended has reported its own. So without a write to a catalogue the definitions are as they were, and only tables with
 # writes can have other contents. VACUUM and ANALYZE change figures of pg_class without a write that is counted.
 _WRITTEN: Final = """
-SELECT relid::regclass::text, schemaname = 'pg_catalog'
-FROM pg_stat_all_tables AS counted JOIN pg_class ON pg_class.oid = relid
-WHERE n_tup_ins + n_tup_upd + n_tup_del + vacuum_count + autovacuum_count + analyze_count + autoanalyze_count > 0
-    AND NOT relisshared AND schemaname <> 'pg_toast'
-    AND counted.relname NOT IN ('pg_statistic', 'pg_statistic_ext_data')
+SELECT oid::regclass::text, relnamespace = 'pg_catalog'::regnamespace FROM pg_class
+WHERE relkind IN ('r', 'm', 'p') AND NOT relisshared AND relname NOT IN ('pg_statistic', 'pg_statistic_ext_data')
+    AND pg_stat_get_tuples_inserted(oid) + pg_stat_get_tuples_updated(oid) + pg_stat_get_tuples_deleted(oid)
+        + pg_stat_get_vacuum_count(oid) + pg_stat_get_autovacuum_count(oid)
+        + pg_stat_get_analyze_count(oid) + pg_stat_get_autoanalyze_count(oid) > 0
 """
 # A crash of the server sets all counts to 0, and this time to that of its new start.
 _COUNTED_FROM: Final = "SELECT datid, stats_reset FROM pg_stat_database WHERE datname = current_database()"
@@ -130,12 +130,16 @@ class Template:
                         connection.execute("SELECT setval(%s::regclass, %s, %s)", [sequence, *value])
                 connection.execute("SET LOCAL allow_system_table_mods = on")
                 connection.execute(_STATISTICS, [_FIRST_OID])
-            # Else this session would report its own writes when it ends.
-            connection.execute("SELECT pg_stat_force_next_flush()")
-            connection.execute("SELECT pg_stat_reset()")
-            [(number, counted_from)] = connection.execute(_COUNTED_FROM).fetchall()
-            self._counted_from[number] = counted_from
+            self.count_anew(connection)
         return True
+
+    def count_anew(self, connection: Connection) -> None:
+        """Let the server count writes from now on: the database is as the template."""
+        # Else this session would report its own writes when it ends.
+        connection.execute("SELECT pg_stat_force_next_flush()")
+        connection.execute("SELECT pg_stat_reset()")
+        [(number, counted_from)] = connection.execute(_COUNTED_FROM).fetchall()
+        self._counted_from[number] = counted_from
 
     def _written(self, connection: Connection) -> set[str] | None:
         """The tables that were written since the last reset, and those that TRUNCATE requires with them.
@@ -186,6 +190,8 @@ class Pool:
         self._server_url = server_url
         self._templates: dict[str, Template] = {}
         self._free: dict[str, list[str]] = defaultdict(list)
+        # It stays open: a session costs more than what it is opened for.
+        self._administering = psycopg.connect(server_url, autocommit=True)
 
     def take(self, template: str) -> str:
         """The name of a database that is as `template` was when it was first asked for."""
@@ -209,20 +215,21 @@ class Pool:
         """Drop all."""
         drop_databases(self._server_url, itertools.chain.from_iterable(self._free.values()))
         self._free.clear()
+        self._administering.close()
 
     def _take_away(self, name: str) -> str | None:
         """Its new name; None if it is gone, or if a session keeps it in use."""
         renamed = new_name()
-        with psycopg.connect(self._server_url, autocommit=True) as connection:
-            connection.execute(_END_SESSIONS, [name])
-            if connection.execute(_PREPARED, [name]).fetchone():
-                return None
-            try:
-                connection.execute(
-                    sql.SQL("ALTER DATABASE {} RENAME TO {}").format(sql.Identifier(name), sql.Identifier(renamed))
-                )
-            except (psycopg.errors.ObjectInUse, psycopg.errors.InvalidCatalogName):
-                return None
+        connection = self._administering
+        connection.execute(_END_SESSIONS, [name])
+        if connection.execute(_PREPARED, [name]).fetchone():
+            return None
+        try:
+            connection.execute(
+                sql.SQL("ALTER DATABASE {} RENAME TO {}").format(sql.Identifier(name), sql.Identifier(renamed))
+            )
+        except (psycopg.errors.ObjectInUse, psycopg.errors.InvalidCatalogName):
+            return None
         return renamed
 
 
@@ -233,6 +240,9 @@ def new_name() -> str:
 
 def drop_databases(url: str, names: Iterable[str]) -> None:
     """Drop the existing ones, with their connections."""
+    names = list(names)
+    if not names:
+        return
     with psycopg.connect(url, autocommit=True) as connection:
         for name in names:
             connection.execute(sql.SQL("DROP DATABASE IF EXISTS {} WITH (FORCE)").format(sql.Identifier(name)))
