@@ -212,13 +212,13 @@ def parsers() -> Iterator[tuple[str, ArgumentParser]]:
         )
 
 
-@pytest.mark.parametrize(("name", "parser"), list(parsers()), ids=lambda value: value if isinstance(value, str) else "")
-def test_commands_have_the_same_options(name: str, parser: ArgumentParser) -> None:
-    options = set(parser._option_string_actions)
-    assert "--json" in options
-    for option in ("--dry-run", "--no-input", "--reason"):
-        assert (option in options) is (name not in LOOKS)
-    assert ({"--limit", "--after"} <= options) is (name in PAGED)
+def test_commands_have_the_same_options() -> None:
+    for name, parser in parsers():
+        options = set(parser._option_string_actions)
+        assert "--json" in options, name
+        for option in ("--dry-run", "--no-input", "--reason"):
+            assert (option in options) is (name not in LOOKS), name
+        assert ({"--limit", "--after"} <= options) is (name in PAGED), name
 
 
 # -- conditions of events ------------------------------------------------------------------------------------------
