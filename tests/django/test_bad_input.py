@@ -72,9 +72,8 @@ def test_decorator_refuses_at_import(topic: str, options: Any, error: type[Excep
         transactional_message(topic, body={}, **options)
 
 
-@pytest.mark.parametrize(
-    ("call", "complaint"),
-    [
+def test_publish_refuses_before_anything_is_stored(empty_log: None) -> None:
+    cases: list[tuple[Callable[[], object], str]] = [
         (lambda: publish("orders", {}, using="nosuch"), "'nosuch'.*not in DATABASES; use one of default"),
         (lambda: publish("orders", {}, headers=["a"]), "headers must be a mapping"),  # type: ignore[arg-type]
         (lambda: publish("orders", {}, delay=float("nan")), "delay must be seconds from now"),
@@ -92,15 +91,14 @@ def test_decorator_refuses_at_import(topic: str, options: Any, error: type[Excep
         (lambda: publish_many("orders", "abc"), "pass a list of bodies"),
         (lambda: publish_messages(message("orders", {})), "pass a list of messages"),  # type: ignore[arg-type]
         (lambda: publish_messages([{"n": 1}]), "pass a list of messages"),  # type: ignore[list-item]
-    ],
-)
-def test_publish_refuses_before_anything_is_stored(empty_log: None, call: Callable[[], object], complaint: str) -> None:
-    with pytest.raises(UsageError, match=complaint):
-        call()
-    with pytest.raises(UsageError, match=complaint):
-        _work_and(call)
-    assert not Effect.objects.exists()
-    assert decisions() == {}
+    ]
+    for call, complaint in cases:
+        with pytest.raises(UsageError, match=complaint):
+            call()
+        with pytest.raises(UsageError, match=complaint):
+            _work_and(call)
+        assert not Effect.objects.exists()
+        assert decisions() == {}
 
 
 @pytest.mark.usefixtures("empty_log")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import psycopg
@@ -133,20 +133,21 @@ def many(number: str, count: int) -> None:
     Order.objects.create(number=number)
 
 
-@pytest.mark.parametrize(
-    "given", [lambda: message("orders", 1), lambda: 5, lambda: ["orders"], lambda: {"orders": 1}, lambda: None]
-)
-def test_what_is_no_list_of_messages_is_refused_with_the_functions_name(
-    given: Callable[..., Iterable[Message]], path: str
-) -> None:
-    @transactional_message(messages=given)
-    def place_wrong() -> None:
-        Order.objects.create(number="dropped")
+def test_what_is_no_list_of_messages_is_refused_with_the_functions_name(path: str) -> None:
+    one = message("orders", 1)
+    wrong: list[Callable[..., Any]] = [lambda: one, lambda: 5, lambda: ["orders"], lambda: {"orders": 1}, lambda: None]
+    for given in wrong:
 
-    with pytest.raises(UsageError, match=r"messages= of .*place_wrong: pass a list of messages made by message\(…\)"):
-        place_wrong()
-    assert not Order.objects.exists()
-    assert stored() == []
+        @transactional_message(messages=given)
+        def place_wrong() -> None:
+            Order.objects.create(number="dropped")
+
+        with pytest.raises(
+            UsageError, match=r"messages= of .*place_wrong: pass a list of messages made by message\(…\)"
+        ):
+            place_wrong()
+        assert not Order.objects.exists()
+        assert stored() == []
 
 
 MISTAKES: list[tuple[dict[str, Any], str]] = [
@@ -160,10 +161,10 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("given", "error"), MISTAKES)
-def test_what_cannot_work_is_refused_when_it_is_declared(given: dict[str, Any], error: str) -> None:
-    with pytest.raises(ConfigurationError, match=error):
-        cast(Any, transactional_message)(**given)
+def test_what_cannot_work_is_refused_when_it_is_declared() -> None:
+    for given, error in MISTAKES:
+        with pytest.raises(ConfigurationError, match=error):
+            cast(Any, transactional_message)(**given)
 
 
 def test_an_unknown_parameter_and_a_coroutine_are_refused_when_they_are_declared() -> None:

@@ -90,34 +90,35 @@ FAULTS: dict[str, tuple[Callable[[], AbstractContextManager[None]], str]] = {
     "serialisation": (lambda: raised_by_a_trigger("40001"), "another transaction conflicted with this transaction"),
     "other": (lambda: raised_by_a_trigger("22000"), "the database refused the statement"),
 }
-# A decorated function opens a block of its own first; that statement of Django's fails.
-CASES = [(call, fault) for call in CALLS for fault in FAULTS if (call[:9], fault) != ("decorated", "killed")]
+
+
+def work(fault: Callable[[], AbstractContextManager[None]], call: str) -> None:
+    with transaction.atomic():
+        Order.objects.create(number="never")
+        with fault():
+            CALLS[call]()
 
 
 @pytest.mark.usefixtures("path")
-@pytest.mark.parametrize(("call", "name"), CASES)
-def test_no_error_of_the_driver_reaches_the_caller(call: str, name: str) -> None:
-    fault, said = FAULTS[name]
+@pytest.mark.parametrize("call", CALLS)
+def test_no_error_of_the_driver_reaches_the_caller(call: str) -> None:
     publish("orders", {}, key="warm-up", at_once=True)
     with transaction.atomic():
         publish("orders", {}, key="warm-up of the path")
-
-    def work() -> None:
-        with transaction.atomic():
-            Order.objects.create(number="never")
-            with fault():
-                CALLS[call]()
-
-    with pytest.raises(
-        SendFailed, match=f"(?s)was not done: the database 'default' reported an error, because {said}.*rolled back"
-    ) as got:
-        work()
-    assert isinstance(got.value.__cause__, Error)
-    if call.startswith("publish"):
-        assert "'orders'" in str(got.value)
-    connections["default"].close()
-    assert not Order.objects.exists()
-    assert {key for key, state in decisions().items() if state == "C"} == {"warm-up", "warm-up of the path"}
+    for name, (fault, said) in FAULTS.items():
+        if call.startswith("decorated") and name == "killed":
+            # A decorated function opens a block of its own first; that statement of Django's fails.
+            continue
+        text = f"(?s)was not done: the database 'default' reported an error, because {said}.*rolled back"
+        with pytest.raises(SendFailed, match=text) as got:
+            work(fault, call)
+        assert isinstance(got.value.__cause__, Error), name
+        if call.startswith("publish"):
+            assert "'orders'" in str(got.value), name
+        connections["default"].close()
+        assert not Order.objects.exists(), name
+        committed = {key for key, state in decisions().items() if state == "C"}
+        assert committed == {"warm-up", "warm-up of the path"}, name
 
 
 @pytest.mark.usefixtures("path")
