@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.django.subscribers import registry
 from outbox.contrib.django.subscribers.scheduled import forget_scheduled
 from outbox.events import declaration
+from tests.django.sessions import close_sessions
 from tests.mariadb import NOT_ON_MARIADB, PrivateMariaDB
 
 
@@ -109,27 +110,104 @@ OF_THE_APPLICATION = (
 )
 
 
+class Cleaner:
+    """Deletes what tests leave in a database, over a session that stays open: opening one takes longer."""
+
+    def __init__(self, connect: Callable[[], Any]) -> None:
+        self._connect = connect
+        self._session: Any = None
+
+    def delete(self, *tables: str, truncated: str = "", before: str = "") -> None:
+        """Delete the rows of the tables that have any, in this order.
+
+        Truncate the table `truncated` first if it had a row since it was truncated. Execute `before` first of all if
+        there is anything to delete.
+        """
+        try:
+            self._delete(tables, truncated, before)
+        except psycopg.OperationalError:
+            # The test has ended all sessions of the database.
+            self.close()
+            self._delete(tables, truncated, before)
+
+    def rows(self, query: str) -> list[Any] | None:
+        """The rows of a query; None if it fails."""
+        try:
+            return list(self._open().execute(query).fetchall())
+        except psycopg.Error:
+            return None
+
+    def close(self) -> None:
+        if self._session is not None:
+            self._session.close()
+        self._session = None
+
+    def _open(self) -> Any:
+        if self._session is None:
+            self._session = self._connect()
+        return self._session
+
+    def _delete(self, tables: Sequence[str], truncated: str, before: str) -> None:
+        session = self._open()
+        found = [
+            f"SELECT '{table}' FROM (SELECT 1 AS row_of_its_own) AS one WHERE EXISTS (SELECT * FROM {table})"
+            for table in tables
+        ]
+        if truncated:
+            found.append(f"SELECT '{truncated}' WHERE pg_relation_size('{truncated}') > 0")
+        with session.cursor() as cursor:
+            cursor.execute(" UNION ALL ".join(found))
+            filled = {name for (name,) in cursor.fetchall()}
+            if filled and before:
+                cursor.execute(before)
+            # TRUNCATE makes new files of the table and its indexes.
+            if truncated in filled:
+                cursor.execute(f"TRUNCATE {truncated}")
+            for table in tables:
+                if table in filled:
+                    cursor.execute(f"DELETE FROM {table}")
+
+
+@pytest.fixture(scope="session")
+def cleaners(server_url: str, django_db_setup: None) -> Iterator[dict[str, Cleaner]]:
+    """The cleaner of each database that is not made anew for each test."""
+
+    def connecting(alias: str) -> Callable[[], Any]:
+        url = embedded.database_url(server_url, _name(alias))
+        return lambda: psycopg.connect(url, autocommit=True, options="-c synchronous_commit=off")
+
+    made = {alias: Cleaner(connecting(alias)) for alias in ("default", "other", "broker")}
+    lite = connections["lite"].copy()
+    made["lite"] = Cleaner(lambda: lite)
+    yield made
+    close_sessions()
+    for cleaner in made.values():
+        cleaner.close()
+
+
 @pytest.fixture
-def application(django_db_setup: None, django_db_blocker: Any) -> Iterator[None]:
+def application(django_db_setup: None, cleaners: dict[str, Cleaner], django_db_blocker: Any) -> Iterator[None]:
     """Empty application databases, without any wrapping transaction."""
     with django_db_blocker.unblock():
         yield
-        for alias in APPLICATION_ALIASES:
-            _empty_ledger(alias)
-            _delete(alias, *OF_THE_APPLICATION)
+        # First, so that no session of the test locks what is deleted.
+        connections.close_all()
+        for alias in ("default", "other"):
+            # As Django's flush does; it is another ledger afterwards.
+            cleaners[alias].delete(*OF_THE_APPLICATION, truncated="outbox_ledger")
+        cleaners["lite"].delete("outbox_ledger", *OF_THE_APPLICATION)
         # A pass that was cut short would continue behind the rows of the next test.
         pruning._sweeps.clear()
-        connections.close_all()
         # A pool that a test has left would serve the next one with sessions that were ended meanwhile.
         assert not PostgresWrapper._connection_pools, "close the pool at the end of the test"  # type: ignore[attr-defined]
 
 
 @pytest.fixture
-def empty_log(application: None) -> Iterator[None]:
+def empty_log(application: None, cleaners: dict[str, Cleaner]) -> Iterator[None]:
     """A broker without messages, but with the ticks and groups of earlier tests."""
     yield
     broker_access.flush(within_seconds=5)
-    _empty_log("broker")
+    _empty_log(cleaners["broker"])
 
 
 @pytest.fixture
@@ -139,6 +217,7 @@ def databases(application: None, new_database: Callable[..., str], server_url: s
     yield
     broker_access.flush(within_seconds=5)
     broker_access.reset_broker()
+    close_sessions()
     point_alias("broker", embedded.database_url(server_url, _name("broker")))
 
 
@@ -150,43 +229,14 @@ WHERE removed.queue_id = queue.queue_id AND queue.floor < removed.upper
 """
 
 
-def _empty_log(alias: str) -> None:
-    with connections[alias].cursor() as cursor:
-        cursor.execute(RAISE_FLOORS)
-    _delete(
-        alias,
+def _empty_log(cleaner: Cleaner) -> None:
+    connections.close_all()
+    cleaner.delete(
         *("outbox.consume_queue", "outbox.held", "outbox.scheduled", "outbox.op_log", "outbox.commit_log"),
         *("outbox.pending_check", "outbox.check_history", "outbox.incident", "outbox.recalled"),
         "outbox.producer_epoch",
+        before=RAISE_FLOORS,
     )
-
-
-def _delete(alias: str, *tables: str) -> None:
-    """Delete the rows of the tables that have any, in this order."""
-    with connections[alias].cursor() as cursor:
-        cursor.execute(
-            " UNION ALL ".join(
-                f"SELECT '{table}' FROM (SELECT 1 AS row_of_its_own) AS one WHERE EXISTS (SELECT * FROM {table})"
-                for table in tables
-            )
-        )
-        filled = {name for (name,) in cursor.fetchall()}
-        # One by one: a connection that prepares its statements takes no two of them at once.
-        for table in tables:
-            if table in filled:
-                cursor.execute(f"DELETE FROM {table}")
-
-
-def _empty_ledger(alias: str) -> None:
-    """As Django's flush does, if there was a row since; it is another ledger afterwards."""
-    with connections[alias].cursor() as cursor:
-        if connections[alias].vendor != "postgresql":
-            cursor.execute("DELETE FROM outbox_ledger")
-            return
-        # TRUNCATE makes new files of the table and its indexes, and waits for the disk.
-        cursor.execute("SELECT pg_relation_size('outbox_ledger') > 0")
-        if cursor.fetchone() == (True,):
-            cursor.execute("TRUNCATE outbox_ledger")
 
 
 @pytest.fixture
@@ -205,16 +255,34 @@ def outbox_settings() -> Iterator[Callable[..., None]]:
 
 
 @pytest.fixture(params=["two_phase", "atomic"])
-def path(request: pytest.FixtureRequest, empty_log: None, outbox_settings: Callable[..., None]) -> Iterator[str]:
+def path(
+    request: pytest.FixtureRequest,
+    empty_log: None,
+    cleaners: dict[str, Cleaner],
+    outbox_settings: Callable[..., None],
+) -> Iterator[str]:
     """Either path: with the broker in its own database, or in the application's."""
     if request.param == "two_phase":
         yield "two_phase"
         return
     outbox_settings(BROKER="default")
-    install_broker(get_settings())
+    _install_in_default(cleaners["default"])
     yield "atomic"
     broker_access.flush(within_seconds=5)
-    _empty_log("default")
+    _empty_log(cleaners["default"])
+
+
+_TOPICS = "SELECT to_jsonb(topic)::text FROM outbox.topic ORDER BY 1"
+# As the last installation has left them.
+_topics_of_default: list[Any] = []
+
+
+def _install_in_default(cleaner: Cleaner) -> None:
+    """Install the broker, unless it is as it was installed: a second installation changes nothing."""
+    if not _topics_of_default or cleaner.rows(_TOPICS) != _topics_of_default:
+        install_broker(get_settings())
+        _topics_of_default[:] = cleaner.rows(_TOPICS) or []
+    broker_access.reset_broker()
 
 
 @pytest.fixture

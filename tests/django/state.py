@@ -6,16 +6,16 @@ import contextlib
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, LiteralString
 from uuid import UUID
 
-import psycopg
 from django.db import transaction
+from psycopg import sql
 
 from outbox.broker.postgres import PostgresBroker
-from outbox.contrib.django.database.aliases import alias_conninfo
 from outbox.contrib.django.engine.broker import flush, get_broker
 from outbox.contrib.django.settings.conf import get_settings
+from tests.django.sessions import in_session
 from tests.django.urls import Refused
 
 
@@ -33,13 +33,18 @@ class Stored:
 def stored() -> list[Stored]:
     """All messages in the broker, in log order, once the flusher is done."""
     flush(within_seconds=10)
-    with psycopg.connect(alias_conninfo(get_settings().broker), autocommit=True) as connection:
-        connection.execute("SELECT set_config('search_path', %s, false)", [get_settings().schema])
-        rows = connection.execute(
-            "SELECT l.message_id, l.key, l.half, o.decision::text, o.decided_by::text FROM commit_log l "
-            "LEFT JOIN op_log o USING (transaction_id) ORDER BY l.log_id"
-        ).fetchall()
-    return [Stored(*row) for row in rows]
+    return [
+        Stored(*row)
+        for row in _rows(
+            "SELECT l.message_id, l.key, l.half, o.decision::text, o.decided_by::text FROM {schema}.commit_log l"
+            " LEFT JOIN {schema}.op_log o USING (transaction_id) ORDER BY l.log_id"
+        )
+    ]
+
+
+def _rows(query: LiteralString) -> list[tuple[Any, ...]]:
+    statement = sql.SQL(query).format(schema=sql.Identifier(get_settings().schema))
+    return in_session(lambda connection: connection.execute(statement).fetchall())
 
 
 def decisions() -> dict[str, str | None]:
@@ -49,17 +54,12 @@ def decisions() -> dict[str, str | None]:
 
 def bodies() -> list[Any]:
     """The decoded JSON bodies, in log order."""
-    with psycopg.connect(alias_conninfo(get_settings().broker), autocommit=True) as connection:
-        return [
-            json.loads(body) for (body,) in connection.execute("SELECT body FROM outbox.commit_log ORDER BY log_id")
-        ]
+    return [json.loads(body) for (body,) in _rows("SELECT body FROM {schema}.commit_log ORDER BY log_id")]
 
 
 def incidents() -> list[tuple[str, str]]:
     """Kind and detail of every incident."""
-    with psycopg.connect(alias_conninfo(get_settings().broker), autocommit=True) as connection:
-        rows: list[tuple[Any, ...]] = connection.execute("SELECT kind, detail FROM outbox.incident").fetchall()
-    return [(kind, detail) for kind, detail in rows]
+    return [(kind, detail) for kind, detail in _rows("SELECT kind, detail FROM {schema}.incident")]
 
 
 def postgres_broker() -> PostgresBroker:

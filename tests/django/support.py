@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from uuid import uuid4
 
 from django.db import connections
 
+from outbox.broker.database.connection import Connection
 from outbox.broker.sequencer.sequencer import Sequencer
 from outbox.contrib.django.database.aliases import broker_database
 from outbox.contrib.django.engine.broker import flush
 from outbox.contrib.django.models import InboxEntry
 from outbox.utils import faults
+from tests.django.sessions import in_session
 
 
 def sequence() -> None:
     """Queue everything that is decided."""
     flush(within_seconds=5)
-    database = broker_database()
-    with closing(database.connect()) as connection:
-        sequencer = Sequencer(database, uuid4())
-        while sequencer.run_once(connection).appended:
-            pass
+    in_session(_sequence)
+
+
+def _sequence(connection: Connection) -> None:
+    sequencer = Sequencer(broker_database(), uuid4())
+    while sequencer.run_once(connection).appended:
+        pass
 
 
 def undivide_inboxes() -> None:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import signal
 import threading
-from contextlib import closing
 from pathlib import Path
 from typing import Any
-from uuid import UUID
 
 import psycopg
 import pytest
@@ -15,9 +13,8 @@ from django.db import connections, transaction
 from django.utils import timezone
 
 from outbox import Delivery, event
-from outbox.broker.sequencer.sequencer import Sequencer
 from outbox.contrib.django import publish, subscriber
-from outbox.contrib.django.database.aliases import alias_conninfo, broker_connection, broker_database
+from outbox.contrib.django.database.aliases import alias_conninfo, broker_connection
 from outbox.contrib.django.engine.broker import flush
 from outbox.contrib.django.repair.steps import derived_id
 from outbox.contrib.django.settings.conf import get_settings
@@ -29,6 +26,7 @@ from tests.django.processes import process
 from tests.django.repairs import AT, EFFECTS, Repair, finding, lost
 from tests.django.shop.models import Effect, Order
 from tests.django.state import rolled_back, stored
+from tests.django.support import sequence
 from tests.support import eventually
 
 pytestmark = [pytest.mark.usefixtures("databases", "no_subscribers", "no_events"), pytest.mark.timeout(180)]
@@ -39,16 +37,6 @@ STEPS = [point for point in faults.POINTS if point.startswith("repair.")]
 @pytest.fixture
 def repair(tmp_path: Path) -> Repair:
     return Repair(tmp_path)
-
-
-def sequence() -> None:
-    """Queue everything that is decided."""
-    flush(within_seconds=5)
-    database = broker_database()
-    with closing(database.connect()) as connection:
-        sequencer = Sequencer(database, UUID(int=1))
-        while sequencer.run_once(connection).appended:
-            pass
 
 
 # -- LOST ------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from outbox.topic import MessageType, Topic
 from sample_project.rocketmq_server import PrivateRocketMQ, fetch_programs
 from tests.django.conftest import (  # noqa: F401
     application,
+    cleaners,
     databases,
     django_db_setup,
     no_subscribers,

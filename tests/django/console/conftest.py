@@ -18,7 +18,7 @@ from django.test import Client
 from django.test.testcases import QuietWSGIRequestHandler
 
 from outbox.broker import embedded
-from outbox.contrib.django.database.aliases import alias_conninfo
+from outbox.contrib.django.database.aliases import alias_conninfo, one_connection
 from outbox.contrib.django.models import Finding, OperatorAction
 from tests.django.broker_world import World, new_world
 from tests.django.conftest import point_alias
@@ -33,6 +33,13 @@ def world(databases: None, outbox_settings: Callable[..., None]) -> Iterator[Wor
         yield world
     for model in (OperatorAction, Finding, User):
         model.objects.all().delete()
+
+
+@pytest.fixture
+def one_session() -> Iterator[None]:
+    """All pages of a test read the broker in one session. A session with empty caches takes longer than a page."""
+    with one_connection():
+        yield
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from outbox.events import declaration
 from tests.django.broker_world import World
 from tests.django.support import sequence
 
-pytestmark = pytest.mark.usefixtures("no_subscribers")
+pytestmark = pytest.mark.usefixtures("no_subscribers", "one_session")
 
 
 @pytest.fixture(autouse=True)

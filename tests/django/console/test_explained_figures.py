@@ -22,7 +22,7 @@ from tests.django.configured import OUTBOX
 from tests.django.console.test_remedies import page, text_of
 from tests.django.faults import no_sequencer
 
-pytestmark = pytest.mark.usefixtures("no_subscribers")
+pytestmark = pytest.mark.usefixtures("no_subscribers", "one_session")
 
 
 def test_the_lag_of_a_group_that_waits_for_its_own_limit_names_the_limit(world: World, operator: Client) -> None:

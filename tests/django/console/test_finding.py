@@ -18,7 +18,7 @@ from outbox.contrib.django.models import Finding
 from tests.django.broker_world import World
 from tests.django.support import sequence
 
-pytestmark = pytest.mark.usefixtures("no_subscribers")
+pytestmark = pytest.mark.usefixtures("no_subscribers", "one_session")
 
 
 def test_messages_are_found_by_id_key_topic_and_time(world: World, operator: Client) -> None:

@@ -23,9 +23,9 @@ from outbox.broker.operations.conditions import Condition, Fact, Severity
 from outbox.broker.schedules.cron import Cron
 from outbox.broker.schedules.schedule import Schedule, declare
 from outbox.contrib.django import publish
-from outbox.contrib.django.catalogue import ACTIONS
-from outbox.contrib.django.console import asking, tabs, urls
-from outbox.contrib.django.console.views import events
+from outbox.contrib.django.actions.catalogue import ACTIONS
+from outbox.contrib.django.console import asking, spans, states, urls
+from outbox.contrib.django.database.aliases import one_connection
 from outbox.contrib.django.models import Finding, ForwardEndpoint, OperatorAction, PastCondition, RaisedCondition
 from outbox.contrib.django.operations.additions import catalogue
 from outbox.subscription import Subscription
@@ -109,10 +109,12 @@ def test_the_parameters_of_pages_are_found() -> None:
 def test_no_parameter_makes_a_page_fail(world: World, operator: Client, every: bool) -> None:
     world.subscribe("mail")
     world.publish()
-    for number, (address, name, value) in enumerate(requests(every)):
-        given = {name: value.encode("utf-8", "surrogatepass").decode("latin-1")} if "\ud800" in value else {name: value}
-        with timezone.override(ZONES[number % 2]):
-            checked(operator.get(address, given), address, name, value[:40])
+    with one_connection():
+        for number, (address, name, value) in enumerate(requests(every)):
+            is_half = "\ud800" in value
+            given = {name: value.encode("utf-8", "surrogatepass").decode("latin-1") if is_half else value}
+            with timezone.override(ZONES[number % 2]):
+                checked(operator.get(address, given), address, name, value[:40])
 
 
 def test_a_number_of_5000_digits_and_a_far_date_are_refused_with_a_sentence(world: World, operator: Client) -> None:
@@ -271,7 +273,7 @@ def test_what_is_stored_makes_no_page_fail(
     """In the first zone the last year has an end, in the second one the first year has a beginning, that are none."""
     _, addresses = crowded
     for zone in zones:
-        with timezone.override(zone):
+        with timezone.override(zone), one_connection():
             for address in addresses:
                 checked(operator.get(address), address, zone)
 

@@ -19,7 +19,7 @@ from tests.django.console.support import Site
 from tests.django.console.test_hostile_values import crowd
 from tests.sample.browser import Browser
 
-pytestmark = pytest.mark.usefixtures("no_subscribers")
+pytestmark = pytest.mark.usefixtures("no_subscribers", "one_session")
 
 EVERY = tuple((code, grouping) for code, _ in settings.LANGUAGES for grouping in (False, True))
 # These group and separate numbers by a comma, a dot, a space, and in groups of two digits.
@@ -82,6 +82,7 @@ def test_a_request_in_another_language_gets_the_english_page(world: World, opera
         assert 'data-check-every="1.0"' in operator.get("/outbox/").content.decode()
 
 
+@pytest.mark.slow
 @pytest.mark.browser
 def test_a_page_in_german_keeps_up_in_a_browser(world: World, site: Site) -> None:
     """It asks every second, and greys nothing out."""

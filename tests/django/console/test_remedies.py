@@ -27,7 +27,7 @@ from tests.django.console.support import blocked, bury, client_of, dead_keys, ma
 from tests.django.faults import no_sequencer
 from tests.django.support import sequence
 
-pytestmark = pytest.mark.usefixtures("no_subscribers")
+pytestmark = pytest.mark.usefixtures("no_subscribers", "one_session")
 
 _OF_EACH_FORM = ("csrfmiddlewaretoken", "back")
 # 50 rows with two actions each.

@@ -25,7 +25,7 @@ from tests.django.shop.models import Order
 from tests.django.support import sequence
 from tests.django.test_message_transactions import in_thread, send
 
-pytestmark = pytest.mark.usefixtures("no_subscribers")
+pytestmark = pytest.mark.usefixtures("no_subscribers", "one_session")
 
 
 def lost_end(world: World, key: str = "order-7") -> UUID:

@@ -21,7 +21,7 @@ from tests.django.console.support import working
 from tests.django.console.test_remedies import page, text_of
 from tests.django.faults import no_sequencer
 
-pytestmark = pytest.mark.usefixtures("no_subscribers")
+pytestmark = pytest.mark.usefixtures("no_subscribers", "one_session")
 
 LEADER = UUID(int=5)
 

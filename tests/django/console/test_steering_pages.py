@@ -16,7 +16,7 @@ from tests.django.broker_world import World
 from tests.django.console.support import bury, dead_keys
 from tests.django.support import sequence
 
-pytestmark = pytest.mark.usefixtures("no_subscribers")
+pytestmark = pytest.mark.usefixtures("no_subscribers", "one_session")
 
 
 def shown(client: Client, name: str, **given: object) -> str:

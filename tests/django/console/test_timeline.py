@@ -19,7 +19,7 @@ from outbox.contrib.django.worker.periodic import passes
 from tests.django.broker_world import World
 from tests.django.given_conditions import give
 
-pytestmark = pytest.mark.usefixtures("no_subscribers")
+pytestmark = pytest.mark.usefixtures("no_subscribers", "one_session")
 
 NOW = timezone.now()
 
