@@ -420,8 +420,9 @@ def test_an_action_does_and_records_the_same_by_command_and_by_page(
     action, (arrange, effect) = ACTIONS[name], CASES[name]
     found = []
     for door in (by_command, by_page) if action.permission else (by_command,):
-        point_alias("broker", new_database(template=BROKER_TEMPLATE))
-        reset_broker()
+        if door is by_page:
+            point_alias("broker", new_database(template=BROKER_TEMPLATE))
+            reset_broker()
         with new_world(outbox_settings) as world:
             if name == "drop_broker":
                 world.sql("UPDATE outbox.leader_lease SET owner = NULL")
@@ -454,18 +455,27 @@ READS |= {
 }
 
 
-@pytest.mark.parametrize(
-    "command",
-    ["audit", "dead_letter", "endpoint", "finding", "group", "message", "process", "relay", "topic", "transaction"],
-)
-def test_every_subcommand_that_changes_something_is_a_declared_action(command: str) -> None:
-    name = f"outbox_{command}"
-    parser = load_command_class("outbox.contrib.django", name).create_parser("manage.py", name)
-    [subcommands] = [one.choices for one in parser._actions if one.dest == "action"]
-    assert subcommands is not None
-    every = {f"{name} {word}" for word in subcommands}
-    declared = {action.command for action in of_command(name)}
-    assert declared and every - declared == every & (READS | NOT_BY_OPERATORS)
+def test_every_subcommand_that_changes_something_is_a_declared_action() -> None:
+    cases: list[str] = [
+        "audit",
+        "dead_letter",
+        "endpoint",
+        "finding",
+        "group",
+        "message",
+        "process",
+        "relay",
+        "topic",
+        "transaction",
+    ]
+    for command in cases:
+        name = f"outbox_{command}"
+        parser = load_command_class("outbox.contrib.django", name).create_parser("manage.py", name)
+        [subcommands] = [one.choices for one in parser._actions if one.dest == "action"]
+        assert subcommands is not None
+        every = {f"{name} {word}" for word in subcommands}
+        declared = {action.command for action in of_command(name)}
+        assert declared and every - declared == every & (READS | NOT_BY_OPERATORS), name
 
 
 # -- failures, and an application's database that is away --------------------------------------------------

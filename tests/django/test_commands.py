@@ -173,9 +173,8 @@ def test_groups_are_listed_paused_and_moved() -> None:
     assert "orders" in call("outbox_group", "offsets", "effects")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
+def test_bad_input_is_explained() -> None:
+    cases: list[tuple[list[str], str]] = [
         (["outbox_group", "pause", "nobody"], "'nobody' is not known"),
         (["outbox_group", "reset", "nobody", "orders", "--to-latest"], "'nobody' is not known"),
         (["outbox_group", "reset", "effects", "orders"], "--to-time"),
@@ -194,11 +193,10 @@ def test_groups_are_listed_paused_and_moved() -> None:
         (["outbox_worker", "--rocketmq-broker", "h:1"], "needs --until-drained"),
         (["outbox_message", "show", "not-an-id"], "invalid UUID"),
         (["outbox_worker", "--role", "boss"], "invalid choice"),
-    ],
-)
-def test_bad_input_is_explained(arguments: list[str], complaint: str) -> None:
-    with pytest.raises(CommandError, match=complaint):
-        call(*arguments)
+    ]
+    for arguments, complaint in cases:
+        with pytest.raises(CommandError, match=complaint):
+            call(*arguments)
 
 
 @pytest.mark.usefixtures("_effects")

@@ -83,6 +83,7 @@ def differences() -> Counter[str]:
     return (business - messages) + (messages - business)
 
 
+@pytest.mark.parametrize("path", ["two_phase"], indirect=True)
 def test_undisturbed_the_work_is_what_it_should_be(path: str, driver: subprocess.Popen[str]) -> None:
     assert run(driver, "calm", "plain", "-") == 0
     assert run(driver, "still", "decorated", "-") == 0

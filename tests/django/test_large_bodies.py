@@ -513,13 +513,16 @@ def test_a_receiver_gets_the_whole_body_and_a_foreign_reference_is_refused(path:
         convert(incoming, "there", "orders")
 
 
-@pytest.mark.parametrize(
-    "body",
-    [b"{}", b"[]", b"x", b'{"name":"secret","size":1,"sha256":"' + b"0" * 64 + b'","content_type":"a"}'],
-)
-def test_a_forged_reference_opens_nothing(path: str, folder: Path, body: bytes) -> None:
-    with pytest.raises(UndecodableBody, match=r"not a reference to a large body|not valid"):
-        get_codecs().decode(LARGE_CONTENT_TYPE, body)
+def test_a_forged_reference_opens_nothing(path: str, folder: Path) -> None:
+    cases: list[bytes] = [
+        b"{}",
+        b"[]",
+        b"x",
+        b'{"name":"secret","size":1,"sha256":"' + b"0" * 64 + b'","content_type":"a"}',
+    ]
+    for body in cases:
+        with pytest.raises(UndecodableBody, match=r"not a reference to a large body|not valid"):
+            get_codecs().decode(LARGE_CONTENT_TYPE, body)
 
 
 def test_the_page_shows_the_size_and_no_content(

@@ -289,9 +289,8 @@ def test_a_connection_that_fails_gives_an_error_of_outbox(twins: Twins) -> None:
     assert orders(twins.original) == []
 
 
-@pytest.mark.parametrize(
-    ("publishing", "expected"),
-    [
+def test_what_can_never_be_sent_takes_its_block_along(twins: Twins) -> None:
+    cases: list[tuple[Callable[[], object], type[OutboxError]]] = [
         (lambda: publish("orders", object()), UnserialisableBody),
         (lambda: publish("no such topic!", {}), InvalidName),
         (lambda: publish("orders", {}, delay=-1), UsageError),
@@ -299,11 +298,8 @@ def test_a_connection_that_fails_gives_an_error_of_outbox(twins: Twins) -> None:
         (lambda: publish_many("orders", [object()]), UnserialisableBody),
         (lambda: publish_messages("text"), UsageError),  # type: ignore[arg-type]
         (lambda: publish_messages([message("reminders", {}, delay=1)]), OutboxError),
-    ],
-)
-def test_what_can_never_be_sent_takes_its_block_along(
-    twins: Twins, publishing: Callable[[], object], expected: type[OutboxError]
-) -> None:
-    point_alias("broker", NOWHERE)
-    swallowed(expected, publishing)
-    assert orders(twins.original) == []
+    ]
+    for publishing, expected in cases:
+        point_alias("broker", NOWHERE)
+        swallowed(expected, publishing)
+        assert orders(twins.original) == []

@@ -19,7 +19,7 @@ from outbox.contrib.django.worker.drain import drain
 from outbox.retry import RetryPolicy
 from tests.django.shop.models import Effect
 
-COUNT = 500
+COUNT = 200
 AT_ONCE = RetryPolicy(delays_seconds=[0.0], max_attempts=30)
 
 

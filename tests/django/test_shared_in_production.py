@@ -158,7 +158,7 @@ POOL = {"min_size": 2, "max_size": 8}
 def test_connection_settings(options: dict[str, Any], shares: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     noted = Noted()
     handle_with(noted.note)
-    send(120)
+    send(60)
     # The connections of the consumer's threads are made with these settings. The connection of this thread is open,
     # unless it must come from the pool, too.
     assert effects() == []
@@ -170,7 +170,7 @@ def test_connection_settings(options: dict[str, Any], shares: bool, monkeypatch:
             patch.setitem(connections.settings["default"], key, value)
         try:
             with running(leading(), consuming()):
-                each_once(120)
+                each_once(60)
         finally:
             if is_pool:
                 connection.close()
@@ -390,7 +390,7 @@ def test_steps_of_many_sagas_share(hotel: SimpleNamespace) -> None:
         return original(self)
 
     original = SharedTransaction.results
-    rooms = [Room.objects.create(number=f"s{number}") for number in range(20)]
+    rooms = [Room.objects.create(number=f"s{number}") for number in range(10)]
     for number, room in enumerate(rooms):
         hotel.book(room, f"guest{number}")
         if number % 5 == 0:
@@ -399,15 +399,15 @@ def test_steps_of_many_sagas_share(hotel: SimpleNamespace) -> None:
     with pytest.MonkeyPatch.context() as patch, running(leading(), consuming(threads=1)):
         patch.setattr(SharedTransaction, "results", noting)
         eventually(
-            lambda: states() == Counter({"WAITING": 20, "UNDONE": 4}), within_seconds=40, what=lambda: str(states())
+            lambda: states() == Counter({"WAITING": 10, "UNDONE": 2}), within_seconds=40, what=lambda: str(states())
         )
         with transaction.atomic():
             for record in Booking.objects.all():
                 hotel.paid(record.pk, 100)
         eventually(
-            lambda: states() == Counter({"DONE": 20, "UNDONE": 4}), within_seconds=40, what=lambda: str(states())
+            lambda: states() == Counter({"DONE": 10, "UNDONE": 2}), within_seconds=40, what=lambda: str(states())
         )
-    assert told() == Counter(invoices=20, keys=20)
+    assert told() == Counter(invoices=10, keys=10)
     assert max(transactions) > 0, "no transaction was shared"
     assert failed() == []
 
@@ -467,6 +467,7 @@ def notes_once(count: int) -> None:
     assert max(Counter(own for _, own in made).values()) > 1, "no transaction was shared"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_sigterm_in_the_middle_of_shared_transactions() -> None:
     count = 400
@@ -520,15 +521,15 @@ def test_sigkill(kill: str) -> None:
 
 
 def test_a_pause_of_the_group() -> None:
-    handle_with(lambda given: time.sleep(0.003))
-    send(600)
+    handle_with(lambda given: time.sleep(0.006))
+    send(300)
     with running(leading(), consuming()):
-        eventually(lambda: len(effects()) > 50, within_seconds=30)
+        eventually(lambda: len(effects()) > 20, within_seconds=30)
         assert say("outbox_group pause effects")[0]
         eventually(lambda: is_still(), within_seconds=30)
-        assert len(effects()) < 600
+        assert len(effects()) < 300
         assert say("outbox_group resume effects")[0]
-        each_once(600)
+        each_once(300)
 
 
 def is_still() -> bool:

@@ -119,15 +119,16 @@ def test_immunity_is_given_per_message(path: str) -> None:
     assert immunities() == (expected if path == "two_phase" else dict.fromkeys(expected))
 
 
-@pytest.mark.parametrize("seconds", [-1, 1.5, True, "60", 10**9])
-def test_an_immunity_that_is_none_is_refused(path: str, seconds: Any) -> None:
-    with pytest.raises(UsageError, match="immunity_seconds must be a whole number"):
-        transactional_message("orders", body={}, immunity_seconds=seconds)
-    with transaction.atomic():
-        Order.objects.create(number="1")
-        with pytest.raises(UsageError, match="'orders': immunity_seconds must be a whole number"):
-            publish("orders", {}, immunity_seconds=seconds)
-    assert not Order.objects.exists()
+def test_an_immunity_that_is_none_is_refused(path: str) -> None:
+    cases: list[Any] = [-1, 1.5, True, "60", 10**9]
+    for seconds in cases:
+        with pytest.raises(UsageError, match="immunity_seconds must be a whole number"):
+            transactional_message("orders", body={}, immunity_seconds=seconds)
+        with transaction.atomic():
+            Order.objects.create(number="1")
+            with pytest.raises(UsageError, match="'orders': immunity_seconds must be a whole number"):
+                publish("orders", {}, immunity_seconds=seconds)
+        assert not Order.objects.exists()
 
 
 def test_immunity_without_a_transaction_is_refused(path: str) -> None:
@@ -196,20 +197,18 @@ def test_the_recall_command(path: str) -> None:
     assert "Done." in call("outbox_message", "recall", fourth)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
+def test_bad_input_of_the_recall_command_is_explained() -> None:
+    cases: list[tuple[list[str], str]] = [
         ([], "name message ids"),
         (["--topic", "reminders"], "name message ids"),
         (["--key", "7"], "name message ids"),
         ([str(uuid4()), "--topic", "reminders", "--key", "7"], "name message ids"),
         (["seven"], "is not a message or transaction id"),
         (["--topic", "reminder", "--key", "7"], "Did you mean 'reminders'"),
-    ],
-)
-def test_bad_input_of_the_recall_command_is_explained(arguments: list[str], complaint: str) -> None:
-    with pytest.raises(CommandError, match=complaint):
-        call("outbox_message", "recall", *arguments)
+    ]
+    for arguments, complaint in cases:
+        with pytest.raises(CommandError, match=complaint):
+            call("outbox_message", "recall", *arguments)
 
 
 # -- the switch -------------------------------------------------------------------------------------
