@@ -27,6 +27,8 @@ extensions = ["myst_parser", "sphinx.ext.autodoc", "reference"]
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 4
 exclude_patterns = ["_site"]
+# Only quotes become typographic: an option such as --force must stay as it is typed.
+smartquotes_action = "q"
 # Examples leave parts out with an ellipsis, which no lexer knows.
 suppress_warnings = ["misc.highlighting_failure"]
 
