@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 
-from outbox.broker.operations.conditions import Thresholds
 from outbox.contrib.django.settings.conf import (
     ENVIRONMENT,
     DeclaredForward,
@@ -76,7 +75,7 @@ def test_thresholds_and_subscriber_options_have_meanings() -> None:
 def test_the_tables_of_a_page_are_those_of_the_definitions() -> None:
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
-        assert text == rendered(text), f"{page.name}: run `python -m outbox.contrib.django.settings.tables`"
+        assert text == rendered(text), f"{page.name}: run `python -m tests.house.tables`"
 
 
 def test_every_table_is_on_one_page() -> None:

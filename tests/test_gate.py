@@ -57,9 +57,21 @@ def left_out(file: str, name: str) -> bool:
 
 def slow_tests() -> Iterator[tuple[str, str]]:
     for path in sorted(TESTS.rglob("test_*.py")):
-        for name, of_test in marks(path).items() if "mark.slow" in path.read_text(encoding="utf-8") else ():
-            if "slow" in of_test and not of_test & {"soak", *OF_SERVERS}:
-                yield path.relative_to(TESTS).as_posix(), name
+        file = path.relative_to(TESTS).as_posix()
+        yield from (
+            (file, name) for name, of_test in marks(path).items() if is_slow(file, name) and "soak" not in of_test
+        )
+
+
+def proven_elsewhere() -> dict[str, list[str]]:
+    """Tests that gate.txt leaves to `make slow` -> the tests that prove the same in `.ci/run`."""
+    lines = (TESTS / "gate.txt").read_text(encoding="utf-8").splitlines()
+    return {line.partition(" = ")[0]: line.partition(" = ")[2].split() for line in lines if " = " in line}
+
+
+def exists(test: str) -> bool:
+    file, _, name = test.removeprefix("tests/").partition("[")[0].partition("::")
+    return (TESTS / file).is_file() and name in marks(TESTS / file)
 
 
 def test_the_list_names_existing_tests() -> None:
@@ -125,7 +137,8 @@ def commit(folder: Path) -> None:
 
 def changed(folder: Path, *arguments: str) -> str:
     script = [str(folder / ".ci" / "changed"), *arguments]
-    return subprocess.run(script, check=True, capture_output=True, text=True).stdout.strip()
+    done = subprocess.run(script, check=True, capture_output=True, text=True)
+    return done.stdout.strip()
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import sys
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 from django.db import connections, transaction
@@ -64,7 +64,7 @@ def test_the_block_of_a_test_case_is_known() -> None:
     seen: list[bool] = []
 
     class Case(TestCase):
-        databases: ClassVar[set[str]] = {"default"}
+        databases = {"default"}  # noqa: RUF012
 
         def runTest(self) -> None:
             with transaction.atomic():

@@ -93,6 +93,7 @@ PARTS: Final = (
             "broker/groups/limits.py",
             "broker/consumer/limiter.py",
             "broker/operations/limits.py",
+            "broker/operations/limit_conditions.py",
             f"{_DJANGO}/actions/limits.py",
         ),
     ),
@@ -114,7 +115,12 @@ PARTS: Final = (
     Part(
         "receiving",
         r"contrib\.sources|\bSource\b|\breceivers?\b",
-        ("contrib/sources/", f"{_DJANGO}/worker/receiving.py", f"{_DJANGO}/actions/receiving.py"),
+        (
+            "contrib/sources/",
+            f"{_DJANGO}/worker/receiving.py",
+            f"{_DJANGO}/actions/receiving.py",
+            "broker/operations/receiver_conditions.py",
+        ),
     ),
     Part(
         "reconciliation",

@@ -44,7 +44,7 @@ from outbox.broker.database.connection import BrokerDatabase
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.notify import RECONNECT, Announcements, Channel, listen
 from outbox.broker.database.sender import AfterTick
-from outbox.broker.groups import lives, registration
+from outbox.broker.groups import lives, neighbours, registration
 from outbox.broker.groups.members import ProcessRequest
 from outbox.broker.groups.rebalance import Strategy, by_name
 from outbox.broker.log.failing import FailureNote, ProcessPart

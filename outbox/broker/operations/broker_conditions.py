@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, Final
 
+from outbox.broker.database.arrays import texts, xids
 from outbox.broker.database.executor import Executor, Snapshot
 from outbox.broker.database.statement import Statement
-from outbox.broker.fastpath.arrays import texts, xids
 from outbox.broker.log.failing import ProcessPart, failing
 from outbox.broker.log.incidents import IncidentKind
 from outbox.broker.operations import audit, presence, sessions, topic_limits
@@ -292,7 +292,7 @@ FROM (
 ) AS judged
 GROUP BY kind, open
 """)
-# The statement changes only rows that it sees, so an incident whose transaction commits later is shown (decision 303).
+# The statement changes only rows that it sees, so an incident whose transaction commits later is shown.
 _SETTLE: Final = Statement(f"""
 UPDATE {{schema}}.incident SET kind = %(settled)s, detail = kind || ': ' || detail
 WHERE kind = ANY (%(kinds)s::text[]) AND at > clock_timestamp() - make_interval(secs => %(window)s) AND NOT ({_IS_OPEN})

@@ -15,7 +15,6 @@ from outbox.broker.database.statement import Statement
 from outbox.broker.groups.members import CallReport
 from outbox.broker.groups.registration import unknown_group
 from outbox.broker.operations.liveness import is_silent
-from outbox.broker.operations.trace import TracedAnswer, TracedMessage, trace
 from outbox.transaction import STILL_RUNNING
 
 # A group may have as many dead letters as messages. So only the errors of this many newest dead letters of a group are
@@ -115,9 +114,7 @@ SELECT instance_id, host, pid, groups, joined_at, expires_at, expires_at > clock
                  AND leader.expires_at > clock_timestamp()) AS leads
 FROM listed LEFT JOIN held ON held.owner = instance_id LEFT JOIN {schema}.consumer_process known USING (instance_id)
 WHERE (%(instance)s::uuid IS NULL OR instance_id = %(instance)s)
-  AND (%(state)s::text IS NULL OR %(state)s = CASE
-       WHEN expires_at <= clock_timestamp() THEN 'vanished' WHEN known.draining THEN 'draining' ELSE 'alive' END)
-ORDER BY expires_at > clock_timestamp() DESC, host, pid, instance_id LIMIT %(limit)s OFFSET %(after)s
+ORDER BY expires_at > clock_timestamp() DESC, host, pid, instance_id LIMIT %(limit)s
 """
 )
 
@@ -274,21 +271,15 @@ def list_retry_errors(run: Executor, group: str | None = None) -> list[ErrorGrou
     return run.objects(ErrorGroup, _RETRY_ERRORS, {"group": group, "limit": COUNTED, "most": MOST_ERRORS})
 
 
-def list_processes(
-    run: Executor, group: str | None = None, *, state: str | None = None, after: int = 0, limit: int = 100
-) -> list[ConsumerProcess]:
-    """Return the consumer processes of a group or of all groups, processes that are alive first.
-
-    `state` is one of PROCESS_STATES. To read the next page, pass the number of processes on the pages before as
-    `after`.
-    """
-    values = {"group": group, "state": state, "instance": None, "after": after, "limit": limit}
+def list_processes(run: Executor, group: str | None = None, *, limit: int = 100) -> list[ConsumerProcess]:
+    """Return the consumer processes of a group or of all groups, processes that are alive first."""
+    values = {"group": group, "instance": None, "limit": limit}
     return run.objects(ConsumerProcess, _PROCESSES, values)
 
 
 def find_process(run: Executor, instance_id: UUID) -> ConsumerProcess | None:
     """Return one consumer process; None if it has left its groups or vanished more than an hour ago."""
-    values = {"group": None, "state": None, "instance": instance_id, "after": 0, "limit": 1}
+    values = {"group": None, "instance": instance_id, "limit": 1}
     found = run.objects(ConsumerProcess, _PROCESSES, values)
     return found[0] if found else None
 
@@ -337,15 +328,6 @@ class OpenTransaction:
         if (self.last_answer or "").startswith(STILL_RUNNING):
             return "the local transaction was still running at the last check"
         return ""
-
-
-@dataclass(frozen=True, slots=True)
-class Description:
-    """An open transaction with its messages and the answers to its checks."""
-
-    transaction: OpenTransaction
-    messages: list[TracedMessage]
-    answers: list[TracedAnswer]
 
 
 _LAST_SCAN: Final = Statement("SELECT snapshot::text FROM {schema}.half_scan ORDER BY scan_id DESC LIMIT 1")
@@ -414,15 +396,6 @@ def open_transaction(run: Executor, transaction_id: UUID) -> OpenTransaction | N
     """Return one open transaction; None if it is decided or unknown."""
     found = _find(run, transaction_id=transaction_id, limit=1)
     return found[0] if found else None
-
-
-def describe(run: Executor, transaction_id: UUID) -> Description | None:
-    """Return one open transaction with its messages and answers; None if it is decided or unknown."""
-    found = open_transaction(run, transaction_id)
-    traced = trace(run, transaction_id) if found else None
-    if found is None or traced is None:
-        return None
-    return Description(transaction=found, messages=traced.messages, answers=traced.answers)
 
 
 def _find(

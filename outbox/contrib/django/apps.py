@@ -32,16 +32,17 @@ class OutboxConfig(AppConfig):
         from outbox.contrib.django.database.transactions import watch_connection
         from outbox.contrib.django.engine.broker import let_go_of_test_databases
         from outbox.contrib.django.operations import instrumentation
-        from outbox.contrib.django.operations.additions import add_pass, add_rule
+        from outbox.contrib.django.operations.additions import add_conditions, add_observer, add_pass
         from outbox.contrib.django.subscribers.registry import add_discovery
         from outbox.utils import given_up
 
         in_tests.remember_configured_names()
         given_up.install(_imported_when_called("outbox.contrib.django.operations.signals.send_dead_lettered"))
-        add_rule("saga_stalled", _imported_when_called("outbox.contrib.django.saga.rule"))
-        add_rule("claim_held_long", _imported_when_called("outbox.contrib.django.operations.claimed_messages.rule"))
-        add_rule("endpoint_disabled", _imported_when_called("outbox.contrib.django.operations.endpoints.rule"))
-        add_rule("reconciliation_findings", _imported_when_called("outbox.contrib.django.operations.findings.rule"))
+        add_conditions("outbox.contrib.django.operations.claimed_messages")
+        add_conditions("outbox.contrib.django.operations.endpoints")
+        add_conditions("outbox.contrib.django.operations.findings")
+        add_conditions("outbox.contrib.django.saga")
+        add_observer("rocketmq", "outbox.contrib.django.operations.rocketmq")
         add_pass("sagas", _SAGA_INTERVAL_SECONDS, _imported_when_called("outbox.contrib.django.saga.mend"))
         add_discovery(_discover_celery_tasks)
         register(_imported_when_called("outbox.contrib.django.operations.checks.check_settings"), "outbox")

@@ -1,7 +1,7 @@
 """All actions and listings by their names, of the core and of the parts.
 
 The name of an action is in its address, on its button and in the audit; the name of a listing is that of its page. See
-decision 106.
+decision 197.
 """
 
 from __future__ import annotations

@@ -23,8 +23,9 @@ from outbox.broker.operations.conditions import Condition, Fact, Severity
 from outbox.broker.schedules.cron import Cron
 from outbox.broker.schedules.schedule import Schedule, declare
 from outbox.contrib.django import publish
-from outbox.contrib.django.actions.catalogue import ACTIONS
-from outbox.contrib.django.console import asking, spans, states, urls
+from outbox.contrib.django.catalogue import ACTIONS
+from outbox.contrib.django.console import asking, tabs, urls
+from outbox.contrib.django.console.views import events
 from outbox.contrib.django.database.aliases import one_connection
 from outbox.contrib.django.models import Finding, ForwardEndpoint, OperatorAction, PastCondition, RaisedCondition
 from outbox.contrib.django.operations.additions import catalogue

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from outbox.broker.database.executor import Executor
-from outbox.broker.operations.rules import SETTLED_BY_OPERATORS, settle_incidents, settleable
+from outbox.broker.operations.broker_conditions import SETTLED_BY_OPERATORS, incidents_to_settle, settle_incidents
 from outbox.broker.schema.install import DEFAULT_PATIENCE_SECONDS
 from outbox.contrib.django.actions.declaration import ActionPlan, Field, FieldKind, Values, action
 from outbox.contrib.django.database.aliases import broker_connection
-from outbox.contrib.django.operations.comparing import found, settle
+from outbox.contrib.django.operations.comparing import losses, settle_losses
 from outbox.contrib.django.operations.installation import partition_inboxes, planned_partitions, remove_broker
 from outbox.contrib.django.settings.conf import get_settings
 
@@ -91,7 +91,7 @@ def _partition(values: Values) -> ActionPlan:
 def _settle(values: Values) -> ActionPlan:
     if values["condition"]:
         return _settle_conditions(list(dict.fromkeys(values["condition"])))
-    left = [one for one in found() if not one.is_clean]
+    left = losses()
     missing = sum(one.missing for one in left)
     return ActionPlan(
         subject="comparisons of ledgers and inboxes with the broker",
@@ -100,13 +100,13 @@ def _settle(values: Values) -> ActionPlan:
         dangerous=True,
         before={"missing": {f"{one.kind.value} {one.subject}": one.missing for one in left}},
         nothing=not left,
-        do=lambda: {"settled": settle()},
+        do=lambda: {"settled": settle_losses()},
     )
 
 
 def _settle_conditions(names: Sequence[str]) -> ActionPlan:
     with broker_connection() as (connection, schema):
-        held = settleable(Executor(connection, schema))
+        held = incidents_to_settle(Executor(connection, schema))
 
     def do() -> Mapping[str, Any]:
         with broker_connection() as (connection, schema):

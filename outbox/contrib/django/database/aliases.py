@@ -80,7 +80,7 @@ def one_connection() -> Iterator[None]:
     """Let `opened` use the same connection for the whole block.
 
     A page reads the broker in several parts. A new session for each part would take longer than most of the parts,
-    because a session begins with empty caches. A block inside of another one uses its connection. See decision 292.
+    because a session begins with empty caches. A block inside of another one uses its connection.
     """
     if _shared.get() is not None:
         yield

@@ -20,6 +20,8 @@ Work = Callable[[], Mapping[str, Any]]
 condition_modules: list[str] = []
 # Name -> interval in seconds, and work.
 passes: dict[str, tuple[float, Work]] = {}
+# Name of an engine -> the module that observes its server, if that is not the bundled broker.
+observers: dict[str, str] = {}
 
 
 def add_conditions(module: str) -> None:
@@ -52,3 +54,20 @@ def add_pass(name: str, interval_seconds: float, work: Work) -> None:
     If a pass with this name was added before, the new pass replaces it.
     """
     passes[name] = (interval_seconds, work)
+
+
+def add_observer(engine: str, module: str) -> None:
+    """Name the module that observes the server of an engine.
+
+    It has the functions `look() -> (report, figures)`, `probe() -> report`, `examine() -> conditions` (for the doctor)
+    and `metric_families(figures)`, and its conditions with the name CONDITIONS.
+    """
+    observers[engine] = module
+
+
+def observer() -> Any | None:
+    """Return the observing module for the engine of the settings; None for the bundled broker."""
+    from outbox.contrib.django.settings.conf import get_settings
+
+    module = observers.get(get_settings().engine)
+    return None if module is None else import_module(module)

@@ -38,6 +38,7 @@ from django.db.utils import IntegrityError, OperationalError
 from psycopg import Error as DriverError
 
 from outbox.broker.database.arrays import UUIDS
+from outbox.broker.database.connection import is_ended
 from outbox.broker.database.statement import INTEGER, TEXT, UUID_, Statement
 from outbox.contrib.django.database.columns import read_uuid, stored_uuid
 from outbox.contrib.django.database.database_errors import repeated

@@ -16,7 +16,7 @@ from django.shortcuts import redirect
 from outbox.broker.database.executor import time_of
 from outbox.broker.log.topics import list_topics
 from outbox.broker.operations.listings import open_transaction
-from outbox.broker.operations.search import STATES, Content, content_of, find_messages, unfinished
+from outbox.broker.operations.search import STATES, Content, content_of, find_messages, unfinished_deliveries
 from outbox.broker.operations.trace import EntryState, Trace, TracedEntry, TracedFailure, TracedMessage, trace
 from outbox.broker.transaction.turns import silent_groups
 from outbox.contrib.django.actions.cells import readable

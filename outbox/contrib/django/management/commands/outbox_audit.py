@@ -10,7 +10,7 @@ from django.core.management.base import CommandParser
 
 from outbox.broker.operations.comparisons import DatabaseComparison
 from outbox.contrib.django.management.acting import OperatorCommand
-from outbox.contrib.django.operations.comparing import found, run_compare
+from outbox.contrib.django.operations.comparing import losses, run_compare
 from outbox.contrib.django.operations.watching import run_audit
 
 
