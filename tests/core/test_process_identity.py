@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -12,18 +13,18 @@ _TELL = "from outbox.utils.process_identity import process_identity as p; print(
 
 
 def test_a_running_a_killed_and_a_reaped_process() -> None:
-    child = subprocess.Popen([sys.executable, "-c", _TELL], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert child.stdout is not None
-    identity = child.stdout.readline().strip()
-    assert f" pid {child.pid} " in identity
-    assert not has_ended(identity)
-    child.send_signal(signal.SIGSTOP)
-    assert not has_ended(identity)
-    child.kill()
-    # The pipe ends with the process, which stays a zombie until its exit code is read.
-    assert child.stdout.read() == ""
-    assert has_ended(identity)
-    child.communicate()
+    command = [sys.executable, "-c", _TELL]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        identity = child.stdout.readline().strip()
+        assert f" pid {child.pid} " in identity
+        assert not has_ended(identity)
+        child.send_signal(signal.SIGSTOP)
+        assert not has_ended(identity)
+        child.kill()
+        # It has ended, and stays a zombie until its exit code is read.
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        assert has_ended(identity)
     assert has_ended(identity)
 
 

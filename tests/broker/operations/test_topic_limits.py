@@ -25,6 +25,7 @@ from outbox.subscription import Subscription
 from outbox.topic import Topic
 from tests.broker.bench import ConsumptionBench, keyed
 from tests.broker.support import half, message, new_sequencer, wire
+from tests.support import eventually
 
 LIMITED = Topic(name="orders", backlog_limit=10, queue_count=1)
 
@@ -166,10 +167,14 @@ def test_the_estimate_of_space_follows_the_messages_and_not_the_files(
     run: Executor, database: BrokerDatabase, broker: PostgresBroker
 ) -> None:
     declare_topics(run, [Topic(name="orders", queue_count=1)])
-    for _ in range(4):
-        broker.send([message(body=b"x" * 300) for _ in range(1000)])
-    new_sequencer(database).run_once(run.connection)
     connection = run.connection
+    # An idle session may report what it has inserted ten seconds later, after VACUUM has counted the rows.
+    with contextlib.closing(PostgresBroker(database)) as leaving:
+        for _ in range(4):
+            leaving.send([message(body=b"x" * 300) for _ in range(1000)])
+    inserted = "SELECT n_tup_ins FROM pg_stat_all_tables WHERE relid = 'outbox.commit_log'::regclass"
+    eventually(lambda: connection.execute(inserted).fetchone() == (4000,))
+    new_sequencer(database).run_once(connection)
     connection.execute("VACUUM ANALYZE outbox.commit_log, outbox.op_log, outbox.consume_queue")
     [(files,)] = connection.execute(
         "SELECT sum(pg_total_relation_size(oid))::bigint FROM pg_class WHERE relnamespace = 'outbox'::regnamespace"
@@ -182,6 +187,7 @@ def test_the_estimate_of_space_follows_the_messages_and_not_the_files(
     summary.run_once(database)
     with pytest.raises(TopicOverLimit, match="take more than the topic's space_limit_bytes"):
         publish(broker, 1)
+    connection.execute("SELECT pg_stat_force_next_flush()")
     connection.execute("DELETE FROM outbox.commit_log WHERE log_id % 10 > 0")
     connection.execute("VACUUM ANALYZE outbox.commit_log")
     [after] = topic_limits.limit_uses(run, [])
