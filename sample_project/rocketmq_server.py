@@ -9,6 +9,7 @@ or newer are needed, nothing is installed). They listen on free ports of 127.0.0
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import os
 import random
@@ -77,16 +78,19 @@ def fetch(jars: Path, artefacts: Mapping[str, str]) -> None:
 
     A name without a group (`GROUP:NAME`) is an artefact of RocketMQ.
     """
-    if (jars / "complete").exists():
-        return
     jars.mkdir(parents=True, exist_ok=True)
-    (jars / "pom.xml").write_text(_pom(artefacts), encoding="utf-8")
-    goal = ["dependency:copy-dependencies", f"-DoutputDirectory={jars}"]
-    done = subprocess.run(["mvn", "-q", "-B", *goal], cwd=jars, capture_output=True, text=True, check=False)
-    if done.returncode:
-        said = (done.stdout + done.stderr)[-3000:]
-        raise ConfigurationError(f"Maven could not fetch {', '.join(artefacts)}: {said}")
-    (jars / "complete").touch()
+    # Two processes that copy at the same time spoil each other's files.
+    with (jars / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if (jars / "complete").exists():
+            return
+        (jars / "pom.xml").write_text(_pom(artefacts), encoding="utf-8")
+        goal = ["dependency:copy-dependencies", f"-DoutputDirectory={jars}"]
+        done = subprocess.run(["mvn", "-q", "-B", *goal], cwd=jars, capture_output=True, text=True, check=False)
+        if done.returncode:
+            said = (done.stdout + done.stderr)[-3000:]
+            raise ConfigurationError(f"Maven could not fetch {', '.join(artefacts)}: {said}")
+        (jars / "complete").touch()
 
 
 def _pom(artefacts: Mapping[str, str]) -> str:
