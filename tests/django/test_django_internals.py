@@ -121,14 +121,17 @@ def test_a_test_run_is_known() -> None:
 
 def test_no_other_module_uses_private_names() -> None:
     """A private name that the package does not define itself belongs to a library."""
-    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(PACKAGE.rglob("*.py"))}
-    own = DOCUMENTED | {name for tree in trees.values() for node in ast.walk(tree) for name in _defined(node)}
-    foreign: dict[str, set[str]] = {}
-    for path, tree in trees.items():
-        if names := {name for node in ast.walk(tree) for name in _used(node)} - own:
-            foreign[path.relative_to(PACKAGE).as_posix()] = names
-    assert foreign == PRIVATE
-    without_underscore = {path.name for path in trees if "rollback_exc" in path.read_text(encoding="utf-8")}
+    own, used = set(DOCUMENTED), dict[str, set[str]]()
+    without_underscore = set()
+    for path in sorted(PACKAGE.rglob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        if "rollback_exc" in text:
+            without_underscore.add(path.name)
+        names = used[path.relative_to(PACKAGE).as_posix()] = set()
+        for node in ast.walk(ast.parse(text)):
+            own.update(_defined(node))
+            names.update(_used(node))
+    assert {path: names - own for path, names in used.items() if names - own} == PRIVATE
     assert without_underscore == {"django_internals.py"}
 
 
