@@ -63,6 +63,9 @@ _QUEUE: Final = attrgetter("queue")
 
 _IN_A_ROW: Final = 3
 _PAUSES: Final = Backoff(first_seconds=1.0, longest_seconds=60.0)
+# A handler that was not called has cost nothing but an attempt to connect, so the next attempt comes soon: after a
+# restart of the server, messages would otherwise wait for up to a minute.
+_LONGEST_BEFORE_CALLS_SECONDS: Final = 10.0
 
 
 class Outage:
@@ -113,11 +116,12 @@ class Outage:
         self._is_over_time = False
         self.resume_at = None
 
-    def not_started(self, error: str, now: float, pause_seconds: float | None = None) -> float:
-        """Record a failed call whose failure was not caused by its messages.
+    def not_started(self, error: str, now: float) -> float:
+        """Record a call that failed before the handler. Return the time at which the pause ends."""
+        return self._pause(error, now, longest_seconds=_LONGEST_BEFORE_CALLS_SECONDS)
 
-        Return the time at which the pause ends.
-        """
+    def unavailable(self, error: str, now: float, pause_seconds: float | None) -> float:
+        """Record a call whose handler has said that its service is down. Return the time at which the pause ends."""
         return self._pause(error, now, pause_seconds)
 
     def failed(self, messages: Iterable[Hashable], error: str, now: float) -> float | None:
@@ -142,7 +146,9 @@ class Outage:
             return None
         return self._pause(error, now)
 
-    def _pause(self, error: str, now: float, wished_seconds: float | None = None) -> float:
+    def _pause(
+        self, error: str, now: float, wished_seconds: float | None = None, *, longest_seconds: float = math.inf
+    ) -> float:
         self._error = error
         self._asked = self._asked or wished_seconds is not None
         if self.resume_at is None:
@@ -152,7 +158,8 @@ class Outage:
             self.resume_at = max(self.resume_at, now + (wished_seconds or 0.0))
             return self.resume_at
         self._pauses += 1
-        pause = min(_PAUSES.pause_seconds(self._pauses), self._subscription.retry.level_seconds(self._pauses))
+        level = self._subscription.retry.level_seconds(self._pauses)
+        pause = min(_PAUSES.pause_seconds(self._pauses), level, longest_seconds)
         self.resume_at = now + (pause if wished_seconds is None else wished_seconds)
         return self.resume_at
 

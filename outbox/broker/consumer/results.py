@@ -550,11 +550,10 @@ def _book_failure(
 def _outage(work: HandlerCall, items: Sequence[FetchedEntry], error: BaseException, outage: Outage) -> float | None:
     now = time.monotonic()
     text = describe(error)
-    if isinstance(error, HandlerNotStarted):
-        until: float | None = outage.not_started(text, now)
-    elif isinstance(error, ServiceUnavailable):
-        until = outage.not_started(text, now, error.pause_seconds)
-    elif is_refused(error):
+    until: float | None
+    if isinstance(error, ServiceUnavailable):
+        until = outage.unavailable(text, now, error.pause_seconds)
+    elif isinstance(error, HandlerNotStarted) or is_refused(error):
         until = outage.not_started(text, now)
     elif _is_unexplained(work.subscribed.subscription, error):
         until = outage.failed([(item.queue.key, item.offset) for item in items], text, now)

@@ -192,13 +192,20 @@ def test_what_is_in_a_row() -> None:
     assert outage.failed("c", "F: other", 0.0) is None
 
 
+def test_a_pause_before_any_handler_is_at_most_ten_seconds() -> None:
+    """A server that is back is noticed by an attempt to connect, which costs nothing."""
+    outage = Outage(subscribe(retry=RetryPolicy()))
+    ends = [outage.not_started("E: away", now) - now for now in range(0, 7000, 1000)]
+    assert ends == [1.0, 2.0, 4.0, 8.0, 10.0, 10.0, 10.0]
+
+
 def test_a_requested_pause_lasts_its_full_time() -> None:
     outage = Outage(subscribe(retry=RetryPolicy()))
-    assert outage.not_started("E: later", 0.0, 30.0) == 30.0
+    assert outage.unavailable("E: later", 0.0, 30.0) == 30.0
     # By calls that already ran when it was requested.
     outage.succeeded(1.0)
     assert outage.failed("a", "F: other", 2.0) == 30.0
-    assert outage.not_started("E: later", 3.0, 40.0) == 43.0
+    assert outage.unavailable("E: later", 3.0, 40.0) == 43.0
     assert not outage.admits(42.9, running=False) and outage.admits(43.0, running=False)
     outage.succeeded(43.1)
     assert outage.admits(43.1, running=True) and outage.error == ""
