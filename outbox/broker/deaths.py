@@ -59,10 +59,6 @@ def _record(run: Executor, death: ChildDeath) -> None:
             incident = Incident(IncidentKind.PROCESS_DIED, process, f"{event} while it handled {running} messages")
             incidents.record(run, [incident])
         if left is not None:
-            # This import is inside the function, so that a supervisor loads the sequencer's modules only after a death.
-            from outbox.broker.sequencer import leader
-
-            leader.release_dead(run, left.instance)
             quarantine.record_death(run, left.instance, calls, evidence=f"{process} {event}", hung=death.hung)
     # Send the notification after the commit. A notification switches `synchronous_commit` off for its transaction. The
     # transaction that stores the death must wait for the disk, so it contains no notification.

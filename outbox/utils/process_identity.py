@@ -11,6 +11,7 @@ one, the container has ended, and so have its processes.
 from __future__ import annotations
 
 import os
+from functools import cache
 from pathlib import Path
 from typing import Final
 
@@ -22,9 +23,15 @@ _ENDED_STATES: Final = "ZX"
 
 def process_identity() -> str:
     """Return the identity of this process; '' if the system has no /proc, as outside of Linux."""
+    return _identity(os.getpid())
+
+
+# By pid, because a fork is another process. Each heartbeat sends it.
+@cache
+def _identity(pid: int) -> str:
     try:
-        _, started = _state_and_start(os.getpid())
-        return f"{_where()} pid {os.getpid()} {started}"
+        _, started = _state_and_start(pid)
+        return f"{_where()} pid {pid} {started}"
     except (OSError, ValueError):
         return ""
 

@@ -133,12 +133,15 @@ def release(run: Executor, owner: UUID, held: Sequence[Lease]) -> int:
 
 
 _RELEASE_ALL = Statement("""
+WITH led AS (
+    UPDATE {schema}.leader_lease SET owner = NULL, expires_at = clock_timestamp() WHERE owner = %(owner)s
+)
 UPDATE {schema}.queue_lease SET owner = NULL, expires_at = clock_timestamp() WHERE owner = %(owner)s
 """)
 
 
 def release_all(run: Executor, owner: UUID) -> int:
-    """Release all leases of an owner whose process has certainly ended."""
+    """Release the queues, and the lead, of an owner whose process has certainly ended. Return the number of queues."""
     return run.count(_RELEASE_ALL, {"owner": owner})
 
 

@@ -21,23 +21,17 @@ _NEIGHBOURS: Final = Statement("""
 SELECT DISTINCT instance_id, pid, process FROM {schema}.consumer
 WHERE host = %(host)s AND process <> '' AND expires_at > clock_timestamp()
 """)
-_RELEASE_LEADER: Final = Statement("""
-UPDATE {schema}.leader_lease SET owner = NULL, expires_at = clock_timestamp() WHERE owner = %(instance)s
-""")
 
 
-def release_the_ended(run: Executor) -> int:
-    """Let the ended processes of this machine leave their groups. Return how many there were.
+def release_the_ended(run: Executor) -> None:
+    """Let the ended processes of this machine leave their groups.
 
     Their messages go into quarantine only if a supervisor has seen the process die: this function does not know why a
     process has ended.
     """
-    found = run.rows(_NEIGHBOURS, {"host": socket.gethostname()})
-    ended = [(instance, pid) for instance, pid, process in found if has_ended(process)]
-    for instance, pid in ended:
-        logger.warning("process %d has ended without its worker: its queues are free again", pid)
-        with run.connection.transaction():
-            run.execute(_RELEASE_LEADER, {"instance": instance})
-            leases.release_all(run, instance)
-            members.leave(run, instance)
-    return len(ended)
+    for instance, pid, process in run.rows(_NEIGHBOURS, {"host": socket.gethostname()}):
+        if has_ended(process):
+            logger.warning("process %d has ended without its worker: its queues are free again", pid)
+            with run.connection.transaction():
+                leases.release_all(run, instance)
+                members.leave(run, instance)

@@ -48,11 +48,6 @@ WHERE role = %(role)s AND owner = %(owner)s
 """)
 
 
-def release_dead(run: Executor, owner: UUID) -> None:
-    """Release the leader lease of a dead process before the lease expires."""
-    run.execute(_RELEASE, {"role": SEQUENCER, "owner": owner})
-
-
 class LeaderLease:
     """The leader lease of one role, as one candidate uses it."""
 

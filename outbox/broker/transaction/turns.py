@@ -1,7 +1,7 @@
 """Turns of periodic passes: of all processes that could run a pass now, one runs it.
 
-The worker runs check-back and the other passes itself, because beat is a process that nobody may have started:
-check-back then stopped without an error. No process holds a lease for a pass: if one hangs, another process runs the
+The worker runs check-back and the other passes itself. If beat ran them and was not started, check-back would stop
+without an error. No process holds a lease for a pass: if one hangs, another process runs the
 next pass.
 """
 
