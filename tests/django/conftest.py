@@ -18,6 +18,7 @@ from django.core.management import call_command
 from django.db import connections
 from django.db.backends.postgresql.base import DatabaseWrapper as PostgresWrapper
 from django.test.utils import override_settings
+from django.utils import translation
 
 from outbox.broker import embedded
 from outbox.contrib.django.databases import database_from_url
@@ -196,6 +197,8 @@ def application(django_db_setup: None, cleaners: dict[str, Cleaner], django_db_b
             # As Django's flush does; it is another ledger afterwards.
             cleaners[alias].delete(*OF_THE_APPLICATION, truncated="outbox_ledger")
         cleaners["lite"].delete("outbox_ledger", *OF_THE_APPLICATION)
+        # A page leaves the language of its visitor.
+        translation.deactivate()
         # A pass that was cut short would continue behind the rows of the next test.
         pruning._sweeps.clear()
         # A pool that a test has left would serve the next one with sessions that were ended meanwhile.
