@@ -1,9 +1,11 @@
 """The RocketMQ client library. Only this module of the engine imports the library.
 
-The module protects the application from two habits of the library. First, at import the library opens a log file in the
-home directory and closes the application's log handlers (`logging.config.dictConfig`). So this module gives the library
-a logger of this package. Second, the library's event loop does not work in a forked process, where a call would wait
-for ever. So `refuse_after_fork` refuses such a call.
+The module protects the application from three habits of the library. First, at import the library opens a log file in
+the home directory and closes the application's log handlers (`logging.config.dictConfig`). So this module gives the
+library a logger of this package. Second, the library's event loop does not work in a forked process, where a call would
+wait for ever. So `refuse_after_fork` refuses such a call. Third, gRPC's handlers of `fork` end the child with SIGSEGV
+or SIGBUS if another thread is in gRPC, also the child of `subprocess.run(user=…)`. No forked process uses gRPC (see
+second), so the handlers are switched off.
 """
 
 from __future__ import annotations
@@ -39,6 +41,8 @@ def _import_client() -> None:
 
 
 _import_client()
+# gRPC 1.85 reads the variable at its first call. A project that needs the handlers sets the variable itself.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 try:
     import grpc
     from rocketmq import ClientConfiguration, Credentials, FilterExpression, Producer, SimpleConsumer

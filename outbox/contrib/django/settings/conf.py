@@ -865,6 +865,11 @@ ENVIRONMENT: Final = (
         _USER,
         "RocketMQ with `tls=`: the file with the certificates of your own authority; by default those of the system",
     ),
+    Variable(
+        "GRPC_ENABLE_FORK_SUPPORT",
+        _USER,
+        "RocketMQ: without it, outbox sets `0`, because gRPC's handlers of `fork` can end a forked child",
+    ),
     Variable("OUTBOX_HEARTBEAT", _OUTBOX, "file into which a process writes its heartbeat"),
     Variable("OUTBOX_PARENT_PID", _OUTBOX, "process id of the supervisor: a process ends when its supervisor has died"),
     Variable("OUTBOX_RUNNING_CALLS_FD", _OUTBOX, "descriptor of the file in which a process notes its running calls"),
