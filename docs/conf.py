@@ -13,7 +13,12 @@ sys.path.insert(0, str(Path(__file__).parent / "_site"))
 
 # autodoc and the reference import modules of Django's side.
 settings.configure(
-    INSTALLED_APPS=["django.contrib.contenttypes", "django.contrib.auth", "outbox.contrib.django"],
+    INSTALLED_APPS=[
+        "django.contrib.contenttypes",
+        "django.contrib.auth",
+        "outbox.contrib.django",
+        *(f"outbox.contrib.{name}" for name in ("saga", "tasks")),
+    ],
     DATABASES={"default": {"ENGINE": "django.db.backends.postgresql", "NAME": "shop"}},
     OUTBOX={"PRODUCER_GROUP": "shop"},
     USE_TZ=True,

@@ -15,11 +15,11 @@ from outbox.contrib.django.settings.conf import (
     DeclaredReceive,
     DeclaredSchedule,
     OutboxSettings,
-    TaskOptions,
     TopicOptions,
 )
 from outbox.contrib.django.settings.definition import definitions
 from outbox.contrib.django.subscribers.registry import _OPTIONS, subscriber
+from outbox.contrib.tasks.options import TaskOptions
 from outbox.subscription import Subscription
 from tests.house.tables import TABLES, names_of_tables, rendered, thresholds
 

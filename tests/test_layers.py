@@ -26,7 +26,9 @@ ALLOWED: dict[str, set[str]] = {
     "outbox/broker": {"outbox", "psycopg", "cronsim"},
     "outbox/broker/celery": {"outbox", "celery", "click", "kombu"},
     "outbox/rocketmq": {"outbox", "rocketmq", "grpc"},
-    "outbox/contrib/django": {"outbox", "django", "psycopg", "asgiref", "django_tasks"},
+    "outbox/contrib/django": {"outbox", "django", "psycopg", "asgiref"},
+    "outbox/contrib/saga": {"outbox", "django"},
+    "outbox/contrib/tasks": {"outbox", "django", "django_tasks"},
     "outbox/contrib/sinks": {"outbox", "httpx", "cryptography", "kombu", "amqp", "confluent_kafka", "cloudevents"},
     "outbox/contrib/sources": {"outbox", "kombu", "confluent_kafka"},
     "outbox/contrib/encryption": {"outbox", "cryptography"},
@@ -89,7 +91,7 @@ MAY_IMPORT = {
 # and no folder imports an entry point.
 ENTRY_POINTS = {
     "outbox.broker": {"celery"},
-    "outbox.contrib.django": {"console", "management", "migrations", "tasks", "templatetags"},
+    "outbox.contrib.django": {"console", "management", "migrations", "templatetags"},
     "spark": set(),
 }
 # Loose files that every level may import: Django wants its models there.

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from django.core.management import CommandError, find_commands, get_commands, load_command_class
 
-from outbox.contrib.django.operations.additions import catalogue
+from outbox.contrib.django.operations.known_conditions import catalogue
 from spark import cli
 from tests.django import configured
 from tests.documents import (

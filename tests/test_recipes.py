@@ -16,7 +16,7 @@ import pytest
 from django.utils.module_loading import import_string
 
 from outbox.contrib.django.engine.broker import _ENGINES
-from outbox.contrib.django.operations.additions import catalogue
+from outbox.contrib.django.operations.known_conditions import catalogue
 from outbox.contrib.django.settings.conf import SINKS, EngineName
 from outbox.contrib.django.subscribers.registry import _OPTIONS, subscriber
 from outbox.subscription import Subscription

@@ -14,7 +14,7 @@ import pytest
 import outbox.contrib.django
 from outbox import errors
 from outbox.contrib.django import message, scheduled, subscriber, transactional_message
-from outbox.contrib.django.operations.additions import catalogue
+from outbox.contrib.django.operations.known_conditions import catalogue
 from spark.comparison.classify import FAULTS, FindingClass
 from spark.comparison.remedies import REMEDIES
 from tests.wheel import ROOT

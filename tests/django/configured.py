@@ -12,6 +12,7 @@ import django
 from django.conf import settings
 
 from tests import mariadb
+from tests.part_apps import part_apps
 
 OUTBOX: dict[str, Any] = {
     "BROKER": "broker",
@@ -30,7 +31,7 @@ OUTBOX: dict[str, Any] = {
 
 TASKS: dict[str, Any] = {
     "default": {
-        "BACKEND": "outbox.contrib.django.tasks.backend.OutboxBackend",
+        "BACKEND": "outbox.contrib.tasks.backend.OutboxBackend",
         "QUEUES": ["default", "mail"],
     },
 }
@@ -51,7 +52,7 @@ if not settings.configured:
         INSTALLED_APPS=[
             *(["django_tasks"] if django.VERSION < (6, 0) else []),
             *("django.contrib.contenttypes", "django.contrib.auth", "django.contrib.staticfiles"),
-            *("outbox.contrib.django", "outbox.contrib.django.tasks", "tests.django.shop", "tests.django.hotel"),
+            *("outbox.contrib.django", *part_apps(), "tests.django.shop", "tests.django.hotel"),
             "tests.django.pages",
         ],
         TASKS=TASKS,

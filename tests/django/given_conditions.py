@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from outbox.broker.operations.conditions import Condition, Threshold
-from outbox.contrib.django.operations import additions
+from outbox.contrib.django.operations import known_conditions
 
 
 @dataclass(frozen=True)
@@ -27,4 +27,4 @@ class Given:
 def give(monkeypatch: pytest.MonkeyPatch, **given: Callable[[], Iterable[Condition]]) -> None:
     """From now on, only these conditions of the application are looked at."""
     made = {name: Given(found) for name, found in given.items()}
-    monkeypatch.setattr(additions, "application_conditions", lambda: made)
+    monkeypatch.setattr(known_conditions, "application_conditions", lambda: made)

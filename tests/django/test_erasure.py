@@ -22,6 +22,7 @@ from django.core.management.base import CommandError
 from django.db import models, transaction
 from django.utils import timezone
 
+from outbox import hooks
 from outbox.broker.operations import erasing as broker_erasing
 from outbox.broker.operations import summary
 from outbox.contrib.django import ClaimedDelivery, publish, publish_many, subscriber
@@ -38,7 +39,6 @@ from outbox.contrib.django.models import (
     PastCondition,
     RaisedCondition,
     RelayEntry,
-    SagaProgress,
     SavedReconciliation,
     StepEntry,
     SubjectKey,
@@ -48,9 +48,10 @@ from outbox.contrib.django.operations import erasing
 from outbox.contrib.django.operations.erasing import repeat_erasures
 from outbox.contrib.django.operations.erasure_list import ErasureFile
 from outbox.contrib.django.operations.installation import create_key_table
-from outbox.contrib.django.tasks.models import TaskEntry
 from outbox.contrib.django.worker.workers import consumer_runtime
 from outbox.contrib.encryption import envelope
+from outbox.contrib.saga.models import SagaProgress
+from outbox.contrib.tasks.models import TaskEntry
 from outbox.erasure import ERASED
 from outbox.errors import HandlerNotStarted, OutboxError, PermanentError, UndecodableBody
 from outbox.message import Delivery
@@ -268,6 +269,8 @@ def test_each_table_of_the_application_is_erased_or_has_no_content() -> None:
     erased = {model._meta.db_table for model in erasing._TABLES}
     tables = {model._meta.db_table for model in apps.get_app_config("outbox").get_models()}
     assert erased | without_content == tables
+    for label, its in hooks.tables.items():
+        assert its.content.keys() == {model.__name__ for model in apps.get_app_config(label).get_models()}
 
 
 # Names that the code or an operator gives, ids, hashes and numbers.

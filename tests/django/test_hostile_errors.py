@@ -18,7 +18,7 @@ from outbox.contrib.django.models import LedgerEntry, LedgerIdentity
 from outbox.contrib.django.subscribers import registry
 from outbox.contrib.django.subscribers.inbox import InboxInvoker
 from outbox.contrib.django.subscribers.outside import HandlerInvoker
-from outbox.contrib.django.tasks.results import error_of
+from outbox.contrib.tasks.results import error_of
 from outbox.errors import PartialFailure
 from outbox.memory import InMemoryBroker
 from outbox.ports import Disposition

@@ -23,7 +23,7 @@ from outbox import Delivery, Limits
 from outbox.broker.operations import audit
 from outbox.broker.operations.summary import GroupProgress, Summary
 from outbox.contrib.django import publish, subscriber
-from outbox.contrib.django.operations.additions import catalogue
+from outbox.contrib.django.operations.known_conditions import catalogue
 from outbox.contrib.django.operations.telemetry import state
 from outbox.contrib.django.operations.watching import audit_when_due
 from outbox.contrib.django.publishing.checkback import run_check_back

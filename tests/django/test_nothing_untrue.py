@@ -30,9 +30,9 @@ from outbox.contrib.django.actions.messages import discard_dead_letters, replay_
 from outbox.contrib.django.console.cards import cards
 from outbox.contrib.django.database.aliases import alias_conninfo, broker_database
 from outbox.contrib.django.models import ClaimEntry, InboxEntry
-from outbox.contrib.django.operations.additions import catalogue
 from outbox.contrib.django.operations.comparing import CompareCounts, run_compare
 from outbox.contrib.django.operations.erasing import ErasureRequest, erase
+from outbox.contrib.django.operations.known_conditions import catalogue
 from outbox.contrib.django.operations.raised import by_subject
 from outbox.contrib.django.operations.watching import look, run_audit
 from outbox.contrib.django.worker.workers import consumer_runtime

@@ -20,15 +20,15 @@ import pytest
 from django.db import transaction
 from django.utils import timezone
 
-from outbox.contrib.django import saga
 from outbox.contrib.django.database.aliases import alias_conninfo, broker_connection
 from outbox.contrib.django.engine.broker import flush
 from outbox.contrib.django.operations.installation import install_broker
 from outbox.contrib.django.operations.watching import look
-from outbox.contrib.django.saga import Saga, SagaProgress, SagaState
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.django.subscribers.registry import unregister_all
 from outbox.contrib.django.worker.drain import drain
+from outbox.contrib.saga import steps as saga
+from outbox.contrib.saga.steps import Saga, SagaProgress, SagaState
 from outbox.errors import ConfigurationError, TransactionUsageError, UsageError
 from outbox.retry import RetryPolicy
 from tests.broker.support import let_time_pass

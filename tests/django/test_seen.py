@@ -19,7 +19,7 @@ from django.test import Client
 from outbox.broker.operations.conditions import Severity
 from outbox.contrib.django.models import OperatorAction
 from outbox.contrib.django.operations import telemetry
-from outbox.contrib.django.operations.additions import catalogue
+from outbox.contrib.django.operations.known_conditions import catalogue
 from outbox.contrib.django.operations.watching import look, probe
 from tests.django import faults, faults_of_groups
 from tests.django.broker_world import FAULTS, World, new_world

@@ -25,12 +25,12 @@ from outbox.broker.consumer.worker_pool import WorkerPool
 from outbox.broker.process import run_broker
 from outbox.contrib.django import publish, subscriber
 from outbox.contrib.django.database.aliases import broker_database
-from outbox.contrib.django.saga import SagaProgress, SagaState
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.django.subscribers import registry
 from outbox.contrib.django.subscribers.inbox import InboxInvoker
 from outbox.contrib.django.subscribers.shared_transaction import SharedTransaction
 from outbox.contrib.opentelemetry.tracer import OpenTelemetryTracer
+from outbox.contrib.saga.steps import SagaProgress, SagaState
 from outbox.subscription import Subscription
 from outbox.topic import Topic
 from tests.django.effects.own_transaction import transaction_id

@@ -15,7 +15,8 @@ from django.db import transaction
 from django.test.utils import override_settings
 from django.utils import timezone
 
-from outbox.contrib.django.tasks.api import (
+from outbox.contrib.django.testing import InMemoryOutbox, in_memory_outbox
+from outbox.contrib.tasks.api import (
     TaskResultDoesNotExist,
     TaskResultStatus,
     task_backends,
@@ -23,9 +24,8 @@ from outbox.contrib.django.tasks.api import (
     task_finished,
     task_started,
 )
-from outbox.contrib.django.tasks.models import TaskEntry
-from outbox.contrib.django.tasks.registration import register_backends
-from outbox.contrib.django.testing import InMemoryOutbox, in_memory_outbox
+from outbox.contrib.tasks.models import TaskEntry
+from outbox.contrib.tasks.registration import register_backends
 from outbox.errors import ConfigurationError
 from tests.django.configured import TASKS
 from tests.django.shop import tasks

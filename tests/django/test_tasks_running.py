@@ -22,10 +22,10 @@ from outbox.broker.groups.registration import register
 from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.operations.watching import look
 from outbox.contrib.django.publishing.checkback import run_check_back
-from outbox.contrib.django.tasks import stranded
-from outbox.contrib.django.tasks.models import TaskEntry
-from outbox.contrib.django.tasks.registration import register_backends
 from outbox.contrib.django.worker.drain import drain, settle
+from outbox.contrib.tasks import stranded
+from outbox.contrib.tasks.models import TaskEntry
+from outbox.contrib.tasks.registration import register_backends
 from outbox.subscription import Subscription
 from tests.broker.support import let_time_pass
 from tests.django.configured import TASKS

@@ -37,7 +37,7 @@ UNNEEDED = (
     "outbox.contrib.django.operations.installation",
     "outbox.contrib.django.operations.telemetry",
     "outbox.contrib.django.operations.watching",
-    "outbox.contrib.django.saga",
+    "outbox.contrib.saga.steps",
     "outbox.contrib.django.subscribers.inbox",
     "outbox.contrib.django.worker",
     "outbox.filters.parser",

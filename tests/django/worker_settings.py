@@ -7,12 +7,13 @@ import os
 from pathlib import Path
 
 from outbox.contrib.django.databases import database_from_url
+from tests.part_apps import part_apps
 
 SECRET_KEY = "tests"
 USE_TZ = True
 DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
 INSTALLED_APPS = [
-    *("outbox.contrib.django", "tests.django.shop", "tests.django.effects", "tests.django.hotel"),
+    *("outbox.contrib.django", *part_apps(), "tests.django.shop", "tests.django.effects", "tests.django.hotel"),
     *os.environ.get("TEST_APPS", "").split(),
 ]
 MIGRATION_MODULES = {"shop": None, "hotel": None, "pages": None}

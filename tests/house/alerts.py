@@ -12,7 +12,7 @@ from tests.django import configured  # isort: skip
 
 from outbox.broker.operations.conditions import DeclaredCondition
 from outbox.contrib.django.operations import rocketmq
-from outbox.contrib.django.operations.additions import catalogue
+from outbox.contrib.django.operations.known_conditions import catalogue
 from tests.house.parts import ROOT
 
 ALERTS: Final = ROOT / "outbox/contrib/prometheus/alerts.yml"

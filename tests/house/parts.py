@@ -54,6 +54,7 @@ PARTS: Final = (
         (
             "broker/operations/erasing.py",
             f"{_DJANGO}/operations/erasing.py",
+            f"{_DJANGO}/operations/erasable_rows.py",
             f"{_DJANGO}/operations/erasure_list.py",
             f"{_DJANGO}/actions/erasing.py",
             f"{_DJANGO}/management/commands/outbox_erase.py",
@@ -148,7 +149,7 @@ PARTS: Final = (
             f"{_DJANGO}/management/commands/outbox_relay.py",
         ),
     ),
-    Part("saga", r"saga", (f"{_DJANGO}/saga.py",)),
+    Part("saga", r"saga", ("contrib/saga/",)),
     Part(
         "schedules",
         r"schedule",
@@ -161,7 +162,7 @@ PARTS: Final = (
             f"{_DJANGO}/management/commands/outbox_schedule.py",
         ),
     ),
-    Part("tasks", r"django\.tasks\b|TaskEntry|outbox_task", (f"{_DJANGO}/tasks/",)),
+    Part("tasks", r"contrib\.tasks\b|TaskEntry|outbox_task", ("contrib/tasks/",)),
     Part("unique", r"unique_?key|outbox_unique|UniqueEntry", (f"{_DJANGO}/ledger/unique_keys.py",)),
 )
 

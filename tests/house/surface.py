@@ -22,7 +22,7 @@ import outbox
 import outbox.contrib.django as django_side
 from outbox import errors
 from outbox.contrib.django import urls
-from outbox.contrib.django.operations.additions import catalogue
+from outbox.contrib.django.operations.known_conditions import catalogue
 from outbox.contrib.django.settings.conf import OutboxSettings, TopicOptions
 from tests.house.parts import ROOT
 from tests.house.tables import thresholds

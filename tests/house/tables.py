@@ -17,7 +17,7 @@ from typing import Any, Final
 from tests.django import configured  # isort: skip
 
 from outbox.broker.operations.conditions import Concern, Threshold
-from outbox.contrib.django.operations.additions import catalogue
+from outbox.contrib.django.operations.known_conditions import catalogue
 from outbox.contrib.django.settings.conf import (
     ENVIRONMENT,
     DeclaredForward,
@@ -25,10 +25,10 @@ from outbox.contrib.django.settings.conf import (
     DeclaredReceive,
     DeclaredSchedule,
     OutboxSettings,
-    TaskOptions,
     TopicOptions,
 )
 from outbox.contrib.django.settings.definition import REQUIRED, Setting, definitions
+from outbox.contrib.tasks.options import TaskOptions
 from outbox.subscription import Subscription
 from tests.house import alerts
 from tests.house.parts import ROOT

@@ -8,13 +8,14 @@ import django
 
 from deploy.settings import *  # noqa: F403
 from deploy.settings import OUTBOX
+from tests.part_apps import part_apps
 
 SECRET_KEY = "tests"
 USE_TZ = True
 DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
 INSTALLED_APPS = [
     *(["django_tasks"] if django.VERSION < (6, 0) else []),
-    *("outbox.contrib.django", "outbox.contrib.django.tasks", "tests.django.shop", "tests.runbooks"),
+    *("outbox.contrib.django", *part_apps(), "tests.django.shop", "tests.runbooks"),
 ]
 # `migrate` makes the tables of the test models with --run-syncdb.
 MIGRATION_MODULES = {"shop": None}

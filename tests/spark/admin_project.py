@@ -13,6 +13,8 @@ import django
 from django.conf import settings
 from django.urls import URLPattern, URLResolver, path
 
+from tests.part_apps import part_apps
+
 urlpatterns: list[URLPattern | URLResolver] = []
 _APPS = ("admin", "auth", "contenttypes", "sessions", "messages")
 _MIDDLEWARE = (
@@ -35,7 +37,7 @@ def configure(name: str, host: str, user: str) -> None:
         ALLOWED_HOSTS=["testserver"],
         ROOT_URLCONF=__name__,
         DATABASES={"default": {"ENGINE": engine, "NAME": name, "HOST": host, "USER": user}},
-        INSTALLED_APPS=[*(f"django.contrib.{app}" for app in _APPS), "outbox.contrib.django"],
+        INSTALLED_APPS=[*(f"django.contrib.{app}" for app in _APPS), "outbox.contrib.django", *part_apps()],
         MIDDLEWARE=list(_MIDDLEWARE),
         TEMPLATES=[
             {

@@ -1,6 +1,6 @@
 """Finds the conditions that hold now: `survey` calls all rules of the broker, `probe` only two cheap ones.
 
-`conditions.py` explains how a condition is declared. The tuple below lists the modules that declare them.
+`conditions.py` explains how a condition is declared. Parts add the modules with theirs (`outbox/hooks.py`).
 """
 
 from __future__ import annotations
@@ -8,10 +8,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Final
 
 from psycopg.errors import LockNotAvailable
 
+from outbox import hooks
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
 from outbox.broker.database.timeouts import lock_limited
@@ -35,13 +37,7 @@ from outbox.broker.schema.install import check_schema
 from outbox.errors import SchemaError
 from outbox.utils.refused_connections import is_refused
 
-CONDITIONS: Final[Mapping[str, DeclaredCondition[BrokerState]]] = {
-    **broker_conditions.CONDITIONS,
-    **event_conditions.CONDITIONS,
-    **limit_conditions.CONDITIONS,
-    **receiver_conditions.CONDITIONS,
-    **schedule_conditions.CONDITIONS,
-}
+_OWN: Final = (broker_conditions, event_conditions, limit_conditions, receiver_conditions, schedule_conditions)
 
 _LEADER: Final = Statement("""
 SELECT (SELECT owner::text FROM {schema}.leader_lease WHERE role = 'sequencer' AND expires_at > clock_timestamp()),
@@ -57,6 +53,12 @@ class Survey:
     state: BrokerState | None = None
 
 
+def conditions() -> Mapping[str, DeclaredCondition[BrokerState]]:
+    """Return the declared conditions of the broker's tables, by name."""
+    modules = (*_OWN, *map(import_module, hooks.broker_conditions))
+    return {name: one for module in modules for name, one in module.CONDITIONS.items()}
+
+
 def survey(run: Executor, thresholds: Thresholds | None = None) -> Survey:
     """Return all conditions that hold now, on an autocommit connection outside a transaction.
 
@@ -69,12 +71,12 @@ def survey(run: Executor, thresholds: Thresholds | None = None) -> Survey:
         # If no fresh summary is stored, `summaries.read` counts the figures itself, in a separate transaction.
         state = BrokerState(run, summaries.read(run), thresholds or {})
         with lock_limited(run.connection):
-            found = itertools.chain.from_iterable(one.evaluate(state) for one in CONDITIONS.values())
+            found = itertools.chain.from_iterable(one.evaluate(state) for one in conditions().values())
             return Survey(worst_first(found), state)
     except SchemaError as error:
         return Survey(unusable(error))
     except LockNotAvailable:
-        held = CONDITIONS["lock_held"].from_facts(broker_conditions.locked_out(run))
+        held = broker_conditions.CONDITIONS["lock_held"].from_facts(broker_conditions.locked_out(run))
         return Survey(worst_first(held, is_complete=False))
 
 
@@ -86,9 +88,9 @@ def probe(run: Executor, thresholds: Thresholds | None = None) -> ConditionRepor
     """
     leader, snapshot = run.one(_LEADER)
     if leader is None:
-        return worst_first([CONDITIONS["no_sequencer"].condition(Severity.CRITICAL, [{}], 1)])
+        return worst_first([broker_conditions.CONDITIONS["no_sequencer"].condition(Severity.CRITICAL, [{}], 1)])
     waiting = broker_conditions.oldest_undelivered(run, thresholds or {}, snapshot)
-    return worst_first(CONDITIONS["ticks_late"].from_facts([waiting]))
+    return worst_first(broker_conditions.CONDITIONS["ticks_late"].from_facts([waiting]))
 
 
 def unusable(error: Exception) -> ConditionReport:
@@ -96,5 +98,5 @@ def unusable(error: Exception) -> ConditionReport:
     name = "schema_version" if isinstance(error, SchemaError) else "unreachable"
     if is_refused(error):
         name = "connections_refused"
-    found = CONDITIONS[name].condition(Severity.CRITICAL, [{"error": str(error).strip()}], 1)
+    found = broker_conditions.CONDITIONS[name].condition(Severity.CRITICAL, [{"error": str(error).strip()}], 1)
     return worst_first([found], is_complete=False)

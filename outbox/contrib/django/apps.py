@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import Any, Final
-
 from django.apps import AppConfig
 from django.core.checks import Tags, register
 from django.db.backends.signals import connection_created
 from django.db.models.signals import post_migrate
-from django.utils.module_loading import import_string
 
-_SAGA_INTERVAL_SECONDS: Final = 60.0
+from outbox import hooks
+from outbox.hooks import when_called
 
 
 class OutboxConfig(AppConfig):
@@ -32,40 +28,22 @@ class OutboxConfig(AppConfig):
         from outbox.contrib.django.database.transactions import watch_connection
         from outbox.contrib.django.engine.broker import let_go_of_test_databases
         from outbox.contrib.django.operations import instrumentation
-        from outbox.contrib.django.operations.additions import add_conditions, add_observer, add_pass
         from outbox.contrib.django.subscribers.registry import add_discovery
         from outbox.utils import given_up
 
         in_tests.remember_configured_names()
-        given_up.install(_imported_when_called("outbox.contrib.django.operations.signals.send_dead_lettered"))
-        add_conditions("outbox.contrib.django.operations.claimed_messages")
-        add_conditions("outbox.contrib.django.operations.endpoints")
-        add_conditions("outbox.contrib.django.operations.findings")
-        add_conditions("outbox.contrib.django.saga")
-        add_observer("rocketmq", "outbox.contrib.django.operations.rocketmq")
-        add_pass("sagas", _SAGA_INTERVAL_SECONDS, _imported_when_called("outbox.contrib.django.saga.mend"))
+        given_up.install(when_called("outbox.contrib.django.operations.signals.send_dead_lettered"))
+        hooks.add_observer("rocketmq", "outbox.contrib.django.operations.rocketmq")
         add_discovery(_discover_celery_tasks)
-        register(_imported_when_called("outbox.contrib.django.operations.checks.check_settings"), "outbox")
-        register(_imported_when_called("outbox.contrib.django.operations.checks.check_databases"), Tags.database)
+        register(when_called("outbox.contrib.django.operations.checks.check_settings"), "outbox")
+        register(when_called("outbox.contrib.django.operations.checks.check_databases"), Tags.database)
         connection_created.connect(let_go_of_test_databases, dispatch_uid="outbox.let_go_of_test_databases")
         instrumentation.record_if_wanted()
         instrumentation.trace_if_wanted()
         connection_created.connect(watch_connection, dispatch_uid="outbox.watch_connection")
-        after_migrate = _imported_when_called("outbox.contrib.django.operations.installation.after_migrate")
+        after_migrate = when_called("outbox.contrib.django.operations.installation.after_migrate")
         # Only the signal refers to this function, so the reference must be strong.
         post_migrate.connect(after_migrate, sender=self, weak=False, dispatch_uid="outbox.after_migrate")
-
-
-# Django calls `ready` again if a test changes INSTALLED_APPS. With a new function for the same path, each check would
-# then be registered twice.
-@functools.cache
-def _imported_when_called(path: str) -> Callable[..., Any]:
-    """Return a function that imports the function at the dotted path when it is called, and calls it."""
-
-    def call(*args: Any, **options: Any) -> Any:
-        return import_string(path)(*args, **options)
-
-    return call
 
 
 def _discover_celery_tasks() -> None:

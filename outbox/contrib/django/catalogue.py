@@ -7,8 +7,10 @@ decision 197.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib import import_module
 from typing import Final
 
+from outbox import hooks
 from outbox.contrib.django.actions import (
     endpoints,
     erasing,
@@ -30,10 +32,11 @@ from outbox.contrib.django.repair import actions as repair
 from outbox.contrib.django.settings.conf import EngineName, get_settings
 from outbox.errors import ConfigurationError
 
-# Each module declares actions and listings. To add a part, add its module here.
+# Each module declares actions and listings. Parts add theirs (`hooks.add_actions`).
 _CORE: Final = (transactions, messages, groups, processes, topics, tables)
 _PARTS: Final = (limits, schedules, endpoints, receiving, relay, rocketmq, erasing, repair)
-_DECLARED: Final = [one for module in (*_CORE, *_PARTS) for one in vars(module).values()]
+_ADDED: Final = map(import_module, hooks.actions)
+_DECLARED: Final = [one for module in (*_CORE, *_PARTS, *_ADDED) for one in vars(module).values()]
 
 ACTIONS: Final[Mapping[str, DeclaredAction]] = {one.name: one for one in _DECLARED if isinstance(one, DeclaredAction)}
 # Other engines have listings of the same names.

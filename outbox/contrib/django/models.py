@@ -151,46 +151,6 @@ class StepEntry(models.Model):
         return f"{self.group} {self.message_id} {self.name}"
 
 
-class SagaState(models.TextChoices):
-    """The state of a saga. In the states RUNNING and UNDOING, the next message continues the saga."""
-
-    RUNNING = "running", "Running"
-    WAITING = "waiting", "Waiting for an answer"
-    UNDOING = "undoing", "Being undone"
-    DONE = "done", "Done"
-    UNDONE = "undone", "Undone"
-
-
-class SagaProgress(models.Model):
-    """The progress of one saga, which belongs to one record of the application.
-
-    Only outbox.contrib.django.saga writes this row, so saving the record does not reset the progress.
-
-    `message_id` is the message that continues the saga: the message of the step, of its compensation, or of the
-    deadline at `late_at`.
-    """
-
-    saga = models.CharField(max_length=127)
-    record = models.CharField(max_length=255)
-    state = models.CharField(max_length=16, choices=SagaState)
-    step = models.CharField(max_length=100)
-    reason = StorableTextField(default="")
-    changed_at = models.DateTimeField()
-    late_at = models.DateTimeField(null=True)
-    message_id = models.UUIDField(null=True)
-
-    class Meta:
-        app_label = "outbox"
-        db_table = "outbox_saga"
-        verbose_name = "saga"
-        constraints: ClassVar = [models.UniqueConstraint(fields=["saga", "record"], name="outbox_saga_of_record")]
-        # The index serves queries that read all sagas in one state, ordered by the time of their last step.
-        indexes: ClassVar = [models.Index(fields=["state", "changed_at"], name="outbox_saga_changed_at")]
-
-    def __str__(self) -> str:
-        return f"{self.saga} of {self.record}: {self.step} {self.state}"
-
-
 class KeyLock(models.Model):
     """One row per FIFO key that a transaction locks, on databases without transaction-scoped advisory locks."""
 

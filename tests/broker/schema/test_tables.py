@@ -9,6 +9,7 @@ from pathlib import Path
 import psycopg
 from django.apps import apps
 
+from outbox import hooks
 from tests.django import configured
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -50,7 +51,7 @@ def test_the_page_lists_the_tables_of_the_installed_schema(broker_url: str) -> N
 
 def test_the_page_lists_the_tables_of_the_application() -> None:
     assert configured.OUTBOX
-    models = [model for label in ("outbox", "outbox_tasks") for model in apps.get_app_config(label).get_models()]
+    models = [model for label in ("outbox", *hooks.tables) for model in apps.get_app_config(label).get_models()]
     assert Counter(tables_of_the_page("The application's databases")) == Counter(
         model._meta.db_table for model in models
     )

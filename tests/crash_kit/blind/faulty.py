@@ -14,7 +14,7 @@ from django.db.models import F
 
 from outbox import Delivery
 from outbox.contrib.django import ClaimedDelivery, publish, subscriber
-from outbox.contrib.django.saga import WAIT, Saga, StepAnswer, StepRefused
+from outbox.contrib.saga.steps import WAIT, Saga, StepAnswer, StepRefused
 from outbox.errors import StepInterrupted
 from tests.crash_kit.blind import outside
 from tests.crash_kit.blind.models import (

@@ -7,11 +7,12 @@ from typing import Any
 
 from outbox.contrib.django.databases import database_from_url
 from tests.crash_kit.blind.names import CASES
+from tests.part_apps import part_apps
 
 SECRET_KEY = "tests"
 USE_TZ = True
 DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
-INSTALLED_APPS = ["outbox.contrib.django", "tests.crash_kit.blind"]
+INSTALLED_APPS = ["outbox.contrib.django", *part_apps("saga"), "tests.crash_kit.blind"]
 DATABASES = {
     alias: database_from_url(os.environ[f"TEST_{alias.upper()}_URL"]) for alias in ("default", "broker", "reports")
 }

@@ -19,7 +19,7 @@ from outbox.contrib.django.actions.cells import readable
 from outbox.contrib.django.catalogue import ACTIONS
 from outbox.contrib.django.console import cards
 from outbox.contrib.django.models import ForwardEndpoint, OperatorAction
-from outbox.contrib.django.operations.additions import catalogue
+from outbox.contrib.django.operations.known_conditions import catalogue
 from outbox.limits import Limits
 from outbox.subscription import Subscription
 from tests.django.broker_world import World

@@ -3,7 +3,7 @@ from __future__ import annotations
 from datetime import timedelta
 
 from outbox.contrib.django import publish
-from outbox.contrib.django.saga import WAIT, Saga, StepAnswer, StepRefused
+from outbox.contrib.saga.steps import WAIT, Saga, StepAnswer, StepRefused
 from tests.django.hotel.models import Booking, Room
 
 booking = Saga("booking", Booking, topic="bookings")

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 from outbox import Delivery, Limits, RetryPolicy
 from outbox.contrib.django import ClaimedDelivery, publish, subscriber
-from outbox.contrib.django.saga import Saga, StepRefused
+from outbox.contrib.saga.steps import Saga, StepRefused
 from outbox.errors import PermanentError
 from tests.oracle.lines import write
 from tests.oracle.shop.models import Booking, Effect, Order

@@ -4,6 +4,8 @@ from typing import Any
 import django.db.models.functions.datetime
 from django.db import migrations, models, router
 
+from outbox.contrib.django.database.columns import compare_as_postgresql
+
 # If a ledger row is removed while a check may still ask about its transaction, the checker answers ROLLBACK for a
 # transaction that has committed. Rows with ids below `pruned_before` may be removed: if such a row is missing, the
 # checker does not answer ROLLBACK. If all rows are removed, the ledger gets a new ledger id, which no half message
@@ -69,11 +71,6 @@ DROP FUNCTION outbox_ledger_guard();
     "mariadb": "DROP TRIGGER IF EXISTS outbox_ledger_deleted",
 }
 
-# On MariaDB, texts are compared without regard to case and accents by default. Then the groups 'mail' and 'Mail' would
-# have the same inbox row, and one of the two handlers would not be called. With this collation, MariaDB compares texts
-# as PostgreSQL does. If a later migration adds a text column, it must have this collation, too.
-_CONVERT = "ALTER TABLE {} CONVERT TO CHARACTER SET utf8mb4 COLLATE utf8mb4_nopad_bin"
-
 # By default, autovacuum waits until a fifth of a table is dead. Pruning deletes a fourteenth of the inbox each day, so
 # three days of deleted rows would wait for vacuum, and their space would not be used again before. An inbox with
 # partitions has no such setting: a storage parameter belongs to each partition (ledger/partitions.py).
@@ -93,15 +90,6 @@ def prepare_postgresql(apps: Any, schema_editor: Any) -> None:
         for name, statement in (("InboxEntry", _INBOX), ("RelayEntry", _RELAY)):
             if _has(apps, schema_editor, name):
                 schema_editor.execute(statement, params=None)
-
-
-def prepare_mariadb(apps: Any, schema_editor: Any) -> None:
-    """Let texts be compared as on PostgreSQL."""
-    if _dialect(schema_editor) == "mariadb":
-        tables = set(schema_editor.connection.introspection.table_names())
-        for model in apps.get_app_config("outbox").get_models():
-            if model._meta.db_table in tables:
-                schema_editor.execute(_CONVERT.format(schema_editor.quote_name(model._meta.db_table)), params=None)
 
 
 def guard(apps: Any, schema_editor: Any) -> None:
@@ -239,26 +227,6 @@ class Migration(migrations.Migration):
                 'db_table': 'outbox_operator_action',
                 'permissions': [('view_operations', 'Can see the operations page'), ('act', 'Can act on the operations page'), ('view_bodies', 'Can see bodies and headers of messages')],
                 'default_permissions': ('view',),
-            },
-        ),
-        migrations.CreateModel(
-            name='SagaProgress',
-            fields=[
-                ('id', models.BigAutoField(auto_created=True, primary_key=True, serialize=False, verbose_name='ID')),
-                ('saga', models.CharField(max_length=127)),
-                ('record', models.CharField(max_length=255)),
-                ('state', models.CharField(choices=[('running', 'Running'), ('waiting', 'Waiting for an answer'), ('undoing', 'Being undone'), ('done', 'Done'), ('undone', 'Undone')], max_length=16)),
-                ('step', models.CharField(max_length=100)),
-                ('reason', models.TextField(default='')),
-                ('changed_at', models.DateTimeField()),
-                ('late_at', models.DateTimeField(null=True)),
-                ('message_id', models.UUIDField(null=True)),
-            ],
-            options={
-                'verbose_name': 'saga',
-                'db_table': 'outbox_saga',
-                'indexes': [models.Index(fields=['state', 'changed_at'], name='outbox_saga_changed_at')],
-                'constraints': [models.UniqueConstraint(fields=('saga', 'record'), name='outbox_saga_of_record')],
             },
         ),
         migrations.CreateModel(
@@ -473,7 +441,7 @@ class Migration(migrations.Migration):
         ),
         migrations.RunPython(name_this_ledger, migrations.RunPython.noop),
         # MariaDB ends a transaction at each of these statements, and Django refuses them in one.
-        migrations.RunPython(prepare_mariadb, migrations.RunPython.noop, atomic=False),
+        migrations.RunPython(compare_as_postgresql('outbox'), migrations.RunPython.noop, atomic=False),
         migrations.RunPython(prepare_postgresql, migrations.RunPython.noop),
         migrations.RunPython(guard, leave_unguarded, atomic=False),
     ]

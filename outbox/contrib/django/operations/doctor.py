@@ -19,7 +19,7 @@ from outbox.contrib.django.database.aliases import broker_connection, broker_dat
 from outbox.contrib.django.ledger import ledger
 from outbox.contrib.django.ledger.ledger_checker import ledger_aliases, open_connection
 from outbox.contrib.django.ledger.pruning import LEDGER_KEEP_SECONDS
-from outbox.contrib.django.operations import additions, checks
+from outbox.contrib.django.operations import checks, known_conditions
 from outbox.contrib.django.operations.checks import check_databases
 from outbox.contrib.django.operations.granting import check_rights
 from outbox.contrib.django.operations.sessions import demands
@@ -53,7 +53,7 @@ def examine() -> list[Condition]:
         found += [
             of_text("sessions of workers", Severity.OK, str(one)) for one in demands(settings) if not one.is_too_much
         ]
-        if (observer := additions.observer()) is not None:
+        if (observer := known_conditions.observer()) is not None:
             return [*found, *observer.examine()]
         with broker_connection() as (connection, schema):
             run = Executor(connection, schema)

@@ -19,8 +19,8 @@ from uuid import UUID
 
 from django.apps import apps
 from django.db import connections, models, router, transaction
-from django.db.models import Q
 
+from outbox import hooks
 from outbox.broker.database.executor import Executor
 from outbox.broker.database.statement import Statement
 from outbox.broker.log.topics import TopicCatalog
@@ -39,12 +39,12 @@ from outbox.contrib.django.models import (
     PastCondition,
     RaisedCondition,
     RelayEntry,
-    SagaProgress,
     SavedReconciliation,
     StepEntry,
     UniqueKey,
 )
 from outbox.contrib.django.operations import erasure_list
+from outbox.contrib.django.operations.erasable_rows import Rows, Scope, saved
 from outbox.contrib.django.settings.conf import for_column, get_settings
 from outbox.erasure import ERASED_CONTENT_TYPE, ERASED_TEXT, fingerprint, kept_headers
 from outbox.errors import OutboxError, UsageError
@@ -138,7 +138,7 @@ def erase(request: ErasureRequest, *, reason: str, dry_run: bool, now: datetime 
                 result.rows.update({f"broker.{table}": count for table, count in counts.items()})
             if not dry_run:
                 erasing.store(run, entries)
-    scope = _Scope(
+    scope = Scope(
         topic=request.topic,
         message_ids=sorted({*(one.message_id for one in found), *request.message_ids}),
         transaction_ids=sorted({one.transaction_id for one in found}),
@@ -198,30 +198,6 @@ def _patterns(texts: Iterable[str]) -> list[str]:
 # -- the application's tables --------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Scope:
-    topic: str
-    message_ids: Sequence[UUID]
-    transaction_ids: Sequence[UUID]
-    key: str | None
-    replacement: str | None
-    texts: Sequence[str]
-
-    def mentions(self, text: str) -> bool:
-        """Whether a text contains one of the texts."""
-        return any(one in text for one in self.texts)
-
-    def cleaned(self, value: Any) -> Any:
-        """Return a text, or the texts inside of a JSON value, without the texts."""
-        if isinstance(value, str):
-            for one in self.texts:
-                value = value.replace(one, ERASED_TEXT)
-            return value
-        if isinstance(value, Mapping):
-            return {self.cleaned(name): self.cleaned(one) for name, one in value.items()}
-        return [self.cleaned(one) for one in value] if isinstance(value, list) else value
-
-
 def application_aliases() -> list[str]:
     """Return the aliases that have tables of outbox."""
     return [
@@ -231,16 +207,13 @@ def application_aliases() -> list[str]:
     ]
 
 
-def _erase_on(alias: str, scope: _Scope, entries: Sequence[Erasure], *, dry_run: bool = False) -> dict[str, int]:
+def _erase_on(alias: str, scope: Scope, entries: Sequence[Erasure], *, dry_run: bool = False) -> dict[str, int]:
     """Erase in the tables of one alias, in one transaction. Return the number of changed rows by table."""
     counts: dict[str, int] = {}
     with transaction.atomic(using=alias):
-        for model, erase_in in _TABLES.items():
+        for model, erase_in in (*_TABLES.items(), *_of_parts()):
             if router.allow_migrate_model(alias, model):
                 counts[model._meta.db_table] = erase_in(model._base_manager.using(alias), scope)
-        task = apps.all_models["outbox_tasks"].get("taskentry")
-        if task is not None and router.allow_migrate_model(alias, task):
-            counts[task._meta.db_table] = _tasks(task._base_manager.using(alias), scope)
         for one in entries:
             ErasureEntry._base_manager.using(alias).update_or_create(
                 kind=one.kind, topic=one.topic, value=one.value, defaults={"erased_at": for_column(one.at, alias)}
@@ -250,29 +223,18 @@ def _erase_on(alias: str, scope: _Scope, entries: Sequence[Erasure], *, dry_run:
     return {f"{alias}.{table}": count for table, count in counts.items() if count}
 
 
-_Rows = models.QuerySet[Any]
-
-
-def _steps(rows: _Rows, scope: _Scope) -> int:
+def _steps(rows: Rows, scope: Scope) -> int:
     """Replace the results, because without a row, another attempt would run the step again."""
     mine = rows.filter(message_id__in=scope.message_ids, result__isnull=False)
     return mine.exclude(result=_NO_RESULT).update(result=_NO_RESULT)
 
 
-def _unique_keys(rows: _Rows, scope: _Scope) -> int:
+def _unique_keys(rows: Rows, scope: Scope) -> int:
     """Delete the rows: a unique key is chosen by the application, so it may be personal."""
     return rows.filter(message_id__in=scope.message_ids).delete()[0]
 
 
-def _sagas(rows: _Rows, scope: _Scope) -> int:
-    return _saved(
-        rows.exclude(reason="").exclude(reason=ERASED_TEXT),
-        lambda row: row.message_id in scope.message_ids or scope.mentions(row.reason),
-        lambda row: {"reason": ERASED_TEXT},
-    )
-
-
-def _findings(rows: _Rows, scope: _Scope) -> int:
+def _findings(rows: Rows, scope: Scope) -> int:
     ids = {str(one) for one in (*scope.message_ids, *scope.transaction_ids)}
     names = ("detail", "row", "body")
 
@@ -287,34 +249,34 @@ def _findings(rows: _Rows, scope: _Scope) -> int:
         # The step of the repair plan quotes the message.
         return {"key": key, "step": None} | {name: ERASED_TEXT for name in names if getattr(row, name)}
 
-    return _saved(rows, is_about, erased)
+    return saved(rows, is_about, erased)
 
 
-def _endpoints(rows: _Rows, scope: _Scope) -> int:
+def _endpoints(rows: Rows, scope: Scope) -> int:
     """Erase the last errors of the endpoints to which the topic is forwarded: such an error does not name a message."""
     groups = {name for name, one in get_settings().forward.items() if scope.topic in one.topics}
-    return _saved(
+    return saved(
         rows.exclude(last_error="").exclude(last_error=ERASED_TEXT),
         lambda row: row.group in groups or scope.mentions(row.last_error),
         lambda row: {"last_error": ERASED_TEXT},
     )
 
 
-def _conditions(rows: _Rows, scope: _Scope) -> int:
-    return _saved(
+def _conditions(rows: Rows, scope: Scope) -> int:
+    return saved(
         rows, lambda row: scope.mentions(row.subject), lambda row: {"subject": scope.cleaned(row.subject)}
     )  # fmt: skip
 
 
-def _dead_letter_notes(rows: _Rows, scope: _Scope) -> int:
-    return _saved(
+def _dead_letter_notes(rows: Rows, scope: Scope) -> int:
+    return saved(
         rows.exclude(error="").exclude(error=ERASED_TEXT),
         lambda row: row.message_id in scope.message_ids or scope.mentions(row.error),
         lambda row: {"error": ERASED_TEXT},
     )
 
 
-def _relayed(rows: _Rows, scope: _Scope) -> int:
+def _relayed(rows: Rows, scope: Scope) -> int:
     """Erase messages that wait for the relay. The relay sends them as erased messages, with their ids."""
 
     def is_of_message(row: Any) -> bool:
@@ -334,60 +296,34 @@ def _relayed(rows: _Rows, scope: _Scope) -> int:
             "error": row.error and ERASED_TEXT,
         }
 
-    return _saved(
+    return saved(
         rows,
         lambda row: (is_of_message(row) and row.content_type != ERASED_CONTENT_TYPE) or scope.mentions(row.error),
         erased,
     )
 
 
-def _reconciliations(rows: _Rows, scope: _Scope) -> int:
-    return _saved(
+def _reconciliations(rows: Rows, scope: Scope) -> int:
+    return saved(
         rows,
         lambda row: scope.cleaned([row.causes, row.plan]) != [row.causes, row.plan],
         lambda row: {"causes": scope.cleaned(row.causes), "plan": scope.cleaned(row.plan)},
     )
 
 
-def _audit(rows: _Rows, scope: _Scope) -> int:
+def _audit(rows: Rows, scope: Scope) -> int:
     names = ("why", "subject", "effect", "before", "after")
 
     def is_about(row: Any) -> bool:
         return any(scope.cleaned(getattr(row, name)) != getattr(row, name) for name in names)
 
-    return _saved(rows, is_about, lambda row: {name: scope.cleaned(getattr(row, name)) for name in names})
-
-
-def _tasks(rows: _Rows, scope: _Scope) -> int:
-    """Erase arguments, results and errors of tasks. A task that has not run gets the status FAILED."""
-    empty: dict[str, Any] = {"args": [], "kwargs": {}, "errors": [], "return_value": None}
-
-    def is_about(row: Any) -> bool:
-        values = {name: getattr(row, name) for name in empty}
-        linked = row.message_id in scope.message_ids or scope.mentions(json.dumps(values, ensure_ascii=False))
-        return linked and values != empty
-
-    def erased(row: Any) -> dict[str, Any]:
-        over = {"status": "FAILED", "finished_at": row.finished_at or datetime.now(UTC)}
-        return empty | (over if row.status in ("READY", "RUNNING") else {})
-
-    return _saved(rows.filter(Q(message_id__in=scope.message_ids)) if not scope.texts else rows, is_about, erased)
-
-
-def _saved(rows: _Rows, is_about: Callable[[Any], bool], values: Callable[[Any], Mapping[str, Any]]) -> int:
-    """Change the rows for which `is_about` is true, and return their number."""
-    count = 0
-    for row in rows.iterator(chunk_size=500):
-        if is_about(row):
-            count += rows.filter(pk=row.pk).update(**values(row))
-    return count
+    return saved(rows, is_about, lambda row: {name: scope.cleaned(getattr(row, name)) for name in names})
 
 
 # outbox_ledger, outbox_inbox, outbox_claim, outbox_key_lock and outbox_relay_lease have only ids, hashes and times.
-_TABLES: Final[Mapping[type[models.Model], Callable[[_Rows, _Scope], int]]] = {
+_TABLES: Final[Mapping[type[models.Model], Callable[[Rows, Scope], int]]] = {
     StepEntry: _steps,
     UniqueKey: _unique_keys,
-    SagaProgress: _sagas,
     Finding: _findings,
     ForwardEndpoint: _endpoints,
     RaisedCondition: _conditions,
@@ -397,6 +333,13 @@ _TABLES: Final[Mapping[type[models.Model], Callable[[_Rows, _Scope], int]]] = {
     SavedReconciliation: _reconciliations,
     OperatorAction: _audit,
 }
+
+
+def _of_parts() -> Iterator[tuple[type[models.Model], Callable[[Rows, Scope], int]]]:
+    for app_label, its in hooks.tables.items():
+        for name, path in its.content.items():
+            if path is not None:
+                yield apps.get_model(app_label, name), hooks.resolved(path)
 
 
 # -- keys of subjects ----------------------------------------------------------------------------------
@@ -521,20 +464,20 @@ def _repeat_on(alias: str, listed: Sequence[Erasure], keys: Mapping[str, set[str
         wanted = {one.value: one for one in erasures if one.kind == "key"}
         ids = [UUID(one.value) for one in erasures if one.kind == "message"]
         texts = sorted(keys.get(topic, ()))
-        scope = _Scope(topic=topic, message_ids=ids, transaction_ids=(), key=None, replacement=None, texts=texts)
+        scope = Scope(topic=topic, message_ids=ids, transaction_ids=(), key=None, replacement=None, texts=texts)
         rows.update(_erase_on(alias, scope, erasures))
         if not (wanted and router.allow_migrate_model(alias, Finding)):
             continue
         relayed = RelayEntry._base_manager.using(alias).filter(topic=topic)
         for key in set(relayed.values_list("key", flat=True)):
             if (one := wanted.get(fingerprint(secret, topic, key))) is not None:
-                of_key = _Scope(
+                of_key = Scope(
                     topic=topic, message_ids=(), transaction_ids=(), key=key, replacement=one.replacement, texts=()
                 )  # fmt: skip
                 rows[f"{alias}.outbox_relay"] += _relayed(relayed, of_key)
         for key in set(Finding._base_manager.using(alias).values_list("key", flat=True)):
             if (one := wanted.get(fingerprint(secret, topic, key))) is not None:
-                of_key = _Scope(
+                of_key = Scope(
                     topic=topic, message_ids=(), transaction_ids=(), key=key, replacement=one.replacement, texts=()
                 )  # fmt: skip
                 rows[f"{alias}.outbox_finding"] += _findings(Finding._base_manager.using(alias), of_key)

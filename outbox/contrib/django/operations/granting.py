@@ -16,6 +16,7 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.models import Model
 from psycopg import sql
 
+from outbox import hooks
 from outbox.broker.database.executor import Executor
 from outbox.broker.operations.conditions import Condition, Severity, of_check, of_text
 from outbox.broker.schema import grants
@@ -25,20 +26,14 @@ from outbox.contrib.django.database.aliases import broker_database
 from outbox.contrib.django.ledger.ledger_checker import ledger_aliases
 from outbox.contrib.django.settings.conf import OutboxSettings, get_settings
 
-# The rights of a publisher in the application's databases, by table and columns. A task and a row of the relay have
-# bodies, so the publisher reads only the columns by which it finds them.
+# The rights of a publisher in the application's databases, by table and columns. A row of the relay has a body, so
+# the publisher reads only the columns by which it finds the row.
 _OF_PUBLISHERS: Final[Mapping[str, Mapping[str, Sequence[str]]]] = {
     "outbox_ledger": {"SELECT": (), "INSERT": ()},
     "outbox_ledger_identity": {"SELECT": ()},
     "outbox_key_lock": {"SELECT": (), "INSERT": (), "UPDATE": ()},
     "outbox_unique": {"SELECT": (), "INSERT": (), "UPDATE": ()},
     "outbox_relay": {"INSERT": (), "SELECT": ("sequence", "message_id", "due_at")},
-    "outbox_saga": {"SELECT": (), "INSERT": (), "UPDATE": ()},
-    "outbox_task": {
-        "INSERT": (),
-        "SELECT": ("id", "status", "is_due", "message_id", "announced_at"),
-        "UPDATE": ("is_due", "message_id", "announced_at"),
-    },
 }
 _OF_OTHERS: Final[Mapping[Role, Sequence[str]]] = {
     Role.WORK: ("SELECT", "INSERT", "UPDATE", "DELETE"),
@@ -127,7 +122,7 @@ def _execute(connection: BaseDatabaseWrapper, statements: Sequence[str]) -> None
 
 
 def _models(alias: str) -> list[type[Model]]:
-    own = [app for app in apps.get_app_configs() if app.label in ("outbox", "outbox_tasks")]
+    own = [app for app in apps.get_app_configs() if app.label == "outbox" or app.label in hooks.tables]
     models = [model for app in own for model in app.get_models()]
     return [model for model in models if router.allow_migrate_model(alias, model)]
 
@@ -173,8 +168,9 @@ def _rights(connection: BaseDatabaseWrapper, schema: str) -> Iterator[str]:
 
 
 def _needed(tables: Sequence[str]) -> Iterator[tuple[Role, str, str, Sequence[str]]]:
+    of_publishers = {**_OF_PUBLISHERS, **{name: of for its in hooks.tables.values() for name, of in its.rights.items()}}
     for table in tables:
-        for right, columns in _OF_PUBLISHERS.get(table, {}).items():
+        for right, columns in of_publishers.get(table, {}).items():
             yield Role.PUBLISH, table, right, columns
         for role, rights in _OF_OTHERS.items():
             yield role, table, ", ".join(rights), ()

@@ -31,7 +31,7 @@ from outbox.broker.operations.listings import OpenTransaction, list_open
 from outbox.broker.operations.rules import unusable
 from outbox.contrib.django.models import PastCondition, RaisedCondition
 from outbox.contrib.django.operations import signals
-from outbox.contrib.django.operations.additions import catalogue
+from outbox.contrib.django.operations.known_conditions import catalogue
 from outbox.contrib.django.operations.watching import asking, survey_project
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.errors import BrokerUnavailable, SchemaError

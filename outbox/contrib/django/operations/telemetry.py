@@ -18,7 +18,7 @@ from outbox.broker.operations.rules import unusable
 from outbox.broker.operations.summary import overview
 from outbox.broker.schedules.schedule import clock, list_schedules
 from outbox.contrib.django.ledger.ledger_checker import ledger_aliases
-from outbox.contrib.django.operations import additions, instrumentation
+from outbox.contrib.django.operations import instrumentation, known_conditions
 from outbox.contrib.django.operations.watching import asking, survey_project
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.errors import BrokerUnavailable, SchemaError
@@ -74,11 +74,11 @@ def state() -> ScrapeState:
     """Return the present state of the broker's tables, for the metrics."""
     from outbox.contrib.prometheus.collector import ScrapeState
 
-    if (observer := additions.observer()) is not None:
+    if (observer := known_conditions.observer()) is not None:
         verdict, figures = observer.look()
         families = [] if figures is None else list(observer.metric_families(figures))
         return ScrapeState(verdict, judged=tuple(observer.CONDITIONS), families=families)
-    judged = tuple(additions.catalogue())
+    judged = tuple(known_conditions.catalogue())
     try:
         with asking() as run:
             found = survey_project(run)

@@ -1,6 +1,6 @@
 """Reads the broker's state for a project: the conditions that hold, the probe for load balancers, and the audit.
 
-Apps add the conditions of their own tables (`additions.add_conditions`), because the broker does not know these tables.
+Apps add the conditions of their own tables (`hooks.add_conditions`), because the broker does not know these tables.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from outbox.broker.operations.summary import Overview, Summary, overview
 from outbox.broker.schema.refusals import naming
 from outbox.contrib.django.database import deadline
 from outbox.contrib.django.database.aliases import broker_connection, opened, require_database
-from outbox.contrib.django.operations import additions
+from outbox.contrib.django.operations import known_conditions
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.django.settings.definition import unknown as unknown_name
 from outbox.errors import BrokerUnavailable, OutboxError, SchemaError
@@ -48,7 +48,7 @@ def refuse_unknown_thresholds(thresholds: Thresholds) -> None:
     """Raise ConfigurationError if OUTBOX['THRESHOLDS'] names a threshold that no condition has."""
     if not thresholds:
         return
-    known = {one.name.upper() for condition in additions.catalogue().values() for one in condition.thresholds}
+    known = {one.name.upper() for condition in known_conditions.catalogue().values() for one in condition.thresholds}
     for name in thresholds:
         if name.upper() not in known:
             raise unknown_name("OUTBOX['THRESHOLDS']", name.upper(), "threshold", known)
@@ -60,7 +60,7 @@ def _of_application(state: BrokerState) -> Iterator[Condition]:
     for connection in connections.all(initialized_only=True):
         if connection.errors_occurred:
             connection.close_if_unusable_or_obsolete()
-    for name, one in additions.application_conditions().items():
+    for name, one in known_conditions.application_conditions().items():
         try:
             yield from one.evaluate(state)
         except Error as error:
@@ -95,7 +95,7 @@ def look() -> BrokerView:
 
     If the broker is unreachable, a condition says so. Raises ConfigurationError.
     """
-    if (observer := additions.observer()) is not None:
+    if (observer := known_conditions.observer()) is not None:
         verdict, server = observer.look()
         return BrokerView(verdict, None, server)
     try:
@@ -115,7 +115,7 @@ def probe() -> ConditionReport:
 
     If the broker is unreachable, a condition says so. Raises ConfigurationError.
     """
-    if (observer := additions.observer()) is not None:
+    if (observer := known_conditions.observer()) is not None:
         report: ConditionReport = observer.probe()
         return report
     try:

@@ -8,17 +8,20 @@
 
 Every key of OUTBOX is the name of a field of `OutboxSettings` in capitals. The keys of nested dictionaries are names of
 fields of `TopicOptions`, `DeclaredForward`, `DeclaredReceive` and `DeclaredSchedule`, and those of THRESHOLDS are
-names of declared thresholds; the keys of TASKS[alias]["OPTIONS"] are names of fields of `TaskOptions`. After a change
-to a definition, run `python -m tests.house.tables`, which writes the tables in the documents.
+names of declared thresholds. Parts add keys of their own (`hooks.add_settings`). After a change to a definition, run
+`python -m tests.house.tables`, which writes the tables in the documents.
 """
 
 from __future__ import annotations
 
 import enum
+import pkgutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from datetime import UTC, datetime
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, Final, TypeVar
 
 from django.conf import settings as django_settings
@@ -26,6 +29,7 @@ from django.db import DEFAULT_DB_ALIAS, connections
 from django.utils import timezone
 from django.utils.module_loading import import_string
 
+from outbox import contrib, hooks
 from outbox.broker.operations.conditions import Thresholds
 from outbox.broker.schedules.cron import Cron
 from outbox.broker.schedules.schedule import Missed
@@ -33,6 +37,7 @@ from outbox.contrib.django.settings.definition import (
     Rule,
     address,
     any_text,
+    definitions,
     dotted_path,
     dotted_paths,
     entries,
@@ -49,6 +54,7 @@ from outbox.contrib.django.settings.definition import (
     or_none,
     paths,
     read,
+    read_together,
     required,
     schema_name,
     seconds,
@@ -705,7 +711,7 @@ class OutboxSettings:
         )
 
 
-_cached: tuple[object, object, OutboxSettings] | None = None
+_cached: tuple[object, object, OutboxSettings, Mapping[type, Any]] | None = None
 # Keys that replace those of settings.OUTBOX while test helpers are in use (outbox.contrib.django.testing).
 _forced: Mapping[str, Any] | None = None
 
@@ -728,25 +734,57 @@ def get_settings() -> OutboxSettings:
     The function checks the dictionary again if `settings.OUTBOX` is a new object, so `override_settings` takes effect
     at once.
     """
-    global _cached
-    raw = getattr(django_settings, "OUTBOX", None)
-    cached, keys = _cached, _forced
-    if cached is not None and cached[0] is raw and cached[1] is keys:
+    cached = _cached
+    if cached is not None and cached[0] is getattr(django_settings, "OUTBOX", None) and cached[1] is _forced:
         return cached[2]
+    return _read_again()[2]
+
+
+def settings_of(kind: type[Entry]) -> Entry:
+    """Return the current settings of a part, whose class the part has added with `hooks.add_settings`."""
+    get_settings()
+    assert _cached is not None
+    found: Entry = _cached[3][kind]
+    return found
+
+
+def _read_again() -> tuple[object, object, OutboxSettings, Mapping[type, Any]]:
+    global _cached
+    raw, keys = getattr(django_settings, "OUTBOX", None), _forced
     given = {} if raw is None else raw
-    parsed = parse_settings(given if keys is None else {"PRODUCER_GROUP": "tests", **given, **keys})
-    _cached = (raw, keys, parsed)
-    return parsed
+    settings, of_parts = _parse(given if keys is None else {"PRODUCER_GROUP": "tests", **given, **keys})
+    _cached = (raw, keys, settings, of_parts)
+    return _cached
 
 
 def parse_settings(raw: object) -> OutboxSettings:
-    """Check a settings dictionary. Raises ConfigurationError."""
-    settings = read(OutboxSettings, "OUTBOX", raw, noun="setting")
-    if settings.celery_app is None:
-        return settings
-    # The calls of transactional Celery tasks need a topic, so add this topic to the declared topics.
-    name = tasks_topic(settings)
-    return replace(settings, topics={name: _topic(f"OUTBOX['TOPICS'][{name!r}]", name, {}), **settings.topics})
+    """Check a settings dictionary, also the keys of parts. Raises ConfigurationError."""
+    return _parse(raw)[0]
+
+
+def _parse(raw: object) -> tuple[OutboxSettings, Mapping[type, Any]]:
+    settings, *of_parts = read_together((OutboxSettings, *hooks.settings.values()), "OUTBOX", raw, elsewhere=_of_part)
+    if settings.celery_app is not None:
+        # The calls of transactional Celery tasks need a topic, so add this topic to the declared topics.
+        name = tasks_topic(settings)
+        own = _topic(f"OUTBOX['TOPICS'][{name!r}]", name, {})
+        settings = replace(settings, topics={name: own, **settings.topics})
+    return settings, {type(one): one for one in of_parts}
+
+
+def _of_part(key: str) -> str | None:
+    """Return the remedy for a key that only a part has which is not installed; None for a key that no part has."""
+    for part in pkgutil.iter_modules(contrib.__path__, f"{contrib.__name__}."):
+        if find_spec(part.name) is None or find_spec(f"{part.name}.settings") is None:
+            continue
+        for kind in vars(import_module(f"{part.name}.settings")).values():
+            if (
+                isinstance(kind, type)
+                and is_dataclass(kind)
+                and any(one.name == key for one in definitions(kind).values())
+            ):
+                return f"add {part.name!r} to INSTALLED_APPS, because this setting belongs to that part"
+    return None
 
 
 def tasks_topic(settings: OutboxSettings) -> str:
@@ -775,37 +813,6 @@ def chosen(where: str, declared: Mapping[str, Entry], names: Sequence[str], purp
     if missing := sorted(set(names) - set(declared)):
         raise ConfigurationError(f"{where} has no {', '.join(missing)}; it has {', '.join(sorted(declared))}.")
     return {name: one for name, one in declared.items() if not names or name in names}
-
-
-# -- TASKS[alias]["OPTIONS"] -----------------------------------------------------------------------
-
-
-def _delays(where: str, value: Any) -> Sequence[float]:
-    allowed = "a list of numbers of seconds that is not empty"
-    if not isinstance(value, (list, tuple)) or not value:
-        raise wrong(where, value, allowed)
-    return [seconds(0).check(f"{where}[{place}]", one) for place, one in enumerate(value)]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TaskOptions:
-    """The options of the backend for Django's tasks."""
-
-    topic: str = setting(
-        "tasks", text("topic"), meaning="the topic of the task messages. Each backend needs a topic of its own"
-    )
-    threads: int = setting(
-        8, whole(1, "tasks"), meaning="how many tasks of one queue run at the same time in one process"
-    )
-    timeout_seconds: float = setting(15 * 60.0, seconds(0.01), meaning="how long a task may run")
-    max_attempts: int | None = setting(
-        1, or_none(whole(1, "attempts")), meaning="the maximum number of attempts of a failing task; `None`: no limit"
-    )
-    delays_seconds: Sequence[float] = setting(
-        (10.0, 60.0, 600.0),
-        Rule("a list of numbers of seconds, each at least 0", _delays, "seconds"),
-        meaning="the waits between the attempts of a failing task; the last wait is used for all further attempts",
-    )
 
 
 # -- USE_TZ ----------------------------------------------------------------------------------------

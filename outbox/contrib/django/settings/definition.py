@@ -115,22 +115,42 @@ def read(kind: type[Entry], where: str, given: object, *, noun: str = "option") 
     Raises ConfigurationError for an unknown name, a wrong value, or a missing required key. For an unknown name, the
     error shows the most similar known name.
     """
-    known = {item.name: (attribute, item) for attribute, item in definitions(kind).items()}
-    needed = [name for name, (_, item) in known.items() if item.default is REQUIRED]
+    [found] = read_together((kind,), where, given, noun=noun)
+    assert isinstance(found, kind)
+    return found
+
+
+def read_together(
+    kinds: Sequence[type],
+    where: str,
+    given: object,
+    *,
+    noun: str = "setting",
+    elsewhere: Callable[[str], str | None] = lambda name: None,
+) -> list[Any]:
+    """Check a dictionary whose names are divided among several dataclasses, and return one of each.
+
+    `elsewhere` returns what to do about an unknown name that belongs to a class that is not there. Otherwise like
+    `read`.
+    """
+    known = {item.name: (kind, attribute, item) for kind in kinds for attribute, item in definitions(kind).items()}
+    needed = [name for name, (_, _, item) in known.items() if item.default is REQUIRED]
     if not isinstance(given, Mapping):
         options = ", ".join(map(repr, needed)) or f"options like {next(iter(known))!r}"
         # The error does not show the value, because it may contain secrets.
         raise ConfigurationError(f"{where} must be a dictionary with {options}, not a {type(given).__name__}.")
-    values = {}
+    values: dict[type, dict[str, Any]] = {kind: {} for kind in kinds}
     for name, value in given.items():
         if name not in known:
+            if (remedy := elsewhere(name)) is not None:
+                raise ConfigurationError(f"{where}[{name!r}] has no effect: {remedy}.")
             raise unknown(where, name, noun, known)
-        attribute, item = known[name]
-        values[attribute] = item.rule.check(f"{where}[{name!r}]", value)
+        kind, attribute, item = known[name]
+        values[kind][attribute] = item.rule.check(f"{where}[{name!r}]", value)
     for name in needed:
         if name not in given:
             raise ConfigurationError(f"{where} lacks {name!r}.")
-    return kind(**values)
+    return [kind(**of_kind) for kind, of_kind in values.items()]
 
 
 # -- errors ----------------------------------------------------------------------------------------

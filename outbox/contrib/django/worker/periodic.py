@@ -9,6 +9,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any, Final
 
+from outbox import hooks
 from outbox.broker.database.connection import BrokerDatabase
 from outbox.broker.log.failing import FailureNote, ProcessPart
 from outbox.broker.schedules.schedule import RENEW_SECONDS
@@ -16,7 +17,6 @@ from outbox.broker.transaction.turns import CHECK_BACK
 from outbox.contrib.django.database.aliases import broker_database
 from outbox.contrib.django.engine.broker import engine_of, get_engine
 from outbox.contrib.django.ledger.pruning import run_prune
-from outbox.contrib.django.operations import additions
 from outbox.contrib.django.operations.comparing import compare_when_due
 from outbox.contrib.django.operations.large_bodies import INTERVAL_SECONDS, TURN_SECONDS, remove_orphans
 from outbox.contrib.django.operations.scheduling import declare_schedules
@@ -64,7 +64,7 @@ def passes() -> list[PeriodicPass]:
     if settings.large_bodies is not None and settings.has_database:
         orphans = partial(remove_orphans, max_seconds=TURN_SECONDS)
         always.append(_in_turn("large_bodies", INTERVAL_SECONDS, lambda: asdict(orphans())))
-    always += [_in_turn(name, seconds, work) for name, (seconds, work) in additions.passes.items()]
+    always += [_in_turn(name, one.interval_seconds, hooks.when_called(one.work)) for name, one in hooks.passes.items()]
     if not settings.producer_group:
         return always
     if settings.has_database:

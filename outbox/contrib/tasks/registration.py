@@ -5,10 +5,10 @@ from __future__ import annotations
 from django.db import router
 
 from outbox.contrib.django.subscribers.registry import Subscriber, register
-from outbox.contrib.django.tasks.api import task_backends
-from outbox.contrib.django.tasks.backend import OutboxBackend
-from outbox.contrib.django.tasks.models import TaskEntry
-from outbox.contrib.django.tasks.running import handler_for
+from outbox.contrib.tasks.api import task_backends
+from outbox.contrib.tasks.backend import OutboxBackend
+from outbox.contrib.tasks.models import TaskEntry
+from outbox.contrib.tasks.running import handler_for
 from outbox.subscription import Subscription
 
 

@@ -23,9 +23,9 @@ from outbox.broker.operations.conditions import Concern, Declarations, Judged, S
 from outbox.broker.operations.trace import Whereabouts, whereabouts
 from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.settings.conf import get_settings
-from outbox.contrib.django.tasks.api import task_backends
-from outbox.contrib.django.tasks.backend import OutboxBackend
-from outbox.contrib.django.tasks.models import TaskEntry
+from outbox.contrib.tasks.api import task_backends
+from outbox.contrib.tasks.backend import OutboxBackend
+from outbox.contrib.tasks.models import TaskEntry
 
 if TYPE_CHECKING:
     from outbox.broker.operations.state import BrokerState
@@ -35,7 +35,6 @@ logger = logging.getLogger(__name__)
 Status = TaskEntry.Status
 
 CONDITIONS: Final[Declarations[BrokerState]] = Declarations()
-PASS_INTERVAL_SECONDS: Final = 60.0
 # A message is examined only after this time, because a worker may still be handling it.
 _GRACE: Final = timedelta(seconds=60)
 # The condition examines at most this many entries, which are the entries with the oldest messages. The periodic pass

@@ -9,8 +9,8 @@ from typing import Any, Final
 
 from django.utils.module_loading import import_string
 
-from outbox.contrib.django.tasks.api import Task, TaskError, TaskResult, TaskResultStatus
-from outbox.contrib.django.tasks.models import TaskEntry
+from outbox.contrib.tasks.api import Task, TaskError, TaskResult, TaskResultStatus
+from outbox.contrib.tasks.models import TaskEntry
 from outbox.errors import ConfigurationError
 from outbox.utils.safe_text import class_path, printable
 from outbox.utils.safe_text import storable as storable_text

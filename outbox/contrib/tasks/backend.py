@@ -14,9 +14,9 @@ from django.utils import timezone
 
 from outbox import names
 from outbox.contrib.django.publishing.publish import publish
-from outbox.contrib.django.settings.conf import TaskOptions, get_settings
+from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.django.settings.definition import read
-from outbox.contrib.django.tasks.api import (
+from outbox.contrib.tasks.api import (
     BaseTaskBackend,
     Task,
     TaskResult,
@@ -24,12 +24,13 @@ from outbox.contrib.django.tasks.api import (
     task_backends,
     task_enqueued,
 )
+from outbox.contrib.tasks.options import TaskOptions
 from outbox.errors import ConfigurationError, OutboxError
 from outbox.retry import RetryPolicy
 from outbox.topic import MessageType
 
 if TYPE_CHECKING:
-    from outbox.contrib.django.tasks.models import TaskEntry
+    from outbox.contrib.tasks.models import TaskEntry
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -77,8 +78,8 @@ class OutboxBackend(BaseTaskBackend):
         Raises InvalidTask, or TypeError or ValueError for arguments that JSON cannot represent. Also raises the errors
         of `publish`.
         """
-        from outbox.contrib.django.tasks.models import TaskEntry
-        from outbox.contrib.django.tasks.results import result_of, storable
+        from outbox.contrib.tasks.models import TaskEntry
+        from outbox.contrib.tasks.results import result_of, storable
 
         self.validate_task(task)
         entry = TaskEntry(
@@ -121,8 +122,8 @@ class OutboxBackend(BaseTaskBackend):
 
     def get_result(self, result_id: str) -> TaskResult[..., Any]:
         """Return the stored result of a call, read from the primary. Raises TaskResultDoesNotExist."""
-        from outbox.contrib.django.tasks.models import TaskEntry
-        from outbox.contrib.django.tasks.results import result_of
+        from outbox.contrib.tasks.models import TaskEntry
+        from outbox.contrib.tasks.results import result_of
 
         try:
             wanted = UUID(result_id)
@@ -140,10 +141,10 @@ class OutboxBackend(BaseTaskBackend):
 
     def _complaints(self) -> Iterator[CheckMessage]:
         where = f"TASKS[{self.alias!r}]"
-        if not apps.is_installed("outbox.contrib.django.tasks"):
+        if not apps.is_installed("outbox.contrib.tasks"):
             yield Error(
                 f"{where} uses the backend of outbox, but the app with the table of tasks is not installed.",
-                hint="Add 'outbox.contrib.django.tasks' to INSTALLED_APPS and run migrate.",
+                hint="Add 'outbox.contrib.tasks' to INSTALLED_APPS and run migrate.",
                 id="outbox_tasks.E001",
             )
         yield from self._topic(where)

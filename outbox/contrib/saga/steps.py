@@ -45,12 +45,12 @@ from outbox.broker.operations.conditions import Concern, Declarations, Judged, S
 from outbox.broker.operations.trace import Whereabouts, whereabouts
 from outbox.contrib.django.database.aliases import broker_connection
 from outbox.contrib.django.database.transactions import in_transaction
-from outbox.contrib.django.models import SagaProgress, SagaState
 from outbox.contrib.django.publishing.publish import publish
 from outbox.contrib.django.publishing.steering import recall_key
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.django.subscribers.callables import is_asynchronous, is_generator
 from outbox.contrib.django.subscribers.registry import Subscriber, register
+from outbox.contrib.saga.models import SagaProgress, SagaState
 from outbox.errors import ConfigurationError, TransactionUsageError, UsageError
 from outbox.retry import RetryPolicy
 from outbox.subscription import Subscription

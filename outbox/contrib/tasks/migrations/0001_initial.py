@@ -1,21 +1,7 @@
-from typing import Any
-
 import outbox.utils.ids
 from django.db import migrations, models
 
-# As the migration of outbox: MariaDB compares the texts of the table as PostgreSQL does. By default, it would take two
-# tasks whose names differ in case only for one.
-_CONVERT = "ALTER TABLE {} CONVERT TO CHARACTER SET utf8mb4 COLLATE utf8mb4_nopad_bin"
-
-
-def prepare_mariadb(apps: Any, schema_editor: Any) -> None:
-    """Let texts be compared as on PostgreSQL."""
-    connection = schema_editor.connection
-    if connection.vendor == 'mysql' and connection.mysql_is_mariadb:
-        tables = set(connection.introspection.table_names())
-        for model in apps.get_app_config('outbox_tasks').get_models():
-            if model._meta.db_table in tables:
-                schema_editor.execute(_CONVERT.format(schema_editor.quote_name(model._meta.db_table)), params=None)
+from outbox.contrib.django.database.columns import compare_as_postgresql
 
 
 class Migration(migrations.Migration):
@@ -57,5 +43,5 @@ class Migration(migrations.Migration):
             },
         ),
         # MariaDB ends a transaction at each of these statements, and Django refuses them in one.
-        migrations.RunPython(prepare_mariadb, migrations.RunPython.noop, atomic=False),
+        migrations.RunPython(compare_as_postgresql('outbox_tasks'), migrations.RunPython.noop, atomic=False),
     ]

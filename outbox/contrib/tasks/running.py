@@ -20,10 +20,10 @@ from django.db import OperationalError, connections, transaction
 from django.db.models import QuerySet
 from django.utils import timezone
 
-from outbox.contrib.django.tasks.api import TaskContext, TaskResult, task_finished, task_started
-from outbox.contrib.django.tasks.backend import OutboxBackend
-from outbox.contrib.django.tasks.models import TaskEntry
-from outbox.contrib.django.tasks.results import error_of, result_of, storable
+from outbox.contrib.tasks.api import TaskContext, TaskResult, task_finished, task_started
+from outbox.contrib.tasks.backend import OutboxBackend
+from outbox.contrib.tasks.models import TaskEntry
+from outbox.contrib.tasks.results import error_of, result_of, storable
 from outbox.message import Delivery
 from outbox.retry import RetryPolicy
 from outbox.utils.safe_text import printable

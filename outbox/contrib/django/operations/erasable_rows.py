@@ -1,0 +1,52 @@
+"""What an erasure does with the rows of an application's table: the scope it is given, and how it saves rows.
+
+The tables of the core are in `erasing.py`; parts name the functions for theirs with `outbox.hooks.add_tables`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from uuid import UUID
+
+from django.db import models
+
+from outbox.erasure import ERASED_TEXT
+
+Rows = models.QuerySet[Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scope:
+    """What an erasure is about: messages of a topic, a key, and texts."""
+
+    topic: str
+    message_ids: Sequence[UUID]
+    transaction_ids: Sequence[UUID]
+    key: str | None
+    replacement: str | None
+    texts: Sequence[str]
+
+    def mentions(self, text: str) -> bool:
+        """Whether a text contains one of the texts."""
+        return any(one in text for one in self.texts)
+
+    def cleaned(self, value: Any) -> Any:
+        """Return a text, or the texts inside of a JSON value, without the texts."""
+        if isinstance(value, str):
+            for one in self.texts:
+                value = value.replace(one, ERASED_TEXT)
+            return value
+        if isinstance(value, Mapping):
+            return {self.cleaned(name): self.cleaned(one) for name, one in value.items()}
+        return [self.cleaned(one) for one in value] if isinstance(value, list) else value
+
+
+def saved(rows: Rows, is_about: Callable[[Any], bool], values: Callable[[Any], Mapping[str, Any]]) -> int:
+    """Change the rows for which `is_about` is true, and return their number."""
+    count = 0
+    for row in rows.iterator(chunk_size=500):
+        if is_about(row):
+            count += rows.filter(pk=row.pk).update(**values(row))
+    return count

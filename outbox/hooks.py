@@ -1,0 +1,156 @@
+"""Where parts join the core. The core reads this file and never names a part; a part adds to it and changes no core.
+
+A part is a folder with an app of Django. A project turns the part on by naming the app in INSTALLED_APPS, and the app's
+`ready` calls the functions below:
+
+    class GreetingsConfig(AppConfig):
+        name = "shop.greetings"
+
+        def ready(self) -> None:
+            hooks.add_pass("greetings", 60.0, "shop.greetings.sending.send")
+
+Code is named by its dotted path and imported when it is first called, so a web process imports nothing of what only
+workers, commands and pages run. A name that is added again replaces its earlier entry, because Django calls `ready`
+again if a test changes INSTALLED_APPS. Without parts, every collection below is empty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from importlib import import_module
+from typing import Any, Final, NamedTuple
+
+# -- periodic passes -------------------------------------------------------------------------------
+
+
+class Pass(NamedTuple):
+    """A periodic pass: its interval in seconds, and the dotted path of its function `() -> counts`."""
+
+    interval_seconds: float
+    work: str
+
+
+passes: Final[dict[str, Pass]] = {}
+
+
+def add_pass(name: str, interval_seconds: float, work: str) -> None:
+    """Run the function at the dotted path `work` as a periodic pass of the service.
+
+    The role `check` of a worker, or Celery beat, calls the function at the interval, in one process at a time and
+    outside of any transaction. It returns counts for the log; with a true count `more` it runs again at once. An error
+    is logged, becomes the condition `process_failing`, and stops no other pass.
+    """
+    passes[name] = Pass(interval_seconds, work)
+
+
+# -- conditions ------------------------------------------------------------------------------------
+
+# Modules with declarations of the name CONDITIONS, in the order in which they were added.
+broker_conditions: Final[dict[str, None]] = {}
+application_conditions: Final[dict[str, None]] = {}
+
+
+def add_conditions(module: str, *, of_broker: bool = False) -> None:
+    """Show the conditions that a module declares in `CONDITIONS` (outbox/broker/operations/conditions.py).
+
+    Status, page, metrics and probe call the rules, on a connection of the broker in autocommit mode. With `of_broker`
+    the rules read only the broker's tables, and an error of one means that the broker cannot be read. Without it, the
+    rules may read tables of the application, and an error means that it is unknown whether this condition holds.
+    """
+    (broker_conditions if of_broker else application_conditions)[module] = None
+
+
+# -- actions and listings --------------------------------------------------------------------------
+
+actions: Final[dict[str, None]] = {}
+
+
+def add_actions(module: str) -> None:
+    """Offer the actions and listings that a module declares (outbox/contrib/django/actions/declaration.py).
+
+    Each becomes a command with its arguments, a page or button, JSON, and a row of the audit. A command that no part
+    of the core has is a class in the part's `management/commands`, as in every app of Django.
+    """
+    actions[module] = None
+
+
+# -- settings --------------------------------------------------------------------------------------
+
+settings: Final[dict[str, type]] = {}
+
+
+def add_settings(kind: type) -> None:
+    """Let the keys of OUTBOX also be those of a dataclass, whose fields are made by `setting` of
+    outbox/contrib/django/settings/definition.py. `outbox.contrib.django.settings.conf.settings_of(kind)` returns them.
+
+    A part calls this in the module of its AppConfig, not in `ready`, because the core reads the settings in its own
+    `ready`, which may be called first. The dataclass is in the part's module `settings`.
+    """
+    settings[f"{kind.__module__}.{kind.__qualname__}"] = kind
+
+
+# -- tables of the application's databases ---------------------------------------------------------
+
+Rights = Mapping[str, Mapping[str, Sequence[str]]]
+
+
+class Tables(NamedTuple):
+    """The tables of an app: what publishers may do with them, and which of them can hold data about a person.
+
+    `rights`: table -> right -> columns (none: all). The roles `work` and `watch` get their rights on every table.
+    `content`: name of each model -> dotted path of the function that removes a person's data from its rows, or None if
+    the rows have only ids, hashes and times.
+    """
+
+    rights: Rights
+    content: Mapping[str, str | None]
+
+
+tables: Final[dict[str, Tables]] = {}
+
+
+def add_tables(app_label: str, *, rights: Rights | None = None, content: Mapping[str, str | None]) -> None:
+    """Name what happens to the tables of an app's models: who may use them, and how a person's data leaves them.
+
+    The functions in `content`, `(rows, scope) -> number of changed rows`, are called in one transaction for all tables
+    of a database. An error of one rolls this transaction back.
+    """
+    tables[app_label] = Tables(rights or {}, content)
+
+
+# -- observed engines ------------------------------------------------------------------------------
+
+# Name of an engine -> the module that observes its server, if that is not the bundled broker.
+observers: Final[dict[str, str]] = {}
+
+
+def add_observer(engine: str, module: str) -> None:
+    """Name the module that observes the server of an engine.
+
+    It has the functions `look() -> (report, figures)`, `probe() -> report`, `examine() -> conditions` (for the doctor)
+    and `metric_families(figures)`, and its conditions with the name CONDITIONS.
+    """
+    observers[engine] = module
+
+
+# -- the objects at the dotted paths ---------------------------------------------------------------
+
+
+def resolved(path: str) -> Any:
+    """Return the object at a dotted path. Raises ImportError."""
+    module, _, name = path.rpartition(".")
+    return getattr(import_module(module), name)
+
+
+@cache
+def when_called(path: str) -> Callable[..., Any]:
+    """Return a function that imports the function at the dotted path when it is called, and calls it.
+
+    The same path gives the same function, so a registry that is filled twice has it once.
+    """
+
+    def call(*args: Any, **options: Any) -> Any:
+        return resolved(path)(*args, **options)
+
+    return call
