@@ -19,7 +19,7 @@ WORKERS ?= 4
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test gate oracle sizes slow matrix matrix-postgres matrix-mariadb lint format docs bench bench-quick goals tables faults clean
+.PHONY: help install demo test gate oracle sizes slow matrix matrix-postgres matrix-mariadb lint format docs proof bench bench-quick goals tables faults clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -97,6 +97,9 @@ faults: $(STAMP) ## The longest runs: every fault many times
 
 oracle: $(STAMP) ## Random storms, judged from outside by their histories: ten minutes (SECONDS=180, HOURS=2)
 	$(BIN)/python -W ignore -m tests.oracle --total $(if $(HOURS),$$(($(HOURS) * 3600)),$(or $(SECONDS),600))
+
+proof: $(BIN)/python ## The models of the protocols, and that their broken variants are caught: five minutes (needs Spin and a C compiler)
+	$(BIN)/python -m tests.proof
 
 docs: $(STAMP) ## The site of the documents, into var/site/index.html; a warning fails
 	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going -b html docs var/site

@@ -1,0 +1,1 @@
+"""Models of the protocols, and their broken variants: `python -m tests.proof` (`make proof`)."""

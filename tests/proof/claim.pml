@@ -1,0 +1,110 @@
+/* Claim and steps: a message whose handler calls two other systems, without a transaction around the calls.
+
+   A worker claims the message with a token that is greater than each before, and the message leaves its queue: a row of
+   `scheduled`, due when the claim ends, delivers it again. For each step the worker reads whether a result is stored;
+   if not, it calls the other system and stores what it answered. `finish` writes the inbox row, the writes of the
+   handler and the end of the claim in one transaction. A worker may die between any two statements, or freeze: its claim
+   ends, another worker claims the message, and the frozen one continues later.
+
+   The other systems do not recognise a repeated call: each call answers another number. So the model shows that all
+   stored values belong together, and that a finished message has called each system; a call may happen twice.
+
+   Broken variants: STORED_BEFORE_CALL, STEP_WITHOUT_TOKEN, FINISH_WITHOUT_TOKEN, INBOX_AT_CLAIM, NO_RETURN,
+   FINISH_APART. */
+
+#define STEPS 2
+#define WORKERS 2
+
+byte token = 0;                  /* of the newest claim */
+bool claimed = false, ended = false;
+byte result[STEPS];              /* stored results of steps; 0: none */
+byte calls[STEPS];
+bool called[STEPS];              /* whether the call whose result is stored has happened */
+bool inbox = false;
+byte finished = 0;
+bool available = true;           /* a delivery of the message is due, or will be when the claim ends */
+byte deaths = 0, freezes = 0;
+
+inline may_die() { if :: atomic { deaths < 2 -> deaths++; goto die } :: skip fi }
+
+active [WORKERS] proctype Worker() {
+    byte mine = 0, step = 0, answer = 0, values[STEPS];
+again:
+    /* Delivered: at first from its queue, later when the claim ends. */
+    atomic { available && !inbox && (!claimed || ended) ->
+        token++; mine = token; claimed = true; ended = false;
+#ifdef INBOX_AT_CLAIM
+        inbox = true;
+#endif
+#ifdef NO_RETURN
+        available = false;
+#endif
+        step = 0; answer = 0 };
+    may_die();
+    do
+    :: step < STEPS ->
+        answer = result[step];
+        if
+        :: answer != 0 -> skip
+        :: else ->
+#ifdef STORED_BEFORE_CALL
+            atomic { if :: token == mine && claimed -> result[step] = calls[step] + 1 :: else -> goto refused fi };
+            may_die();
+            atomic { calls[step]++; answer = calls[step]; called[step] = true };
+#else
+            atomic { calls[step]++; answer = calls[step] };
+            may_die();
+            atomic {
+#ifndef STEP_WITHOUT_TOKEN
+                if :: token == mine && claimed -> skip :: else -> goto refused fi;
+#endif
+                assert(result[step] == 0 || finished == 0);
+                result[step] = answer; called[step] = true };
+#endif
+            may_die()
+        fi;
+        values[step] = answer; step++
+    :: else -> break
+    od;
+#ifdef FINISH_APART
+    atomic { if :: token == mine && claimed -> inbox = true :: else -> goto refused fi };
+    may_die();
+    atomic { finished++; claimed = false };
+#else
+    atomic {
+#ifndef FINISH_WITHOUT_TOKEN
+        if :: token == mine && claimed -> skip :: else -> goto refused fi;
+        inbox = true;
+#else
+        inbox = true;
+#endif
+        finished++; claimed = false;
+        /* The handler's writes have the values that are stored. */
+        assert(finished == 1);
+        for (step : 0 .. STEPS - 1) { assert(values[step] == result[step] && called[step]) } };
+#endif
+    goto over;
+refused:
+    /* The attempt has failed. */
+    atomic { mine = 0; step = 0; answer = 0; for (step : 0 .. STEPS - 1) { values[step] = 0 }; step = 0 };
+    goto again;
+die:
+    atomic { ended = ended || token == mine; mine = 0; answer = 0;
+        for (step : 0 .. STEPS - 1) { values[step] = 0 }; step = 0 };
+    goto again;
+over:
+    skip
+}
+
+active proctype Clock() {
+    do
+    :: atomic { freezes < 2 && claimed && !ended -> freezes++; ended = true }
+    od
+}
+
+active proctype Judge() {
+    byte i;
+    timeout;
+    assert(inbox && finished == 1);
+    for (i : 0 .. STEPS - 1) { assert(called[i] && calls[i] >= 1) }
+}

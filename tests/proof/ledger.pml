@@ -1,0 +1,196 @@
+/* Ledger and check-back: one local transaction, its half message, and everybody who may decide about it.
+
+   What is modelled: the client of the transaction, which may die at any step or lose its connection while COMMIT runs;
+   the server's session, which runs a COMMIT that was sent although the client is dead, and rolls back when the client
+   is gone; an end message, which may be lost or late; two checkers; pruning; one restore of the broker, after which the
+   broker has forgotten the decision. A statement is one step. The half message may be stored before or after the
+   ledger row (-DAT_ONCE; by default after it).
+
+   Assumed: a primary key admits one row, and an INSERT waits for an open row of the same key. The broker keeps a stored
+   half message. What UNKNOWN means to the operator is outside of the model: `parked` stands for it.
+
+   Broken variants: NO_BARRIER, NO_TOMBSTONE (with AT_ONCE), BLIND_END, ROLLBACK_FOR_ABSENT, PRUNED_UNDECIDED,
+   NO_PRUNED_BEFORE, HALF_AFTER_COMMIT.
+
+   Deciders never contradict each other here: nothing fails if the broker lets the last decision win. */
+
+mtype = { absent, open, present, tombstone };      /* the ledger row */
+mtype = { undecided, commit, rollback };           /* the decision in the broker */
+mtype = { idle, insert, end_commit, end_rollback };/* the statement that the session has not run yet */
+mtype = { running, failed, over };                /* the transaction in the session */
+
+mtype row = absent;
+mtype decision = undecided;
+mtype sent = idle;
+mtype transaction = running;
+mtype end_message = undecided;
+bool half = false, parked = false;
+bool committed = false;      /* the business write is stored */
+bool gone = false;           /* the session's client has died or was cut off */
+bool pruned_before = false;  /* the ledger may have forgotten the row */
+bool restored = false;
+
+#ifdef BLIND_END
+#define READS_COMMITTED knows
+#else
+#define READS_COMMITTED (row == present)
+#endif
+
+inline decide(what) {
+    atomic { if
+    :: half && decision == undecided ->
+        assert(what != commit || committed); assert(what != rollback || !committed); decision = what
+    :: else -> skip
+    fi }
+}
+
+inline roll_back() { if :: row == open -> row = absent :: else -> skip fi }
+
+active proctype Session() {
+    do
+    :: atomic { sent == insert && (row == absent || row == tombstone) ->
+        if
+        :: row == tombstone -> transaction = failed
+        :: else -> row = open
+        fi;
+        sent = idle }
+    :: atomic { sent == end_commit ->
+        if
+        :: transaction == running && row == open ->
+            assert(decision != rollback);
+            row = present; committed = true
+        :: else -> roll_back()
+        fi;
+        transaction = over; sent = idle }
+    :: atomic { sent == end_rollback -> roll_back(); transaction = over; sent = idle }
+    :: atomic { gone && sent == idle && transaction != over -> roll_back(); transaction = over }
+    od
+}
+
+active proctype Client() {
+    bool knows = true;
+    /* The row and the half message. */
+#ifdef AT_ONCE
+    if
+    :: sent = insert; half = true
+    :: half = true; sent = insert
+    fi;
+#else
+    sent = insert;
+    sent == idle;
+    if :: transaction == failed -> goto give_up :: else -> skip fi;
+    if :: goto die :: skip fi;
+#ifndef HALF_AFTER_COMMIT
+    half = true;
+#endif
+#endif
+    if :: goto die :: sent == idle fi;
+    if :: transaction == failed -> goto give_up :: else -> skip fi;
+    /* A statement of the business work may fail, and the code may swallow the error. */
+    if :: goto die :: transaction = failed :: skip fi;
+    if
+    :: sent = end_rollback; goto stop
+    :: sent = end_commit
+    fi;
+    /* The client dies, loses the connection, or gets the answer. */
+    if
+    :: goto die
+    :: gone = true; knows = false
+    :: sent == idle
+    fi;
+#ifdef HALF_AFTER_COMMIT
+    half = true;
+#endif
+    /* After COMMIT, the client reads the row: only a committed row is visible. */
+    if
+    :: READS_COMMITTED -> end_message = commit
+#ifdef ROLLBACK_FOR_ABSENT
+    :: row != present -> end_message = rollback
+#endif
+    :: else -> skip
+    fi;
+    goto stop;
+give_up:
+    sent = end_rollback; goto stop;
+die:
+    gone = true;
+stop:
+    skip
+}
+
+/* The end message arrives at some time or never. */
+active proctype Wire() {
+    end_message != undecided;
+    if :: decide(end_message) :: skip fi
+}
+
+active [2] proctype Checker() {
+    mtype answer;
+    do
+    :: half && decision == undecided && !parked ->
+        answer = undecided;
+        if
+        :: row == present -> answer = commit
+        :: row != present ->
+#ifdef NO_BARRIER
+            answer = rollback
+#else
+            /* The INSERT of the tombstone waits for an open row, and meets what is left. It reads pruned_before in the
+               same statement: a row below may have been deleted, so its absence says nothing, and nobody guesses. */
+            atomic { row != open ->
+                if
+                :: row == present -> answer = commit
+                :: row == tombstone -> answer = rollback
+#ifndef NO_PRUNED_BEFORE
+                :: row == absent && pruned_before -> parked = true
+                :: row == absent && !pruned_before -> answer = rollback;
+#else
+                :: row == absent -> answer = rollback;
+#endif
+#ifndef NO_TOMBSTONE
+                    row = tombstone
+#endif
+                fi }
+#endif
+        fi;
+        /* A checker that dies here loses its answer; the check is due again. */
+        if :: answer != undecided -> decide(answer) :: skip fi
+    od
+}
+
+active proctype Pruning() {
+    atomic { if
+#ifndef PRUNED_UNDECIDED
+    :: !half || decision != undecided -> pruned_before = true
+    :: else -> goto end_pruning
+#else
+    :: pruned_before = true
+#endif
+    fi }
+#ifndef PRUNED_UNDECIDED
+    decision != undecided;
+#endif
+#if defined(AT_ONCE) && !defined(PRUNED_TOMBSTONES)
+    atomic { row == present -> row = absent };
+#else
+    atomic { row == present || row == tombstone -> row = absent };
+#endif
+end_pruning:
+    skip
+}
+
+/* The broker is restored once, from a dump that has the half message and no decision. */
+active proctype Restore() {
+    atomic { half && decision != undecided && end_message != rollback -> decision = undecided; restored = true }
+}
+
+active proctype Judge() {
+    timeout;
+    assert(!committed || half);
+#ifdef AT_ONCE
+    assert(!committed || decision == commit || (pruned_before && parked));
+#else
+    assert(!committed || decision == commit || (restored && parked));
+#endif
+    assert(!half || decision != undecided || parked);
+}
