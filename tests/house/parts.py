@@ -17,12 +17,14 @@ _KINDS: Final = {".py", ".sql", ".html", ".txt"}
 
 
 class Part(NamedTuple):
-    """A part: the words by which code, SQL or a template names it, and its files below outbox/."""
+    """A part: the words by which code, SQL or a template names it, its files below outbox/, and its tests."""
 
     name: str
     words: str
     paths: tuple[str, ...]
     "Folders end with a slash."
+    tests: tuple[str, ...] = ()
+    "Below tests/: the files about this part, and those that cannot run without it."
 
 
 _DJANGO: Final = "contrib/django"
@@ -149,7 +151,12 @@ PARTS: Final = (
             f"{_DJANGO}/management/commands/outbox_relay.py",
         ),
     ),
-    Part("saga", r"saga", ("contrib/saga/",)),
+    Part(
+        "saga",
+        r"saga",
+        ("contrib/saga/",),
+        tests=("crash_kit/blind/", "django/hotel/saga.py", "django/hotel/services.py", "django/test_saga.py"),
+    ),
     Part(
         "schedules",
         r"schedule",
@@ -162,7 +169,17 @@ PARTS: Final = (
             f"{_DJANGO}/management/commands/outbox_schedule.py",
         ),
     ),
-    Part("tasks", r"contrib\.tasks\b|TaskEntry|outbox_task", ("contrib/tasks/",)),
+    Part(
+        "tasks",
+        r"contrib\.tasks\b|TaskEntry|outbox_task",
+        ("contrib/tasks/",),
+        tests=(
+            "django/task_settings.py",
+            "django/test_tasks.py",
+            "django/test_tasks_model.py",
+            "django/test_tasks_running.py",
+        ),
+    ),
     Part("unique", r"unique_?key|outbox_unique|UniqueEntry", (f"{_DJANGO}/ledger/unique_keys.py",)),
 )
 

@@ -18,6 +18,8 @@ def test_every_part_has_files() -> None:
     for part in parts.PARTS:
         for path in part.paths:
             assert (parts.ROOT / "outbox" / path).exists(), f"{part.name}: {path}"
+        for path in part.tests:
+            assert (parts.ROOT / "tests" / path).exists(), f"{part.name}: {path}"
 
 
 # An import, a table in SQL, a table in code, and a template.
