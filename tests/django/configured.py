@@ -29,12 +29,11 @@ OUTBOX: dict[str, Any] = {
     "CHECK_INTERVAL_SECONDS": 0.5,
 }
 
-TASKS: dict[str, Any] = {
-    "default": {
-        "BACKEND": "outbox.contrib.tasks.backend.OutboxBackend",
-        "QUEUES": ["default", "mail"],
-    },
-}
+TASKS: dict[str, Any] = (
+    {"default": {"BACKEND": "outbox.contrib.tasks.backend.OutboxBackend", "QUEUES": ["default", "mail"]}}
+    if part_apps("tasks")
+    else {}
+)
 
 # The names are filled in by `databases` in conftest.py, once there is a server.
 POSTGRESQL = {"ENGINE": "django.db.backends.postgresql", "NAME": "not-there-yet"}

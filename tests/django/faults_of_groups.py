@@ -25,15 +25,11 @@ from outbox.contrib.django.models import ClaimEntry, InboxEntry
 from outbox.contrib.django.operations.comparing import run_compare
 from outbox.contrib.django.worker.forwarding import forward_once
 from outbox.contrib.django.worker.workers import consumer_runtime
-from outbox.contrib.saga.steps import Saga, SagaProgress, SagaState
-from outbox.contrib.tasks.models import TaskEntry
 from outbox.errors import PermanentError
 from outbox.events import declaration
 from tests.django.broker_world import World, fault
 from tests.django.processes import process
 from tests.django.repairs import lost, save_finding
-from tests.django.shop import tasks
-from tests.django.shop.models import Effect
 from tests.django.support import sequence
 from tests.sinks.receiver import SECRET, Answer, serving
 from tests.support import eventually
@@ -285,26 +281,6 @@ def retry_storm(world: World) -> None:
     world.publish(120)
     consumer_runtime(groups=["effects"]).run_once()
     summary.refresh(world.run)
-
-
-@fault
-def saga_stalled(world: World) -> None:
-    """The broker has lost the message of a saga's step."""
-    Saga("booking", Effect, topic="bookings")
-    long_ago = timezone.now() - timedelta(minutes=5)
-    place = {"saga": "booking", "record": "1", "state": SagaState.RUNNING, "step": "reserve_room"}
-    progress = SagaProgress.objects.create(**place, changed_at=long_ago, message_id=uuid4())
-    world.stack.callback(progress.delete)
-
-
-@fault
-def task_stranded(world: World) -> None:
-    """The broker has lost the message of a Django task."""
-    entry = TaskEntry.objects.get(pk=tasks.note.enqueue("1").id)
-    world.stack.callback(TaskEntry.objects.all().delete)
-    world.sql("DELETE FROM outbox.commit_log")
-    entry.announced_at = timezone.now() - timedelta(minutes=5)
-    entry.save()
 
 
 @fault

@@ -18,7 +18,6 @@ from outbox.contrib.django.models import LedgerEntry, LedgerIdentity
 from outbox.contrib.django.subscribers import registry
 from outbox.contrib.django.subscribers.inbox import InboxInvoker
 from outbox.contrib.django.subscribers.outside import HandlerInvoker
-from outbox.contrib.tasks.results import error_of
 from outbox.errors import PartialFailure
 from outbox.memory import InMemoryBroker
 from outbox.ports import Disposition
@@ -147,10 +146,3 @@ def test_a_broken_checker_leaves_the_pass_alive() -> None:
             raise BrokenText
 
     assert CheckBack(InMemoryBroker(), "shop", Checker()).run_once().unknown == 0
-
-
-def test_a_task_stores_each_broken_exception() -> None:
-    for name, make in FAILURES.items():
-        stored = error_of(make())
-        assert "\x00" not in stored["traceback"], name
-        assert len(stored["traceback"]) < 250_000 and stored["exception_class_path"]

@@ -28,19 +28,15 @@ from outbox.contrib.django.database.aliases import broker_database
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.django.subscribers import registry
 from outbox.contrib.django.subscribers.inbox import InboxInvoker
-from outbox.contrib.django.subscribers.shared_transaction import SharedTransaction
 from outbox.contrib.opentelemetry.tracer import OpenTelemetryTracer
-from outbox.contrib.saga.steps import SagaProgress, SagaState
 from outbox.subscription import Subscription
 from outbox.topic import Topic
 from tests.django.effects.own_transaction import transaction_id
 from tests.django.entry_points import say
-from tests.django.hotel.models import Booking, Room
 from tests.django.processes import child, process
 from tests.django.shop.models import Effect, Payment
 from tests.django.state import postgres_broker
 from tests.django.test_poolers import OLD, behind
-from tests.django.test_saga import hotel, told
 from tests.django.test_shared_transactions import (
     ALONE,
     HANDLED,
@@ -53,8 +49,6 @@ from tests.django.test_shared_transactions import (
 )
 from tests.django.urls import Refused
 from tests.support import eventually
-
-__all__ = ["hotel"]
 
 pytestmark = pytest.mark.usefixtures("databases", "no_subscribers")
 
@@ -379,41 +373,6 @@ def test_traces_of_callbacks_are_below_their_own_message() -> None:
     ]
     assert wrong == []
     assert noted.transactions == {}
-
-
-def test_steps_of_many_sagas_share(hotel: SimpleNamespace) -> None:
-    """Each saga reaches its state, also those whose step is refused and undone."""
-    transactions: dict[int, int] = Counter()
-
-    def noting(self: SharedTransaction) -> list[Any]:
-        transactions[len(self.joined)] += 1
-        return original(self)
-
-    original = SharedTransaction.results
-    rooms = [Room.objects.create(number=f"s{number}") for number in range(10)]
-    for number, room in enumerate(rooms):
-        hotel.book(room, f"guest{number}")
-        if number % 5 == 0:
-            hotel.book(room, f"late{number}")
-    # With one thread, messages that are committed together wait for each other.
-    with pytest.MonkeyPatch.context() as patch, running(leading(), consuming(threads=1)):
-        patch.setattr(SharedTransaction, "results", noting)
-        eventually(
-            lambda: states() == Counter({"WAITING": 10, "UNDONE": 2}), within_seconds=40, what=lambda: str(states())
-        )
-        with transaction.atomic():
-            for record in Booking.objects.all():
-                hotel.paid(record.pk, 100)
-        eventually(
-            lambda: states() == Counter({"DONE": 10, "UNDONE": 2}), within_seconds=40, what=lambda: str(states())
-        )
-    assert told() == Counter(invoices=10, keys=10)
-    assert max(transactions) > 0, "no transaction was shared"
-    assert failed() == []
-
-
-def states() -> Counter[str]:
-    return Counter(SagaState(state).name for state in SagaProgress.objects.values_list("state", flat=True))
 
 
 def test_celery_calls_share(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,7 @@ from outbox.contrib.django.worker.drain import drain, settle
 from outbox.contrib.tasks import stranded
 from outbox.contrib.tasks.models import TaskEntry
 from outbox.contrib.tasks.registration import register_backends
+from outbox.contrib.tasks.results import error_of
 from outbox.subscription import Subscription
 from tests.broker.support import let_time_pass
 from tests.django.configured import TASKS
@@ -33,6 +34,7 @@ from tests.django.processes import ROOT, environment, process
 from tests.django.shop import tasks
 from tests.django.shop.models import Effect
 from tests.django.state import rolled_back
+from tests.hostile import FAILURES
 from tests.support import eventually
 
 
@@ -264,3 +266,10 @@ def work(*, faults: str = "") -> int:
         check=False,
         timeout=120,
     ).returncode
+
+
+def test_a_task_stores_each_broken_exception() -> None:
+    for name, make in FAILURES.items():
+        stored = error_of(make())
+        assert "\x00" not in stored["traceback"], name
+        assert len(stored["traceback"]) < 250_000 and stored["exception_class_path"]

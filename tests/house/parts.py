@@ -61,6 +61,7 @@ PARTS: Final = (
             f"{_DJANGO}/actions/erasing.py",
             f"{_DJANGO}/management/commands/outbox_erase.py",
         ),
+        tests=("django/test_erasure.py", "django/test_erasure_outage.py"),
     ),
     Part(
         "events",
@@ -155,7 +156,10 @@ PARTS: Final = (
         "saga",
         r"saga",
         ("contrib/saga/",),
-        tests=("crash_kit/blind/", "django/hotel/saga.py", "django/hotel/services.py", "django/test_saga.py"),
+        tests=(
+            *("crash_kit/blind/", "django/faults_of_sagas.py", "django/hotel/saga.py", "django/hotel/services.py"),
+            "django/test_saga.py",
+        ),
     ),
     Part(
         "schedules",
@@ -174,6 +178,7 @@ PARTS: Final = (
         r"contrib\.tasks\b|TaskEntry|outbox_task",
         ("contrib/tasks/",),
         tests=(
+            "django/faults_of_tasks.py",
             "django/task_settings.py",
             "django/test_tasks.py",
             "django/test_tasks_model.py",
