@@ -19,7 +19,7 @@ WORKERS ?= 4
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test gate oracle sizes slow matrix matrix-postgres matrix-mariadb lint format docs proof bench bench-quick goals tables faults clean
+.PHONY: help install demo test removal gate oracle sizes slow matrix matrix-postgres matrix-mariadb lint format docs bench bench-quick goals tables faults clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -44,9 +44,15 @@ $(DEMO): setup.py pyproject.toml | $(BIN)/python
 demo: $(DEMO) ## An order service on real parts: orders flow, crashes are survived, a report proves it (KEEP=1 leaves the site up, LONG=1 also deploys a new version of an event, ENGINE=rocketmq takes another broker)
 	@KEEP='$(KEEP)' LONG='$(LONG)' ENGINE='$(ENGINE)' $(BIN)/python -m sample_project.demo
 
-test: $(STAMP) ## Every guarantee, on real servers and processes
+test: $(STAMP) ## Every guarantee, on real servers and processes (PART=saga: the tests of one part)
 	$(if $(BROWSER),,@echo 'No Chromium on the PATH: the page tests are left out.')
-	$(BIN)/python -m pytest -m '$(QUICK)' -n $(WORKERS) --durations 40 --durations-min 4
+	tests=$(if $(PART),`$(BIN)/python -m tests.house.parts '$(PART)'`) && \
+	$(BIN)/python -m pytest -m '$(QUICK)' -n $(WORKERS) --durations 40 --durations-min 4 $$tests
+
+# Without each part that can be taken out: imports, checks, the quick start, types. Without two of them: the core's suite.
+removal: $(STAMP) ## The core without its parts (PART=saga: without this one)
+	$(if $(PART),,$(BIN)/python -m tests.house.removal --all)
+	$(BIN)/python -m tests.house.removal $(if $(PART),'$(PART)',--turn) --suite --workers $(WORKERS)
 
 # Its tests compute a third of their time. They wait for a process that starts, a lease that ends, a server that is back.
 gate: WORKERS := 5
@@ -94,6 +100,7 @@ bench-quick: $(STAMP) ## The web job beside its peers in five minutes, with a pi
 
 faults: $(STAMP) ## The longest runs: every fault many times
 	$(BIN)/python -m pytest -m soak --timeout 1800
+	$(BIN)/python -m tests.house.removal --all --suite --workers $(WORKERS)
 
 oracle: $(STAMP) ## Random storms, judged from outside by their histories: ten minutes (SECONDS=180, HOURS=2)
 	$(BIN)/python -W ignore -m tests.oracle --total $(if $(HOURS),$$(($(HOURS) * 3600)),$(or $(SECONDS),600))

@@ -1,12 +1,14 @@
 """The parts of the package, and every line of the core that still names one.
 
 The core is what every message needs. A part serves some projects and can be taken out. So the core names no part; the
-lines that still do are counted in allowed.txt, whose numbers only fall. `python -m tests.house.parts` lowers them.
+lines that still do are counted in allowed.txt, whose numbers only fall. `python -m tests.house.parts` lowers them, and
+`python -m tests.house.parts saga` prints where the tests of a part are.
 """
 
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -240,5 +242,16 @@ def lowered(now: Mapping[tuple[str, str], int], before: Mapping[tuple[str, str],
     return "".join(f"{line}\n" for line in lines)
 
 
+def tests_of(name: str) -> list[str]:
+    """The files and folders with tests of a part. Raises SystemExit for a part that is unknown or has none."""
+    found = [f"tests/{path}" for part in PARTS if part.name == name for path in part.tests]
+    if tests := [path for path in found if path.endswith("/") or "/test_" in path]:
+        return tests
+    sys.exit(f"no part {name!r} with tests: there are {', '.join(part.name for part in PARTS if part.tests)}")
+
+
 if __name__ == "__main__":
-    ALLOWED.write_text(lowered(mentions(texts()), allowed()), encoding="utf-8")
+    if sys.argv[1:]:
+        print(*tests_of(sys.argv[1]))
+    else:
+        ALLOWED.write_text(lowered(mentions(texts()), allowed()), encoding="utf-8")
