@@ -21,6 +21,7 @@ SLOW: Final = (
     "correct.row",
     "faulty.charge_after_row",
     "faulty.last_write_wins",
+    "faulty.row_by_a_faster_thread",
     "correct.claimed_charge",
 )
 SECONDS: Final = 1800

@@ -164,11 +164,13 @@ class CrashKit:
             )
         elif plan.kill_at is not None and ended.finished:
             self.missed = [*self.missed, plan.kill_at]
-        calls = [step for step in read_steps(shared.steps_file) if step.name.startswith("after the call")]
-        if not ended.finished:
-            return Failure(plan, _unsettled(ended, shared), calls, ended.log)
-        error = self._judge(check)
-        return None if error is None else Failure(plan, error, calls, ended.log)
+        steps = read_steps(shared.steps_file)
+        error = self._judge(check) if ended.finished else _unsettled(ended, shared)
+        if error is None:
+            return None
+        calls = [step for step in steps if step.name.startswith("after the call")]
+        commits = [step for step in steps if step.commits and step != plan.kill_at]
+        return Failure(plan, error, calls, commits, ended.log)
 
     def _run(self, shared: Surroundings, plan: Plan) -> Ended:
         self.runs += 1

@@ -19,11 +19,16 @@ class CrashTestFailed(AssertionError):
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A run after which an assertion failed. `calls`: what the run's first process has done outside the databases."""
+    """A run after which an assertion failed.
+
+    `calls`: what the run's first process has done outside the databases. `commits`: its statements outside of a
+    transaction. If a thread of a handler executes one, the process may be killed at a step of the other thread.
+    """
 
     plan: Plan
     error: Exception
     calls: Sequence[Step]
+    commits: Sequence[Step]
     log: str
 
 
@@ -36,17 +41,20 @@ def _lines(failure: Failure, counts: str) -> Iterator[str]:
     yield f"{happened(failure.plan)} ({counts})"
     step = failure.plan.kill_at or failure.plan.pause_at
     yield from _placed(step.lines if step else [])
-    if failure.calls:
-        yield "outside of the databases, this process had done:"
-        folder = Path.cwd()
-        for call in failure.calls:
-            yield from (f"    {call.name} at {short(line, folder)}" for line in call.lines[:1])
+    yield from _listed("outside of the databases, this process had done:", failure.calls)
+    yield from _listed("outside of a transaction, it had sent these statements:", failure.commits)
     yield "then everything settled, and the assertions failed:"
     yield from (f"    {line}" for line in f"{type(failure.error).__name__}: {failure.error}".splitlines())
     yield from _placed([failed_at(failure.error)])
     if failure.log:
         yield "the last process printed:"
         yield from (f"    {line}" for line in failure.log.splitlines()[-_LISTED:])
+
+
+def _listed(title: str, steps: Sequence[Step]) -> Iterator[str]:
+    folder = Path.cwd()
+    if lines := [f"    {step.name} at {short(line, folder)}" for step in steps for line in step.lines[:1]]:
+        yield from (title, *dict.fromkeys(lines))
 
 
 def happened(plan: Plan) -> str:

@@ -90,6 +90,11 @@ class Step:
         return bool(self.handler) and self.name.startswith("after SELECT")
 
     @property
+    def commits(self) -> bool:
+        """Whether this is the step before a statement that changes rows and commits by itself."""
+        return self.name.startswith("before ") and not self.name.startswith(("before COMMIT", "before SELECT"))
+
+    @property
     def lines(self) -> list[str]:
         """The lines of the application, with their source."""
         return [f"{place} `{_source(place)}`" for place in (self.caller, self.place) if place]
