@@ -192,6 +192,7 @@ def test_the_age_of_what_waits_is_absent_where_it_is_not_known(world: World) -> 
     assert found == {'outbox_lag_seconds{group="g",topic="empty"}': 0.0}
 
 
+@pytest.mark.whole
 def test_rules_and_dashboard_match_the_catalogue() -> None:
     remedy = "run `python -m tests.house.tables`"
     assert alerts.ALERTS.read_text() == alerts.alerts(), remedy

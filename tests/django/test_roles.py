@@ -447,6 +447,7 @@ def logins_of_the_page(databases: None, outbox_settings: Callable[..., None]) ->
         _forget([*OF_THE_PAGE.values()])
 
 
+@pytest.mark.whole
 def test_the_commands_of_the_page_make_roles_that_work(logins_of_the_page: None) -> None:
     owner, reader = connections["default"].settings_dict["USER"], make_user(*ALL)
     # The project of the tests keeps sessions in cookies.

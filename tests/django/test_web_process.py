@@ -74,6 +74,7 @@ def test_a_process_that_publishes_imports_no_code_of_workers_and_operators() -> 
     assert [name for name in imported if any(f"{name}.".startswith(f"{one}.") for one in UNNEEDED)] == []
 
 
+@pytest.mark.whole
 def test_every_named_module_exists() -> None:
     assert [name for name in UNNEEDED if importlib.util.find_spec(name) is None] == []
 

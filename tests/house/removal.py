@@ -170,7 +170,7 @@ class Copy:
         folders = [f"tests/{name}" for name in CORE_SUITE if (self.folder / "tests" / name).exists()]
         of_parts = [f"tests/{path}" for part in PARTS for path in part.tests if path.startswith(CORE_SUITE)]
         left = [f"--ignore={path}" for path in of_parts if (self.folder / path).exists()]
-        quick = "not soak and not slow and not browser"
+        quick = "not soak and not slow and not browser and not whole"
         arguments = ["-m", "pytest", "-p", "no:cacheprovider", "-m", quick, "-n", str(workers), *left, *folders]
         self.run(*arguments, seconds=4 * 3600, quiet=False)
 

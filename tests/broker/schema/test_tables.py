@@ -7,6 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 import psycopg
+import pytest
 from django.apps import apps
 
 from outbox import hooks
@@ -43,12 +44,14 @@ def lock_takers() -> set[str]:
     }
 
 
+@pytest.mark.whole
 def test_the_page_lists_the_tables_of_the_installed_schema(broker_url: str) -> None:
     with psycopg.connect(broker_url) as connection:
         rows = connection.execute("SELECT tablename FROM pg_tables WHERE schemaname = 'outbox'").fetchall()
     assert Counter(tables_of_the_page("The broker's schema")) == Counter(name for (name,) in rows)
 
 
+@pytest.mark.whole
 def test_the_page_lists_the_tables_of_the_application() -> None:
     assert configured.OUTBOX
     models = [model for label in ("outbox", *hooks.tables) for model in apps.get_app_config(label).get_models()]
