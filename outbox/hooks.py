@@ -17,9 +17,13 @@ again if a test changes INSTALLED_APPS. Without parts, every collection below is
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
 from typing import Any, Final, NamedTuple
+from uuid import UUID
+
+from outbox.utils.ids import uuid7
 
 # -- periodic passes -------------------------------------------------------------------------------
 
@@ -132,6 +136,38 @@ def add_observer(engine: str, module: str) -> None:
     and `metric_families(figures)`, and its conditions with the name CONDITIONS.
     """
     observers[engine] = module
+
+
+# -- messages that are published -------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Draft:
+    """A message that is being built: its encoded body, which a part may replace, with its content type.
+
+    `when_valid`: what to do as soon as the message has passed all checks, and before it is published.
+    """
+
+    topic: str
+    body: bytes
+    content_type: str
+    message_id: UUID = field(default_factory=uuid7)
+    when_valid: list[Callable[[], None]] = field(default_factory=list)
+
+
+class Option:
+    """An argument of `publish` that a part understands. The core passes it on and does not know its class.
+
+    publish("order.paid", {"id": order.pk}, Subject(order.customer_id))
+
+    `encode` is called in the order of the arguments, after the topic's codec has encoded the body. No transaction needs
+    to be open yet. An error refuses the message: nothing is published, and the block of the caller is rolled back.
+    """
+
+    __slots__ = ()
+
+    def encode(self, draft: Draft) -> None:
+        """Change the draft of the message. Raises the errors of `publish`."""
 
 
 # -- the objects at the dotted paths ---------------------------------------------------------------

@@ -57,7 +57,6 @@ UPWARD = {
     "outbox/broker/celery": ("outbox.contrib",),
     "outbox/contrib/sinks": ("outbox.broker", "outbox.contrib.django"),
     "outbox/contrib/sources": ("outbox.broker", "outbox.contrib.django", "outbox.contrib.sinks"),
-    "outbox/contrib/encryption": ("outbox.broker", "outbox.contrib.django", "outbox.contrib.sinks"),
 }
 # Folders, level by level from the base: a folder may import those of the levels below it.
 LEVELS = {

@@ -49,7 +49,7 @@ from outbox.contrib.django.operations.erasing import repeat_erasures
 from outbox.contrib.django.operations.erasure_list import ErasureFile
 from outbox.contrib.django.operations.installation import create_key_table
 from outbox.contrib.django.worker.workers import consumer_runtime
-from outbox.contrib.encryption import envelope
+from outbox.contrib.encryption import Subject, envelope
 from outbox.contrib.saga.models import SagaProgress
 from outbox.contrib.tasks.models import TaskEntry
 from outbox.erasure import ERASED
@@ -476,8 +476,8 @@ def test_deleting_the_key_of_a_subject_erases_also_the_restored_backup(
 
     with new_world(outbox_settings) as world:
         with transaction.atomic():
-            mine = publish("orders", {"name": MARK}, key="1", subject="anna")
-            publish_many("orders", [{"name": "Bob"}, {"name": "Eve"}], key="2", subject=lambda body: body["name"])
+            mine = publish("orders", {"name": MARK}, Subject("anna"), key="1")
+            publish_many("orders", [{"name": "Bob"}, {"name": "Eve"}], lambda body: Subject(body["name"]), key="2")
         consume()
         assert in_order(seen) == in_order([{"name": MARK}, {"name": "Bob"}, {"name": "Eve"}])
         assert tables_with(MARK, "broker", "default") == [], "the log has no clear body"
@@ -514,7 +514,7 @@ def test_a_message_whose_key_is_missing_waits(outbox_settings: Callable[..., Non
         seen.append("erased" if delivery.erased else delivery.body)
 
     with new_world(outbox_settings) as world:
-        publish("orders", {"name": MARK}, key="1", subject="anna", at_once=True)
+        publish("orders", {"name": MARK}, Subject("anna"), key="1", at_once=True)
         row = SubjectKey.objects.using("other").get()
         SubjectKey.objects.using("other").all().delete()
         subject_keys().forget()
@@ -644,7 +644,7 @@ def test_every_command_of_the_page_runs(outbox_settings: Callable[..., None], tm
         call_command("migrate", database="other", verbosity=0)
         SubjectKey.objects.using("other").all().delete()
         publish("customer.moved", {"address": MARK}, key=4711, at_once=True)
-        publish("customer.moved", {"address": MARK}, key=4711, subject=4711, at_once=True)
+        publish("customer.moved", {"address": MARK}, Subject(4711), key=4711, at_once=True)
         outbox_settings(KEY_ENCRYPTION_KEYS=[KEKS[1], KEKS[0]])
         for line in managed:
             more = [] if "--dry-run" in line else ["--no-input"]

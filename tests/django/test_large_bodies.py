@@ -37,6 +37,7 @@ from outbox.contrib.django.operations.large_bodies import remove_orphans
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.contrib.django.testing import InMemoryOutbox
 from outbox.contrib.django.worker.workers import consumer_runtime
+from outbox.contrib.encryption import Subject
 from outbox.contrib.sinks.formats import format_named
 from outbox.contrib.sinks.forwarder import Forwarder, RawCodecs
 from outbox.contrib.sinks.sink import Outgoing
@@ -470,11 +471,11 @@ def test_an_encrypted_body_is_encrypted_in_the_storage(
     outbox_settings(KEY_DATABASE="other", KEY_ENCRYPTION_KEYS=["MDEyMzQ1Njc4OTAxMjM0NTY3ODkwMTIzNDU2Nzg5MDE="])
     create_key_table("other")
     SubjectKey.objects.using("other").all().delete()
-    publish("orders", LARGE, subject="anna", at_once=True)
+    publish("orders", LARGE, Subject("anna"), at_once=True)
     [content] = objects(folder).values()
     assert b"anna" not in content
     consume()
-    publish("orders", LARGE, subject="anna", at_once=True)
+    publish("orders", LARGE, Subject("anna"), at_once=True)
     call_command("outbox_subject_key", "delete", "anna", "--reason", "a test", "--no-input", stdout=StringIO())
     consume()
     assert seen == [LARGE, "erased"], "an erased message is passed over"

@@ -71,7 +71,7 @@ def _names(module: Any) -> Iterator[str]:
 def _shown(parameters: Iterable[inspect.Parameter]) -> str:
     shown: list[str] = []
     for one in parameters:
-        if one.kind is one.KEYWORD_ONLY and "*" not in shown:
+        if one.kind is one.KEYWORD_ONLY and not any(text.startswith("*") for text in shown):
             shown.append("*")
         stars = "**" if one.kind is one.VAR_KEYWORD else "*" if one.kind is one.VAR_POSITIONAL else ""
         shown.append(f"{stars}{one.name}{'' if one.default is one.empty else '=…'}")

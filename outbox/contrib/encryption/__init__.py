@@ -1,1 +1,10 @@
-"""Encrypts bodies with one key per subject, so that deleting the key erases the bodies in every copy."""
+"""Encrypts bodies with one key per subject, so that deleting the key erases the bodies in every copy.
+
+    publish("customer.moved", {"address": …}, Subject(customer.pk))
+
+See docs/operations/erasure.md.
+"""
+
+from __future__ import annotations
+
+from outbox.contrib.encryption.subject import Subject as Subject

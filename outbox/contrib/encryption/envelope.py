@@ -75,7 +75,7 @@ class EncryptedCodec:
         self._codecs = codecs
 
     def encode(self, body: Any) -> bytes:
-        raise TypeError("pass subject= to publish: this codec only decodes")
+        raise TypeError("pass Subject(…) to publish: this codec only decodes")
 
     def decode(self, data: bytes) -> Any | Erased:
         """Return the decoded body; ERASED if the subject's key is deleted."""

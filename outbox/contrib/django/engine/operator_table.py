@@ -29,7 +29,7 @@ COMMANDS: Final[Mapping[str, str]] = {
     "outbox_doctor": "",
     "outbox_endpoint list": _ON_POSTGRES,
     "outbox_endpoint enable": _ON_POSTGRES,
-    "outbox_erase": "RocketMQ changes no stored message: publish with `subject=`, then `outbox_subject_key delete`.",
+    "outbox_erase": "RocketMQ changes no stored message: publish with `Subject`, then `outbox_subject_key delete`.",
     "outbox_finding forget": "",
     "outbox_finding list": "",
     "outbox_finding repair": "Publish the missing messages again from a task of your own.",

@@ -28,8 +28,9 @@ from outbox.contrib.django.publishing.ends import (
 )
 from outbox.contrib.django.publishing.events import NOT_GIVEN
 from outbox.contrib.django.publishing.publish import (
+    build,
     check_immunity,
-    message,
+    check_option,
     messages_of,
     publish_bound,
     wait_of,
@@ -46,6 +47,7 @@ from outbox.contrib.django.subscribers.callables import (
 )
 from outbox.errors import ConfigurationError, TransactionUsageError, UsageError
 from outbox.events.declaration import topic_of
+from outbox.hooks import Option
 from outbox.message import Message
 from outbox.utils.faults import point
 
@@ -235,12 +237,14 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 # The name of the part that returns complete messages. This part replaces the topic and the other parts.
 MESSAGES: Final = "messages"
+# The names of the parts that are options (`outbox.hooks.Option`) begin with this text.
+_OPTION: Final = "option "
 
 
 @overload
 def transactional_message(
     topic: str | type,
-    *,
+    *options: Option | Callable[..., Option],
     body: Any,
     key: object | Callable[..., object] = ...,
     tag: str | Callable[..., str] = ...,
@@ -270,7 +274,7 @@ def transactional_message(
 
 def transactional_message(
     topic: str | type = "",
-    *,
+    *options: Option | Callable[..., Option],
     body: Any = NOT_GIVEN,
     messages: Callable[..., Iterable[Message]] | None = None,
     key: object | Callable[..., object] = "",
@@ -297,6 +301,8 @@ def transactional_message(
     With a type of events instead of a topic, `body` is an event of this type, or a function that returns one.
 
     If another message holds the key `unique` (see `publish`), the function runs, but publishes no message.
+
+    `options` are the options of `publish`, or functions like those for `body` that return one each.
 
     `delay` and `timeout` are values, as for `publish`.
 
@@ -325,6 +331,10 @@ def transactional_message(
         "deliver_at": deliver_at,
         "unique": unique,
     }
+    for number, option in enumerate(options, 1):
+        if not callable(option):
+            check_option(option, "@transactional_message")
+        parts[f"{_OPTION}{number}"] = option
     kind = None if isinstance(topic, str) else topic
     topic = topic_of(topic, "@transactional_message")
     if messages is None:
@@ -436,8 +446,11 @@ class _Decorator:
                 f"{self.kind.__qualname__}: return an event of this type. Nothing was published, and the transaction "
                 "is rolled back."
             )
-        given = (self.topic, body) if self.kind is None else (body,)
-        return [message(*given, delay=delay, timeout=timeout, within=self.within, **values)]
+        options = [values.pop(what) for what in self.given if what.startswith(_OPTION)]
+        topic = self.topic
+        if self.kind is not None:
+            topic, body = body, NOT_GIVEN
+        return [build(topic, body, options, delay=delay, timeout=timeout, within=self.within, **values)]
 
 
 def _wrap(function: Callable[..., Any], call: _Call) -> Callable[..., Any]:

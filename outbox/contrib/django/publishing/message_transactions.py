@@ -33,6 +33,7 @@ from outbox.contrib.django.publishing.publish import (
 )
 from outbox.contrib.django.settings.conf import get_settings
 from outbox.errors import InvalidMessage, LeftoversUndecided, TransactionTimedOut, TransactionUsageError
+from outbox.hooks import Option
 from outbox.message import Message, SendReceipt
 from outbox.transaction import ProducerEpoch
 from outbox.utils.backoff import Backoff
@@ -114,7 +115,7 @@ class MessageTransaction:
         self,
         topic: str,
         body: Any,
-        *,
+        *options: Option,
         key: object = "",
         tag: str = "",
         headers: Mapping[str, str] | None = None,
@@ -136,6 +137,7 @@ class MessageTransaction:
                 built = message(
                     topic,
                     body,
+                    *options,
                     key=key,
                     tag=tag,
                     headers=headers,
